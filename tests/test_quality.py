@@ -1,0 +1,84 @@
+"""The house rules that a machine can hold: style, types, layers, the length of a file, no local paths."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+LONGEST_FILE = 400
+FORBIDDEN_ROOMS = {"utils", "common", "helpers", "misc"}
+
+COMMANDS = {
+    "ruff check": ["ruff", "check", "."],
+    "ruff format": ["ruff", "format", "--check", "."],
+    "lint-imports": ["lint-imports", "--no-logo"],
+    "pyright": ["pyright", "--pythonpath", sys.executable],
+}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_tool_is_content(name: str) -> None:
+    program, *arguments = COMMANDS[name]
+    environment = os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [BIN / program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, f"{name}:\n{done.stdout}\n{done.stderr}"
+
+
+def sources() -> list[Path]:
+    return sorted((ROOT / "src").rglob("*.py"))
+
+
+def test_no_source_file_is_too_long() -> None:
+    lines = {str(path.relative_to(ROOT)): path.read_text().count("\n") for path in sources()}
+    assert lines, "no source found: this test looks in the wrong place"
+    assert {path: count for path, count in lines.items() if count > LONGEST_FILE} == {}
+
+
+def test_no_room_without_a_name() -> None:
+    rooms = {part for path in sources() for part in path.relative_to(ROOT).with_suffix("").parts}
+    assert "core" in rooms
+    assert rooms & FORBIDDEN_ROOMS == set()
+
+
+def test_tests_mirror_the_source() -> None:
+    """A room's test file is named for a source file of that room: test_timm.py, test_timm_context.py."""
+    modules = {path.relative_to(ROOT / "src" / "situs").with_suffix("").as_posix() for path in sources()}
+    rooms = {module.split("/")[0] for module in modules if "/" in module}
+    strangers = []
+    for path in (path for room in sorted(rooms) for path in (ROOT / "tests" / room).rglob("test_*.py")):
+        words = path.stem.removeprefix("test_").split("_")
+        folder = path.parent.relative_to(ROOT / "tests").as_posix()
+        names = {f"{folder}/{'_'.join(words[:count])}" for count in range(1, len(words) + 1)}
+        names.add(f"{folder}/__{words[0]}__")  # test_init.py is for __init__.py
+        if not names & modules:
+            strangers.append(path.relative_to(ROOT).as_posix())
+    assert strangers == []
+
+
+def tracked_texts() -> dict[str, str]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    texts = {}
+    for name in filter(None, listed.stdout.split("\0")):
+        try:
+            texts[name] = (ROOT / name).read_text(encoding="utf-8")
+        except (UnicodeDecodeError, FileNotFoundError, IsADirectoryError):
+            continue
+    return texts
+
+
+def test_no_path_of_one_machine_is_committed() -> None:
+    # Spelled in pieces so that this file does not find itself.
+    local = re.compile(r"(?<![\w.])/(?:" + "|".join(("work", "tmp", "root", "home")) + r")/\w")
+    found = [name for name, text in tracked_texts().items() if local.search(text)]
+    assert found == []
