@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from situs.backbones.base import Features as Features
     from situs.backbones.base import Stream as Stream
     from situs.core.masking import block_mask as block_mask
+    from situs.core.masking import block_noise_shape as block_noise_shape
     from situs.core.masking import jigsaw as jigsaw
     from situs.core.masking import random_subset as random_subset
     from situs.core.permutation import compose as compose
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from situs.core.permutation import permute_axis as permute_axis
     from situs.core.permutation import permute_columns as permute_columns
     from situs.core.permutation import permute_rows as permute_rows
+    from situs.core.permutation import random_permutation as random_permutation
     from situs.core.position import Positions as Positions
     from situs.core.position import relative_index as relative_index
     from situs.core.position import sincos_1d as sincos_1d
@@ -41,6 +43,7 @@ _HOMES = {
     "SitusError": "situs.errors",
     "Stream": "situs.backbones.base",
     "block_mask": "situs.core.masking",
+    "block_noise_shape": "situs.core.masking",
     "compose": "situs.core.permutation",
     "create_backbone": "situs.backbones",
     "invert": "situs.core.permutation",
@@ -49,6 +52,7 @@ _HOMES = {
     "permute_axis": "situs.core.permutation",
     "permute_columns": "situs.core.permutation",
     "permute_rows": "situs.core.permutation",
+    "random_permutation": "situs.core.permutation",
     "random_subset": "situs.core.masking",
     "relative_index": "situs.core.position",
     "sincos_1d": "situs.core.position",
