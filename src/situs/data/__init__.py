@@ -1,0 +1,1 @@
+"""Data: what a user has on disk, and the small set that travels with the package."""

@@ -1,0 +1,78 @@
+"""The embedded sample set: a class-balanced cut of Fashion-MNIST, so that the demo has real images anywhere.
+
+9,000 training and 2,000 test images of 28×28 pixels in ten classes, copyright 2017 Zalando SE, MIT licence
+(FASHION_MNIST_LICENSE beside this file). scripts/cut_fashion_mnist.py made the file and tells its layout.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import lzma
+from functools import cache
+from importlib import resources
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from situs.errors import SitusError, unknown_name
+
+Split = Literal["train", "test"]
+SPLITS: tuple[Split, ...] = get_args(Split)  # in the file's order
+CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+FILE = "fashion_sample.npy.xz"
+SHA256 = "31c220570c56c15f4a878eefabe6a64ab91c6c9e62b63b377e9aae56cbe91b84"
+
+
+class Samples(NamedTuple):
+    """images: uint8 [n, 1, 28, 28]; labels: int64 [n]; classes: the labels' names.
+
+    Classes take turns (0, 1, ... 9, 0, 1, ...), so any first part of the set is balanced too.
+    """
+
+    images: Tensor
+    labels: Tensor
+    classes: tuple[str, ...]
+
+
+def load_samples(split: Split = "train") -> Samples:
+    """One split of the embedded set. The tensors are the caller's own: writing into them harms nobody."""
+    if split not in SPLITS:
+        raise unknown_name("split of the embedded samples", split, SPLITS)
+    stored = _read()[SPLITS.index(split)]  # [class, index, column, row]
+    classes, each, width, height = stored.shape
+    images = np.ascontiguousarray(stored.transpose(1, 0, 3, 2)).reshape(classes * each, 1, height, width)
+    return Samples(torch.from_numpy(images), torch.arange(classes).repeat(each), CLASSES)
+
+
+@cache
+def _read() -> tuple[np.ndarray, ...]:
+    """The arrays of the file, one a split, checked."""
+    file = resources.files("situs.data").joinpath(FILE)
+    try:
+        packed = file.read_bytes()
+    except OSError as error:
+        raise SitusError(
+            f"the embedded samples {FILE} are not readable ({error}): install situs again"
+        ) from error
+    found = hashlib.sha256(packed).hexdigest()
+    if found != SHA256:
+        raise SitusError(
+            f"the embedded samples {FILE} are damaged (sha256 {found[:12]}…, expected {SHA256[:12]}…): "
+            "install situs again"
+        )
+    stream = io.BytesIO(lzma.decompress(packed))
+    return tuple(np.load(stream, allow_pickle=False) for _ in SPLITS)
