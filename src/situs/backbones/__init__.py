@@ -1,0 +1,6 @@
+"""Models behind the hinge: the only room that knows timm and transformers."""
+
+from situs.backbones.base import Backbone, Features, Stream
+from situs.backbones.create import BackboneConfig, create_backbone
+
+__all__ = ["Backbone", "BackboneConfig", "Features", "Stream", "create_backbone"]

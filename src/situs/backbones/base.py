@@ -1,0 +1,174 @@
+"""The hinge: the steps every transformer has, over a model that someone else wrote.
+
+    embed(x)                    -> tokens [B, N, D]            no position, no prefix tokens
+    positions()                 -> Positions                   what tells a token its place
+    assemble(tokens, positions) -> Stream                      positions and prefix tokens added
+    blocks(stream, context)     -> Stream                      the transformer proper
+    finish(stream)              -> Features                    final norm; prefix and patch tokens apart
+    head(features)              -> logits
+
+Indices count patch tokens only; prefix tokens (CLS, registers, distillation) appear in none of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from situs.core.position import PairBias, Positions
+from situs.core.tokens import mask_of, take
+from situs.errors import SitusError
+
+CAPABILITIES = {
+    "tokens": "a sequence of patch tokens",
+    "context": "attention to a context of chosen tokens (MP3)",
+    "take": "running on a subset of the tokens (DropPos, MAE)",
+    "rows": "permuting the tokens (row equivariance, split learning)",
+    "columns": "permuting the residual channels (locks)",
+}
+"""What a backbone may be asked for; `Backbone.refusals` says which it refuses and why."""
+
+
+class Features(NamedTuple):
+    """What an encoder gives: prefix [B, p, D] and patches [B, N, D], the latter in the order the tokens came in."""
+
+    prefix: Tensor
+    patches: Tensor
+
+
+@dataclass(frozen=True)
+class Stream:
+    """What runs through the blocks: z [B, p + N, D] and whatever the attention needs beside it.
+
+    rotary: [L, B, H, N, 2d] for the patch tokens. bias: `PairBias`. mask: [B, p + N] bool, False for padding.
+    """
+
+    z: Tensor
+    prefix: int
+    rotary: Tensor | None = None
+    bias: PairBias | None = None
+    mask: Tensor | None = None
+
+    def take(self, index: Tensor) -> Stream:
+        """The stream of a subset or permutation of its patch tokens ([K] or [B, K]); prefix tokens stay in front."""
+        p = self.prefix
+        places = Positions(rotary=self.rotary, bias=self.bias).take(index)
+        z = torch.cat([self.z[:, :p], take(self.z[:, p:], index)], dim=1)
+        mask = None if self.mask is None else torch.cat([self.mask[:, :p], take(self.mask[:, p:], index)], dim=1)
+        return Stream(z, p, places.rotary, places.bias, mask)
+
+
+class Backbone(nn.Module, ABC):
+    """A wrapped model. Subclasses know one library's layout; everything above knows only this class.
+
+    model: the wrapped module itself, its parameter names untouched. grid: (h, w) of its patch tokens. dim: D.
+    out_grid: the grid of `Features.patches` (coarser than `grid` in a hierarchical model). out_dim: their width.
+    """
+
+    refusals: dict[str, str] = {}
+    """capability -> why this backbone refuses it; see `CAPABILITIES`."""
+
+    def __init__(self, model: nn.Module, name: str, grid: tuple[int, int], dim: int, prefix: int, depth: int) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.name = name
+        self.grid = grid
+        self.dim = dim
+        self.num_prefix = prefix
+        self.depth = depth
+        self.source: dict[str, Any] = {}
+        """How the wrapped library makes this model again: library, architecture, model_args."""
+
+    # --- the steps ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def embed(self, x: Tensor) -> Tensor:
+        """Images [B, C, H, W] (or token ids [B, N]) -> patch tokens [B, N, D]: no position, no prefix tokens."""
+
+    @abstractmethod
+    def positions(self) -> Positions:
+        """The model's own positions for its whole grid."""
+
+    @abstractmethod
+    def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
+        """Adds positions and prefix tokens. positions=None removes every kind; a prefix token's own vector stays.
+
+        mask: [B, N] bool, False for padding (text models).
+        """
+
+    @abstractmethod
+    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
+        """All blocks over stream.z; with `keys`, only the first `keys` tokens of the sequence are keys and values."""
+
+    @abstractmethod
+    def finish(self, stream: Stream) -> Features:
+        """The final norm, and the prefix tokens apart from the patches."""
+
+    @abstractmethod
+    def head(self, features: Features) -> Tensor:
+        """The model's own head on finished features -> logits (or pooled features where it has no classes)."""
+
+    # --- what follows from them ----------------------------------------------------------------------------------
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the number of patch tokens."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def out_grid(self) -> tuple[int, int]:
+        return self.grid
+
+    @property
+    def out_dim(self) -> int:
+        return self.dim
+
+    def blocks(self, stream: Stream, context: Tensor | int | None = None) -> Stream:
+        """The transformer proper.
+
+        context: places of the patch tokens that serve as keys and values in every layer ([K] or [B, K]), taken from
+        that layer's own tokens; queries are all tokens, and prefix tokens are always in the context. An int k is
+        the first k patch tokens. Keys and values are computed for the context alone, so it costs less, not more.
+        """
+        if context is None:
+            return replace(stream, z=self.run_layers(stream, None))
+        self.require("context")
+        if isinstance(context, int):
+            return replace(stream, z=self.run_layers(stream, stream.prefix + context))
+        order = _context_first(context, stream.z.shape[1] - stream.prefix)
+        moved = stream.take(order)
+        z = self.run_layers(moved, stream.prefix + context.shape[-1])
+        return replace(stream, z=replace(moved, z=z, rotary=None, bias=None).take(torch.argsort(order)).z)
+
+    def encode(
+        self,
+        tokens: Tensor,
+        positions: Positions | None = None,
+        context: Tensor | int | None = None,
+        mask: Tensor | None = None,
+    ) -> Features:
+        """finish(blocks(assemble(tokens, positions), context)): tokens [B, N, D] -> Features."""
+        return self.finish(self.blocks(self.assemble(tokens, positions, mask), context))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The wrapped model's own forward, through the hinge: images -> logits."""
+        return self.head(self.encode(self.embed(x), self.positions()))
+
+    def require(self, capability: str) -> None:
+        """Raises with the reason where this backbone refuses a capability."""
+        if capability in self.refusals:
+            raise SitusError(f"{self.name} refuses {CAPABILITIES[capability]}: {self.refusals[capability]}")
+
+
+def _context_first(context: Tensor, count: int) -> Tensor:
+    """The order that puts the context in front, [N] or [B, N]: slicing then serves every layer, with no gather."""
+    return torch.argsort((~mask_of(context, count)).to(torch.uint8), dim=-1, stable=True)
+
+
+def join(features: Features) -> Tensor:
+    """The sequence a wrapped model's own head expects: prefix and patches together, [B, p + N, D]."""
+    return torch.cat([features.prefix, features.patches], dim=1)

@@ -1,0 +1,107 @@
+"""`create_backbone`: a name, a folder, a configuration or a module in; a `Backbone` out."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from situs.backbones.base import Backbone
+from situs.core.tokens import Size, pair
+from situs.errors import SitusError
+
+PositionKind = Literal["learned", "sincos", "relative", "none"]
+
+
+@dataclass(frozen=True)
+class BackboneConfig:
+    """Which model, at which size. Every field but `name` may be left to the model's own default."""
+
+    name: str = "vit_small_patch16_224"
+    """A timm model name, or a folder with a transformers config.json."""
+
+    img_size: tuple[int, int] | None = None
+    """Height and width of the images."""
+
+    patch_size: int | None = None
+    """Side of a patch in pixels (ViT-S/4 on 32 px is vit_small_patch16_224 with patch_size 4)."""
+
+    in_chans: int = 3
+    """Channels of the images."""
+
+    num_classes: int | None = None
+    """Classes of the head; 0 for none."""
+
+    positions: PositionKind | None = None
+    """Another kind of position than the model's own: learned (new, random), sincos (fixed), relative (2-D bias,
+    zero at first) or none."""
+
+    drop_path: float = 0.0
+    """Rate of stochastic depth in the last block; it rises linearly from 0 in the first."""
+
+    weights: str | None = None
+    """A safetensors or torch file, or a folder with one."""
+
+    model_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the model's own constructor."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.drop_path < 1:
+            raise SitusError(f"drop_path={self.drop_path}: must be in [0, 1) (--backbone.drop-path)")
+
+
+def create_backbone(
+    name: str | Path | nn.Module | BackboneConfig | Any = BackboneConfig.name,
+    *,
+    img_size: Size | None = None,
+    **fields: Any,
+) -> Backbone:
+    """A backbone by timm name, by transformers folder or configuration, by `BackboneConfig`, or around a module.
+
+    `fields` are those of `BackboneConfig`: patch_size, in_chans, num_classes, positions, drop_path, weights,
+    model_args.
+
+    >>> b = create_backbone("vit_small_patch16_224", img_size=(160, 224))
+    >>> b.grid, b.dim
+    ((10, 14), 384)
+    """
+    known = {each.name for each in dataclasses.fields(BackboneConfig)} - {"name"}
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise SitusError(f"{unknown[0]}: create_backbone takes {', '.join(sorted(known))}")
+    if img_size is not None:
+        fields["img_size"] = pair(img_size)
+    if isinstance(name, BackboneConfig):
+        return _create(name.name, dataclasses.replace(name, **fields))
+    fields["weights"] = None if fields.get("weights") is None else str(fields["weights"])
+    fields["model_args"] = dict(fields.get("model_args") or {})
+    return _create(name, BackboneConfig(name=str(name) if isinstance(name, str | Path) else "", **fields))
+
+
+def _create(source: Any, config: BackboneConfig) -> Backbone:
+    if _is_transformers(source):
+        from situs.backbones.hf import create_hf_backbone
+
+        return create_hf_backbone(
+            source,
+            weights=config.weights,
+            img_size=config.img_size,
+            model_args=config.model_args,
+            num_classes=config.num_classes,
+        )
+    from situs.backbones.timm_create import create_timm, wrap_timm
+
+    if isinstance(source, nn.Module):
+        return wrap_timm(source, type(source).__name__)
+    return create_timm(config)
+
+
+def _is_transformers(source: Any) -> bool:
+    """A transformers folder, "hf:…", or an object of that library; told without importing it."""
+    if isinstance(source, str | Path):
+        text = str(source)
+        return text.startswith("hf:") or (Path(text).is_dir() and (Path(text) / "config.json").is_file())
+    return type(source).__module__.startswith("transformers.")

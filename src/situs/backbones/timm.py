@@ -1,0 +1,214 @@
+"""timm's models behind the hinge. Every class is exact: a subclass we have not read is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from situs.backbones.attention import check_blocks, run_block
+from situs.backbones.base import Backbone, Features, Stream, join
+from situs.core.position import PairBias, Positions
+from situs.errors import SitusError
+
+
+class FlatBackbone(Backbone):
+    """What timm's flat transformers share: one sequence, prefix tokens in front, blocks we run ourselves."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        inner: Any = model
+        check_blocks(name, inner.blocks)
+        height, width = inner.patch_embed.grid_size
+        super().__init__(model, name, (height, width), inner.embed_dim, inner.num_prefix_tokens, len(inner.blocks))
+        self.in_chans: int = inner.patch_embed.proj.in_channels
+        ph, pw = inner.patch_embed.patch_size
+        self.img_size = (height * ph, width * pw)
+
+    def prefix_tokens(self) -> Tensor:
+        """The prefix tokens with their own position rows added, [1, p, D]."""
+        raise NotImplementedError
+
+    def embed(self, x: Tensor) -> Tensor:
+        check_images(self.name, x, self.in_chans, self.img_size)
+        return self.model.patch_embed(x).reshape(x.shape[0], -1, self.dim)
+
+    def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
+        places = Positions() if positions is None else positions
+        if places.table is not None:
+            tokens = tokens + places.table.to(tokens.dtype)
+        if self.num_prefix:
+            prefix = self.prefix_tokens().to(tokens.dtype).expand(tokens.shape[0], -1, -1)
+            tokens = torch.cat([prefix, tokens], dim=1)
+        if mask is not None:
+            mask = torch.cat([mask.new_ones(mask.shape[0], self.num_prefix), mask], dim=1)
+        return Stream(self.before_blocks(tokens), self.num_prefix, places.rotary, places.bias, mask)
+
+    def before_blocks(self, z: Tensor) -> Tensor:
+        """What the wrapped model does between adding positions and its first block."""
+        return self.model.norm_pre(self.model.pos_drop(z))
+
+    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
+        z = stream.z
+        for depth, block in enumerate(self.model.blocks):
+            z = run_block(block, z, stream, depth, keys)
+        return z
+
+    def finish(self, stream: Stream) -> Features:
+        z = self.model.norm(stream.z)
+        return Features(z[:, : stream.prefix], z[:, stream.prefix :])
+
+    def head(self, features: Features) -> Tensor:
+        return self.model.forward_head(join(features))
+
+
+class VitBackbone(FlatBackbone):
+    """VisionTransformer and its distilled DeiT: a learned table, with or without rows for the prefix tokens."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__(model, name)
+        _refuse_patch_drop(name, self.model.patch_drop, nn.Identity)
+
+    def _prefix_rows(self) -> int:
+        """How many rows of the table belong to prefix tokens."""
+        return 0 if self.model.no_embed_class else self.num_prefix
+
+    def prefix_tokens(self) -> Tensor:
+        model = self.model
+        names = ("cls_token", "dist_token", "reg_token")
+        tokens = [token for name in names if (token := getattr(model, name, None)) is not None]
+        prefix = torch.cat(tokens, dim=1)
+        if model.pos_embed is not None and self._prefix_rows():
+            prefix = prefix + model.pos_embed[:, : self.num_prefix]
+        return prefix
+
+    def positions(self) -> Positions:
+        table = self.model.pos_embed
+        return Positions(table=None if table is None else table[0, self._prefix_rows() :])
+
+
+class EvaBackbone(VitBackbone):
+    """Eva: EVA-02 (table and rotation), axial and mixed RoPE ViTs, DINOv3."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        FlatBackbone.__init__(self, model, name)
+        _refuse_patch_drop(name, self.model.patch_drop, type(None))
+
+    def positions(self) -> Positions:
+        rope = self.model.rope
+        if rope is None:
+            return super().positions()
+        turn = rope.get_embed(shape=list(self.grid)) if self.model.dynamic_img_size else rope.get_embed()
+        # Axial: [N, 2d], one for all; mixed: [L, H, N, 2d], learned for each layer and head.
+        rotary = turn.unsqueeze(1) if self.model.rope_mixed else turn.view(1, 1, 1, *turn.shape)
+        return Positions(table=super().positions().table, rotary=rotary)
+
+
+class RelPosBackbone(FlatBackbone):
+    """VisionTransformerRelPos: a relative bias per layer, or one shared by all; no table."""
+
+    def prefix_tokens(self) -> Tensor:
+        return self.model.cls_token
+
+    def before_blocks(self, z: Tensor) -> Tensor:
+        return z
+
+    def positions(self) -> Positions:
+        shared = self.model.shared_rel_pos
+        modules = [block.attn.rel_pos for block in self.model.blocks] if shared is None else [shared]
+        values = torch.cat([module.get_bias() for module in modules])
+        return Positions(bias=PairBias(values, self.num_prefix))
+
+
+class SwinBackbone(Backbone):
+    """SwinTransformer, optionally with an absolute table.
+
+    timm's Swin has no absolute table, so ours is a parameter of this wrapper: such a model exports its timm part to
+    timm, and the table with it only to Situs. `positions=None` leaves the table out; the windows' own bias and
+    shifts belong to the blocks and stay, so a Swin always knows something of its places.
+    """
+
+    refusals = {
+        "context": "its windows need every token of the grid as a key",
+        "take": "its windows and merges need the whole grid",
+        "rows": "its windows, shifts and merges depend on where a token stands",
+    }
+
+    def __init__(self, model: nn.Module, name: str, table: Tensor | None = None, *, learned: bool = True) -> None:
+        inner: Any = model
+        height, width = inner.patch_embed.grid_size
+        depth = sum(len(stage.blocks) for stage in inner.layers)
+        super().__init__(model, name, (height, width), inner.patch_embed.proj.out_channels, 0, depth)
+        self.in_chans: int = inner.patch_embed.proj.in_channels
+        ph, pw = inner.patch_embed.patch_size
+        self.img_size = (height * ph, width * pw)
+        self.table = None if table is None else nn.Parameter(table, requires_grad=learned)
+
+    @property
+    def out_grid(self) -> tuple[int, int]:
+        height, width = self.grid
+        for _ in self.model.layers[1:]:
+            height, width = -(-height // 2), -(-width // 2)
+        return height, width
+
+    @property
+    def out_dim(self) -> int:
+        return self.model.num_features
+
+    def embed(self, x: Tensor) -> Tensor:
+        check_images(self.name, x, self.in_chans, self.img_size)
+        return self.model.patch_embed(x).flatten(1, 2)
+
+    def positions(self) -> Positions:
+        return Positions(table=self.table, rigid=self.refusals["take"])
+
+    def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
+        if mask is not None:
+            raise SitusError(f"{self.name}: images have no padding mask")
+        if positions is not None and positions.table is not None:
+            tokens = tokens + positions.table.to(tokens.dtype)
+        return Stream(tokens, 0)
+
+    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
+        return self.model.layers(stream.z.unflatten(1, self.grid)).flatten(1, 2)
+
+    def finish(self, stream: Stream) -> Features:
+        z = self.model.norm(stream.z)
+        return Features(z[:, :0], z)
+
+    def head(self, features: Features) -> Tensor:
+        return self.model.forward_head(features.patches.unflatten(1, self.out_grid))
+
+
+class PixelBackbone(Backbone):
+    """ResNet: no tokens, so only methods that act on the pixels apply (MJP's jigsaw of images, supervised training)."""
+
+    refusals = dict.fromkeys(
+        ("tokens", "context", "take", "rows", "columns"), "it is a convolutional network and has no tokens"
+    )
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        inner: Any = model
+        super().__init__(model, name, (0, 0), inner.num_features, 0, len(inner.feature_info) - 1)
+        self.in_chans: int = inner.conv1.in_channels if isinstance(inner.conv1, nn.Conv2d) else inner.conv1[0].in_channels
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_images(self.name, x, self.in_chans, None)
+        return self.model(x)
+
+    def _no_tokens(self, *_: object, **__: object) -> Any:
+        self.require("tokens")
+
+    embed = positions = assemble = run_layers = finish = head = _no_tokens
+
+
+def _refuse_patch_drop(name: str, patch_drop: Any, off: type) -> None:
+    if type(patch_drop) is not off:
+        raise SitusError(f"{name}: patch_drop_rate must be 0, a method chooses its tokens itself (--backbone.model-args)")
+
+
+def check_images(name: str, x: Tensor, channels: int, size: tuple[int, int] | None) -> None:
+    """Refuses images of another shape than the model was made for, before a kernel does so less clearly."""
+    wanted = f"[B, {channels}, {size[0]}, {size[1]}]" if size else f"[B, {channels}, H, W]"
+    if x.dim() != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != size):
+        raise SitusError(f"{name}: images of shape {list(x.shape)} given, {wanted} needed (img_size=, in_chans=)")

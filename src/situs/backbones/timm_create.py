@@ -1,0 +1,205 @@
+"""Making timm models: names, sizes, kinds of position, weights. The classes behind them are in `timm.py`."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import timm
+import torch
+from timm.models import model_entrypoint
+from torch import Tensor, nn
+
+from situs.backbones.base import Backbone
+from situs.backbones.create import BackboneConfig, PositionKind
+from situs.backbones.timm import (
+    EvaBackbone,
+    PixelBackbone,
+    RelPosBackbone,
+    SwinBackbone,
+    VitBackbone,
+)
+from situs.backbones.weights import load_into, read_state_dict
+from situs.core.position import resample_table, sincos_2d
+from situs.core.tokens import grid_of
+from situs.errors import SitusError
+
+FAMILIES: dict[str, Callable[[nn.Module, str], Backbone]] = {
+    "VisionTransformer": VitBackbone,
+    "VisionTransformerDistilled": VitBackbone,
+    "Eva": EvaBackbone,
+    "VisionTransformerRelPos": RelPosBackbone,
+    "SwinTransformer": SwinBackbone,
+    "ResNet": PixelBackbone,
+}
+"""timm class, exactly -> its backbone. The command line and the contract tests read this dict."""
+
+
+def wrap_timm(model: nn.Module, name: str) -> Backbone:
+    """A backbone around a timm model that exists."""
+    kind = type(model).__name__
+    if kind not in FAMILIES or not type(model).__module__.startswith("timm."):
+        raise SitusError(f"{name}: its class {kind} is not among those Situs knows: {', '.join(sorted(FAMILIES))}")
+    return FAMILIES[kind](model, name)
+
+
+def create_timm(config: BackboneConfig) -> Backbone:
+    """A backbone by timm name, with the size, positions and weights of `config`."""
+    arguments = _arguments(config)
+    model = _make(config.name, arguments)
+    if config.positions == "relative" and type(model).__name__ == "VisionTransformer":
+        architecture, arguments = _relative_architecture(model, config)
+        model = _make(architecture, arguments)
+    else:
+        architecture = config.name
+    backbone = wrap_timm(model, config.name)
+    if config.positions is not None:
+        backbone = _with_positions(backbone, config.positions)
+    backbone.source = {"library": "timm", "architecture": architecture, "model_args": arguments}
+    if config.weights is not None:
+        load_weights(backbone, read_state_dict(config.weights), f"weights={config.weights}")
+    return backbone
+
+
+def _arguments(config: BackboneConfig) -> dict[str, Any]:
+    """The keyword arguments for timm, refusing early what timm would refuse obscurely."""
+    if not timm.is_model(config.name):
+        close = difflib.get_close_matches(config.name, timm.list_models(), n=3, cutoff=0.5)
+        hint = f"; did you mean {', '.join(close)}?" if close else "; timm.list_models() lists the names"
+        raise SitusError(f"{config.name!r} is neither a timm model nor a folder with a config.json{hint}")
+    arguments: dict[str, Any] = {"in_chans": config.in_chans, **config.model_args}
+    if config.num_classes is not None:
+        arguments["num_classes"] = config.num_classes
+    if config.drop_path:
+        arguments["drop_path_rate"] = config.drop_path
+    default = timm.get_pretrained_cfg(config.name)
+    size = config.img_size or (tuple(default.input_size[1:]) if default is not None else None)
+    if inspect.getmodule(model_entrypoint(config.name)).__name__.endswith("resnet"):  # type: ignore[union-attr]
+        if config.patch_size is not None:
+            raise SitusError(f"patch_size={config.patch_size}: {config.name} is convolutional and has no patches")
+        return arguments
+    if config.img_size is not None:
+        arguments["img_size"] = config.img_size
+    if config.patch_size is not None:
+        arguments["patch_size"] = config.patch_size
+        if size is not None:
+            grid_of(size, config.patch_size)
+    if config.positions == "none":
+        arguments |= _without_positions(config.name)
+    return arguments
+
+
+def _without_positions(name: str) -> dict[str, Any]:
+    """The arguments that make a timm model without a table; only its plain ViT has one."""
+    if inspect.getmodule(model_entrypoint(name)).__name__.endswith("vision_transformer"):  # type: ignore[union-attr]
+        return {"pos_embed": "none"}
+    raise SitusError(f"positions='none': {name} cannot be built without its positions; encode(positions=None) leaves them out")
+
+
+def _make(name: str, arguments: dict[str, Any]) -> nn.Module:
+    try:
+        model = timm.create_model(name, pretrained=False, **arguments)
+    except (TypeError, AssertionError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise SitusError(f"{name} cannot be made with {arguments}: {reason}") from error
+    patch_embed = getattr(model, "patch_embed", None)
+    if patch_embed is not None and not getattr(patch_embed, "dynamic_img_pad", False):
+        grid_of(patch_embed.img_size, patch_embed.patch_size)
+    return model
+
+
+def _relative_architecture(vit: Any, config: BackboneConfig) -> tuple[str, dict[str, Any]]:
+    """timm's own relative-position class with a plain ViT's shape, so that the export loads in timm unchanged."""
+    block = vit.blocks[0]
+    plain = type(block).__name__ == "Block" and vit.reg_token is None and isinstance(vit.norm_pre, nn.Identity)
+    if not plain or not isinstance(block.attn.q_norm, nn.Identity):
+        raise SitusError(f"positions='relative': {config.name} is no plain ViT (registers, pre-norm or q/k norm)")
+    scale = block.ls1
+    arguments: dict[str, Any] = {
+        "img_size": vit.patch_embed.img_size,
+        "patch_size": vit.patch_embed.patch_size[0],
+        "in_chans": config.in_chans,
+        "num_classes": vit.num_classes,
+        "embed_dim": vit.embed_dim,
+        "depth": len(vit.blocks),
+        "num_heads": block.attn.num_heads,
+        "mlp_ratio": block.mlp.fc1.out_features / vit.embed_dim,
+        "qkv_bias": block.attn.qkv.bias is not None,
+        "init_values": None if isinstance(scale, nn.Identity) else float(scale.gamma[0]),
+        "class_token": vit.cls_token is not None,
+        "global_pool": vit.global_pool,
+        "fc_norm": not isinstance(vit.fc_norm, nn.Identity),
+        "rel_pos_type": "bias",
+    }
+    if config.drop_path:
+        arguments["drop_path_rate"] = config.drop_path
+    return "vit_relpos_base_patch16_224", arguments
+
+
+@torch.no_grad()
+def _with_positions(backbone: Backbone, kind: PositionKind) -> Backbone:
+    model = backbone.model
+    if isinstance(backbone, SwinBackbone):
+        return _swin_with_table(backbone, kind)
+    if kind == "relative":
+        if not isinstance(backbone, RelPosBackbone):
+            raise SitusError(f"positions='relative': {backbone.name} has no relative form; plain ViTs have")
+        for name, parameter in model.named_parameters():
+            if name.endswith("relative_position_bias_table"):
+                nn.init.zeros_(parameter)
+    elif kind in ("learned", "sincos"):
+        table = backbone.positions().table if type(backbone) is VitBackbone else None
+        if table is None:
+            raise SitusError(f"positions={kind!r}: {backbone.name} has no position table to fill; plain ViTs have")
+        _fill_table(model.pos_embed, table, backbone, kind)
+    return backbone
+
+
+def _fill_table(whole: nn.Parameter, patches: Tensor, backbone: Backbone, kind: PositionKind) -> None:
+    """Fills the patch rows of `pos_embed`; with fixed positions the prefix rows are 0, as in MAE's and DropPos's."""
+    if kind == "learned":
+        nn.init.trunc_normal_(whole, std=0.02)
+        return
+    whole.zero_()
+    patches.copy_(sincos_2d(backbone.grid, backbone.dim))
+    whole.requires_grad_(False)
+
+
+def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:
+    if kind == "none":
+        return backbone
+    if kind == "relative":
+        raise SitusError("positions='relative': Swin has its windows' relative bias always; choose learned, sincos or none")
+    if kind == "sincos":
+        table = sincos_2d(backbone.grid, backbone.dim)
+    else:
+        table = nn.init.trunc_normal_(torch.empty(backbone.num_tokens, backbone.dim), std=0.02)
+    return SwinBackbone(backbone.model, backbone.name, table, learned=kind == "learned")
+
+
+HEADS = ("head.", "head_dist.", "fc.", "fc_norm.")
+"""A classifier that does not fit is left as it was made: a file without one, or one for other classes."""
+
+
+def load_weights(backbone: Backbone, state: dict[str, Tensor], what: str) -> list[str]:
+    """Loads a state dict under timm's names into the wrapped model; a table of another grid is resampled.
+
+    Returns the names that were left as they were made (a classifier that did not fit).
+    """
+    table = backbone.model.state_dict().get("pos_embed")
+    given = state.get("pos_embed")
+    if table is not None and given is not None and given.shape != table.shape and given.shape[-1] == table.shape[-1]:
+        state = {**state, "pos_embed": _fit_table(given, table, backbone, what)}
+    return load_into(backbone.model, state, what, optional=HEADS)
+
+
+def _fit_table(given: Tensor, table: Tensor, backbone: Backbone, what: str) -> Tensor:
+    """A square table with the model's prefix rows, on the model's own grid."""
+    prefix = table.shape[1] - backbone.num_tokens
+    side = int((given.shape[1] - prefix) ** 0.5)
+    if side * side != given.shape[1] - prefix:
+        raise SitusError(f"{what}: its position table of {given.shape[1]} rows is no square grid with {prefix} prefix rows")
+    patches = resample_table(given[0, prefix:].float(), (side, side), backbone.grid)
+    return torch.cat([given[0, :prefix].float(), patches])[None].to(given.dtype)

@@ -1,0 +1,99 @@
+"""Reading weights from files, never through pickle, and saying what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from situs.errors import SitusError
+
+CONTAINERS = ("model_ema", "state_dict_ema", "model", "state_dict", "teacher")
+"""Keys under which published checkpoints keep the weights, best first."""
+
+PREFIXES = ("module.", "_orig_mod.", "backbone.model.")
+"""Names that wrappers put in front of every key."""
+
+
+def read_state_dict(path: str | Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, of a torch file (`weights_only=True`), or of a folder that holds either."""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        return _read_folder(path)
+    if not path.exists():
+        raise SitusError(f"weights={path}: no such file (--weights)")
+    if path.suffix == ".safetensors":
+        try:
+            return _strip(load_file(path))
+        except SafetensorError as error:
+            raise SitusError(f"weights={path}: not a readable safetensors file ({error})") from error
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises a different class for each kind of damage
+        reason = str(error).splitlines()[0]
+        raise SitusError(f"weights={path}: cannot be loaded without running code from it ({reason})") from error
+    return _strip(_unwrap(loaded, path))
+
+
+def _read_folder(path: Path) -> dict[str, Tensor]:
+    shards = sorted(path.glob("*.safetensors"))
+    if not shards:
+        raise SitusError(f"weights={path}: the folder holds no .safetensors file (--weights)")
+    whole = [shard for shard in shards if shard.name == "model.safetensors"]
+    state: dict[str, Tensor] = {}
+    for shard in whole or shards:
+        state.update(read_state_dict(shard))
+    return state
+
+
+def _unwrap(loaded: Any, path: Path) -> dict[str, Tensor]:
+    for container in CONTAINERS:
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(container), Mapping):
+            loaded = loaded[container]
+            break
+    if not isinstance(loaded, Mapping):
+        raise SitusError(f"weights={path}: holds a {type(loaded).__name__}, not named tensors")
+    state = {str(key): value for key, value in loaded.items() if isinstance(value, Tensor)}
+    if not state:
+        raise SitusError(f"weights={path}: holds no tensors under {', '.join(CONTAINERS)} or at its top")
+    return state
+
+
+def _strip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    for prefix in PREFIXES:
+        if state and all(key.startswith(prefix) for key in state):
+            state = {key.removeprefix(prefix): value for key, value in state.items()}
+    return dict(state)
+
+
+def load_into(module: nn.Module, state: Mapping[str, Tensor], what: str, *, optional: Iterable[str] = ()) -> list[str]:
+    """Loads `state` into `module`; every key must fit except those that start with one of `optional`.
+
+    optional: prefixes that may be missing, left over or of another shape (a classifier); they keep their present
+    value. Returns the names that were left as they were. Nothing is changed when something does not fit.
+    """
+    optional = tuple(optional)
+    own = module.state_dict()
+    missing = [key for key in own if key not in state]
+    extra = [key for key in state if key not in own]
+    wrong = [key for key in own if key in state and own[key].shape != state[key].shape]
+    problems = {
+        "missing": [key for key in missing if not key.startswith(optional)],
+        "not in the model": [key for key in extra if not key.startswith(optional)],
+        "of another shape": [_shapes(key, own, state) for key in wrong if not key.startswith(optional)],
+    }
+    said = [f"{len(keys)} {kind} (first: {', '.join(keys[:3])})" for kind, keys in problems.items() if keys]
+    if said:
+        raise SitusError(f"{what} does not fit the model: {'; '.join(said)}")
+    fitting = {key: state[key] for key in own if key in state and key not in wrong}
+    module.load_state_dict(fitting, strict=False)
+    return missing + wrong
+
+
+def _shapes(key: str, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
+    return f"{key} {list(state[key].shape)} where the model has {list(own[key].shape)}"

@@ -1,0 +1,1 @@
+"""Operations on tokens, positions and permutations: torch only, pure functions."""

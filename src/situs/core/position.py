@@ -1,0 +1,217 @@
+"""What tells a token its place, and the two moves that act on it: `take` and `forget`.
+
+A model may carry several kinds at once (EVA-02 has a table and a rotation), so `Positions` holds all three:
+
+- table: a vector added to each token, [N, D], or [B, K, D] once it has been taken per sample;
+- rotary: sines and cosines that turn queries and keys, [L, B, H, N, 2d] with L, B, H = 1 where shared;
+- bias: a number added to the attention logit of each pair of tokens (`PairBias`).
+
+Prefix tokens (CLS, registers) are in none of the three and in no index; a bias keeps its prefix rows to itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from situs.core.tokens import take
+from situs.errors import SitusError
+
+
+@dataclass(frozen=True)
+class PairBias:
+    """Relative position bias over the whole sequence, read lazily layer by layer.
+
+    values: [L, H, S, S] with S = prefix + N (L = 1 when all layers share it). rows: [B, K] places of the tokens
+    that are left, or None for all in order. known: [B, K] or [K], False for a token that forgot its place: all its
+    biases are then 0, the same to every token. Keeping the view instead of the [L, B, H, K, K] result saves
+    memory: only one layer of it exists at a time.
+    """
+
+    values: Tensor
+    prefix: int
+    rows: Tensor | None = None
+    known: Tensor | None = None
+
+    def take(self, index: Tensor) -> PairBias:
+        rows = index if self.rows is None else _compose(self.rows, index)
+        known = None if self.known is None else _compose(self.known, index)
+        return replace(self, rows=rows, known=known)
+
+    def forget(self, where: Tensor) -> PairBias:
+        known = ~where if self.known is None else self.known & ~where
+        return replace(self, known=known)
+
+    def layer(self, depth: int) -> Tensor:
+        """The bias of one layer, [1 or B, H, S', S'] with S' = prefix + K."""
+        bias = self.values[depth if self.values.shape[0] > 1 else 0]
+        if self.rows is not None:
+            rows = self._with_prefix(self.rows + self.prefix, torch.arange(self.prefix, device=self.rows.device))
+            bias = bias[:, rows.unsqueeze(-1), rows.unsqueeze(-2)]
+            bias = bias.movedim(0, -3)
+        bias = bias if bias.dim() == 4 else bias.unsqueeze(0)
+        if self.known is not None:
+            all_known = torch.ones(self.prefix, dtype=torch.bool, device=self.known.device)
+            known = self._with_prefix(self.known, all_known)
+            both = known.unsqueeze(-1) & known.unsqueeze(-2)
+            bias = bias * (both if both.dim() == 3 else both.unsqueeze(0)).unsqueeze(1).to(bias.dtype)
+        return bias
+
+    @staticmethod
+    def _with_prefix(tokens: Tensor, prefix: Tensor) -> Tensor:
+        return torch.cat([prefix.expand(*tokens.shape[:-1], -1), tokens], dim=-1)
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The places of a sequence of patch tokens; `None` instead of a `Positions` removes every kind.
+
+    rigid: why single tokens cannot be taken (a hierarchical model's windows), or None where they can.
+    """
+
+    table: Tensor | None = None
+    rotary: Tensor | None = None
+    bias: PairBias | None = None
+    rigid: str | None = None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds this holds, of ("table", "rotary", "bias")."""
+        held = (("table", self.table), ("rotary", self.rotary), ("bias", self.bias))
+        return tuple(name for name, value in held if value is not None)
+
+    def take(self, index: Tensor) -> Positions:
+        """The places of a subset or a permutation of the tokens; index: [K] for all samples, or [B, K]."""
+        if self.rigid is not None:
+            raise SitusError(f"positions of single tokens cannot be taken here: {self.rigid}")
+        table = None if self.table is None else _take_rows(self.table, index)
+        rotary = None if self.rotary is None else _take_rotary(self.rotary, index)
+        bias = None if self.bias is None else self.bias.take(index)
+        return Positions(table, rotary, bias)
+
+    def forget(self, where: Tensor, unknown: Tensor | None = None) -> Positions:
+        """Tokens at `where` ([N] or [B, N], bool) no longer know their place.
+
+        The table's row gives way to `unknown` ([D]; None is the zero vector). A rotary token is left unrotated *and*
+        gets the vector: unrotated alone would claim the top-left corner, whose rotation is the identity. A biased
+        token gets no bias and the vector.
+        """
+        table, rotary, bias = self.table, self.rotary, self.bias
+        if table is not None or unknown is not None:
+            table = _forget_rows(table, where, unknown)
+        if rotary is not None:
+            rotary = _forget_rotary(rotary, where)
+        if bias is not None:
+            bias = bias.forget(where)
+        return Positions(table, rotary, bias, self.rigid)
+
+
+def _compose(rows: Tensor, index: Tensor) -> Tensor:
+    """rows[index] where both are [N] or [B, N]."""
+    if rows.dim() == 1:
+        return rows[index]
+    return rows.gather(-1, index.expand(rows.shape[0], index.shape[-1]))
+
+
+def _take_rows(table: Tensor, index: Tensor) -> Tensor:
+    if table.dim() == 2 and index.dim() == 1:
+        return table.index_select(0, index)
+    return take(table if table.dim() == 3 else table.unsqueeze(0), index)
+
+
+def _forget_rows(table: Tensor | None, where: Tensor, unknown: Tensor | None) -> Tensor:
+    if unknown is None:
+        assert table is not None
+        unknown = table.new_zeros(table.shape[-1])
+    if table is None:
+        table = unknown.new_zeros(unknown.shape[-1])
+    return torch.where(where.unsqueeze(-1), unknown.to(table.dtype), table)
+
+
+def _take_rotary(rotary: Tensor, index: Tensor) -> Tensor:
+    if index.dim() == 1:
+        return rotary.index_select(-2, index)
+    layers, _, heads, _, width = rotary.shape
+    batch, count = index.shape
+    full = index.view(1, batch, 1, count, 1).expand(layers, batch, heads, count, width)
+    return rotary.expand(layers, batch, heads, -1, width).gather(-2, full)
+
+
+def _forget_rotary(rotary: Tensor, where: Tensor) -> Tensor:
+    """No rotation: sine 0, cosine 1."""
+    half = rotary.shape[-1] // 2
+    still = torch.cat([rotary.new_zeros(half), rotary.new_ones(half)])
+    where = where if where.dim() == 2 else where.unsqueeze(0)
+    return torch.where(where[None, :, None, :, None], still, rotary)
+
+
+def sincos_1d(count: int, dim: int, *, temperature: float = 10000.0) -> Tensor:
+    """Fixed sine-cosine positions of a sequence, [count, dim] float32: dim/2 sines, then dim/2 cosines."""
+    if dim % 2:
+        raise SitusError(f"dim={dim}: sine-cosine positions need an even width")
+    return _sincos(torch.arange(count, dtype=torch.float64), dim, temperature).float()
+
+
+def sincos_2d(grid: tuple[int, int], dim: int, *, temperature: float = 10000.0) -> Tensor:
+    """Fixed 2-D sine-cosine positions, [h * w, dim] float32.
+
+    The first half of the channels encodes the column, the second half the row, each as sines then cosines: the
+    order MAE's and DropPos's published weights use, so that theirs load unchanged.
+    """
+    if dim % 4:
+        raise SitusError(f"dim={dim}: 2-D sine-cosine positions need a width divisible by 4")
+    rows, columns = coordinates(grid).double().unbind(-1)
+    halves = [_sincos(axis, dim // 2, temperature) for axis in (columns, rows)]
+    return torch.cat(halves, dim=-1).float()
+
+
+def _sincos(place: Tensor, dim: int, temperature: float) -> Tensor:
+    frequency = temperature ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim // 2))
+    angle = place[:, None] * frequency
+    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+def coordinates(grid: tuple[int, int], device: torch.device | None = None) -> Tensor:
+    """(row, column) of each place, [N, 2] int64, 0-based."""
+    height, width = grid
+    place = torch.arange(height * width, device=device)
+    return torch.stack([place // width, place % width], dim=-1)
+
+
+def smoothed_targets(grid: tuple[int, int], sigma: float | Tensor, *, squared: bool = False) -> Tensor:
+    """DropPos's smoothed position targets w, [N, N] float32: w[i, j] ∝ exp(-dist(i, j) / σ²), rows sum to 1.
+
+    sigma: σ; 0 is the one-hot target. A tensor σ keeps a schedule out of the compiled graph. squared: distances as
+    the published code takes them (squared) instead of the text's Euclidean ones.
+    """
+    device = sigma.device if isinstance(sigma, Tensor) else None
+    place = coordinates(grid, device).double()
+    distance = (place[:, None] - place[None, :]).square().sum(-1)
+    if not squared:
+        distance = distance.sqrt()
+    variance = torch.as_tensor(sigma, device=device, dtype=torch.float64) ** 2
+    # -inf off the diagonal is the limit σ -> 0; the clamp keeps 0/0 out of the diagonal, and x/tiny underflows to 0.
+    logits = -distance / variance.clamp(min=1e-12)
+    return logits.softmax(dim=-1).float()
+
+
+def relative_index(grid: tuple[int, int], device: torch.device | None = None) -> Tensor:
+    """2-D relative position index, [N, N] int64 in [0, (2h-1)(2w-1)): one number for each (Δrow, Δcolumn)."""
+    height, width = grid
+    place = coordinates(grid, device)
+    delta = place[:, None] - place[None, :]
+    return (delta[..., 0] + height - 1) * (2 * width - 1) + delta[..., 1] + width - 1
+
+
+def resample_table(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
+    """A position table of one grid on another: [h*w, D] -> [h'*w', D], bicubic, antialiased when it shrinks."""
+    if old == new:
+        return table
+    count, dim = table.shape
+    if count != old[0] * old[1]:
+        raise SitusError(f"a position table of {count} rows does not fill a grid of {old[0]}x{old[1]}")
+    picture = table.float().T.reshape(1, dim, *old)
+    picture = torch.nn.functional.interpolate(picture, size=new, mode="bicubic", antialias=True, align_corners=False)
+    return picture.reshape(dim, -1).T.to(table.dtype)

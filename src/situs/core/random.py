@@ -1,0 +1,81 @@
+"""Counter-based randomness: every number is a hash of (seed, epoch, sample id, stream, counter).
+
+A sample's augmentation and masks are then the same whatever the batch, worker, rank or resume point, and no
+generator state has to be saved. The hash is made of wrapping 64-bit integer arithmetic, so it runs on the
+tensor's own device and gives the same bits on the CPU and on a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# The constants of Steele, Lea & Flood's SplitMix64, as signed 64-bit integers.
+_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX_A = 0xBF58476D1CE4E5B9 - (1 << 64)
+_MIX_B = 0x94D049BB133111EB - (1 << 64)
+_WORD = (1 << 64) - 1
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch's own `>>` on int64 copies the sign bit."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _MIX_A
+    x = (x ^ _shift(x, 27)) * _MIX_B
+    return x ^ _shift(x, 31)
+
+
+def _mix_int(x: int) -> int:
+    """`_mix` for one Python integer, so that the batch's shared part of the hash costs the device nothing."""
+    x &= _WORD
+    x = ((x ^ (x >> 30)) * (_MIX_A & _WORD)) & _WORD
+    x = ((x ^ (x >> 27)) * (_MIX_B & _WORD)) & _WORD
+    return x ^ (x >> 31)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def stream_number(stream: str) -> int:
+    """A stable 64-bit number for a stream's name (Python's own `hash` of a string changes from run to run)."""
+    return int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=8).digest(), "little")
+
+
+def bits(seed: int, epoch: int, sample_ids: Tensor, stream: str, shape: Sequence[int]) -> Tensor:
+    """Independent 64-bit words, [B, *shape] int64: the hash behind `uniform`.
+
+    sample_ids: [B] integers that name the samples (their index in the data set), on the device to draw on.
+    """
+    shared = _mix_int(_mix_int(seed + (_GAMMA & _WORD)) ^ _mix_int(epoch + 1) ^ stream_number(stream))
+    key = _mix(sample_ids.to(torch.int64) * _GAMMA + _signed(shared))
+    counter = torch.arange(1, math.prod(shape) + 1, device=sample_ids.device, dtype=torch.int64)
+    words = _mix(key[:, None] + counter * _GAMMA)
+    return words.view(sample_ids.shape[0], *shape)
+
+
+def uniform(seed: int, epoch: int, sample_ids: Tensor, stream: str, shape: Sequence[int]) -> Tensor:
+    """Uniform numbers in [0, 1), [B, *shape] float32, the same for a sample whatever batch it stands in.
+
+    sample_ids: [B]. stream: a name such as "mp3.context"; two streams of one sample are independent.
+    """
+    return _shift(bits(seed, epoch, sample_ids, stream, shape), 40).to(torch.float32) * 2.0**-24
+
+
+def uniform_from(generator: torch.Generator, batch: int, shape: Sequence[int]) -> Tensor:
+    """The same kind of noise from a `torch.Generator`, for ad-hoc calls: [B, *shape] on the generator's device."""
+    return torch.rand((batch, *shape), generator=generator, device=generator.device)
+
+
+def normal(seed: int, epoch: int, sample_ids: Tensor, stream: str, shape: Sequence[int]) -> Tensor:
+    """Standard normal numbers, [B, *shape] float32, by Box and Muller from two uniform streams."""
+    radius = uniform(seed, epoch, sample_ids, f"{stream}/radius", shape)
+    angle = uniform(seed, epoch, sample_ids, f"{stream}/angle", shape)
+    return torch.sqrt(-2.0 * torch.log1p(-radius)) * torch.cos(2.0 * math.pi * angle)

@@ -1,0 +1,62 @@
+"""What every method is: draws (not compiled) and a pure forward (compiled), over one backbone.
+
+A method holds no loop, no optimiser and no data set. `draw` turns sample ids into masks and permutations by the
+counter-based hash, so a sample's draws are the same whatever batch it stands in; `forward` is a pure function of
+(batch, draws) and may be compiled as one graph.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from situs.backbones.base import Backbone
+
+Draws = dict[str, Tensor]
+"""Everything random (or scheduled) about one step, by name; saved beside a batch it can be replayed exactly."""
+
+
+class Batch(NamedTuple):
+    """One batch on the device: images [B, C, H, W] normalised float, ids [B] int64, labels None, [B] or soft [B, C]."""
+
+    images: Tensor
+    ids: Tensor
+    labels: Tensor | None = None
+
+
+class Output(NamedTuple):
+    """loss: a scalar. metrics: detached scalars to log. extras: tensors for figures and evaluations."""
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    extras: dict[str, Tensor]
+
+
+class Method(nn.Module, ABC):
+    """A training idea over a backbone. What a method adds lives beside `backbone` and is dropped on export."""
+
+    Config: ClassVar[type[Any]]
+    needs: ClassVar[tuple[str, ...]] = ("tokens",)
+    """Capabilities the backbone must not refuse; see `situs.backbones.base.CAPABILITIES`."""
+
+    needs_labels: ClassVar[bool] = False
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        for capability in self.needs:
+            backbone.require(capability)
+        self.backbone = backbone
+
+    @abstractmethod
+    def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+        """The step's draws for samples `ids` [B]. progress: share of the training done, in [0, 1], for schedules."""
+
+    @abstractmethod
+    def forward(self, batch: Batch, draws: Draws) -> Output:
+        """Reads like the paper's figure; pure."""
+
+    def no_decay(self) -> set[str]:
+        """Names of the method's own parameters that weight decay must leave alone (tokens, tables)."""
+        return set()
