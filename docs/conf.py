@@ -21,14 +21,13 @@ myst_enable_extensions = ["dollarmath"]
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_typehints = "signature"
-autodoc_type_aliases = {"Size": "Size"}
 
 CODE = re.compile(r"`([^`]+)`")
 EMPHASIS = re.compile(r"(?<![\w*\\])\*(\w[^*]*\w|\w)\*(?![\w*])")
 
 
 def to_rst(line: str) -> str:
-    """One line of our docstrings (plain text, `code`, *stress*) as reStructuredText; shapes like [B, *s] stay."""
+    """A line of our docstrings (text, `code`, *stress*) as reStructuredText; shapes like [B, *s] stay."""
     parts = CODE.split(line)
     for i in range(0, len(parts), 2):
         held = EMPHASIS.split(parts[i])
