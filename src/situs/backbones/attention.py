@@ -39,7 +39,11 @@ def attend(attn: Any, x: Tensor, stream: Stream, depth: int, keys: int | None) -
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     mixed = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=_logit_bias(stream, depth, k, q.dtype), dropout_p=attn.attn_drop.p if attn.training else 0.0
+        q,
+        k,
+        v,
+        attn_mask=_logit_bias(stream, depth, k, q.dtype),
+        dropout_p=attn.attn_drop.p if attn.training else 0.0,
     )
     mixed = mixed.transpose(1, 2).flatten(2)
     if not isinstance(attn, RelPosAttention):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ class Backbone(nn.Module, ABC):
     out_grid: the grid of `Features.patches` (coarser than `grid` in a hierarchical model). out_dim: their width.
     """
 
-    refusals: dict[str, str] = {}
+    refusals: ClassVar[dict[str, str]] = {}
     """capability -> why this backbone refuses it; see `CAPABILITIES`."""
 
     def __init__(self, model: nn.Module, name: str, grid: tuple[int, int], dim: int, prefix: int, depth: int) -> None:

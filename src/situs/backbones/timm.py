@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -128,7 +128,7 @@ class SwinBackbone(Backbone):
     shifts belong to the blocks and stay, so a Swin always knows something of its places.
     """
 
-    refusals = {
+    refusals: ClassVar[dict[str, str]] = {
         "context": "its windows need every token of the grid as a key",
         "take": "its windows and merges need the whole grid",
         "rows": "its windows, shifts and merges depend on where a token stands",
@@ -170,6 +170,7 @@ class SwinBackbone(Backbone):
         return Stream(tokens, 0)
 
     def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
+        assert keys is None  # `blocks` has refused a context
         return self.model.layers(stream.z.unflatten(1, self.grid)).flatten(1, 2)
 
     def finish(self, stream: Stream) -> Features:
@@ -183,14 +184,16 @@ class SwinBackbone(Backbone):
 class PixelBackbone(Backbone):
     """ResNet: no tokens, so only methods that act on the pixels apply (MJP's jigsaw of images, supervised training)."""
 
-    refusals = dict.fromkeys(
+    refusals: ClassVar[dict[str, str]] = dict.fromkeys(
         ("tokens", "context", "take", "rows", "columns"), "it is a convolutional network and has no tokens"
     )
 
     def __init__(self, model: nn.Module, name: str) -> None:
         inner: Any = model
         super().__init__(model, name, (0, 0), inner.num_features, 0, len(inner.feature_info) - 1)
-        self.in_chans: int = inner.conv1.in_channels if isinstance(inner.conv1, nn.Conv2d) else inner.conv1[0].in_channels
+        self.in_chans: int = (
+            inner.conv1.in_channels if isinstance(inner.conv1, nn.Conv2d) else inner.conv1[0].in_channels
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         check_images(self.name, x, self.in_chans, None)
@@ -204,7 +207,9 @@ class PixelBackbone(Backbone):
 
 def _refuse_patch_drop(name: str, patch_drop: Any, off: type) -> None:
     if type(patch_drop) is not off:
-        raise SitusError(f"{name}: patch_drop_rate must be 0, a method chooses its tokens itself (--backbone.model-args)")
+        raise SitusError(
+            f"{name}: patch_drop_rate must be 0, a method chooses its tokens itself (--backbone.model-args)"
+        )
 
 
 def check_images(name: str, x: Tensor, channels: int, size: tuple[int, int] | None) -> None:

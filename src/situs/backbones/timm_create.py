@@ -23,7 +23,7 @@ from situs.backbones.timm import (
 )
 from situs.backbones.weights import load_into, read_state_dict
 from situs.core.position import resample_table, sincos_2d
-from situs.core.tokens import grid_of
+from situs.core.tokens import grid_of, pair
 from situs.errors import SitusError
 
 FAMILIES: dict[str, Callable[[nn.Module, str], Backbone]] = {
@@ -75,7 +75,7 @@ def _arguments(config: BackboneConfig) -> dict[str, Any]:
     if config.drop_path:
         arguments["drop_path_rate"] = config.drop_path
     default = timm.get_pretrained_cfg(config.name)
-    size = config.img_size or (tuple(default.input_size[1:]) if default is not None else None)
+    size = config.img_size or (pair(default.input_size[1:]) if default is not None else None)
     if inspect.getmodule(model_entrypoint(config.name)).__name__.endswith("resnet"):  # type: ignore[union-attr]
         if config.patch_size is not None:
             raise SitusError(f"patch_size={config.patch_size}: {config.name} is convolutional and has no patches")
@@ -95,7 +95,9 @@ def _without_positions(name: str) -> dict[str, Any]:
     """The arguments that make a timm model without a table; only its plain ViT has one."""
     if inspect.getmodule(model_entrypoint(name)).__name__.endswith("vision_transformer"):  # type: ignore[union-attr]
         return {"pos_embed": "none"}
-    raise SitusError(f"positions='none': {name} cannot be built without its positions; encode(positions=None) leaves them out")
+    raise SitusError(
+        f"positions='none': {name} cannot be built without its positions; encode(positions=None) leaves them out"
+    )
 
 
 def _make(name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -127,7 +129,8 @@ def _relative_architecture(vit: Any, config: BackboneConfig) -> tuple[str, dict[
         "num_heads": block.attn.num_heads,
         "mlp_ratio": block.mlp.fc1.out_features / vit.embed_dim,
         "qkv_bias": block.attn.qkv.bias is not None,
-        "init_values": None if isinstance(scale, nn.Identity) else float(scale.gamma[0]),
+        # 0 means no LayerScale there; timm drops a None and falls back on the architecture's own 1e-5.
+        "init_values": 0.0 if isinstance(scale, nn.Identity) else float(scale.gamma[0]),
         "class_token": vit.cls_token is not None,
         "global_pool": vit.global_pool,
         "fc_norm": not isinstance(vit.fc_norm, nn.Identity),
@@ -171,7 +174,9 @@ def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:
     if kind == "none":
         return backbone
     if kind == "relative":
-        raise SitusError("positions='relative': Swin has its windows' relative bias always; choose learned, sincos or none")
+        raise SitusError(
+            "positions='relative': Swin has its windows' relative bias always; choose learned, sincos or none"
+        )
     if kind == "sincos":
         table = sincos_2d(backbone.grid, backbone.dim)
     else:
@@ -200,6 +205,8 @@ def _fit_table(given: Tensor, table: Tensor, backbone: Backbone, what: str) -> T
     prefix = table.shape[1] - backbone.num_tokens
     side = int((given.shape[1] - prefix) ** 0.5)
     if side * side != given.shape[1] - prefix:
-        raise SitusError(f"{what}: its position table of {given.shape[1]} rows is no square grid with {prefix} prefix rows")
+        raise SitusError(
+            f"{what}: its position table of {given.shape[1]} rows is no square grid with {prefix} prefix rows"
+        )
     patches = resample_table(given[0, prefix:].float(), (side, side), backbone.grid)
     return torch.cat([given[0, :prefix].float(), patches])[None].to(given.dtype)

@@ -23,13 +23,14 @@ _WORD = (1 << 64) - 1
 
 def _shift(x: Tensor, bits: int) -> Tensor:
     """Logical right shift: torch's own `>>` on int64 copies the sign bit."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _MIX_A
-    x = (x ^ _shift(x, 27)) * _MIX_B
-    return x ^ _shift(x, 31)
+    """SplitMix64's finaliser. In place on its own tensors: fresh memory costs a CPU more than the arithmetic."""
+    x = _shift(x, 30).bitwise_xor_(x).mul_(_MIX_A)
+    x = _shift(x, 27).bitwise_xor_(x).mul_(_MIX_B)
+    return _shift(x, 31).bitwise_xor_(x)
 
 
 def _mix_int(x: int) -> int:
@@ -66,7 +67,7 @@ def uniform(seed: int, epoch: int, sample_ids: Tensor, stream: str, shape: Seque
 
     sample_ids: [B]. stream: a name such as "mp3.context"; two streams of one sample are independent.
     """
-    return _shift(bits(seed, epoch, sample_ids, stream, shape), 40).to(torch.float32) * 2.0**-24
+    return _shift(bits(seed, epoch, sample_ids, stream, shape), 40).to(torch.float32).mul_(2.0**-24)
 
 
 def uniform_from(generator: torch.Generator, batch: int, shape: Sequence[int]) -> Tensor:

@@ -43,7 +43,9 @@ def unpatchify(patches: Tensor, grid: tuple[int, int], patch_size: Size) -> Tens
     batch, count, pixels = patches.shape
     (h, w), (ph, pw) = grid, pair(patch_size)
     if count != h * w or pixels % (ph * pw):
-        raise SitusError(f"patches of shape {tuple(patches.shape)} do not fill a grid of {h}x{w} with {ph}x{pw} pixels each")
+        raise SitusError(
+            f"patches of shape {tuple(patches.shape)} do not fill a grid of {h}x{w} with {ph}x{pw} pixels each"
+        )
     cells = patches.reshape(batch, h, w, ph, pw, pixels // (ph * pw))
     return cells.permute(0, 5, 1, 3, 2, 4).reshape(batch, -1, h * ph, w * pw)
 

@@ -1,0 +1,170 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+from torch.utils.flop_counter import FlopCounterMode
+
+from situs.backbones import BackboneConfig, create_backbone
+from situs.backbones.weights import read_state_dict
+from situs.core.position import sincos_2d
+from situs.errors import SitusError
+
+TINY = {"depth": 2, "embed_dim": 32, "num_heads": 4}
+
+
+def tiny(**fields):
+    fields.setdefault("model_args", TINY)
+    return create_backbone("vit_tiny_patch16_224", img_size=(16, 24), patch_size=4, **fields)
+
+
+def test_the_contract_of_the_readme() -> None:
+    b = create_backbone("vit_small_patch16_224", img_size=(160, 224))
+    assert (b.grid, b.dim, type(b.model).__name__) == ((10, 14), 384, "VisionTransformer")
+    assert b.num_tokens == 140 and b.num_prefix == 1 and b.depth == 12
+
+
+def test_a_config_and_keywords_make_the_same_model() -> None:
+    torch.manual_seed(0)
+    a = create_backbone(BackboneConfig("vit_tiny_patch16_224", (16, 24), 4, model_args=TINY))
+    torch.manual_seed(0)
+    b = tiny()
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_sincos_positions_are_fixed_and_load_in_timm() -> None:
+    b = tiny(positions="sincos")
+    assert torch.equal(b.positions().table, sincos_2d((4, 6), 32))
+    assert not b.model.pos_embed.requires_grad
+    assert (b.model.pos_embed[:, 0] == 0).all()
+
+
+def test_no_positions_is_timms_own_model_without_a_table() -> None:
+    b = tiny(positions="none").double().eval()
+    assert b.positions().kinds == () and b.model.pos_embed is None
+    x = torch.randn(2, 3, 16, 24, dtype=torch.float64)
+    tokens = b.embed(x)
+    order = torch.randperm(b.num_tokens)
+    assert torch.allclose(b.encode(tokens[:, order], None).prefix, b.encode(tokens, None).prefix, atol=1e-12)
+
+
+def test_relative_positions_start_from_the_same_function_as_none() -> None:
+    """The relative form is timm's relative-position class with zero bias: a ViT's weights fit and give its features."""
+    torch.manual_seed(0)
+    vit = tiny(positions="none").double().eval()
+    relative = tiny(positions="relative").double().eval()
+    assert type(relative.model).__name__ == "VisionTransformerRelPos"
+    missing, extra = relative.model.load_state_dict(vit.model.state_dict(), strict=False)
+    assert not extra and all(key.endswith("relative_position_bias_table") for key in missing)
+    x = torch.randn(2, 3, 16, 24, dtype=torch.float64)
+    assert torch.allclose(relative(x), vit(x), atol=1e-12)
+    again = timm.create_model(relative.source["architecture"], **relative.source["model_args"])
+    assert again.state_dict().keys() == relative.model.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        (dict(name="nosuchmodel"), "neither a timm model nor a folder"),
+        (dict(name="vit_smal_patch16_224"), "did you mean vit_small_patch16_224"),
+        (dict(name="vit_tiny_patch16_224", img_size=(225, 224)), "img_size=225x224: must be a multiple"),
+        (dict(name="vit_tiny_patch16_224", patch_size=5), "must be a multiple of the patch size 5x5"),
+        (dict(name="resnet50", patch_size=4), "convolutional"),
+        (dict(name="vit_tiny_patch16_224", drop_path=1.5), "drop_path=1.5"),
+        (
+            dict(name="vit_tiny_patch16_224", positions="relative", model_args={"reg_tokens": 2}),
+            "no plain ViT",
+        ),
+        (dict(name="eva02_tiny_patch14_224", positions="sincos"), "no position table"),
+        (dict(name="vit_tiny_patch16_224", nonsense=1), "nonsense"),
+        (dict(name="vit_tiny_patch16_224", model_args={"nonsense": 1}), "nonsense"),
+        (dict(name="efficientnet_b0"), "EfficientNet"),
+        (dict(name="vit_base_patch16_rpn_224", model_args={"depth": 1}), None),
+        (dict(name="vit_tiny_patch16_224", model_args={"patch_drop_rate": 0.5}), "patch_drop_rate"),
+        (dict(name="vit_tiny_patch16_224", weights="nowhere.safetensors"), "no such file"),
+    ],
+)
+def test_mistakes_are_sentences(fields, sentence) -> None:
+    if sentence is None:
+        assert create_backbone(**fields).num_tokens
+        return
+    with pytest.raises(SitusError, match=sentence) as caught:
+        create_backbone(**fields)
+    assert "\n" not in str(caught.value)
+
+
+def test_images_of_another_shape_are_refused() -> None:
+    with pytest.raises(SitusError, match=r"images of shape \[2, 3, 16, 16\] given, \[B, 3, 16, 24\] needed"):
+        tiny().embed(torch.zeros(2, 3, 16, 16))
+
+
+def test_an_unknown_attention_is_refused_by_name() -> None:
+    with pytest.raises(SitusError, match="ParallelScalingBlock is not among"):
+        create_backbone("vit_base_patch16_xp_224", img_size=32, model_args={"depth": 1})
+
+
+def test_weights_round_trip_through_each_format(tmp_path: Path) -> None:
+    source = tiny(num_classes=7)
+    state = {k: v.clone() for k, v in source.model.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    torch.save({"model": {f"module.{k}": v for k, v in state.items()}, "epoch": 3}, tmp_path / "published.pth")
+    for path in (tmp_path / "model.safetensors", tmp_path / "published.pth", tmp_path):
+        loaded = tiny(num_classes=7, weights=path)
+        assert all(torch.equal(loaded.model.state_dict()[k], v) for k, v in state.items())
+
+
+def test_weights_of_another_grid_are_resampled_and_another_head_is_left(tmp_path: Path) -> None:
+    source = create_backbone("vit_tiny_patch16_224", img_size=32, patch_size=4, num_classes=5, model_args=TINY)
+    save_file(source.model.state_dict(), tmp_path / "square.safetensors")
+    loaded = tiny(num_classes=9, weights=tmp_path / "square.safetensors")
+    assert loaded.model.head.out_features == 9
+    assert torch.equal(loaded.model.pos_embed[:, 0], source.model.pos_embed[:, 0])
+    assert torch.equal(loaded.model.blocks[1].mlp.fc1.weight, source.model.blocks[1].mlp.fc1.weight)
+
+
+def test_weights_that_do_not_fit_name_the_keys_and_change_nothing(tmp_path: Path) -> None:
+    other = create_backbone("vit_tiny_patch16_224", img_size=(16, 24), patch_size=4, model_args=TINY | {"depth": 3})
+    save_file(other.model.state_dict(), tmp_path / "deeper.safetensors")
+    with pytest.raises(SitusError, match=r"12 not in the model \(first: blocks.2"):
+        tiny(weights=tmp_path / "deeper.safetensors")
+
+
+def test_a_file_with_code_in_it_is_not_run(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    torch.save({"model": _Evil(str(marker))}, tmp_path / "evil.pth")
+    with pytest.raises(SitusError, match="cannot be loaded without running code"):
+        read_state_dict(tmp_path / "evil.pth")
+    assert not marker.exists()
+
+
+class _Evil:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, "w")
+
+
+@pytest.mark.parametrize("damage", [b"", b"not a file", b"\xff" * 64])
+def test_a_broken_safetensors_file_is_a_sentence(tmp_path: Path, damage: bytes) -> None:
+    (tmp_path / "broken.safetensors").write_bytes(damage)
+    with pytest.raises(SitusError, match="not a readable safetensors file"):
+        read_state_dict(tmp_path / "broken.safetensors")
+
+
+def test_a_context_saves_the_flops_it_should() -> None:
+    """η = .75 on ViT-B/16: q, attention-out and MLP for all 197 tokens, k and v for 50, attention 197 x 50."""
+    with torch.device("meta"):
+        b = create_backbone("vit_base_patch16_224", num_classes=0)
+        tokens = torch.empty(1, b.num_tokens, b.dim)
+    counts = {}
+    for context in (None, 49):
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            b.encode(tokens, None, context=context)
+        counts[context] = counter.get_total_flops()
+    full = 12 * (2 * 197 * 12 * 768**2 + 4 * 197 * 197 * 768)
+    some = 12 * (2 * (197 * 10 + 50 * 2) * 768**2 + 4 * 197 * 50 * 768)
+    assert counts == {None: full, 49: some}
