@@ -1,0 +1,152 @@
+"""From the words of a command line to a verb's `Args`.
+
+A verb with a config derives from `Recipe` and has one field made by `configured`:
+
+    @dataclass(frozen=True)
+    class Args(Recipe):
+        data: Path
+        config: PretrainConfig = configured(PretrainConfig)
+
+Every field of the config is then a flag of the verb (`--batch 32`, `--optim.lr 1e-3`, `--method.mask-ratio .5`)
+with the preset's and the user's TOML values as defaults, and each `choice` in it is a flag by itself:
+`--method mae` says whose fields the `--method.*` flags are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import sys
+from collections.abc import Sequence
+from dataclasses import Field, dataclass, field, fields, make_dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tyro
+
+from situs.config import Choice, choices_of, from_dict, load_toml, merge, read_json
+from situs.errors import SitusError
+from situs.presets import load_preset
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """Where a verb's config starts from: preset < TOML file < flags."""
+
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """A recipe that comes with situs; every flag below overrides it."""
+
+    config_file: Annotated[Path | None, tyro.conf.arg(name="config", metavar="FILE")] = None
+    """A TOML file of your own, laid over the preset."""
+
+
+@dataclass(frozen=True)
+class _Configured:
+    cls: type[Any]
+    run_flag: str | None
+
+
+def configured(cls: type[Any], run_flag: str | None = None) -> Any:
+    """The field of `Args` that holds the resolved config; every field of `cls` needs a default.
+
+    run_flag: the flag (as "resume") whose value is a run folder; its config.json then replaces the preset.
+    """
+    return field(default_factory=cls, kw_only=True, metadata={"situs.configured": _Configured(cls, run_flag)})
+
+
+def parse(args_type: type[T], argv: Sequence[str], prog: str, description: str = "") -> T:
+    """The verb's Args. Prints help and exits with 0, or what is wrong and exits with 2."""
+    own: tuple[Field[Any], ...] = fields(args_type)  # pyright: ignore[reportArgumentType]
+    found = [(f.name, f.metadata["situs.configured"]) for f in own if "situs.configured" in f.metadata]
+    if not found:
+        return _tyro(args_type, argv, prog, description)
+    [(name, spec)] = found
+    result = _tyro(_layered_type(args_type, name, spec, argv), argv, prog, description)
+    return args_type(**{f.name: getattr(result, f.name) for f in own})
+
+
+def start_of(cls: type[T], argv: Sequence[str], run_flag: str | None = None) -> T:
+    """The config before flags: preset < TOML, or a run's own config, with the choices that `argv` names."""
+    choices = choices_of(cls)
+    preset, toml = _peek(argv, "--preset"), _peek(argv, "--config")
+    run = _peek(argv, f"--{run_flag}") if run_flag else None
+    layers: dict[str, Any] = {}
+    sources = []
+    if run is not None:
+        if preset or toml:
+            raise SitusError(f"--{run_flag} {run} brings the run's own config: leave out --preset and --config")
+        sources.append(str(Path(run) / "config.json"))
+        layers = read_json(sources[0])
+    if preset is not None:
+        sources.append(f"preset {preset}")
+        layers = load_preset(preset)
+    if toml is not None:
+        sources.append(toml)
+        layers = merge(layers, load_toml(toml), choices)
+    for path in choices:
+        if (name := _peek(argv, _flag(path))) is not None:
+            layers = merge(layers, _nested(f"{path}.name", name), choices)
+    return from_dict(cls, layers, where=" + ".join(sources))
+
+
+def _layered_type(args_type: type[Any], name: str, spec: _Configured, argv: Sequence[str]) -> type[Any]:
+    """`args_type` with the config's start as its default, and one more flag for each choice in the config."""
+    start = start_of(spec.cls, argv, spec.run_flag)
+    # An empty name keeps the config's own name out of the flags: --batch, not --config.batch.
+    whole = (
+        name,
+        Annotated[spec.cls, tyro.conf.arg(name="")],
+        field(default_factory=lambda: start, kw_only=True),
+    )
+    added = [
+        _choice_field(index, path, chosen, start) for index, (path, chosen) in enumerate(choices_of(spec.cls).items())
+    ]
+    return make_dataclass(args_type.__name__, [whole, *added], bases=(args_type,), frozen=True)
+
+
+def _choice_field(index: int, path: str, chosen: Choice, start: Any) -> tuple[str, Any, Any]:
+    held = start
+    for key in path.split("."):
+        held = getattr(held, key)
+    text = f"Whose the flags {_flag(path)}.* are: add --help behind it to see them."
+    names = Literal[tuple(sorted(chosen.options))]  # pyright: ignore[reportInvalidTypeForm]
+    kind = Annotated[names, tyro.conf.arg(name=_flag(path).removeprefix("--"), help=text)]
+    return f"choice_{index}", kind, field(default=chosen.name_of(held), kw_only=True)
+
+
+def _tyro(args_type: type[T], argv: Sequence[str], prog: str, description: str) -> T:
+    """tyro's parser; a SitusError that a config raised inside it comes out as itself, not in tyro's frame."""
+    complaints = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(complaints):
+            return tyro.cli(args_type, args=list(argv), prog=prog, description=description or None)
+    except SystemExit as stop:
+        cause: BaseException | None = stop
+        while cause is not None:
+            if isinstance(cause, SitusError):
+                raise cause from None
+            cause = cause.__context__
+        sys.stderr.write(complaints.getvalue())
+        raise
+
+
+def _peek(argv: Sequence[str], flag: str) -> str | None:
+    """The last value of a flag that takes one, before any parser runs."""
+    value = None
+    for index, word in enumerate(argv):
+        if word == flag and index + 1 < len(argv):
+            value = argv[index + 1]
+        elif word.startswith(f"{flag}="):
+            value = word.removeprefix(f"{flag}=")
+    return value
+
+
+def _flag(path: str) -> str:
+    return "--" + path.replace("_", "-")
+
+
+def _nested(path: str, value: Any) -> dict[str, Any]:
+    head, _, rest = path.partition(".")
+    return {head: _nested(rest, value) if rest else value}

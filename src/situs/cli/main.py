@@ -1,0 +1,114 @@
+"""`situs`: finds the verb and runs it.
+
+A verb is a module with a frozen dataclass `Args` and a function `run(args) -> int | None`. Its module, tyro and
+torch are imported only when it is called: `situs --help` reads the dict below and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+from situs.errors import SitusError
+
+SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
+    "Start": {
+        "demo": ("situs.cli.demo", "see it all on a small set of real images; writes demo/report.html"),
+    },
+    "Look": {
+        "info": ("situs.cli.info", "what a model is made of, and which methods and locks apply to it"),
+        "doctor": ("situs.cli.doctor", "what is installed here, what is missing and how to get it"),
+    },
+}
+"""heading -> verb -> (module, one line). A verb may have two words: "evaluate ensemble"."""
+
+VERBS = {verb: entry for section in SECTIONS.values() for verb, entry in section.items()}
+
+HELP = ("-h", "--help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line; gives its exit status: 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        status = _dispatch(words)
+        sys.stdout.flush()  # a reader that is gone shows here and not in the interpreter's last breath
+    except SitusError as error:
+        if os.environ.get("SITUS_DEBUG"):
+            raise
+        print(f"situs: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("situs: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `situs … | head`: no one reads on, which is no mistake
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    return status
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words or words[0] in HELP:
+        print(overview())
+        return 0
+    if words[0] == "--version":
+        print(f"situs {import_module('situs').__version__}")
+        return 0
+    verb, rest = find_verb(words)
+    if verb not in VERBS:  # a group by itself
+        print(overview(verb))
+        return 0 if rest else 2
+    return run_verb(verb, rest)
+
+
+def find_verb(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The verb that opens `words` and what follows it; a group ("evaluate") only alone or before --help."""
+    for count in (2, 1):
+        verb = " ".join(words[:count])
+        if len(words) >= count and verb in VERBS:
+            return verb, list(words[count:])
+    group = any(verb.startswith(f"{words[0]} ") for verb in VERBS)
+    if group and (len(words) == 1 or words[1] in HELP):
+        return words[0], list(words[1:])
+    raise _unknown_verb(" ".join(words[: 1 + group]))
+
+
+def run_verb(verb: str, rest: list[str]) -> int:
+    """Imports the verb's module, parses its flags and runs it."""
+    module = import_module(VERBS[verb][0])
+    parse: Callable[..., Any] = import_module("situs.cli.arguments").parse
+    try:
+        args = parse(module.Args, rest, prog=f"situs {verb}", description=module.__doc__)
+    except SystemExit as stop:  # help was asked for, or a flag was wrong and the parser has said so
+        return stop.code if isinstance(stop.code, int) else 2
+    return module.run(args) or 0
+
+
+def overview(group: str = "") -> str:
+    """The list of verbs, or of those in one group."""
+    width = max(map(len, VERBS)) + 2
+    name = f"situs {group}".strip()
+    lines = [f"usage: {name} VERB [FLAGS]      {name} VERB --help"]
+    if not group:
+        lines += [
+            "",
+            "Position in transformers: learn from it, measure what it gives away, use the freedom it leaves.",
+        ]
+    for heading, verbs in SECTIONS.items():
+        shown = {verb: text for verb, (_, text) in verbs.items() if not group or verb.startswith(f"{group} ")}
+        if shown:
+            lines += ["", heading, *(f"  {verb:<{width}}{text}" for verb, text in shown.items())]
+    if not group:
+        lines += ["", "situs --version prints the version; SITUS_DEBUG=1 shows where a mistake was found."]
+    return "\n".join(lines)
+
+
+def _unknown_verb(verb: str) -> SitusError:
+    from difflib import get_close_matches
+
+    close = get_close_matches(verb, VERBS, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else ";"
+    return SitusError(f"unknown verb {verb!r}{hint} verbs: {', '.join(sorted(VERBS))}")

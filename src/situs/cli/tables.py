@@ -1,0 +1,45 @@
+"""Tables for people: rich on a terminal, aligned plain text where the output is read by something else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+Rows = Sequence[Sequence[str]]
+
+COLOURS = {
+    "yes": "green",
+    "ok": "green",
+    "no": "yellow",
+    "missing": "yellow",
+    "warning": "yellow",
+    "broken": "red",
+}
+"""Cells that are one of these words are coloured on a terminal."""
+
+
+def print_table(title: str, rows: Rows) -> None:
+    """Prints rows of equal length under a title; the last column may be long."""
+    if sys.stdout.isatty():
+        _rich(title, rows)
+    else:
+        print(plain_table(title, rows))
+
+
+def plain_table(title: str, rows: Rows) -> str:
+    """The same as text: columns as wide as their widest cell, no trailing blanks."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([title, *(f"  {line}" for line in lines), ""])
+
+
+def _rich(title: str, rows: Rows) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
+    for row in rows:
+        table.add_row(*(Text(cell, style=COLOURS.get(cell, "")) for cell in row))
+    Console().print(table)

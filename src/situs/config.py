@@ -1,0 +1,373 @@
+"""Frozen dataclasses <-> TOML / JSON, strictly: a key or a value that does not fit is an error with its path.
+
+A config is a frozen dataclass beside the component it configures. Its fields are int, float, bool, str, Path,
+Literal, tuple, list, dict, other configs, or unions of these; a field made by `choice` takes its class by name
+from a visible dict, and its table says which with the key `name`:
+
+    [method]
+    name = "mp3"
+    mask_ratio = 0.75
+
+Layers of one recipe are plain dicts put over one another with `merge`: preset < the user's TOML < flags.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tomllib
+import types
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from situs.errors import SitusError, unknown_name
+
+T = TypeVar("T")
+
+# --- a field whose class is chosen by name ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `choice` leaves in a field's metadata: the visible dict, and the name used where none is given."""
+
+    options: Mapping[str, Any]
+    default: str
+
+    def make_default(self) -> Any:
+        return self.options[self.default].Config()
+
+    def config_class(self, kind: str, name: str) -> type[Any]:
+        if name not in self.options:
+            raise unknown_name(kind, name, self.options)
+        return self.options[name].Config
+
+    def name_of(self, config: Any) -> str:
+        names = [name for name, option in self.options.items() if option.Config is type(config)]
+        assert len(names) == 1, f"{type(config).__name__} belongs to {names}: each choice needs its own Config"
+        return names[0]
+
+
+def choice(options: Mapping[str, Any], default: str) -> Any:
+    """A config field whose class is `options[name].Config`, as in `method: Any = choice(METHODS, "mp3")`."""
+    chosen = Choice(options, default)
+    return field(default_factory=chosen.make_default, metadata={"situs.choice": chosen})
+
+
+def choices_of(cls: type[Any], path: str = "") -> dict[str, Choice]:
+    """The choice fields of a config class and of the configs in it: "method" or "a.method" -> Choice."""
+    found: dict[str, Choice] = {}
+    for name, (kind, chosen) in _known(cls).items():
+        if chosen is not None:
+            found[path + name] = chosen
+        elif isinstance(kind, type) and is_dataclass(kind):
+            found |= choices_of(kind, f"{path}{name}.")
+    return found
+
+
+def _known(cls: type[Any]) -> dict[str, tuple[Any, Choice | None]]:
+    """The fields a caller may set: name -> (type, Choice or None)."""
+    hints = get_type_hints(cls)
+    return {f.name: (hints[f.name], f.metadata.get("situs.choice")) for f in fields(cls) if f.init}
+
+
+# --- dict <-> config ----------------------------------------------------------------------------------------
+
+
+def from_dict(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
+    """The config that `data` describes. `where` (a file, a preset) opens the sentence of every error."""
+    try:
+        return _table(cls, data, "")
+    except SitusError as error:
+        if not where:
+            raise
+        raise SitusError(f"{where}: {error}") from None
+
+
+def to_dict(config: Any) -> dict[str, Any]:
+    """The plain dict of a config, as JSON would hold it; `from_dict` gives the same config back."""
+    return _plain(config, "")
+
+
+def _table(cls: type[Any], data: Any, path: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise _wrong(path or cls.__name__, data, "a table")
+    known = _known(cls)
+    for key in data:
+        if key not in known:
+            raise _unknown_key(f"{path}.{key}" if path else str(key), known)
+    values = {}
+    for name, (kind, chosen) in known.items():
+        below = f"{path}.{name}" if path else name
+        if name in data:
+            values[name] = _convert(kind, data[name], below) if chosen is None else _chosen(chosen, data[name], below)
+    required = {f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING}
+    if missing := sorted(required - values.keys()):
+        raise SitusError(f"{path or cls.__name__}: missing {', '.join(missing)}")
+    return cls(**values)
+
+
+def _chosen(chosen: Choice, data: Any, path: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise _wrong(path, data, "a table with the key 'name'")
+    name = _convert(str, data.get("name", chosen.default), f"{path}.name")
+    cls = chosen.config_class(path, name)
+    return _table(cls, {key: value for key, value in data.items() if key != "name"}, path)
+
+
+def _convert(kind: Any, value: Any, path: str) -> Any:
+    origin, inner = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if is_dataclass(kind):
+        return _table(kind, value, path)  # pyright: ignore[reportArgumentType]
+    if origin in (Union, types.UnionType):
+        return _union(kind, value, path)
+    if origin is tuple and isinstance(value, (list, tuple)):
+        each = (inner[0],) * len(value) if inner[-1] is Ellipsis else inner
+        if len(each) == len(value):
+            return tuple(_convert(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(each, value, strict=True)))
+    elif origin is list and isinstance(value, (list, tuple)):
+        return [_convert(inner[0], v, f"{path}[{i}]") for i, v in enumerate(value)]
+    elif origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _convert(inner[1], v, f"{path}.{key}") for key, v in value.items()}
+    elif origin is Literal:
+        if any(type(value) is type(option) and value == option for option in inner):
+            return value
+    elif kind in _SCALARS and (converted := _SCALARS[kind][1](value)) is not MISSING:
+        return converted
+    raise _wrong(path, value, expected(kind))
+
+
+def _union(kind: Any, value: Any, path: str) -> Any:
+    """The first member that holds the value as it is, or else the first that it can be made to fit."""
+    fits, reasons = [], []
+    for member in get_args(kind):
+        try:
+            fits.append(_convert(member, value, path))
+        except SitusError as error:
+            reasons.append((member, error))
+    for fit in fits:
+        if type(fit) is type(value) and fit == value:
+            return fit
+    if fits:
+        return fits[0]
+    # A table was meant for the table among the members: that one's own complaint says more than "wrong type".
+    tables = [error for member, error in reasons if is_dataclass(member)]
+    if isinstance(value, Mapping) and len(tables) == 1:
+        raise tables[0]
+    raise _wrong(path, value, expected(kind))
+
+
+def _float(value: Any) -> Any:
+    """A finite number: JSON has no other, and a NaN is never what a user means."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return MISSING
+    try:
+        return float(value) if math.isfinite(value) else MISSING
+    except OverflowError:
+        return MISSING
+
+
+def _exactly(*kinds: type[Any]) -> Callable[[Any], Any]:
+    return lambda value: value if type(value) in kinds else MISSING
+
+
+_SCALARS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
+    bool: ("true or false", _exactly(bool)),
+    int: ("an integer", _exactly(int)),
+    float: ("a finite number", _float),
+    str: ("text", _exactly(str)),
+    types.NoneType: ("none", _exactly(types.NoneType)),
+    Path: ("a path", lambda value: Path(value) if isinstance(value, (str, Path)) else MISSING),
+}
+"""type -> (how an error names it, the value in that type or MISSING)."""
+
+
+def expected(kind: Any) -> str:
+    """What a value of this type looks like, in words: `int | None` is "an integer or none"."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(expected(member) for member in inner)
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, inner))}"
+    if origin is list or (origin is tuple and inner[-1] is Ellipsis):
+        return f"a list, each {expected(inner[0])}"
+    if origin is tuple:
+        return f"a list of {len(inner)}: {', '.join(map(expected, inner))}"
+    if origin is dict or is_dataclass(kind):
+        return "a table"
+    if kind not in _SCALARS:
+        raise TypeError(f"a config field cannot be of type {kind!r}")
+    return _SCALARS[kind][0]
+
+
+def _plain(value: Any, path: str) -> Any:
+    if is_dataclass(value):
+        held = {name: chosen for name, (_, chosen) in _known(type(value)).items()}  # pyright: ignore[reportArgumentType]
+        below = {name: _plain(getattr(value, name), f"{path}.{name}".lstrip(".")) for name in held}
+        for name, chosen in held.items():
+            if chosen is not None:
+                below[name] = {"name": chosen.name_of(getattr(value, name))} | below[name]
+        return below
+    if isinstance(value, Mapping):
+        return {key: _plain(value[key], f"{path}.{key}") for key in sorted(value)}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item, f"{path}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise _wrong(path, value, expected(float))
+    if isinstance(value, Path):
+        return str(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TypeError(f"{path}: a config cannot hold a {type(value).__name__}")
+
+
+# --- layers and single values -------------------------------------------------------------------------------
+
+
+def merge(
+    base: Mapping[str, Any], override: Mapping[str, Any], choices: Collection[str] = (), path: str = ""
+) -> dict[str, Any]:
+    """`override` laid over `base`, table by table; neither is changed.
+
+    choices: paths such as "method" (`choices_of`) whose table is replaced whole when the override names another
+    choice, because the base's keys belong to the old one.
+    """
+    merged = dict(base)
+    for key, value in override.items():
+        below = f"{path}{key}"
+        old = merged.get(key)
+        if isinstance(old, Mapping) and isinstance(value, Mapping):
+            other = below in choices and "name" in value and value["name"] != old.get("name", value["name"])
+            value = dict(value) if other else merge(old, value, choices, f"{below}.")
+        merged[key] = value
+    return merged
+
+
+def replace_at(config: T, path: str, value: Any) -> T:
+    """The config with one field changed, as `replace_at(config, "method.mask_ratio", 0.5)`."""
+    return _replace_at(config, path.split("."), value, path)
+
+
+def _replace_at(config: Any, keys: list[str], value: Any, path: str) -> Any:
+    known = _known(type(config))
+    if keys[0] not in known:
+        raise _unknown_key(path, known)
+    held = getattr(config, keys[0])
+    if len(keys) > 1:
+        if not is_dataclass(held):
+            raise SitusError(f"{path}: {keys[0]} is no table, it has no fields of its own")
+        value = _replace_at(held, keys[1:], value, path)
+    elif not is_dataclass(value):
+        kind, chosen = known[keys[0]]
+        value = _convert(kind, value, path) if chosen is None else _chosen(chosen, value, path)
+    return replace(config, **{keys[0]: value})
+
+
+def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """The fields in which two configs differ: path -> (old, new), None where one has no such field."""
+    before, after = _flat(to_dict(old)), _flat(to_dict(new))
+    paths = [*before, *(path for path in after if path not in before)]
+    pairs = {path: (before.get(path), after.get(path)) for path in paths}
+    return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def _flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {path + key: value}
+    return flat
+
+
+# --- checks for __post_init__ -------------------------------------------------------------------------------
+
+
+def require(ok: bool, name: str, value: Any, allowed: str, flag: str) -> None:
+    """Raises `name=value: must be ALLOWED (FLAG)` unless ok."""
+    if not ok:
+        raise SitusError(f"{name}={value!r}: must be {allowed} ({flag})")
+
+
+def check_range(
+    name: str,
+    value: float,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    flag: str,
+    low_open: bool = False,
+    high_open: bool = False,
+) -> None:
+    """Raises `mask_ratio=1.2: must be in [0, 1) (--method.mask-ratio)` unless it lies there (NaN never does)."""
+    assert low is not None or high is not None, "a range needs an end"
+    above = low is None or value > low or (value == low and not low_open)
+    below = high is None or value < high or (value == high and not high_open)
+    if low is None:
+        allowed = f"{'<' if high_open else '<='} {high}"
+    elif high is None:
+        allowed = f"{'>' if low_open else '>='} {low}"
+    else:
+        allowed = f"in {'(' if low_open else '['}{low}, {high}{')' if high_open else ']'}"
+    require(above and below and not math.isnan(value), name, value, allowed, flag)
+
+
+def _wrong(path: str, value: Any, allowed: str) -> SitusError:
+    return SitusError(f"{path}={value!r}: must be {allowed}")
+
+
+def _unknown_key(path: str, known: Collection[str]) -> SitusError:
+    return SitusError(f"{path}: unknown key; known keys here: {', '.join(sorted(known)) or 'none'}")
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    return _parse(tomllib.loads, tomllib.TOMLDecodeError, "TOML", Path(path))
+
+
+def load_json(cls: type[T], path: str | os.PathLike[str]) -> T:
+    """The config that `save_json` wrote."""
+    return from_dict(cls, read_json(path), where=str(path))
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The tables of a JSON file."""
+    return _parse(json.loads, json.JSONDecodeError, "JSON", Path(path))
+
+
+def save_json(config: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a config: fields in their own order, keys of free tables sorted, the same bytes every time."""
+    write_text(path, json.dumps(to_dict(config), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a file under a temporary name beside it and renames it: readers see the old or the new, whole."""
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
+
+
+def _parse(loads: Callable[[str], Any], failure: type[ValueError], format_name: str, path: Path) -> Any:
+    try:
+        tables = loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except (failure, UnicodeDecodeError) as error:
+        raise SitusError(f"{path}: no valid {format_name}: {error}") from None
+    if not isinstance(tables, dict):
+        raise SitusError(f"{path}: must hold a table, not a {type(tables).__name__}")
+    return tables

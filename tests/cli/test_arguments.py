@@ -1,0 +1,188 @@
+"""One parser for a verb's own flags and every field of its config, over preset < TOML < flags."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import situs.presets
+from situs.cli.arguments import Recipe, configured, parse
+from situs.config import check_range, choice, save_json
+from situs.errors import SitusError
+
+
+@dataclass(frozen=True)
+class Optim:
+    """The optimiser."""
+
+    lr: float = 1e-3
+    """Learning rate at its height."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Adam's two means."""
+
+
+class Mp3:
+    @dataclass(frozen=True)
+    class Config:
+        mask_ratio: float = 0.75
+        """Share of tokens left out of the context (η)."""
+
+        def __post_init__(self) -> None:
+            check_range("mask_ratio", self.mask_ratio, 0, 1, high_open=True, flag="--method.mask-ratio")
+
+
+class Mae:
+    @dataclass(frozen=True)
+    class Config:
+        decoder_depth: int = 4
+        """Blocks of the decoder."""
+
+
+METHODS = {"mp3": Mp3, "mae": Mae}
+
+
+@dataclass(frozen=True)
+class Config:
+    batch: int = 256
+    """Images in a step."""
+
+    steps: int | None = None
+    """Stop after so many steps."""
+
+    method: Any = choice(METHODS, "mp3")
+    optim: Optim = field(default_factory=Optim)
+
+    def __post_init__(self) -> None:
+        check_range("batch", self.batch, 1, flag="--batch")
+
+
+@dataclass(frozen=True)
+class Args(Recipe):
+    """Pretrain a toy."""
+
+    data: Path
+    """Where the images lie."""
+
+    out: Path = Path("runs")
+    """The run's folder."""
+
+    resume: Path | None = None
+    """A run to go on with."""
+
+    config: Config = configured(Config, run_flag="resume")
+
+
+@pytest.fixture(autouse=True)
+def presets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "toy-mae.toml").write_text(
+        'batch = 64\n[method]\nname = "mae"\ndecoder_depth = 8\n[optim]\nlr = 0.01\n'
+    )
+    (tmp_path / "toy-wrong.toml").write_text("batchsize = 64\n")
+    monkeypatch.setattr(situs.presets, "folder", lambda: tmp_path)
+
+
+def parsed(line: str) -> Args:
+    return parse(Args, line.split(), prog="situs toy")
+
+
+def refused(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What the parser says before it exits with 2, its frame and line breaks removed."""
+    with pytest.raises(SystemExit) as stop:
+        parsed(line)
+    assert stop.value.code == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    return " ".join(printed.err.replace("│", " ").split())
+
+
+def test_flags_of_the_verb_and_of_the_config_in_one_line() -> None:
+    args = parsed("--data D --out O --batch 32 --steps 20 --method.mask-ratio .5 --optim.lr 1e-4 --optim.betas .8 .9")
+    assert type(args) is Args
+    assert args == Args(
+        data=Path("D"),
+        out=Path("O"),
+        config=Config(batch=32, steps=20, method=Mp3.Config(0.5), optim=Optim(1e-4, (0.8, 0.9))),
+    )
+
+
+def test_nothing_given_is_the_config_s_own_defaults() -> None:
+    assert parsed("--data D").config == Config()
+
+
+def test_preset_below_toml_below_flags(tmp_path: Path) -> None:
+    mine = tmp_path / "mine" / "my.toml"
+    mine.parent.mkdir()
+    mine.write_text("batch = 48\nsteps = 9\n[method]\ndecoder_depth = 6\n")
+    preset = parsed("--data D --preset toy-mae")
+    assert preset.preset == "toy-mae"
+    assert preset.config == Config(batch=64, method=Mae.Config(8), optim=Optim(lr=0.01))
+    both = parsed(f"--data D --preset=toy-mae --config {mine}")
+    assert both.config == Config(batch=48, steps=9, method=Mae.Config(6), optim=Optim(lr=0.01))
+    assert both.config_file == mine
+    flags = parsed(f"--preset toy-mae --config {mine} --data D --batch 2 --method.decoder-depth 1")
+    assert flags.config == Config(batch=2, steps=9, method=Mae.Config(1), optim=Optim(lr=0.01))
+
+
+def test_method_by_name_takes_its_own_flags() -> None:
+    assert parsed("--data D --method mae --method.decoder-depth 2").config.method == Mae.Config(2)
+    # Another method than the preset's: the preset's method table goes, the rest of it stays.
+    other = parsed("--data D --preset toy-mae --method=mp3").config
+    assert other == Config(batch=64, method=Mp3.Config(), optim=Optim(lr=0.01))
+
+
+def test_resume_starts_from_the_run_s_own_config(tmp_path: Path) -> None:
+    save_json(Config(batch=5, method=Mae.Config(3)), tmp_path / "config.json")
+    args = parsed(f"--data D --resume {tmp_path} --steps 7")
+    assert args.config == Config(batch=5, steps=7, method=Mae.Config(3))
+    assert json.loads((tmp_path / "config.json").read_text())["method"] == {"name": "mae", "decoder_depth": 3}
+    with pytest.raises(SitusError, match="leave out --preset and --config"):
+        parsed(f"--data D --resume {tmp_path} --preset toy-mae")
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("--data D --method.mask-ratio 1.2", r"^mask_ratio=1\.2: must be in \[0, 1\) \(--method\.mask-ratio\)$"),
+        ("--data D --batch 0", r"^batch=0: must be >= 1 \(--batch\)$"),
+        ("--data D --preset nosuch", "^unknown preset 'nosuch'; choose one of: toy-mae, toy-wrong$"),
+        ("--data D --preset toy-wrong", "^preset toy-wrong: batchsize: unknown key; known keys here: batch, "),
+        ("--data D --method mp4", "unknown method 'mp4'; choose one of: mae, mp3$"),
+        ("--data D --config nosuch.toml", "^nosuch.toml: cannot be read: no such file"),
+        ("--data D --resume nosuch", "config.json: cannot be read: no such file"),
+    ],
+)
+def test_a_mistake_in_the_config_is_one_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SitusError, match=sentence):
+        parsed(line)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("--data D --batch many", "--batch"),
+        ("--data D --optim.betas 0.9", "--optim.betas"),
+        ("--data D --method mae --method.mask-ratio .5", "--method.mask-ratio"),
+        ("--data D --preset", "--preset"),
+        ("--batch 3", "--data"),
+    ],
+)
+def test_a_mistake_in_a_flag_names_the_flag(line: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert named in refused(line, capsys)
+
+
+def test_help_shows_the_fields_of_the_chosen_method(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parsed("--preset toy-mae --help")
+    assert stop.value.code == 0
+    shown = capsys.readouterr().out
+    for words in ("--preset NAME", "--config FILE", "--method {mae,mp3}", "--method.decoder-depth INT", "default: 8"):
+        assert words in shown
+    assert "mask-ratio" not in shown
+    assert "Images in a step." in shown
+    assert "The run's folder." in shown

@@ -1,0 +1,137 @@
+"""`situs doctor` reads what is installed, and fails only where something needed is broken."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from situs.cli import doctor
+from situs.cli.main import main
+
+Report = Callable[..., tuple[int, dict[str, Any]]]
+
+
+@pytest.fixture
+def report(capsys: pytest.CaptureFixture[str]) -> Report:
+    def run() -> tuple[int, dict[str, Any]]:
+        status = main(["doctor", "--json"])
+        return status, {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
+
+    return run
+
+
+def test_a_sound_machine(report: Report) -> None:
+    status, found = report()
+    assert status == 0
+    assert found["python"]["value"].startswith(platform.python_version())
+    for name in ("torch", "torchvision", "timm", "tyro", "rich", "numpy"):
+        assert (found[name]["state"], found[name]["value"]) == ("ok", version(name))
+    assert found["cpu"]["value"].startswith(f"{doctor.cores()} cores")
+    assert found["dev"]["state"] == "ok"
+    assert {"cuda", "cuda:0"} & found.keys()
+    assert {"disk", "torch.compile", "hf", "split", "umap"} <= found.keys()
+
+
+def test_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    assert [line for line in shown.splitlines() if line and not line.startswith(" ")] == [
+        "Packages",
+        "Devices",
+        "Machine",
+        "Extras",
+        "Everything that situs needs is here.",
+    ]
+
+
+def test_torchvision_that_does_not_load_is_broken(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    def fails(name: str) -> Any:
+        if name == "torchvision":
+            raise RuntimeError("operator torchvision::nms\n does not exist")
+        return sys.modules.get(name)
+
+    monkeypatch.setattr(doctor, "import_module", fails)
+    status, found = report()
+    assert status == 1
+    assert found["torchvision"]["state"] == "broken"
+    assert "RuntimeError: operator torchvision::nms does not exist" in found["torchvision"]["value"]
+    assert "made for this torch" in found["torchvision"]["advice"]
+
+
+def test_missing_and_old_packages_come_with_the_command(monkeypatch: pytest.MonkeyPatch, report: Report) -> None:
+    held = {"scipy": None, "numpy": "1.26.4", "transformers": None}
+    monkeypatch.setattr(doctor, "installed", lambda name: held[name] if name in held else version_or_none(name))
+    status, found = report()
+    assert status == 1
+    assert (found["scipy"]["state"], found["scipy"]["value"]) == ("broken", "not installed")
+    assert found["scipy"]["advice"].startswith("pip install 'scipy>=")
+    assert found["numpy"]["state"] == "broken"
+    assert "1.26.4, older than 2" in found["numpy"]["value"]
+    # An extra that is missing is no failure by itself.
+    assert (found["hf"]["state"], found["hf"]["value"]) == ("missing", "transformers")
+    assert found["hf"]["advice"] == "pip install 'situs[hf]'"
+
+
+def version_or_none(name: str) -> str | None:
+    try:
+        return version(name)
+    except ModuleNotFoundError:
+        return None
+
+
+def test_requirements_are_read_with_their_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["torch>=2.9", "pyright[nodejs]>=1.1.400; extra == 'dev'", 'umap-learn>=0.5.7 ; extra == "umap"', "rich"]
+    monkeypatch.setattr(doctor, "requires", lambda _: lines)
+    assert doctor.requirements() == [
+        ("torch", "2.9", None),
+        ("pyright", "1.1.400", "dev"),
+        ("umap-learn", "0.5.7", "umap"),
+        ("rich", "0", None),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"), [("2.9", "2.14.1+cu130"), ("1.0.29", "1.0.30"), ("0.24.1", "0.25rc1"), ("", "0")]
+)
+def test_versions_are_compared_as_numbers(older: str, newer: str) -> None:
+    assert doctor.numbers(older) < doctor.numbers(newer)
+
+
+def test_no_compiler_and_no_headers_are_warnings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda _: None)
+    [finding] = doctor.compiler()
+    assert (finding.state, finding.value) == ("warning", "no C++ compiler found")
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(doctor.sysconfig, "get_path", lambda _: str(tmp_path))
+    [finding] = doctor.compiler()
+    assert finding.state == "warning"
+    assert "python3-dev" in finding.advice
+    (tmp_path / "Python.h").touch()
+    assert doctor.compiler()[0].state == "ok"
+
+
+def test_little_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: SimpleNamespace(free=doctor.GIB, total=doctor.GIB // 16))
+    found = {finding.name: finding for finding in doctor.machine()}
+    assert (found["disk"].state, found["disk"].value) == ("warning", "1.0 GiB free here")
+    if Path("/dev/shm").is_dir():
+        assert found["shared memory"].state == "warning"
+
+
+def test_a_cuda_device_is_described() -> None:
+    properties = SimpleNamespace(name="H200", total_memory=139 * doctor.GIB, major=9)
+    fake = SimpleNamespace(
+        cuda=SimpleNamespace(
+            get_device_properties=lambda _: properties, is_bf16_supported=lambda including_emulation: True
+        )
+    )
+    assert doctor.cuda(fake, 0).value == "H200, 139 GiB, bf16 yes"
+    assert doctor.cuda(fake, 1).name == "cuda:1"

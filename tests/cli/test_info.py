@@ -1,0 +1,108 @@
+"""`situs info` says what a model is, what it refuses and why."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from situs.backbones import create_backbone
+from situs.backbones.base import CAPABILITIES
+from situs.cli import info
+from situs.cli.main import main
+
+
+def printed_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["info", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_facts_of_a_plain_vit(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed_json(capsys, "vit_tiny_patch16_224")
+    assert shown["facts"] == {
+        "class": "timm.models.vision_transformer.VisionTransformer",
+        "tokens": 196,
+        "grid": [14, 14],
+        "width": 192,
+        "depth": 12,
+        "prefix_tokens": 1,
+        "position": ["table"],
+        "parameters": 5_717_416,  # what timm's own results table gives, 5.72 M
+    }
+    assert {each["name"]: each["holds"] for each in shown["capabilities"]} == dict.fromkeys(CAPABILITIES, True)
+
+
+def test_sizes_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
+    one = printed_json(capsys, "vit_tiny_patch16_224", "--img-size", "160", "224", "--in-chans", "1")
+    assert (one["facts"]["tokens"], one["facts"]["grid"]) == (140, [10, 14])
+    two = printed_json(capsys, "vit_tiny_patch16_224", "--img-size", "32", "--patch-size", "4")
+    assert (two["facts"]["tokens"], two["facts"]["grid"]) == (64, [8, 8])
+
+
+def test_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "vit_tiny_patch16_224"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == "vit_tiny_patch16_224"
+    for line in ("grid 14 × 14", "parameters 5,717,416", "position table", "It can do", "Locks that apply"):
+        assert line in lines
+
+
+@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "resnet50"])
+def test_refusals_come_with_their_reason(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refusals = create_backbone(name).refusals
+    assert refusals
+    shown = printed_json(capsys, name)
+    assert {each["name"]: each["reason"] for each in shown["capabilities"] if not each["holds"]} == refusals
+    rows = next(each for each in shown["locks"] if each["name"] == "rows")
+    assert (rows["holds"], rows["reason"]) == (False, refusals["rows"])
+
+
+def test_methods_are_judged_by_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Needy:
+        """Needs a context.
+
+        And says so at length.
+        """
+
+        needs = ("tokens", "context")
+
+    class Modest:
+        """Needs pixels."""
+
+        needs = ()
+
+    monkeypatch.setattr(info, "_methods", lambda: {"needy": Needy, "modest": Modest})
+    backbone = create_backbone("resnet50")
+    needy, modest = info.describe(backbone).methods
+    assert needy == info.Verdict("needy", "Needs a context.", False, backbone.refusals["context"])
+    assert modest == info.Verdict("modest", "Needs pixels.", True)
+
+
+def test_no_values_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = set()
+    describe = info.describe
+    monkeypatch.setattr(
+        info, "describe", lambda b: devices.update(p.device.type for p in b.model.parameters()) or describe(b)
+    )
+    assert main(["info", "vit_base_patch16_224", "--json"]) == 0
+    assert devices == {"meta"}
+    assert torch.zeros(1).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["nosuchmodel"], "'nosuchmodel'"),
+        (["vit_tny_patch16_224"], "vit_tiny_patch16_224"),
+        (["vit_tiny_patch16_224", "--patch-size", "7", "--img-size", "30"], "7"),
+    ],
+)
+def test_a_mistake_is_one_sentence(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("situs: ")
+    assert printed.err.count("\n") == 1
+    assert named in printed.err

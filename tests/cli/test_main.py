@@ -1,0 +1,171 @@
+"""The command line finds verbs, answers help at once, and turns a user's mistake into one line and status 2."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import situs
+from situs.cli import main as cli
+from situs.cli.main import main
+
+VERB = '''
+"""A verb for tests."""
+from dataclasses import dataclass
+from pathlib import Path
+from situs.errors import SitusError
+
+@dataclass(frozen=True)
+class Args:
+    """Test."""
+    how: str = "well"
+    """How it ends."""
+
+def run(args):
+    if args.how == "mistake":
+        raise SitusError("ratio=3: must be in [0, 1) (--ratio)")
+    if args.how == "ctrl-c":
+        raise KeyboardInterrupt
+    if args.how == "bug":
+        raise RuntimeError("a bug")
+    if args.how == "one":
+        return 1
+    for i in range(100_000 if args.how == "long" else 1):
+        print("line", i)
+'''
+
+
+@pytest.fixture
+def verbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three verbs of our own: `ends`, and two in a group."""
+    (tmp_path / "a_verb_for_tests.py").write_text(VERB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    entry = ("a_verb_for_tests", "ends in some way")
+    sections = {"First": {"ends": entry}, "Second": {"group one": entry, "group two": entry}}
+    monkeypatch.setattr(cli, "SECTIONS", sections)
+    monkeypatch.setattr(cli, "VERBS", {verb: e for section in sections.values() for verb, e in section.items()})
+    monkeypatch.delenv("SITUS_DEBUG", raising=False)
+    return tmp_path
+
+
+def test_help_is_quick_and_imports_nothing_heavy() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "situs", "--help"]
+    subprocess.run(command, capture_output=True, check=True)  # the first run may have to compile
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        seconds.append(time.perf_counter() - start)
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in done.stderr.splitlines()}
+    assert "situs" in imported
+    assert imported & {"torch", "torchvision", "timm", "transformers", "numpy", "tyro", "rich"} == set()
+    print(f"situs --help: {min(seconds):.3f} s")
+    assert min(seconds) < 0.5
+    assert done.stdout.startswith("usage: situs VERB")
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_overview_lists_every_verb_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    for verb, (_, text) in cli.VERBS.items():
+        assert len(re.findall(rf"^  {re.escape(verb)} +{re.escape(text)}$", shown, flags=re.MULTILINE)) == 1
+    assert max(map(len, shown.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("verb", sorted(cli.VERBS))
+def test_every_verb_has_its_module_and_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert find_spec(cli.VERBS[verb][0]) is not None
+    assert main([*verb.split(), "--help"]) == 0
+    assert f"usage: situs {verb}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"situs {situs.__version__}\n"
+
+
+@pytest.mark.usefixtures("verbs")
+@pytest.mark.parametrize(
+    ("line", "status", "err"),
+    [
+        ("ends", 0, ""),
+        ("ends --how one", 1, ""),
+        ("ends --how mistake", 2, "situs: ratio=3: must be in [0, 1) (--ratio)\n"),
+        ("ends --how ctrl-c", 130, "situs: interrupted\n"),
+        ("group two --how one", 1, ""),
+        ("end", 2, "situs: unknown verb 'end'; did you mean 'ends'? verbs: ends, group one, group two\n"),
+        ("xyzzy", 2, "situs: unknown verb 'xyzzy'; verbs: ends, group one, group two\n"),
+        (
+            "group tow",
+            2,
+            "situs: unknown verb 'group tow'; did you mean 'group two'? verbs: ends, group one, group two\n",
+        ),
+    ],
+)
+def test_status_and_complaint(line: str, status: int, err: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == status
+    assert capsys.readouterr().err == err
+
+
+@pytest.mark.usefixtures("verbs")
+def test_wrong_flag_names_it_with_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ends", "--hwo", "well"]) == 2
+    printed = capsys.readouterr()
+    assert "--hwo" in printed.err
+    assert "Traceback" not in printed.err
+
+
+@pytest.mark.usefixtures("verbs")
+def test_a_group_lists_its_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["group", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "usage: situs group VERB" in shown
+    assert "group one" in shown
+    assert "group two" in shown
+    assert "\n  ends" not in shown
+    assert main(["group"]) == 2
+
+
+@pytest.mark.usefixtures("verbs")
+def test_a_bug_shows_itself() -> None:
+    with pytest.raises(RuntimeError, match="a bug"):
+        main(["ends", "--how", "bug"])
+
+
+@pytest.mark.usefixtures("verbs")
+def test_debug_lets_a_mistake_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SITUS_DEBUG", "1")
+    with pytest.raises(situs.SitusError, match="ratio=3"):
+        main(["ends", "--how", "mistake"])
+
+
+def test_a_reader_that_stops_is_no_error(verbs: Path) -> None:
+    code = (
+        "import sys; from situs.cli import main as m; "
+        "m.VERBS['ends'] = ('a_verb_for_tests', ''); sys.exit(m.main(['ends', '--how', 'long']))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(verbs)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.readline() == b"line 0\n"
+        process.stdout.close()
+        complaint = process.stderr.read()
+    assert (process.returncode, complaint) == (141, b"")
+
+
+def test_a_mistake_in_a_process_has_no_traceback() -> None:
+    done = subprocess.run([sys.executable, "-m", "situs", "nosuchverb"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert re.fullmatch(r"situs: unknown verb 'nosuchverb'; .*\n", done.stderr)

@@ -1,0 +1,28 @@
+"""Tables: aligned text for programs, rich for people."""
+
+from __future__ import annotations
+
+import pytest
+
+from situs.cli.tables import plain_table, print_table
+
+ROWS = [("tokens", "yes", "a sequence"), ("rows", "no", "its [windows] depend on where a token stands")]
+
+
+def test_plain_columns_are_aligned() -> None:
+    assert plain_table("It can do", ROWS) == (
+        "It can do\n  tokens  yes  a sequence\n  rows    no   its [windows] depend on where a token stands\n"
+    )
+
+
+def test_terminal_gets_colours_and_every_cell(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    print_table("It can do", ROWS)
+    shown = capsys.readouterr().out
+    assert "\x1b[32myes" in shown
+    assert "[windows]" in shown  # rich must not take a cell's brackets for markup

@@ -1,0 +1,348 @@
+"""Configs are strict both ways: what fits comes back the same, what does not fit is named with its path."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from situs.config import (
+    check_range,
+    choice,
+    choices_of,
+    differences,
+    from_dict,
+    load_json,
+    load_toml,
+    merge,
+    replace_at,
+    save_json,
+    to_dict,
+)
+from situs.errors import SitusError
+
+
+@dataclass(frozen=True)
+class Optim:
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    milestones: tuple[int, ...] = ()
+    clip: float | None = None
+    kind: Literal["adamw", "sgd"] = "adamw"
+
+    def __post_init__(self) -> None:
+        check_range("lr", self.lr, 0, flag="--optim.lr", low_open=True)
+
+
+class Mp3:
+    @dataclass(frozen=True)
+    class Config:
+        mask_ratio: float = 0.75
+
+
+class Mae:
+    @dataclass(frozen=True)
+    class Config:
+        mask_ratio: float = 0.75
+        decoder: int = 4
+
+
+METHODS = {"mp3": Mp3, "mae": Mae}
+
+
+@dataclass(frozen=True)
+class Config:
+    steps: int
+    method: Any = choice(METHODS, "mp3")
+    optim: Optim = field(default_factory=Optim)
+    second: Optim | None = None
+    compile: bool = False
+    size: int | tuple[int, int] = 224
+    out: Path = Path("runs")
+    tags: list[str] = field(default_factory=list)
+    model_args: dict[str, Any] = field(default_factory=dict)
+    mixed: float | int | str = 0
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+optims = st.builds(
+    Optim,
+    lr=st.floats(min_value=1e-9, max_value=1e9),
+    betas=st.tuples(finite, finite),
+    milestones=st.lists(st.integers()).map(tuple),
+    clip=st.none() | finite,
+    kind=st.sampled_from(["adamw", "sgd"]),
+)
+text = st.text(st.characters(codec="utf-8"))
+configs = st.builds(
+    Config,
+    steps=st.integers(),
+    method=st.builds(Mp3.Config, finite) | st.builds(Mae.Config, finite, st.integers()),
+    optim=optims,
+    second=st.none() | optims,
+    compile=st.booleans(),
+    size=st.integers() | st.tuples(st.integers(), st.integers()),
+    out=st.sampled_from([Path("a/b"), Path("/x"), Path("é")]),
+    tags=st.lists(text),
+    model_args=st.dictionaries(text, st.none() | st.booleans() | st.integers() | finite | text),
+    mixed=finite | st.integers() | text,
+)
+
+
+def exact(value: object) -> object:
+    """Equality that tells 1 from 1.0 and True, all the way down."""
+    if isinstance(value, dict):
+        return {key: exact(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [type(value), *map(exact, value)]
+    return type(value), value
+
+
+@given(configs)
+def test_round_trip_through_json_text(original: Config) -> None:
+    again = from_dict(Config, json.loads(json.dumps(to_dict(original), allow_nan=False)))
+    assert again == original
+    assert type(again.method) is type(original.method)
+    assert exact(to_dict(again)) == exact(to_dict(original))
+    assert type(again.mixed) is type(original.mixed)
+
+
+@given(configs)
+def test_round_trip_through_a_file(tmp_path_factory: pytest.TempPathFactory, original: Config) -> None:
+    path = tmp_path_factory.mktemp("config") / "config.json"
+    save_json(original, path)
+    assert load_json(Config, path) == original
+    first = path.read_bytes()
+    save_json(load_json(Config, path), path)
+    assert path.read_bytes() == first
+    assert [entry.name for entry in path.parent.iterdir()] == ["config.json"]
+
+
+def test_free_tables_are_written_in_sorted_order() -> None:
+    one = to_dict(Config(1, model_args={"b": 1, "a": {"d": 2, "c": 3}}))
+    two = to_dict(Config(1, model_args={"a": {"c": 3, "d": 2}, "b": 1}))
+    assert json.dumps(one) == json.dumps(two)
+    assert list(one) == list(Config.__dataclass_fields__)
+
+
+def test_integers_become_floats_and_lists_become_tuples() -> None:
+    made = from_dict(Config, {"steps": 3, "optim": {"lr": 1, "betas": [0, 1]}, "size": [160, 224]})
+    assert made.optim.lr == 1.0
+    assert type(made.optim.lr) is float
+    assert made.optim.betas == (0.0, 1.0)
+    assert made.size == (160, 224)
+
+
+WRONG = {
+    "unknown key": (
+        {"steps": 1, "stpes": 2},
+        "stpes: unknown key; known keys here: compile, method, mixed, model_args, optim, out, second, size, ",
+    ),
+    "unknown nested key": (
+        {"steps": 1, "optim": {"rl": 2}},
+        "optim.rl: unknown key; known keys here: betas, clip, kind, lr, milestones",
+    ),
+    "key of another choice": (
+        {"steps": 1, "method": {"name": "mp3", "decoder": 2}},
+        "method.decoder: unknown key; known keys here: mask_ratio",
+    ),
+    "unknown choice": (
+        {"steps": 1, "method": {"name": "mp4"}},
+        "unknown method 'mp4'; choose one of: mae, mp3",
+    ),
+    "choice not a table": (
+        {"steps": 1, "method": "mp3"},
+        "method='mp3': must be a table with the key 'name'",
+    ),
+    "missing": ({}, "Config: missing steps"),
+    "text for a number": ({"steps": 1, "optim": {"lr": "high"}}, "optim.lr='high': must be a finite number"),
+    "bool for an integer": ({"steps": True}, "steps=True: must be an integer"),
+    "bool for a float": ({"steps": 1, "optim": {"lr": True}}, "optim.lr=True: must be a finite number"),
+    "float for an integer": ({"steps": 1.0}, "steps=1.0: must be an integer"),
+    "integer for a bool": ({"steps": 1, "compile": 1}, "compile=1: must be true or false"),
+    "nan": ({"steps": 1, "optim": {"lr": math.nan}}, "optim.lr=nan: must be a finite number"),
+    "overflow": ({"steps": 1, "optim": {"clip": 10**400}}, "must be a finite number or none"),
+    "literal": ({"steps": 1, "optim": {"kind": "lion"}}, "optim.kind='lion': must be one of 'adamw', 'sgd'"),
+    "short tuple": (
+        {"steps": 1, "optim": {"betas": [0.9]}},
+        "optim.betas=[0.9]: must be a list of 2: a finite number, a finite number",
+    ),
+    "inside a list": (
+        {"steps": 1, "optim": {"milestones": [1, "x"]}},
+        "optim.milestones[1]='x': must be an integer",
+    ),
+    "union": (
+        {"steps": 1, "size": "big"},
+        "size='big': must be an integer or a list of 2: an integer, an integer",
+    ),
+    "table in a union": ({"steps": 1, "second": {"lrr": 1}}, "second.lrr: unknown key"),
+    "not a table": ({"steps": 1, "optim": 3}, "optim=3: must be a table"),
+    "post_init": ({"steps": 1, "optim": {"lr": 0}}, "lr=0.0: must be > 0 (--optim.lr)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit_is_named(case: str) -> None:
+    data, sentence = WRONG[case]
+    with pytest.raises(SitusError) as caught:
+        from_dict(Config, data, where="my.toml")
+    assert sentence in str(caught.value)
+    assert str(caught.value).startswith("my.toml: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_infinity_is_not_written() -> None:
+    with pytest.raises(SitusError, match=r"optim\.lr=inf: must be a finite number"):
+        to_dict(Config(1, optim=Optim(lr=math.inf)))
+
+
+def test_merge_lays_tables_over_tables() -> None:
+    base = {"steps": 1, "optim": {"lr": 0.1, "clip": 1.0}, "tags": ["a"]}
+    over = {"optim": {"lr": 0.2}, "tags": ["b"], "compile": True}
+    assert merge(base, over) == {
+        "steps": 1,
+        "optim": {"lr": 0.2, "clip": 1.0},
+        "tags": ["b"],
+        "compile": True,
+    }
+    assert base == {"steps": 1, "optim": {"lr": 0.1, "clip": 1.0}, "tags": ["a"]}
+
+
+def test_merge_drops_the_keys_of_another_choice() -> None:
+    base = {"method": {"name": "mae", "decoder": 8}}
+    choices = choices_of(Config)
+    assert list(choices) == ["method"]
+    assert merge(base, {"method": {"name": "mp3"}}, choices) == {"method": {"name": "mp3"}}
+    assert merge(base, {"method": {"name": "mae", "mask_ratio": 0.5}}, choices) == {
+        "method": {"name": "mae", "decoder": 8, "mask_ratio": 0.5}
+    }
+    # Elsewhere `name` is a key like any other.
+    assert merge({"model": {"name": "a", "patch": 4}}, {"model": {"name": "b"}}, choices) == {
+        "model": {"name": "b", "patch": 4}
+    }
+
+
+tables = st.recursive(
+    st.dictionaries(st.sampled_from("abc"), st.integers(0, 3), max_size=3),
+    lambda inner: st.dictionaries(st.sampled_from("abc"), inner | st.integers(0, 3), max_size=3),
+)
+
+
+@given(tables, tables, tables)
+def test_merge_is_associative_and_idempotent(a: dict, b: dict, c: dict) -> None:
+    # A number between two tables cuts the lower one off, so the law holds where the kinds agree.
+    assert merge(a, a) == a
+    assert merge({}, a) == merge(a, {}) == a
+    if kinds_agree(a, b) and kinds_agree(b, c) and kinds_agree(a, c):
+        assert merge(merge(a, b), c) == merge(a, merge(b, c))
+
+
+def kinds_agree(a: dict, b: dict) -> bool:
+    return all(
+        kinds_agree(a[k], b[k]) if isinstance(a[k], dict) and isinstance(b[k], dict) else type(a[k]) is type(b[k])
+        for k in a.keys() & b.keys()
+    )
+
+
+def test_replace_at_changes_one_field() -> None:
+    start = Config(1, method=Mae.Config(decoder=8))
+    changed = replace_at(start, "method.mask_ratio", 0.5)
+    assert changed == Config(1, method=Mae.Config(mask_ratio=0.5, decoder=8))
+    assert start.method.mask_ratio == 0.75
+    assert replace_at(start, "method", {"name": "mp3"}).method == Mp3.Config()
+    assert replace_at(start, "method", Mp3.Config(0.1)).method == Mp3.Config(0.1)
+    assert differences(start, changed) == {"method.mask_ratio": (0.75, 0.5)}
+    assert differences(start, replace_at(start, "method", {"name": "mp3"})) == {
+        "method.name": ("mae", "mp3"),
+        "method.decoder": (8, None),
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "sentence"),
+    [
+        ("optim.rl", 1, "optim.rl: unknown key"),
+        ("optim.lr", "x", "optim.lr='x': must be a finite number"),
+        ("optim.lr", -1, "lr=-1.0: must be > 0 (--optim.lr)"),
+        ("steps.more", 1, "steps is no table"),
+    ],
+)
+def test_replace_at_is_as_strict(path: str, value: object, sentence: str) -> None:
+    with pytest.raises(SitusError) as caught:
+        replace_at(Config(1), path, value)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "ends", "allowed"),
+    [
+        (1.2, {"low": 0, "high": 1, "high_open": True}, "in [0, 1)"),
+        (1, {"low": 0, "high": 1, "high_open": True}, "in [0, 1)"),
+        (0, {"low": 0, "high": 1, "low_open": True}, "in (0, 1]"),
+        (math.nan, {"low": 0, "high": 1}, "in [0, 1]"),
+        (0, {"low": 1}, ">= 1"),
+        (0, {"low": 0, "low_open": True}, "> 0"),
+        (3, {"high": 2}, "<= 2"),
+        (2, {"high": 2, "high_open": True}, "< 2"),
+    ],
+)
+def test_range_sentence(value: float, ends: dict[str, Any], allowed: str) -> None:
+    with pytest.raises(SitusError) as caught:
+        check_range("mask_ratio", value, **ends, flag="--method.mask-ratio")
+    assert str(caught.value) == f"mask_ratio={value}: must be {allowed} (--method.mask-ratio)"
+
+
+def test_range_ends_that_belong_to_it() -> None:
+    check_range("x", 0, 0, 1, flag="--x")
+    check_range("x", 1, 0, 1, flag="--x")
+    check_range("x", 0.999, 0, 1, high_open=True, flag="--x")
+    check_range("x", 5, 5, flag="--x")
+
+
+def test_toml_is_read_and_its_errors_are_sentences(tmp_path: Path) -> None:
+    good, bad, latin = tmp_path / "good.toml", tmp_path / "bad.toml", tmp_path / "latin.toml"
+    good.write_text('steps = 7\n[method]\nname = "mae"\ndecoder = 2\n')
+    bad.write_text("steps = \n")
+    latin.write_bytes(b'out = "\xe9"\n')
+    assert from_dict(Config, load_toml(good)) == Config(7, method=Mae.Config(decoder=2))
+    for path, sentence in (
+        (bad, "bad.toml: no valid TOML: .*line 1"),
+        (latin, "latin.toml: no valid TOML"),
+        (tmp_path / "none.toml", "none.toml: cannot be read: no such file"),
+        (tmp_path, "cannot be read: is a directory"),
+    ):
+        with pytest.raises(SitusError, match=sentence):
+            load_toml(path)
+
+
+def test_json_that_is_torn_or_no_table_is_a_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for text, sentence in (
+        ('{"steps": ', "no valid JSON"),
+        ("[1]", "must hold a table"),
+        ('{"steps": "1"}', "steps='1'"),
+    ):
+        path.write_text(text)
+        with pytest.raises(SitusError, match=f"config.json: .*{sentence}"):
+            load_json(Config, path)
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    save_json(Config(1), path)
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_json(Config(2), path)
+    assert load_json(Config, path) == Config(1)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
