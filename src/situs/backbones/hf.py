@@ -1,0 +1,236 @@
+"""Hugging Face models behind the hinge, by exact class: from a model, a config, or a local folder.
+
+Nothing is ever fetched from a hub, and no code of a folder is run. Which class a config becomes: the one it
+names in `architectures`; else the bare model of its type; with `num_classes`, the classifier of its type.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from situs.backbones import hf_image, hf_text
+from situs.backbones.base import Backbone
+from situs.backbones.hf_layers import Head
+from situs.backbones.weights import read_state_dict
+from situs.core.tokens import Size
+from situs.errors import SitusError, missing_extra, unknown_name
+
+HUB_PREFIX = "hf:"
+"""What a name may start with to say that it is a transformers folder."""
+
+
+class Family(NamedTuple):
+    """How one transformers class is wrapped. classifier: the class that `num_classes` makes of it."""
+
+    adapter: Callable[[Any, Head, Size | None], Backbone]
+    head: Head
+    classifier: str | None = None
+
+
+_VIT, _DINO, _REGISTERS = (
+    "ViTForImageClassification",
+    "Dinov2ForImageClassification",
+    "Dinov2WithRegistersForImageClassification",
+)
+_BERT = "BertForSequenceClassification"
+
+FAMILIES: dict[str, Family] = {
+    "ViTModel": Family(hf_image.ViTBackbone, hf_image.vit_pooled, _VIT),
+    _VIT: Family(hf_image.ViTBackbone, hf_image.vit_classes, _VIT),
+    "Dinov2Model": Family(hf_image.Dinov2Backbone, hf_image.dinov2_pooled, _DINO),
+    _DINO: Family(hf_image.Dinov2Backbone, hf_image.dinov2_classes, _DINO),
+    "Dinov2WithRegistersModel": Family(hf_image.Dinov2RegistersBackbone, hf_image.dinov2_pooled, _REGISTERS),
+    _REGISTERS: Family(hf_image.Dinov2RegistersBackbone, hf_image.dinov2_classes, _REGISTERS),
+    "BertModel": Family(hf_text.BertBackbone, hf_text.bert_pooled, _BERT),
+    _BERT: Family(hf_text.BertBackbone, hf_text.bert_classes, _BERT),
+    "BertForMaskedLM": Family(hf_text.BertBackbone, hf_text.bert_words, _BERT),
+    "GPT2Model": Family(hf_text.GPT2Backbone, hf_text.hidden),
+    "GPT2LMHeadModel": Family(hf_text.GPT2Backbone, hf_text.next_words),
+    "LlamaModel": Family(hf_text.LlamaBackbone, hf_text.hidden),
+    "LlamaForCausalLM": Family(hf_text.LlamaBackbone, hf_text.next_words),
+    "MistralModel": Family(hf_text.MistralBackbone, hf_text.hidden),
+    "MistralForCausalLM": Family(hf_text.MistralBackbone, hf_text.next_words),
+    "Qwen2Model": Family(hf_text.Qwen2Backbone, hf_text.hidden),
+    "Qwen2ForCausalLM": Family(hf_text.Qwen2Backbone, hf_text.next_words),
+}
+"""transformers class -> how it is wrapped. A subclass, or a class of the same name elsewhere, is refused."""
+
+BARE: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit": ("ViTModel", {"add_pooling_layer": False}),
+    "dinov2": ("Dinov2Model", {}),
+    "dinov2_with_registers": ("Dinov2WithRegistersModel", {}),
+    "bert": ("BertModel", {"add_pooling_layer": False}),
+    "gpt2": ("GPT2Model", {}),
+    "llama": ("LlamaModel", {}),
+    "mistral": ("MistralModel", {}),
+    "qwen2": ("Qwen2Model", {}),
+}
+"""Config type -> its model without a head, and what leaves the pooler out (`num_classes=0`)."""
+
+HEADS = ("classifier.", "pooler.", "bert.pooler.", "vit.pooler.", "cls.", "lm_head.")
+"""Weights that may be missing or left over where `num_classes` asks for another head than was saved."""
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+def create_hf_backbone(
+    source: Any,
+    *,
+    weights: str | Path | None = None,
+    img_size: Size | None = None,
+    model_args: Mapping[str, Any] | None = None,
+    num_classes: int | None = None,
+) -> Backbone:
+    """A backbone over a transformers model.
+
+    source: a `PreTrainedModel` (wrapped as it is; another img_size replaces its table), a config (fresh
+    weights), the path of a folder with config.json and weights, or of a config.json alone (fresh weights); a
+    path may start with "hf:". weights: a file or folder to load instead. img_size: (H, W) of images, or the
+    length of a text model's positions. model_args: config entries to change. num_classes: a classifier;
+    0 for no head.
+    New models come in training mode, as torch's modules do; a model that was given keeps its mode.
+    """
+    transformers = _transformers()
+    if isinstance(source, transformers.PreTrainedModel):
+        if model_args or weights is not None or num_classes is not None:
+            raise SitusError("model_args, num_classes and weights shape a new model; one that is built has its own")
+        model = source
+    else:
+        if isinstance(source, transformers.PreTrainedConfig):
+            config, folder = copy.deepcopy(source), None
+        else:
+            config, folder = _read(source, need_weights=weights is None)
+        model = _build(_changed(config, model_args), weights, folder, num_classes)
+    family = _family(type(model))
+    return family.adapter(model, family.head, img_size)
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise missing_extra("transformers", "hf", "a Hugging Face backbone") from error
+    return transformers
+
+
+def _family(kind: type) -> Family:
+    if kind.__name__ not in FAMILIES or not kind.__module__.startswith("transformers.models."):
+        raise unknown_name("Hugging Face model class", f"{kind.__module__}.{kind.__name__}", FAMILIES)
+    return FAMILIES[kind.__name__]
+
+
+def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
+    """The config at a path, and the folder to take weights from (None: start afresh)."""
+    path = Path(str(source).removeprefix(HUB_PREFIX)).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if file.name != "config.json" or not file.is_file():
+        raise SitusError(
+            f"{source}: no local folder with a transformers config.json, and nothing is fetched from a hub"
+        )
+    kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    if kind not in BARE:
+        raise unknown_name(f"model_type in {file}", str(kind), BARE)
+    config = _transformers().AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    if path == file or not need_weights:
+        return config, None
+    if not any(found for pattern in WEIGHT_FILES for found in path.glob(pattern)):
+        raise SitusError(
+            f"{source}: the folder holds no weights; name its config.json for fresh ones, or give weights="
+        )
+    return config, path
+
+
+def _changed(config: Any, model_args: Mapping[str, Any] | None) -> Any:
+    if not model_args:
+        return config
+    from huggingface_hub.errors import StrictDataclassError
+
+    kind, entries = type(config), config.to_diff_dict()
+    for key in model_args:
+        if key not in config.to_dict():
+            raise unknown_name(f"entry of {kind.__name__} (model_args)", key, config.to_dict())
+    try:
+        return kind.from_dict({**entries, **model_args})
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise SitusError(f"model_args={dict(model_args)}: {kind.__name__} refuses them ({reason})") from error
+
+
+def _class_of(config: Any, num_classes: int | None) -> tuple[str, dict[str, Any]]:
+    """The class that a config becomes, and what its constructor is told."""
+    if config.model_type not in BARE:
+        raise unknown_name("transformers model type", config.model_type, BARE)
+    name = (config.architectures or [BARE[config.model_type][0]])[0]
+    if name not in FAMILIES:
+        raise unknown_name("Hugging Face model class", name, FAMILIES)
+    if num_classes is None:
+        return name, {}
+    if num_classes == 0:
+        return BARE[config.model_type]
+    classifier = FAMILIES[name].classifier
+    if num_classes < 0 or classifier is None:
+        allowed = "at least 0" if classifier else f"0 or left out, for {name} has no classifier"
+        raise SitusError(f"num_classes={num_classes}: must be {allowed} (--num-classes)")
+    return classifier, {}
+
+
+def _build(config: Any, weights: str | Path | None, folder: Path | None, num_classes: int | None) -> Any:
+    name, arguments = _class_of(config, num_classes)
+    if num_classes:
+        config.num_labels = num_classes
+    kind = getattr(_transformers(), name)
+    if weights is None and folder is None:
+        return kind(config, **arguments)
+    # transformers saves some models under the names of its older releases; from_pretrained knows them all.
+    with _quietly():
+        model, found = kind.from_pretrained(
+            folder,
+            config=config,
+            state_dict=None if weights is None else read_state_dict(weights),
+            local_files_only=True,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **arguments,
+        )
+    # A published folder often keeps a second head beside the one its config names, so leftovers are allowed there.
+    leftovers = found["unexpected_keys"] if folder is None else ()
+    _refuse_misfits(f"weights={weights or folder}", name, found, leftovers, HEADS if num_classes is not None else ())
+    return model.train()
+
+
+def _refuse_misfits(
+    what: str, name: str, found: Mapping[str, Any], leftovers: Iterable[str], fresh: tuple[str, ...]
+) -> None:
+    """What from_pretrained would only warn of."""
+    problems = {
+        "missing": found["missing_keys"],
+        "not in the model": leftovers,
+        "of another shape": [key for key, *_ in found["mismatched_keys"]],
+    }
+    kept = {kind: sorted(key for key in keys if not key.startswith(fresh)) for kind, keys in problems.items()}
+    said = [f"{len(keys)} {kind} (first: {', '.join(keys[:3])})" for kind, keys in kept.items() if keys]
+    if said:
+        raise SitusError(f"{what} does not fit {name}: {'; '.join(said)}")
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' progress bar and load report: what matters of them becomes an error."""
+    logging = _transformers().utils.logging
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()

@@ -1,0 +1,172 @@
+"""transformers' image encoders behind the hinge: ViT and DINOv2, with and without registers."""
+
+from __future__ import annotations
+
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from situs.backbones.base import Backbone, Features, Stream, join
+from situs.backbones.hf_layers import Head, check_attention, fit, run_layers
+from situs.core.position import Positions, resample_table
+from situs.core.tokens import Size, grid_of, pair
+from situs.errors import SitusError
+
+
+class ImageBackbone(Backbone):
+    """What ViT and DINOv2 share: a patch convolution, a table whose row 0 belongs to CLS, pre-norm layers."""
+
+    def __init__(self, model: nn.Module, head: Head, size: Size | None = None) -> None:
+        name = type(model).__name__
+        inner: Any = model.base_model  # type: ignore[union-attr]
+        patches = inner.embeddings.patch_embeddings
+        old, new = pair(patches.image_size), pair(size or patches.image_size)
+        grid = grid_of(new, patches.patch_size)
+        prefix = 1 + getattr(inner.config, "num_register_tokens", 0)
+        depth = inner.config.num_hidden_layers
+        super().__init__(model, name, grid, inner.config.hidden_size, prefix, depth)
+        self.img_size = new
+        self._head = head
+        check_attention(name, self._attentions())
+        self._resize(old, new)
+        self.train(model.training)
+
+    @property
+    def _inner(self) -> Any:
+        """The model without its head. A property: as an attribute its weights would be saved twice."""
+        return self.model.base_model
+
+    def _layers(self) -> Any:
+        raise NotImplementedError
+
+    def _attentions(self) -> list[nn.Module]:
+        return [layer.attention for layer in self._layers()]
+
+    def _table(self) -> Tensor:
+        """The rows of CLS and of all patches, [1 + N, D]: a view of the parameter where it can be one."""
+        return self._inner.embeddings.position_embeddings[0]
+
+    def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
+        raise NotImplementedError
+
+    def _replace_table(self, patches: Tensor, size: tuple[int, int]) -> None:
+        """A new table in the wrapped model, and its image size wherever transformers keeps it."""
+        embeddings = self._inner.embeddings
+        old = embeddings.position_embeddings
+        table = torch.cat([old.detach()[:, :1], patches.detach().unsqueeze(0)], dim=1)
+        embeddings.position_embeddings = nn.Parameter(table, requires_grad=old.requires_grad)
+        embeddings.patch_embeddings.image_size = size
+        embeddings.patch_embeddings.num_patches = patches.shape[0]
+        for config in (self.model.config, self._inner.config):
+            config.image_size = size[0] if size[0] == size[1] else list(size)
+
+    def embed(self, x: Tensor) -> Tensor:
+        convolution = self._inner.embeddings.patch_embeddings.projection
+        expected = (convolution.in_channels, *self.img_size)
+        if x.dim() != 4 or tuple(x.shape[1:]) != expected:
+            raise SitusError(
+                f"images of shape {list(x.shape)}: {self.name} takes [B, {', '.join(map(str, expected))}] (--img-size)"
+            )
+        return convolution(x.to(convolution.weight.dtype)).flatten(2).transpose(1, 2)
+
+    def positions(self) -> Positions:
+        return Positions(table=self._table()[1:])
+
+    def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
+        places = fit(positions, tokens.shape[1], None, ("table",), self.name)
+        if places.table is not None:
+            tokens = tokens + places.table.to(tokens.dtype)
+        prefix = self._prefix().to(tokens.dtype).expand(tokens.shape[0], -1, -1)
+        z = self._inner.embeddings.dropout(torch.cat([prefix, tokens], dim=1))
+        if mask is not None:
+            mask = torch.cat([mask.new_ones(mask.shape[0], self.num_prefix), mask], dim=1).bool()
+        return Stream(z, self.num_prefix, mask=mask)
+
+    def _prefix(self) -> Tensor:
+        """CLS with its own row of the table, [1, p, D]."""
+        embeddings = self._inner.embeddings
+        return embeddings.cls_token + embeddings.position_embeddings[:, :1]
+
+    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
+        return run_layers(self._layers(), self._attentions(), stream, keys)
+
+    def finish(self, stream: Stream) -> Features:
+        z = self._inner.layernorm(stream.z)
+        return Features(z[:, : stream.prefix], z[:, stream.prefix :])
+
+    def head(self, features: Features) -> Tensor:
+        return self._head(self.model, features)
+
+
+class ViTBackbone(ImageBackbone):
+    """ViTModel, ViTForImageClassification. Another image size gives the model a resampled table."""
+
+    def _layers(self) -> Any:
+        return self._inner.layers
+
+    def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
+        if old == new:
+            return
+        embeddings = self._inner.embeddings
+        patch_size = embeddings.patch_embeddings.patch_size
+        rows = resample_table(embeddings.position_embeddings.detach()[0, 1:], grid_of(old, patch_size), self.grid)
+        self._replace_table(rows, new)
+        embeddings.image_size = new
+
+
+class Dinov2Backbone(ImageBackbone):
+    """Dinov2Model, Dinov2ForImageClassification.
+
+    transformers resamples DINOv2's table in every forward and reads it as a square, so we do the same through
+    its own function: a square image size replaces the table once, a rectangular one leaves the square table
+    in the model and `positions()` resamples it, with gradients. Either way the bare model agrees with us.
+    """
+
+    def _layers(self) -> Any:
+        return self._inner.encoder.layer
+
+    def _table(self) -> Tensor:
+        shape = torch.empty(1, 1 + self.num_tokens, self.dim, device="meta")
+        return self._inner.embeddings.interpolate_pos_encoding(shape, *self.img_size)[0]
+
+    def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
+        count = self._inner.embeddings.patch_embeddings.num_patches
+        if old[0] != old[1] or (old != new and isqrt(count) ** 2 != count):
+            raise SitusError(
+                f"image_size={old[0]}x{old[1]}: transformers reads {self.name}'s table as a square; "
+                "give the config such an image_size and choose any other with img_size= (--img-size)"
+            )
+        if old != new and new[0] == new[1]:
+            self._replace_table(self._table()[1:], new)
+
+
+class Dinov2RegistersBackbone(Dinov2Backbone):
+    """Dinov2WithRegistersModel and its classifier: registers stand behind CLS, without rows in the table."""
+
+    def _prefix(self) -> Tensor:
+        return torch.cat([super()._prefix(), self._inner.embeddings.register_tokens], dim=1)
+
+
+# --- heads --------------------------------------------------------------------------------------------------
+
+
+def vit_pooled(model: Any, features: Features) -> Tensor:
+    """The pooler's output, or CLS where the model has none."""
+    return features.prefix[:, 0] if model.pooler is None else model.pooler(join(features))
+
+
+def vit_classes(model: Any, features: Features) -> Tensor:
+    """A linear layer on CLS."""
+    return model.classifier(features.prefix[:, 0])
+
+
+def dinov2_pooled(_: Any, features: Features) -> Tensor:
+    """CLS."""
+    return features.prefix[:, 0]
+
+
+def dinov2_classes(model: Any, features: Features) -> Tensor:
+    """A linear layer on CLS and the mean patch."""
+    return model.classifier(torch.cat([features.prefix[:, 0], features.patches.mean(dim=1)], dim=1))

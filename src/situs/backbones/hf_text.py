@@ -1,0 +1,254 @@
+"""transformers' text models behind the hinge: BERT, GPT-2 and the Llama-like decoders.
+
+Their tokens are all ordinary: [CLS] is one of the input ids, so there are no prefix tokens. `grid` is
+(1, length). The model's own positions hold `length` places; a shorter sentence takes the first ones.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from situs.backbones.base import Backbone, Features, Stream
+from situs.backbones.hf_layers import Head, check_attention, fit, run_layers
+from situs.core.position import Positions
+from situs.core.tokens import Size, pair
+from situs.errors import SitusError
+
+CAUSAL = {
+    "rows": "its causal mask would have to move along, P M Pᵀ, and that mask's row sums reveal the order",
+    "context": "each token of a causal model has its own context already, the tokens before it",
+}
+"""What every causal model refuses, and why."""
+
+FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Kinds of RoPE whose angles depend on the place alone, not on how long the sentence is."""
+
+
+class TextBackbone(Backbone):
+    """What the text models share: ids in, one row of tokens, positions for the first `length` places."""
+
+    kinds: tuple[str, ...] = ("table",)
+
+    def __init__(self, model: nn.Module, head: Head, size: Size | None = None) -> None:
+        name = type(model).__name__
+        config: Any = model.config
+        longest = config.max_position_embeddings
+        height, length = (1, size or longest) if isinstance(size, int | None) else pair(size)
+        if height != 1 or not 1 <= length <= longest:
+            raise SitusError(
+                f"img_size={size}: {name} reads a row of 1 to {longest} tokens; give its length (--img-size)"
+            )
+        super().__init__(model, name, (1, length), config.hidden_size, 0, config.num_hidden_layers)
+        self._head = head
+        self.train(model.training)
+
+    @property
+    def _inner(self) -> Any:
+        """The model without its head. A property: as an attribute its weights would be saved twice."""
+        return self.model.base_model
+
+    @abstractmethod
+    def positions(self, length: int | None = None) -> Positions:
+        """The model's own positions of the first `length` places; None: of all `grid[1]`."""
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Ids [B, N] -> word vectors [B, N, D], without position."""
+        if x.dim() != 2 or x.is_floating_point() or x.shape[1] > self.num_tokens:
+            raise SitusError(
+                f"ids of shape {list(x.shape)} ({x.dtype}): {self.name} takes integers [B, N] "
+                f"with N <= {self.num_tokens} (--img-size)"
+            )
+        return self._inner.get_input_embeddings()(x)
+
+    def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
+        places = fit(positions, tokens.shape[1], self.num_tokens, self.kinds, self.name)
+        if places.table is not None:
+            tokens = tokens + places.table.to(tokens.dtype)
+        return Stream(self._before_layers(tokens), 0, places.rotary, mask=None if mask is None else mask.bool())
+
+    def _before_layers(self, z: Tensor) -> Tensor:
+        return z
+
+    def finish(self, stream: Stream) -> Features:
+        z = self._final_norm(stream.z)
+        return Features(z[:, :0], z)
+
+    def _final_norm(self, z: Tensor) -> Tensor:
+        return z
+
+    def head(self, features: Features) -> Tensor:
+        return self._head(self.model, features)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The wrapped model's own forward: ids [B, N] -> logits. mask: [B, N] bool, False for padding."""
+        return self.head(self.encode(self.embed(x), self.positions(x.shape[1]), mask=mask))
+
+
+class BertBackbone(TextBackbone):
+    """BertModel, BertForSequenceClassification, BertForMaskedLM, as encoders."""
+
+    def __init__(self, model: nn.Module, head: Head, size: Size | None = None) -> None:
+        super().__init__(model, head, size)
+        if self.model.config.is_decoder:
+            raise SitusError(f"is_decoder=True: {self.name} is known here as an encoder only")
+        check_attention(self.name, self._attentions())
+
+    def _attentions(self) -> list[nn.Module]:
+        return [layer.attention.self for layer in self._inner.encoder.layer]
+
+    def embed(self, x: Tensor, types: Tensor | None = None) -> Tensor:
+        """Ids [B, N] -> word vectors and those of the segments `types` ([B, N]; None: all 0), [B, N, D]."""
+        segments = self._inner.embeddings.token_type_embeddings
+        return super().embed(x) + (segments.weight[0] if types is None else segments(types))
+
+    def positions(self, length: int | None = None) -> Positions:
+        return Positions(table=self._inner.embeddings.position_embeddings.weight[: length or self.num_tokens])
+
+    def _before_layers(self, z: Tensor) -> Tensor:
+        embeddings = self._inner.embeddings
+        return embeddings.dropout(embeddings.LayerNorm(z))
+
+    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
+        return run_layers(self._inner.encoder.layer, self._attentions(), stream, keys)
+
+
+class DecoderBackbone(TextBackbone):
+    """A causal model. It is never asked for a context, so its layers run through transformers' own code."""
+
+    refusals = CAUSAL
+
+    def _masks(self, stream: Stream) -> dict[bool, Any]:
+        """The attention masks in whatever form the model's attention wants: {sliding window or not: mask}."""
+        from transformers import masking_utils
+
+        makers = {
+            False: masking_utils.create_causal_mask,
+            True: masking_utils.create_sliding_window_causal_mask,
+        }
+        config = self.model.config
+        return {
+            sliding: makers[sliding](
+                config=config, inputs_embeds=stream.z, attention_mask=stream.mask, past_key_values=None
+            )
+            for sliding in set(self._sliding())
+        }
+
+    def _sliding(self) -> list[bool]:
+        """Which layers see only a window of the tokens before them."""
+        return [False] * self.depth
+
+
+class GPT2Backbone(DecoderBackbone):
+    """GPT2Model, GPT2LMHeadModel: a learned table, dropout behind it, and a causal mask."""
+
+    def positions(self, length: int | None = None) -> Positions:
+        return Positions(table=self._inner.wpe.weight[: length or self.num_tokens])
+
+    def _before_layers(self, z: Tensor) -> Tensor:
+        return self._inner.drop(z)
+
+    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
+        assert keys is None
+        z, mask = stream.z, self._masks(stream)[False]
+        for layer in self._inner.h:
+            z = layer(z, attention_mask=mask)
+        return z
+
+    def _final_norm(self, z: Tensor) -> Tensor:
+        return self._inner.ln_f(z)
+
+
+class LlamaBackbone(DecoderBackbone):
+    """LlamaModel, LlamaForCausalLM: rotary positions, grouped queries, RMSNorm.
+
+    The rotation holds plain sines and cosines: [1, 1, 1, N, 2d] = cat(sin, cos), each with two equal halves.
+    YaRN's factor on both is kept out of it and put back in the layers, for it is no part of a token's place.
+    """
+
+    kinds = ("rotary",)
+
+    def __init__(self, model: nn.Module, head: Head, size: Size | None = None) -> None:
+        super().__init__(model, head, size)
+        kind = self._inner.rotary_emb.rope_type
+        if kind not in FIXED_ROTATIONS:
+            raise SitusError(
+                f"rope_type={kind!r}: its angles change with the length; {self.name} may have: "
+                f"{', '.join(FIXED_ROTATIONS)}"
+            )
+        # As float32, the number by which transformers really multiplies: dividing leaves place 0 the exact identity.
+        self._factor = float(torch.tensor(self._inner.rotary_emb.attention_scaling, dtype=torch.float32))
+
+    def positions(self, length: int | None = None) -> Positions:
+        weight = self._inner.embed_tokens.weight
+        places = torch.arange(length or self.num_tokens, device=weight.device).unsqueeze(0)
+        cosine, sine = self._inner.rotary_emb(weight, places)
+        return Positions(rotary=torch.cat([sine, cosine], dim=-1)[None, :, None] / self._factor)
+
+    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
+        assert keys is None
+        z, masks = stream.z, self._masks(stream)
+        rotation = self._rotation(stream)
+        for layer, sliding in zip(self._inner.layers, self._sliding(), strict=True):
+            z = layer(z, attention_mask=masks[sliding], position_embeddings=rotation)
+        return z
+
+    def _rotation(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """(cosine, sine), each [B or 1, N, d]; the identity where there are no positions."""
+        if stream.rotary is None:
+            cosine = stream.z.new_ones(1, stream.z.shape[1], self._inner.layers[0].self_attn.head_dim)
+            sine = torch.zeros_like(cosine)
+        else:
+            sine, cosine = stream.rotary[0, :, 0].chunk(2, dim=-1)
+        if self._factor != 1:
+            # transformers scales in float32 whatever the model's dtype; the detour returns its very numbers.
+            cosine, sine = ((x * self._factor).float() for x in (cosine, sine))
+        return cosine.to(stream.z.dtype), sine.to(stream.z.dtype)
+
+    def _final_norm(self, z: Tensor) -> Tensor:
+        return self._inner.norm(z)
+
+
+class MistralBackbone(LlamaBackbone):
+    """MistralModel, MistralForCausalLM: Llama, some with a sliding window (in tokens as they come)."""
+
+    def _sliding(self) -> list[bool]:
+        return [self.model.config.sliding_window is not None] * self.depth
+
+
+class Qwen2Backbone(LlamaBackbone):
+    """Qwen2Model, Qwen2ForCausalLM: Llama with biases on q, k, v and, in some layers, a sliding window."""
+
+    def _sliding(self) -> list[bool]:
+        return [kind == "sliding_attention" for kind in self.model.config.layer_types[: self.depth]]
+
+
+# --- heads --------------------------------------------------------------------------------------------------
+
+
+def bert_pooled(model: Any, features: Features) -> Tensor:
+    """The pooler's output, or the first token where the model has none."""
+    return features.patches[:, 0] if model.pooler is None else model.pooler(features.patches)
+
+
+def bert_classes(model: Any, features: Features) -> Tensor:
+    """A linear layer on the pooler's output."""
+    return model.classifier(model.dropout(model.bert.pooler(features.patches)))
+
+
+def bert_words(model: Any, features: Features) -> Tensor:
+    """A logit for each word at each place, [B, N, V]."""
+    return model.cls(features.patches)
+
+
+def hidden(_: Any, features: Features) -> Tensor:
+    """A decoder without a head gives its last hidden states, as its own forward does."""
+    return features.patches
+
+
+def next_words(model: Any, features: Features) -> Tensor:
+    """A logit for each word to come after each place, [B, N, V]."""
+    return model.lm_head(features.patches)
