@@ -1,0 +1,74 @@
+"""What the loop and the rest of the house agree on: the data it asks for, the hooks it calls, what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from situs.methods.base import Batch, Method
+from situs.train.ema import Ema
+
+
+class Loader(Protocol):
+    """What the loop asks of the data. Each rank has its own loader and gets its own part of every batch."""
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches an epoch, the same on every rank."""
+        ...
+
+    @property
+    def global_batch(self) -> int:
+        """Samples a step over all ranks; the rate may be scaled by it."""
+        ...
+
+    @property
+    def data_wait(self) -> float:
+        """Seconds that the loop has waited for batches so far."""
+        ...
+
+    def iterate(self, epoch: int, start_step: int) -> Iterator[Batch]:
+        """The epoch's batches from number `start_step` on: augmented, on the device, the same every time.
+
+        No rank's part is empty, and only an epoch's last batch may give the ranks parts of unequal size.
+        """
+        ...
+
+
+@dataclass
+class RunState:
+    """What a hook sees after a step or an epoch. step: updates made. log: adds numbers to this step's log."""
+
+    method: Method
+    ema: Ema | None
+    step: int
+    epoch: int
+    total: int
+    steps_per_epoch: int
+    log: Callable[[dict[str, float]], None]
+    say: Callable[[str], None]
+
+
+class Hook(Protocol):
+    """Something that looks on, such as a probe. It cannot disturb the run: torch's generators are put back."""
+
+    def after_step(self, state: RunState) -> None:
+        """Called after each update, on every rank."""
+        ...
+
+    def after_epoch(self, state: RunState) -> None:
+        """Called after each whole epoch, on every rank."""
+        ...
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended. interrupted: it was asked to stop before `total` and can be resumed from `checkpoint`."""
+
+    step: int
+    total: int
+    interrupted: bool
+    metrics: dict[str, float]
+    checkpoint: Path | None

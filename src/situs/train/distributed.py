@@ -1,0 +1,210 @@
+"""Many ranks, one run: started by torchrun, spread by DDP or FSDP2, written by rank 0 alone.
+
+Without torchrun every function here is what one rank does. Nothing that is sent is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from situs.errors import SitusError
+
+Precision = Literal["bf16", "fp16", "fp32"]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Who this process is among its fellows, and the device it computes on."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the rank that writes."""
+        return self.rank == 0
+
+
+def start(device: str | None = None) -> Ranks:
+    """Joins the process group that torchrun's environment names (nccl or gloo); alone without it.
+
+    device: "cpu", "cuda" or "cuda:1"; None takes a GPU where there is one.
+    """
+    kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if kind.type == "cuda" and not torch.cuda.is_available():
+        raise SitusError(f"device={device}: this machine has no CUDA device (--device)")
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return Ranks(0, 1, kind)
+    if kind.type == "cuda":
+        kind = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(kind)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if kind.type == "cuda" else "gloo")
+    return Ranks(dist.get_rank(), dist.get_world_size(), kind)
+
+
+def stop() -> None:
+    """Leaves the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def rank() -> int:
+    """This process's number; 0 alone."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    """How many ranks there are."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def barrier() -> None:
+    """Waits for all ranks."""
+    if world() > 1:
+        dist.barrier()
+
+
+def mean(value: Tensor) -> Tensor:
+    """The mean over the ranks, on each of them."""
+    if world() == 1:
+        return value
+    total = value.clone()
+    dist.all_reduce(total)
+    return total / world()
+
+
+def most(value: Tensor) -> Tensor:
+    """The elementwise maximum over the ranks, in place."""
+    if world() > 1:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX)
+    return value
+
+
+def rows(value: Tensor, device: torch.device) -> Tensor:
+    """Every rank's `value` (of one shape) as the rows of a CPU tensor, on each rank."""
+    if world() == 1:
+        return value[None].cpu()
+    sent = value.to(device)
+    gathered = [torch.empty_like(sent) for _ in range(world())]
+    dist.all_gather(gathered, sent)
+    return torch.stack(gathered).cpu()
+
+
+def from_main(value: Any, device: torch.device) -> Any:
+    """A JSON value of rank 0 on every rank."""
+    if world() == 1:
+        return value
+    data = torch.tensor(list(json.dumps(value).encode()) if rank() == 0 else [], dtype=torch.uint8, device=device)
+    length = torch.tensor([data.numel()], device=device)
+    dist.broadcast(length, 0)
+    data = data if rank() == 0 else torch.empty(int(length), dtype=torch.uint8, device=device)
+    dist.broadcast(data, 0)
+    return json.loads(bytes(data.tolist()).decode())
+
+
+# --- tensors that may be sharded ----------------------------------------------------------------------------
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that FSDP may have sharded; a step that all ranks take together."""
+    if world() == 1:
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def place(target: Tensor, value: Tensor | None) -> None:
+    """Copies rank 0's `value` into every rank's `target`, sharded or not; the other ranks give None."""
+    if world() == 1:
+        if value is not None:
+            target.copy_(value)
+        return
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if isinstance(target, DTensor):
+        blank = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        source = blank if value is None else value.to(blank)
+        target.copy_(distribute_tensor(source, target.device_mesh, target.placements))
+        return
+    if value is not None:
+        target.copy_(value)
+    dist.broadcast(target, 0)
+
+
+# --- a method on many ranks ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A method made ready: `forward` to call, and `local(last)`, the context of one micro-batch.
+
+    Gradients are exchanged at a step's last micro-batch alone.
+    """
+
+    forward: Callable[..., Any]
+    local: Callable[[bool], AbstractContextManager[Any]]
+
+
+def spread(method: nn.Module, parallel: str, precision: str, compiled: bool) -> Spread:
+    """The method on this run's ranks: as it is on one, in DDP, or sharded by FSDP2 (in place)."""
+    if world() == 1:
+        return Spread(torch.compile(method) if compiled else method, lambda _: nullcontext())
+    if parallel == "ddp":
+        wrapped = wrap_ddp(method)
+        # Compiled outside DDP, so that the backward is cut where its buckets are sent.
+        call = torch.compile(wrapped) if compiled else wrapped
+        return Spread(call, lambda last: nullcontext() if last else wrapped.no_sync())
+    wrap_fsdp(method, precision, whole=compiled)
+    if compiled:  # inside FSDP's hooks, which gather the weights before this runs
+        method.forward = torch.compile(method.forward)
+    sharded: Any = method
+
+    def local(last: bool) -> AbstractContextManager[None]:
+        sharded.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    return Spread(method, local)
+
+
+def wrap_ddp(method: nn.Module) -> nn.parallel.DistributedDataParallel:
+    """DDP, told that a method may leave parameters unused (MP3: the positions and the head)."""
+    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
+    return nn.parallel.DistributedDataParallel(
+        method, find_unused_parameters=True, gradient_as_bucket_view=True, broadcast_buffers=False
+    )
+
+
+def wrap_fsdp(method: nn.Module, precision: str, *, whole: bool = False) -> None:
+    """FSDP2 in place: optimiser state, gradients and weights are sharded; each MLP is gathered by itself.
+
+    The backbones run a block's attention over its weights without calling the block (that is how they give it
+    a context), so FSDP cannot gather block by block: what is no MLP is gathered once a step. whole: all is.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    device = next(method.parameters()).device
+    mesh = init_device_mesh(device.type, (world(),))
+    dtype = None if precision == "fp32" else DTYPES[precision]
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for tensor in (*method.parameters(), *method.buffers()):
+        place(tensor.detach(), tensor.detach() if rank() == 0 else None)
+    for name, part in () if whole else list(method.named_modules()):
+        if name.split(".")[-1] == "mlp":
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+    fully_shard(method, mesh=mesh, mp_policy=policy)

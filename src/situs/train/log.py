@@ -1,0 +1,208 @@
+"""How a run goes: metrics.jsonl always, a live line on a terminal, plain lines elsewhere, trackers as extras."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from situs.errors import missing_extra, unknown_name
+from situs.train.checkpoint import RunFolder
+
+GIB = 2**30
+
+
+class Tracker(Protocol):
+    """Where metrics also go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes the numbers of one step."""
+        ...
+
+    def close(self) -> None:
+        """Ends the run there."""
+        ...
+
+
+class TensorBoard:
+    """Event files under tensorboard/ in the run folder."""
+
+    def __init__(self, run: RunFolder, start: int) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise missing_extra("tensorboard", "track", "the tracker tensorboard") from None
+        # What lies after the checkpoint is written again: hide the first writing of it.
+        self.writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=start + 1 if run.resumed else None)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+class WandB:
+    """Weights & Biases; project, entity and mode come from its own environment variables."""
+
+    def __init__(self, run: RunFolder, start: int) -> None:
+        try:
+            import wandb  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise missing_extra("wandb", "track", "the tracker wandb") from None
+        del start
+        # The same folder is the same run there, so that a resume goes on with its curves.
+        own = hashlib.blake2b(str(run.path.resolve()).encode(), digest_size=8).hexdigest()
+        self.run = wandb.init(name=run.path.name, id=own, dir=str(run.path), config=dict(run.config), resume="allow")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self.run.finish()
+
+
+class Trackio:
+    """Trackio, the local tracker with W&B's calls."""
+
+    def __init__(self, run: RunFolder, start: int) -> None:
+        try:
+            import trackio  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise missing_extra("trackio", "track", "the tracker trackio") from None
+        del start
+        self.run = trackio.init(project="situs", name=run.path.name, config=dict(run.config), resume="allow")
+        self.finish: Callable[[], None] = trackio.finish
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        self.finish()
+
+
+TRACKERS: dict[str, Callable[[RunFolder, int], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+    "wandb": WandB,
+}
+
+
+class Log:
+    """Everything a run says. Only rank 0 speaks; the others hold a silent one.
+
+    start: the step the run begins at. total: the step it ends at. console: where to speak; stderr by default, so
+    that stdout stays free for results.
+    """
+
+    def __init__(
+        self, run: RunFolder, start: int, total: int, trackers: Sequence[str] = (), console: Console | None = None
+    ) -> None:
+        self.run, self.total, self.start = run, total, start
+        self.loud = run.writer
+        self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
+        self.began = time.perf_counter()
+        self.trackers: list[Tracker] = []
+        for name in trackers if self.loud else ():
+            if name not in TRACKERS:
+                raise unknown_name("tracker", name, TRACKERS)
+            self.trackers.append(TRACKERS[name](run, start))
+        self.live: Progress | None = None
+        if self.loud and self.console.is_terminal:
+            # Redrawn at log steps: a thread of its own would compete with the loop for the interpreter.
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[facts]}"))
+            self.live = Progress(*columns, console=self.console, auto_refresh=False, transient=True)
+            self.task = self.live.add_task("", total=total, completed=start, facts="")
+            self.live.start()
+
+    def say(self, text: str) -> None:
+        """One line for the user."""
+        if self.loud:
+            self.console.print(text, markup=False)
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """The record of a log step: kept, tracked and shown."""
+        self.keep(record)
+        if not self.loud:
+            return
+        step = record["step"]
+        spent = time.perf_counter() - self.began
+        left = spent / max(1, step - self.start) * (self.total - step)
+        if self.live is not None:
+            shown = f"{describe(record, skip=('step', 'epoch'))} · {clock(left)} left"
+            title = f"epoch {record['epoch']:.2f} step {step:,}/{self.total:,}"
+            self.live.update(self.task, completed=step, description=title, facts=shown)
+            self.live.refresh()
+        else:
+            self.say(f"step {step}/{self.total} · {describe(record, skip=('step',))} · {clock(left)} left")
+
+    def keep(self, record: Mapping[str, Any]) -> None:
+        """A record for the file and the trackers alone. JSON has no NaN: such a value is null."""
+        if not self.loud:
+            return
+        self.run.append({name: plain(value) for name, value in record.items()})
+        numbers = {n: float(v) for n, v in record.items() if isinstance(v, (int, float)) and n != "step"}
+        for tracker in self.trackers:
+            tracker.log(record["step"], numbers)
+
+    def close(self) -> None:
+        """Gives the terminal back and ends the trackers."""
+        if self.live is not None:
+            self.live.stop()
+        for tracker in self.trackers:
+            tracker.close()
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON can hold it."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+_FORMS: dict[str, Callable[[Any], str]] = {
+    "epoch": lambda v: f"epoch {v:.2f}",
+    "lr": lambda v: f"lr {v:.2e}",
+    "images_per_second": lambda v: f"{v:,.0f} img/s",
+    "data_wait": lambda v: f"data-wait {100 * v:.0f} %",
+    "memory_gib": lambda v: f"{v:.1f} GiB",
+}
+_UNSHOWN = ("seconds", "gradient_norm", "loss_scale")
+
+
+def describe(record: Mapping[str, Any], skip: Sequence[str] = ()) -> str:
+    """A record as a person reads it: `epoch 1.50 · loss 2.31 · accuracy 0.412 · 3,120 img/s · …`."""
+    shown = []
+    for name, value in record.items():
+        if name in skip or name in _UNSHOWN:
+            continue
+        if name in _FORMS:
+            shown.append(_FORMS[name](value))
+        else:
+            shown.append(f"{name.replace('_', ' ')} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
+    return " · ".join(shown)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as 1:02:03 or 2:03."""
+    whole = int(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
+
+
+def memory_gib(device: torch.device) -> float:
+    """The most memory held so far: on the GPU by torch, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / GIB
+    if sys.platform == "win32":
+        return 0.0  # has no getrusage
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB

@@ -1,0 +1,330 @@
+"""The loop: batches in, updates out, with everything said, saved and checked that a long run needs.
+
+It knows a method, a loader and hooks by their shape alone. A run that is killed at any step and resumed goes
+through the same steps as one that was not: the loader and the draws are functions of (seed, epoch, sample), and
+the rest (weights, moments, mean, generators, running sums of the log) is in the checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from situs.config import check_range, require
+from situs.errors import SitusError
+from situs.methods.base import Batch, Method
+from situs.train import distributed
+from situs.train.checkpoint import Checkpoint, RunFolder
+from situs.train.contract import Hook, Loader, Result, RunState
+from situs.train.interrupt import Interrupt
+from situs.train.log import TRACKERS, Log, memory_gib
+from situs.train.nan import Watch, save_bad_step
+from situs.train.optim import OptimConfig, peak_rate, rate_at
+from situs.train.state import capture, restore, seed_generators
+from situs.train.step import Moment, Step, Stepper
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How long a run goes, in which precision, on how many ranks, and how often it speaks and saves."""
+
+    epochs: int | None = 100
+    """Passes over the data; None leaves the length to max_steps."""
+
+    max_steps: int | None = None
+    """Largest number of updates; the schedule spans whichever of the two ends first."""
+
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Arithmetic of the forward and backward; weights and optimiser stay in float32."""
+
+    compile: bool = False
+    """Compile the method's forward (torch.compile): the first steps take a minute, the others less time."""
+
+    accumulate: int = 1
+    """Micro-batches a step: less memory, the same gradient."""
+
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How torchrun's ranks share the model: a copy on each, or sharded (FSDP2)."""
+
+    seed: int = 0
+    """Of the draws, the order of the data and drop path."""
+
+    log_every: int = 50
+    """Steps between two lines of the log; the device is waited for only there."""
+
+    save_every: int = 1000
+    """Steps between two checkpoints; one is also written at the end and on Ctrl-C."""
+
+    keep: int = 2
+    """How many of the newest checkpoints stay."""
+
+    trackers: tuple[str, ...] = ()
+    """Where the log also goes: tensorboard, wandb, trackio (the extra `track`)."""
+
+    def __post_init__(self) -> None:
+        require(self.epochs is not None or self.max_steps is not None, "epochs", None, "given unless max_steps is",
+                "--train.epochs, --train.max-steps")  # fmt: skip
+        for name in ("epochs", "max_steps", "accumulate", "log_every", "save_every", "keep"):
+            if (value := getattr(self, name)) is not None:
+                check_range(name, value, 1, flag=f"--train.{name.replace('_', '-')}")
+        names = ", ".join(distributed.DTYPES)
+        require(
+            self.precision in distributed.DTYPES, "precision", self.precision, f"one of {names}", "--train.precision"
+        )
+        require(self.parallel in ("ddp", "fsdp"), "parallel", self.parallel, "ddp or fsdp", "--train.parallel")
+        check_range("seed", self.seed, 0, flag="--train.seed")
+        for name in self.trackers:
+            require(name in TRACKERS, "trackers", name, f"one of {', '.join(sorted(TRACKERS))}", "--train.trackers")
+
+    def total_steps(self, steps_per_epoch: int) -> int:
+        """How many updates the run makes."""
+        by_epochs = math.inf if self.epochs is None else self.epochs * steps_per_epoch
+        return int(min(by_epochs, math.inf if self.max_steps is None else self.max_steps))
+
+
+def fit(
+    method: Method,
+    loader: Loader,
+    config: TrainConfig,
+    optim: OptimConfig,
+    run: RunFolder,
+    *,
+    hooks: Sequence[Hook] = (),
+) -> Result:
+    """Trains `method`, which is already on its device, or goes on where the run folder's last checkpoint stands.
+
+    Ctrl-C or SIGTERM: the step is finished, a checkpoint written, and `Result.interrupted` is True.
+    A loss or gradient that is not finite raises `situs.train.nan.NotFiniteError`.
+    """
+    with Interrupt() as interrupt:
+        loop = _Loop(method, loader, config, optim, run, hooks, interrupt)
+        try:
+            return loop.run_all()
+        finally:
+            loop.log.close()
+
+
+class Window:
+    """Sums of loss, metrics and gradient norm since the last log line, on the device."""
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+        self.steps = 0
+
+    def add(self, step: Step) -> None:
+        """Takes in one step."""
+        values = torch.cat([step.values, step.norm.float()[None]])
+        self.sums = values if self.sums is None else self.sums + values
+        self.steps += 1
+
+    def mean(self, names: Sequence[str]) -> dict[str, float]:
+        """The means over steps and ranks; waits for the device, and starts anew."""
+        assert self.sums is not None
+        means = distributed.mean(self.sums / self.steps).tolist()
+        self.sums, self.steps = None, 0
+        return dict(zip((*names, "gradient_norm"), means, strict=True))
+
+
+class _Loop:
+    """The state of one run between its steps."""
+
+    def __init__(
+        self, method: Method, loader: Loader, config: TrainConfig, optim: OptimConfig, run: RunFolder,
+        hooks: Sequence[Hook], interrupt: Interrupt,
+    ) -> None:  # fmt: skip
+        self.method, self.loader, self.config, self.optim, self.run = method, loader, config, optim, run
+        self.hooks, self.interrupt = hooks, interrupt
+        self.per_epoch = loader.steps_per_epoch
+        self.total = config.total_steps(self.per_epoch)
+        self.warmup = round(optim.warmup_epochs * self.per_epoch)
+        self.peak = peak_rate(optim, loader.global_batch)
+        self.stepper = Stepper(
+            method, optim, seed=config.seed, precision=config.precision, accumulate=config.accumulate,
+            parallel=config.parallel, compiled=config.compile,
+        )  # fmt: skip
+        self.watch, self.window = Watch(self.stepper.device), Window()
+        self.step, self.stop = 0, False
+        self.metrics: dict[str, float] = {}
+        self.saved: Path | None = None
+        self.images, self.aside, self.before = 0, 0.0, 0.0
+        held = self._resume() if run.resumed else False
+        if not held:
+            seed_generators(config.seed, self.step)
+        self.log = Log(run, self.step, self.total, config.trackers)
+        for note in run.notes:
+            self.log.say(note)
+        self.began = self.mark = time.perf_counter()
+        self.waited = loader.data_wait
+        method.train()
+
+    def rate(self, step: int, total: int) -> float:
+        """The schedule's rate for update number `step`."""
+        return rate_at(step, total, self.warmup, self.peak, self.optim)
+
+    def run_all(self) -> Result:
+        """Runs to the end, or until asked to stop."""
+        while self.step < self.total and not self.stop:
+            epoch, offset = divmod(self.step, self.per_epoch)
+            for batch in self.loader.iterate(epoch, offset):
+                self.advance(batch, epoch)
+                if self.stop or self.step == self.total:
+                    break
+            else:
+                if self.step % self.per_epoch:
+                    raise SitusError(
+                        f"epoch {epoch} ended after {self.step % self.per_epoch} of {self.per_epoch} batches: "
+                        "the data gave fewer samples than it announced"
+                    )
+        interrupted = self.step < self.total
+        if interrupted:
+            self.log.say(f"stopped after step {self.step}; go on with --resume {self.run.path}")
+        return Result(self.step, self.total, interrupted, self.metrics, self.saved)
+
+    def advance(self, batch: Batch, epoch: int) -> None:
+        """One update and what is due after it."""
+        rate = self.rate(self.step, self.total)
+        moment = Moment(self.step, epoch, self.step / self.total)
+        done = self.stepper.update(batch, moment, rate, ragged=(self.step + 1) % self.per_epoch == 0)
+        self.step += 1
+        self.images += batch.ids.shape[0] * distributed.world()
+        self.window.add(done)
+        self._heed(*self.watch.look_back(done))
+        if self.interrupt.asked and distributed.world() == 1:
+            self.stop = True
+        elif self.interrupt.asked:
+            self.stepper.stop.fill_(1.0)  # all ranks learn of it with the flags of the next step
+        last = self.step == self.total
+        speak, save = last or self.step % self.config.log_every == 0, last or self.step % self.config.save_every == 0
+        if speak or save or self.stop:
+            self._heed(*self.watch.settle())
+        if speak:
+            self._speak(rate, epoch)
+        started = time.perf_counter()
+        self._call_hooks(epoch)
+        if save or self.stop:
+            self._save()
+        self.aside += time.perf_counter() - started
+
+    def _heed(self, bad: Step | None, stop: bool) -> None:
+        """Ends the run on a step that was not finite; notes a wish to stop that some rank was given."""
+        if bad is not None:
+            raise save_bad_step(self.run, self.method, bad, self.config.precision, self.stepper.names)
+        self.stop = self.stop or stop
+
+    def _speak(self, rate: float, epoch: int) -> None:
+        self.metrics = self.window.mean(self.stepper.names)
+        now = time.perf_counter()
+        spent = max(1e-9, now - self.mark - self.aside)
+        record = {"step": self.step, "epoch": self.step / self.per_epoch, **self.metrics, "lr": rate}
+        if self.stepper.scaler is not None:
+            record["loss_scale"] = scale = self.stepper.scaler.get_scale()
+            if scale < 2.0**-24:
+                raise SitusError(
+                    f"precision='fp16': gradients overflowed in every step before step {self.step} of epoch {epoch}; "
+                    "bf16 or fp32 has the range (--train.precision)"
+                )
+        record["images_per_second"] = self.images / spent
+        record["data_wait"] = (self.loader.data_wait - self.waited) / spent
+        record["memory_gib"] = memory_gib(self.stepper.device)
+        record["seconds"] = self.before + now - self.began
+        self.log.step(record)
+        self.images, self.aside, self.mark, self.waited = 0, 0.0, now, self.loader.data_wait
+
+    def _call_hooks(self, epoch: int) -> None:
+        if not self.hooks:
+            return
+        numbers: dict[str, float] = {}
+        state = RunState(
+            self.method, self.stepper.ema, self.step, epoch, self.total, self.per_epoch, numbers.update, self.log.say
+        )
+        device = self.stepper.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for hook in self.hooks:
+                hook.after_step(state)
+                if self.step % self.per_epoch == 0:
+                    hook.after_epoch(state)
+        self.method.train()
+        if numbers:
+            self.log.keep({"step": self.step, "epoch": self.step / self.per_epoch, **numbers})
+            self.log.say(f"step {self.step}: " + ", ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
+            self.metrics = self.metrics | numbers
+
+    # --- checkpoints ----------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        stepper = self.stepper
+        files = capture(self.method, stepper.optimizer, stepper.ema, stepper.device)
+        if self.window.sums is not None:
+            files["log"] = {"sums": distributed.mean(self.window.sums)}
+        if self.run.writer:
+            epoch, offset = divmod(self.step, self.per_epoch)
+            state = {
+                "epoch": epoch, "offset": offset, "total_steps": self.total, "steps_per_epoch": self.per_epoch,
+                "global_batch": self.loader.global_batch, "peak_rate": self.peak, "world": distributed.world(),
+                "seconds": self.before + time.perf_counter() - self.began,
+                "log": {"names": stepper.names, "steps": self.window.steps, "images": self.images},
+                "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
+            }  # fmt: skip
+            self.saved = self.run.save(self.step, files, state, self.config.keep)
+        distributed.barrier()
+
+    def _resume(self) -> bool:
+        """Goes back to the newest whole checkpoint; False where generators must be started anew."""
+        stepper, device = self.stepper, self.stepper.device
+        found = self.run.latest() if self.run.writer else None
+        state = distributed.from_main(None if found is None else {"step": found.step, **found.state}, device)
+        if self.run.writer:
+            self.run.truncate(0 if state is None else state["step"])
+        if state is None:
+            self.run.notes.append("no whole checkpoint: starting at step 0")
+            return False
+        self._check_resumable(state)
+        held = restore(found, self.method, stepper.optimizer, stepper.ema, device)
+        self.step, self.before, self.saved = state["step"], state["seconds"], found.path if found else None
+        stepper.names = tuple(state["log"]["names"])
+        self._restore_window(found, state["log"])
+        if stepper.scaler is not None and state["scaler"] is not None:
+            stepper.scaler.load_state_dict(state["scaler"])
+        self.run.notes.append(f"resumed after step {self.step} of {self.total}")
+        if not held:
+            self.run.notes.append(
+                f"saved by {state['world']} ranks and resumed by {distributed.world()}, or on another kind of "
+                "device: drop path draws anew from here"
+            )
+        return held
+
+    def _restore_window(self, found: Checkpoint | None, log: dict[str, Any]) -> None:
+        if log["steps"]:
+            self.window.sums = torch.zeros(len(log["names"]) + 1, device=self.stepper.device)
+            distributed.place(self.window.sums, None if found is None else found.tensors("log")["sums"])
+            self.window.steps, self.images = log["steps"], log["images"]
+
+    def _check_resumable(self, state: dict[str, Any]) -> None:
+        """Refuses other data, tells what a longer or shorter run does to the schedule."""
+        for name, now in (("steps_per_epoch", self.per_epoch), ("global_batch", self.loader.global_batch)):
+            if state[name] != now:
+                raise SitusError(
+                    f"{self.run.path}: cannot resume: {name} was {state[name]} and is now {now}, so the data or the "
+                    "batch is another (--resume)"
+                )
+        step, old = state["step"], state["total_steps"]
+        if self.total < step:
+            raise SitusError(
+                f"{self.run.path}: {step} steps are done, the run cannot end at {self.total} "
+                "(--train.epochs, --train.max-steps)"
+            )
+        if old != self.total:
+            self.run.notes.append(
+                f"the run now ends at step {self.total}, not {old}: its schedule is computed anew over all "
+                f"{self.total} steps, and from step {step} to the next the rate goes from "
+                f"{self.rate(max(0, step - 1), old):.3g} to {self.rate(step, self.total):.3g}"
+            )
+        elif step == self.total:
+            self.run.notes.append("the run is complete; a larger --train.epochs would go on")

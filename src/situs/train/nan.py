@@ -1,0 +1,151 @@
+"""Where a loss or gradient is not finite: found without a sync, stopped, saved, and run again at leisure.
+
+The flag of a step is copied to the host while the next step is being queued, and read one step late. The
+update of the bad step and every later one was already skipped on the device, so the weights that are saved are
+those the step started from: with its batch, draws and generators it can be run again to the same end.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from situs.errors import SitusError
+from situs.methods.base import Batch, Method
+from situs.train import distributed
+from situs.train.checkpoint import RunFolder, read_folder, write_folder
+from situs.train.state import check_fit, gathered, set_generators
+from situs.train.step import Part, Step, autocast
+from situs.train.tensors import read_tensors, write_tensors
+
+
+class NotFiniteError(SitusError):
+    """The run stopped: a loss or gradient was not finite. folder: what was saved, for `replay`."""
+
+    def __init__(self, message: str, folder: Path) -> None:
+        super().__init__(message)
+        self.folder = folder
+
+
+class Watch:
+    """Reads each step's flags one step late: was it finite, and was some rank asked to stop."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.pending: tuple[Step, Tensor, Any] | None = None
+
+    def look_back(self, step: Step) -> tuple[Step | None, bool]:
+        """Takes a step that is queued; gives (the one before it if it was bad, whether to stop)."""
+        flags, event = step.flags, None
+        if self.device.type == "cuda":
+            flags = flags.to("cpu", non_blocking=True)  # pinned by the allocator
+            event = torch.cuda.Event()
+            event.record()
+        last, self.pending = self.pending, (step, flags, event)
+        return self._read(last)
+
+    def settle(self) -> tuple[Step | None, bool]:
+        """Reads the newest step's flags now: before a checkpoint, a log line and the end."""
+        last, self.pending = self.pending, None
+        return self._read(last)
+
+    @staticmethod
+    def _read(last: tuple[Step, Tensor, Any] | None) -> tuple[Step | None, bool]:
+        if last is None:
+            return None, False
+        step, flags, event = last
+        if event is not None:
+            event.synchronize()
+        bad, stop = flags.tolist()
+        return (step if bad else None), bool(stop)
+
+
+def save_bad_step(run: RunFolder, method: Method, step: Step, precision: str, names: tuple[str, ...]) -> NotFiniteError:
+    """Saves the step under nan/ and gives the error that ends the run. All ranks call it."""
+    folder, aside = run.path / "nan", run.path / ".writing-nan"
+    model = gathered(method.state_dict())
+    values = dict(zip(names, step.values.tolist(), strict=True)) | {"gradient norm": float(step.norm)}
+    listed = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+    number = step.moment.step + 1
+    text = f"step {number} was not finite ({listed}); the weights are still those before it"
+    rank = distributed.rank()
+    try:
+        if rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True, exist_ok=True)
+        distributed.barrier()
+        write_tensors(aside / f"rank{rank}.safetensors", _pack(step))
+        distributed.barrier()
+        if rank == 0:
+            facts = {"step": number, "epoch": step.moment.epoch, "precision": precision}
+            facts |= {"shares": [part.share for part in step.parts], "values": {k: repr(v) for k, v in values.items()}}
+            write_folder(aside, {"model": model}, facts)
+            shutil.rmtree(folder, ignore_errors=True)
+            aside.rename(folder)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        return NotFiniteError(f"{text}; it could not be saved: {error.strerror or error}", folder)
+    return NotFiniteError(f"{text}; saved in {folder}, run it again with situs.train.nan.replay", folder)
+
+
+def _pack(step: Step) -> dict[str, Tensor]:
+    """A step as tensors by name: "0/images", "0/draws/context", "generator/cpu"."""
+    packed = {f"generator/{kind}": state for kind, state in step.generators.items()}
+    for number, (batch, draws, _) in enumerate(step.parts):
+        packed |= {f"{number}/{k}": v for k, v in batch._asdict().items() if v is not None}
+        packed |= {f"{number}/draws/{k}": v for k, v in draws.items()}
+    return packed
+
+
+def _unpack(packed: dict[str, Tensor], shares: list[float], device: torch.device) -> list[Part]:
+    parts = []
+    for number, share in enumerate(shares):
+        prefix = f"{number}/"
+        own = {k.removeprefix(prefix): v.to(device) for k, v in packed.items() if k.startswith(prefix)}
+        draws = {k.removeprefix("draws/"): v for k, v in own.items() if k.startswith("draws/")}
+        parts.append(Part(Batch(own["images"], own["ids"], own.get("labels")), draws, share))
+    return parts
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What the saved step gives when it is run again; gradients: those that are not finite, by name."""
+
+    step: int
+    loss: float
+    metrics: dict[str, float]
+    gradients: list[str]
+
+
+def replay(folder: Path, method: Method, rank: int = 0) -> Replay:
+    """Runs a saved step again, forward and backward, uncompiled and without an update.
+
+    folder: the `nan` folder of a run, or the run's own. method: built as for the run; its weights are replaced.
+    rank: whose part of the batch.
+    """
+    folder = folder if folder.name == "nan" else folder / "nan"
+    state = read_folder(folder)
+    if isinstance(state, str):
+        raise SitusError(f"{folder}: holds no step that was not finite: {state}")
+    weights = read_tensors(folder / "model.safetensors")
+    check_fit(f"{folder}/model.safetensors", method.state_dict(), weights)
+    method.load_state_dict(weights)
+    device = next(method.parameters()).device
+    packed = read_tensors(folder / f"rank{rank}.safetensors")
+    set_generators({k.removeprefix("generator/"): v for k, v in packed.items() if k.startswith("generator/")}, device)
+    method.train()
+    method.zero_grad(set_to_none=True)
+    loss, metrics = 0.0, dict[str, float]()
+    for batch, draws, share in _unpack(packed, state["shares"], device):
+        with autocast(device, state["precision"]):
+            output = method(batch, draws)
+        (output.loss * share).backward()
+        loss += float(output.loss) * share
+        metrics = {k: metrics.get(k, 0.0) + float(v) * share for k, v in output.metrics.items()}
+    bad = [name for name, p in method.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+    return Replay(state["step"], loss, metrics, bad)

@@ -1,0 +1,244 @@
+"""AdamW as the recipes of this field use it: rates by step, groups by rule, rates by depth, clipping.
+
+What a rule decides is a pure function of names and shapes (`layer_numbers`, `groups`) or of the step
+(`rate_at`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from situs.config import check_range, require
+from situs.errors import SitusError
+from situs.methods.base import Method
+
+_torch: Any = torch  # its stubs do not export the foreach kernels
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """How the weights move: AdamW, its schedule, and what is spared."""
+
+    lr: float | None = None
+    """Peak rate. None: base_lr · global batch / lr_reference, so that a recipe fits another batch."""
+
+    base_lr: float = 5e-4
+    """Rate for a global batch of `lr_reference`; used where `lr` is not given."""
+
+    lr_reference: int = 512
+    """The batch `base_lr` is meant for: 512 in DeiT's recipes (MP3), 256 in MAE's and DropPos's."""
+
+    weight_decay: float = 0.05
+    """Decoupled decay of matrices and kernels; norms, biases, positions and tokens are spared."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the two moments; (0.9, 0.95) in MAE's and DropPos's pretraining."""
+
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the rate falls from its peak to `min_lr` after the warm-up."""
+
+    warmup_epochs: float = 5.0
+    """Epochs over which the rate rises linearly from 0, step by step."""
+
+    min_lr: float = 1e-6
+    """Where the rate ends."""
+
+    layer_decay: float = 1.0
+    """Rate of a layer over the rate of the one above it (fine-tuning: .65 to .85); 1: one rate for all."""
+
+    clip: float | None = None
+    """Largest norm of the gradient; None leaves it alone."""
+
+    clip_mode: Literal["norm", "parameter"] = "norm"
+    """norm: one norm over all parameters. parameter: each by itself, what DropPos's published code runs."""
+
+    ema: float | None = None
+    """Decay of the running mean of the weights (.9999, say); None keeps none."""
+
+    ema_warmup: bool = True
+    """Start the mean with the smaller decay (1 + t) / (10 + t), to forget the first weights sooner."""
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "clip"):
+            if (value := getattr(self, name)) is not None:
+                check_range(name, value, 0, flag=f"--optim.{name}", low_open=True)
+        check_range("base_lr", self.base_lr, 0, flag="--optim.base-lr", low_open=True)
+        check_range("lr_reference", self.lr_reference, 1, flag="--optim.lr-reference")
+        check_range("weight_decay", self.weight_decay, 0, flag="--optim.weight-decay")
+        for beta in self.betas:
+            check_range("betas", beta, 0, 1, flag="--optim.betas", high_open=True)
+        check_range("eps", self.eps, 0, flag="--optim.eps", low_open=True)
+        require(
+            self.schedule in RATES,
+            "schedule",
+            self.schedule,
+            f"one of {', '.join(RATES)}",
+            "--optim.schedule",
+        )
+        check_range("warmup_epochs", self.warmup_epochs, 0, flag="--optim.warmup-epochs")
+        check_range("min_lr", self.min_lr, 0, flag="--optim.min-lr")
+        check_range("layer_decay", self.layer_decay, 0, 1, flag="--optim.layer-decay", low_open=True)
+        modes = ("norm", "parameter")
+        require(self.clip_mode in modes, "clip_mode", self.clip_mode, "norm or parameter", "--optim.clip-mode")
+        if self.ema is not None:
+            check_range("ema", self.ema, 0, 1, flag="--optim.ema", low_open=True, high_open=True)
+
+
+# --- the rate -----------------------------------------------------------------------------------------------
+
+RATES = {
+    "cosine": lambda share: 0.5 * (1.0 + math.cos(math.pi * share)),
+    "linear": lambda share: 1.0 - share,
+    "constant": lambda _: 1.0,
+}
+"""name -> height between min_lr (0) and the peak (1) when `share` of the way after the warm-up is done."""
+
+
+def peak_rate(config: OptimConfig, global_batch: int) -> float:
+    """The highest rate of the schedule for a global batch of this size."""
+    return config.lr if config.lr is not None else config.base_lr * global_batch / config.lr_reference
+
+
+def rate_at(step: int, total: int, warmup: int, peak: float, config: OptimConfig) -> float:
+    """The rate of the update number `step` (the first is 0) of `total`, of which the first `warmup` rise."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = (step - warmup) / max(1, total - warmup)
+    low = min(config.min_lr, peak)
+    return low + (peak - low) * RATES[config.schedule](min(1.0, share))
+
+
+# --- depth --------------------------------------------------------------------------------------------------
+
+_STAGED = re.compile(r"(?:^|\.)(?:layers|stages)\.(\d+)\.(?:blocks\.(\d+)\.)?")
+_FLAT = re.compile(r"(?:^|\.)(?:blocks|layer|layers|h)\.(\d+)\.")
+BACKBONE = "backbone."
+
+
+def layer_numbers(names: Sequence[str]) -> dict[str, int]:
+    """Depth of each parameter: 0 for embedding, positions, prefix tokens; i + 1 for block i; then the rest.
+
+    names: all of a method's parameters in their own order. A name without a block's number stands at the
+    bottom when it comes before the first block and at the top otherwise: so models are
+    written, timm's flat ones (`blocks.3`), Swin (`layers.1.blocks.0`), Hugging Face's (`encoder.layer.3`,
+    `h.3`, `layers.3`). What the method adds stands at the top.
+    """
+    inside = [name for name in names if name.startswith(BACKBONE)]
+    staged = any((found := _STAGED.search(name)) and found[2] is not None for name in inside)
+    block_of = _staged_blocks(inside) if staged else _flat_blocks(inside)
+    top = 1 + max(block_of.values(), default=0)
+    numbers, passed = {}, False
+    for name in names:
+        passed = passed or name in block_of
+        numbers[name] = block_of.get(name, top if passed or not name.startswith(BACKBONE) else 0)
+    return numbers
+
+
+def _flat_blocks(names: Sequence[str]) -> dict[str, int]:
+    return {name: int(found[1]) + 1 for name in names if (found := _FLAT.search(name))}
+
+
+def _staged_blocks(names: Sequence[str]) -> dict[str, int]:
+    """Blocks counted through the stages; a stage's merging belongs to its first block, as timm runs it."""
+    places = {name: (int(m[1]), int(m[2] or 0)) for name in names if (m := _STAGED.search(name))}
+    order = {place: number for number, place in enumerate(sorted(set(places.values())), start=1)}
+    return {name: order[place] for name, place in places.items()}
+
+
+# --- groups -------------------------------------------------------------------------------------------------
+
+SPARED = (
+    "absolute_pos_embed", "cls_token", "dist_token", "mask_token", "pos_embed", "position_embeddings",
+    "reg_token", "register_tokens", "rel_pos", "relative_position_bias_table", "shared_rel_pos",
+    "table", "unknown", "wpe",
+)  # fmt: skip
+"""Components of a name that mean a token or a table of positions: weight decay leaves those alone."""
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
+
+
+def spared_names(method: Method) -> set[str]:
+    """Parameters without weight decay: norms, biases, whatever has one dimension, positions, tokens."""
+    spared = {f"{module}.{own}" for module, norm in method.named_modules() if isinstance(norm, _NORMS)
+              for own, _ in norm.named_parameters(recurse=False)}  # fmt: skip
+    spared |= method.no_decay()
+    own_rule: Any = getattr(method.backbone.model, "no_weight_decay", None)  # timm's models may state theirs
+    if own_rule is not None:
+        spared |= {f"{BACKBONE}model.{name}" for name in own_rule()}
+    for name, parameter in method.named_parameters():
+        if parameter.ndim <= 1 or not set(SPARED).isdisjoint(name.split(".")):
+            spared.add(name)
+    return spared
+
+
+def groups(method: Method, config: OptimConfig) -> list[dict[str, Any]]:
+    """Every trainable parameter in one group {params, names, weight_decay, scale}; frozen ones in none.
+
+    scale: the group's share of the schedule's rate, layer_decay^(top - depth).
+    """
+    numbers = layer_numbers([name for name, _ in method.named_parameters()])
+    top = max(numbers.values(), default=0)
+    if config.layer_decay < 1 and top < 2:
+        raise SitusError(
+            f"layer_decay={config.layer_decay}: must be 1 for {method.backbone.name}, "
+            "which has no numbered blocks (--optim.layer-decay)"
+        )
+    spared = spared_names(method)
+    found: dict[tuple[int, bool], dict[str, Any]] = {}
+    for name, parameter in method.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        depth = numbers[name] if config.layer_decay < 1 else top
+        key = (depth, name in spared)
+        group = found.setdefault(key, {
+            "params": [], "names": [], "scale": config.layer_decay ** (top - depth),
+            "weight_decay": 0.0 if name in spared else config.weight_decay,
+        })  # fmt: skip
+        group["params"].append(parameter)
+        group["names"].append(name)
+    if not found:
+        raise SitusError(f"{type(method).__name__}: every parameter is frozen, there is nothing to train")
+    return [found[key] for key in sorted(found)]
+
+
+def make_optimizer(method: Method, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over `groups`. The fused kernels can also skip an update on the device (`found_inf`)."""
+    # The rate itself is written by `set_rate` before each update.
+    return torch.optim.AdamW(groups(method, config), lr=0.0, betas=config.betas, eps=config.eps, fused=True)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Gives every group its share of this step's rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["scale"]
+
+
+# --- clipping -----------------------------------------------------------------------------------------------
+
+
+def clip_gradients(parameters: Sequence[Tensor], config: OptimConfig) -> Tensor:
+    """Clips the gradients in place; gives their norm over all parameters before that, on the device."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        raise SitusError("no parameter has a gradient: the loss does not depend on anything that is trained")
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
+    if config.clip is None:
+        return norm
+    if config.clip_mode == "norm":
+        share = torch.clamp(config.clip / (norm + 1e-6), max=1.0)
+        _torch._foreach_mul_(gradients, share)
+    else:
+        norms = torch.stack(_torch._foreach_norm(gradients))
+        shares = torch.clamp(config.clip / (norms + 1e-6), max=1.0)
+        _torch._foreach_mul_(gradients, list(shares.unbind()))
+    return norm

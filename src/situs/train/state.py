@@ -1,0 +1,148 @@
+"""What must come back after a crash, as tensors by name: weights, moments, mean, generators, running sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from situs.errors import SitusError
+from situs.train import distributed
+from situs.train.checkpoint import Checkpoint
+from situs.train.ema import Ema
+
+Files = dict[str, dict[str, Tensor]]
+
+
+def capture(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None, device: torch.device) -> Files:
+    """The tensors of a checkpoint, file by file. All ranks call it; rank 0 has use for the answer."""
+    files = {"model": gathered(model.state_dict()), "optimizer": gathered(moments(optimizer))}
+    if ema is not None:
+        files["ema"] = gathered(ema.mean)
+    files["generators"] = {kind: distributed.rows(state, device) for kind, state in generators(device).items()}
+    return files
+
+
+def gathered(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Whole tensors, each moved to the CPU as it is gathered where it was sharded."""
+    held = {}
+    for name, tensor in tensors.items():
+        whole = distributed.full(tensor)
+        if distributed.rank() == 0:
+            held[name] = tensor if whole is tensor else whole.cpu()
+    return held
+
+
+def restore(
+    checkpoint: Checkpoint | None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ema: Ema | None,
+    device: torch.device,
+) -> bool:
+    """Puts a checkpoint back; rank 0 reads it and the others receive. False where the generators did not fit.
+
+    checkpoint: None on the other ranks.
+    """
+    fill("model", model.state_dict(), checkpoint)
+    # A parameter that never had a gradient has no moments; which ones do is known to rank 0's file.
+    names = None if checkpoint is None else sorted(checkpoint.tensors("optimizer"))
+    for name in distributed.from_main(names, device):
+        _make_moment(optimizer, name)
+    fill("optimizer", moments(optimizer), checkpoint)
+    if ema is not None:
+        fill("ema", ema.mean, checkpoint)
+    return _restore_generators(checkpoint, device)
+
+
+def fill(file: str, targets: Mapping[str, Tensor], checkpoint: Checkpoint | None) -> None:
+    """Copies one file of a checkpoint into `targets`, by name; what does not fit is an error."""
+    values = {} if checkpoint is None else checkpoint.tensors(file)
+    if checkpoint is not None:
+        check_fit(f"{checkpoint.path.name}/{file}.safetensors", targets, values)
+    for name, target in targets.items():
+        distributed.place(target.detach(), values.get(name))
+
+
+def check_fit(where: str, targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Refuses tensors whose names or shapes are not those of the targets."""
+    for name in sorted(targets.keys() ^ values.keys()):
+        owner = "is not in the file" if name in targets else "is in the file but not in the model"
+        raise SitusError(f"{where} does not fit: {name} {owner}")
+    for name, target in targets.items():
+        if target.shape != values[name].shape:
+            raise SitusError(f"{where} does not fit: {name} is {list(values[name].shape)}, not {list(target.shape)}")
+
+
+# --- the optimiser's moments --------------------------------------------------------------------------------
+
+
+def _named(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {
+        name: parameter
+        for group in optimizer.param_groups
+        for name, parameter in zip(group["names"], group["params"], strict=True)
+    }
+
+
+def moments(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """AdamW's state as {"parameter/exp_avg": tensor, …}."""
+    return {
+        f"{name}/{kind}": tensor
+        for name, parameter in _named(optimizer).items()
+        for kind, tensor in optimizer.state.get(parameter, {}).items()
+    }
+
+
+def _make_moment(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """An empty place for one moment, shaped (and sharded) like its parameter."""
+    owner, kind = name.rsplit("/", 1)
+    parameter = _named(optimizer).get(owner)
+    if parameter is None:
+        raise SitusError(f"optimizer.safetensors does not fit: {owner} is in the file but is not trained")
+    like = torch.zeros((), dtype=torch.float32, device=parameter.device) if kind == "step" else None
+    optimizer.state[parameter][kind] = torch.zeros_like(parameter) if like is None else like
+
+
+# --- generators ---------------------------------------------------------------------------------------------
+
+
+def seed_generators(seed: int, step: int = 0) -> None:
+    """Starts torch's own generators (drop path, dropout) for this rank: another stream on each."""
+    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + distributed.rank())
+
+
+def generators(device: torch.device) -> dict[str, Tensor]:
+    """The states of torch's generators that a step on `device` may use: kind -> bytes."""
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        states[device.type] = module.get_rng_state()
+    return states
+
+
+def set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Puts back what `generators` gave."""
+    torch.set_rng_state(states["cpu"].cpu())
+    if device.type in states and device.type != "cpu":
+        module: Any = torch.get_device_module(device)
+        module.set_rng_state(states[device.type].cpu())
+
+
+def _restore_generators(checkpoint: Checkpoint | None, device: torch.device) -> bool:
+    """Each rank's own generators; False (and nothing done) where other ranks or devices saved them."""
+    current = generators(device)
+    held = {} if checkpoint is None else checkpoint.tensors("generators")
+    wanted = {kind: (distributed.world(), state.numel()) for kind, state in current.items()}
+    fits = distributed.from_main({kind: tuple(rows.shape) for kind, rows in held.items()} == wanted, device)
+    if not fits:
+        return False
+    own = {}
+    for kind, shape in wanted.items():
+        rows = torch.empty(shape, dtype=torch.uint8, device=device)
+        distributed.place(rows, held.get(kind))
+        own[kind] = rows[distributed.rank()].cpu()
+    set_generators(own, device)
+    return True

@@ -1,0 +1,169 @@
+"""One update of the weights: micro-batches, precision, clipping, the mean. It never waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from situs.errors import SitusError
+from situs.methods.base import Batch, Draws, Method, Output
+from situs.train import distributed
+from situs.train.ema import Ema
+from situs.train.optim import OptimConfig, clip_gradients, make_optimizer, set_rate
+from situs.train.state import generators
+
+
+class Part(NamedTuple):
+    """One micro-batch, its draws and its share of the step's loss."""
+
+    batch: Batch
+    draws: Draws
+    share: float
+
+
+class Moment(NamedTuple):
+    """Where a step stands: how many updates came before it, its epoch, the share of the run done."""
+
+    step: int
+    epoch: int
+    progress: float
+
+
+class Step(NamedTuple):
+    """What one update used and gave; kept for a moment, so that a step that was not finite can be saved."""
+
+    moment: Moment
+    parts: list[Part]
+    generators: Mapping[str, Tensor]
+    values: Tensor
+    norm: Tensor
+    flags: Tensor
+
+
+def split(batch: Batch, count: int) -> list[tuple[Batch, float]]:
+    """The batch in `count` micro-batches of nearly equal size (never an empty one), each with its share.
+
+    A share is samples / samples of the batch, so the weighted sum of mean losses is the mean over the batch.
+    """
+    if count == 1:
+        return [(batch, 1.0)]
+    total = batch.ids.shape[0]
+    cuts = [total * i // count for i in range(count + 1)]
+    spans = [slice(a, b) for a, b in pairwise(cuts) if b > a]
+    labels = batch.labels
+    return [
+        (
+            Batch(batch.images[span], batch.ids[span], None if labels is None else labels[span]),
+            (span.stop - span.start) / total,
+        )
+        for span in spans
+    ]
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
+    """The context in which a forward runs."""
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=distributed.DTYPES[precision])
+
+
+class Stepper:
+    """Holds what an update needs and makes it. The rate, the batch and the moment are given each time."""
+
+    def __init__(
+        self,
+        method: Method,
+        optim: OptimConfig,
+        *,
+        seed: int,
+        precision: str,
+        accumulate: int,
+        parallel: str,
+        compiled: bool,
+    ) -> None:
+        self.method, self.config = method, optim
+        self.seed, self.precision, self.accumulate = seed, precision, accumulate
+        self.device = next(method.parameters()).device
+        self.spread = distributed.spread(method, parallel, precision, compiled)
+        self.optimizer = make_optimizer(method, optim)
+        self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        self.ema = None if optim.ema is None else Ema(method, optim.ema, optim.ema_warmup)
+        self.scaler = torch.amp.GradScaler(self.device.type) if precision == "fp16" else None
+        # [not finite, asked to stop], once 1 always 1: after a step that was not finite no update is made, so the
+        # weights stay those before it.
+        self.flags = torch.zeros(2, device=self.device)
+        self.stop = torch.zeros((), device=self.device)
+        self.names: tuple[str, ...] = ()
+
+    def update(self, batch: Batch, moment: Moment, rate: float, ragged: bool) -> Step:
+        """Moves the weights once. ragged: the ranks' parts of this batch may differ in size."""
+        set_rate(self.optimizer, rate)
+        self.optimizer.zero_grad(set_to_none=True)
+        before = generators(self.device)
+        weight = self._rank_weight(batch) if ragged else 1.0
+        pieces = split(batch, self.accumulate)
+        parts, values = [], None
+        for number, (piece, share) in enumerate(pieces, start=1):
+            draws = self.method.draw(piece.ids, seed=self.seed, epoch=moment.epoch, progress=moment.progress)
+            part = Part(piece, draws, share * weight)
+            with self.spread.local(number == len(pieces)):
+                output = self._backward(part)
+            parts.append(part)
+            given = self._values(output) * part.share
+            values = given if values is None else values + given
+        assert values is not None
+        norm = self._move(values[0], moment.step)
+        return Step(moment, parts, before, values, norm, self.flags)
+
+    def _backward(self, part: Part) -> Output:
+        with autocast(self.device, self.precision):
+            output: Output = self.spread.forward(part.batch, part.draws)
+        loss = output.loss if part.share == 1.0 else output.loss * part.share
+        if self.scaler is not None:
+            # NaN gradients are skipped by the scaler: so no later step moves the weights.
+            loss = self.scaler.scale(loss * torch.where(self.flags[0] > 0, torch.nan, 1.0))
+        loss.backward()
+        return output
+
+    def _values(self, output: Output) -> Tensor:
+        """Loss and metrics as one vector, so that they cost one kernel a step and one copy a log line."""
+        names = ("loss", *output.metrics)
+        if names != self.names:
+            if self.names:
+                raise SitusError(f"{type(self.method).__name__}: metrics were {self.names} and are now {names}")
+            self.names = names
+        return torch.stack([value.detach().float() for value in (output.loss, *output.metrics.values())])
+
+    def _move(self, loss: Tensor, step: int) -> Tensor:
+        """Clips and updates, unless the step or one before it was not finite; gives the gradient's norm."""
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        norm = distributed.full(clip_gradients(self.parameters, self.config))
+        if self.scaler is None:
+            self._raise_flags(loss.isfinite() & norm.isfinite())
+            # AdamW's fused kernels read this on the device and leave everything as it is where it is 1.
+            self.optimizer.found_inf = self.flags[0]  # pyright: ignore[reportAttributeAccessIssue]
+            self.optimizer.step()
+        else:  # infinite gradients are the scaler's daily business; only the loss counts
+            self._raise_flags(loss.isfinite())
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        if self.ema is not None:
+            self.ema.update(step)
+        return norm
+
+    def _raise_flags(self, fine: Tensor) -> None:
+        now = torch.stack([(~fine).float(), self.stop])
+        self.flags = distributed.most(torch.maximum(self.flags, now))
+
+    def _rank_weight(self, batch: Batch) -> float:
+        """Samples here over the mean samples of a rank: gradients are averaged over ranks, not samples."""
+        if distributed.world() == 1:
+            return 1.0
+        count = batch.ids.shape[0]
+        return count / float(distributed.mean(torch.tensor(float(count), device=self.device)))

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from situs.errors import SitusError
+from situs.methods.base import Batch, Draws, Method, Output
+from situs.train.optim import (
+    OptimConfig,
+    clip_gradients,
+    groups,
+    layer_numbers,
+    make_optimizer,
+    peak_rate,
+    rate_at,
+    set_rate,
+)
+
+
+class Plain(Method):
+    """A method with a head, a token and a decoder whose blocks carry numbers like the backbone's."""
+
+    def __init__(self, backbone) -> None:
+        super().__init__(backbone)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, backbone.dim))
+        self.places = nn.Parameter(torch.zeros(4, 4))
+        self.decoder = nn.Module()
+        self.decoder.blocks = nn.ModuleList([nn.Linear(4, 4)])
+
+    def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+        return {}
+
+    def forward(self, batch: Batch, draws: Draws) -> Output:
+        raise NotImplementedError
+
+    def no_decay(self) -> set[str]:
+        return {"places"}
+
+
+VIT = ("vit_tiny_patch16_224", {"img_size": 32, "embed_dim": 32, "depth": 3, "num_heads": 2, "reg_tokens": 2})
+SWIN = (
+    "swin_tiny_patch4_window7_224",
+    {"img_size": 56, "embed_dim": 8, "depths": (1, 2), "num_heads": (1, 2)},
+)
+
+
+def method_of(name: str, model_args: dict) -> Plain:
+    import timm
+
+    from situs.backbones.timm import SwinBackbone, VitBackbone
+
+    kind = SwinBackbone if name.startswith("swin") else VitBackbone
+    return Plain(kind(timm.create_model(name, num_classes=3, **model_args), name))
+
+
+@pytest.fixture(params=[VIT, SWIN], ids=["vit", "swin"])
+def method(request) -> Plain:
+    return method_of(*request.param)
+
+
+@pytest.mark.parametrize("layer_decay", [1.0, 0.7])
+def test_every_trainable_parameter_stands_in_exactly_one_group(method: Plain, layer_decay: float) -> None:
+    method.backbone.model.patch_embed.proj.bias.requires_grad_(False)
+    found = [p for group in groups(method, OptimConfig(layer_decay=layer_decay)) for p in group["params"]]
+    assert len(found) == len(set(found))
+    assert set(found) == {p for p in method.parameters() if p.requires_grad}
+
+
+def test_decay_is_for_matrices_and_kernels_alone(method: Plain) -> None:
+    decayed = {
+        name
+        for g in groups(method, OptimConfig(weight_decay=0.3))
+        if g["weight_decay"]
+        for name in g["names"]
+    }
+    linear = {
+        f"{name}.weight" for name, part in method.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)
+    }
+    assert decayed == linear
+
+
+def test_depth_of_a_vit() -> None:
+    numbers = layer_numbers([name for name, _ in method_of(*VIT).named_parameters()])
+    own = {name.removeprefix("backbone.model."): depth for name, depth in numbers.items()}
+    assert {own["cls_token"], own["reg_token"], own["pos_embed"], own["patch_embed.proj.weight"]} == {0}
+    assert [own[f"blocks.{i}.attn.qkv.weight"] for i in range(3)] == [1, 2, 3]
+    assert {own["norm.weight"], own["head.weight"], own["mask_token"], own["decoder.blocks.0.weight"]} == {4}
+
+
+def test_depth_of_a_swin_counts_through_the_stages() -> None:
+    numbers = layer_numbers([name for name, _ in method_of(*SWIN).named_parameters()])
+    own = {name.removeprefix("backbone.model."): depth for name, depth in numbers.items()}
+    assert own["patch_embed.proj.weight"] == 0
+    assert own["layers.0.blocks.0.attn.qkv.weight"] == 1
+    assert own["layers.1.downsample.reduction.weight"] == 2
+    assert own["layers.1.blocks.0.attn.relative_position_bias_table"] == 2
+    assert own["layers.1.blocks.1.mlp.fc1.weight"] == 3
+    assert {own["norm.weight"], own["head.fc.weight"], own["decoder.blocks.0.weight"]} == {4}
+
+
+@pytest.mark.parametrize(
+    ("names", "depths"),
+    [
+        (["embeddings.word.weight", "encoder.layer.0.a", "encoder.layer.11.a", "pooler.w"], [0, 1, 12, 13]),
+        (["wte.weight", "wpe.weight", "h.0.ln_1.weight", "h.2.mlp.weight", "ln_f.weight"], [0, 0, 1, 3, 4]),
+        (["embed_tokens.weight", "layers.0.q.weight", "layers.1.q.weight", "norm.weight"], [0, 1, 2, 3]),
+        (
+            ["embeddings.w", "encoder.layers.0.w", "encoder.layers.1.mlp.layers.7.w", "layernorm.w"],
+            [0, 1, 2, 3],
+        ),
+    ],
+    ids=["bert", "gpt2", "llama", "nested"],
+)
+def test_depth_of_hugging_face_names(names: list[str], depths: list[int]) -> None:
+    numbers = layer_numbers([f"backbone.model.{name}" for name in names])
+    assert list(numbers.values()) == depths
+
+
+def test_rates_fall_by_depth() -> None:
+    config = OptimConfig(layer_decay=0.5)
+    optimizer = make_optimizer(method_of(*VIT), config)
+    set_rate(optimizer, 0.8)
+    rates = {name: g["lr"] for g in optimizer.param_groups for name in g["names"]}
+    assert rates["backbone.model.head.weight"] == rates["decoder.blocks.0.weight"] == 0.8
+    assert rates["backbone.model.blocks.2.attn.qkv.weight"] == 0.4
+    assert rates["backbone.model.blocks.0.norm1.bias"] == 0.1
+    assert rates["backbone.model.pos_embed"] == 0.05
+    assert len(optimizer.param_groups) <= 2 * 5
+
+
+def test_layer_decay_needs_numbered_blocks() -> None:
+    method = method_of(*VIT)
+    method.backbone.model.blocks = nn.ModuleList()
+    with pytest.raises(SitusError, match=r"layer_decay=0\.5: must be 1 .*--optim\.layer-decay"):
+        groups(method, OptimConfig(layer_decay=0.5))
+
+
+def test_nothing_to_train_is_an_error() -> None:
+    method = method_of(*VIT).requires_grad_(False)
+    with pytest.raises(SitusError, match="nothing to train"):
+        groups(method, OptimConfig())
+
+
+# --- the rate -----------------------------------------------------------------------------------------------
+
+
+def slow_rates(kind: str, total: int, warmup: int, peak: float, low: float) -> list[float]:
+    """All rates one after another, written another way: angles for the cosine, equal falls for the line."""
+    rates = [peak / warmup * (i + 1) for i in range(min(warmup, total))]
+    left = max(1, total - warmup)
+    for i in range(total - len(rates)):
+        if kind == "cosine":
+            rates.append(low + (peak - low) * math.cos(math.pi * i / (2 * left)) ** 2)
+        elif kind == "linear":
+            rates.append(peak - i * (peak - low) / left)
+        else:
+            rates.append(peak)
+    return rates
+
+
+@given(st.sampled_from(["cosine", "linear", "constant"]), st.integers(1, 60), st.integers(0, 80))
+def test_schedule_is_the_slow_formula(kind: str, total: int, warmup: int) -> None:
+    config = OptimConfig(schedule=kind, min_lr=1e-5)
+    fast = [rate_at(step, total, warmup, 2e-3, config) for step in range(total)]
+    assert fast == pytest.approx(slow_rates(kind, total, warmup, 2e-3, 1e-5), rel=1e-9)
+
+
+def test_peak_scales_with_the_global_batch() -> None:
+    assert peak_rate(OptimConfig(base_lr=1.5e-4, lr_reference=256), 1024) == pytest.approx(6e-4)
+    assert peak_rate(OptimConfig(lr=0.1), 1024) == 0.1
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lr", 0.0), ("base_lr", -1.0), ("lr_reference", 0), ("weight_decay", -0.1), ("betas", (0.9, 1.0)),
+        ("eps", 0.0),
+        ("schedule", "step"), ("warmup_epochs", -1.0), ("min_lr", -1.0), ("layer_decay", 0.0), ("clip", 0.0),
+        ("clip_mode", "value"), ("ema", 1.0),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_names_its_flag(field: str, value: object) -> None:
+    flag = "--optim." + field.replace("_", "-")
+    with pytest.raises(SitusError, match=flag):
+        dataclasses.replace(OptimConfig(), **{field: value})
+
+
+# --- clipping -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["norm", "parameter"])
+def test_clipping_is_torchs_own(mode: str) -> None:
+    torch.manual_seed(0)
+    shapes, scales = [(3, 4), (5,), (2, 2)], [10.0, 0.01, 3.0]
+    ours = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    theirs = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for mine, peer, scale in zip(ours, theirs, scales, strict=True):
+        mine.grad = torch.randn(mine.shape) * scale
+        peer.grad = mine.grad.clone()
+    norm = clip_gradients([*ours, nn.Parameter(torch.zeros(1))], OptimConfig(clip=2.0, clip_mode=mode))
+    expected = torch.cat([p.grad.flatten() for p in theirs]).norm()
+    torch.testing.assert_close(norm, expected)
+    if mode == "norm":
+        nn.utils.clip_grad_norm_(theirs, 2.0)
+    else:
+        for peer in theirs:
+            nn.utils.clip_grad_norm_(peer, 2.0)
+    for mine, peer in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, peer.grad)
+
+
+def test_a_loss_that_trains_nothing_is_an_error() -> None:
+    with pytest.raises(SitusError, match="no parameter has a gradient"):
+        clip_gradients([nn.Parameter(torch.zeros(2))], OptimConfig())
