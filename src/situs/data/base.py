@@ -1,0 +1,159 @@
+"""What every data source is: a numbered list of images in an order that never changes."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from situs.data.images import decode, to_channels
+from situs.errors import SitusError
+
+# A split by any of its names; where the first is absent the next serves (ImageNet has no labelled test split,
+# CIFAR no validation split).
+SPLITS = {
+    "train": ("train", "training"),
+    "val": ("val", "validation", "valid", "test"),
+    "test": ("test", "val", "validation", "valid"),
+}
+_SPLIT_WORDS = ("train", "training", "val", "validation", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """One image that was left out, and why."""
+
+    index: int
+    reason: str
+
+
+class Source(ABC):
+    """Images by number. `read` gives an image and its label, or raises `BrokenImageError` naming the file.
+
+    name:     what reports call the set
+    classes:  the class names in label order, or None for a set without labels
+    strict:   whether a loader stops at a broken image instead of skipping it
+    skipped:  the broken images met so far, filled by the loaders
+    """
+
+    def __init__(self, name: str, classes: tuple[str, ...] | None, channels: int | None, strict: bool) -> None:
+        self.name = name
+        self.classes = classes
+        self.channels = channels
+        self.strict = strict
+        self.skipped: list[Skipped] = []
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def read(self, index: int) -> tuple[Tensor, int | None]:
+        """The image [C, H, W] (uint8, or float32 in [0, 1]) and its label (None without labels)."""
+
+    def skip(self, index: int, reason: str) -> None:
+        """Note that image `index` is broken; once, however often it is met."""
+        if all(entry.index != index for entry in self.skipped):
+            self.skipped.append(Skipped(index, reason))
+
+    def skip_report(self) -> str | None:
+        """One sentence on what was left out, or None."""
+        if not self.skipped:
+            return None
+        count = f"{len(self.skipped)} of {len(self)} images of {self.name} could not be read and were skipped"
+        return f"{count}; the first: {self.skipped[0].reason}"
+
+
+class EncodedSource(Source):
+    """A source of encoded files: a subclass gives the bytes, the label and the name of item `index`."""
+
+    @abstractmethod
+    def payload(self, index: int) -> bytes:
+        """The encoded bytes."""
+
+    @abstractmethod
+    def label(self, index: int) -> int | None:
+        """The class number, or None."""
+
+    @abstractmethod
+    def entry(self, index: int) -> str:
+        """What an error calls this item: its file, or its shard and row."""
+
+    def read(self, index: int) -> tuple[Tensor, int | None]:
+        """The decoded image and its label."""
+        return decode(self.payload(index), self.entry(index), self.channels), self.label(index)
+
+
+class TensorSource(Source):
+    """Images that already are one tensor: the embedded samples, CIFAR batches, or a user's own arrays.
+
+    images: [n, C, H, W] uint8, or float32 in [0, 1]. labels: [n] or None.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor | None,
+        classes: tuple[str, ...] | None,
+        name: str = "tensors",
+        channels: int | None = None,
+    ) -> None:
+        super().__init__(name, classes if labels is not None else None, channels, strict=False)
+        if images.ndim != 4:
+            raise SitusError(f"images of shape {tuple(images.shape)}: must be [n, C, H, W]")
+        if labels is not None and labels.shape != images.shape[:1]:
+            raise SitusError(f"labels of shape {tuple(labels.shape)}: must be [{images.shape[0]}], one an image")
+        self.images = images
+        self.labels = labels
+
+    def __len__(self) -> int:
+        return self.images.shape[0]
+
+    def read(self, index: int) -> tuple[Tensor, int | None]:
+        """Image and label `index`."""
+        label = None if self.labels is None else int(self.labels[index])
+        return to_channels(self.images[index], self.channels, f"{self.name}, image {index}"), label
+
+
+def choose_split(available: Iterable[str], split: str | None, where: str) -> str | None:
+    """Which of the `available` splits `split` means; None when the data is not split and none was asked for.
+
+    Without a wish the training split is taken where there is one. `train` of data without splits is all of
+    it.
+    """
+    names = sorted(set(available))
+    if split is not None and split not in SPLITS and split not in {n for v in SPLITS.values() for n in v}:
+        raise SitusError(f"split={split!r}: must be one of {', '.join(SPLITS)} (--data.split)")
+    wanted = SPLITS.get(split or "train") or (split, *SPLITS["val"])
+    for name in wanted:
+        if name in names:
+            return name
+    if not names and split in {None, "train", "training"}:
+        return None
+    if split is None:
+        return names[0]
+    found = f"it has {', '.join(names)}" if names else "it is not split"
+    raise SitusError(f"{where}: has no split {split!r}, {found} (--data.split)")
+
+
+def split_of(file: Path) -> str | None:
+    """A shard's split, by its folder (`train/1.tar`) or the start of its name (`train-1.tar`), or None."""
+    if file.parent.name in _SPLIT_WORDS:
+        return file.parent.name
+    match = re.match(r"(train(?:ing)?|validation|valid|val|test)(?![a-zA-Z])", file.name)
+    return match[1] if match else None
+
+
+def find_shards(path: Path, suffix: str, split: str | None) -> list[Path]:
+    """The files of one split ending in `suffix`: `path` itself, or in it, in `data/` or split folders."""
+    if path.is_file():
+        return [path]
+    folders = [path, path / "data", *(path / word for word in _SPLIT_WORDS)]
+    files = sorted(file for folder in folders for file in folder.glob(f"*{suffix}") if file.is_file())
+    if not files:
+        return []
+    chosen = choose_split({s for file in files if (s := split_of(file))}, split, str(path))
+    return [file for file in files if chosen is None or split_of(file) == chosen]

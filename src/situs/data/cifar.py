@@ -1,0 +1,115 @@
+"""CIFAR-10 and CIFAR-100 as published: the python batches (read without pickle) or the binary ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from situs.data.base import TensorSource, choose_split
+from situs.data.pickled import read_pickled
+from situs.errors import SitusError
+
+_PIXELS = 3 * 32 * 32
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where one published form keeps its parts. label: its key, or in a binary row its byte."""
+
+    name: str
+    files: dict[str, tuple[str, ...]]
+    classes: str
+    label: str | int
+    bytes_before: int = 0
+
+
+_LAYOUTS = (
+    _Layout(
+        "cifar10",
+        {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "test": ("test_batch",)},
+        "batches.meta",
+        "labels",
+    ),
+    _Layout("cifar100", {"train": ("train",), "test": ("test",)}, "meta", "fine_labels"),
+    _Layout(
+        "cifar10",
+        {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)},
+        "batches.meta.txt",
+        0,
+        1,
+    ),
+    _Layout("cifar100", {"train": ("train.bin",), "test": ("test.bin",)}, "fine_label_names.txt", 1, 2),
+)
+# What the author's archives unpack to, so that the folder above them may be named as well.
+_ARCHIVES = ("cifar-10-batches-py", "cifar-100-python", "cifar-10-batches-bin", "cifar-100-binary")
+
+
+def find_cifar(path: Path) -> tuple[Path, _Layout] | None:
+    """The folder and form of CIFAR batches at `path` or one archive folder below it, or None."""
+    for folder in (path, *(path / name for name in _ARCHIVES)):
+        for layout in _LAYOUTS:
+            named = [*layout.files["train"], *layout.files["test"], layout.classes]
+            if sum((folder / file).is_file() for file in named) >= 2:
+                return folder, layout
+    return None
+
+
+def open_cifar(
+    path: Path, split: str | None = None, *, labels: bool = True, channels: int | None = None
+) -> TensorSource:
+    """The images of one split, uint8 [n, 3, 32, 32], with fine labels for CIFAR-100."""
+    found = find_cifar(path)
+    assert found is not None, "the caller looks before it opens"
+    folder, layout = found
+    chosen = choose_split(layout.files, split, str(path)) or "train"
+    images, numbers = zip(*(_read_batch(folder / file, layout) for file in layout.files[chosen]), strict=True)
+    classes = _read_classes(folder / layout.classes, layout)
+    stacked, targets = torch.cat(images), torch.cat(numbers)
+    if int(targets.min()) < 0 or int(targets.max()) >= len(classes):
+        raise SitusError(f"{folder}: a label lies outside the {len(classes)} classes of {layout.classes}")
+    return TensorSource(stacked, targets if labels else None, classes, f"{layout.name} ({chosen})", channels=channels)
+
+
+def _read_bytes(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise SitusError(f"{file}: cannot be read ({error.strerror or error}) (--data)") from error
+
+
+def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
+    data = _read_bytes(file)
+    if isinstance(layout.label, int):
+        row = layout.bytes_before + _PIXELS
+        if not data or len(data) % row:
+            raise SitusError(f"{file}: {len(data)} bytes are no whole number of {row}-byte rows (--data)")
+        rows = np.frombuffer(data, np.uint8).reshape(-1, row)
+        pixels, numbers = rows[:, layout.bytes_before :], rows[:, layout.label]
+    else:
+        batch: dict[str, Any] = read_pickled(data, str(file))
+        pixels, numbers = _entry(batch, "data", file), _entry(batch, layout.label, file)
+        if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (_PIXELS,):
+            raise SitusError(f"{file}: 'data' is not uint8 [n, {_PIXELS}] (--data)")
+        if len(numbers) != len(pixels):
+            raise SitusError(f"{file}: {len(pixels)} images and {len(numbers)} labels (--data)")
+    images = torch.from_numpy(pixels.copy()).view(-1, 3, 32, 32)
+    return images, torch.from_numpy(np.asarray(numbers, dtype=np.int64))
+
+
+def _entry(batch: Any, key: str, file: Path) -> Any:
+    if not isinstance(batch, dict) or key not in batch:
+        raise SitusError(f"{file}: holds no {key!r}, so it is no CIFAR batch (--data)")
+    return batch[key]
+
+
+def _read_classes(file: Path, layout: _Layout) -> tuple[str, ...]:
+    if isinstance(layout.label, int):
+        return tuple(line for line in _read_bytes(file).decode().splitlines() if line)
+    key = "label_names" if layout.label == "labels" else "fine_label_names"
+    names = _entry(read_pickled(_read_bytes(file), str(file)), key, file)
+    return tuple(name.decode() if isinstance(name, bytes) else str(name) for name in names)

@@ -1,0 +1,154 @@
+"""Small sets held whole on the device: decoded once, then every batch is an index away."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from situs.data.base import Source, TensorSource
+from situs.data.images import BrokenImageError, centre_fit, to_channels
+from situs.errors import SitusError
+
+DEFAULT_BYTES = 4 << 30
+_AT_ONCE = 256  # images a task: enough to make handing out tasks cheap, few enough for a smooth progress bar
+
+Progress = Callable[[int, int], None]
+
+
+class Resident(NamedTuple):
+    """images: [n, C, H, W] uint8, or float32 in [0, 1]. labels: [n] int64. index: [n] row in the source."""
+
+    images: Tensor
+    labels: Tensor | None
+    index: Tensor
+
+
+def load_resident(
+    source: Source,
+    device: torch.device | str = "cpu",
+    size: tuple[int, int] | None = None,
+    *,
+    max_bytes: int = DEFAULT_BYTES,
+    threads: int | None = None,
+    progress: Progress | None = None,
+) -> Resident:
+    """Every readable image of `source` as one tensor on `device`.
+
+    size:     (height, width) that each image is resized and centre-cropped to; None keeps the images'
+              own size, and then all must have the same.
+    progress: called with (images done, images in all) as the decoding goes on.
+
+    Broken images are left out and noted in `source.skipped`, unless the source is strict.
+    """
+    if isinstance(source, TensorSource):
+        images, labels, index = _from_tensor(source, size, max_bytes)
+    else:
+        images, labels, index = _decode_all(source, size, max_bytes, threads, progress)
+    if progress is not None:
+        progress(len(source), len(source))
+    return Resident(images.to(device), None if labels is None else labels.to(device), index.to(device))
+
+
+def _check_bytes(source: Source, shape: tuple[int, ...], dtype: torch.dtype, max_bytes: int) -> None:
+    needed = len(source) * torch.empty(0, dtype=dtype).element_size()
+    for side in shape:
+        needed *= side
+    if needed > max_bytes:
+        raise SitusError(
+            f"{source.name}: {len(source)} images take {needed / 2**30:.1f} GiB and "
+            f"{max_bytes / 2**30:.1f} GiB are allowed; "
+            "raise --data.resident-gib or stream them with --data.resident never"
+        )
+
+
+def _from_tensor(
+    source: TensorSource, size: tuple[int, int] | None, max_bytes: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    images = source.images
+    channels = source.channels or images.shape[1]
+    _check_bytes(source, (channels, *(size or images.shape[2:])), images.dtype, max_bytes)
+    if channels != images.shape[1]:
+        images = torch.stack([to_channels(image, channels, source.name) for image in images])
+    if size is not None:
+        images = centre_fit(images, *size)
+    return images, source.labels, torch.arange(len(source))
+
+
+def _decode_all(
+    source: Source,
+    size: tuple[int, int] | None,
+    max_bytes: int,
+    threads: int | None,
+    progress: Progress | None,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    count = len(source)
+    first = _first_readable(source)
+    shape = (first.shape[0], *(size or first.shape[1:]))
+    _check_bytes(source, shape, first.dtype, max_bytes)
+    images = torch.empty((count, *shape), dtype=first.dtype)
+    labels = torch.zeros(count, dtype=torch.int64) if source.classes is not None else None
+    good = torch.zeros(count, dtype=torch.bool)
+
+    def fill(start: int) -> list[tuple[int, str]]:
+        broken = []
+        for index in range(start, min(start + _AT_ONCE, count)):
+            try:
+                image, label = source.read(index)
+            except BrokenImageError as error:
+                if source.strict:
+                    raise
+                broken.append((index, str(error)))
+                continue
+            images[index] = _same_form(image if size is None else centre_fit(image, *size), images, index, source)
+            if labels is not None and label is not None:
+                labels[index] = label
+            good[index] = True
+        return broken
+
+    with ThreadPoolExecutor(threads or min(16, os.cpu_count() or 1)) as pool:
+        for number, broken in enumerate(pool.map(fill, range(0, count, _AT_ONCE))):
+            for index, reason in broken:
+                source.skip(index, reason)
+            if progress is not None:
+                progress(min((number + 1) * _AT_ONCE, count), count)
+    index = good.nonzero().flatten()
+    if len(index) == count:
+        return images, labels, index
+    return images[index], None if labels is None else labels[index], index
+
+
+def _first_readable(source: Source) -> Tensor:
+    reason = "it is empty"
+    for index in range(len(source)):
+        try:
+            return source.read(index)[0]
+        except BrokenImageError as error:
+            if source.strict:
+                raise
+            reason = str(error)
+    raise SitusError(f"{source.name}: none of its {len(source)} images can be read; the last: {reason}")
+
+
+def _same_form(image: Tensor, images: Tensor, index: int, source: Source) -> Tensor:
+    """`image` if it fits into the set, in the set's dtype; else the sentence that says what does not fit."""
+    if image.shape[0] != images.shape[1]:
+        raise SitusError(
+            f"{source.name}: image {index} has {image.shape[0]} channels, the first has {images.shape[1]}; "
+            "say how many you want (--data.channels)"
+        )
+    if image.shape != images.shape[1:]:
+        raise SitusError(
+            f"{source.name}: image {index} is {image.shape[1]} × {image.shape[2]} and the first is "
+            f"{images.shape[2]} × {images.shape[3]}; give a size to bring them to, or stream them "
+            "(--data.resident never)"
+        )
+    if image.dtype == images.dtype:
+        return image
+    if images.dtype == torch.uint8:
+        return (image * 255.0).round().clamp(0, 255).to(torch.uint8)
+    return image.to(torch.float32) / 255.0

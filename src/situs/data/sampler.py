@@ -1,0 +1,99 @@
+"""Which sample stands in which row of which batch: pure functions of (seed, epoch), the same on every rank.
+
+The global batch of step t is fixed first and then cut into one contiguous slice a rank, so that two ranks
+see exactly what one rank would, and a run that resumes at step t only starts counting there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from situs.core.random import bits
+from situs.errors import SitusError
+
+# Copy c of sample i, under repeated augmentation, draws its randomness as number i + c·2^40.
+_COPY_SHIFT = 40
+_SAMPLE_MASK = (1 << _COPY_SHIFT) - 1
+
+
+class Rows(NamedTuple):
+    """One rank's share of one step. step: its number in the epoch. ids: [b] int64 draw numbers."""
+
+    step: int
+    ids: Tensor
+
+
+def draw_ids(samples: Tensor, copies: Tensor) -> Tensor:
+    """The number that copy `copies` of a sample draws its randomness by; copy 0 has the sample's own."""
+    return samples + (copies << _COPY_SHIFT)
+
+
+def sample_of(ids: Tensor) -> Tensor:
+    """The sample of each draw number: the row in the data set."""
+    return ids & _SAMPLE_MASK
+
+
+def epoch_order(seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """A uniform random permutation of range(n), [n] int64, a pure function of (seed, epoch)."""
+    words = bits(seed, epoch, torch.arange(n, device=device), "sampler.order", ())
+    # Stable, so that even two equal 64-bit words would leave every device with the same order.
+    return torch.argsort(words, stable=True)
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the rows of an epoch fall into batches, and which of them one rank takes."""
+
+    n: int
+    """Images in the set."""
+    batch: int
+    """Rows of the global batch, over all ranks."""
+    seed: int = 0
+    """Seed of the order."""
+    rank: int = 0
+    """This process."""
+    world: int = 1
+    """How many processes share the batch."""
+    repeated: int = 1
+    """Augmented copies of a sample in one batch."""
+    shuffle: bool = True
+    """Whether each epoch has its own random order."""
+    drop_last: bool = True
+    """Whether a last, smaller batch is left out."""
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or self.batch % self.world:
+            raise SitusError(f"batch={self.batch}: must be a multiple of the {self.world} ranks (--data.batch)")
+        if self.drop_last and self.n < self.batch:
+            raise SitusError(f"batch={self.batch}: must be at most the {self.n} images of the set (--data.batch)")
+        if self.repeated < 1:
+            raise SitusError(f"repeated={self.repeated}: must be at least 1 (--augment.repeated)")
+
+    @property
+    def steps(self) -> int:
+        """Global batches in an epoch."""
+        return self.n // self.batch if self.drop_last else -(-self.n // self.batch)
+
+
+def batches_for(plan: BatchPlan, epoch: int, start_step: int = 0, device: torch.device | str = "cpu") -> Iterator[Rows]:
+    """This rank's rows of every global batch of the epoch from `start_step` on.
+
+    An epoch always has n rows: with repeated augmentation it visits n / repeated samples, as DeiT does.
+    The copies of a sample stand batch / repeated rows apart: on different ranks where there are as many,
+    and never side by side, where MixUp would mix an image with itself. A last, smaller batch is cut as
+    evenly as it goes, and a rank without a row in it still gets its empty share.
+    """
+    n, batch = plan.n, plan.batch
+    order = epoch_order(plan.seed, epoch, n, device) if plan.shuffle else torch.arange(n, device=device)
+    distinct = -(-batch // plan.repeated)
+    for step in range(start_step, plan.steps):
+        size = min(batch, n - step * batch)
+        across = -(-size // plan.repeated)
+        rows = torch.arange(size, device=device)
+        ids = draw_ids(order[step * distinct + rows % across], rows // across)
+        yield Rows(step, ids.tensor_split(plan.world)[plan.rank])

@@ -1,0 +1,142 @@
+"""CIFAR's two published forms; the pickled one is written by the real pickle and read without it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+from situs.data.sources import open_source
+from situs.errors import SitusError
+
+RNG = np.random.default_rng(2)
+FINE = [b"apple", b"bear", b"cup"]
+
+
+def batch(count: int) -> tuple[np.ndarray, list[int]]:
+    return RNG.integers(0, 256, (count, 3072), dtype=np.uint8), RNG.integers(0, 3, count).tolist()
+
+
+def check(source, pixels, labels):
+    images = torch.stack([source.read(i)[0] for i in range(len(source))])
+    assert torch.equal(images, torch.from_numpy(pixels).view(-1, 3, 32, 32))
+    assert [source.read(i)[1] for i in range(len(source))] == labels
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_cifar100_python(tmp_path, protocol):
+    folder = tmp_path / "cifar-100-python"
+    folder.mkdir()
+    (pixels, labels), (test_pixels, test_labels) = batch(7), batch(4)
+    content = {b"filenames": [b"x.png"] * 7, b"batch_label": b"1 of 1", b"fine_labels": labels}
+    dump = lambda value, name: (folder / name).write_bytes(pickle.dumps(value, protocol))  # noqa: E731
+    dump({**content, b"data": pixels, b"coarse_labels": labels}, "train")
+    dump({"data": np.asfortranarray(test_pixels), "fine_labels": test_labels}, "test")
+    dump({b"fine_label_names": FINE, b"coarse_label_names": []}, "meta")
+    for path in (folder, tmp_path):
+        source = open_source(path)
+        assert (source.name, source.classes) == ("cifar100 (train)", ("apple", "bear", "cup"))
+        check(source, pixels, labels)
+    check(open_source(folder, "val"), test_pixels, test_labels)
+    assert open_source(folder, labels=False).read(0)[1] is None
+
+
+def test_cifar10_python_joins_its_five_batches(tmp_path):
+    parts = [batch(2) for _ in range(5)]
+    for number, (pixels, labels) in enumerate(parts, 1):
+        content = {b"data": pixels, b"labels": labels}
+        (tmp_path / f"data_batch_{number}").write_bytes(pickle.dumps(content, 2))
+    (tmp_path / "batches.meta").write_bytes(pickle.dumps({b"label_names": FINE}, 2))
+    check(open_source(tmp_path), np.concatenate([p for p, _ in parts]), sum((labels for _, labels in parts), []))
+
+
+def python2_batch(pixels: np.ndarray, labels: list[int]) -> bytes:
+    """What Python 2 wrote: byte strings as SHORT_BINSTRING / BINSTRING, the array through numpy.core.multiarray."""
+    short = lambda s: b"U" + bytes([len(s)]) + s  # noqa: E731
+    raw = pixels.tobytes()
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\nK\x00\x85" + short(b"b") + b"tR"
+        b"(K\x01K" + bytes([len(pixels)]) + b"M\x00\x0c\x86"
+        b"cnumpy\ndtype\n("
+        + short(b"u1")
+        + b"K\x00K\x01tR(K\x03"
+        + short(b"|")
+        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+        b"\x89T" + len(raw).to_bytes(4, "little") + raw + b"tb"
+    )
+    numbers = b"](" + b"".join(b"K" + bytes([n]) for n in labels) + b"e"
+    return b"\x80\x02}(" + short(b"data") + array + short(b"fine_labels") + numbers + b"u."
+
+
+def test_the_form_python_2_wrote(tmp_path):
+    pixels, labels = batch(3)
+    data = python2_batch(pixels, labels)
+    assert pickle.loads(data, encoding="bytes")[b"fine_labels"] == labels  # the hand-made file is a real pickle
+    (tmp_path / "train").write_bytes(data)
+    (tmp_path / "meta").write_bytes(pickle.dumps({b"fine_label_names": FINE}, 2))
+    check(open_source(tmp_path), pixels, labels)
+
+
+@pytest.mark.parametrize(("prefix", "names"), [("", "fine_label_names.txt"), ("data_batch", "batches.meta.txt")])
+def test_the_binary_version(tmp_path, prefix, names):
+    pixels, labels = batch(10)
+    numbers = np.array(labels, np.uint8)[:, None]
+    (tmp_path / names).write_text("apple\nbear\ncup\n\n")
+    if prefix:
+        for part in range(5):
+            rows = np.hstack([numbers, pixels])[2 * part : 2 * part + 2]
+            (tmp_path / f"data_batch_{part + 1}.bin").write_bytes(rows.tobytes())
+    else:
+        (tmp_path / "train.bin").write_bytes(np.hstack([255 - numbers, numbers, pixels]).tobytes())
+    check(open_source(tmp_path), pixels, labels)
+
+
+class Evil:
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4, 5])
+def test_a_malicious_pickle_is_refused_and_never_runs(tmp_path, protocol):
+    target = tmp_path / "made"
+    (tmp_path / "meta").write_bytes(pickle.dumps({b"fine_label_names": FINE}, 2))
+    (tmp_path / "train").write_bytes(pickle.dumps({"data": Evil(str(target)), "fine_labels": []}, protocol))
+    with pytest.raises(SitusError, match=r"train: asks to call \w+\.mkdir, which no CIFAR batch does"):
+        open_source(tmp_path)
+    assert not target.exists()
+    pickle.loads((tmp_path / "train").read_bytes())
+    assert target.exists()  # the file was as bad as it looked
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"", "is not a CIFAR batch"),
+        (b"garbage", "is not a CIFAR batch"),
+        (pickle.dumps([1, 2], 2), "holds no 'data'"),
+        (pickle.dumps({"data": [1], "fine_labels": [1]}, 2), "'data' is not uint8"),
+        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "fine_labels": [1]}, 2), "2 images and 1 labels"),
+        (pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "fine_labels": [9]}, 2), "outside the 3 classes"),
+        (pickle.dumps({"data": {1, 2}}, 4), "the pickle instruction EMPTY_SET"),
+        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}, 2)[:500], "is not a CIFAR batch"),
+        (pickle.dumps(np.dtype("u1"), 2), "is not a CIFAR batch"),
+    ],
+)
+def test_a_wrong_batch_is_one_sentence(tmp_path, data, sentence):
+    (tmp_path / "meta").write_bytes(pickle.dumps({b"fine_label_names": FINE}, 2))
+    (tmp_path / "train").write_bytes(data)
+    with pytest.raises(SitusError, match=sentence):
+        open_source(tmp_path)
+
+
+def test_a_torn_binary_file(tmp_path):
+    (tmp_path / "fine_label_names.txt").write_text("a\nb\n")
+    (tmp_path / "train.bin").write_bytes(bytes(3073))
+    with pytest.raises(SitusError, match="3073 bytes are no whole number of 3074-byte"):
+        open_source(tmp_path)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from situs.data.sampler import BatchPlan, batches_for, draw_ids, epoch_order, sample_of
+from situs.errors import SitusError
+
+
+def all_rows(plan: BatchPlan, epoch: int = 0, start: int = 0) -> list[list[int]]:
+    return [rows.ids.tolist() for rows in batches_for(plan, epoch, start)]
+
+
+def test_the_order_is_a_fresh_permutation_each_epoch_and_seed():
+    orders = [epoch_order(seed, epoch, 1000) for seed in (0, 1) for epoch in (0, 1)]
+    for order in orders:
+        assert torch.equal(order.sort().values, torch.arange(1000))
+    assert all(not torch.equal(a, b) for i, a in enumerate(orders) for b in orders[:i])
+    assert torch.equal(epoch_order(0, 0, 1000), orders[0])
+
+
+def test_the_order_is_uniform():
+    """Each of the 24 orders of four samples comes equally often: chi-square over 4,800 epochs."""
+    counts = {}
+    for epoch in range(4800):
+        key = tuple(epoch_order(5, epoch, 4).tolist())
+        counts[key] = counts.get(key, 0) + 1
+    assert len(counts) == 24
+    chi = sum((count - 200) ** 2 / 200 for count in counts.values())
+    assert chi < 49.7  # the 99.9 % point at 23 degrees of freedom
+
+
+@given(
+    n=st.integers(1, 200),
+    per_rank=st.integers(1, 9),
+    world=st.integers(1, 5),
+    repeated=st.integers(1, 4),
+    drop_last=st.booleans(),
+    epoch=st.integers(0, 3),
+)
+def test_the_ranks_together_are_the_single_rank_and_resume_goes_on(n, per_rank, world, repeated, drop_last, epoch):
+    batch = per_rank * world
+    if drop_last and n < batch:
+        return
+    alone = BatchPlan(n, batch, seed=3, repeated=repeated, drop_last=drop_last)
+    whole = all_rows(alone, epoch)
+    shares = [
+        all_rows(BatchPlan(n, batch, 3, rank, world, repeated, drop_last=drop_last), epoch) for rank in range(world)
+    ]
+    assert [sum(parts, []) for parts in zip(*shares, strict=True)] == whole
+    assert len(whole) == alone.steps == (n // batch if drop_last else -(-n // batch))
+    for start in range(alone.steps + 1):
+        assert all_rows(alone, epoch, start) == whole[start:]
+    ids = sum(whole, [])
+    assert len(ids) == len(set(ids)) == (n // batch * batch if drop_last else n)
+    assert all(len(part) == per_rank for share in shares for part in share[: n // batch])
+
+
+def test_without_repeats_every_sample_comes_once():
+    assert sorted(sum(all_rows(BatchPlan(10, 4, drop_last=False)), [])) == list(range(10))
+    assert all_rows(BatchPlan(10, 4, shuffle=False, drop_last=False)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_repeats_are_copies_of_one_sample_far_apart_in_one_batch():
+    for ids in all_rows(BatchPlan(90, 12, repeated=3)):
+        samples = sample_of(torch.tensor(ids))
+        assert len(samples.unique()) == 4
+        assert samples.bincount().max() == 3
+        assert torch.equal(samples[:4], samples[4:8])
+        assert torch.equal(torch.tensor(ids), draw_ids(samples, torch.arange(12) // 4))
+        assert len(set(ids)) == 12
+
+
+@pytest.mark.parametrize(
+    ("plan", "sentence"),
+    [
+        ({"n": 10, "batch": 12}, "batch=12: must be at most the 10 images"),
+        ({"n": 10, "batch": 3, "world": 2}, "batch=3: must be a multiple of the 2 ranks"),
+        ({"n": 10, "batch": 0}, "batch=0"),
+        ({"n": 10, "batch": 2, "repeated": 0}, r"repeated=0: must be at least 1 \(--augment.repeated\)"),
+    ],
+)
+def test_impossible_plans(plan, sentence):
+    with pytest.raises(SitusError, match=sentence):
+        BatchPlan(**plan)
