@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -61,23 +63,20 @@ def test_refusals_come_with_their_reason(name: str, capsys: pytest.CaptureFixtur
 
 def test_methods_are_judged_by_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     class Needy:
-        """Needs a context.
-
-        And says so at length.
-        """
-
         needs = ("tokens", "context")
 
     class Modest:
-        """Needs pixels."""
-
         needs = ()
 
     monkeypatch.setattr(info, "_methods", lambda: {"needy": Needy, "modest": Modest})
     backbone = create_backbone("resnet50")
+    about = "Cross entropy: the baseline."
+    module = ModuleType("a_method_for_tests", f"\n{about}\n\nAnd more about it.\n")
+    monkeypatch.setitem(sys.modules, "a_method_for_tests", module)
+    Needy.__module__ = Modest.__module__ = "a_method_for_tests"
     needy, modest = info.describe(backbone).methods
-    assert needy == info.Verdict("needy", "Needs a context.", False, backbone.refusals["context"])
-    assert modest == info.Verdict("modest", "Needs pixels.", True)
+    assert needy == info.Verdict("needy", about, False, backbone.refusals["context"])
+    assert modest == info.Verdict("modest", about, True)
 
 
 def test_no_values_are_made(monkeypatch: pytest.MonkeyPatch) -> None:

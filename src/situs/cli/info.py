@@ -134,7 +134,8 @@ def _methods() -> dict[str, Any]:
 
 
 def _first_line(method: Any) -> str:
-    return (method.__doc__ or "").strip().partition("\n")[0]
+    """A method's file opens with its name and paper."""
+    return (import_module(method.__module__).__doc__ or "").strip().partition("\n")[0]
 
 
 def _text(value: Any) -> str:
