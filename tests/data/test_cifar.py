@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -50,7 +51,11 @@ def test_cifar10_python_joins_its_five_batches(tmp_path):
         content = {b"data": pixels, b"labels": labels}
         (tmp_path / f"data_batch_{number}").write_bytes(pickle.dumps(content, 2))
     (tmp_path / "batches.meta").write_bytes(pickle.dumps({b"label_names": FINE}, 2))
-    check(open_source(tmp_path), np.concatenate([p for p, _ in parts]), sum((labels for _, labels in parts), []))
+    check(
+        open_source(tmp_path),
+        np.concatenate([p for p, _ in parts]),
+        list(chain.from_iterable((labels for _, labels in parts))),
+    )
 
 
 def python2_batch(pixels: np.ndarray, labels: list[int]) -> bytes:

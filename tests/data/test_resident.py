@@ -77,7 +77,7 @@ def test_channels_that_differ_need_a_number(folder):
 
 
 def test_too_large_a_set_is_refused_before_it_is_decoded(folder):
-    with pytest.raises(SitusError, match="600 images take 0.0 GiB .*--data.resident never"):
+    with pytest.raises(SitusError, match=r"600 images take 0\.0 GiB .*--data.resident never"):
         load_resident(open_source(folder), max_bytes=600 * 72 - 1)
     assert load_resident(open_source(folder), max_bytes=600 * 72).images.nbytes == 600 * 72
 

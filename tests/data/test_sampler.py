@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 import torch
 from hypothesis import given
@@ -49,17 +51,17 @@ def test_the_ranks_together_are_the_single_rank_and_resume_goes_on(n, per_rank, 
     shares = [
         all_rows(BatchPlan(n, batch, 3, rank, world, repeated, drop_last=drop_last), epoch) for rank in range(world)
     ]
-    assert [sum(parts, []) for parts in zip(*shares, strict=True)] == whole
+    assert [list(chain.from_iterable(parts)) for parts in zip(*shares, strict=True)] == whole
     assert len(whole) == alone.steps == (n // batch if drop_last else -(-n // batch))
     for start in range(alone.steps + 1):
         assert all_rows(alone, epoch, start) == whole[start:]
-    ids = sum(whole, [])
+    ids = list(chain.from_iterable(whole))
     assert len(ids) == len(set(ids)) == (n // batch * batch if drop_last else n)
     assert all(len(part) == per_rank for share in shares for part in share[: n // batch])
 
 
 def test_without_repeats_every_sample_comes_once():
-    assert sorted(sum(all_rows(BatchPlan(10, 4, drop_last=False)), [])) == list(range(10))
+    assert sorted(list(chain.from_iterable(all_rows(BatchPlan(10, 4, drop_last=False))))) == list(range(10))
     assert all_rows(BatchPlan(10, 4, shuffle=False, drop_last=False)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
