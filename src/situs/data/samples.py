@@ -65,9 +65,7 @@ def _read() -> tuple[np.ndarray, ...]:
     try:
         packed = file.read_bytes()
     except OSError as error:
-        raise SitusError(
-            f"the embedded samples {FILE} are not readable ({error}): install situs again"
-        ) from error
+        raise SitusError(f"the embedded samples {FILE} are not readable ({error}): install situs again") from error
     found = hashlib.sha256(packed).hexdigest()
     if found != SHA256:
         raise SitusError(

@@ -1,0 +1,83 @@
+"""Show what situs does on a small set of real images that comes with it, and write one HTML page about it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from situs.errors import SitusError
+
+
+@dataclass(frozen=True)
+class Args:
+    """Flags of `situs demo`."""
+
+    out: Path = Path("demo")
+    """Folder for report.html; made where it is missing."""
+
+    quick: bool = False
+    """Fewer draws and steps: seconds instead of minutes, coarser numbers."""
+
+    seed: int = 0
+    """Of every random number; the same seed gives the same page."""
+
+
+def run(args: Args) -> None:
+    """Runs the sections one after another, writes the page, prints a short table and the page's path."""
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)  # at once: a folder that cannot be made costs no minutes
+    except OSError as error:
+        raise SitusError(f"out={args.out}: cannot make this folder ({error.strerror}) (--out)") from error
+    progress = _Progress()
+    with progress.step("loading torch and timm"):
+        from situs.cli.demo_sections import SECTIONS, Stage, summarise
+        from situs.report.html import Page
+    stage = Stage(
+        Page("Situs demo", lead="Position in transformers: what there is to see, on real images, in one page."),
+        args.seed,
+        args.quick,
+        progress.say,
+    )
+    lines: list[tuple[str, str]] = []
+    for number, (name, section) in enumerate(SECTIONS.items(), start=1):
+        with progress.step(f"{number}/{len(SECTIONS)} {name}"):
+            lines += section(stage)
+    summarise(stage, lines)
+    path = stage.page.write(args.out / "report.html")
+    from situs.cli.tables import print_table
+
+    print()
+    print_table("What the demo found", lines)
+    print(path)
+
+
+class _Progress:
+    """A spinner with the latest word on a terminal, plain lines elsewhere; a finished step says its seconds."""
+
+    def __init__(self) -> None:
+        self._show: Callable[[str], None] = print
+
+    def say(self, text: str) -> None:
+        """The latest word of the running step."""
+        self._show(text)
+
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Around one step."""
+        start = time.perf_counter()
+        if not sys.stdout.isatty():
+            self._show = lambda text: print(f"{name}: {text}", flush=True)
+            yield
+            print(f"{name}: done in {time.perf_counter() - start:.1f} s", flush=True)
+            return
+        from rich.console import Console
+
+        console = Console(highlight=False)
+        with console.status(name) as status:
+            self._show = lambda text: status.update(f"{name}: {text}")
+            yield
+        console.print(f"[green]✓[/] {name} [dim]{time.perf_counter() - start:.1f} s[/]")

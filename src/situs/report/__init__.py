@@ -1,0 +1,1 @@
+"""Reports: results in, files out. Nothing here computes a metric."""

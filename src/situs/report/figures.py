@@ -1,0 +1,305 @@
+"""Pictures of results: arrays in, a matplotlib `Figure` out; `png(figure)` gives the bytes a page holds.
+
+No pyplot and no global state: figures made in two threads do not meet. Colours are Okabe and Ito's, which
+people with any common colour blindness tell apart, and lines differ in dash too. Images are [C, H, W] with
+C = 1 or 3, uint8 or floats in [0, 1]; tensors on the CPU will do. A place counts the grid (h, w) row by row.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patheffects import withStroke
+
+from situs.errors import SitusError
+
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#D55E00",
+    "#CC79A7",
+    "#56B4E9",
+    "#000000",
+)
+PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK)
+DASHES = ("-", "--", "-.", ":")
+INK = "#1d2329"
+FAINT = "#d5dade"
+TITLE, LABEL, TICK = 10, 9, 8
+RESOLUTION = 200  # pixels an inch; the page shows an inch as 100 of its pixels
+PAGE_WIDTH = 9.0  # inches
+
+
+class Projection(NamedTuple):
+    """One panel of `projections`: points [N, 2] in the order of the grid's places, and what the axes are."""
+
+    title: str
+    points: Any
+    x_label: str
+    y_label: str
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file; the same figure gives the same bytes."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=RESOLUTION, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+# --- images --------------------------------------------------------------------------------------------------
+
+
+def image_grid(
+    images: Any,
+    titles: Sequence[str] = (),
+    *,
+    columns: int = 8,
+    row_titles: Sequence[str] = (),
+    masks: Any = None,
+    grid: tuple[int, int] | None = None,
+    lines: bool = False,
+) -> Figure:
+    """Images side by side, row by row.
+
+    images: [n, C, H, W]. titles: over each image; `columns` of them stand over the first row only. row_titles:
+    left of each row. masks: [n, N] bool on `grid`; masked patches are tinted and outlined. lines: draw the
+    patches' borders.
+    """
+    count = len(images)
+    if count == 0:
+        raise SitusError("image_grid: no images to draw")
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    cell = min(1.6, (PAGE_WIDTH - 0.9 * bool(row_titles)) / columns)
+    head = 0.3 * (rows if len(titles) > columns else bool(titles))
+    figure, axes = _canvas(rows, columns, cell * columns + 0.9 * bool(row_titles), cell * rows + head)
+    for index, axis in enumerate(axes):
+        axis.set_axis_off()
+        if index >= count:
+            continue
+        _draw_image(axis, images[index], titles[index] if index < len(titles) else "")
+        if grid is not None and lines:
+            _draw_lines(axis, images[index].shape[-2:], grid)
+        if masks is not None:
+            _draw_mask(axis, images[index].shape[-2:], _on_grid(masks[index], grid))
+        if row_titles and index % columns == 0:
+            name = row_titles[index // columns]
+            axis.text(-0.08, 0.5, name, transform=axis.transAxes, ha="right", va="center", fontsize=LABEL, color=INK)
+    return figure
+
+
+def patches(image: Any, grid: tuple[int, int], title: str = "") -> Figure:
+    """An image with its patches' borders, and beside it the patches apart, each with its place."""
+    figure, (whole, apart) = _canvas(1, 2, 7.2, 3.7)
+    picture = _picture(image)
+    (height, width), (h, w) = picture.shape[:2], grid
+    ph, pw = height // h, width // w
+    for axis, name in ((whole, title), (apart, f"{h * w} patches of {ph}×{pw} pixels, each with its place")):
+        axis.set_axis_off()
+        axis.set_title(name, fontsize=TITLE, color=INK)
+    _draw_image(whole, image)
+    _draw_lines(whole, (height, width), grid)
+    step = 1.2  # a patch and its gap, in patches
+    for place in range(h * w):
+        row, column = divmod(place, w)
+        x, y = column * step, row * step
+        patch = picture[row * ph : (row + 1) * ph, column * pw : (column + 1) * pw]
+        apart.imshow(patch, extent=(x, x + 1, y + 1, y), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+        apart.plot([x, x + 1, x + 1, x, x], [y, y, y + 1, y + 1, y], color=SKY, linewidth=0.8, clip_on=False)
+        label = apart.text(x + 0.5, y + 0.5, str(place), ha="center", va="center", fontsize=7, color="white")
+        label.set_path_effects([withStroke(linewidth=1.5, foreground="black")])
+    apart.set(xlim=(0, w * step - 0.2), ylim=(h * step - 0.2, 0), aspect=ph / pw)
+    return figure
+
+
+def _picture(image: Any) -> np.ndarray:
+    """[C, H, W] -> floats in [0, 1], [H, W] or [H, W, 3]."""
+    array = np.asarray(image)
+    if array.ndim != 3 or array.shape[0] not in (1, 3):
+        raise SitusError(f"an image to draw has shape {array.shape}: must be [1, H, W] or [3, H, W]")
+    array = array / 255.0 if array.dtype == np.uint8 else array.astype(np.float64).clip(0.0, 1.0)
+    return array[0] if array.shape[0] == 1 else array.transpose(1, 2, 0)
+
+
+def _draw_image(axis: Axes, image: Any, title: str = "") -> None:
+    picture = _picture(image)
+    height, width = picture.shape[:2]
+    # The extent puts patch borders on whole numbers; imshow's own puts them between pixels, on halves.
+    axis.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest", extent=(0, width, height, 0))
+    if title:
+        axis.set_title(title, fontsize=LABEL, color=INK, pad=4)
+
+
+def _draw_lines(axis: Axes, size: Sequence[int], grid: tuple[int, int]) -> None:
+    (height, width), (h, w) = size, grid
+    rows = [[(0, y), (width, y)] for y in np.linspace(0, height, h + 1)]
+    columns = [[(x, 0), (x, height)] for x in np.linspace(0, width, w + 1)]
+    axis.add_collection(LineCollection(rows + columns, colors=SKY, linewidths=0.8, clip_on=False))
+
+
+def _on_grid(mask: Any, grid: tuple[int, int] | None) -> np.ndarray:
+    mask = np.asarray(mask, dtype=bool)
+    if grid is None or mask.size != grid[0] * grid[1]:
+        raise SitusError(f"a mask of {mask.size} places does not fill the grid {grid}")
+    return mask.reshape(grid)
+
+
+def _draw_mask(axis: Axes, size: Sequence[int], mask: np.ndarray) -> None:
+    (height, width), (h, w) = size, mask.shape
+    tint = np.zeros((h, w, 4))
+    tint[mask] = (0.902, 0.624, 0.0, 0.22)  # ORANGE, seen through
+    axis.imshow(tint, extent=(0, width, height, 0), interpolation="nearest")
+    segments = outline(mask) * np.array([width / w, height / h])
+    axis.add_collection(LineCollection(list(segments), colors=ORANGE, linewidths=1.4, clip_on=False, capstyle="round"))
+
+
+def outline(mask: np.ndarray) -> np.ndarray:
+    """The borders of a mask [h, w]: segments [S, 2, 2] of (x, y) between masked cells and all others."""
+    padded = np.pad(mask, 1)
+    y, x = np.nonzero(padded[1:, 1:-1] != padded[:-1, 1:-1])
+    flat = np.stack([np.stack([x, y], -1), np.stack([x + 1, y], -1)], 1)
+    y, x = np.nonzero(padded[1:-1, 1:] != padded[1:-1, :-1])
+    upright = np.stack([np.stack([x, y], -1), np.stack([x, y + 1], -1)], 1)
+    return np.concatenate([flat, upright])
+
+
+# --- numbers -------------------------------------------------------------------------------------------------
+
+
+def curves(
+    series: Mapping[str, tuple[Any, Any]], x_label: str, y_label: str, *, title: str = "", log_y: bool = False
+) -> Figure:
+    """Lines by name, each (x, y); names stand in a legend, and each line has its own colour and dash."""
+    figure, (axis,) = _canvas(1, 1, 6.4, 3.6)
+    for index, (name, (x, y)) in enumerate(series.items()):
+        x, y = np.asarray(x), np.asarray(y)
+        marker = "o" if len(x) <= 20 else None
+        (line,) = axis.plot(x, y, label=name, linewidth=1.8, marker=marker, markersize=4)
+        line.set(color=PALETTE[index % len(PALETTE)], linestyle=DASHES[index % len(DASHES)])
+    if log_y:
+        axis.set_yscale("log")
+    _label(axis, title, x_label, y_label)
+    axis.grid(color=FAINT, linewidth=0.6)
+    if len(series) > 1:
+        axis.legend(frameon=False, fontsize=LABEL)
+    return figure
+
+
+def heatmaps(
+    panels: Mapping[str, Any],
+    x_label: str,
+    y_label: str,
+    value_label: str,
+    *,
+    limits: tuple[float, float] | None = None,
+    diverging: bool = False,
+) -> Figure:
+    """Matrices [h, w] by title on one colour scale, with its bar. diverging: the scale's middle is 0."""
+    arrays = {title: np.asarray(values, dtype=np.float64) for title, values in panels.items()}
+    low, high = limits or (min(a.min() for a in arrays.values()), max(a.max() for a in arrays.values()))
+    if diverging:
+        high = max(abs(low), abs(high))
+        low = -high
+    side = min(3.0, (PAGE_WIDTH - 1.0) / len(arrays))
+    figure, axes = _canvas(1, len(arrays), side * len(arrays) + 1.0, side + 0.5)
+    drawn = None
+    for axis, (title, values) in zip(axes, arrays.items(), strict=True):
+        cmap = "PuOr" if diverging else "cividis"
+        drawn = axis.imshow(values, cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
+        _label(axis, title, x_label, y_label if axis is axes[0] else "")
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+    assert drawn is not None
+    bar = figure.colorbar(drawn, ax=list(axes), shrink=0.85, pad=0.02)
+    bar.set_label(value_label, fontsize=LABEL, color=INK)
+    bar.ax.tick_params(labelsize=TICK)
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    return figure
+
+
+def projections(panels: Sequence[Projection], grid: tuple[int, int]) -> Figure:
+    """Points of a grid's places in the plane, neighbours joined: a sheet where they form one, else a tangle."""
+    h, w = grid
+    side = min(4.2, PAGE_WIDTH / len(panels))
+    figure, axes = _canvas(1, len(panels), side * len(panels), side)
+    for axis, panel in zip(axes, panels, strict=True):
+        points = np.asarray(panel.points, dtype=np.float64)
+        if points.shape != (h * w, 2):
+            raise SitusError(f"{panel.title}: points of shape {points.shape} are not the places of the grid {grid}")
+        sheet = points.reshape(h, w, 2)
+        axis.add_collection(LineCollection(list(sheet), colors=BLUE, linewidths=1.0, alpha=0.8, label="rows"))
+        axis.add_collection(
+            LineCollection(list(sheet.swapaxes(0, 1)), colors=ORANGE, linewidths=1.0, alpha=0.8, label="columns")
+        )
+        axis.scatter(*points.T, s=14, color=INK, zorder=3)
+        for row, column in {(0, 0), (0, w - 1), (h - 1, 0), (h - 1, w - 1)}:
+            _note_outside(axis, f"({row}, {column})", sheet[row, column], points.mean(axis=0))
+        _label(axis, panel.title, panel.x_label, panel.y_label)
+        axis.margins(0.22)
+        axis.grid(color=FAINT, linewidth=0.6)
+        axis.set_aspect("equal", adjustable="datalim")
+    axes[0].legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=TICK, loc="best")
+    return figure
+
+
+def _note_outside(axis: Axes, text: str, point: np.ndarray, centre: np.ndarray) -> None:
+    """A label beside a point, on the side away from the centre, where the sheet is not."""
+    away = point - centre
+    x, y = np.array([22, 17]) * away / max(float(np.hypot(*away)), 1e-12)  # text is wider than high
+    note = axis.annotate(
+        text, (point[0], point[1]), xytext=(x, y), textcoords="offset points", fontsize=TICK, ha="center", va="center"
+    )
+    note.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
+    note.set_zorder(4)
+
+
+def bars(
+    values: Mapping[str, float], x_label: str, *, title: str = "", log: bool = False, digits: str = ".3g"
+) -> Figure:
+    """Horizontal bars by name with their numbers, the first on top. log: for numbers powers of ten apart."""
+    figure, (axis,) = _canvas(1, 1, 6.8, 0.75 + 0.42 * len(values) + 0.25 * bool(title))
+    numbers = np.array(list(values.values()), dtype=np.float64)
+    places = np.arange(len(values))
+    drawn = axis.barh(places, numbers, color=BLUE, height=0.6)
+    axis.bar_label(drawn, [format(value, digits) for value in numbers], padding=4, fontsize=LABEL, color=INK)
+    axis.set_yticks(places, list(values))
+    axis.invert_yaxis()
+    if log:
+        axis.set_xscale("log")
+        positive = numbers[numbers > 0]
+        if positive.size:
+            axis.set_xlim(positive.min() / 10, positive.max() * 10)
+    else:
+        axis.margins(x=0.15)
+    _label(axis, title, x_label, "")
+    axis.tick_params(axis="y", labelsize=LABEL, length=0)
+    axis.grid(axis="x", color=FAINT, linewidth=0.6)
+    axis.set_axisbelow(True)
+    return figure
+
+
+def _canvas(rows: int, columns: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.1)
+    figure = Figure(figsize=(width, height), layout=layout, facecolor="white")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    return figure, list(axes.flat)
+
+
+def _label(axis: Axes, title: str, x_label: str, y_label: str) -> None:
+    if title:
+        axis.set_title(title, fontsize=TITLE, color=INK, pad=8)
+    axis.set_xlabel(x_label, fontsize=LABEL, color=INK)
+    axis.set_ylabel(y_label, fontsize=LABEL, color=INK)
+    axis.tick_params(labelsize=TICK, colors=INK)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)

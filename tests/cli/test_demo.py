@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from situs.cli import demo
+from situs.cli.main import main
+from situs.errors import SitusError
+from situs.report.html import Page
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """One whole `situs demo --quick` in a folder that is not there yet: (what it printed, the page)."""
+    out = tmp_path_factory.mktemp("demo") / "new" / "folder"
+    command = [sys.executable, "-W", "error", "-m", "situs", "demo", "--quick", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == str(out / "report.html")
+    assert [each.name for each in out.iterdir()] == ["report.html"]
+    return done.stdout, (out / "report.html").read_text(encoding="utf-8")
+
+
+def test_progress_is_plain_lines_where_nobody_watches(ran: tuple[str, str]) -> None:
+    from situs.cli.demo_sections import SECTIONS
+
+    printed, _ = ran
+    for number, name in enumerate(SECTIONS, start=1):
+        assert re.search(rf"^{number}/{len(SECTIONS)} {re.escape(name)}: done in \d+\.\d s$", printed, re.MULTILINE)
+    assert "\x1b" not in printed
+
+
+def test_the_printed_table_says_what_the_page_says(ran: tuple[str, str]) -> None:
+    printed, page = ran
+    table = printed.partition("What the demo found\n")[2]
+    lines = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines() if line.startswith("  ")]
+    assert len(lines) >= 7
+    for what, found in lines:
+        assert f"<td>{what}</td><td>{found}</td>" in page
+    assert "NOT" not in table
+
+
+def test_the_page_shows_each_section_with_pictures(ran: tuple[str, str]) -> None:
+    _, page = ran
+    sections = re.findall(r"<section.*?</section>", page, re.DOTALL)
+    titles = [re.search(r"<h2>(.*?)</h2>", section)[1] for section in sections]  # pyright: ignore[reportOptionalSubscript]
+    assert titles[0] == "At a glance"
+    assert titles[-1] == "How this page was made"
+    assert [section.count("<figure>") > 0 for section in sections] == [False, *[True] * (len(sections) - 2), False]
+    assert "situs demo --quick --seed 0" in page
+    assert "Zalando SE" in page
+
+
+def test_equivariance_holds_and_the_control_fails(ran: tuple[str, str]) -> None:
+    printed, _ = ran
+    errors = dict(re.findall(r"equivariance, (.*?)\s{2,}error (\S+)", printed))
+    assert float(errors["with positions"]) < 1e-12
+    assert float(errors["without positions"]) < 1e-12
+    assert float(errors["control: positions stay"]) > 1e-2
+
+
+def test_equivariance_section_sees_a_broken_encoder() -> None:
+    """A block that looks at a token's place is caught, so the small errors above mean something."""
+    from situs.cli.demo_sections import Stage, show_equivariance
+
+    stage = Stage(Page("p"), seed=0, quick=True, say=print)
+    ramp = torch.linspace(0, 1, 50 * 64, dtype=torch.float64).reshape(50, 64)  # CLS and 49 places, 64 channels
+    ramp[:, ::2] *= -1  # a ramp equal in all channels would vanish in the next norm
+    stage.backbone.model.blocks[0].mlp.register_forward_hook(lambda module, inputs, output: output + ramp)
+    errors = {what: float(found.removeprefix("error ")) for what, found in show_equivariance(stage)}
+    assert len(errors) == 3
+    assert min(errors.values()) > 1e-3
+
+
+def test_the_same_seed_gives_the_same_page() -> None:
+    from situs.cli.demo_sections import Stage, show_equivariance, show_masks
+
+    def page(seed: int) -> str:
+        stage = Stage(Page("p"), seed, quick=True, say=print)
+        show_masks(stage)
+        show_equivariance(stage)
+        return stage.page.render()
+
+    state = torch.get_rng_state()
+    first = page(3)
+    torch.rand(1)  # whatever happened before in the process does not matter
+    assert page(3) == first != page(4)
+    torch.set_rng_state(state)
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("")
+    with pytest.raises(SitusError, match=r"out=.*taken: cannot make this folder .*\(--out\)"):
+        demo.run(demo.Args(out=taken))
+    assert main(["demo", "--out", str(taken / "below")]) == 2
+    assert capsys.readouterr().err.startswith("situs: out=")
+
+
+def test_a_terminal_gets_a_spinner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    progress = demo._Progress()
+    with progress.step("1/2 a step"):
+        progress.say("half way")
+    assert re.search(r"✓.* 1/2 a step .*0\.\d s", capsys.readouterr().out)
+
+
+def test_without_a_terminal_words_are_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = demo._Progress()
+    with progress.step("1/2 a step"):
+        progress.say("half way")
+    assert re.fullmatch(r"1/2 a step: half way\n1/2 a step: done in 0\.\d s\n", capsys.readouterr().out)
+
+
+def test_flags_are_known_before_torch_is_imported() -> None:
+    code = "import sys, situs.cli.demo; print(sorted({'torch', 'timm', 'matplotlib'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"

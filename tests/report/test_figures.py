@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from matplotlib.collections import LineCollection
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from PIL import Image
+
+from situs.errors import SitusError
+from situs.report import figures
+
+CORNER = np.zeros((1, 8, 12), dtype=np.uint8)
+CORNER[0, :4, :3] = 255  # the top left patch of a 2 × 4 grid
+
+
+def drawn(figure: Figure) -> np.ndarray:
+    return np.asarray(Image.open(io.BytesIO(figures.png(figure))).convert("RGB")).astype(int)
+
+
+def titles(figure: Figure) -> list[str]:
+    return [axis.get_title() for axis in figure.axes]
+
+
+def all_figures() -> dict[str, Figure]:
+    rng = np.random.default_rng(0)
+    points = rng.normal(size=(8, 2))
+    return {
+        "curves": figures.curves({"a": ([0, 1], [1.0, 2.0]), "b": ([0, 1], [2.0, 1.0])}, "epoch", "loss"),
+        "heatmaps": figures.heatmaps({"one": rng.random((2, 4)), "two": rng.random((2, 4))}, "column", "row", "score"),
+        "projections": figures.projections([figures.Projection("t", points, "1st", "2nd")], (2, 4)),
+        "bars": figures.bars({"a": 1e-15, "b": 0.0, "c": 0.7}, "error", log=True),
+        "image_grid": figures.image_grid([CORNER] * 3, ["a", "b", "c"], columns=2),
+        "patches": figures.patches(CORNER, (2, 4), "cut"),
+    }
+
+
+def test_png_is_a_png_and_the_same_twice() -> None:
+    again = all_figures()
+    for name, figure in all_figures().items():
+        first = figures.png(figure)
+        assert first.startswith(b"\x89PNG"), name
+        assert first == figures.png(again[name]), name
+        width, height = Image.open(io.BytesIO(first)).size
+        assert width <= 2 * 912 and height > 100, f"{name} does not fit the page: {width}×{height}"
+
+
+def test_every_axis_of_numbers_is_labelled() -> None:
+    made = all_figures()
+    for name in ("curves", "projections"):
+        assert all(axis.get_xlabel() and axis.get_ylabel() for axis in made[name].axes), name
+    (bar,) = made["bars"].axes
+    assert bar.get_xlabel() == "error"
+    assert [tick.get_text() for tick in bar.get_yticklabels()] == ["a", "b", "c"]
+    first, second, scale = made["heatmaps"].axes
+    assert (first.get_xlabel(), second.get_xlabel(), first.get_ylabel()) == ("column", "column", "row")
+    assert scale.get_ylabel() == "score"
+
+
+def test_no_global_state() -> None:
+    before = dict(mpl.rcParams)
+    all_figures()
+    assert dict(mpl.rcParams) == before
+    code = "import sys, situs.report.figures; print('matplotlib.pyplot' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_image_stands_upright() -> None:
+    pixels = drawn(figures.image_grid([CORNER], columns=1))
+    black = np.argwhere((pixels == 0).all(axis=-1))
+    (top, left), (bottom, right) = black.min(axis=0), black.max(axis=0)
+    inside = pixels[top : bottom + 1, left : right + 1]
+    h, w = inside.shape[:2]
+    assert inside[h // 4, w // 8].min() == 255  # the white corner
+    assert inside[3 * h // 4, w // 8].max() == inside[h // 4, 7 * w // 8].max() == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+def test_colour_and_tensors(dtype: torch.dtype) -> None:
+    image = torch.zeros(3, 8, 8, dtype=dtype)
+    image[1] = 255 if dtype == torch.uint8 else 1.0
+    pixels = drawn(figures.image_grid([image], columns=1))
+    assert pixels[pixels.shape[0] // 2, pixels.shape[1] // 2].tolist() == [0, 255, 0]
+
+
+def test_titles_stand_over_their_images_and_empty_cells_are_blank() -> None:
+    figure = figures.image_grid([CORNER] * 5, list("abcde"), columns=3)
+    assert titles(figure) == ["a", "b", "c", "d", "e", ""]
+    assert not figure.axes[5].axison
+    assert not figure.axes[5].images
+    figure = figures.image_grid([CORNER] * 4, ["x", "y"], columns=2, row_titles=["up", "down"])
+    assert titles(figure) == ["x", "y", "", ""]
+    assert [[text.get_text() for text in axis.texts] for axis in figure.axes] == [["up"], [], ["down"], []]
+
+
+def test_mask_is_outlined_in_the_image_s_own_pixels() -> None:
+    mask = np.zeros(8, dtype=bool)
+    mask[6] = True  # row 1, column 2 of 2 × 4: x 6 to 9, y 4 to 8
+    axis = figures.image_grid([CORNER], columns=1, masks=[mask], grid=(2, 4)).axes[0]
+    (lines,) = [each for each in axis.collections if isinstance(each, LineCollection)]
+    found = {frozenset(map(tuple, segment.tolist())) for segment in map(np.asarray, lines.get_segments())}
+    corners = [(6.0, 4.0), (9.0, 4.0), (9.0, 8.0), (6.0, 8.0)]
+    assert found == {frozenset({corners[i], corners[i - 1]}) for i in range(4)}
+    assert to_hex(tuple(np.asarray(lines.get_colors())[0])).upper() == figures.ORANGE
+    tint = np.asarray(axis.images[1].get_array())
+    assert (tint[..., 3] > 0).ravel().tolist() == mask.tolist()
+
+
+@given(hnp.arrays(bool, st.tuples(st.integers(1, 6), st.integers(1, 6))))
+def test_outline_against_a_slow_reference(mask: np.ndarray) -> None:
+    h, w = mask.shape
+
+    def masked(row: int, column: int) -> bool:
+        return 0 <= row < h and 0 <= column < w and bool(mask[row, column])
+
+    expected = set()
+    for row in range(h + 1):
+        for column in range(w + 1):
+            if column < w and masked(row, column) != masked(row - 1, column):
+                expected.add(((column, row), (column + 1, row)))
+            if row < h and masked(row, column) != masked(row, column - 1):
+                expected.add(((column, row), (column, row + 1)))
+    segments = figures.outline(mask)
+    assert len(segments) == len(expected)
+    assert {(tuple(a), tuple(b)) for a, b in segments.tolist()} == expected
+
+
+def test_patches_are_each_at_their_place() -> None:
+    image = np.arange(8 * 12, dtype=np.uint8).reshape(1, 8, 12)
+    whole, apart = figures.patches(image, (2, 4), "cut").axes
+    assert (whole.get_title(), apart.get_title()) == ("cut", "8 patches of 4×3 pixels, each with its place")
+    assert [text.get_text() for text in apart.texts] == [str(place) for place in range(8)]
+    for place, (picture, text) in enumerate(zip(apart.images, apart.texts, strict=True)):
+        row, column = divmod(place, 4)
+        expected = image[0, row * 4 : row * 4 + 4, column * 3 : column * 3 + 3] / 255
+        assert np.array_equal(np.asarray(picture.get_array()), expected)
+        left, right, bottom, top = picture.get_extent()
+        assert left < text.get_position()[0] < right
+        assert top < text.get_position()[1] < bottom
+
+
+def test_projection_joins_neighbours() -> None:
+    points = np.stack(np.divmod(np.arange(6), 3), axis=-1).astype(float)
+    (axis,) = figures.projections([figures.Projection("t", points, "x", "y")], (2, 3)).axes
+    rows, columns = (c for c in axis.collections if isinstance(c, LineCollection))
+    assert [np.asarray(s)[:, 0].tolist() for s in rows.get_segments()] == [[0, 0, 0], [1, 1, 1]]
+    assert [np.asarray(s)[:, 1].tolist() for s in columns.get_segments()] == [[0, 0], [1, 1], [2, 2]]
+    assert {text.get_text() for text in axis.texts} == {"(0, 0)", "(0, 2)", "(1, 0)", "(1, 2)"}
+
+
+def test_heatmaps_share_one_scale() -> None:
+    panels = {"a": np.array([[0.0, 1.0]]), "b": np.array([[-3.0, 2.0]])}
+    plain = figures.heatmaps(panels, "x", "y", "v")
+    assert [axis.images[0].get_clim() for axis in plain.axes[:2]] == [(-3, 2)] * 2
+    even = figures.heatmaps(panels, "x", "y", "v", diverging=True)
+    assert [axis.images[0].get_clim() for axis in even.axes[:2]] == [(-3, 3)] * 2
+
+
+def test_curves_differ_in_colour_and_dash() -> None:
+    series = {str(i): ([0, 1], [i, i]) for i in range(7)}
+    (axis,) = figures.curves(series, "x", "y", log_y=True).axes
+    looks = {(line.get_color(), line.get_linestyle()) for line in axis.lines}
+    assert len(looks) == 7
+    legend = axis.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == list(series)
+    assert axis.get_yscale() == "log"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: figures.image_grid([]), "no images"),
+        (lambda: figures.image_grid([np.zeros((8, 8))]), r"shape \(8, 8\).*\[1, H, W\]"),
+        (lambda: figures.image_grid([np.zeros((4, 8, 8))]), r"shape \(4, 8, 8\)"),
+        (lambda: figures.image_grid([CORNER], masks=[np.zeros(7)], grid=(2, 4)), r"7 places.*\(2, 4\)"),
+        (lambda: figures.projections([figures.Projection("t", np.zeros((5, 2)), "", "")], (2, 3)), r"t: .*\(5, 2\)"),
+    ],
+)
+def test_what_cannot_be_drawn_is_one_sentence(call: object, message: str) -> None:
+    with pytest.raises(SitusError, match=message):
+        call()  # pyright: ignore[reportCallIssue]

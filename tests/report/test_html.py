@@ -1,0 +1,188 @@
+from __future__ import annotations
+
+import base64
+import stat
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from situs.errors import SitusError
+from situs.report.html import Page, Section, show, write_atomically
+
+# A whole PNG of 6 × 4 white pixels, so that sizes can be checked without a drawing library.
+PNG = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAYAAAAECAAAAACP4sC2AAAAEUlEQVR4nGP8z4AATAwkcgAARwABB6Sb0rwAAAAASUVORK5CYII="
+)
+SVG = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"><script>alert(1)</script></svg>'
+VOID = {"meta", "img", "br"}
+NASTY = '</style><script>alert(\'x\')</script> & <b onload="y">"quoted"</b>'
+
+
+class Reader(HTMLParser):
+    """Reads a page as a browser would: tags, attributes, the text a reader sees, and whether tags balance."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tags: Counter[str] = Counter()
+        self.attributes: list[tuple[str, str, str]] = []
+        self.text: list[str] = []
+        self.style = ""
+        self.open: list[str] = []
+        self.feed(page)
+        self.close()
+        assert self.open == [], "tags left open"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags[tag] += 1
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] == "style":
+            self.style += data
+        else:
+            self.text.append(data)
+
+    def values(self, name: str) -> list[str]:
+        return [value for _, key, value in self.attributes if key == name]
+
+
+def page_of(text: str) -> Page:
+    """A page with `text` in every place that takes text."""
+    page = Page(text, lead=text, footer=text)
+    section = page.section(text)
+    section.text(text).note(text).facts({text: text}).code(text).table([text, "n"], [[text, 1]], caption=text)
+    section.figure(PNG, caption=text, alt=text)
+    page.section("two")
+    page.section("three")
+    return page
+
+
+def test_everything_given_is_escaped() -> None:
+    read = Reader(page_of(NASTY).render())
+    plain = Reader(page_of("harmless").render())
+    assert read.tags == plain.tags
+    assert {(tag, name) for tag, name, _ in read.attributes} == {(tag, name) for tag, name, _ in plain.attributes}
+    # title, h1, lead, contents, h2, text, note, fact and its name, code, header, cell, two captions, footer
+    assert "\n".join(read.text).count(NASTY) == "\n".join(plain.text).count("harmless") == 15
+    assert NASTY in read.values("alt")
+
+
+@given(st.text(st.characters(codec="utf-8", exclude_characters="`\r\0", exclude_categories=["Cc", "Cs"]), min_size=1))
+def test_any_text_comes_back(text: str) -> None:
+    read = Reader(Page(text).render())
+    assert read.text.count(text) >= 2
+
+
+def test_the_page_fetches_nothing() -> None:
+    page = page_of("x")
+    page.section("svg").figure(SVG, "drawn")
+    read = Reader(page.render())
+    assert read.tags["script"] == read.tags["link"] == read.tags["iframe"] == 0
+    assert all(source.startswith("data:image/") for source in read.values("src"))
+    assert all(link.startswith("#") for link in read.values("href"))
+    assert "url(" not in read.style
+    assert "@import" not in read.style
+
+
+def test_contents_lead_to_sections() -> None:
+    page = Page("p")
+    for title in ("Same", "Same", "γ = ½", "Fourth, & last"):
+        page.section(title)
+    read = Reader(page.render())
+    ids = [value for tag, name, value in read.attributes if name == "id" and tag == "section"]
+    assert len(set(ids)) == 4
+    assert read.values("href") == [f"#{each}" for each in ids]
+    assert Reader(Page("p", sections=[Section("one"), Section("two")]).render()).tags["nav"] == 0
+
+
+def test_pictures_are_held_whole_and_at_half_size() -> None:
+    page = Page("p")
+    page.section("s").figure(PNG, "white `box`").figure(SVG, "drawn")
+    read = Reader(page.render())
+    first, second = read.values("src")
+    assert base64.b64decode(first.removeprefix("data:image/png;base64,")) == PNG
+    assert base64.b64decode(second.removeprefix("data:image/svg+xml;base64,")) == SVG
+    assert (read.values("width"), read.values("height")) == (["3"], ["2"])
+    assert read.values("alt") == ["white box", "drawn"]
+    with pytest.raises(SitusError, match=r"PNG or an SVG.*GIF89a"):
+        page.section("t").figure(b"GIF89a...", "no")
+
+
+def test_columns_of_numbers_are_set_as_numbers() -> None:
+    header = ["name", "count", "share", "mixed", "error", "blank", "yes"]
+    rows = [["a", 1200, 0.51234, 1, "1.3e-15", None, True], ["b", -3, 2.0, "none", "6.9e-01 %", None, False]]
+    block = Section("s").table(header, rows).blocks[0]
+    read = Reader(block)
+    numeric = {tag for tag, name, value in read.attributes if (name, value) == ("class", "number")}
+    assert numeric == {"th", "td"}
+    assert read.values("class").count("number") == 3 * 3  # three columns: count, share, error
+    assert read.text[len(header) :] == [
+        *("a", "1,200", "0.5123", "1", "1.3e-15", "–", "yes"),
+        *("b", "-3", "2", "none", "6.9e-01 %", "–", "no"),
+    ]
+    with pytest.raises(SitusError, match=r"3 cells and the header 2"):
+        Section("s").table(["a", "b"], [[1, 2, 3]])
+
+
+def test_paragraphs_and_code() -> None:
+    section = Section("s").text("one `a < b`\n\n  two\nlines").code("\nif x < 1:\n    pass\n")
+    assert section.blocks == [
+        "<p>one <code>a &lt; b</code></p>",
+        "<p>two\nlines</p>",
+        "<pre><code>if x &lt; 1:\n    pass</code></pre>",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, "–"), (True, "yes"), (False, "no"), (12345, "12,345"), (1 / 3, "0.3333"), ("t", "t")]
+)
+def test_show(value: str | float | bool | None, shown: str) -> None:
+    assert show(value) == shown
+
+
+def test_write_makes_the_folder_and_leaves_one_readable_file(tmp_path: Path) -> None:
+    page = page_of("x")
+    path = page.write(tmp_path / "deep" / "report.html")
+    assert [each.name for each in path.parent.iterdir()] == ["report.html"]
+    assert path.read_text(encoding="utf-8") == page.render() == page_of("x").render()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+def test_a_failed_write_keeps_the_old_file_and_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("old")
+
+    def full_disk(self: Path, target: Path) -> Path:
+        assert (self.parent, self != target) == (target.parent, True)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full_disk)
+    with pytest.raises(SitusError, match=r"report\.html: cannot be written \(No space left on device\) \(--out\)"):
+        Page("new").write(path)
+    assert path.read_text() == "old"
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_interruption_leaves_no_litter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(self: Path, target: Path) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(tmp_path / "a", b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(SitusError, match="cannot be written"):
+        Page("p").write(tmp_path / "taken" / "report.html")
