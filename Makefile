@@ -25,7 +25,7 @@ demo: .venv/.installed
 	@echo "$(CURDIR)/demo/report.html"
 
 test: .venv/.installed
-	@$(BIN)/python -m pytest -q
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 lint: .venv/.installed
 	@$(BIN)/ruff check .

@@ -36,9 +36,7 @@ def to_rst(line: str) -> str:
     return "".join(f"``{part}``" if i % 2 else part for i, part in enumerate(parts))
 
 
-def process_docstring(
-    app: object, what: str, name: str, obj: object, options: object, lines: list[str]
-) -> None:
+def process_docstring(app: object, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
     """Our docstrings are written to be read in the source; here they become reStructuredText.
 
     An indented paragraph is a drawing and stays as it is; everything else is text.

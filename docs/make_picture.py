@@ -33,16 +33,12 @@ def panel(ax: Axes, patches: Tensor, title: str, mark: Tensor, colour: str, sign
     for place, patch in enumerate(patches):
         row, column = divmod(place, GRID[1])
         x, y, on = column * STEP, row * STEP, bool(mark[place])
-        ax.imshow(
-            patch.reshape(PATCH, PATCH), cmap="bone_r", vmin=-0.04, vmax=1.5, extent=(x, x + 1, y + 1, y)
-        )
+        ax.imshow(patch.reshape(PATCH, PATCH), cmap="bone_r", vmin=-0.04, vmax=1.5, extent=(x, x + 1, y + 1, y))
         frame = {"lw": 2.0, "ec": colour} if on else {"lw": 0.8, "ec": QUIET}
         ax.add_patch(Rectangle((x, y), 1, 1, fill=False, **frame))
         if on and sign:
             ax.add_patch(Rectangle((x, y), 1, 1, fc="white", alpha=0.6, ec="none"))
-            ax.text(
-                x + 0.5, y + 0.52, sign, ha="center", va="center", color=colour, fontsize=15, weight="bold"
-            )
+            ax.text(x + 0.5, y + 0.52, sign, ha="center", va="center", color=colour, fontsize=15, weight="bold")
     ax.set_xlim(-0.1, GRID[1] * STEP)
     ax.set_ylim(GRID[0] * STEP, -0.1)
     ax.set_title(title, fontsize=14, color=INK, pad=10)
