@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pytest
 import torch
 from scipy import stats
 from torch import Tensor
 
+from situs.core import masking
 from situs.core.masking import BlockRule, block_mask, block_noise_shape, count_of, jigsaw, random_subset
 from situs.core.permutation import is_permutation
 from situs.core.random import uniform
@@ -24,9 +26,7 @@ def noise_for(batch: int, *shape: int, seed: int = 0, stream: str = "test") -> T
 
 
 def masks(batch: int, grid: tuple[int, int], ratio: float, rule: BlockRule, seed: int = 0) -> Tensor:
-    return block_mask(
-        noise_for(batch, *block_noise_shape(grid, ratio, rule=rule), seed=seed), grid, ratio, rule=rule
-    )
+    return block_mask(noise_for(batch, *block_noise_shape(grid, ratio, rule=rule), seed=seed), grid, ratio, rule=rule)
 
 
 # Random subsets
@@ -151,9 +151,7 @@ def slow_block_mask(noise: list[float], grid: tuple[int, int], ratio: float, rul
             break
         covered.update(new[:wanted])
     if rule == "paper":
-        free = sorted(
-            (cell for cell in range(height * width) if cell not in covered), key=lambda cell: rest[cell]
-        )
+        free = sorted((cell for cell in range(height * width) if cell not in covered), key=lambda cell: rest[cell])
         covered.update(free[: target - len(covered)])
     return [cell in covered for cell in range(height * width)]
 
@@ -209,14 +207,10 @@ def test_official_masks_have_the_published_statistics(ratio: float):
     assert abs(float((counts == 0).double().mean()) - empty) < 4 * spread + (0.005 if empty else 0.0)
 
 
-@pytest.mark.parametrize(
-    ("grid", "ratio"), [((14, 14), 1.0), ((14, 14), 0.27), ((32, 32), 1.0), ((4, 4), 1.0)]
-)
+@pytest.mark.parametrize(("grid", "ratio"), [((14, 14), 1.0), ((14, 14), 0.27), ((32, 32), 1.0), ((4, 4), 1.0)])
 def test_official_masks_end_before_the_rounds_do(grid: tuple[int, int], ratio: float):
     """The bound on rounds is no part of the published rule, so it must never be what ends a mask: with the last
     quarter of the rounds taken away nothing changes."""
-    from situs.core import masking
-
     noise = noise_for(500, *block_noise_shape(grid, ratio, rule="official"))
     whole = block_mask(noise, grid, ratio, rule="official")
     rounds = noise.shape[1] // 40
@@ -239,8 +233,8 @@ def test_a_sample_has_its_mask_whatever_batch_it_stands_in():
 def test_the_compiled_sampler_gives_the_same_masks(rule: BlockRule):
     """Compiled there is no early exit: a full graph proves that no branch looks at a tensor."""
     torch.compiler.reset()
-    grid, ratio = (5, 6), 0.6
-    noise = noise_for(12, *block_noise_shape(grid, ratio, rule=rule))
+    grid, ratio = (3, 4), 0.5
+    noise = noise_for(64, *block_noise_shape(grid, ratio, rule=rule))
     compiled = torch.compile(block_mask, fullgraph=True, backend="eager")
     assert torch.equal(compiled(noise, grid, ratio, rule=rule), block_mask(noise, grid, ratio, rule=rule))
 
@@ -252,26 +246,41 @@ def test_subset_and_jigsaw_compile_in_one_graph():
         return jigsaw(mask_of(random_subset(noise, 0.5).kept, 9), more)
 
     noise, more = noise_for(4, 9), noise_for(4, 9, stream="more")
-    assert torch.equal(
-        torch.compile(both, fullgraph=True, backend="aot_eager")(noise, more), both(noise, more)
-    )
+    assert torch.equal(torch.compile(both, fullgraph=True, backend="aot_eager")(noise, more), both(noise, more))
 
 
 @pytest.mark.gpu
-def test_masks_on_the_gpu_are_those_of_the_cpu_without_a_wait():
-    for rule in ("paper", "official"):
-        noise = noise_for(256, *block_noise_shape((14, 14), 0.75, rule=rule))
-        there = noise.cuda()
-        with torch.cuda.device(there.device):
-            torch.cuda.set_sync_debug_mode("error")
+@pytest.mark.parametrize("triton", [True, False], ids=["kernel", "tensors"])
+@pytest.mark.parametrize("rule", ["paper", "official"])
+def test_masks_on_the_gpu_are_those_of_the_cpu_without_a_wait(
+    rule: BlockRule, triton: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(masking, "_can_run_triton", lambda: triton)
+    for grid in GRIDS:
+        for ratio in RATIOS:
+            noise, n = noise_for(256, *block_noise_shape(grid, ratio, rule=rule)), grid[0] * grid[1]
+            here, shuffle = block_mask(noise, grid, ratio, rule=rule), noise_for(256, n)
+            there, shuffle_there = noise.cuda(), shuffle.cuda()
+            block_mask(there, grid, ratio, rule=rule)  # the first call builds the kernel
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch calls its detector of waits a prototype
+                torch.cuda.set_sync_debug_mode("error")
             try:
-                mask = block_mask(there, (14, 14), 0.75, rule=rule)
-                index = jigsaw(mask, there[:, :196])
+                mask = block_mask(there, grid, ratio, rule=rule)
+                index = jigsaw(mask, shuffle_there)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        here = block_mask(noise, (14, 14), 0.75, rule=rule)
-        assert torch.equal(mask.cpu(), here)
-        assert torch.equal(index.cpu(), jigsaw(here, noise[:, :196]))
+            assert torch.equal(mask.cpu(), here)
+            assert torch.equal(index.cpu(), jigsaw(here, shuffle))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", ["paper", "official"])
+def test_the_compiler_for_the_gpu_gives_the_same_masks(rule: BlockRule):
+    torch.compiler.reset()
+    noise = noise_for(2000, *block_noise_shape((14, 14), 0.09, rule=rule))
+    mask = torch.compile(block_mask, fullgraph=True)(noise.cuda(), (14, 14), 0.09, rule=rule)
+    assert torch.equal(mask.cpu(), block_mask(noise, (14, 14), 0.09, rule=rule))
 
 
 def test_block_masks_refuse_what_does_not_fit():

@@ -1,12 +1,16 @@
 """Which tokens are kept, masked or shuffled: every sampler is a pure function of uniform noise in [0, 1).
 
-Draw the noise with `core.random.uniform` (or `uniform_from`). Nothing here waits for the device: on an accelerator
-there is no branch on a tensor's content. On the CPU, where looking is free, the block sampler stops early.
+Draw the noise with `core.random.uniform` (or `uniform_from`). Nothing here makes the host wait: on an
+accelerator no branch looks at a tensor's content. On the CPU, where looking is free, block masks stop early.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import math
+import os
+import shutil
 from typing import Literal, NamedTuple
 
 import torch
@@ -35,7 +39,7 @@ class Subset(NamedTuple):
 
 
 def count_of(ratio: float, n: int) -> int:
-    """int(ratio · n) as a person reckons it: 0.29 of 100 is 29, though 0.29 * 100 is 28.999999999999996 in floats."""
+    """int(ratio · n) as a person reckons it: 0.29 of 100 is 29, though floats make it 28.999999999999996."""
     return min(n, int(ratio * n + 1e-6))
 
 
@@ -53,13 +57,14 @@ def random_subset(noise: Tensor, ratio: float, *, flag: str = "--ratio") -> Subs
 
 
 def jigsaw(mask: Tensor, noise: Tensor) -> Tensor:
-    """A uniform random permutation of the masked places among themselves; the others stay. Fixed points may happen.
+    """A uniform random permutation of the masked places among themselves; the others stay.
 
-    mask: bool [B, N], or [N] for one shuffle of the whole batch; noise: the same shape -> index like mask.
+    mask: bool [B, N], or [N] for one shuffle of the whole batch; noise: the same shape -> index, the same shape,
+    applied as every permutation is: y[i] = x[index[i]]. A masked place may well keep its own token.
     """
     if mask.dtype != torch.bool or mask.shape != noise.shape:
         raise SitusError(
-            f"jigsaw: mask is {mask.dtype} of shape {tuple(mask.shape)} and noise has shape {tuple(noise.shape)};"
+            f"jigsaw: mask is {mask.dtype} of shape {tuple(mask.shape)}, noise has shape {tuple(noise.shape)};"
             " the mask must be torch.bool and both of one shape"
         )
     # Both lists name the masked places first, then the others in order: the k-th masked place receives the
@@ -70,7 +75,7 @@ def jigsaw(mask: Tensor, noise: Tensor) -> Tensor:
 
 
 def block_noise_shape(grid: tuple[int, int], ratio: float, *, rule: BlockRule = "paper") -> tuple[int]:
-    """The shape of noise one sample's `block_mask` takes: `uniform(seed, epoch, ids, stream, block_noise_shape(...))`."""
+    """The shape of noise that one sample's `block_mask` takes, to be handed to `core.random.uniform`."""
     target = _target(grid, ratio, rule)
     return (_rounds(target, rule) * _NUMBERS * _ATTEMPTS + (grid[0] * grid[1] if rule == "paper" else 0),)
 
@@ -78,69 +83,108 @@ def block_noise_shape(grid: tuple[int, int], ratio: float, *, rule: BlockRule = 
 def block_mask(noise: Tensor, grid: tuple[int, int], ratio: float, *, rule: BlockRule = "paper") -> Tensor:
     """Block-wise masks: rectangles laid one after the other until int(γN) places are covered.
 
-    noise: [B, *block_noise_shape(grid, ratio, rule=rule)] -> mask: bool [B, N], N = grid height · width. ratio: γ.
+    noise: [B, *block_noise_shape(grid, ratio, rule=rule)]; ratio: γ -> mask: bool [B, N], N = height · width.
 
-    A block's area is uniform between a least and the places still wanted, its aspect log-uniform in [0.3, 1/0.3], it
-    is strictly smaller than the grid in both directions, and of 10 attempts the first that adds a new place is laid.
+    A block's area is uniform between a least and the places still wanted, its aspect log-uniform in [0.3, 1/0.3];
+    it is strictly smaller than the grid both ways. Of 10 attempts the first that adds a place is laid.
 
-    `paper`: exactly int(γN) places. The least area is min(8, wanted); a last block that would overshoot is cut, its new
-    places kept row by row; places still wanted after the rounds are filled uniformly at random.
-    `official`: as the published code does. The area lies between 8 and min(wanted, 75), also when that is below 8; a
-    block that would overshoot is refused; the first block whose 10 attempts all fail ends the mask. So γ is an upper
-    bound. There one mask serves a whole batch: draw it with one sample's noise and expand it.
+    `paper`: exactly int(γN) places. The least area is min(8, wanted); a last block that would overshoot is cut,
+    its new places kept row by row; places still wanted after the rounds are filled uniformly at random.
 
-    A grid of one row or column has no strictly smaller block: `official` leaves it empty, `paper` fills at random.
+    `official`: as the published code does. The area lies between 8 and min(wanted, 75), also where that is less;
+    an attempt that would overshoot is refused; the first block whose 10 attempts all fail ends the mask. So γ is
+    an upper bound. There one mask serves a whole batch: draw it with one sample's noise and expand it.
+
+    One row or column has no strictly smaller block: `official` leaves it empty, `paper` fills it at random.
     """
     target = _target(grid, ratio, rule)
-    rounds, n = _rounds(target, rule), grid[0] * grid[1]
-    if noise.dim() != 2 or noise.shape[1:] != block_noise_shape(grid, ratio, rule=rule):
+    shape = block_noise_shape(grid, ratio, rule=rule)
+    batch, n = noise.shape[0], grid[0] * grid[1]
+    if noise.dim() != 2 or noise.shape[1:] != shape:
         raise SitusError(
-            f"block_mask: noise has shape {tuple(noise.shape)}; for grid={grid}, ratio={ratio}, rule={rule!r} it must be"
-            f" [B, {block_noise_shape(grid, ratio, rule=rule)[0]}]"
+            f"block_mask: noise has shape {tuple(noise.shape)};"
+            f" for grid={grid}, ratio={ratio}, rule={rule!r} it must be [B, {shape[0]}]"
         )
     if target == 0 or (target == n and rule == "paper"):
-        return torch.full((noise.shape[0], n), target > 0, dtype=torch.bool, device=noise.device)
-    size = rounds * _NUMBERS * _ATTEMPTS
-    numbers = noise[:, :size].view(-1, rounds, _NUMBERS, _ATTEMPTS)
-    empty = torch.ones((noise.shape[0], *grid), device=noise.device)
-    wanted = torch.full((noise.shape[0], 1), float(target), dtype=torch.float64, device=noise.device)
-    laid = _lay_blocks(numbers, _Laid(empty, empty, wanted), rule)
+        return torch.full((batch, n), target > 0, dtype=torch.bool, device=noise.device)
+    rounds = _rounds(target, rule)
+    if noise.device.type == "cuda" and not torch.compiler.is_compiling() and _can_run_triton():
+        from situs.core.block_kernel import sample_blocks
+
+        areas = (_MIN_AREA, _MAX_AREA)
+        return sample_blocks(noise, grid, target, rounds, _ATTEMPTS, areas, _LOG_ASPECT, official=rule == "official")
+    split = rounds * _NUMBERS * _ATTEMPTS
+    empty = torch.ones((batch, *grid), device=noise.device)
+    wanted = torch.full((batch, 1), float(target), dtype=torch.float64, device=noise.device)
+    numbers = noise[:, :split].view(batch, -1, _NUMBERS, _ATTEMPTS)
+    laid = _lay_blocks(numbers, _Laid(empty, empty, wanted), _Tables.of(grid, noise.device), rule)
     if rule == "official":
         return laid.free.flatten(1) == 0
     mask = _cut(laid.before.flatten(1), laid.free.flatten(1), target)
-    return _fill(mask, laid.wanted, noise[:, size:])
+    return _fill(mask, laid.wanted, noise[:, split:])
 
 
 class _Laid(NamedTuple):
     """Where the blocks stand after some rounds."""
 
     before: Tensor
-    """float [B, H, W]: 1 where a place was not covered before the sample's last round."""
+    """float [B, H, W]: 1 where a place was not covered before the sample's last round (`paper` only)."""
     free: Tensor
-    """float [B, H, W]: 1 where a place is not covered. `paper` lays blocks whole, so the last may overshoot."""
+    """float [B, H, W]: 1 where a place is not covered. `paper` lays blocks whole: the last may overshoot."""
     wanted: Tensor
     """float64 [B, 1]: how many places are still to cover."""
 
 
-def _lay_blocks(numbers: Tensor, laid: _Laid, rule: BlockRule) -> _Laid:
+class _Tables(NamedTuple):
+    """Constants of a grid. Axis 0 is the rows, axis 1 the columns; an interval of cells on either has a code."""
+
+    limit: Tensor
+    """float64 [2, 1]: the cells an axis has."""
+    origin: Tensor
+    """float64 [2, 1]: what an axis adds to the start of its intervals, so that the two do not share codes."""
+    log_aspect: Tensor
+    """float64 [2, 1]: ±log(1 / 0.3): a tall block is narrow."""
+    stride: int
+    """The code of an interval is (origin + start) · stride + length."""
+    cover: Tensor
+    """float [codes, S]: ones on an interval's cells. None where it is as long as its axis, as no block may be."""
+
+    @staticmethod
+    def of(grid: tuple[int, int], device: torch.device) -> _Tables:
+        stride = max(grid) + 1
+        limit = _column(*grid, device)
+        steps = torch.arange(stride, device=device)
+        past = steps[:-1] - steps[:, None, None]
+        cover = (past >= 0) & (past < steps[:, None]) & (steps[:, None] < limit[:, :, None, None])
+        origin, log_aspect = _column(0, stride, device), _column(_LOG_ASPECT, -_LOG_ASPECT, device)
+        return _Tables(limit, origin, log_aspect, stride, cover.float().flatten(0, 2))
+
+
+def _column(a: float, b: float, device: torch.device) -> Tensor:
+    """[[a], [b]] in float64, made on the device: copying numbers there would make the host wait."""
+    return torch.cat([torch.full((1, 1), float(x), dtype=torch.float64, device=device) for x in (a, b)])
+
+
+def _lay_blocks(numbers: Tensor, laid: _Laid, tables: _Tables, rule: BlockRule) -> _Laid:
     """One block a round for each sample that still wants places. numbers: [B, R, 4, A]."""
     look = numbers.device.type == "cpu" and not torch.compiler.is_compiling()
-    table = _interval_table(max(laid.free.shape[1:]), numbers.device)
     for index, draw in enumerate(numbers.unbind(1)):
-        laid = _lay_block(draw.double(), laid, table, rule)
-        if look:
-            live = laid.wanted.flatten().nonzero().flatten()
-            if 2 * len(live) <= len(numbers):
-                # Most samples are done: go on with the others alone. Halving keeps the copies cheap.
-                if len(live) == 0 or index + 1 == numbers.shape[1]:
-                    return laid
-                rest = _lay_blocks(numbers[live, index + 1 :], _Laid(*(part[live] for part in laid)), rule)
-                return _Laid(*(part.index_copy_(0, live, new) for part, new in zip(laid, rest, strict=True)))
+        laid = _lay_block(draw.double(), laid, tables, rule)
+        if not look:
+            continue
+        live = laid.wanted.flatten().nonzero().flatten()
+        if len(live) == 0 or index + 1 == numbers.shape[1]:
+            break
+        if 2 * len(live) <= len(numbers):
+            # Most samples are done: go on with the others alone. Halving keeps the copies cheap.
+            rest = _Laid(*(part[live] for part in laid))
+            rest = _lay_blocks(numbers[live, index + 1 :], rest, tables, rule)
+            return _Laid(*(part.index_copy_(0, live, new) for part, new in zip(laid, rest, strict=True)))
     return laid
 
 
-def _lay_block(draw: Tensor, laid: _Laid, table: Tensor, rule: BlockRule) -> _Laid:
-    """The first valid attempt of one round. draw: float64 [B, 4, A]; table: `_interval_table`."""
+def _lay_block(draw: Tensor, laid: _Laid, tables: _Tables, rule: BlockRule) -> _Laid:
+    """The first valid attempt of one round. draw: float64 [B, 4, A]."""
     before, free, wanted = laid
     height, width = free.shape[1:]
     if rule == "paper":
@@ -148,63 +192,55 @@ def _lay_block(draw: Tensor, laid: _Laid, table: Tensor, rule: BlockRule) -> _La
         least, most = wanted.clamp(max=_MIN_AREA), wanted
     else:
         least, most = torch.full_like(wanted, _MIN_AREA), wanted.clamp(max=_MAX_AREA)
-    code, valid = _boxes(draw, least, most, (height, width))
-    rows, columns = functional.embedding(code, table).unbind(1)
-    gain = torch.linalg.vecdot(rows[..., :height] @ free, columns[..., :width])
-    valid = valid & (gain > 0)
+    code = _intervals(draw, least, most, tables)
+    rows, columns = functional.embedding(code, tables.cover).unbind(1)
+    gain = (rows[..., :height] @ free * columns[..., :width]).sum(dim=-1)
     if rule == "official":
-        valid = valid & (gain <= most)
-    first = valid.to(torch.uint8).argmax(dim=1, keepdim=True)
-    gain = (gain * valid).gather(1, first)
-    # Code 0 is the empty interval: where no attempt is valid, nothing is laid.
-    chosen = (code * valid.unsqueeze(1)).gather(2, first.unsqueeze(1).expand(-1, 2, -1))
-    rows, columns = functional.embedding(chosen.squeeze(2), table).unbind(1)
+        gain = gain * (gain <= most)
+    # `max` of booleans would give value and index at once, but compiled for CUDA its index is not the first.
+    first = (gain > 0).to(torch.uint8).argmax(dim=1, keepdim=True)
+    gain = gain.gather(1, first)
+    # Code 0 is an empty interval: where no attempt is valid, nothing is laid.
+    chosen = code.gather(2, first.unsqueeze(1).expand(-1, 2, -1)).squeeze(2) * (gain > 0)
+    rows, columns = functional.embedding(chosen, tables.cover).unbind(1)
     free = (free - rows[:, :height, None] * columns[:, None, :width]).relu()
     wanted = (wanted - gain).clamp(min=0) if rule == "paper" else (wanted - gain) * (gain > 0)
     return _Laid(before, free, wanted)
 
 
-def _boxes(draw: Tensor, least: Tensor, most: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
-    """The boxes of one round's attempts: draw [B, 4, A], least and most area [B, 1] -> (codes of the row and the
-    column interval [B, 2, A], whether the box is strictly smaller than the grid [B, A]).
+def _intervals(draw: Tensor, least: Tensor, most: Tensor, tables: _Tables) -> Tensor:
+    """The row and column intervals of one round's boxes: draw [B, 4, A], areas [B, 1] -> codes [B, 2, A].
 
-    In float64: a rounding then falls the same way on every device and in any language.
+    In float64, so that a side is rounded the same way on every device.
     """
-    height, width = grid
-    area = least + (most - least) * draw[:, 0]
-    aspect = ((2.0 * draw[:, 1] - 1.0) * _LOG_ASPECT).exp()
-    tall = (area * aspect).sqrt().round()
-    wide = (area / aspect).sqrt().round()
-    inside = (tall < height) & (wide < width)
-    # A box that is too large would have no place: it counts as empty, and is not valid.
-    tall, wide = tall * inside, wide * inside
-    top = (draw[:, 2] * (height + 1.0 - tall)).floor()
-    left = (draw[:, 3] * (width + 1.0 - wide)).floor()
-    stride = max(grid) + 1
-    return torch.stack((top * stride + tall, left * stride + wide), dim=1).long(), inside
-
-
-def _interval_table(size: int, device: torch.device) -> Tensor:
-    """Row `start · (size + 1) + length` has ones on start, ..., start + length - 1: [(size + 1)², size]."""
-    steps = torch.arange(size + 1, device=device)
-    past = torch.arange(size, device=device) - steps[:, None, None]
-    return ((past >= 0) & (past < steps[:, None])).float().flatten(0, 1)
+    area = torch.lerp(least, most, draw[:, 0]).unsqueeze(1)
+    aspect = ((2.0 * draw[:, 1:2] - 1.0) * tables.log_aspect).exp()
+    length = (area * aspect).sqrt().round().minimum(tables.limit)
+    start = torch.addcmul(tables.origin, draw[:, 2:], tables.limit + 1.0 - length).floor()
+    return (start * tables.stride + length).long()
 
 
 def _cut(before: Tensor, free: Tensor, target: int) -> Tensor:
-    """The mask with the last block cut to the target, row by row. before, free: [B, N] floats -> bool [B, N]."""
+    """The mask with the last block cut to the target, row by row. before, free: [B, N] -> bool [B, N]."""
     last = before - free
     room = target - (1.0 - before).sum(dim=1, keepdim=True)
     return (before == 0) | ((last > 0) & (last.cumsum(dim=1) <= room))
 
 
 def _fill(mask: Tensor, wanted: Tensor, noise: Tensor) -> Tensor:
-    """Adds the `wanted` [B, 1] places that are still missing, those of the least noise [B, N]."""
+    """Adds the `wanted` [B, 1] places that are still missing: the free ones of the least noise [B, N]."""
     if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not wanted.any():
         return mask
     order = torch.where(mask, 2.0, noise).argsort(dim=1, stable=True)
     chosen = torch.arange(mask.shape[1], device=mask.device) < wanted
     return mask | torch.zeros_like(mask).scatter_(1, order, chosen)
+
+
+@functools.cache
+def _can_run_triton() -> bool:
+    """Triton comes with torch's CUDA builds on Linux, and builds its launcher with the system's C compiler."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return compiler is not None and importlib.util.find_spec("triton") is not None
 
 
 def _target(grid: tuple[int, int], ratio: float, rule: BlockRule) -> int:
@@ -218,8 +254,13 @@ def _target(grid: tuple[int, int], ratio: float, rule: BlockRule) -> int:
 
 
 def _rounds(target: int, rule: BlockRule) -> int:
-    rounds = 8 + target // 4
-    return min(32, rounds) if rule == "paper" else rounds
+    """How many blocks a mask may take. Measured with 10⁴ to 10⁶ masks a case on grids from 3×20 to 64×64.
+
+    `official`: no bound on a fair draw. A block adds a place or ends the mask, so `target` rounds always do; and the
+    most ever used were 37 of the 52 allowed here (14×14, γ=1, 10⁶ masks), 24 of 30 (8×8), 91 of 190 (32×32).
+    `paper`: on 14×14 fewer than one mask in 10⁴ needs more up to γ=.9; past that the rest is filled at random.
+    """
+    return min(32, 6 + target // 6) if rule == "paper" else min(target, 20 + target // 6)
 
 
 def _name(flag: str) -> str:

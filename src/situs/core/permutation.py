@@ -41,13 +41,9 @@ def compose(first: Tensor, then: Tensor) -> Tensor:
     _check(first, "first")
     _check(then, "then")
     if first.shape[-1] != then.shape[-1]:
-        raise SitusError(
-            f"compose: first has {first.shape[-1]} places and then has {then.shape[-1]}; they must agree"
-        )
+        raise SitusError(f"compose: first has {first.shape[-1]} places and then has {then.shape[-1]}; they must agree")
     if first.dim() == then.dim() == 2 and first.shape[0] != then.shape[0]:
-        raise SitusError(
-            f"compose: first has {first.shape[0]} samples and then has {then.shape[0]}; they must agree"
-        )
+        raise SitusError(f"compose: first has {first.shape[0]} samples and then has {then.shape[0]}; they must agree")
     if then.dim() == 1:
         return first.index_select(-1, then)
     return first.expand_as(then).gather(-1, then)
@@ -76,9 +72,7 @@ def permute_columns(x: Tensor, p: Tensor) -> Tensor:
     if p.dim() == 1:
         return x.index_select(-1, p)
     if x.dim() < 2:
-        raise SitusError(
-            f"permute_columns: x has shape {tuple(x.shape)}; with one p per sample it must be [B, ..., D]"
-        )
+        raise SitusError(f"permute_columns: x has shape {tuple(x.shape)}; with one p per sample it must be [B, ..., D]")
     _check_batch(x, p)
     full = p.view(p.shape[0], *(1 for _ in x.shape[1:-1]), p.shape[1])
     return x.gather(-1, full.expand_as(x))
@@ -88,9 +82,7 @@ def permute_axis(weight: Tensor, p: Tensor, axis: int) -> Tensor:
     """A weight with one axis moved: out[..., i, ...] = weight[..., p[i], ...] on `axis`; p: [n], shared."""
     _check(p, "p")
     if p.dim() != 1:
-        raise SitusError(
-            f"permute_axis: p has shape {tuple(p.shape)}; a weight has no samples, so it must be [n]"
-        )
+        raise SitusError(f"permute_axis: p has shape {tuple(p.shape)}; a weight has no samples, so it must be [n]")
     if not -weight.dim() <= axis < weight.dim():
         raise SitusError(f"permute_axis: axis={axis}: the weight has shape {tuple(weight.shape)}")
     _check_length(weight, axis, p)

@@ -1,0 +1,39 @@
+"""The Triton kernel against the tensor version, run by Triton's interpreter, so that no GPU is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+
+COMPARE = """
+import torch
+from situs.core import masking
+from situs.core.block_kernel import sample_blocks
+from situs.core.random import uniform
+
+cases = [("paper", (14, 14), 0.27), ("paper", (3, 4), 0.9), ("paper", (1, 5), 0.6), ("official", (14, 14), 0.27),
+         ("official", (4, 5), 1.0)]
+for rule, grid, ratio in cases:
+    noise = uniform(0, 0, torch.arange(4), "kernel", masking.block_noise_shape(grid, ratio, rule=rule))
+    target = masking._target(grid, ratio, rule)
+    mask = sample_blocks(
+        noise, grid, target, masking._rounds(target, rule), masking._ATTEMPTS, (masking._MIN_AREA, masking._MAX_AREA),
+        masking._LOG_ASPECT, rule == "official",
+    )
+    assert torch.equal(mask, masking.block_mask(noise, grid, ratio, rule=rule)), (rule, grid, ratio)
+    assert mask.any()
+print("same masks")
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
+def test_the_kernel_gives_the_masks_of_the_tensor_version():
+    """In its own process: Triton reads the variable when it is imported."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", COMPARE]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert run.stdout.strip() == "same masks", run.stderr
