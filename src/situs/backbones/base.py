@@ -66,6 +66,7 @@ class Backbone(nn.Module, ABC):
     """A wrapped model. Subclasses know one library's layout; everything above knows only this class.
 
     model: the wrapped module itself, its parameter names untouched. grid: (h, w) of its patch tokens. dim: D.
+    img_size and in_chans: the images it takes, where it takes images of one size.
     out_grid: the grid of `Features.patches` (coarser than `grid` in a hierarchical model). out_dim: their width.
     """
 
@@ -80,6 +81,8 @@ class Backbone(nn.Module, ABC):
         self.dim = dim
         self.num_prefix = prefix
         self.depth = depth
+        self.in_chans = 0
+        self.img_size: tuple[int, int] | None = None
         self.source: dict[str, Any] = {}
         """How the wrapped library makes this model again: library, architecture, model_args."""
 
@@ -118,6 +121,13 @@ class Backbone(nn.Module, ABC):
     def num_tokens(self) -> int:
         """N, the number of patch tokens."""
         return self.grid[0] * self.grid[1]
+
+    @property
+    def patch_values(self) -> int:
+        """How many numbers a patch of the image holds: P_h * P_w * C."""
+        if self.img_size is None:
+            raise SitusError(f"{self.name} takes no images of a fixed size, so it has no patches of pixels")
+        return self.in_chans * (self.img_size[0] // self.grid[0]) * (self.img_size[1] // self.grid[1])
 
     @property
     def out_grid(self) -> tuple[int, int]:

@@ -21,7 +21,7 @@ class FlatBackbone(Backbone):
         check_blocks(name, inner.blocks)
         height, width = inner.patch_embed.grid_size
         super().__init__(model, name, (height, width), inner.embed_dim, inner.num_prefix_tokens, len(inner.blocks))
-        self.in_chans: int = inner.patch_embed.proj.in_channels
+        self.in_chans = inner.patch_embed.proj.in_channels
         ph, pw = inner.patch_embed.patch_size
         self.img_size = (height * ph, width * pw)
 
@@ -139,7 +139,7 @@ class SwinBackbone(Backbone):
         height, width = inner.patch_embed.grid_size
         depth = sum(len(stage.blocks) for stage in inner.layers)
         super().__init__(model, name, (height, width), inner.patch_embed.proj.out_channels, 0, depth)
-        self.in_chans: int = inner.patch_embed.proj.in_channels
+        self.in_chans = inner.patch_embed.proj.in_channels
         ph, pw = inner.patch_embed.patch_size
         self.img_size = (height * ph, width * pw)
         self.table = None if table is None else nn.Parameter(table, requires_grad=learned)
@@ -191,9 +191,7 @@ class PixelBackbone(Backbone):
     def __init__(self, model: nn.Module, name: str) -> None:
         inner: Any = model
         super().__init__(model, name, (0, 0), inner.num_features, 0, len(inner.feature_info) - 1)
-        self.in_chans: int = (
-            inner.conv1.in_channels if isinstance(inner.conv1, nn.Conv2d) else inner.conv1[0].in_channels
-        )
+        self.in_chans = inner.conv1.in_channels if isinstance(inner.conv1, nn.Conv2d) else inner.conv1[0].in_channels
 
     def forward(self, x: Tensor) -> Tensor:
         check_images(self.name, x, self.in_chans, None)

@@ -1,0 +1,49 @@
+"""Ideas, never loops. A method is one file here and one line in `METHODS`."""
+
+from __future__ import annotations
+
+from importlib.metadata import entry_points
+from typing import Any
+
+from situs.backbones.base import Backbone
+from situs.errors import unknown_name
+from situs.methods.base import Batch, Draws, Method, Output
+from situs.methods.mae import MAE, MAEConfig
+from situs.methods.mp3 import MP3, MP3Config
+from situs.methods.supervised import Supervised, SupervisedConfig
+
+METHODS: dict[str, type[Method]] = {"mae": MAE, "mp3": MP3, "supervised": Supervised}
+"""Every method by name. The command line, the contract tests and the benchmarks read this dict."""
+
+
+def method_class(name: str) -> type[Method]:
+    """A method by name: one of ours, or a third party's under the entry-point group `situs.methods`."""
+    if name in METHODS:
+        return METHODS[name]
+    others = {point.name: point for point in entry_points(group="situs.methods")}
+    if name in others:
+        return others[name].load()
+    raise unknown_name("method", name, [*METHODS, *others])
+
+
+def create_method(name: str, backbone: Backbone, config: Any = None) -> Method:
+    """A method over a backbone; config: an instance of the method's own `Config`, its defaults where None."""
+    kind: Any = method_class(name)
+    return kind(backbone, kind.Config() if config is None else config)
+
+
+__all__ = [
+    "MAE",
+    "METHODS",
+    "MP3",
+    "Batch",
+    "Draws",
+    "MAEConfig",
+    "MP3Config",
+    "Method",
+    "Output",
+    "Supervised",
+    "SupervisedConfig",
+    "create_method",
+    "method_class",
+]

@@ -1,0 +1,73 @@
+"""What methods add to a backbone: position classifiers and small decoders. Plain torch, no backbone's classes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from situs.errors import SitusError
+
+
+def position_loss(logits: Tensor, places: Tensor) -> Tensor:
+    """Cross entropy of each token's place, mean over all tokens.
+
+    logits: [B, K, N], classes on the LAST axis (K = N in MP3: swapped axes would run, and be wrong). places: [B, K].
+    """
+    return F.cross_entropy(logits.flatten(0, 1).float(), places.flatten())
+
+
+@torch.no_grad()
+def position_accuracy(logits: Tensor, places: Tensor) -> Tensor:
+    """Share of tokens whose place is guessed right. logits: [B, K, N]; places: [B, K]."""
+    return (logits.argmax(dim=-1) == places).float().mean()
+
+
+class Decoder(nn.Module):
+    """A light transformer on top of an encoder: Linear(D -> width), blocks, LayerNorm, Linear(width -> outputs)."""
+
+    def __init__(self, dim: int, width: int, depth: int, heads: int, outputs: int, *, mlp_ratio: float = 4.0) -> None:
+        super().__init__()
+        if width % heads:
+            raise SitusError(f"decoder_width={width}: must be a multiple of decoder_heads={heads}")
+        self.enter = nn.Linear(dim, width)
+        self.layers = nn.ModuleList([DecoderBlock(width, heads, mlp_ratio) for _ in range(depth)])
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.leave = nn.Linear(width, outputs)
+        self.apply(init_linear)
+
+    def decode(self, x: Tensor) -> Tensor:
+        """From the decoder's own width on: [B, S, width] -> [B, S, outputs]."""
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(self.norm(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, D] -> [B, S, outputs]."""
+        return self.decode(self.enter(x))
+
+
+class DecoderBlock(nn.Module):
+    """A pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int, mlp_ratio: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        hidden = int(width * mlp_ratio)
+        self.mlp = nn.Sequential(nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+def init_linear(module: nn.Module) -> None:
+    """Xavier-uniform weights and zero biases, as MAE's decoders are initialised."""
+    if isinstance(module, nn.Linear):
+        nn.init.xavier_uniform_(module.weight)
+        nn.init.zeros_(module.bias)

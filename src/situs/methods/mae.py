@@ -1,0 +1,104 @@
+"""MAE: masked autoencoder (He et al., 2021, arXiv 2111.06377), the baseline beside MP3 and DropPos.
+
+Encode a random quarter of the patches with their positions, put a learned mask token in each hidden place, and let
+a small decoder guess the hidden pixels, each patch normalised by its own mean and variance.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from situs.backbones.base import Backbone, join
+from situs.config import check_range
+from situs.core.masking import random_subset
+from situs.core.position import sincos_2d
+from situs.core.random import uniform
+from situs.core.tokens import patchify, take
+from situs.methods.base import Batch, Draws, Method, Output
+from situs.methods.heads import Decoder
+
+
+@dataclass(frozen=True)
+class MAEConfig:
+    """MAE's own settings, its published defaults."""
+
+    mask_ratio: float = 0.75
+    """Share of patches hidden from the encoder."""
+
+    decoder_width: int = 512
+    """Token width of the decoder."""
+
+    decoder_depth: int = 8
+    """Blocks of the decoder."""
+
+    decoder_heads: int = 16
+    """Attention heads of the decoder."""
+
+    normalise: bool = True
+    """Whether each target patch is normalised by its own mean and variance."""
+
+    def __post_init__(self) -> None:
+        check_range("mask_ratio", self.mask_ratio, 0, 1, flag="--method.mask-ratio", low_open=True, high_open=True)
+
+
+class MAE(Method):
+    """The encoder sees `kept`; the decoder sees every place."""
+
+    Config: ClassVar[type[MAEConfig]] = MAEConfig
+    needs: ClassVar[tuple[str, ...]] = ("tokens", "take")
+
+    def __init__(self, backbone: Backbone, config: MAEConfig) -> None:
+        super().__init__(backbone)
+        self.config = config
+        width = config.decoder_width
+        self.decoder = Decoder(
+            backbone.out_dim, width, config.decoder_depth, config.decoder_heads, backbone.patch_values
+        )
+        self.mask_token = nn.Parameter(torch.empty(width).normal_(std=0.02))
+        self.register_buffer("places", sincos_2d(backbone.grid, width), persistent=False)
+
+    def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+        noise = uniform(seed, epoch, ids, "mae.mask", (self.backbone.num_tokens,))
+        subset = random_subset(noise, self.config.mask_ratio)
+        return {"kept": subset.kept, "dropped": subset.dropped}
+
+    def forward(self, batch: Batch, draws: Draws) -> Output:
+        kept, dropped = draws["kept"], draws["dropped"]
+        tokens = take(self.backbone.embed(batch.images), kept)
+        features = self.backbone.encode(tokens, self.backbone.positions().take(kept))
+        guesses = self._decode(join(features), kept, dropped)
+        target = patchify_on(batch.images, self.backbone.grid)
+        loss = reconstruction_loss(guesses, take(target, dropped), normalise=self.config.normalise)
+        return Output(loss, {}, {"guesses": guesses.detach(), "places": dropped})
+
+    def _decode(self, encoded: Tensor, kept: Tensor, dropped: Tensor) -> Tensor:
+        """Pixels of the dropped patches, [B, K, P * P * C], in the order of `dropped`."""
+        p = self.backbone.num_prefix
+        seen = self.decoder.enter(encoded)
+        hidden = self.mask_token.to(seen.dtype).expand(seen.shape[0], dropped.shape[1], -1)
+        # Kept first, hidden after: places are taken to that order instead of tokens to the places' order.
+        tokens = torch.cat([seen[:, p:], hidden], dim=1)
+        tokens = tokens + take(self.places.to(seen.dtype)[None], torch.cat([kept, dropped], dim=1))
+        out = self.decoder.decode(torch.cat([seen[:, :p], tokens], dim=1))
+        return out[:, p + kept.shape[1] :]
+
+    def no_decay(self) -> set[str]:
+        return {"mask_token"}
+
+
+def patchify_on(images: Tensor, grid: tuple[int, int]) -> Tensor:
+    """`patchify` with the patch size that cuts these images into `grid`."""
+    return patchify(images, (images.shape[-2] // grid[0], images.shape[-1] // grid[1]))
+
+
+def reconstruction_loss(guesses: Tensor, target: Tensor, *, normalise: bool) -> Tensor:
+    """Mean squared error over the hidden patches, both [B, K, P * P * C]."""
+    target = target.float()
+    if normalise:
+        variance, mean = torch.var_mean(target, dim=-1, keepdim=True)
+        target = (target - mean) / (variance + 1e-6).sqrt()
+    return (guesses.float() - target).square().mean()

@@ -1,0 +1,79 @@
+"""MP3: masked patch position prediction (Zhai et al., 2022, arXiv 2207.07611).
+
+Take the positions away from every patch, let a random context of patches serve as keys and values, and ask every
+patch, context included, where it was: one linear classifier over all N places.
+
+Deviations, each from an error in the paper's Algorithm 1: the context is N - int(ηN) patches as the text says (its
+`M = int(N*eta)` would leave none at η = 0), and the first of a random order (its indexing composes the order with
+itself, which is biased). CLS is always in the context and bears no loss, so that it exists for fine-tuning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from situs.backbones.base import Backbone
+from situs.config import check_range
+from situs.core.masking import count_of, random_subset
+from situs.core.random import uniform
+from situs.core.tokens import take
+from situs.methods.base import Batch, Draws, Method, Output
+from situs.methods.heads import position_accuracy, position_loss
+
+
+@dataclass(frozen=True)
+class MP3Config:
+    """MP3's own settings."""
+
+    mask_ratio: float = 0.75
+    """η: the share of patches that serve only as queries. Paper: .5 on CIFAR-100, .8 Tiny ImageNet, .75 ImageNet."""
+
+    anchor_ratio: float = 0.0
+    """Share of patches that are told their place. 0 on images; .05 in speech, where the task is too hard without."""
+
+    def __post_init__(self) -> None:
+        check_range("mask_ratio", self.mask_ratio, 0, 1, flag="--method.mask-ratio", high_open=True)
+        check_range("anchor_ratio", self.anchor_ratio, 0, 1, flag="--method.anchor-ratio", high_open=True)
+
+
+class MP3(Method):
+    """`draw` orders the tokens, context first; `forward` reads like Figure 1."""
+
+    Config: ClassVar[type[MP3Config]] = MP3Config
+    needs: ClassVar[tuple[str, ...]] = ("tokens", "context")
+
+    def __init__(self, backbone: Backbone, config: MP3Config) -> None:
+        super().__init__(backbone)
+        self.config = config
+        self.context = backbone.num_tokens - count_of(config.mask_ratio, backbone.num_tokens)
+        self.position_head = nn.Linear(backbone.out_dim, backbone.num_tokens)
+        nn.init.trunc_normal_(self.position_head.weight, std=0.02)
+        nn.init.zeros_(self.position_head.bias)
+
+    def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+        """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where anchors are used."""
+        count = self.backbone.num_tokens
+        noise = uniform(seed, epoch, ids, "mp3.context", (count,))
+        draws = {"order": torch.cat(random_subset(noise, self.config.mask_ratio), dim=1)}
+        if self.config.anchor_ratio:
+            chance = uniform(seed, epoch, ids, "mp3.anchors", (count,))
+            told = chance.argsort(dim=1, stable=True) < count_of(self.config.anchor_ratio, count)
+            draws["anchors"] = told
+        return draws
+
+    def forward(self, batch: Batch, draws: Draws) -> Output:
+        order = draws["order"]
+        # Without positions the order of the tokens means nothing, so the context may stand in front: every layer's
+        # keys and values are then a slice of its tokens instead of a gather.
+        tokens = take(self.backbone.embed(batch.images), order)
+        places = None
+        if "anchors" in draws:
+            places = self.backbone.positions().take(order).forget(~draws["anchors"])
+        features = self.backbone.encode(tokens, places, context=self.context)
+        logits = self.position_head(features.patches)
+        metrics = {"position_accuracy": position_accuracy(logits, order)}
+        return Output(position_loss(logits, order), metrics, {"logits": logits.detach(), "places": order})

@@ -1,0 +1,112 @@
+"""Every method of the visible dict through the same demands, on every backbone family it claims."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from situs.backbones import create_backbone
+from situs.methods import METHODS, Batch, Method, create_method
+
+SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
+BACKBONES: dict[str, dict[str, Any]] = {
+    "vit_tiny_patch16_224": dict(img_size=(16, 24), patch_size=4, model_args=SMALL),
+    "vit_small_patch14_reg4_dinov2": dict(img_size=(28, 42), model_args=SMALL),
+    "deit_tiny_distilled_patch16_224": dict(img_size=(32, 48), model_args=SMALL),
+    "eva02_tiny_patch14_224": dict(img_size=(28, 42), model_args=SMALL),
+    "vit_small_patch16_rope_mixed_224": dict(img_size=(32, 48), model_args=SMALL),
+    "vit_relpos_small_patch16_224": dict(img_size=(32, 48), model_args=SMALL),
+    "swin_tiny_patch4_window7_224": dict(img_size=(32, 64), model_args={"depths": (1, 1, 1, 1), "embed_dim": 24}),
+    "resnet18": dict(),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "mae": dict(decoder_width=32, decoder_depth=1, decoder_heads=2),
+    "mp3": dict(mask_ratio=0.5),
+}
+
+
+def pairs() -> list[tuple[str, str]]:
+    found = []
+    for method, kind in METHODS.items():
+        for name, fields in BACKBONES.items():
+            with torch.device("meta"):
+                refused = set(create_backbone(name, **fields).refusals) & set(kind.needs)
+            if not refused:
+                found.append((method, name))
+    return found
+
+
+def make(method: str, name: str) -> Method:
+    torch.manual_seed(0)
+    backbone = create_backbone(name, num_classes=4, **BACKBONES[name])
+    return create_method(method, backbone, METHODS[method].Config(**SETTINGS.get(method, {})))
+
+
+def batch(method: Method, count: int = 4) -> Batch:
+    torch.manual_seed(1)
+    size = method.backbone.img_size or (32, 32)
+    labels = torch.arange(count) % 4
+    return Batch(torch.randn(count, 3, *size), torch.arange(100, 100 + count), labels)
+
+
+@pytest.mark.parametrize(("method", "name"), pairs())
+def test_it_trains_a_few_samples_to_a_lower_loss(method: str, name: str) -> None:
+    model = make(method, name)
+    data = batch(model)
+    draws = model.draw(data.ids, seed=0, epoch=0)
+    optimiser = torch.optim.Adam(model.parameters(), lr=2e-3)
+    losses = []
+    for _ in range(25):
+        loss = model(data, draws).loss
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(float(loss))
+    assert all(torch.isfinite(torch.tensor(losses)))
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize(("method", "name"), pairs())
+def test_it_is_deterministic_and_survives_save_and_load(method: str, name: str) -> None:
+    first, second = make(method, name).eval(), make(method, name).eval()
+    with torch.no_grad():
+        for parameter in second.parameters():
+            parameter.add_(1.0)
+    second.load_state_dict(load(save(first.state_dict())))
+    data = batch(first)
+    draws = first.draw(data.ids, seed=4, epoch=2)
+    again = second.draw(data.ids, seed=4, epoch=2)
+    assert draws.keys() == again.keys()
+    assert all(torch.equal(draws[key], again[key]) for key in draws)
+    assert torch.equal(first(data, draws).loss, second(data, again).loss)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_draws_belong_to_the_sample_whatever_the_batch(method: str) -> None:
+    model = make(method, "vit_tiny_patch16_224")
+    ids = torch.tensor([7, 123456789, 3, 42])
+    whole = model.draw(ids, seed=9, epoch=1)
+    for row, each in enumerate(ids):
+        alone = model.draw(each[None], seed=9, epoch=1)
+        assert all(torch.equal(alone[key][0], whole[key][row]) for key in whole)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_forward_compiles_as_one_graph(method: str) -> None:
+    model = make(method, "vit_tiny_patch16_224").eval()
+    data = batch(model)
+    draws = model.draw(data.ids, seed=0, epoch=0)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(data, draws).loss, model(data, draws).loss, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_what_a_method_adds_stands_beside_the_backbone(method: str) -> None:
+    model = make(method, "vit_tiny_patch16_224")
+    own = {name for name, _ in model.named_parameters() if not name.startswith("backbone.model.")}
+    assert model.no_decay() <= own
+    exported = create_backbone("vit_tiny_patch16_224", num_classes=4, **BACKBONES["vit_tiny_patch16_224"])
+    assert model.backbone.model.state_dict().keys() == exported.model.state_dict().keys()

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+from situs.methods import MP3, Batch, MP3Config
+from situs.methods.heads import position_accuracy, position_loss
+
+
+def make(eta: float = 0.5, **config) -> MP3:
+    torch.manual_seed(0)
+    backbone = create_backbone(
+        "vit_tiny_patch16_224", img_size=(8, 12), patch_size=4, model_args={"depth": 2, "embed_dim": 16, "num_heads": 2}
+    )
+    return MP3(backbone, MP3Config(mask_ratio=eta, **config)).double()
+
+
+def batch() -> Batch:
+    torch.manual_seed(1)
+    return Batch(torch.randn(3, 3, 8, 12, dtype=torch.float64), torch.tensor([5, 900, 31]))
+
+
+def slow_mp3(method: MP3, images: Tensor, context: list[list[int]]) -> Tensor:
+    """MP3 from the paper's text, one image, one token and one head at a time, in the natural order of the patches."""
+    vit = method.backbone.model
+    losses = []
+    for image, chosen in zip(images, context, strict=True):
+        patches = [image[:, r : r + 4, c : c + 4] for r in (0, 4) for c in (0, 4, 8)]
+        weight, bias = vit.patch_embed.proj.weight, vit.patch_embed.proj.bias
+        z = [vit.cls_token[0, 0] + vit.pos_embed[0, 0]]
+        z += [(weight * patch).sum(dim=(1, 2, 3)) + bias for patch in patches]
+        keys = [0] + [1 + place for place in chosen]
+        for block in vit.blocks:
+            normed = [block.norm1(token) for token in z]
+            q, k, v = ([], [], [])
+            for token in normed:
+                whole = block.attn.qkv.weight @ token + block.attn.qkv.bias
+                q.append(whole[:16]), k.append(whole[16:32]), v.append(whole[32:])
+            mixed = []
+            for i in range(len(z)):
+                heads = []
+                for h in (slice(0, 8), slice(8, 16)):
+                    scores = torch.stack([(q[i][h] * k[j][h]).sum() / math.sqrt(8) for j in keys])
+                    share = scores.exp() / scores.exp().sum()
+                    heads.append(sum(a * v[j][h] for a, j in zip(share, keys, strict=True)))
+                mixed.append(block.attn.proj(torch.cat(heads)))
+            z = [token + out for token, out in zip(z, mixed, strict=True)]
+            z = [token + block.mlp(block.norm2(token)) for token in z]
+        for place in range(6):
+            logits = method.position_head(vit.norm(z[1 + place]))
+            losses.append(logits.exp().sum().log() - logits[place])
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.5, 0.8])
+def test_loss_and_gradients_match_an_independent_slow_mp3(eta: float) -> None:
+    method = make(eta)
+    draws = method.draw(batch().ids, seed=3, epoch=7)
+    context = draws["order"][:, : method.context].tolist()
+    parameters = {n: p for n, p in method.named_parameters() if "head" not in n or "position" in n}
+    ours = method(batch(), draws).loss
+    slow = slow_mp3(method, batch().images, context)
+    assert float(ours) == pytest.approx(float(slow), abs=1e-6)  # the loss itself is taken in float32
+    ours_grads = torch.autograd.grad(ours, list(parameters.values()), allow_unused=True)
+    slow_grads = torch.autograd.grad(slow, list(parameters.values()), allow_unused=True)
+    for name, a, b in zip(parameters, ours_grads, slow_grads, strict=True):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert torch.allclose(a, b, atol=1e-7), name
+    assert method.context == 6 - int(eta * 6)
+
+
+def test_swapping_class_axis_and_token_axis_is_another_loss() -> None:
+    """Both axes are N long, so a swap runs silently: the loss must tell them apart."""
+    torch.manual_seed(0)
+    logits = torch.randn(2, 6, 6, dtype=torch.float64)
+    places = torch.stack([torch.randperm(6), torch.randperm(6)])
+    by_hand = -torch.stack([logits[b, t].log_softmax(-1)[places[b, t]] for b in range(2) for t in range(6)]).mean()
+    assert float(position_loss(logits, places)) == pytest.approx(float(by_hand), abs=1e-6)
+    assert abs(float(position_loss(logits.transpose(1, 2), places)) - float(by_hand)) > 0.05
+
+
+def test_the_head_learns_its_class_axis() -> None:
+    """A head whose class j always wins puts every token at place j: along the other axis nobody would win."""
+    method = make()
+    with torch.no_grad():
+        method.position_head.weight.zero_()
+        method.position_head.bias.zero_()
+        method.position_head.bias[4] = 50.0
+    draws = method.draw(batch().ids, seed=0, epoch=0)
+    output = method(batch(), draws)
+    assert (output.extras["logits"].argmax(-1) == 4).all()
+    assert float(output.metrics["position_accuracy"]) == pytest.approx(1 / 6)
+    assert float(output.loss) == pytest.approx(50 * 5 / 6, rel=1e-4)
+
+
+def test_the_context_is_a_fair_subset_and_depends_on_the_sample_alone() -> None:
+    method = make(0.5)
+    ids = torch.arange(4000)
+    order = method.draw(ids, seed=1, epoch=2)["order"]
+    assert torch.equal(order.sort(dim=1).values, torch.arange(6).expand(4000, -1))
+    share = torch.nn.functional.one_hot(order[:, :3], 6).sum(1).double().mean(0)
+    assert torch.allclose(share, torch.full((6,), 0.5, dtype=torch.float64), atol=0.04)
+    some = ids[[77, 3, 1999]]
+    assert torch.equal(method.draw(some, seed=1, epoch=2)["order"], order[some])
+    assert not torch.equal(method.draw(ids, seed=1, epoch=3)["order"], order)
+
+
+def test_positions_are_gone_and_masked_patches_are_seen_by_nobody() -> None:
+    method = make(0.5)
+    draws = method.draw(batch().ids, seed=0, epoch=0)
+    before = method(batch(), draws).extras["logits"]
+    with torch.no_grad():
+        method.backbone.model.pos_embed[:, 1:].normal_()
+    assert torch.equal(method(batch(), draws).extras["logits"], before)
+    images = batch().images.clone()
+    place = int(draws["order"][0, -1])  # a patch outside the context of sample 0
+    images[0, :, 4 * (place // 3) : 4 * (place // 3) + 4, 4 * (place % 3) : 4 * (place % 3) + 4] += 3.0
+    after = method(batch()._replace(images=images), draws).extras["logits"]
+    assert torch.allclose(after[0, :-1], before[0, :-1], atol=1e-12)
+    assert not torch.allclose(after[0, -1], before[0, -1], atol=1e-3)
+
+
+def test_anchors_are_told_their_place() -> None:
+    method = make(0.0, anchor_ratio=0.4)
+    draws = method.draw(batch().ids, seed=0, epoch=0)
+    assert draws["anchors"].sum(1).tolist() == [2, 2, 2]
+    before = method(batch(), draws).extras["logits"]
+    with torch.no_grad():
+        method.backbone.model.pos_embed[:, 1:].normal_()
+    assert not torch.allclose(method(batch(), draws).extras["logits"], before, atol=1e-3)
+
+
+def test_accuracy_of_an_untrained_head_is_chance() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(500, 36, 36)
+    places = torch.stack([torch.randperm(36) for _ in range(500)])
+    assert float(position_accuracy(logits, places)) == pytest.approx(1 / 36, abs=4 * math.sqrt(1 / 36 / 18000))
+
+
+def test_rotary_backbones_leave_the_rotation_out() -> None:
+    backbone = create_backbone("vit_small_patch16_rope_224", img_size=64, model_args={"depth": 1})
+    method = MP3(backbone, MP3Config(mask_ratio=0.5))
+    images = torch.randn(2, 3, 64, 64)
+    draws = method.draw(torch.arange(2), seed=0, epoch=0)
+    logits = method(Batch(images, torch.arange(2)), draws).extras["logits"]
+    moved = {"order": draws["order"].clone()}
+    moved["order"][:, :4] = moved["order"][:, [1, 0, 3, 2]]  # the same context in another order
+    again = method(Batch(images, torch.arange(2)), moved).extras["logits"]
+    assert torch.allclose(again[:, [1, 0, 3, 2]], logits[:, :4], atol=1e-5)
+
+
+def test_mistakes_are_sentences() -> None:
+    with pytest.raises(SitusError, match=r"mask_ratio=1.2: must be in \[0, 1\) \(--method.mask-ratio\)"):
+        MP3Config(mask_ratio=1.2)
+    swin = create_backbone("swin_tiny_patch4_window7_224", img_size=56, model_args={"depths": (1, 1, 1, 1)})
+    with pytest.raises(SitusError, match="windows"):
+        MP3(swin, MP3Config())
