@@ -613,6 +613,22 @@ def test_model_args_change_the_config_and_not_the_one_given():
         create_hf_backbone(make_model("vit"), weights="weights.pt")
 
 
+def test_source_makes_the_model_again():
+    import json
+
+    for name in ("vit_resized", "registers", "bert_classes", "llama_yarn"):
+        b = make(name)
+        source = json.loads(json.dumps(b.source))
+        assert source["library"] == "transformers"
+        kind = getattr(transformers, source["architecture"])
+        again = kind(kind.config_class.from_dict(source["model_args"]))
+        assert {k: v.shape for k, v in again.state_dict().items()} == {
+            k: v.shape for k, v in b.model.state_dict().items()
+        }
+    vit = make("vit_resized")
+    assert vit.patch_values == 4 * 4 * 3
+
+
 def test_a_given_model_keeps_its_mode_and_its_names():
     model = make_model("bert")
     b = create_hf_backbone(model)

@@ -109,7 +109,10 @@ def create_hf_backbone(
             config, folder = _read(source, need_weights=weights is None)
         model = _build(_changed(config, model_args), weights, folder, num_classes)
     family = _family(type(model))
-    return family.adapter(model, family.head, img_size)
+    backbone = family.adapter(model, family.head, img_size)
+    entries = model.config.to_diff_dict()
+    backbone.source = {"library": "transformers", "architecture": backbone.name, "model_args": entries}
+    return backbone
 
 
 def _transformers() -> Any:

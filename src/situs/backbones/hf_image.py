@@ -18,6 +18,8 @@ from situs.errors import SitusError
 class ImageBackbone(Backbone):
     """What ViT and DINOv2 share: a patch convolution, a table whose row 0 belongs to CLS, pre-norm layers."""
 
+    img_size: tuple[int, int]
+
     def __init__(self, model: nn.Module, head: Head, size: Size | None = None) -> None:
         name = type(model).__name__
         inner: Any = model.base_model  # type: ignore[union-attr]
@@ -28,6 +30,7 @@ class ImageBackbone(Backbone):
         depth = inner.config.num_hidden_layers
         super().__init__(model, name, grid, inner.config.hidden_size, prefix, depth)
         self.img_size = new
+        self.in_chans = patches.num_channels
         self._head = head
         check_attention(name, self._attentions())
         self._resize(old, new)

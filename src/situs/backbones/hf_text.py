@@ -40,7 +40,7 @@ class TextBackbone(Backbone):
         height, length = (1, size or longest) if isinstance(size, int | None) else pair(size)
         if height != 1 or not 1 <= length <= longest:
             raise SitusError(
-                f"img_size={size}: {name} reads a row of 1 to {longest} tokens; give its length (--img-size)"
+                f"img_size={size}: {name} reads a row of 1 to {longest} tokens: give (1, length) (--img-size)"
             )
         super().__init__(model, name, (1, length), config.hidden_size, 0, config.num_hidden_layers)
         self._head = head
