@@ -48,6 +48,7 @@ class MAEConfig:
 class MAE(Method):
     """The encoder sees `kept`; the decoder sees every place."""
 
+    places: Tensor
     Config: ClassVar[type[MAEConfig]] = MAEConfig
     needs: ClassVar[tuple[str, ...]] = ("tokens", "take")
 
