@@ -275,6 +275,7 @@ def test_masks_on_the_gpu_are_those_of_the_cpu_without_a_wait(
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about torch's own code and about TF32
 @pytest.mark.parametrize("rule", ["paper", "official"])
 def test_the_compiler_for_the_gpu_gives_the_same_masks(rule: BlockRule):
     torch.compiler.reset()
