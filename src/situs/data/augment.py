@@ -1,0 +1,217 @@
+"""On-device augmentation of a batch: what is drawn (`draw`, not compiled) and what it does (`apply`, may be compiled).
+
+Every number comes from the counter-based hash of (seed, epoch, draw id), and every step treats the rows of a batch
+apart from each other, so a sample's view is the same whatever the batch, its order, the worker or the rank. Only MixUp
+and CutMix look at a second sample (`situs.data.mix`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from situs.core.random import uniform
+from situs.data import colour, erasing, geometry, mix, randaugment
+from situs.errors import SitusError, unknown_name
+
+
+@dataclass(frozen=True)
+class AugmentConfig:
+    """What happens to a training image between the disk and the model. `RECIPES` names the usual ones."""
+
+    crop: Literal["none", "resized", "pad"] = "resized"
+    """resized: a random box brought to the model's size. pad: a shift by up to `pad` pixels. none: the whole image."""
+    scale: tuple[float, float] = (0.08, 1.0)
+    """Share of the image that a resized crop covers, from and to."""
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    """Width over height of a resized crop, from and to."""
+    pad: int = 4
+    """Largest shift of a padded crop, in pixels."""
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    """How an image is resampled."""
+    flip: float = 0.5
+    """Share of images mirrored left to right."""
+    jitter: float = 0.0
+    """Largest change of brightness, contrast and saturation; 0.4 draws each factor from [0.6, 1.4]. 0: none."""
+    operations: int = 0
+    """RandAugment: operations a sample. 0: no RandAugment."""
+    magnitude: float = 9.0
+    """RandAugment: strength of the operations, of 10."""
+    magnitude_std: float = 0.5
+    """RandAugment: standard deviation of the strength."""
+    operation_probability: float = 0.5
+    """RandAugment: chance that an operation drawn is carried out."""
+    erasing: float = 0.0
+    """Random erasing: share of images with a rectangle erased."""
+    erasing_area: tuple[float, float] = (0.02, 1 / 3)
+    """Random erasing: share of the image erased, from and to."""
+    erasing_with: Literal["noise", "mean"] = "noise"
+    """Random erasing: normal noise for each pixel and channel, or the mean colour."""
+    mixup: float = 0.0
+    """MixUp's α; 0: no MixUp."""
+    cutmix: float = 0.0
+    """CutMix's α; 0: no CutMix."""
+    mix_probability: float = 1.0
+    """Share of samples that MixUp or CutMix mixes."""
+    mix_switch: float = 0.5
+    """Share of the mixed samples that take CutMix, where both are on."""
+    label_smoothing: float = 0.0
+    """Mass of a label spread over all classes. Labels are soft wherever this, MixUp or CutMix is on."""
+    repeated: int = 1
+    """Repeated augmentation: differently augmented copies of a sample in one batch."""
+
+    def __post_init__(self) -> None:
+        shares = ("flip", "operation_probability", "erasing", "mix_probability", "mix_switch")
+        for name in shares:
+            _check(self, name, 0 <= getattr(self, name) <= 1, "must be in [0, 1]")
+        _check(self, "label_smoothing", 0 <= self.label_smoothing < 1, "must be in [0, 1)")
+        for name in ("scale", "erasing_area"):
+            low, high = getattr(self, name)
+            _check(self, name, 0 < low <= high <= 1, "must rise within (0, 1]")
+        _check(self, "ratio", 0 < self.ratio[0] <= self.ratio[1], "must be positive and rise")
+        _check(self, "magnitude", 0 <= self.magnitude <= 10, "must be in [0, 10]")
+        for name in ("pad", "operations", "magnitude_std", "jitter", "mixup", "cutmix"):
+            _check(self, name, getattr(self, name) >= 0, "must not be negative")
+        _check(self, "repeated", self.repeated >= 1, "must be at least 1")
+
+    @property
+    def mixes(self) -> bool:
+        """Whether images are mixed with others."""
+        return self.mixup > 0 or self.cutmix > 0
+
+    @property
+    def softens(self) -> bool:
+        """Whether labels leave the loader as distributions [B, K] and not as numbers [B]."""
+        return self.mixes or self.label_smoothing > 0
+
+
+def _check(config: AugmentConfig, name: str, good: bool, rule: str) -> None:
+    if not good:
+        flag = f"--augment.{name.replace('_', '-')}"
+        raise SitusError(f"{name}={getattr(config, name)}: {rule} ({flag})")
+
+
+NONE = AugmentConfig(crop="none", flip=0.0)
+RECIPES: dict[str, AugmentConfig] = {
+    "none": NONE,
+    # MAE's and DropPos' pretraining.
+    "crop": AugmentConfig(scale=(0.2, 1.0)),
+    # DeiT without MixUp, CutMix, erasing, repeated augmentation and label smoothing: MP3's pretraining.
+    "deit-pretrain": AugmentConfig(operations=2),
+    "deit": AugmentConfig(operations=2, erasing=0.25, mixup=0.8, cutmix=1.0, label_smoothing=0.1, repeated=3),
+    # The usual light recipe for 32-pixel images.
+    "cifar": AugmentConfig(crop="pad", pad=4),
+    # DeiT's for 32-pixel images: a shift in place of the resized crop, and no repeated augmentation.
+    "cifar-deit": AugmentConfig(
+        crop="pad", pad=4, operations=2, erasing=0.25, mixup=0.8, cutmix=1.0, label_smoothing=0.1
+    ),
+}
+
+
+def recipe(name: str) -> AugmentConfig:
+    """A named augmentation."""
+    if name not in RECIPES:
+        raise unknown_name("augmentation recipe", name, RECIPES)
+    return RECIPES[name]
+
+
+Noise = dict[str, Tensor]
+
+
+def draw(config: AugmentConfig, ids: Tensor, *, seed: int, epoch: int) -> Noise:
+    """All the random numbers of a batch, [B, …] each. ids: [B] draw numbers (`situs.data.sampler.draw_ids`)."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    if config.crop != "none":
+        shapes["crop"] = (geometry.CROP_NOISE,)
+    if config.flip > 0:
+        shapes["flip"] = ()
+    if config.jitter > 0:
+        shapes["jitter"] = (3,)
+    if config.operations > 0:
+        shapes["operations"] = (config.operations, randaugment.NOISE)
+    if config.erasing > 0:
+        shapes["erasing"] = (erasing.NOISE,)
+    if config.mixes:
+        shapes["mix"] = (mix.NOISE,)
+    noise = {name: uniform(seed, epoch, ids, f"augment.{name}", shape) for name, shape in shapes.items()}
+    if config.erasing > 0 and config.erasing_with == "noise":
+        noise["table"] = erasing.normal_table(ids.device)
+    return noise
+
+
+def apply(
+    images: Tensor, noise: Noise, config: AugmentConfig, size: tuple[int, int], mean: Tensor, std: Tensor
+) -> Tensor:
+    """Normalised, augmented images [B, C, *size] float32, without mixing. Pure; no host sync; fixed shapes.
+
+    images: [B, C, H, W] uint8, or float in [0, 1]. mean, std: [C]; the mean also fills what lies outside an image.
+    """
+    images = as_floats(images)
+    images = _geometry(images, noise, config, size, mean)
+    if "jitter" in noise or "operations" in noise:
+        levels = colour.to_levels(images)
+        if "jitter" in noise:
+            factors = 1.0 + config.jitter * (2.0 * noise["jitter"] - 1.0)
+            levels = colour.jitter(levels, factors.clamp(min=0.0))
+        if "operations" in noise:
+            levels = randaugment.recolour(levels, _plan(noise, config))
+        images = levels / 255.0
+    images = normalise(images, mean, std)
+    if "erasing" in noise:
+        images = erasing.erase(images, noise["erasing"], config.erasing, config.erasing_area, noise.get("table"))
+    return images
+
+
+def apply_mix(
+    images: Tensor, labels: Tensor | None, noise: Noise, config: AugmentConfig, classes: int | None
+) -> tuple[Tensor, Tensor | None]:
+    """MixUp, CutMix and label smoothing: images as they were or mixed, labels [B] as they were or soft [B, K]."""
+    if labels is None or not config.softens:
+        return images, labels
+    assert classes is not None, "labels come with classes"
+    targets = mix.soft_labels(labels, classes, config.label_smoothing)
+    if not config.mixes:
+        return images, targets
+    return mix.mix(
+        images,
+        targets,
+        noise["mix"],
+        mixup=config.mixup,
+        cutmix=config.cutmix,
+        probability=config.mix_probability,
+        switch=config.mix_switch,
+    )
+
+
+def _plan(noise: Noise, config: AugmentConfig) -> randaugment.Plan:
+    return randaugment.plan(noise["operations"], config.magnitude, config.magnitude_std, config.operation_probability)
+
+
+def _geometry(images: Tensor, noise: Noise, config: AugmentConfig, size: tuple[int, int], mean: Tensor) -> Tensor:
+    count, _, height, width = images.shape
+    flip = noise["flip"] < config.flip if "flip" in noise else None
+    if config.crop == "none" and "operations" not in noise and (height, width) == size:
+        return images if flip is None else torch.where(flip.view(-1, 1, 1, 1), images.flip(-1), images)
+    if config.crop == "resized":
+        boxes = geometry.resized_crop_boxes(noise["crop"], height, width, config.scale, config.ratio)
+    elif config.crop == "pad":
+        boxes = geometry.pad_crop_boxes(noise["crop"], height, width, config.pad)
+    else:
+        boxes = geometry.whole_boxes(count, height, width, images.device)
+    if flip is None:
+        flip = torch.zeros(count, dtype=torch.bool, device=images.device)
+    affine = randaugment.matrices(_plan(noise, config), *size) if "operations" in noise else None
+    return geometry.warp(images, boxes, flip, size, mean, affine, config.interpolation)
+
+
+def as_floats(images: Tensor) -> Tensor:
+    """uint8 0..255 to float32 in [0, 1]; floats stay."""
+    return images.to(torch.float32) / 255.0 if images.dtype == torch.uint8 else images.to(torch.float32)
+
+
+def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """(images − mean) / std for each channel; mean, std: [C]."""
+    return (images - mean.view(1, -1, 1, 1)) / std.view(1, -1, 1, 1)

@@ -1,0 +1,122 @@
+"""Colour changes of a batch on 256 levels, as Pillow defines them.
+
+Most of them change each level into another, so they are tables of 256 entries a channel: the table is chosen for each
+sample and the whole batch is looked up at once. Only saturation and sharpness see more than one value at a time; both
+blend the image with a duller one. `levels` are [B, C, H, W] float32 holding whole numbers in 0..255.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+LEVELS = 256
+
+
+def to_levels(images: Tensor) -> Tensor:
+    """Images in [0, 1] as whole numbers in 0..255. Deeper images lose their depth here."""
+    return (images * 255.0).round_()
+
+
+def grey(levels: Tensor) -> Tensor:
+    """Luma of RGB, [B, 1, H, W], rounded as Pillow does; the mean over any other number of channels."""
+    if levels.shape[1] == 3:
+        red, green, blue = levels.unbind(1)
+        # Pillow's own fixed-point weights. The sum stays below 2^24, so float32 holds it exactly.
+        return ((red * 19595 + green * 38470 + blue * 7471 + 32768) / 65536).floor_()[:, None]
+    return levels if levels.shape[1] == 1 else levels.mean(1, keepdim=True).round_()
+
+
+def histogram(levels: Tensor) -> Tensor:
+    """How often each level comes in each channel, [B, C, 256] float32 (exact whole numbers)."""
+    batch, channels = levels.shape[:2]
+    flat = levels.reshape(batch * channels, -1).long()
+    counts = torch.zeros(batch * channels, LEVELS, device=levels.device)
+    counts.scatter_add_(1, flat, torch.ones((), device=levels.device).expand(flat.shape))
+    return counts.view(batch, channels, LEVELS)
+
+
+def look_up(levels: Tensor, table: Tensor) -> Tensor:
+    """Each level replaced by its entry in `table` [B, C, 256]."""
+    return table.gather(2, levels.flatten(2).long()).view(levels.shape)
+
+
+def ramp(device: torch.device) -> Tensor:
+    """The table that changes nothing, [1, 1, 256]."""
+    return torch.arange(LEVELS, device=device, dtype=torch.float32).view(1, 1, -1)
+
+
+def autocontrast_table(counts: Tensor) -> Tensor:
+    """Stretch each channel so that its darkest level becomes 0 and its brightest 255; [B, C, 256]."""
+    present = (counts > 0).to(torch.uint8)
+    low = present.argmax(2, keepdim=True).float()
+    high = (LEVELS - 1) - present.flip(2).argmax(2, keepdim=True).float()
+    level = ramp(counts.device)
+    # Levels stay whole numbers until the division, so that the top comes out at 255 and not just below.
+    stretched = ((level - low) * 255.0 / (high - low).clamp(min=1.0)).floor().clamp(0, 255)
+    return torch.where(high > low, stretched, level)
+
+
+def equalize_table(counts: Tensor) -> Tensor:
+    """Make each channel's levels about equally frequent; [B, C, 256]."""
+    whole = counts.to(torch.int64)
+    level = torch.arange(LEVELS, device=counts.device)
+    last = torch.where(whole > 0, level, -1).amax(2, keepdim=True)
+    step = (whole.sum(2, keepdim=True) - whole.gather(2, last.clamp(min=0))) // (LEVELS - 1)
+    before = whole.cumsum(2) - whole
+    spread = ((step // 2 + before) // step.clamp(min=1)).clamp(max=LEVELS - 1)
+    return torch.where(step > 0, spread, level).float()
+
+
+def posterize_table(bits: Tensor) -> Tensor:
+    """Keep the `bits` [B] highest bits of each level; [B, 1, 256]."""
+    width = torch.exp2(8 - bits).view(-1, 1, 1)
+    return (ramp(bits.device) / width).floor() * width
+
+
+def solarize_table(threshold: Tensor) -> Tensor:
+    """Invert the levels from `threshold` [B] on (0 inverts the image); [B, 1, 256]."""
+    level = ramp(threshold.device)
+    return torch.where(level < threshold.view(-1, 1, 1), level, 255 - level)
+
+
+def solarize_add_table(amount: Tensor) -> Tensor:
+    """Add `amount` [B] to the levels of the darker half; [B, 1, 256]."""
+    level = ramp(amount.device)
+    return torch.where(level < 128, (level + amount.view(-1, 1, 1)).clamp(max=255), level)
+
+
+def blend_table(factor: Tensor, dull: Tensor | float) -> Tensor:
+    """Blend each level with the level `dull` ([B] or one number); factor [B]: 1 changes nothing; [B, 1, 256]."""
+    other = dull.view(-1, 1, 1) if isinstance(dull, Tensor) else dull
+    return blend(ramp(factor.device), other, factor.view(-1, 1, 1))
+
+
+def blend(levels: Tensor, dull: Tensor | float, factor: Tensor) -> Tensor:
+    """dull + factor · (levels − dull), cut to whole levels: the form of all four of Pillow's enhancers."""
+    return (dull + factor * (levels - dull)).clamp(0, 255).floor()
+
+
+def mean_grey(luma: Tensor) -> Tensor:
+    """The rounded mean of `grey`, [B]: what contrast blends with. Sums of whole numbers, so batches do not matter."""
+    return (luma.flatten(1).to(torch.float64).mean(1) + 0.5).floor().float()
+
+
+def smooth(levels: Tensor) -> Tensor:
+    """Pillow's 3 × 3 smoothing (the middle weighs 5 of 13), with the border left as it is: sharpness blends with it."""
+    if min(levels.shape[2:]) < 3:
+        return levels
+    inner = levels[:, :, 1:-1, 1:-1]
+    smoothed = ((F.avg_pool2d(levels, 3, stride=1) * 9 + inner * 4) / 13).round()
+    result = levels.clone()
+    result[:, :, 1:-1, 1:-1] = smoothed
+    return result
+
+
+def jitter(levels: Tensor, factors: Tensor) -> Tensor:
+    """Brightness, contrast and (of RGB) saturation changed one after the other by `factors` [B, 3]."""
+    bright, contrast, colour = factors.view(-1, 3, 1, 1, 1).unbind(1)
+    levels = blend(levels, 0.0, bright)
+    levels = blend(levels, mean_grey(grey(levels)).view(-1, 1, 1, 1), contrast)
+    return blend(levels, grey(levels), colour) if levels.shape[1] == 3 else levels

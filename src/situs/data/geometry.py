@@ -1,0 +1,130 @@
+"""Crop, flip and affine changes of a batch, composed into one resampling of each image.
+
+Coordinates are continuous pixels: an image of width W spans [0, W] and the centre of pixel i lies at i + ½, as in
+Pillow and in torch with align_corners=False. Every function is pure in its noise, made of elementwise arithmetic, so
+that a sample comes out the same whatever batch it stands in.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+CROP_NOISE = 22  # two numbers for each of ten attempts, two for the place
+_ATTEMPTS = 10
+
+
+def resized_crop_boxes(
+    noise: Tensor,
+    height: Tensor | int,
+    width: Tensor | int,
+    scale: tuple[float, float],
+    ratio: tuple[float, float],
+) -> Tensor:
+    """Boxes of random area (uniform, a share in `scale`) and aspect (log-uniform in `ratio`): [B, 4] top, left, h, w.
+
+    noise: [B, 22]. The first of ten attempts that fits is taken, else the largest centred box the ratio allows: the
+    law of torchvision's RandomResizedCrop. height, width: of the images, numbers or [B].
+    """
+    height = torch.as_tensor(height, dtype=torch.float32, device=noise.device)[..., None]
+    width = torch.as_tensor(width, dtype=torch.float32, device=noise.device)[..., None]
+    area = height * width * (scale[0] + noise[:, :_ATTEMPTS] * (scale[1] - scale[0]))
+    low, high = math.log(ratio[0]), math.log(ratio[1])
+    aspect = torch.exp(low + noise[:, _ATTEMPTS : 2 * _ATTEMPTS] * (high - low))
+    w, h = torch.sqrt(area * aspect).round(), torch.sqrt(area / aspect).round()
+    fits = (w >= 1) & (h >= 1) & (w <= width) & (h <= height)
+    # argmax gives the first of the equal largest: the first attempt that fits.
+    first = fits.to(torch.uint8).argmax(dim=1, keepdim=True)
+    found = fits.gather(1, first)
+    shape = width / height
+    centred_w = torch.where(shape > ratio[1], (height * ratio[1]).round(), width)
+    centred_h = torch.where(shape < ratio[0], (width / ratio[0]).round(), height)
+    w = torch.where(found, w.gather(1, first), centred_w)
+    h = torch.where(found, h.gather(1, first), centred_h)
+    spare_y, spare_x = height - h, width - w
+    top = torch.where(found, (noise[:, 20:21] * (spare_y + 1)).floor(), (spare_y / 2).floor())
+    left = torch.where(found, (noise[:, 21:22] * (spare_x + 1)).floor(), (spare_x / 2).floor())
+    return torch.cat([top, left, h, w], dim=1)
+
+
+def pad_crop_boxes(noise: Tensor, height: int, width: int, pad: int) -> Tensor:
+    """Boxes of the image's own size shifted by up to `pad` whole pixels each way: [B, 4]. noise: [B, 2] or more."""
+    shift = (noise[:, :2] * (2 * pad + 1)).floor() - pad
+    size = torch.tensor([height, width], dtype=torch.float32, device=noise.device).expand(len(noise), 2)
+    return torch.cat([shift, size], dim=1)
+
+
+def whole_boxes(count: int, height: int, width: int, device: torch.device) -> Tensor:
+    """Boxes that leave the images whole: [B, 4]."""
+    return torch.tensor([0.0, 0.0, height, width], device=device).expand(count, 4)
+
+
+def warp(
+    images: Tensor,
+    boxes: Tensor,
+    flip: Tensor,
+    size: tuple[int, int],
+    fill: Tensor,
+    matrices: Tensor | None = None,
+    mode: str = "bicubic",
+) -> Tensor:
+    """Crop to `boxes`, resize to `size`, flip, then the affine changes: one resampling, [B, C, *size] in [0, 1].
+
+    images:   [B, C, H, W] float in [0, 1]. flip: [B] bool. fill: [C], the colour outside the image.
+    matrices: [B, S, 2, 3], S affine changes in the order they happen, each mapping a place in its result (x, y) to
+              the place it is taken from, in pixels of the resized crop.
+
+    The changes are composed, and a place that leaves the picture at any of them is filled, so the result is that of
+    one change after the other with only one interpolation. Enlarging needs no filter against aliasing. Where `size`
+    is much smaller than the images, each output pixel is the mean of k × k samples, k being the rounded ratio.
+    """
+    height, width = size
+    finer = max(1, round(images.shape[2] / height), round(images.shape[3] / width))
+    device = images.device
+    x = (torch.arange(width * finer, device=device) + 0.5).div(finer).view(1, 1, -1)
+    y = (torch.arange(height * finer, device=device) + 0.5).div(finer).view(1, -1, 1)
+    inside = None
+    if matrices is not None:
+        for slot in reversed(range(matrices.shape[1])):
+            a, b, c, d, e, f = matrices[:, slot].reshape(-1, 6, 1, 1).unbind(1)
+            x, y = a * x + b * y + c, d * x + e * y + f
+            here = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+            inside = here if inside is None else inside & here
+    top, left, box_h, box_w = boxes.view(-1, 4, 1, 1).unbind(1)
+    x = torch.where(flip.view(-1, 1, 1), width - x, x) * (box_w / width) + left
+    y = y * (box_h / height) + top
+    source_h, source_w = images.shape[2:]
+    within = (x >= 0) & (x < source_w) & (y >= 0) & (y < source_h)
+    inside = within if inside is None else inside & within
+    grid = torch.stack(torch.broadcast_tensors(x * (2 / source_w) - 1, y * (2 / source_h) - 1), dim=-1)
+    warped = F.grid_sample(images, grid, mode=mode, padding_mode="border", align_corners=False)
+    # Bicubic weights overshoot at edges.
+    warped = torch.where(inside[:, None], warped.clamp(0.0, 1.0), fill.view(1, -1, 1, 1))
+    return warped if finer == 1 else F.avg_pool2d(warped, finer)
+
+
+def rotation(degrees: Tensor, height: int, width: int) -> Tensor:
+    """Rotate about the centre, counter-clockwise as Pillow does: [B, 2, 3] for `warp`. degrees: [B]."""
+    angle = torch.deg2rad(degrees)
+    cos, sin = torch.cos(angle), torch.sin(angle)
+    x, y = width / 2, height / 2
+    return _matrix(cos, -sin, x - cos * x + sin * y, sin, cos, y - sin * x - cos * y)
+
+
+def shear(x: Tensor, y: Tensor) -> Tensor:
+    """Shear about the top-left corner by factors x, y [B]: [B, 2, 3] for `warp`."""
+    one, none = torch.ones_like(x), torch.zeros_like(x)
+    return _matrix(one, x, none, y, one, none)
+
+
+def translation(x: Tensor, y: Tensor) -> Tensor:
+    """Take each place from (x, y) pixels further on; x, y: [B]. [B, 2, 3] for `warp`."""
+    one, none = torch.ones_like(x), torch.zeros_like(x)
+    return _matrix(one, none, x, none, one, y)
+
+
+def _matrix(*entries: Tensor) -> Tensor:
+    return torch.stack(entries, dim=-1).view(-1, 2, 3)

@@ -1,0 +1,78 @@
+"""MixUp (Zhang et al., 2018), CutMix (Yun et al., 2019) and label smoothing: images and soft labels of a batch.
+
+A sample's partner is by nature another of the batch. Rows are paired (0, 1), (2, 3)…, so that a global batch cut into
+even parts, by ranks or by gradient accumulation, mixes the very same pairs as the whole; the order is shuffled, so a
+neighbour is a random sample. Whether, which and how much is drawn by each sample for itself.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+NOISE = 5  # whether, which of the two, how much, and two for the box
+_QUANTILES = 4096
+
+
+@cache
+def _beta_quantiles(alpha: float, device: torch.device) -> Tensor:
+    """The quantiles of Beta(α, α) at i / 4096, by which a uniform number becomes a Beta number on the device."""
+    import numpy as np
+    from scipy.special import betaincinv
+
+    values = betaincinv(alpha, alpha, np.linspace(0.0, 1.0, _QUANTILES + 1))
+    return torch.from_numpy(values).to(device, torch.float32)
+
+
+def beta(noise: Tensor, alpha: float) -> Tensor:
+    """Beta(α, α) numbers from uniform ones of any shape, by the quantile function, linear between 4,096 points."""
+    table = _beta_quantiles(alpha, noise.device)
+    place = noise * _QUANTILES
+    below = place.long().clamp(max=_QUANTILES - 1)
+    return torch.lerp(table[below], table[below + 1], place - below)
+
+
+def partners(count: int, device: torch.device) -> Tensor:
+    """Row i's partner: [B], i with its last bit turned; the last row of an odd batch stays alone."""
+    return (torch.arange(count, device=device) ^ 1).clamp(max=count - 1)
+
+
+def soft_labels(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
+    """One-hot labels [B, K] with the mass `smoothing` spread evenly over all classes."""
+    return F.one_hot(labels, classes).to(torch.float32) * (1.0 - smoothing) + smoothing / classes
+
+
+def mix(
+    images: Tensor, targets: Tensor, noise: Tensor, *, mixup: float, cutmix: float, probability: float, switch: float
+) -> tuple[Tensor, Tensor]:
+    """Images [B, C, H, W] and soft labels [B, K] mixed with their partners'. noise: [B, 5].
+
+    mixup, cutmix: their α, 0 for none. probability: share of samples mixed. switch: share of those that take CutMix
+    where both are on. CutMix's share of labels is the share of pixels really replaced.
+    """
+    count, _, height, width = images.shape
+    other = partners(count, images.device)
+    mixed = noise[:, 0] < probability
+    cut = mixed & (noise[:, 1] < (switch if mixup > 0 and cutmix > 0 else float(cutmix > 0)))
+    keep_up = beta(noise[:, 2], mixup) if mixup > 0 else torch.ones_like(noise[:, 2])
+    keep_cut = beta(noise[:, 2], cutmix) if cutmix > 0 else torch.ones_like(noise[:, 2])
+    inside = _boxes(keep_cut, noise[:, 3:5], height, width)
+    kept = torch.where(mixed, torch.where(cut, 1.0 - inside.float().mean((1, 2)), keep_up), 1.0)
+    weight = torch.where(cut.view(-1, 1, 1), 1.0 - inside.float(), kept.view(-1, 1, 1))[:, None]
+    kept = kept[:, None]
+    return torch.lerp(images[other], images, weight), torch.lerp(targets[other], targets, kept)
+
+
+def _boxes(keep: Tensor, place: Tensor, height: int, width: int) -> Tensor:
+    """[B, H, W] bool: the rectangle of share 1 − keep around a uniform centre, cut at the image's border."""
+    side = torch.sqrt(1.0 - keep)
+    h, w = (height * side).floor(), (width * side).floor()
+    cy, cx = (place[:, 0] * height).floor(), (place[:, 1] * width).floor()
+    y = torch.arange(height, device=keep.device).view(1, -1)
+    x = torch.arange(width, device=keep.device).view(1, -1)
+    top, left = (cy - (h / 2).floor())[:, None], (cx - (w / 2).floor())[:, None]
+    bottom, right = (cy + (h / 2).floor())[:, None], (cx + (w / 2).floor())[:, None]
+    return ((y >= top) & (y < bottom))[:, :, None] & ((x >= left) & (x < right))[:, None, :]

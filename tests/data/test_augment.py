@@ -1,0 +1,150 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torchvision.transforms.v2 import functional as tv
+
+from situs.data.augment import RECIPES, AugmentConfig, apply, apply_mix, draw, recipe
+from situs.errors import SitusError
+
+MEAN, STD = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.2, 0.25, 0.3])
+EVERYTHING = AugmentConfig(operations=3, jitter=0.4, erasing=0.5)
+CONFIGS = {**RECIPES, "everything": EVERYTHING, "pad": AugmentConfig(crop="pad", operations=1, erasing_with="mean")}
+
+
+def pictures(count: int, channels: int = 3, size: int = 20) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, 256, (count, channels, size, size), dtype=torch.uint8, generator=generator)
+
+
+def views(images, ids, config, seed=0, epoch=0, size=20):
+    mean, std = (MEAN, STD) if images.shape[1] == 3 else (MEAN[:1].expand(images.shape[1]),) * 2
+    return apply(images, draw(config, ids, seed=seed, epoch=epoch), config, (size, size), mean, std)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_sample_is_the_same_whatever_the_batch(name):
+    """Bit for bit: alone, in the whole batch, in another order, in another batch."""
+    images, ids = pictures(13), torch.arange(13) * 977
+    whole = views(images, ids, CONFIGS[name], epoch=4)
+    order = torch.tensor([7, 3, 12, 0, 5, 1])
+    assert torch.equal(views(images[order], ids[order], CONFIGS[name], epoch=4), whole[order])
+    for row in (0, 6, 12):
+        alone = views(images[row : row + 1], ids[row : row + 1], CONFIGS[name], epoch=4)
+        assert torch.equal(alone[0], whole[row])
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name != "none"])
+def test_seed_epoch_and_id_each_change_the_view(name):
+    images, ids = pictures(1).expand(64, -1, -1, -1).contiguous(), torch.arange(64)
+    first = views(images, ids, CONFIGS[name])
+    for other in (views(images, ids, CONFIGS[name], seed=1), views(images, ids, CONFIGS[name], epoch=1)):
+        assert not torch.equal(first, other)
+    assert len(first.flatten(1).unique(dim=0)) > (1 if CONFIGS[name].crop == "none" else 30)
+
+
+def test_nothing_but_normalising():
+    images = pictures(4)
+    wanted = tv.normalize(images.float() / 255, MEAN.tolist(), STD.tolist())
+    assert torch.allclose(views(images, torch.arange(4), recipe("none")), wanted, atol=1e-6)
+    floats = images.float() / 255
+    assert torch.equal(views(floats, torch.arange(4), recipe("none")), views(images, torch.arange(4), recipe("none")))
+
+
+def test_flips_half_of_them():
+    images = pictures(1).expand(2000, -1, -1, -1).contiguous()
+    flipped = views(images, torch.arange(2000), AugmentConfig(crop="none"))
+    plain = views(images[:1], torch.arange(1), recipe("none"))[0]
+    same, turned = ((flipped == other).flatten(1).all(1) for other in (plain, plain.flip(-1)))
+    assert (same ^ turned).all()
+    assert abs(float(turned.float().mean()) - 0.5) < 0.04
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", ["everything", "deit", "cifar", "none"])
+def test_any_number_of_channels_and_another_size(name, channels):
+    images = pictures(6, channels)
+    got = views(images, torch.arange(6), CONFIGS[name], size=32)
+    assert got.shape == (6, channels, 32, 32)
+    assert got.dtype == torch.float32
+    assert got.isfinite().all()
+
+
+def test_everything_stays_within_the_range_of_an_image():
+    got = views(pictures(200), torch.arange(200), dataclasses.replace(EVERYTHING, erasing=0.0))
+    pixels = got * STD.view(-1, 1, 1) + MEAN.view(-1, 1, 1)
+    assert float(pixels.min()) > -1e-6
+    assert float(pixels.max()) < 1 + 1e-6
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_it_is_one_graph_without_host_sync(name):
+    """torch.compile(fullgraph=True) fails on .item(), on shapes that depend on data and on every graph break."""
+    images, ids, config = pictures(4), torch.arange(4), CONFIGS[name]
+    noise = draw(config, ids, seed=0, epoch=0)
+    torch.compiler.reset()
+    compiled = torch.compile(apply, fullgraph=True, backend="eager")
+    got = compiled(images, noise, config, (20, 20), MEAN, STD)
+    assert torch.allclose(got, apply(images, noise, config, (20, 20), MEAN, STD), atol=1e-5)
+
+
+def test_labels_become_soft_only_where_they_must():
+    images, labels = torch.rand(4, 3, 8, 8), torch.tensor([0, 1, 2, 1])
+    config = recipe("crop")
+    assert apply_mix(images, labels, {}, config, 3) == (images, labels)
+    _, smooth = apply_mix(images, labels, {}, AugmentConfig(label_smoothing=0.3), 3)
+    assert smooth is not None
+    assert torch.allclose(smooth[0], torch.tensor([0.8, 0.1, 0.1]))
+    config = recipe("deit")
+    mixed, soft = apply_mix(images, labels, draw(config, torch.arange(4), seed=0, epoch=0), config, 3)
+    assert not torch.equal(mixed, images)
+    assert soft is not None
+    assert torch.allclose(soft.sum(1), torch.ones(4))
+    assert apply_mix(images, None, {}, config, None)[1] is None
+
+
+def test_recipes_say_what_the_papers_say():
+    full, pretrain = recipe("deit"), recipe("deit-pretrain")
+    assert (full.mixup, full.cutmix, full.erasing, full.label_smoothing, full.repeated) == (0.8, 1.0, 0.25, 0.1, 3)
+    without = {"mixup": 0.0, "cutmix": 0.0, "erasing": 0.0, "label_smoothing": 0.0, "repeated": 1}
+    assert pretrain == dataclasses.replace(full, **without)  # SPEC: DeiT without these five
+    assert pretrain.operations == 2
+    with pytest.raises(SitusError, match="unknown augmentation recipe 'dite'; choose one of: cifar, cifar-deit, crop"):
+        recipe("dite")
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"flip": 1.2}, r"flip=1.2: must be in \[0, 1\] \(--augment.flip\)"),
+        ({"scale": (0.5, 0.2)}, r"scale=\(0.5, 0.2\): must rise within \(0, 1\] \(--augment.scale\)"),
+        ({"ratio": (0.0, 1.0)}, "ratio=.*must be positive"),
+        ({"magnitude": 11.0}, r"magnitude=11.0: must be in \[0, 10\]"),
+        ({"label_smoothing": 1.0}, r"label_smoothing=1.0: .*\(--augment.label-smoothing\)"),
+        ({"mixup": -1.0}, "mixup=-1.0: must not be negative"),
+        ({"repeated": 0}, "repeated=0: must be at least 1"),
+    ],
+)
+def test_wrong_values_are_one_sentence(change, sentence):
+    with pytest.raises(SitusError, match=sentence):
+        AugmentConfig(**change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CONFIGS)
+def test_on_a_gpu_there_is_no_sync_and_the_view_is_the_same(name):
+    images, ids, config = pictures(64), torch.arange(64), CONFIGS[name]
+    draw(config, ids.cuda(), seed=0, epoch=0)  # makes the tables
+    arguments = images.cuda(), ids.cuda(), MEAN.cuda(), STD.cuda()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        noise = draw(config, arguments[1], seed=0, epoch=0)
+        got = apply(arguments[0], noise, config, (20, 20), *arguments[2:])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    close = (got.cpu() - views(images, ids, config)).abs() < 0.02
+    # The two devices' sines and roots differ in the last bit, which may move a pixel across a level.
+    assert close.float().mean() > 0.98
