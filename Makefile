@@ -13,7 +13,7 @@ find_python = for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 	done; echo "situs needs python 3.11 to 3.14 on the path" >&2; exit 1
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
 .PHONY: demo test lint docs wheel clean help
 
@@ -22,7 +22,6 @@ help:
 
 demo: .venv/.installed
 	@$(BIN)/situs demo --out demo
-	@echo "$(CURDIR)/demo/report.html"
 
 test: .venv/.installed
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
@@ -44,7 +43,7 @@ wheel: .venv/.installed
 	@$(BIN)/python -m build --wheel --outdir dist . >/dev/null
 	@echo "installing it into an empty environment (the first time about three minutes: torch is large)"
 	@$(BIN)/python -m venv .wheel-venv
-	@.wheel-venv/bin/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt dist/*.whl
+	@.wheel-venv/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt dist/*.whl
 	@cd .wheel-venv && bin/situs demo --out demo
 	@echo "$(CURDIR)/.wheel-venv/demo/report.html"
 
