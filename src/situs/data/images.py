@@ -64,10 +64,11 @@ def centre_fit(image: Tensor, height: int, width: int) -> Tensor:
     have = image.shape[-2:]
     if tuple(have) == (height, width):
         return image
-    scale = max(height / have[0], width / have[1])
-    covering = [max(height, round(have[0] * scale)), max(width, round(have[1] * scale))]
+    # Whole numbers and cut, not rounded, as torchvision finds the longer side.
+    tall = have[0] * width >= height * have[1]
+    covering = [have[0] * width // have[1], width] if tall else [height, have[1] * height // have[0]]
     image = tv.resize(image, covering, InterpolationMode.BICUBIC, antialias=True)
-    top, left = (covering[0] - height) // 2, (covering[1] - width) // 2
+    top, left = round((covering[0] - height) / 2), round((covering[1] - width) / 2)
     image = image[..., top : top + height, left : left + width]
     # Bicubic weights overshoot; uint8 is clamped by torchvision, floats are not.
     return image.clamp(0.0, 1.0) if image.is_floating_point() else image

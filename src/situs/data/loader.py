@@ -1,0 +1,299 @@
+"""From a path to batches on the device: small sets resident there, large ones streamed through workers."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from situs.data.augment import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
+from situs.data.base import Source, TensorSource
+from situs.data.batch import Batch
+from situs.data.images import BrokenImageError
+from situs.data.resident import Progress, Resident, load_resident
+from situs.data.sampler import BatchPlan, batches_for, sample_of
+from situs.data.sources import open_source
+from situs.data.streaming import Stream, Views, centre_crop
+from situs.errors import SitusError
+
+_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# On a GPU, batches smaller than this many numbers are augmented several at a time: a sample's view does not depend on
+# its batch, and a small batch costs the launching of its kernels, not their work.
+_AT_ONCE = 1 << 24
+_PROBES = 16
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the images are and how they come to the model."""
+
+    path: str = "samples"
+    """Image folder, folder of parquet or tar files, CIFAR batches, or "samples" for the embedded set."""
+    split: str | None = None
+    """train, val or test; by default the training split where there is one, and val for evaluation."""
+    img_size: int | tuple[int, int] = 32
+    """Side of the square, or height and width, that the model sees."""
+    channels: int = 3
+    """Channels the model sees: grey is repeated to 3, RGB weighed to 1, others must match."""
+    batch: int = 256
+    """Images a step over all ranks."""
+    workers: int = 4
+    """Processes that decode a streamed set, at most one a core; 0 decodes in the main process."""
+    resident: Literal["auto", "always", "never"] = "auto"
+    """Whether the set is decoded once and kept on the device; auto: small images of one size that fit."""
+    resident_gib: float = 4.0
+    """Memory that a resident set may take."""
+    crop_share: float = 1.0
+    """Evaluation: share of the image's shorter side that the centre crop keeps (ImageNet: 0.875)."""
+    mean: tuple[float, ...] = ()
+    """Mean of each channel, subtracted; default: ImageNet's for three channels, else 0.5."""
+    std: tuple[float, ...] = ()
+    """Deviation of each channel, divided by; default: ImageNet's for three channels, else 0.25."""
+    seed: int = 0
+    """Seed of order and augmentation."""
+    strict: bool = False
+    """Stop at a broken image instead of skipping it."""
+
+    def __post_init__(self) -> None:
+        checks = {
+            "img_size": (min(self.size) >= 1, "must be positive"),
+            "channels": (self.channels >= 1, "must be at least 1"),
+            "batch": (self.batch >= 1, "must be at least 1"),
+            "workers": (self.workers >= 0, "must not be negative"),
+            "resident_gib": (self.resident_gib > 0, "must be positive"),
+            "crop_share": (0 < self.crop_share <= 1, "must be in (0, 1]"),
+            "mean": (len(self.mean) in {0, self.channels}, f"must have {self.channels} numbers, one a channel"),
+            "std": (len(self.std) in {0, self.channels} and min(self.std, default=1.0) > 0,
+                    f"must have {self.channels} positive numbers, one a channel"),
+        }  # fmt: skip
+        for name, (good, rule) in checks.items():
+            if not good:
+                flag = f"--data.{name.replace('_', '-')}"
+                raise SitusError(f"{name}={getattr(self, name)}: {rule} ({flag})")
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width that the model sees."""
+        return (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
+
+    @property
+    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and deviation of each channel, with the defaults filled in."""
+        mean, std = _IMAGENET if self.channels == 3 else ((0.5,) * self.channels, (0.25,) * self.channels)
+        return self.mean or mean, self.std or std
+
+
+class Loader(ABC):
+    """Batches of one split. The same (epoch, step) always gives the same batch, on any number of ranks.
+
+    data_wait: seconds spent in here so far, preparing or waiting for batches; on a GPU the augmentation itself runs
+    behind the caller's back and only its launching counts.
+    """
+
+    def __init__(
+        self, source: Source, config: DataConfig, augment: AugmentConfig | None, plan: BatchPlan, device: torch.device
+    ) -> None:
+        self.source, self.config, self.augment, self.plan, self.device = source, config, augment, plan, device
+        self.mean, self.std = (torch.tensor(part, device=device) for part in config.normalisation)
+        self.data_wait = 0.0
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches an epoch, the same on every rank."""
+        return self.plan.steps
+
+    @property
+    def global_batch(self) -> int:
+        """Samples a step over all ranks."""
+        return self.plan.batch
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Class names in label order; None for a set without labels."""
+        return self.source.classes
+
+    @abstractmethod
+    def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]: ...
+
+    @abstractmethod
+    def describe(self) -> str:
+        """One line for the log: what the set is and where it lies."""
+
+    def iterate(self, epoch: int = 0, start_step: int = 0) -> Iterator[Batch]:
+        """The epoch's batches from number `start_step` on."""
+        batches = self._batches(epoch, start_step)
+        while True:
+            started = time.perf_counter()
+            batch = next(batches, None)
+            self.data_wait += time.perf_counter() - started
+            if batch is None:
+                return
+            yield batch
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self.iterate()
+
+    def _finish(self, images: Tensor, ids: Tensor, epoch: int, augment: AugmentConfig) -> tuple[Tensor, Tensor | None]:
+        """Augmented images, and the noise by which they are to be mixed."""
+        noise = draw(augment, ids, seed=self.config.seed, epoch=epoch)
+        return apply(images, noise, augment, self.config.size, self.mean, self.std), noise.get("mix")
+
+    def _mixed(self, images: Tensor, ids: Tensor, labels: Tensor | None, noise: Tensor | None) -> Batch:
+        count = len(self.classes) if self.classes is not None else None
+        named = {} if noise is None else {"mix": noise}
+        images, labels = apply_mix(images, labels, named, self.augment or NONE, count)
+        return Batch(images, ids, labels)
+
+
+class ResidentLoader(Loader):
+    """The whole set on the device; a batch is an index into it."""
+
+    def __init__(
+        self, source: Source, config: DataConfig, augment: AugmentConfig | None, plan: BatchPlan, held: Resident
+    ) -> None:
+        super().__init__(source, config, augment, plan, held.images.device)
+        self.held = held
+
+    def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
+        waiting: list[Tensor] = []
+        for rows in batches_for(self.plan, epoch, start_step, self.device):
+            if len(rows.ids):
+                waiting.append(rows.ids)
+            if len(waiting) >= self._steps_at_once():
+                yield from self._augmented(waiting, epoch)
+                waiting = []
+        if waiting:
+            yield from self._augmented(waiting, epoch)
+
+    def _steps_at_once(self) -> int:
+        if self.device.type == "cpu" or self.augment is None:
+            return 1
+        height, width = self.config.size
+        share = self.plan.batch // self.plan.world
+        return max(1, _AT_ONCE // (share * self.held.images.shape[1] * height * width))
+
+    def _augmented(self, steps: list[Tensor], epoch: int) -> Iterator[Batch]:
+        ids = torch.cat(steps)
+        rows = sample_of(ids)
+        images, labels = self.held.images[rows], None if self.held.labels is None else self.held.labels[rows]
+        if self.augment is None:
+            images = centre_crop(images, self.config.size, self.config.crop_share)
+            images, noise = normalise(as_floats(images), self.mean, self.std), None
+        else:
+            images, noise = self._finish(images, ids, epoch, self.augment)
+        start = 0
+        for part in steps:
+            span = slice(start, start := start + len(part))
+            yield self._mixed(
+                images[span], part, None if labels is None else labels[span], None if noise is None else noise[span]
+            )
+
+    def describe(self) -> str:
+        """Count, size and memory."""
+        count, channels, height, width = self.held.images.shape
+        mib = self.held.images.nbytes / 2**20
+        return f"{self.source.name}: {count} images of {channels} × {height} × {width} on {self.device}, {mib:.0f} MiB"
+
+
+class StreamLoader(Loader):
+    """Decoded by workers as it is asked for."""
+
+    def __init__(
+        self, source: Source, config: DataConfig, augment: AugmentConfig | None, plan: BatchPlan, device: torch.device
+    ) -> None:
+        super().__init__(source, config, augment, plan, device)
+        views = Views(source, config.size, config.seed, augment, config.crop_share)
+        self.stream = Stream(views, plan, config.workers, pin=device.type == "cuda")
+
+    def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
+        for chunk in self.stream.chunks(epoch, start_step):
+            for index, reason in chunk.broken:
+                self.source.skip(index, reason)
+            if not len(chunk.ids):
+                continue
+            images = chunk.images.to(self.device, non_blocking=True)
+            ids = chunk.ids.to(self.device, non_blocking=True)
+            labels = None if chunk.labels is None else chunk.labels.to(self.device, non_blocking=True)
+            if self.augment is None:
+                yield Batch(normalise(as_floats(images), self.mean, self.std), ids, labels)
+                continue
+            # The worker has made the resized crop; a shift is made here.
+            rest = replace(self.augment, crop="none") if self.augment.crop == "resized" else self.augment
+            images, noise = self._finish(images, ids, epoch, rest)
+            yield self._mixed(images, ids, labels, noise)
+
+    def describe(self) -> str:
+        """Count and workers."""
+        return f"{self.source.name}: {len(self.source)} images streamed by {self.stream.workers} workers"
+
+
+def make_loader(
+    config: DataConfig,
+    augment: AugmentConfig | None,
+    device: torch.device | str = "cpu",
+    *,
+    rank: int = 0,
+    world: int = 1,
+    source: Source | None = None,
+    progress: Progress | None = None,
+) -> Loader:
+    """A loader for training, with augmentation, or with `augment=None` for evaluation.
+
+    Evaluation keeps the set's order and its last, smaller batch, and crops the centre. source: images that are open
+    already, such as a `TensorSource`; else those at `config.path`.
+    """
+    device = torch.device(device)
+    if source is None:
+        split = config.split or (None if augment is not None else "val")
+        source = open_source(config.path, split, channels=config.channels, strict=config.strict)
+    size = _resident_size(source, config)
+    held = None
+    if size is not None:
+        held = load_resident(source, device, size, max_bytes=int(config.resident_gib * 2**30), progress=progress)
+    training = augment is not None
+    plan = BatchPlan(
+        len(source) if held is None else len(held.images),
+        config.batch,
+        config.seed,
+        rank,
+        world,
+        augment.repeated if augment is not None else 1,
+        shuffle=training,
+        drop_last=training,
+    )
+    if held is not None:
+        return ResidentLoader(source, config, augment, plan, held)
+    return StreamLoader(source, config, augment, plan, device)
+
+
+def _resident_size(source: Source, config: DataConfig) -> tuple[int, int] | None:
+    """The size to hold the images at, or None to stream them."""
+    if config.resident == "never":
+        return None
+    sizes = _probe(source)
+    own = sizes.pop() if len(sizes) == 1 else None
+    if config.resident == "always":
+        # Images of many sizes are held a little larger than the model sees them, as ImageNet's 256 for 224.
+        return own or (round(config.size[0] * 8 / 7), round(config.size[1] * 8 / 7))
+    if own is None or own[0] > 2 * config.size[0] or own[1] > 2 * config.size[1]:
+        return None
+    fits = len(source) * config.channels * own[0] * own[1] <= config.resident_gib * 2**30
+    return own if fits else None
+
+
+def _probe(source: Source) -> set[tuple[int, int]]:
+    """The sizes (height, width) of some images spread over the set."""
+    if isinstance(source, TensorSource):
+        return {(source.images.shape[2], source.images.shape[3])}
+    found = set()
+    for index in range(0, len(source), max(1, len(source) // _PROBES)):
+        try:
+            found.add(tuple(source.read(index)[0].shape[1:]))
+        except BrokenImageError:
+            continue
+    return found

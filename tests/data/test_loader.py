@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from situs.data.augment import AugmentConfig, recipe
+from situs.data.base import TensorSource
+from situs.data.loader import DataConfig, ResidentLoader, StreamLoader, make_loader
+from situs.data.sampler import epoch_order, sample_of
+from situs.data.sources import open_source
+from situs.errors import SitusError
+
+CONFIG = DataConfig(path="samples", img_size=28, channels=1, batch=64, workers=0)
+
+
+def small(count: int = 50, channels: int = 3, size: int = 16) -> TensorSource:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (count, channels, size, size), dtype=torch.uint8, generator=generator)
+    return TensorSource(images, torch.arange(count) % 5, tuple("abcde"), "small")
+
+
+SMALL = DataConfig(img_size=16, batch=12, workers=0, seed=9)
+
+
+def join(batches):
+    parts = list(batches)
+    return torch.cat([b.images for b in parts]), torch.cat([b.ids for b in parts]), [b.labels for b in parts]
+
+
+@pytest.mark.parametrize("resident", ["always", "never"])
+@pytest.mark.parametrize("name", ["deit", "deit-pretrain", "cifar-deit", "crop"])
+def test_ranks_resume_and_repetition(resident, name):
+    """Bit for bit: twice the same, resumed in mid-epoch the same, three ranks together the same."""
+    config = replace(SMALL, resident=resident)
+    loader = make_loader(config, recipe(name), source=small())
+    whole = list(loader.iterate(3, 0))
+    assert len(whole) == loader.steps_per_epoch == 4
+    assert loader.global_batch == 12
+    for a, b in zip(whole[2:], loader.iterate(3, 2), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+    shares = [list(make_loader(config, recipe(name), source=small(), rank=r, world=3).iterate(3)) for r in range(3)]
+    for step, batch in enumerate(whole):
+        assert all(
+            torch.equal(torch.cat(parts), x)
+            for parts, x in zip(zip(*(share[step] for share in shares), strict=True), batch, strict=True)
+        )
+    other = next(loader.iterate(4))
+    assert not torch.equal(other.ids, whole[0].ids)
+
+
+def test_batches_are_what_they_should_be():
+    loader = make_loader(CONFIG, recipe("crop"))
+    assert isinstance(loader, ResidentLoader)
+    batch = next(loader.iterate(0))
+    assert (batch.images.shape, batch.images.dtype) == ((64, 1, 28, 28), torch.float32)
+    assert torch.equal(batch.ids, epoch_order(0, 0, 9000)[:64])
+    labels = open_source("samples").labels  # pyright: ignore[reportAttributeAccessIssue]
+    assert batch.labels is not None
+    assert torch.equal(batch.labels, labels[batch.ids])
+    assert loader.steps_per_epoch == 140
+    assert loader.classes is not None
+    assert len(loader.classes) == 10
+    assert loader.describe() == "samples (train): 9000 images of 1 × 28 × 28 on cpu, 7 MiB"
+
+
+def test_the_images_are_the_samples_own():
+    source = small()
+    batch = next(make_loader(SMALL, recipe("none"), source=source).iterate(0))
+    mean, std = (torch.tensor(part).view(1, 3, 1, 1) for part in SMALL.normalisation)
+    assert torch.allclose(batch.images, (source.images[batch.ids] / 255 - mean) / std, atol=1e-6)
+    streamed = next(make_loader(replace(SMALL, resident="never"), recipe("none"), source=source).iterate(0))
+    assert torch.allclose(streamed.images, batch.images, atol=1e-6)
+
+
+def test_soft_labels_and_repeats():
+    batch = next(make_loader(SMALL, recipe("deit"), source=small()).iterate(0))
+    assert batch.labels is not None
+    assert batch.labels.shape == (12, 5)
+    assert len(sample_of(batch.ids).unique()) == 4
+    assert len(batch.ids.unique()) == 12
+    alone = AugmentConfig(repeated=3)
+    views = next(make_loader(SMALL, alone, source=small()).iterate(0)).images
+    assert not torch.equal(views[0], views[4])  # two copies of one sample, differently cropped
+
+
+@pytest.mark.parametrize("resident", ["always", "never"])
+def test_evaluation_sees_every_image_once_in_order(resident):
+    config = replace(SMALL, resident=resident)
+    loader = make_loader(config, None, source=small())
+    images, ids, labels = join(loader)
+    assert torch.equal(ids, torch.arange(50))
+    assert loader.steps_per_epoch == 5
+    assert torch.equal(torch.cat(labels), torch.arange(50) % 5)
+    mean, std = (torch.tensor(part).view(1, 3, 1, 1) for part in SMALL.normalisation)
+    assert torch.allclose(images, (small().images / 255 - mean) / std, atol=1e-6)
+    shares = [join(make_loader(config, None, source=small(), rank=r, world=3))[1] for r in range(3)]
+    assert sorted(torch.cat(shares).tolist()) == list(range(50))
+    assert make_loader(CONFIG, None).source.name == "samples (test)"
+    cropped = next(iter(make_loader(replace(config, img_size=(8, 12), crop_share=0.5), None, source=small())))
+    assert cropped.images.shape == (12, 3, 8, 12)
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    rng = np.random.default_rng(0)
+    for number in range(30):
+        height, width = (20, 30) if number % 2 else (40, 25)
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), dtype=np.uint8)).save(tmp_path / f"{number:02}.png")
+    return tmp_path
+
+
+def test_images_of_many_sizes_are_streamed_and_broken_ones_counted(photographs):
+    (photographs / "03.png").write_bytes(b"torn")
+    config = DataConfig(path=str(photographs), img_size=16, batch=10, workers=1)
+    loader = make_loader(config, recipe("crop"))
+    assert isinstance(loader, StreamLoader)
+    assert loader.describe() == f"{photographs.name}: 30 images streamed by 1 workers"
+    batches = list(loader.iterate(0))
+    assert [b.images.shape for b in batches] == [(10, 3, 16, 16)] * 3
+    assert all(b.labels is None for b in batches)
+    assert [entry.index for entry in loader.source.skipped] == [3]
+    assert "03.png" in (loader.source.skip_report() or "")
+    evaluation = make_loader(replace(config, split="train"), None)
+    assert len(join(evaluation)[1]) == 29
+    held = make_loader(replace(config, resident="always"), recipe("crop"))
+    assert isinstance(held, ResidentLoader)
+    assert held.held.images.shape == (29, 3, 18, 18)
+    with pytest.raises(SitusError, match=r"03\.png"):
+        list(make_loader(replace(config, strict=True, workers=0), recipe("crop")).iterate(0))
+
+
+def test_auto_streams_what_does_not_fit():
+    assert isinstance(make_loader(replace(SMALL, resident_gib=1e-6), recipe("crop"), source=small()), StreamLoader)
+    assert isinstance(make_loader(replace(SMALL, img_size=7), recipe("crop"), source=small()), StreamLoader)
+    assert isinstance(make_loader(SMALL, recipe("crop"), source=small()), ResidentLoader)
+
+
+def test_several_steps_at_once_are_the_same_steps(monkeypatch):
+    """What a GPU does with small batches, on the CPU: augment them together, hand them out one by one."""
+    loader = make_loader(SMALL, recipe("deit"), source=small())
+    alone = list(loader.iterate(1, 1))
+    monkeypatch.setattr(ResidentLoader, "_steps_at_once", lambda self: 2)
+    together = list(loader.iterate(1, 1))
+    for a, b in zip(alone, together, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_waiting_is_measured():
+    loader = make_loader(SMALL, recipe("crop"), source=small())
+    assert loader.data_wait == 0.0
+    list(loader.iterate(0))
+    assert 0 < loader.data_wait < 5
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"batch": 0}, r"batch=0: must be at least 1 \(--data.batch\)"),
+        ({"img_size": 0}, r"img_size=0: must be positive \(--data.img-size\)"),
+        ({"mean": (0.5,)}, r"mean=\(0.5,\): must have 3 numbers"),
+        ({"std": (0.5, 0.0, 1.0)}, "must have 3 positive numbers"),
+        ({"crop_share": 1.5}, r"crop_share=1.5: must be in \(0, 1\] \(--data.crop-share\)"),
+        ({"workers": -1}, "workers=-1"),
+    ],
+)
+def test_wrong_values_are_one_sentence(change, sentence):
+    with pytest.raises(SitusError, match=sentence):
+        DataConfig(**change)
+
+
+def test_too_large_a_batch_and_a_missing_split():
+    with pytest.raises(SitusError, match="batch=64: must be at most the 50 images"):
+        make_loader(replace(SMALL, batch=64), recipe("crop"), source=small())
+    with pytest.raises(SitusError, match="nowhere: no such folder"):
+        make_loader(replace(SMALL, path="nowhere"), recipe("crop"))
+
+
+@pytest.mark.shared_data
+def test_real_photographs_stream(shared_data):
+    config = DataConfig(path=str(shared_data / "imagenet-samples"), img_size=64, batch=16, workers=2)
+    batch = next(make_loader(config, recipe("deit-pretrain")).iterate(0))
+    assert batch.images.shape == (16, 3, 64, 64)
+    assert batch.images.isfinite().all()
+    assert 0.5 < float(batch.images.std()) < 2.0
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_batches_of_the_cpu():
+    here = list(make_loader(SMALL, recipe("deit"), source=small()).iterate(0))
+    there = list(make_loader(SMALL, recipe("deit"), "cuda", source=small()).iterate(0))
+    for a, b in zip(here, there, strict=True):
+        assert torch.equal(a.ids, b.ids.cpu())
+        assert ((a.images - b.images.cpu()).abs() < 0.05).float().mean() > 0.97
