@@ -64,7 +64,7 @@ def test_it_trains_a_few_samples_to_a_lower_loss(method: str, name: str) -> None
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert all(torch.isfinite(torch.tensor(losses)))
     assert losses[-1] < 0.9 * losses[0]
 
