@@ -40,7 +40,7 @@ docs: .venv/.installed-docs
 wheel: .venv/.installed
 	@rm -rf dist .wheel-venv
 	@echo "building the wheel"
-	@$(BIN)/python -m build --wheel --outdir dist . >/dev/null
+	@$(BIN)/python -m build --quiet --wheel --outdir dist . >/dev/null
 	@echo "installing it into an empty environment (the first time about three minutes: torch is large)"
 	@$(BIN)/python -m venv .wheel-venv
 	@.wheel-venv/bin/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt dist/*.whl
