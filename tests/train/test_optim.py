@@ -73,15 +73,8 @@ def test_every_trainable_parameter_stands_in_exactly_one_group(method: Plain, la
 
 
 def test_decay_is_for_matrices_and_kernels_alone(method: Plain) -> None:
-    decayed = {
-        name
-        for g in groups(method, OptimConfig(weight_decay=0.3))
-        if g["weight_decay"]
-        for name in g["names"]
-    }
-    linear = {
-        f"{name}.weight" for name, part in method.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)
-    }
+    decayed = {name for g in groups(method, OptimConfig(weight_decay=0.3)) if g["weight_decay"] for name in g["names"]}
+    linear = {f"{name}.weight" for name, part in method.named_modules() if isinstance(part, nn.Linear | nn.Conv2d)}
     assert decayed == linear
 
 

@@ -183,10 +183,9 @@ def spread(method: nn.Module, parallel: str, precision: str, compiled: bool) -> 
 
 def wrap_ddp(method: nn.Module) -> nn.parallel.DistributedDataParallel:
     """DDP, told that a method may leave parameters unused (MP3: the positions and the head)."""
+    # The warning DDP gives where it finds none.
     warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
-    return nn.parallel.DistributedDataParallel(
-        method, find_unused_parameters=True, gradient_as_bucket_view=True, broadcast_buffers=False
-    )
+    return nn.parallel.DistributedDataParallel(method, find_unused_parameters=True, gradient_as_bucket_view=True)
 
 
 def wrap_fsdp(method: nn.Module, precision: str, *, whole: bool = False) -> None:
@@ -198,10 +197,12 @@ def wrap_fsdp(method: nn.Module, precision: str, *, whole: bool = False) -> None
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+    # An MLP's output is a view; the backbones add it out of place, which is what FSDP asks for.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     device = next(method.parameters()).device
     mesh = init_device_mesh(device.type, (world(),))
-    dtype = None if precision == "fp32" else DTYPES[precision]
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    halved = {} if precision == "fp32" else {"param_dtype": DTYPES[precision], "reduce_dtype": torch.float32}
+    policy = MixedPrecisionPolicy(**halved, cast_forward_inputs=False)
     for tensor in (*method.parameters(), *method.buffers()):
         place(tensor.detach(), tensor.detach() if rank() == 0 else None)
     for name, part in () if whole else list(method.named_modules()):

@@ -196,21 +196,25 @@ class _Loop:
         self.images += batch.ids.shape[0] * distributed.world()
         self.window.add(done)
         self._heed(*self.watch.look_back(done))
+        last = self.step == self.total
+        save = last or self.step % self.config.save_every == 0
+        if speak := last or self.step % self.config.log_every == 0:
+            self._heed(*self.watch.settle())
+            self._speak(rate, epoch)
+        started = time.perf_counter()
+        self._call_hooks(epoch)
+        self._mind_the_user()
+        if save or self.stop:
+            if not speak:
+                self._heed(*self.watch.settle())
+            self._save()
+        self.aside += time.perf_counter() - started
+
+    def _mind_the_user(self) -> None:
         if self.interrupt.asked and distributed.world() == 1:
             self.stop = True
         elif self.interrupt.asked:
             self.stepper.stop.fill_(1.0)  # all ranks learn of it with the flags of the next step
-        last = self.step == self.total
-        speak, save = last or self.step % self.config.log_every == 0, last or self.step % self.config.save_every == 0
-        if speak or save or self.stop:
-            self._heed(*self.watch.settle())
-        if speak:
-            self._speak(rate, epoch)
-        started = time.perf_counter()
-        self._call_hooks(epoch)
-        if save or self.stop:
-            self._save()
-        self.aside += time.perf_counter() - started
 
     def _heed(self, bad: Step | None, stop: bool) -> None:
         """Ends the run on a step that was not finite; notes a wish to stop that some rank was given."""

@@ -145,7 +145,7 @@ def replay(folder: Path, method: Method, rank: int = 0) -> Replay:
         with autocast(device, state["precision"]):
             output = method(batch, draws)
         (output.loss * share).backward()
-        loss += float(output.loss) * share
+        loss += float(output.loss.detach()) * share
         metrics = {k: metrics.get(k, 0.0) + float(v) * share for k, v in output.metrics.items()}
     bad = [name for name, p in method.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
     return Replay(state["step"], loss, metrics, bad)

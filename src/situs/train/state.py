@@ -143,6 +143,7 @@ def _restore_generators(checkpoint: Checkpoint | None, device: torch.device) -> 
     for kind, shape in wanted.items():
         rows = torch.empty(shape, dtype=torch.uint8, device=device)
         distributed.place(rows, held.get(kind))
-        own[kind] = rows[distributed.rank()].cpu()
+        # A copy: torch 2.14 crashes on a state that is a view into a larger tensor.
+        own[kind] = rows[distributed.rank()].cpu().clone()
     set_generators(own, device)
     return True

@@ -105,8 +105,8 @@ class Stepper:
         set_rate(self.optimizer, rate)
         self.optimizer.zero_grad(set_to_none=True)
         before = generators(self.device)
-        weight = self._rank_weight(batch) if ragged else 1.0
-        pieces = split(batch, self.accumulate)
+        weight, count = self._agree(batch) if ragged and distributed.world() > 1 else (1.0, self.accumulate)
+        pieces = split(batch, count)
         parts, values = [], None
         for number, (piece, share) in enumerate(pieces, start=1):
             draws = self.method.draw(piece.ids, seed=self.seed, epoch=moment.epoch, progress=moment.progress)
@@ -161,9 +161,12 @@ class Stepper:
         now = torch.stack([(~fine).float(), self.stop])
         self.flags = distributed.most(torch.maximum(self.flags, now))
 
-    def _rank_weight(self, batch: Batch) -> float:
-        """Samples here over the mean samples of a rank: gradients are averaged over ranks, not samples."""
-        if distributed.world() == 1:
-            return 1.0
+    def _agree(self, batch: Batch) -> tuple[float, int]:
+        """(this rank's samples over a rank's mean, micro-batches) where the ranks' parts may differ in size.
+
+        Gradients are averaged over ranks, not samples, so a larger part must weigh more; and all ranks must make
+        the same number of micro-batches, for FSDP gathers the weights in each.
+        """
         count = batch.ids.shape[0]
-        return count / float(distributed.mean(torch.tensor(float(count), device=self.device)))
+        counts = distributed.rows(torch.tensor(float(count), device=self.device), self.device)
+        return count / float(counts.mean()), min(self.accumulate, int(counts.min()))

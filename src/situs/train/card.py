@@ -1,0 +1,98 @@
+"""The model card of an export: what it is, what made it, how to load it. It names no place on any machine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from situs import __version__
+from situs.backbones.base import Backbone
+
+
+@dataclass(frozen=True)
+class Story:
+    """Where a model comes from.
+
+    method: its name. data: what the set is called. recipe: the run's config as plain tables. metrics: the last
+    numbers of its log. step: updates made. ema: whether the weights are the mean of the run's.
+    """
+
+    method: str
+    data: str = ""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    step: int | None = None
+    ema: bool = False
+
+
+def card(
+    backbone: Backbone,
+    story: Story,
+    notes: Sequence[str],
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+) -> str:
+    """The card in Markdown, with the head that model hubs read."""
+    library, architecture = backbone.source["library"], backbone.source["architecture"]
+    parts = [
+        f"---\nlibrary_name: {library}\ntags:\n- situs\n- {story.method}\n---",
+        f"# {architecture}, trained with {story.method}",
+        _what(backbone, story, mean, std),
+        *notes,
+        "## Loading it",
+        _loading(library, architecture),
+    ]
+    if story.metrics:
+        rows = [f"| {name.replace('_', ' ')} | {value:.4g} |" for name, value in story.metrics.items()]
+        parts += ["## Last numbers of its log", "\n".join(["| what | value |", "|---|---|", *rows])]
+    if story.recipe:
+        recipe = json.dumps(public(story.recipe), indent=2, ensure_ascii=False)
+        parts += ["## Recipe", f"Situs {__version__}, with this config:", f"```json\n{recipe}\n```"]
+    return "\n\n".join(parts) + "\n"
+
+
+def _what(backbone: Backbone, story: Story, mean: Sequence[float] | None, std: Sequence[float] | None) -> str:
+    count = sum(parameter.numel() for parameter in backbone.model.parameters())
+    facts = [f"- Parameters: {count:,}"]
+    if backbone.img_size is not None:
+        height, width = backbone.img_size
+        facts.append(f"- Images: {backbone.in_chans} channels, {height} × {width} pixels")
+    if mean is not None and std is not None:
+        facts.append(f"- Normalised by mean {numbers(mean)} and deviation {numbers(std)}")
+    if story.data:
+        facts.append(f"- Data: {last_name(story.data)}")
+    if story.step is not None:
+        facts.append(f"- Updates: {story.step:,}")
+    facts.append(f"- Weights: {'the running mean (EMA) of' if story.ema else 'those of'} the run's last checkpoint")
+    return "\n".join(facts)
+
+
+def _loading(library: str, architecture: str) -> str:
+    if library == "timm":
+        code = 'import timm\n\nmodel = timm.create_model("local-dir:PATH_OF_THIS_FOLDER", pretrained=True)'
+    else:
+        code = (
+            f'from transformers import {architecture}\n\nmodel = {architecture}.from_pretrained("PATH_OF_THIS_FOLDER")'
+        )
+    return f"```python\n{code}\n```"
+
+
+def numbers(values: Sequence[float]) -> str:
+    """Numbers with a few digits, in brackets."""
+    return f"[{', '.join(f'{value:.4g}' for value in values)}]"
+
+
+def public(value: Any) -> Any:
+    """A config's tables with every path cut to its last name: where things lay is nobody's business."""
+    if isinstance(value, Mapping):
+        return {key: public(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [public(item) for item in value]
+    return last_name(value) if isinstance(value, str) else value
+
+
+def last_name(text: str) -> str:
+    """The last part of a path, / or \\ between them; text that is no path stays."""
+    return text.replace("\\", "/").rstrip("/").rpartition("/")[2] or text

@@ -1,0 +1,240 @@
+"""An export: the model alone, in the form its own library loads, with a card that says what it is.
+
+timm:          model.safetensors under timm's own parameter names, config.json in timm's format, README.md;
+               `timm.create_model("local-dir:DIR", pretrained=True)` needs nothing of Situs.
+transformers:  what `save_pretrained` writes, and README.md.
+
+What a method added is left out, and so is a classifier that was never trained. A method that never used the
+positions (MP3) leaves the table as it was made, which is noise: its patch rows are zeroed, so that the library's own
+forward gives the features that were trained. The folder is written aside and renamed.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from situs import __version__
+from situs.backbones.base import Backbone
+from situs.config import write_text
+from situs.errors import SitusError
+from situs.methods.base import Method
+from situs.train.card import Story, card
+from situs.train.checkpoint import Checkpoint
+from situs.train.state import check_fit
+from situs.train.tensors import sync
+
+WEIGHTS, CONFIG, CARD, POSITIONS = "model.safetensors", "config.json", "README.md", "situs_positions.safetensors"
+
+TRAINING_ONLY = ("drop_path_rate", "drop_rate", "proj_drop_rate", "attn_drop_rate", "pos_drop_rate")
+"""Arguments of the model that belong to its training: whoever loads it gives their own."""
+
+KEPT = ("fixed_input_size", "interpolation", "crop_mode", "pool_size", "classifier", "first_conv")
+"""Entries of timm's own description that still hold; its licence, source and paper were another model's."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What was written. notes: what a user of it must know, one sentence each."""
+
+    path: Path
+    library: str
+    notes: list[str] = field(default_factory=list)
+
+
+def load_checkpoint(method: Method, checkpoint: Checkpoint, *, ema: bool | None = None) -> bool:
+    """Puts a checkpoint's weights into `method`. Returns whether they are the mean of the weights (EMA).
+
+    ema: True asks for the mean and refuses where there is none, None takes it where there is one.
+    """
+    mean = checkpoint.tensors("ema") if ema is not False else {}
+    if ema and not mean:
+        raise SitusError(f"{checkpoint.path.name} holds no mean of the weights, the run made none (--no-ema)")
+    values = checkpoint.tensors("model") | mean
+    own = method.state_dict()
+    check_fit(checkpoint.path.name, own, values)
+    method.load_state_dict(values)
+    return bool(mean)
+
+
+def write_export(
+    method: Method,
+    folder: str | Path,
+    story: Story,
+    *,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    force: bool = False,
+) -> Export:
+    """Writes the backbone of `method` to `folder` for the library it came from; see the file's head.
+
+    story: what the card tells. mean, std: the normalisation of the images it was trained on. force: replace an
+    export that is already there.
+    """
+    folder = Path(folder)
+    _check_target(folder, force)
+    library = method.backbone.source.get("library")
+    if library not in ("timm", "transformers"):
+        raise SitusError(
+            f"{method.backbone.name} was wrapped as a module, so how to make it again is not known: "
+            "build it with create_backbone(name, …) to export it"
+        )
+    backbone = copy.deepcopy(method.backbone).cpu()
+    notes = _settle_positions(backbone, method)
+    aside = folder.with_name(f".{folder.name}.writing")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        if library == "timm":
+            notes += _write_timm(aside, backbone, method, story, mean, std)
+        else:
+            backbone.model.save_pretrained(aside)
+        write_text(aside / CARD, card(backbone, story, notes, mean, std))
+        for file in aside.iterdir():
+            sync(file)
+        _replace(folder, aside)
+    except (OSError, SafetensorError) as error:
+        raise SitusError(f"{folder}: the export could not be written: {error} (--to)") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return Export(folder, library, notes)
+
+
+def _settle_positions(backbone: Backbone, method: Method) -> list[str]:
+    """Zeroes positions that took no part in training; says so, and what cannot be taken out."""
+    if method.sees_positions or "tokens" in backbone.refusals:
+        return []
+    had = backbone.positions().kinds
+    left = backbone.erase_positions()
+    notes = []
+    if gone := [kind for kind in had if kind not in left]:
+        notes.append(
+            f"It was trained without positions. Its {' and '.join(map(_WORDS.__getitem__, gone))} took no part, so "
+            "the entries of the patches are zero here: the plain forward gives the trained features. Give it new "
+            "positions before you fine-tune it with positions."
+        )
+    if left:
+        notes.append(
+            f"It was trained without positions, but its {' and '.join(map(_WORDS.__getitem__, left))} is no weight "
+            "and acts in the plain forward, whose features are therefore not the trained ones; "
+            "situs features leaves it out."
+        )
+    return notes
+
+
+_WORDS = {"table": "position table", "bias": "relative position bias", "rotary": "rotation"}
+
+
+# --- timm ---------------------------------------------------------------------------------------------------
+
+
+def _write_timm(
+    folder: Path,
+    backbone: Backbone,
+    method: Method,
+    story: Story,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+) -> list[str]:
+    model, notes = backbone.model, []
+    state = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
+    classes = model.num_classes
+    if not method.needs_labels and classes:
+        names = tuple(f"{name}." for name in _classifiers(model))
+        state = {name: tensor for name, tensor in state.items() if not name.startswith(names)}
+        classes = 0
+        notes.append("It has no classifier: none was trained.")
+    config = timm_config(backbone, classes, mean, std)
+    config["situs"] = {"version": __version__, "method": story.method, "positions": method.sees_positions}
+    write_text(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    _save(folder / WEIGHTS, state)
+    own = {name: tensor for name, tensor in backbone.state_dict().items() if not name.startswith("model.")}
+    if own:
+        _save(folder / POSITIONS, {name: tensor.detach().contiguous().clone() for name, tensor in own.items()})
+        notes.append(
+            f"timm has no absolute position table for this architecture: the trained one is in {POSITIONS}, which "
+            "timm does not read and Situs does, so timm's features are those of the model without it."
+        )
+    return notes
+
+
+def timm_config(
+    backbone: Backbone, classes: int, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
+) -> dict[str, Any]:
+    """timm's config.json: the architecture, the arguments that make it again, and what its images look like."""
+    model, source = backbone.model, backbone.source
+    given: Mapping[str, Any] = model.pretrained_cfg
+    arguments = {name: value for name, value in source["model_args"].items() if name not in TRAINING_ONLY}
+    channels, size = backbone.in_chans, backbone.img_size or tuple(given["input_size"][1:])
+    described = {name: given[name] for name in KEPT if name in given}
+    if channels != 3:
+        # timm would take these weights for three channels and average, or drop, them.
+        described["first_conv"] = None
+    described |= {
+        "input_size": [channels, *size],
+        "mean": list(mean if mean is not None else _fitting(given["mean"], channels, 0.0)),
+        "std": list(std if std is not None else _fitting(given["std"], channels, 1.0)),
+        "crop_pct": 1.0,
+        "num_classes": classes,
+    }
+    config = {
+        "architecture": source["architecture"],
+        "num_classes": classes,
+        "num_features": model.num_features,
+        "model_args": arguments | {"num_classes": classes},
+        "pretrained_cfg": described,
+    }
+    try:
+        return json.loads(json.dumps(config))
+    except TypeError as error:
+        raise SitusError(f"model_args={arguments}: cannot be written to a config.json: {error}") from None
+
+
+def _fitting(values: Sequence[float], channels: int, other: float) -> Sequence[float]:
+    return values if len(values) == channels else [other] * channels
+
+
+def _classifiers(model: Any) -> tuple[str, ...]:
+    named = model.pretrained_cfg.get("classifier") or ()
+    return (named,) if isinstance(named, str) else tuple(named)
+
+
+def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file(dict(tensors), path, metadata={"format": "pt"})
+
+
+# --- the folder ---------------------------------------------------------------------------------------------
+
+
+def _check_target(folder: Path, force: bool) -> None:
+    """Refuses a target that holds anything; with `force`, anything that is no export."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise SitusError(f"{folder}: is a file; an export is a folder (--to)")
+    held = {path.name for path in folder.iterdir()}
+    if held and not force:
+        raise SitusError(f"{folder}: is not empty; --force replaces an export, or choose another folder (--to)")
+    if held and not {WEIGHTS, CONFIG, CARD} <= held:
+        raise SitusError(f"{folder}: is not empty and holds no export, so it is not replaced (--to)")
+
+
+def _replace(folder: Path, aside: Path) -> None:
+    """Puts `aside` in the place of `folder`."""
+    sync(aside)
+    old = folder.with_name(f".{folder.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    shutil.rmtree(old, ignore_errors=True)
+    sync(folder.parent)

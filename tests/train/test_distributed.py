@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from toy import ToyLoader, toy
+
+from situs.errors import SitusError
+from situs.train import distributed
+from situs.train.checkpoint import Checkpoint, RunFolder
+from situs.train.nan import replay
+
+SCENARIOS = ["plain/ddp/1", *(f"{name}/{kind}/2" for kind in ("ddp", "fsdp") for name in
+             ("plain", "drop_path", "interrupted", "not_finite"))]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every scenario of ranks.py, run once."""
+    out = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, Path(__file__).parent / "ranks.py", out, *SCENARIOS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    logs = {path.name: path.read_text() for path in out.iterdir() if path.is_file()}
+    assert all(set(codes) == {0} for codes in said.values()), f"{said}\n{logs}"
+    return out
+
+
+def last(folder: Path, step: int | None = None) -> Checkpoint:
+    run = RunFolder.open(folder)
+    if step is not None:
+        return Checkpoint(run.checkpoints / f"step-{step:08d}", step, {})
+    found = run.latest()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("step", [5, 10, 18])
+def test_two_ranks_are_one_rank_with_the_same_batch(ranks: Path, kind: str, step: int) -> None:
+    # Accumulation, a ragged last batch (2 + 1 samples), layer-wise rates, clipping; another seed on rank 1.
+    one, two = last(ranks / "plain-ddp-1", step), last(ranks / f"plain-{kind}-2", step)
+    for file in ("model", "optimizer", "ema"):
+        left, right = one.tensors(file), two.tensors(file)
+        assert left.keys() == right.keys()
+        assert left
+        for name in left:
+            # float64; AdamW's first moments hold the gradient itself, so a wrong mean shows there.
+            torch.testing.assert_close(
+                right[name], left[name], rtol=1e-7, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    moments = one.tensors("optimizer")
+    assert max(float(t.abs().max()) for n, t in moments.items() if n.endswith("exp_avg")) > 1e-4
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_log_is_the_mean_over_the_ranks(ranks: Path, kind: str) -> None:
+    one, two = RunFolder.open(ranks / "plain-ddp-1").records(), RunFolder.open(ranks / f"plain-{kind}-2").records()
+    assert [r["step"] for r in one] == [r["step"] for r in two] == [4, 8, 12, 16, 18]
+    for left, right in zip(one, two, strict=True):
+        for name in ("loss", "accuracy", "gradient_norm", "lr"):
+            assert right[name] == pytest.approx(left[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_one_rank_asked_to_stop_stops_all_and_the_rest_is_the_same(ranks: Path, kind: str) -> None:
+    peace, stopped = last(ranks / f"drop_path-{kind}-2"), last(ranks / f"interrupted-{kind}-2")
+    assert peace.step == stopped.step == 18
+    for file in ("model", "optimizer", "ema", "generators"):
+        left, right = peace.tensors(file), stopped.tensors(file)
+        assert left.keys() == right.keys()
+        assert all(torch.equal(left[name], right[name]) for name in left), file
+    generators = peace.tensors("generators")["cpu"]
+    assert not torch.equal(generators[0], generators[1])  # each rank's drop path is its own
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_one_bad_rank_stops_all_and_its_part_runs_again(ranks: Path, kind: str) -> None:
+    folder = ranks / f"not_finite-{kind}-2"
+    poison = int(list(ToyLoader(43, 8).iterate(0, 0))[2].ids[-1])
+    assert RunFolder.open(folder).steps() == []  # step 3 was bad, the first checkpoint was due at 5
+    results = [replay(folder, toy(dtype=torch.float64, poison=poison), rank) for rank in (0, 1)]
+    assert [r.step for r in results] == [3, 3]
+    assert [torch.isfinite(torch.tensor(r.loss)).item() for r in results] == [True, False]
+    assert results[0].gradients == []
+    assert results[1].gradients
+
+
+def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    who = distributed.start("cpu")
+    assert (who.rank, who.world, who.main, who.device.type) == (0, 1, True, "cpu")
+    assert (distributed.rank(), distributed.world()) == (0, 1)
+    distributed.barrier()
+    value = torch.tensor([1.0, 2.0])
+    assert distributed.mean(value) is value
+    assert distributed.most(value) is value
+    assert distributed.from_main({"a": 1}, torch.device("cpu")) == {"a": 1}
+    assert torch.equal(distributed.rows(value, torch.device("cpu")), value[None])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_a_device_that_is_not_there_is_an_error() -> None:
+    with pytest.raises(SitusError, match=r"device=cuda: this machine has no CUDA device \(--device\)"):
+        distributed.start("cuda")

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from toy import ToyLoader, ToyMethod, toy
+
+from situs.errors import SitusError
+from situs.methods.base import Batch
+from situs.train.checkpoint import RunFolder
+from situs.train.contract import Result, RunState
+from situs.train.loop import TrainConfig, fit
+from situs.train.optim import OptimConfig, rate_at
+
+TRAIN = TrainConfig(epochs=4, precision="fp32", log_every=3, save_every=4, keep=3)
+OPTIM = OptimConfig(lr=1e-2, warmup_epochs=1, weight_decay=0.1, ema=0.9, clip=1.0)
+LEARN = dataclasses.replace(OPTIM, lr=3e-2)
+
+
+class StopAt:
+    """Asks the run to stop at a step, as a user would."""
+
+    def __init__(self, step: int, number: int = signal.SIGINT) -> None:
+        self.step, self.number = step, number
+
+    def after_step(self, state: RunState) -> None:
+        if state.step == self.step:
+            os.kill(os.getpid(), self.number)
+
+    def after_epoch(self, state: RunState) -> None:
+        pass
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.epochs: list[tuple[int, int]] = []
+
+    def after_step(self, state: RunState) -> None:
+        self.steps.append(state.step)
+        torch.rand(7)
+        state.method.eval()
+
+    def after_epoch(self, state: RunState) -> None:
+        self.epochs.append((state.epoch, state.step))
+        state.log({"probe": 0.25})
+
+
+def train(
+    folder: Path, config: TrainConfig = TRAIN, optim: OptimConfig = OPTIM, *, hooks=(), loader=None, method=None
+) -> tuple[Result, ToyMethod, RunFolder]:
+    fields = {"train": dataclasses.asdict(config), "optim": dataclasses.asdict(optim)}
+    exists = (folder / "config.json").exists()
+    run = RunFolder.open(folder, fields) if exists else RunFolder.create(folder, fields)
+    method = toy(drop_path=0.3) if method is None else method
+    return fit(method, loader or ToyLoader(), config, optim, run, hooks=hooks), method, run
+
+
+def same(a: ToyMethod, b: ToyMethod) -> bool:
+    return all(torch.equal(p, q) for p, q in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def test_training_learns_and_leaves_a_whole_folder(tmp_path: Path) -> None:
+    result, method, run = train(tmp_path / "run", dataclasses.replace(TRAIN, epochs=20), LEARN, method=toy())
+    assert (result.step, result.total, result.interrupted) == (100, 100, False)
+    records = run.records()
+    assert [r["step"] for r in records] == [*range(3, 100, 3), 100]
+    assert records[-1]["loss"] < 0.5 * records[0]["loss"]
+    assert {
+        "epoch",
+        "lr",
+        "accuracy",
+        "gradient_norm",
+        "images_per_second",
+        "data_wait",
+        "memory_gib",
+        "seconds",
+    } <= set(records[0])
+    assert result.metrics["loss"] == records[-1]["loss"]
+    lr = [rate_at(r["step"] - 1, 100, 5, 3e-2, OPTIM) for r in records]
+    assert [r["lr"] for r in records] == lr
+    assert sorted(run.steps()) == [92, 96, 100]
+    kinds = {path.suffix for path in run.path.rglob("*") if path.is_file()}
+    assert kinds == {".json", ".jsonl", ".safetensors"}  # no pickle anywhere
+    assert torch.equal(method.spare, torch.ones(3, 3))  # never used, so neither moved nor decayed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path, number: int, capsys) -> None:
+    whole, peace, _ = train(tmp_path / "peace")
+    before = signal.getsignal(number)
+    first, _, run = train(tmp_path / "run", hooks=[StopAt(7, number)])  # in the middle of epoch 1
+    assert signal.getsignal(number) is before
+    assert (first.step, first.interrupted) == (7, True)
+    assert first.checkpoint == run.checkpoints / "step-00000007"
+    assert "stopped after step 7; go on with --resume" in capsys.readouterr().err
+    second, method, run = train(tmp_path / "run")
+    assert (second.step, second.interrupted) == (20, False)
+    assert same(method, peace)
+    drop = ("seconds", "images_per_second", "data_wait", "memory_gib")
+    ours = [{k: v for k, v in r.items() if k not in drop} for r in run.records()]
+    theirs = [{k: v for k, v in r.items() if k not in drop} for r in RunFolder.open(tmp_path / "peace").records()]
+    assert ours == theirs
+    assert whole.metrics["loss"] == second.metrics["loss"]
+
+
+def test_a_torn_checkpoint_sends_the_run_back_one(tmp_path: Path, capsys) -> None:
+    _, peace, _ = train(tmp_path / "peace")
+    _, _, run = train(tmp_path / "run", hooks=[StopAt(9)])
+    weights = run.checkpoints / "step-00000009" / "optimizer.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    _, method, _ = train(tmp_path / "run")
+    said = capsys.readouterr().err
+    assert "the checkpoint of step 9 is torn (optimizer.safetensors has 100 of" in said
+    assert "resumed after step 8 of 20" in said
+    assert same(method, peace)
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -> None:
+    _, peace, _ = train(tmp_path / "peace")
+    RunFolder.create(tmp_path / "run", {"train": dataclasses.asdict(TRAIN), "optim": dataclasses.asdict(OPTIM)}).append(
+        {"step": 3}
+    )
+    _, method, run = train(tmp_path / "run")
+    assert same(method, peace)
+    assert [r["step"] for r in run.records()] == [3, 6, 9, 12, 15, 18, 20]
+
+
+def test_more_epochs_compute_the_schedule_anew_and_say_so(tmp_path: Path, capsys) -> None:
+    train(tmp_path / "run")
+    longer = dataclasses.replace(TRAIN, epochs=6)
+    result, _, run = train(tmp_path / "run", longer)
+    said = capsys.readouterr().err
+    assert "train.epochs: 4 -> 6" in said
+    old, new = rate_at(19, 20, 5, 1e-2, OPTIM), rate_at(20, 30, 5, 1e-2, OPTIM)
+    assert "ends at step 30, not 20: its schedule is computed anew over all 30 steps" in said
+    assert f"the rate goes from {old:.3g} to {new:.3g}" in said
+    assert result.step == 30
+    assert run.records()[-1]["lr"] == rate_at(29, 30, 5, 1e-2, OPTIM)
+
+
+def test_a_complete_run_is_left_alone(tmp_path: Path, capsys) -> None:
+    _, trained, _ = train(tmp_path / "run")
+    result, method, run = train(tmp_path / "run", method=toy(seed=9))
+    assert (result.step, result.interrupted) == (20, False)
+    assert same(method, trained)
+    assert "the run is complete" in capsys.readouterr().err
+    assert run.records()[-1]["step"] == 20
+
+
+def test_a_run_cannot_end_before_it_stands(tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    with pytest.raises(SitusError, match=r"20 steps are done, the run cannot end at 10 .*--train\.epochs"):
+        train(tmp_path / "run", dataclasses.replace(TRAIN, epochs=2))
+
+
+def test_other_data_cannot_be_resumed(tmp_path: Path) -> None:
+    train(tmp_path / "run", hooks=[StopAt(3)])
+    with pytest.raises(SitusError, match="steps_per_epoch was 5 and is now 3"):
+        train(tmp_path / "run", loader=ToyLoader(count=24))
+
+
+def test_another_model_cannot_be_resumed(tmp_path: Path) -> None:
+    train(tmp_path / "run", hooks=[StopAt(3)])
+    with pytest.raises(SitusError, match=r"model\.safetensors does not fit: backbone\.model\.blocks\.2\."):
+        train(tmp_path / "run", method=toy(depth=3))
+
+
+def test_steps_end_a_run_and_the_schedule_with_it(tmp_path: Path) -> None:
+    result, _, run = train(tmp_path / "run", dataclasses.replace(TRAIN, epochs=None, max_steps=7))
+    assert (result.step, result.total) == (7, 7)
+    assert run.records()[-1]["lr"] == rate_at(6, 7, 5, 1e-2, OPTIM)
+
+
+def test_hooks_look_on_and_disturb_nothing(tmp_path: Path) -> None:
+    _, peace, _ = train(tmp_path / "peace")
+    watcher = Watcher()
+    result, method, run = train(tmp_path / "run", hooks=[watcher])
+    assert watcher.steps == [*range(1, 21)]
+    assert watcher.epochs == [(0, 5), (1, 10), (2, 15), (3, 20)]
+    assert same(method, peace)  # though the hook drew noise and left the model in eval mode
+    assert [r["step"] for r in run.records() if "probe" in r] == [5, 10, 15, 20]
+    assert result.metrics["probe"] == 0.25
+
+
+def test_a_loader_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    class Short(ToyLoader):
+        def iterate(self, epoch: int, start_step: int) -> Iterator[Batch]:
+            yield from list(super().iterate(epoch, start_step))[:3]
+
+    with pytest.raises(SitusError, match="epoch 0 ended after 3 of 5 batches"):
+        train(tmp_path / "run", loader=Short())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_other_precisions_learn_and_resume(tmp_path: Path, precision: str) -> None:
+    config = dataclasses.replace(TRAIN, epochs=12, precision=precision)
+    _, learned, run = train(tmp_path / "learned", config, LEARN, method=toy())
+    records = run.records()
+    assert records[-1]["loss"] < 0.75 * records[0]["loss"]
+    assert ("loss_scale" in records[0]) == (precision == "fp16")
+    assert learned.backbone.model.head.weight.dtype == torch.float32
+    _, peace, _ = train(tmp_path / "peace", config)
+    train(tmp_path / "run", config, hooks=[StopAt(23)])
+    _, method, _ = train(tmp_path / "run", config)
+    assert same(method, peace)
+
+
+def test_seeds_change_the_run(tmp_path: Path) -> None:
+    _, a, _ = train(tmp_path / "a")
+    _, b, _ = train(tmp_path / "b", dataclasses.replace(TRAIN, seed=1))
+    assert not same(a, b)
+
+
+@pytest.mark.slow
+def test_compiled_training_is_eager_training(tmp_path: Path) -> None:
+    config = dataclasses.replace(TRAIN, epochs=2)
+    _, eager, _ = train(tmp_path / "a", config, method=toy())
+    _, compiled, _ = train(tmp_path / "b", dataclasses.replace(config, compile=True), method=toy())
+    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("epochs", 0), ("max_steps", 0), ("precision", "int8"), ("accumulate", 0), ("parallel", "dp"), ("seed", -1),
+        ("log_every", 0), ("save_every", 0), ("keep", 0), ("trackers", ("paper",)),
+    ],
+)  # fmt: skip
+def test_a_wrong_value_names_its_flag(field: str, value: object) -> None:
+    with pytest.raises(SitusError, match="--train." + field.replace("_", "-")):
+        dataclasses.replace(TRAIN, **{field: value})
+
+
+def test_a_run_needs_an_end() -> None:
+    with pytest.raises(SitusError, match=r"epochs=None: must be given unless max_steps is"):
+        TrainConfig(epochs=None)

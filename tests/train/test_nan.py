@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from toy import ToyLoader, toy
+
+from situs.errors import SitusError
+from situs.train.checkpoint import RunFolder
+from situs.train.loop import TrainConfig, fit
+from situs.train.nan import NotFiniteError, replay
+from situs.train.optim import OptimConfig
+from situs.train.tensors import read_tensors
+
+TRAIN = TrainConfig(epochs=4, precision="fp32", log_every=100, save_every=2, keep=2)
+OPTIM = OptimConfig(lr=1e-2, warmup_epochs=1, weight_decay=0.1, ema=0.9, clip=1.0)
+
+
+def bad_step(sample: int) -> int:
+    """The first step whose batch holds the sample."""
+    return next(i for i, batch in enumerate(ToyLoader().iterate(0, 0), start=1) if sample in batch.ids)
+
+
+SAMPLE = int(next(iter(ToyLoader().iterate(0, 3))).ids[0])  # the fourth step: neither a log step nor the last
+
+
+def stopped(folder: Path, config: TrainConfig = TRAIN, sample: int = SAMPLE) -> NotFiniteError:
+    run = RunFolder.create(folder, {"train": dataclasses.asdict(config)})
+    with pytest.raises(NotFiniteError) as caught:
+        fit(toy(poison=sample, drop_path=0.4), ToyLoader(), config, OPTIM, run)
+    return caught.value
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+def test_a_bad_step_is_saved_and_runs_again_to_the_same_end(tmp_path: Path, accumulate: int, precision: str) -> None:
+    config = dataclasses.replace(TRAIN, accumulate=accumulate, precision=precision)
+    error = stopped(tmp_path / "run", config)
+    assert isinstance(error, SitusError)
+    assert str(error).startswith("step 4 was not finite (loss ")
+    assert "\n" not in str(error)
+    assert "the weights are still those before it" in str(error)
+    assert error.folder == tmp_path / "run" / "nan"
+    state = json.loads((error.folder / "state.json").read_text())
+    assert (state["step"], state["epoch"], len(state["shares"])) == (4, 0, accumulate)
+
+    torch.manual_seed(123)  # replay brings its own generators
+    again = replay(tmp_path / "run", toy(seed=9, poison=SAMPLE, drop_path=0.4))
+    assert again.step == 4
+    assert not math.isfinite(again.loss)
+    assert repr(again.loss) == state["values"]["loss"]
+    # The accuracy hangs on draws and drop path of every sample: the same to the last digit.
+    assert again.metrics["accuracy"] == pytest.approx(float(state["values"]["accuracy"]), rel=1e-6)
+    assert "backbone.model.patch_embed.weight" in again.gradients
+    assert "backbone.model.head.bias" not in again.gradients
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_the_saved_weights_are_those_before_the_step(tmp_path: Path, precision: str) -> None:
+    config = dataclasses.replace(TRAIN, precision=precision)
+    error = stopped(tmp_path / "run", config)
+    peace = RunFolder.create(tmp_path / "peace", {})
+    # The same schedule, ended early: a run of the whole length whose third step is looked at.
+    seen: dict[str, torch.Tensor] = {}
+
+    class Look:
+        def after_step(self, state) -> None:
+            if state.step == 3:
+                seen.update({k: v.clone() for k, v in state.method.state_dict().items()})
+
+        def after_epoch(self, state) -> None:
+            pass
+
+    fit(toy(poison=-1, drop_path=0.4), ToyLoader(), config, OPTIM, peace, hooks=[Look()])
+    saved = read_tensors(error.folder / "model.safetensors")
+    assert saved.keys() == seen.keys()
+    assert all(torch.equal(saved[name], seen[name]) for name in saved)
+
+
+def test_no_checkpoint_is_written_after_a_bad_step(tmp_path: Path) -> None:
+    # save_every=2: the bad step 4 is itself a save step.
+    stopped(tmp_path / "run")
+    assert RunFolder.open(tmp_path / "run").steps() == [2]
+
+
+def test_a_bad_last_step_is_found_too(tmp_path: Path) -> None:
+    last = int(list(ToyLoader().iterate(0, 0))[-1].ids[0])
+    error = stopped(tmp_path / "run", dataclasses.replace(TRAIN, epochs=1, save_every=100), last)
+    assert "step 5 was not finite" in str(error)
+    assert RunFolder.open(tmp_path / "run").steps() == []
+
+
+def test_gradients_alone_can_be_bad(tmp_path: Path) -> None:
+    class Root(type(toy())):
+        def forward(self, batch, draws):
+            output = super().forward(batch, draws)
+            # The root of zero: value 0, slope infinite, 0 · inf = NaN in the gradient.
+            return output._replace(loss=output.loss + (self.backbone.model.head.bias * 0).abs().sum().sqrt())
+
+    method = toy()
+    method.__class__ = Root
+    with pytest.raises(NotFiniteError, match="gradient norm nan"):
+        fit(method, ToyLoader(), TRAIN, OPTIM, RunFolder.create(tmp_path / "run", {}))
+
+
+def test_a_folder_without_a_bad_step_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SitusError, match="holds no step that was not finite"):
+        replay(tmp_path, toy())
+
+
+def test_the_test_itself_knows_the_step() -> None:
+    assert bad_step(SAMPLE) == 4
