@@ -197,6 +197,21 @@ def smoothed_targets(grid: tuple[int, int], sigma: float | Tensor, *, squared: b
     return logits.softmax(dim=-1).float()
 
 
+def cut_targets(
+    count: int, grid: tuple[int, int], sigma: float | Tensor, *, squared: bool = True, columns: bool = True
+) -> Tensor:
+    """Smoothed targets as DropPos's published code builds them, [count, count] float32; rows need not sum to 1.
+
+    The map is made for a grid of its own (16x16 there, for 14x14 tokens), its *columns* are normalised, and only the
+    first `count` rows and columns of it are used: at σ = 1 its rows sum to .66 to 1.11 on 14x14.
+    """
+    if count > grid[0] * grid[1]:
+        raise SitusError(f"target_grid={grid}: must have at least {count} places (--method.target-grid)")
+    # The weights are symmetric, so normalising columns is the transpose of normalising rows.
+    targets = smoothed_targets(grid, sigma, squared=squared)
+    return (targets.T if columns else targets)[:count, :count]
+
+
 def relative_index(grid: tuple[int, int], device: torch.device | None = None) -> Tensor:
     """2-D relative position index, [N, N] int64 in [0, (2h-1)(2w-1)): one number for each (Δrow, Δcolumn)."""
     height, width = grid

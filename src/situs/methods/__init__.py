@@ -8,11 +8,19 @@ from typing import Any
 from situs.backbones.base import Backbone
 from situs.errors import unknown_name
 from situs.methods.base import Batch, Draws, Method, Output
+from situs.methods.droppos import DropPos, DropPosConfig
 from situs.methods.mae import MAE, MAEConfig
+from situs.methods.mjp import MJP, MJPConfig
 from situs.methods.mp3 import MP3, MP3Config
 from situs.methods.supervised import Supervised, SupervisedConfig
 
-METHODS: dict[str, type[Method]] = {"mae": MAE, "mp3": MP3, "supervised": Supervised}
+METHODS: dict[str, type[Method]] = {
+    "droppos": DropPos,
+    "mae": MAE,
+    "mjp": MJP,
+    "mp3": MP3,
+    "supervised": Supervised,
+}
 """Every method by name. The command line, the contract tests and the benchmarks read this dict."""
 
 
@@ -35,10 +43,14 @@ def create_method(name: str, backbone: Backbone, config: Any = None) -> Method:
 __all__ = [
     "MAE",
     "METHODS",
+    "MJP",
     "MP3",
     "Batch",
     "Draws",
+    "DropPos",
+    "DropPosConfig",
     "MAEConfig",
+    "MJPConfig",
     "MP3Config",
     "Method",
     "Output",

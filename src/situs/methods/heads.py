@@ -36,15 +36,15 @@ class Decoder(nn.Module):
         self.leave = nn.Linear(width, outputs)
         self.apply(init_linear)
 
-    def decode(self, x: Tensor) -> Tensor:
-        """From the decoder's own width on: [B, S, width] -> [B, S, outputs]."""
+    def decode(self, x: Tensor, start: int = 0) -> Tensor:
+        """From the decoder's own width on: [B, S, width] -> [B, S - start, outputs], of the tokens from `start` on."""
         for layer in self.layers:
             x = layer(x)
-        return self.leave(self.norm(x))
+        return self.leave(self.norm(x[:, start:]))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, D] -> [B, S, outputs]."""
-        return self.decode(self.enter(x))
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """[B, S, D] -> [B, S - start, outputs]."""
+        return self.decode(self.enter(x), start)
 
 
 class DecoderBlock(nn.Module):

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from situs.backbones.base import Backbone, join
+from situs.backbones.base import Backbone, Features, join
 from situs.config import check_range
 from situs.core.masking import random_subset
 from situs.core.position import sincos_2d
@@ -71,24 +71,29 @@ class MAE(Method):
         kept, dropped = draws["kept"], draws["dropped"]
         tokens = take(self.backbone.embed(batch.images), kept)
         features = self.backbone.encode(tokens, self.backbone.positions().take(kept))
-        guesses = self._decode(join(features), kept, dropped)
+        guesses = decode_pixels(self.decoder, features, self.mask_token, self.places, kept, dropped)
         target = patchify_on(batch.images, self.backbone.grid)
         loss = reconstruction_loss(guesses, take(target, dropped), normalise=self.config.normalise)
         return Output(loss, {}, {"guesses": guesses.detach(), "places": dropped})
 
-    def _decode(self, encoded: Tensor, kept: Tensor, dropped: Tensor) -> Tensor:
-        """Pixels of the dropped patches, [B, K, P * P * C], in the order of `dropped`."""
-        p = self.backbone.num_prefix
-        seen = self.decoder.enter(encoded)
-        hidden = self.mask_token.to(seen.dtype).expand(seen.shape[0], dropped.shape[1], -1)
-        # Kept first, hidden after: places are taken to that order instead of tokens to the places' order.
-        tokens = torch.cat([seen[:, p:], hidden], dim=1)
-        tokens = tokens + take(self.places.to(seen.dtype)[None], torch.cat([kept, dropped], dim=1))
-        out = self.decoder.decode(torch.cat([seen[:, :p], tokens], dim=1))
-        return out[:, p + kept.shape[1] :]
-
     def no_decay(self) -> set[str]:
         return {"mask_token"}
+
+
+def decode_pixels(
+    decoder: Decoder, features: Features, mask_token: Tensor, places: Tensor, kept: Tensor, dropped: Tensor
+) -> Tensor:
+    """Pixels of the dropped patches, [B, K, P * P * C], in the order of `dropped`.
+
+    features: of the kept patches, in the order of `kept` [B, V]. places: the decoder's own table, [N, width].
+    """
+    p = features.prefix.shape[1]
+    seen = decoder.enter(join(features))
+    hidden = mask_token.to(seen.dtype).expand(seen.shape[0], dropped.shape[1], -1)
+    # Kept first, hidden after: places are taken to that order instead of tokens to the places' order.
+    tokens = torch.cat([seen[:, p:], hidden], dim=1)
+    tokens = tokens + take(places.to(seen.dtype)[None], torch.cat([kept, dropped], dim=1))
+    return decoder.decode(torch.cat([seen[:, :p], tokens], dim=1), start=p + kept.shape[1])
 
 
 def patchify_on(images: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -1,0 +1,246 @@
+"""DropPos: reconstructing dropped positions (Wang et al., 2023, arXiv 2309.03576).
+
+Show the encoder a quarter of the patches, tell only a quarter of those where they stand (the anchors), give the
+others one learned vector instead of a place, and ask a small decoder for each of their places among all N.
+
+Deviations, each a field of the config: `DropPosConfig.paper()` is the text with its errors mended (the softmax runs
+over all N places, not over the visible ones), `DropPosConfig.official()` what the published code runs. Two of its
+slips are kept in neither: the mask token is never repeated for the batch's count, and accuracy is plain top-1.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from situs.backbones.base import Backbone, Features, join
+from situs.config import check_range, require
+from situs.core.masking import count_of
+from situs.core.position import cut_targets, sincos_2d, smoothed_targets
+from situs.core.random import uniform
+from situs.core.tokens import take
+from situs.errors import SitusError
+from situs.methods.base import Batch, Draws, Method, Output
+from situs.methods.heads import Decoder, position_accuracy
+from situs.methods.mae import decode_pixels, patchify_on, reconstruction_loss
+from situs.methods.schedule import epoch_share
+
+
+@dataclass(frozen=True)
+class DropPosConfig:
+    """DropPos's own settings; the defaults are the paper's."""
+
+    mask_ratio: float = 0.75
+    """γ: share of patches the encoder does not see."""
+
+    position_mask_ratio: float = 0.75
+    """γ_pos: share of the visible patches whose place is dropped. 1 leaves no anchor."""
+
+    decoder_width: int = 512
+    """Token width of the decoder."""
+
+    decoder_depth: int = 2
+    """Blocks of the decoder."""
+
+    decoder_heads: int = 16
+    """Attention heads of the decoder."""
+
+    sigma_start: float = 1.0
+    """σ_0: width of the smoothed target at the start. 0 is the one-hot target."""
+
+    sigma_end: float = 0.0
+    """σ_T: its width at the end; between them σ falls linearly."""
+
+    sigma_schedule: Literal["step", "epoch"] = "step"
+    """Whether σ falls at every step (paper) or stands still within an epoch (published code)."""
+
+    epochs: int = 800
+    """The run's epochs, for sigma_schedule="epoch": a step knows its epoch and its share of the run, not this."""
+
+    distance: Literal["euclidean", "squared"] = "euclidean"
+    """Distance in the smoothed target: Euclidean (paper), or its square (published code)."""
+
+    target_grid: tuple[int, int] | None = None
+    """Grid on which distances are taken; None is the patches' own. The published code takes 16x16 for 14x14."""
+
+    target_norm: Literal["rows", "columns"] = "rows"
+    """Whether a place's target sums to 1 (rows, paper) or the map's columns do (published code)."""
+
+    floor_counts: bool = False
+    """Keep int((1-γ)N) instead of N - int(γN), as the published code rounds: 12 anchors of 49 visible, not 13."""
+
+    affinity: Literal["full", "visible"] | None = "full"
+    """Features behind the attentive weights: of a second forward of all patches with all places and no gradient
+    (paper; about as dear as the rest), of the same forward (free), or None for no weights (τ = ∞)."""
+
+    tau: float = 0.1
+    """τ: temperature of the attentive weights."""
+
+    mae_weight: float = 0.0
+    """Weight of MAE's pixel loss on the hidden patches beside the position loss; 0 leaves it out."""
+
+    mae_depth: int = 2
+    """Blocks of the pixel decoder; its width and heads are the position decoder's."""
+
+    def __post_init__(self) -> None:
+        check_range("mask_ratio", self.mask_ratio, 0, 1, flag="--method.mask-ratio", high_open=True)
+        flag = "--method.position-mask-ratio"
+        check_range("position_mask_ratio", self.position_mask_ratio, 0, 1, flag=flag, low_open=True)
+        for name in ("sigma_start", "sigma_end", "mae_weight"):
+            check_range(name, getattr(self, name), 0, flag=f"--method.{name.replace('_', '-')}")
+        check_range("tau", self.tau, 0, flag="--method.tau", low_open=True)
+        check_range("epochs", self.epochs, 1, flag="--method.epochs")
+        hides = self.mae_weight == 0 or self.mask_ratio > 0
+        require(hides, "mask_ratio", self.mask_ratio, "above 0 where mae_weight is", "--method.mask-ratio")
+
+    @staticmethod
+    def paper() -> DropPosConfig:
+        """What the text says."""
+        return DropPosConfig()
+
+    @staticmethod
+    def official() -> DropPosConfig:
+        """What the published code runs on 14x14 patches; set `epochs` to the run's."""
+        return DropPosConfig(
+            sigma_schedule="epoch",
+            distance="squared",
+            target_grid=(16, 16),
+            target_norm="columns",
+            floor_counts=True,
+        )
+
+
+class DropPos(Method):
+    """`draw` orders the visible patches, anchors first; `forward` reads like Figure 2."""
+
+    places: Tensor
+    Config: ClassVar[type[DropPosConfig]] = DropPosConfig
+    needs: ClassVar[tuple[str, ...]] = ("tokens", "take")
+
+    def __init__(self, backbone: Backbone, config: DropPosConfig) -> None:
+        super().__init__(backbone)
+        self.config = config
+        if self.visible == self.anchors:
+            raise SitusError(
+                f"position_mask_ratio={config.position_mask_ratio}: must drop a place; of {backbone.num_tokens} patches"
+                f" {self.visible} are visible (--method.position-mask-ratio, --method.mask-ratio)"
+            )
+        width, heads = config.decoder_width, config.decoder_heads
+        self.decoder = Decoder(backbone.out_dim, width, config.decoder_depth, heads, backbone.num_tokens)
+        self.mask_token = nn.Parameter(torch.empty(backbone.dim).normal_(std=0.02))
+        if config.target_grid is not None:
+            cut_targets(backbone.num_tokens, config.target_grid, 0.0)  # refuses a grid that is too small
+        if config.mae_weight:
+            self.pixel_decoder = Decoder(backbone.out_dim, width, config.mae_depth, heads, backbone.patch_values)
+            self.pixel_token = nn.Parameter(torch.empty(width).normal_(std=0.02))
+            self.register_buffer("places", sincos_2d(backbone.grid, width), persistent=False)
+
+    @property
+    def visible(self) -> int:
+        """V: how many patches the encoder sees, 49 of 196."""
+        return self._keep(self.backbone.num_tokens, self.config.mask_ratio)
+
+    @property
+    def anchors(self) -> int:
+        """How many of the visible patches are told their place, 13 of 49."""
+        return self._keep(self.visible, self.config.position_mask_ratio)
+
+    def _keep(self, count: int, ratio: float) -> int:
+        return count_of(1.0 - ratio, count) if self.config.floor_counts else count - count_of(ratio, count)
+
+    def at(self, mask_ratio: float, position_mask_ratio: float) -> DropPos:
+        """The same weights at another γ and γ_pos, for evaluations."""
+        other = copy.copy(self)
+        other.config = replace(self.config, mask_ratio=mask_ratio, position_mask_ratio=position_mask_ratio)
+        return other
+
+    def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+        """visible: [B, V], anchors' places first. hidden: [B, N - V], where pixels are asked for. sigma: a scalar."""
+        noise = uniform(seed, epoch, ids, "droppos.mask", (self.backbone.num_tokens,))
+        # The visible stand in random order, so their first ones are a fair choice of anchors: one sort for both.
+        order = noise.argsort(dim=1, stable=True)
+        sigma = sigma_at(self.config, epoch, progress)
+        draws = {"visible": order[:, : self.visible], "sigma": torch.full((), sigma, device=ids.device)}
+        if self.config.mae_weight:
+            draws["hidden"] = order[:, self.visible :]
+        return draws
+
+    def forward(self, batch: Batch, draws: Draws) -> Output:
+        visible, anchors = draws["visible"], self.anchors
+        places = visible[:, anchors:]
+        tokens, positions = self.backbone.embed(batch.images), self.backbone.positions()
+        # Anchors stand in front, so "dropped" is the same slice for every sample, in the decoder and the loss too.
+        dropped = torch.arange(self.visible, device=visible.device) >= anchors
+        known = positions.take(visible).forget(dropped, self.mask_token)
+        features = self.backbone.encode(take(tokens, visible), known)
+        logits = self.decoder(join(features), start=self.backbone.num_prefix + anchors)
+        weights = None
+        if self.config.affinity == "full":
+            # In the model's own mode: where the backbone has drop path, these features have it too.
+            with torch.no_grad():
+                whole = self.backbone.encode(tokens.detach(), positions)
+                weights = attentive_weights(whole, self.config.tau, visible)
+        elif self.config.affinity == "visible":
+            weights = attentive_weights(features, self.config.tau)
+        loss = dropped_loss(
+            logits, places, self.targets(draws["sigma"]), None if weights is None else weights[:, anchors:]
+        )
+        metrics = {"position_accuracy": position_accuracy(logits, places)}
+        if self.config.mae_weight:
+            pixels = self._pixel_loss(batch.images, features, visible, draws["hidden"])
+            loss = loss + self.config.mae_weight * pixels
+            metrics["pixel_loss"] = pixels.detach()
+        return Output(loss, metrics, {"logits": logits.detach(), "places": places})
+
+    def targets(self, sigma: Tensor) -> Tensor:
+        """The smoothed target of each place, [N, N]."""
+        config, backbone = self.config, self.backbone
+        squared, columns = config.distance == "squared", config.target_norm == "columns"
+        if config.target_grid is None and not columns:
+            return smoothed_targets(backbone.grid, sigma, squared=squared)
+        grid = config.target_grid or backbone.grid
+        return cut_targets(backbone.num_tokens, grid, sigma, squared=squared, columns=columns)
+
+    def _pixel_loss(self, images: Tensor, features: Features, visible: Tensor, hidden: Tensor) -> Tensor:
+        guesses = decode_pixels(self.pixel_decoder, features, self.pixel_token, self.places, visible, hidden)
+        target = take(patchify_on(images, self.backbone.grid), hidden)
+        return reconstruction_loss(guesses, target, normalise=True)
+
+    def no_decay(self) -> set[str]:
+        return {"mask_token", "pixel_token"} if self.config.mae_weight else {"mask_token"}
+
+
+def sigma_at(config: DropPosConfig, epoch: int, progress: float) -> float:
+    """σ of a step: linear from sigma_start to sigma_end over the run's share done, or over its epochs."""
+    share = epoch_share(config.epochs, epoch, progress) if config.sigma_schedule == "epoch" else progress
+    return config.sigma_start + share * (config.sigma_end - config.sigma_start)
+
+
+@torch.no_grad()
+def attentive_weights(features: Features, tau: float, visible: Tensor | None = None) -> Tensor:
+    """A, [B, V] float32: softmax of cos(f_cls, f_i) / τ over the visible patches, without gradient.
+
+    visible: [B, V] places among features.patches; None where those are the visible patches themselves. The softmax
+    over all patches, gathered and renormalised, is the softmax over the visible. Without CLS the mean patch serves.
+    """
+    patches = features.patches.float()
+    prefix = features.prefix[:, :1].float() if features.prefix.shape[1] else patches.mean(dim=1, keepdim=True)
+    likeness = F.cosine_similarity(prefix, patches, dim=-1)
+    if visible is not None:
+        likeness = likeness.gather(1, visible)
+    return (likeness / tau).softmax(dim=-1)
+
+
+def dropped_loss(logits: Tensor, places: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Cross entropy with smoothed targets, Σ(loss · A) / ΣA over the batch's dropped patches.
+
+    logits: [B, K, N], classes on the LAST axis. places: [B, K]. targets: [N, N], a row for each true place.
+    weights: A [B, K], or None for the plain mean.
+    """
+    losses = -(targets[places] * logits.float().log_softmax(dim=-1)).sum(dim=-1)
+    return losses.mean() if weights is None else (losses * weights).sum() / weights.sum()

@@ -1,0 +1,152 @@
+"""MJP: masked jigsaw puzzle positions (Ren et al., CVPR 2023, arXiv 2205.12551), over supervised training.
+
+Shuffle the patches of a block mask among themselves, give them one learned vector E_unk instead of their places, and
+let a small regressor read (row, column) off the position vectors of the others (DAL), beside the cross entropy.
+
+Deviations, each a field of the config: `MJPConfig.paper()` is the text, `MJPConfig.official()` what the published code
+runs (its Swin targets are off by one: ours are not). `VARIANTS` are the rows A to J of the paper's Table 4.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from situs.backbones.base import Backbone, Features
+from situs.core.jigsaw import draw_puzzle, move_patches, move_pixels, puzzle_noise_shape
+from situs.core.permutation import random_permutation
+from situs.core.position import Positions
+from situs.core.random import uniform
+from situs.core.tokens import take
+from situs.errors import SitusError
+from situs.methods.base import Batch, Draws, Method, Output
+from situs.methods.mjp_config import VARIANTS, MJPConfig, dal_weight_at
+from situs.methods.mjp_dal import Dal, dal_loss, dal_targets
+from situs.methods.supervised import top1
+
+__all__ = ["MJP", "VARIANTS", "MJPConfig"]
+
+
+class MJP(Method):
+    """`draw` chooses mask and shuffle; `forward` reads like Figure 2(d). Without tokens, pixels are moved."""
+
+    Config: ClassVar[type[MJPConfig]] = MJPConfig
+    needs: ClassVar[tuple[str, ...]] = ()
+    needs_labels: ClassVar[bool] = True
+
+    def __init__(self, backbone: Backbone, config: MJPConfig) -> None:
+        super().__init__(backbone)
+        self.config = config
+        if backbone.num_tokens == 0 and (config.unknown or config.dal != "none" or config.index != "none"):
+            raise SitusError(
+                f"{backbone.name} has no positions to hide or to regress from: choose unknown=False, dal='none' and"
+                " index='none', and only its pixels are shuffled (--method.unknown, --method.dal, --method.index)"
+            )
+        self.grid = backbone.grid if backbone.num_tokens else config.pixel_grid
+        if config.table_std is not None:
+            _fill_table(backbone, config.table_std)
+        if config.unknown:
+            self.unknown = nn.Parameter(torch.empty(backbone.dim).normal_(std=config.unknown_std))
+        if config.index != "none":
+            self.index_table = nn.Parameter(torch.zeros(backbone.num_tokens, backbone.dim))
+        self.dal = None
+        if config.dal != "none":
+            self.dal = Dal(backbone, config.dal, config.dal_depth, config.dal_components, config.dal_fit)
+
+    @property
+    def sees_positions(self) -> bool:
+        return self.config.positions
+
+    def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+        """mask: [B, N] bool. index: [B, N], pixels: [B, P * P], orders as in `core.jigsaw`. dal_weight: λ, a scalar.
+
+        Each stands there where the config uses it. Where chance or epoch says no, the mask is empty and the orders
+        are the identity, so that one graph serves both.
+        """
+        config, draws = self.config, Draws()
+        names = ids if config.draw_per == "sample" else ids[:1]
+        fires = uniform(seed, epoch, names, "mjp.chance", (1,)) < (config.chance if epoch >= config.start_epoch else 0)
+        if config.shuffle == "spp":
+            for name, count in (("index", self.grid[0] * self.grid[1]), ("pixels", self._pixels())):
+                draws[name] = random_permutation(uniform(seed, epoch, names, f"mjp.{name}", (count,)))
+        elif config.shuffle == "jigsaw" or config.unknown:
+            shape = puzzle_noise_shape(self.grid, config.mask_ratio, rule=config.rule)
+            noise = uniform(seed, epoch, names, "mjp.puzzle", shape)
+            mask, index = draw_puzzle(noise, self.grid, config.mask_ratio, rule=config.rule)
+            draws["mask"] = mask & fires
+            if config.shuffle == "jigsaw":
+                draws["index"] = index
+        for name in {"index", "pixels"} & draws.keys():
+            draws[name] = torch.where(fires, draws[name], torch.arange(draws[name].shape[1], device=ids.device))
+        draws = {name: value.expand(ids.shape[0], -1).contiguous() for name, value in draws.items()}
+        if self.dal is not None:
+            draws["dal_weight"] = torch.full((), dal_weight_at(config, epoch, progress), device=ids.device)
+        return draws
+
+    def _pixels(self) -> int:
+        """Pixels of a patch, for SPP."""
+        if self.backbone.img_size is None:
+            raise SitusError(f"shuffle='spp': {self.backbone.name} has no patches of a fixed size (--method.shuffle)")
+        return (self.backbone.img_size[0] // self.grid[0]) * (self.backbone.img_size[1] // self.grid[1])
+
+    def forward(self, batch: Batch, draws: Draws) -> Output:
+        if batch.labels is None:
+            raise SitusError("supervised training needs labels, and this data has none (--data)")
+        images, mask = batch.images, draws.get("mask")
+        if "pixels" in draws:
+            images = move_pixels(images, self.grid, draws["pixels"])
+        if self.backbone.num_tokens:
+            logits = self.backbone.head(self.encode(images, mask if self.config.unknown else None, draws.get("index")))
+        else:
+            logits = self.backbone(move_patches(images, self.grid, draws["index"]) if "index" in draws else images)
+        smoothing = self.config.label_smoothing if batch.labels.dim() == 1 else 0.0
+        loss = F.cross_entropy(logits.float(), batch.labels, label_smoothing=smoothing)
+        metrics = {"accuracy": top1(logits, batch.labels)}
+        if self.dal is not None:
+            regression = self.localise(mask)
+            loss = loss + draws["dal_weight"] * regression
+            metrics["dal"] = regression.detach()
+        return Output(loss, metrics, {"logits": logits.detach()})
+
+    def encode(self, images: Tensor, mask: Tensor | None = None, index: Tensor | None = None) -> Features:
+        """Features of images [B, C, H, W] whose places at `mask` [B, N] are unknown: the mask is *told*.
+
+        index: [B, N], where the patches are still to be shuffled; None where the images already are, or not at all.
+        """
+        tokens = self.backbone.embed(images)
+        # Patches are embedded one by one, so moving tokens is moving patches, and copies far fewer numbers.
+        if self.config.index == "origin":
+            tokens = tokens + self.index_table.to(tokens.dtype)
+        if index is not None:
+            tokens = take(tokens, index)
+        if self.config.index == "place":
+            tokens = tokens + self.index_table.to(tokens.dtype)
+        return self.backbone.encode(tokens, self._positions(mask))
+
+    def _positions(self, mask: Tensor | None) -> Positions | None:
+        if not self.config.positions:
+            return None
+        places = self.backbone.positions()
+        return places if mask is None else places.forget(mask, self.unknown if self.config.unknown else None)
+
+    def localise(self, mask: Tensor | None) -> Tensor:
+        """L_DAL over the places that are not masked. mask: [B, N], or None for all places."""
+        assert self.dal is not None
+        table = self.backbone.positions().table
+        assert table is not None  # `Dal` has refused a backbone without one
+        targets = dal_targets(self.grid, self.config.dal_normalise, table.device)
+        return dal_loss(self.dal(table, targets), targets, mask, mean_axes=self.config.dal_mean)
+
+    def no_decay(self) -> set[str]:
+        held = {"unknown": self.config.unknown, "index_table": self.config.index != "none"}
+        return set() if self.config.decay_positions else {name for name, there in held.items() if there}
+
+
+@torch.no_grad()
+def _fill_table(backbone: Backbone, std: float) -> None:
+    table = backbone.positions().table if backbone.num_tokens else None
+    if table is not None:
+        table.normal_(std=std)
