@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -138,13 +139,18 @@ def test_on_a_gpu_there_is_no_sync_and_the_view_is_the_same(name):
     images, ids, config = pictures(64), torch.arange(64), CONFIGS[name]
     draw(config, ids.cuda(), seed=0, epoch=0)  # makes the tables
     arguments = images.cuda(), ids.cuda(), MEAN.cuda(), STD.cuda()
+    labels = torch.arange(64).cuda() % 10
+    apply_mix(arguments[0].float(), labels, draw(config, arguments[1], seed=0, epoch=0), config, 10)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        noise = draw(config, arguments[1], seed=0, epoch=0)
-        got = apply(arguments[0], noise, config, (20, 20), *arguments[2:])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls this mode a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            noise = draw(config, arguments[1], seed=0, epoch=0)
+            got = apply(arguments[0], noise, config, (20, 20), *arguments[2:])
+            apply_mix(got, labels, noise, config, 10)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
     close = (got.cpu() - views(images, ids, config)).abs() < 0.02
     # The two devices' sines and roots differ in the last bit, which may move a pixel across a level.
     assert close.float().mean() > 0.98

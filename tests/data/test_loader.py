@@ -149,6 +149,15 @@ def test_several_steps_at_once_are_the_same_steps(monkeypatch):
         assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+def test_odd_batches_keep_their_pairs(monkeypatch):
+    config = replace(SMALL, batch=7)
+    loader = make_loader(config, recipe("deit"), source=small())
+    alone = list(loader.iterate(0))
+    monkeypatch.setattr(ResidentLoader, "_steps_at_once", lambda self: 3)
+    for a, b in zip(alone, loader.iterate(0), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
 def test_waiting_is_measured():
     loader = make_loader(SMALL, recipe("crop"), source=small())
     assert loader.data_wait == 0.0

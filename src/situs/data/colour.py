@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 LEVELS = 256
 
@@ -24,22 +23,20 @@ def grey(levels: Tensor) -> Tensor:
     if levels.shape[1] == 3:
         red, green, blue = levels.unbind(1)
         # Pillow's own fixed-point weights. The sum stays below 2^24, so float32 holds it exactly.
-        return ((red * 19595 + green * 38470 + blue * 7471 + 32768) / 65536).floor_()[:, None]
+        sums = (red * 19595).add_(green, alpha=38470).add_(blue, alpha=7471)
+        return sums.add_(32768).div_(65536).floor_()[:, None]
     return levels if levels.shape[1] == 1 else levels.mean(1, keepdim=True).round_()
 
 
-def histogram(levels: Tensor) -> Tensor:
-    """How often each level comes in each channel, [B, C, 256] float32 (exact whole numbers)."""
-    batch, channels = levels.shape[:2]
-    flat = levels.reshape(batch * channels, -1).long()
-    counts = torch.zeros(batch * channels, LEVELS, device=levels.device)
-    counts.scatter_add_(1, flat, torch.ones((), device=levels.device).expand(flat.shape))
-    return counts.view(batch, channels, LEVELS)
+def histogram(index: Tensor) -> Tensor:
+    """How often each level comes in each channel, [B, C, 256] float32 (exact whole numbers). index: [B, C, n] int64."""
+    counts = torch.zeros(*index.shape[:2], LEVELS, device=index.device)
+    return counts.scatter_add_(2, index, torch.ones((), device=index.device).expand(index.shape))
 
 
-def look_up(levels: Tensor, table: Tensor) -> Tensor:
-    """Each level replaced by its entry in `table` [B, C, 256]."""
-    return table.gather(2, levels.flatten(2).long()).view(levels.shape)
+def look_up(index: Tensor, table: Tensor) -> Tensor:
+    """Each level of `index` [B, C, n] int64 replaced by its entry in `table` [B, C, 256]."""
+    return table.gather(2, index)
 
 
 def ramp(device: torch.device) -> Tensor:
@@ -95,7 +92,7 @@ def blend_table(factor: Tensor, dull: Tensor | float) -> Tensor:
 
 def blend(levels: Tensor, dull: Tensor | float, factor: Tensor) -> Tensor:
     """dull + factor · (levels − dull), cut to whole levels: the form of all four of Pillow's enhancers."""
-    return (dull + factor * (levels - dull)).clamp(0, 255).floor()
+    return (factor * (levels - dull)).add_(dull).clamp_(0, 255).floor_()
 
 
 def mean_grey(luma: Tensor) -> Tensor:
@@ -107,10 +104,11 @@ def smooth(levels: Tensor) -> Tensor:
     """Pillow's 3 × 3 smoothing (the middle weighs 5 of 13), with the border left as it is: sharpness blends with it."""
     if min(levels.shape[2:]) < 3:
         return levels
-    inner = levels[:, :, 1:-1, 1:-1]
-    smoothed = ((F.avg_pool2d(levels, 3, stride=1) * 9 + inner * 4) / 13).round()
+    # Sums of slices: exact on whole numbers, and several times faster on a CPU than pooling.
+    rows = (levels[:, :, :-2] + levels[:, :, 1:-1]).add_(levels[:, :, 2:])
+    total = (rows[..., :-2] + rows[..., 1:-1]).add_(rows[..., 2:]).add_(levels[:, :, 1:-1, 1:-1], alpha=4)
     result = levels.clone()
-    result[:, :, 1:-1, 1:-1] = smoothed
+    result[:, :, 1:-1, 1:-1] = total.div_(13).round_()
     return result
 
 

@@ -29,8 +29,8 @@ def resized_crop_boxes(
     noise: [B, 22]. The first of ten attempts that fits is taken, else the largest centred box the ratio allows: the
     law of torchvision's RandomResizedCrop. height, width: of the images, numbers or [B].
     """
-    height = torch.as_tensor(height, dtype=torch.float32, device=noise.device)[..., None]
-    width = torch.as_tensor(width, dtype=torch.float32, device=noise.device)[..., None]
+    # Made on the device: a number copied there from the host would make the host wait.
+    height, width = (_column(side, noise) for side in (height, width))
     area = height * width * (scale[0] + noise[:, :_ATTEMPTS] * (scale[1] - scale[0]))
     low, high = math.log(ratio[0]), math.log(ratio[1])
     aspect = torch.exp(low + noise[:, _ATTEMPTS : 2 * _ATTEMPTS] * (high - low))
@@ -53,13 +53,20 @@ def resized_crop_boxes(
 def pad_crop_boxes(noise: Tensor, height: int, width: int, pad: int) -> Tensor:
     """Boxes of the image's own size shifted by up to `pad` whole pixels each way: [B, 4]. noise: [B, 2] or more."""
     shift = (noise[:, :2] * (2 * pad + 1)).floor() - pad
-    size = torch.tensor([height, width], dtype=torch.float32, device=noise.device).expand(len(noise), 2)
-    return torch.cat([shift, size], dim=1)
+    return torch.cat([shift, _column(height, noise), _column(width, noise)], dim=1)
 
 
 def whole_boxes(count: int, height: int, width: int, device: torch.device) -> Tensor:
     """Boxes that leave the images whole: [B, 4]."""
-    return torch.tensor([0.0, 0.0, height, width], device=device).expand(count, 4)
+    none = torch.zeros(count, 2, device=device)
+    return torch.cat([none, _column(height, none), _column(width, none)], dim=1)
+
+
+def _column(side: Tensor | int, like: Tensor) -> Tensor:
+    """A number, or one a sample, as [B, 1] float32 on the device of `like` [B, …]."""
+    if isinstance(side, Tensor):
+        return side.to(like.device, torch.float32).view(-1, 1)
+    return torch.full((like.shape[0], 1), float(side), device=like.device)
 
 
 def warp(

@@ -101,6 +101,12 @@ class Loader(ABC):
         self.source, self.config, self.augment, self.plan, self.device = source, config, augment, plan, device
         self.mean, self.std = (torch.tensor(part, device=device) for part in config.normalisation)
         self.data_wait = 0.0
+        self._apply = apply
+
+    def compile(self) -> Loader:
+        """Fuse the augmentation with torch.compile: on a GPU about a quarter of the time, after half a minute once."""
+        self._apply = torch.compile(apply, fullgraph=True)
+        return self
 
     @property
     def steps_per_epoch(self) -> int:
@@ -141,7 +147,7 @@ class Loader(ABC):
     def _finish(self, images: Tensor, ids: Tensor, epoch: int, augment: AugmentConfig) -> tuple[Tensor, Tensor | None]:
         """Augmented images, and the noise by which they are to be mixed."""
         noise = draw(augment, ids, seed=self.config.seed, epoch=epoch)
-        return apply(images, noise, augment, self.config.size, self.mean, self.std), noise.get("mix")
+        return self._apply(images, noise, augment, self.config.size, self.mean, self.std), noise.get("mix")
 
     def _mixed(self, images: Tensor, ids: Tensor, labels: Tensor | None, noise: Tensor | None) -> Batch:
         count = len(self.classes) if self.classes is not None else None
@@ -186,12 +192,16 @@ class ResidentLoader(Loader):
             images, noise = normalise(as_floats(images), self.mean, self.std), None
         else:
             images, noise = self._finish(images, ids, epoch, self.augment)
+        # Pairs stay within their batch where batches are even, so that all of them are mixed at once.
+        together = Batch(images, ids, labels)
+        even = all(len(part) % 2 == 0 for part in steps)
+        if even:
+            together = self._mixed(images, ids, labels, noise)
         start = 0
         for part in steps:
             span = slice(start, start := start + len(part))
-            yield self._mixed(
-                images[span], part, None if labels is None else labels[span], None if noise is None else noise[span]
-            )
+            own = Batch(together.images[span], part, None if together.labels is None else together.labels[span])
+            yield own if even else self._mixed(*own, None if noise is None else noise[span])
 
     def describe(self) -> str:
         """Count, size and memory."""

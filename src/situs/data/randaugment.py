@@ -73,7 +73,7 @@ def matrices(drawn: Plan, height: int, width: int) -> Tensor:
     rotated = geometry.rotation(only(turn, 30.0), height, width)
     sheared = geometry.shear(only(shear_x, 0.3), only(shear_y, 0.3))
     moved = geometry.translation(only(move_x, 0.45 * width), only(move_y, 0.45 * height))
-    identity = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]], device=amount.device)
+    identity = torch.eye(2, 3, device=amount.device)
     return (rotated + sheared + moved - 2 * identity).view(*signed.shape, 2, 3)
 
 
@@ -88,7 +88,8 @@ def _recolour_once(levels: Tensor, drawn: Plan) -> Tensor:
     strength = drawn.strength
     factor = (1.0 + 0.9 * strength * drawn.sign).clamp(min=0.1)
     luma = colour.grey(levels)
-    counts = colour.histogram(levels)
+    index = levels.flatten(2).long()
+    counts = colour.histogram(index)
     tables = {
         "auto_contrast": colour.autocontrast_table(counts),
         "equalize": colour.equalize_table(counts),
@@ -102,7 +103,7 @@ def _recolour_once(levels: Tensor, drawn: Plan) -> Tensor:
     table = colour.ramp(levels.device).expand(counts.shape)
     for name, changed in tables.items():
         table = torch.where(_is(drawn, name).view(-1, 1, 1), changed, table)
-    looked_up = colour.look_up(levels, table)
+    looked_up = colour.look_up(index, table).view(levels.shape)
     sharpen, saturate = (_is(drawn, name).view(-1, 1, 1, 1) for name in ("sharpness", "colour"))
     if levels.shape[1] != 3:
         saturate = torch.zeros_like(saturate)
