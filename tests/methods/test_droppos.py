@@ -1,0 +1,404 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from situs.backbones import create_backbone
+from situs.backbones.base import Features
+from situs.core.position import cut_targets
+from situs.errors import SitusError
+from situs.methods import Batch, DropPos, DropPosConfig
+from situs.methods.droppos import attentive_weights, dropped_loss, sigma_at
+
+WIDTH = 16
+
+
+def make(positions: str = "sincos", size: tuple[int, int] = (12, 16), **config: Any) -> DropPos:
+    torch.manual_seed(0)
+    backbone = create_backbone(
+        "vit_tiny_patch16_224",
+        img_size=size,
+        patch_size=4,
+        positions=positions,
+        model_args={"depth": 2, "embed_dim": WIDTH, "num_heads": 2},
+    )
+    fields: dict[str, Any] = dict(mask_ratio=0.34, position_mask_ratio=0.6, decoder_width=8, decoder_heads=2)
+    method = DropPos(backbone, DropPosConfig(**(fields | config))).double()
+    for parameter in method.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, std=0.2)  # biases and norms must all matter
+    return method
+
+
+def batch(method: DropPos) -> Batch:
+    torch.manual_seed(1)
+    size = method.backbone.img_size
+    assert size is not None
+    return Batch(torch.randn(3, 3, *size, dtype=torch.float64), torch.tensor([5, 900, 31]))
+
+
+# --- the slow reference: lists of vectors, one token and one head at a time ------------------------------------
+
+
+def slow_attention(qkv: nn.Linear, proj: nn.Linear, z: list[Tensor], heads: int) -> list[Tensor]:
+    width = len(z[0])
+    whole = [qkv.weight @ token + qkv.bias for token in z]
+    side = width // heads
+    out = []
+    for i in range(len(z)):
+        parts = []
+        for h in range(heads):
+            span = range(h * side, (h + 1) * side)
+            q = torch.stack([whole[i][c] for c in span])
+            keys = [torch.stack([w[width + c] for c in span]) for w in whole]
+            values = [torch.stack([w[2 * width + c] for c in span]) for w in whole]
+            scores = torch.stack([(q * k).sum() / math.sqrt(side) for k in keys])
+            share = scores.exp() / scores.exp().sum()
+            parts.append(sum(a * v for a, v in zip(share, values, strict=True)))
+        out.append(proj.weight @ torch.cat(parts) + proj.bias)
+    return out
+
+
+def slow_encoder(vit: Any, z: list[Tensor]) -> list[Tensor]:
+    for block in vit.blocks:
+        mixed = slow_attention(block.attn.qkv, block.attn.proj, [block.norm1(token) for token in z], 2)
+        z = [token + out for token, out in zip(z, mixed, strict=True)]
+        z = [token + block.mlp(block.norm2(token)) for token in z]
+    return [vit.norm(token) for token in z]
+
+
+def slow_sincos(row: int, column: int) -> Tensor:
+    values = []
+    for place in (column, row):
+        angles = [place / 10000 ** (i / 4) for i in range(4)]
+        values += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def slow_target(places: int, columns: int, true: int, sigma: float, squared: bool) -> list[float]:
+    line = []
+    for j in range(places):
+        d2 = (true // columns - j // columns) ** 2 + (true % columns - j % columns) ** 2
+        if sigma == 0:
+            line.append(float(j == true))
+        else:
+            line.append(math.exp(-(d2 if squared else math.sqrt(d2)) / sigma**2))
+    return [w / sum(line) for w in line]
+
+
+def slow_cosine(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach(), b.detach()
+    return float((a * b).sum() / (a.square().sum().sqrt() * b.square().sum().sqrt()))
+
+
+def slow_droppos(
+    method: DropPos, images: Tensor, visible: list[list[int]], sigma: float, affinity: str | None
+) -> Tensor:
+    """DropPos from the paper's text (Eq. 3, 6, 8, 9) on a 3x4 grid."""
+    vit, rows, columns = method.backbone.model, 3, 4
+    count = rows * columns
+    above, below = [], []
+    for image, seen in zip(images, visible, strict=True):
+        patches = [image[:, 4 * r : 4 * r + 4, 4 * c : 4 * c + 4] for r in range(rows) for c in range(columns)]
+        weight, bias = vit.patch_embed.proj.weight, vit.patch_embed.proj.bias
+        x = [(weight * patch).sum(dim=(1, 2, 3)) + bias for patch in patches]
+        table = [slow_sincos(i // columns, i % columns) for i in range(count)]
+        cls = vit.cls_token[0, 0] + vit.pos_embed[0, 0]
+        dropped = seen[method.anchors :]
+        z = [cls] + [x[i] + (method.mask_token if i in dropped else table[i]) for i in seen]
+        z = slow_encoder(vit, z)
+        d = [method.decoder.enter(token) for token in z]
+        for layer in method.decoder.layers:
+            mixed = slow_attention(layer.qkv, layer.proj, [layer.norm1(token) for token in d], 2)
+            d = [token + out for token, out in zip(d, mixed, strict=True)]
+            d = [token + layer.mlp(layer.norm2(token)) for token in d]
+        shares = dict.fromkeys(seen, 1.0)
+        if affinity is not None:
+            f = slow_encoder(vit, [cls] + [x[i] + table[i] for i in range(count)]) if affinity == "full" else z
+            known = list(range(count)) if affinity == "full" else seen
+            raw = {i: math.exp(slow_cosine(f[0], f[1 + k]) / method.config.tau) for k, i in enumerate(known)}
+            full = {i: value / sum(raw.values()) for i, value in raw.items()}
+            shares = {i: full[i] / sum(full[j] for j in seen) for i in seen}
+        for place in dropped:
+            logits = method.decoder.leave(method.decoder.norm(d[1 + seen.index(place)]))
+            log_p = [logits[j] - logits.exp().sum().log() for j in range(count)]
+            target = slow_target(count, columns, place, sigma, method.config.distance == "squared")
+            above.append(shares[place] * -sum(w * p for w, p in zip(target, log_p, strict=True)))
+            below.append(shares[place])
+    return torch.stack(above).sum() / sum(below)
+
+
+@pytest.mark.parametrize(
+    ("affinity", "progress", "distance"),
+    [("full", 0.0, "euclidean"), ("visible", 0.5, "squared"), (None, 1.0, "euclidean")],
+)
+def test_loss_and_gradients_match_an_independent_slow_droppos(affinity, progress, distance) -> None:
+    method = make(affinity=affinity, distance=distance, sigma_start=1.2)
+    data = batch(method)
+    draws = method.draw(data.ids, seed=3, epoch=7, progress=progress)
+    assert float(draws["sigma"]) == pytest.approx(1.2 * (1 - progress))
+    ours = method(data, draws).loss
+    slow = slow_droppos(method, data.images, draws["visible"].tolist(), 1.2 * (1 - progress), affinity)
+    assert ours.item() == pytest.approx(slow.item(), abs=1e-6)  # the loss itself is taken in float32
+    parameters = {n: p for n, p in method.named_parameters() if p.requires_grad and "model.head" not in n}
+    ours_grads = torch.autograd.grad(ours, list(parameters.values()))
+    slow_grads = torch.autograd.grad(slow, list(parameters.values()))
+    for name, a, b in zip(parameters, ours_grads, slow_grads, strict=True):
+        assert torch.allclose(a, b, atol=1e-6), name
+        assert a.abs().max() > 1e-9, name
+
+
+# --- counts and draws -------------------------------------------------------------------------------------------
+
+
+def at_224(config: DropPosConfig) -> DropPos:
+    with torch.device("meta"):
+        backbone = create_backbone("vit_tiny_patch16_224", positions="sincos", model_args={"depth": 1})
+        return DropPos(backbone, config)
+
+
+def test_counts_are_the_papers() -> None:
+    paper, official = at_224(DropPosConfig.paper()), at_224(DropPosConfig.official())
+    assert (paper.visible, paper.anchors) == (49, 13)
+    assert (official.visible, official.anchors) == (49, 12)
+    draws = paper.draw(torch.arange(64), seed=0, epoch=0)
+    assert draws["visible"].shape == (64, 49)
+    assert (paper.at(0.25, 0.95).visible, paper.at(0.25, 0.95).anchors) == (147, 147 - 139)
+    assert paper.at(0.0, 1.0).anchors == 0
+    assert (paper.visible, paper.anchors) == (49, 13)
+
+
+def test_visible_and_anchors_are_fair_and_the_samples_own() -> None:
+    method = make()
+    ids = torch.arange(4000)
+    assert (method.visible, method.anchors) == (8, 4)
+    visible = method.draw(ids, seed=1, epoch=2)["visible"]
+    assert all(len(set(row)) == 8 for row in visible.tolist())
+    for span, share in ((slice(None), 8 / 12), (slice(0, 4), 4 / 12)):
+        seen = torch.nn.functional.one_hot(visible[:, span], 12).sum(1).double().mean(0)
+        assert torch.allclose(seen, torch.full((12,), share, dtype=torch.float64), atol=0.04)
+    some = ids[[77, 3, 1999]]
+    assert torch.equal(method.draw(some, seed=1, epoch=2)["visible"], visible[some])
+    assert not torch.equal(method.draw(ids, seed=1, epoch=3)["visible"], visible)
+
+
+def test_sigma_falls_by_step_or_by_epoch() -> None:
+    paper = DropPosConfig(sigma_start=2.0, sigma_end=0.5)
+    assert [sigma_at(paper, 3, p) for p in (0.0, 0.4, 1.0)] == pytest.approx([2.0, 1.4, 0.5])
+    official = DropPosConfig(sigma_schedule="epoch", epochs=10)
+    assert [sigma_at(official, 4, p) for p in (0.4, 0.45, 0.499)] == pytest.approx([0.6] * 3)
+    assert sigma_at(official, 4, 0.0) == pytest.approx(0.6)  # progress not given
+    for epoch, progress in ((4, 0.6), (3, 0.45), (12, 0.0)):
+        with pytest.raises(SitusError, match="epochs=10: must be the run's own number"):
+            sigma_at(official, epoch, progress)
+
+
+# --- what is told, and what bears loss ----------------------------------------------------------------------------
+
+
+def change(images: Tensor, sample: int, place: int) -> Tensor:
+    images = images.clone()
+    patch = images[sample, :, 4 * (place // 4) : 4 * (place // 4) + 4, 4 * (place % 4) : 4 * (place % 4) + 4]
+    patch += 3.0 * torch.randn(patch.shape, dtype=patch.dtype, generator=torch.Generator().manual_seed(9))
+    return images
+
+
+@torch.no_grad()
+def test_hidden_patches_are_seen_by_nobody() -> None:
+    method = make(affinity="visible")
+    data = batch(method)
+    draws = method.draw(data.ids, seed=0, epoch=0)
+    before = method(data, draws)
+    hidden = next(i for i in range(12) if i not in draws["visible"][0])
+    after = method(data._replace(images=change(data.images, 0, hidden)), draws)
+    assert torch.equal(after.extras["logits"], before.extras["logits"]) and torch.equal(after.loss, before.loss)
+    seen = int(draws["visible"][0, -1])
+    moved = method(data._replace(images=change(data.images, 0, seen)), draws)
+    assert not torch.allclose(moved.extras["logits"][0], before.extras["logits"][0], atol=1e-4)
+    # With the full affinity, hidden patches choose the weights, and nothing else.
+    full = make(affinity="full")
+    changed = full(data._replace(images=change(data.images, 0, hidden)), draws)
+    assert torch.equal(changed.extras["logits"], before.extras["logits"])
+    assert abs(changed.loss.item() - full(data, draws).loss.item()) > 1e-7
+
+
+@torch.no_grad()
+def test_only_anchors_and_cls_know_their_place() -> None:
+    method = make(positions="learned", affinity="visible")
+    data = batch(method)
+    draws = method.draw(data.ids[:1].expand(3), seed=0, epoch=0)
+    before = method(data, draws).extras["logits"]
+    table = method.backbone.positions().table
+    assert table is not None
+    noise = torch.randn(WIDTH, dtype=torch.float64)  # a constant would fall to the first norm
+    table[draws["visible"][0, method.anchors :]] += noise  # the dropped rows
+    assert torch.equal(method(data, draws).extras["logits"], before)
+    table[draws["visible"][0, 0]] += noise
+    anchored = method(data, draws).extras["logits"]
+    assert not torch.allclose(anchored, before, atol=1e-4)
+    method.backbone.model.pos_embed[:, 0] += noise  # CLS's own row is never dropped
+    assert not torch.allclose(method(data, draws).extras["logits"], anchored, atol=1e-4)
+
+
+def test_gradients_reach_the_mask_token_and_only_the_anchors_rows() -> None:
+    method = make(positions="learned", affinity=None)
+    data = batch(method)
+    draws = method.draw(data.ids[:1].expand(3), seed=0, epoch=0)
+    method(data, draws).loss.backward()
+    grad = method.backbone.model.pos_embed.grad[0, 1:]
+    anchors = draws["visible"][0, : method.anchors]
+    assert set(grad.abs().sum(-1).nonzero().flatten().tolist()) == set(anchors.tolist())
+    assert method.mask_token.grad is not None and method.mask_token.grad.abs().min() > 0
+
+
+def test_places_and_logits_belong_together() -> None:
+    """A decoder whose class is always the true place of the first dropped patch of sample 0."""
+    method = make(affinity=None, sigma_start=0.0)
+    data = batch(method)
+    draws = method.draw(data.ids, seed=0, epoch=0)
+    places = draws["visible"][:, method.anchors :]
+    with torch.no_grad():
+        method.decoder.leave.weight.zero_()
+        method.decoder.leave.bias.zero_()
+        method.decoder.leave.bias[int(places[0, 0])] = 40.0
+    output = method(data, draws)
+    right = float((places == places[0, 0]).double().mean())
+    assert torch.equal(output.extras["places"], places)
+    assert float(output.metrics["position_accuracy"]) == pytest.approx(right)
+    assert output.loss.item() == pytest.approx(40 * (1 - right), rel=1e-5)
+
+
+# --- the pure functions -------------------------------------------------------------------------------------------
+
+
+def test_swapping_class_axis_and_token_axis_is_another_loss() -> None:
+    torch.manual_seed(0)
+    logits, targets = torch.randn(2, 6, 6), torch.rand(6, 6)
+    places = torch.stack([torch.randperm(6), torch.randperm(6)])
+    slow = [-(targets[places[b, t]] * logits[b, t].log_softmax(-1)).sum() for b in range(2) for t in range(6)]
+    assert float(dropped_loss(logits, places, targets, None)) == pytest.approx(
+        float(torch.stack(slow).mean()), rel=1e-5
+    )
+    assert float(dropped_loss(logits.transpose(1, 2), places, targets, None)) != pytest.approx(
+        float(torch.stack(slow).mean()), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 5])
+def test_attentive_weights_are_the_softmax_over_all_gathered_and_renormalised(prefix: int) -> None:
+    torch.manual_seed(0)
+    features = Features(torch.randn(2, prefix, 8), torch.randn(2, 10, 8))
+    visible = torch.tensor([[7, 0, 3], [1, 9, 4]])
+    ours = attentive_weights(features, 0.1, visible)
+    for b in range(2):
+        cls = features.prefix[b, 0] if prefix else features.patches[b].mean(0)
+        raw = [math.exp(slow_cosine(cls, patch) / 0.1) for patch in features.patches[b]]
+        full = [value / sum(raw) for value in raw]
+        part = [full[i] for i in visible[b].tolist()]
+        assert ours[b].tolist() == pytest.approx([value / sum(part) for value in part], rel=1e-4)
+    assert not attentive_weights(Features(features.prefix, features.patches.requires_grad_()), 0.1).requires_grad
+
+
+def test_the_official_map_has_the_published_numbers() -> None:
+    """On 14x14 tokens: built on 16x16, columns normalised, cut; by loops and the standard library."""
+    ours = cut_targets(196, (16, 16), 1.0).double()
+    weights = [[math.exp(-((i // 16 - j // 16) ** 2) - (i % 16 - j % 16) ** 2) for j in range(256)] for i in range(256)]
+    sums = [sum(row) for row in weights]
+    slow = torch.tensor([[weights[i][j] / sums[j] for j in range(196)] for i in range(196)], dtype=torch.float64)
+    assert torch.allclose(ours, slow, atol=1e-6)
+    assert ours.sum(1).min().item() == pytest.approx(0.66, abs=5e-3)
+    assert ours.sum(1).max().item() == pytest.approx(1.11, abs=5e-3)
+    assert torch.equal(cut_targets(196, (16, 16), 0.0), torch.eye(196))
+    official = at_224(DropPosConfig.official())
+    assert torch.equal(official.targets(torch.tensor(1.0)), cut_targets(196, (16, 16), 1.0))
+    paper = at_224(DropPosConfig.paper()).targets(torch.tensor(1.0))
+    assert torch.allclose(paper.sum(1), torch.ones(196), atol=1e-5)
+
+
+# --- other backbones, the second task, compilation ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("vit_small_patch14_reg4_dinov2", {}),
+        ("vit_small_patch16_rope_224", {}),
+        ("eva02_tiny_patch14_224", {}),
+        ("vit_relpos_small_patch16_224", {}),
+        ("deit_tiny_distilled_patch16_224", {}),
+    ],
+)
+def test_prefix_tokens_and_every_kind_of_position(name: str, fields: dict[str, Any]) -> None:
+    """The order in which visible patches stand means nothing; a dropped place is nowhere in the stream."""
+    torch.manual_seed(0)
+    small: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
+    side = 14 if "14" in name else 16
+    backbone = create_backbone(name, img_size=(3 * side, 4 * side), model_args=small, **fields)
+    config = DropPosConfig(mask_ratio=0.3, position_mask_ratio=0.5, decoder_width=8, decoder_heads=2)
+    method = DropPos(backbone, config).double().eval()
+    images = torch.randn(2, 3, 3 * side, 4 * side, dtype=torch.float64)
+    data = Batch(images, torch.arange(2))
+    draws = method.draw(data.ids, seed=0, epoch=0)
+    a = method.anchors
+    before = method(data, draws)
+    order = torch.cat([torch.arange(a).flip(0), torch.arange(a, method.visible)])
+    turned = method(data, draws | {"visible": draws["visible"][:, order]})
+    assert torch.allclose(turned.extras["logits"], before.extras["logits"], atol=1e-10)
+    assert before.extras["logits"].shape == (2, method.visible - a, 12)
+    # Exchanging two dropped patches exchanges their answers: nothing but the patch itself tells them apart.
+    swap = torch.arange(method.visible)
+    swap[[a, a + 1]] = swap[[a + 1, a]]
+    swapped = method(data, draws | {"visible": draws["visible"][:, swap]}).extras["logits"]
+    again = before.extras["logits"].clone()
+    again[:, [0, 1]] = again[:, [1, 0]]
+    assert torch.allclose(swapped, again, atol=1e-10)
+
+
+def test_the_second_task_adds_maes_loss_on_the_hidden_patches() -> None:
+    plain, both = make(affinity="visible"), make(affinity="visible", mae_weight=0.5, mae_depth=1)
+    both.load_state_dict(plain.state_dict(), strict=False)
+    data = batch(both)
+    draws = both.draw(data.ids, seed=0, epoch=0)
+    whole = torch.cat([draws["visible"], draws["hidden"]], dim=1)
+    assert torch.equal(whole.sort(dim=1).values, torch.arange(12).expand(3, -1))
+    output = both(data, draws)
+    assert output.loss.item() == pytest.approx(
+        plain(data, draws).loss.item() + 0.5 * float(output.metrics["pixel_loss"]), rel=1e-6
+    )
+    output.loss.backward()
+    assert both.pixel_token.grad is not None and both.pixel_token.grad.abs().max() > 0
+    assert both.no_decay() == {"mask_token", "pixel_token"} and plain.no_decay() == {"mask_token"}
+    hidden = int(draws["hidden"][0, 0])
+    changed = both(data._replace(images=change(data.images, 0, hidden)), draws)
+    assert torch.equal(changed.extras["logits"], output.extras["logits"])
+    assert float(changed.metrics["pixel_loss"]) != pytest.approx(float(output.metrics["pixel_loss"]), rel=1e-4)
+
+
+def test_another_sigma_does_not_compile_again() -> None:
+    method = make(affinity="full").eval()
+    data = batch(method)
+    compiled = torch.compile(method, fullgraph=True, backend="aot_eager")
+    for epoch, progress in enumerate((0.1, 0.5, 1.0)):
+        draws = method.draw(data.ids, seed=0, epoch=epoch, progress=progress)
+        with torch.compiler.set_stance("fail_on_recompile" if epoch else "default"):
+            assert compiled(data, draws).loss.item() == pytest.approx(method(data, draws).loss.item(), abs=1e-5)
+
+
+def test_mistakes_are_sentences() -> None:
+    with pytest.raises(SitusError, match=r"mask_ratio=1.0: must be in \[0, 1\) \(--method.mask-ratio\)"):
+        DropPosConfig(mask_ratio=1.0)
+    with pytest.raises(SitusError, match=r"tau=0: must be > 0 \(--method.tau\)"):
+        DropPosConfig(tau=0)
+    with pytest.raises(SitusError, match="mask_ratio=0: must be above 0 where mae_weight is"):
+        DropPosConfig(mask_ratio=0, mae_weight=1.0)
+    with pytest.raises(SitusError, match=r"position_mask_ratio=0\.1: must drop a place; of 12 patches 8 are visible"):
+        make(position_mask_ratio=0.1)
+    with pytest.raises(SitusError, match=r"target_grid=\(3, 3\): must have at least 12 places"):
+        make(target_grid=(3, 3))
+    swin = create_backbone("swin_tiny_patch4_window7_224", img_size=56, model_args={"depths": (1, 1, 1, 1)})
+    with pytest.raises(SitusError, match="windows"):
+        DropPos(swin, DropPosConfig())
