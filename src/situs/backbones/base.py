@@ -13,6 +13,7 @@ Indices count patch tokens only; prefix tokens (CLS, registers, distillation) ap
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -114,6 +115,24 @@ class Backbone(nn.Module, ABC):
     @abstractmethod
     def head(self, features: Features) -> Tensor:
         """The model's own head on finished features -> logits (or pooled features where it has no classes)."""
+
+    def layers(self, stream: Stream) -> Iterator[Stream]:  # noqa: ARG002  (those who have layers use it)
+        """The stream after each block in turn, for analyses; `blocks` is the way to the last."""
+        raise SitusError(f"{self.name} does not give its layers one by one; timm's flat transformers do")
+
+    @torch.no_grad()
+    def erase_positions(self) -> tuple[str, ...]:
+        """Zeroes the learned positions of the patches in the wrapped model, for a method that never used them.
+
+        The model's own forward is then `encode(tokens, positions=None)`. Returns the kinds that stay because no
+        weight holds them (rotation), so that it is not.
+        """
+        table = self.positions().table
+        if table is not None:
+            table.zero_()
+        places = self.positions()
+        assert places.table is None or not places.table.any(), "the table is no view of the model's own"
+        return tuple(kind for kind in places.kinds if kind != "table")
 
     # --- what follows from them ----------------------------------------------------------------------------------
 

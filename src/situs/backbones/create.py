@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from situs.backbones.base import Backbone
+from situs.config import read_json
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
 
@@ -21,7 +22,7 @@ class BackboneConfig:
     """Which model, at which size. Every field but `name` may be left to the model's own default."""
 
     name: str = "vit_small_patch16_224"
-    """A timm model name, or a folder with a transformers config.json."""
+    """A timm model name, or a folder with a timm or transformers config.json (an export)."""
 
     img_size: tuple[int, int] | None = None
     """Height and width of the images."""
@@ -92,10 +93,12 @@ def _create(source: Any, config: BackboneConfig) -> Backbone:
             model_args=config.model_args,
             num_classes=config.num_classes,
         )
-    from situs.backbones.timm_create import create_timm, wrap_timm
+    from situs.backbones.timm_create import create_timm, create_timm_folder, wrap_timm
 
     if isinstance(source, nn.Module):
         return wrap_timm(source, type(source).__name__)
+    if (Path(config.name) / "config.json").is_file():
+        return create_timm_folder(Path(config.name), config)
     return create_timm(config)
 
 
@@ -103,5 +106,6 @@ def _is_transformers(source: Any) -> bool:
     """A transformers folder, "hf:…", or an object of that library; told without importing it."""
     if isinstance(source, str | Path):
         text = str(source)
-        return text.startswith("hf:") or (Path(text).is_dir() and (Path(text) / "config.json").is_file())
+        file = Path(text) / "config.json"
+        return text.startswith("hf:") or (file.is_file() and "architecture" not in read_json(file))
     return type(source).__module__.startswith("transformers.")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -53,6 +55,11 @@ class FlatBackbone(Backbone):
         for depth, block in enumerate(self.model.blocks):
             z = run_block(block, z, stream, depth, keys)
         return z
+
+    def layers(self, stream: Stream) -> Iterator[Stream]:
+        for depth, block in enumerate(self.model.blocks):
+            stream = replace(stream, z=run_block(block, stream.z, stream, depth, None))
+            yield stream
 
     def finish(self, stream: Stream) -> Features:
         z = self.model.norm(stream.z)
@@ -118,6 +125,15 @@ class RelPosBackbone(FlatBackbone):
         modules = [block.attn.rel_pos for block in self.model.blocks] if shared is None else [shared]
         values = torch.cat([module.get_bias() for module in modules])
         return Positions(bias=PairBias(values, self.num_prefix))
+
+    @torch.no_grad()
+    def erase_positions(self) -> tuple[str, ...]:
+        for name, parameter in self.model.named_parameters():
+            # A table of biases, or the last layer of the small network that computes them.
+            if "rel_pos." in name and (name.endswith("relative_position_bias_table") or ".mlp.fc2." in name):
+                parameter.zero_()
+        bias = self.positions().bias
+        return ("bias",) if bias is not None and bias.values.any() else ()
 
 
 class SwinBackbone(Backbone):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import timm
@@ -22,6 +24,7 @@ from situs.backbones.timm import (
     VitBackbone,
 )
 from situs.backbones.weights import load_into, read_state_dict
+from situs.config import read_json
 from situs.core.position import resample_table, sincos_2d
 from situs.core.tokens import grid_of, pair
 from situs.errors import SitusError
@@ -60,6 +63,28 @@ def create_timm(config: BackboneConfig) -> Backbone:
     backbone.source = {"library": "timm", "architecture": architecture, "model_args": arguments}
     if config.weights is not None:
         load_weights(backbone, read_state_dict(config.weights), f"weights={config.weights}")
+    return backbone
+
+
+def create_timm_folder(folder: Path, config: BackboneConfig) -> Backbone:
+    """A backbone from a folder that timm reads ("local-dir:…"), such as an export: its config.json, its weights.
+
+    What `config` says goes before what the folder says.
+    """
+    described = read_json(folder / "config.json")
+    table = folder / "situs_positions.safetensors"
+    backbone = create_timm(
+        replace(
+            config,
+            name=described["architecture"],
+            num_classes=config.num_classes if config.num_classes is not None else described.get("num_classes"),
+            positions=config.positions or ("learned" if table.is_file() else None),
+            weights=config.weights or str(folder),
+            model_args={**described.get("model_args", {}), **config.model_args},
+        )
+    )
+    if table.is_file() and config.positions is None:
+        load_into(backbone, read_state_dict(table), f"{table}", optional=("model.",))
     return backbone
 
 
@@ -182,6 +207,16 @@ def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:
     else:
         table = nn.init.trunc_normal_(torch.empty(backbone.num_tokens, backbone.dim), std=0.02)
     return SwinBackbone(backbone.model, backbone.name, table, learned=kind == "learned")
+
+
+def pretrained_state(name: str) -> dict[str, Tensor]:
+    """The weights that timm publishes under a model's name; needs the network, or timm's cache."""
+    if not timm.is_model(name):
+        raise SitusError(f"init={name}: neither a run, an export, a weight file nor a timm model (--init)")
+    try:
+        return timm.create_model(name, pretrained=True).state_dict()
+    except Exception as error:  # the hub's client raises a different class for each way of not being reached
+        raise SitusError(f"init={name}: timm could not load its published weights ({type(error).__name__})") from error
 
 
 HEADS = ("head.", "head_dist.", "fc.", "fc_norm.")

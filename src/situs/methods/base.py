@@ -13,17 +13,10 @@ from typing import Any, ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
+from situs.data.batch import Batch
 
 Draws = dict[str, Tensor]
 """Everything random (or scheduled) about one step, by name; saved beside a batch it can be replayed exactly."""
-
-
-class Batch(NamedTuple):
-    """One batch on the device: images [B, C, H, W] normalised float, ids [B] int64, labels None, [B] or soft [B, C]."""
-
-    images: Tensor
-    ids: Tensor
-    labels: Tensor | None = None
 
 
 class Output(NamedTuple):
@@ -56,6 +49,11 @@ class Method(nn.Module, ABC):
     @abstractmethod
     def forward(self, batch: Batch, draws: Draws) -> Output:
         """Reads like the paper's figure; pure."""
+
+    @property
+    def sees_positions(self) -> bool:
+        """Whether the backbone's own positions take part; where not, they mean nothing after training."""
+        return True
 
     def no_decay(self) -> set[str]:
         """Names of the method's own parameters that weight decay must leave alone (tokens, tables)."""

@@ -10,7 +10,8 @@ itself, which is biased). CLS is always in the context and bears no loss, so tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -49,10 +50,24 @@ class MP3(Method):
     def __init__(self, backbone: Backbone, config: MP3Config) -> None:
         super().__init__(backbone)
         self.config = config
-        self.context = backbone.num_tokens - count_of(config.mask_ratio, backbone.num_tokens)
         self.position_head = nn.Linear(backbone.out_dim, backbone.num_tokens)
         nn.init.trunc_normal_(self.position_head.weight, std=0.02)
         nn.init.zeros_(self.position_head.bias)
+
+    @property
+    def context(self) -> int:
+        """M: how many patches serve as keys and values."""
+        return self.backbone.num_tokens - count_of(self.config.mask_ratio, self.backbone.num_tokens)
+
+    @property
+    def sees_positions(self) -> bool:
+        return self.config.anchor_ratio > 0
+
+    def at(self, mask_ratio: float) -> MP3:
+        """The same weights with another η, for evaluations."""
+        other = copy.copy(self)
+        other.config = replace(self.config, mask_ratio=mask_ratio)
+        return other
 
     def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where anchors are used."""

@@ -1,0 +1,75 @@
+"""Top-1, top-5 and loss of a classifier over a whole set: exact, one wait for the device at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.errors import SitusError
+from situs.evaluate.inference import evaluating, sum_over_ranks
+from situs.methods.base import Batch
+from situs.train.step import autocast
+
+Model = Callable[[Tensor], Tensor]
+"""Images [B, C, H, W] -> logits [B, classes]; a backbone is one."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """top1, top5: shares in [0, 1]. count: samples. loss: their mean cross entropy."""
+
+    top1: float
+    top5: float
+    count: int
+    loss: float
+
+
+class Tally:
+    """Running sums on the device. Every sample counts once, so a smaller last batch weighs what it should."""
+
+    def __init__(self) -> None:
+        self.sums: Tensor | None = None
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Takes in logits [B, C] and labels [B] (or [B, C] shares, whose heaviest class is the true one)."""
+        logits = logits.float()
+        hard = labels if labels.dim() == 1 else labels.argmax(dim=-1)
+        hits = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == hard[:, None]
+        loss = F.cross_entropy(logits, hard, reduction="none").double().sum()
+        sums = torch.stack([hits[:, 0].sum().double(), hits.sum().double(), loss])
+        sums = torch.cat([sums, sums.new_full((1,), float(len(hard)))])
+        self.sums = sums if self.sums is None else self.sums + sums
+
+    def result(self) -> Accuracy:
+        """The means over all samples of all ranks; waits for the device."""
+        if self.sums is None:
+            raise SitusError("there are no samples to evaluate on (--data)")
+        top1, top5, loss, count = sum_over_ranks(self.sums.clone()).tolist()
+        if not count:
+            raise SitusError("there are no samples to evaluate on (--data)")
+        return Accuracy(top1 / count, top5 / count, int(count), loss / count)
+
+
+def evaluate_accuracy(model: Model, batches: Iterable[Batch], *, precision: str = "fp32") -> Accuracy:
+    """The accuracy of `model` over all `batches`, summed over the ranks where there are several.
+
+    Each rank brings its own part of the set. precision: fp32, or bf16 for autocast.
+    """
+    tally = Tally()
+    with evaluating(model):
+        for batch in batches:
+            with autocast(batch.images.device, precision):
+                logits = model(batch.images)
+            tally.add(logits, labels_of(batch))
+    return tally.result()
+
+
+def labels_of(batch: Batch) -> Tensor:
+    """The labels of a batch, or one sentence where the data has none."""
+    if batch.labels is None:
+        raise SitusError("this evaluation needs labels, and the data has none (--data)")
+    return batch.labels

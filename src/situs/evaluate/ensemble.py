@@ -1,0 +1,102 @@
+"""Several classifiers as one: their softmax (or logits) averaged, each alone beside all together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from situs.config import require
+from situs.errors import SitusError
+from situs.evaluate.accuracy import Accuracy, Model, Tally, labels_of
+from situs.evaluate.inference import evaluating, sum_over_ranks
+from situs.methods.base import Batch
+from situs.train.step import autocast
+
+Average = Literal["softmax", "logits"]
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """The accuracy of each model by name, and of all together."""
+
+    alone: dict[str, Accuracy]
+    together: Accuracy
+
+
+def combine(logits: Tensor, average: Average = "softmax") -> Tensor:
+    """Logits [M, B, C] of M models -> logits [B, C] of the ensemble.
+
+    softmax: the logarithm of the mean probability, whose cross entropy is the ensemble's own. logits: their mean.
+    """
+    if average == "logits":
+        return logits.mean(dim=0)
+    return logits.log_softmax(dim=-1).logsumexp(dim=0) - math.log(logits.shape[0])
+
+
+def evaluate_ensemble(
+    models: Mapping[str, Model],
+    batches: Iterable[Batch] | Mapping[str, Iterable[Batch]],
+    *,
+    average: Average = "softmax",
+    precision: str = "fp32",
+) -> Ensemble:
+    """Each model alone and all together, over one pass.
+
+    batches: one set for all, or each model's own by name (another image size, another normalisation): the same
+    samples in the same order.
+    """
+    require(average in ("softmax", "logits"), "average", average, "softmax or logits", "--weights-are")
+    if not models:
+        raise SitusError("an ensemble needs at least one model")
+    alone, together = {name: Tally() for name in models}, Tally()
+    strangers: Tensor | None = None
+    with evaluating(*models.values()):
+        for given in _rows(models, batches):
+            first = next(iter(given.values()))
+            said = []
+            for name, batch in given.items():
+                with autocast(batch.images.device, precision):
+                    said.append(models[name](batch.images).float())
+                alone[name].add(said[-1], labels_of(batch))
+                other = _differs(first, batch)
+                strangers = other if strangers is None else strangers + other
+            _check_classes(models, said)
+            together.add(combine(torch.stack(said), average), labels_of(first))
+    if strangers is not None and sum_over_ranks(strangers).item():
+        raise SitusError("the models of an ensemble were given different samples or labels: their data differs")
+    return Ensemble({name: tally.result() for name, tally in alone.items()}, together.result())
+
+
+def _rows(models: Mapping[str, Model], batches: Any) -> Iterator[dict[str, Batch]]:
+    """One batch a model at a time, by the model's name."""
+    if not isinstance(batches, Mapping):
+        for batch in batches:
+            yield {name: batch for name in models}  # noqa: C420  (its type is lost in fromkeys)
+        return
+    try:
+        for row in zip(*(batches[name] for name in models), strict=True):
+            yield dict(zip(models, row, strict=True))
+    except ValueError as error:
+        raise SitusError("the models of an ensemble were given different numbers of batches: their data differs") from (
+            error
+        )
+
+
+def _differs(one: Batch, two: Batch) -> Tensor:
+    """How many samples differ in id or label, on the device: nothing waits for it until the end."""
+    if one.ids.shape != two.ids.shape:
+        raise SitusError("the models of an ensemble were given batches of different sizes: their data differs")
+    labels = (labels_of(one) != labels_of(two)).flatten().sum()
+    return (one.ids != two.ids).sum() + labels
+
+
+def _check_classes(models: Mapping[str, Model], logits: list[Tensor]) -> None:
+    counts = {name: each.shape[-1] for name, each in zip(models, logits, strict=True)}
+    if len(set(counts.values())) > 1:
+        listed = ", ".join(f"{name} has {count}" for name, count in counts.items())
+        raise SitusError(f"the models of an ensemble must have the same classes: {listed}")

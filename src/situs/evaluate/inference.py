@@ -1,0 +1,63 @@
+"""How every evaluation runs a model: in eval mode, without gradients, whole where FSDP has sharded it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from situs.train.ema import Ema
+
+
+@contextmanager
+def evaluating(*modules: Any, ema: Ema | None = None) -> Iterator[None]:
+    """No gradients and eval mode inside; each module's own mode comes back. What is no module is left alone.
+
+    ema: a mean of the weights to evaluate instead of the weights.
+    """
+    held = [(part, part.training) for module in modules if isinstance(module, nn.Module) for part in module.modules()]
+    with torch.no_grad():
+        if ema is None:
+            yield from _quiet(held)
+        else:
+            with ema.applied():
+                yield from _quiet(held)
+
+
+def _quiet(held: list[tuple[nn.Module, bool]]) -> Iterator[None]:
+    sharded = _sharded([part for part, _ in held])
+    for part, _ in held:
+        part.training = False
+    for part in sharded:
+        part.unshard()
+    try:
+        yield
+    finally:
+        for part in sharded:
+            part.reshard()
+        for part, mode in held:
+            part.training = mode
+
+
+def _sharded(parts: list[nn.Module]) -> list[Any]:
+    """Those whose weights FSDP gathers only in their own forward, which an evaluation goes round."""
+    if not _many():
+        return []
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for part in parts if isinstance(part, FSDPModule)]
+
+
+def sum_over_ranks(value: Tensor) -> Tensor:
+    """The sum over the ranks, on each of them, in place."""
+    if _many():
+        dist.all_reduce(value)
+    return value
+
+
+def _many() -> bool:
+    return dist.is_available() and dist.is_initialized()

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from sklearn.metrics import log_loss, top_k_accuracy_score
+from torch import Tensor, nn
+
+from situs.errors import SitusError
+from situs.evaluate.accuracy import Accuracy, evaluate_accuracy
+from situs.methods.base import Batch
+
+CLASSES = 12
+
+
+def batches(sizes: list[int], *, classes: int = CLASSES) -> Iterator[Batch]:
+    torch.manual_seed(0)
+    start = 0
+    for size in sizes:
+        labels = torch.randint(classes, (size,))
+        yield Batch(torch.randn(size, 3, 4, 4), torch.arange(start, start + size), labels)
+        start += size
+
+
+class Model(nn.Module):
+    """Logits that know a little of the label, and drop out in training mode."""
+
+    def __init__(self, classes: int = CLASSES) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(48, classes))
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.layers(images)
+
+
+def test_it_is_what_scikit_learn_says_over_a_ragged_set() -> None:
+    model = Model().eval()
+    whole = list(batches([7, 7, 3]))
+    found = evaluate_accuracy(model, whole)
+    logits = torch.cat([model(batch.images) for batch in whole]).detach()
+    labels = torch.cat([batch.labels for batch in whole])
+    names = range(CLASSES)
+    assert found.count == 17
+    assert found.top1 == top_k_accuracy_score(labels, logits, k=1, labels=names)
+    assert found.top5 == top_k_accuracy_score(labels, logits, k=5, labels=names)
+    assert 0 < found.top1 < found.top5 < 1
+    assert found.loss == pytest.approx(log_loss(labels, logits.double().softmax(-1), labels=names), rel=1e-6)
+
+
+def test_a_sample_counts_once_however_the_set_is_cut() -> None:
+    whole = list(batches([17]))
+    images, ids, labels = whole[0]
+    model = Model()
+    one = evaluate_accuracy(model, whole)
+    cut = zip(images.split(5), ids.split(5), labels.split(5), strict=True)
+    many = evaluate_accuracy(model, [Batch(*part) for part in cut])
+    assert (many.top1, many.top5, many.count) == (one.top1, one.top5, one.count)
+    assert many.loss == pytest.approx(one.loss, rel=1e-6)
+
+
+def test_the_model_is_quiet_inside_and_as_before_afterwards() -> None:
+    model = Model()
+    model.layers[1].eval()  # a part that its owner froze
+    seen = []
+
+    def watch(images: Tensor) -> Tensor:
+        seen.append((model.training, torch.is_grad_enabled()))
+        return model(images)
+
+    evaluate_accuracy(watch, batches([4]))
+    assert seen == [(True, False)]  # a function's modes are its own
+    assert evaluate_accuracy(model, batches([4])) == evaluate_accuracy(model, batches([4]))
+    assert (model.training, model.layers[0].training, model.layers[1].training) == (True, True, False)
+
+
+def test_few_classes_and_soft_labels() -> None:
+    images = torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 1.0]]).view(2, 3, 1, 1)
+    soft = torch.tensor([[0.1, 0.2, 0.7], [0.1, 0.8, 0.1]])
+    found = evaluate_accuracy(lambda x: x.flatten(1), [Batch(images, torch.arange(2), soft)])
+    assert (found.top1, found.top5) == (0.5, 1.0)
+
+
+def test_a_dead_model_does_not_shine() -> None:
+    """Equal or broken logits must not count as right, as a comparison of ranks would have it."""
+    for value in (0.0, torch.nan):
+        found = evaluate_accuracy(lambda x, v=value: torch.full((len(x), CLASSES), v), batches([60]))
+        assert found.top1 < 0.4
+        assert found.top5 < 0.8
+
+
+def test_bf16_is_asked_for_by_name() -> None:
+    kinds = []
+
+    def model(images: Tensor) -> Tensor:
+        logits = nn.functional.linear(images.flatten(1), torch.ones(CLASSES, 48))
+        kinds.append(logits.dtype)
+        return logits
+
+    evaluate_accuracy(model, batches([3]), precision="bf16")
+    evaluate_accuracy(model, batches([3]))
+    assert kinds == [torch.bfloat16, torch.float32]
+
+
+def test_no_labels_and_no_samples_are_said() -> None:
+    with pytest.raises(SitusError, match="needs labels"):
+        evaluate_accuracy(lambda x: x.flatten(1), [Batch(torch.zeros(1, 3, 1, 1), torch.zeros(1).long())])
+    with pytest.raises(SitusError, match="no samples"):
+        evaluate_accuracy(lambda x: x, [])
+
+
+def test_ranks_are_summed_and_not_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks with 5 and 2 samples: the set's accuracy is of 7, not the mean of two shares."""
+    import torch.distributed as dist
+
+    whole = list(batches([5, 2]))
+    model = Model()
+    expected = evaluate_accuracy(model, whole)
+    other: list[Tensor] = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "all_reduce", lambda value: other.append(value.clone()))
+    evaluate_accuracy(model, whole[1:])
+    monkeypatch.setattr(dist, "all_reduce", lambda value: value.add_(other[0]))
+    found = evaluate_accuracy(model, whole[:1])
+    assert isinstance(found, Accuracy)
+    assert (found.top1, found.top5, found.count) == (expected.top1, expected.top5, 7)
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from situs.errors import SitusError
+from situs.evaluate.accuracy import evaluate_accuracy
+from situs.evaluate.ensemble import combine, evaluate_ensemble
+from situs.methods.base import Batch
+
+CLASSES = 6
+
+
+def batches(count: int = 11, size: int = 4, start: int = 0) -> list[Batch]:
+    generator = torch.Generator().manual_seed(3)
+    images = torch.randn(count, CLASSES, 1, 1, generator=generator)
+    labels = torch.randint(CLASSES, (count,), generator=generator)
+    ids = torch.arange(start, start + count)
+    parts = zip(images.split(size), ids.split(size), labels.split(size), strict=True)
+    return [Batch(*part) for part in parts]
+
+
+def sharp(images: Tensor) -> Tensor:
+    return 9 * images.flatten(1)
+
+
+def turned(images: Tensor) -> Tensor:
+    return images.flatten(1).roll(1, dims=1)
+
+
+def test_it_is_the_mean_of_the_probabilities_by_hand() -> None:
+    found = evaluate_ensemble({"a": sharp, "b": turned}, batches())
+    right, loss, count = 0, 0.0, 0
+    for batch in batches():
+        for image, label in zip(batch.images, batch.labels, strict=True):
+            mean = (sharp(image[None]).softmax(-1) + turned(image[None]).softmax(-1))[0] / 2
+            right += int(mean.argmax() == label)
+            loss -= float(mean[label].log())
+            count += 1
+    assert found.together.count == count == 11
+    assert found.together.top1 == right / count
+    assert found.together.loss == pytest.approx(loss / count, rel=1e-5)
+    assert found.alone == {"a": evaluate_accuracy(sharp, batches()), "b": evaluate_accuracy(turned, batches())}
+
+
+def test_softmax_and_logits_are_different_averages() -> None:
+    sure, two = torch.tensor([10.0, 0.0, 0.0]), torch.tensor([-30.0, 1.0, 0.0])
+    logits = torch.stack([sure, two])[:, None]
+    assert combine(logits, "softmax").argmax() == 0
+    assert combine(logits, "logits").argmax() == 1
+    torch.testing.assert_close(combine(logits, "logits")[0], (sure + two) / 2)
+    torch.testing.assert_close(combine(logits)[0].exp(), (sure.softmax(0) + two.softmax(0)) / 2)
+
+
+def test_a_model_with_itself_is_itself() -> None:
+    for average in ("softmax", "logits"):
+        found = evaluate_ensemble({"a": sharp, "b": sharp}, batches(), average=average)
+        assert found.together.top1 == found.alone["a"].top1
+        assert found.together.loss == pytest.approx(found.alone["a"].loss, rel=1e-5)
+
+
+def test_each_model_may_have_its_own_view_of_the_same_samples() -> None:
+    halved = [batch._replace(images=batch.images / 2) for batch in batches()]
+    own = evaluate_ensemble({"a": sharp, "b": lambda x: sharp(2 * x)}, {"b": halved, "a": batches()})
+    same = evaluate_ensemble({"a": sharp, "b": sharp}, batches())
+    assert own.together == same.together
+    assert own.alone["b"] == same.alone["a"]
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (batches(start=1), "different samples"),
+        (batches(size=3), "different sizes"),
+        (batches(count=8), "different numbers of batches"),
+    ],
+)
+def test_other_samples_are_refused(other: list[Batch], said: str) -> None:
+    with pytest.raises(SitusError, match=said):
+        evaluate_ensemble({"a": sharp, "b": sharp}, {"a": batches(), "b": other})
+
+
+def test_other_labels_are_refused() -> None:
+    other = [batch._replace(labels=(batch.labels + 1) % CLASSES) for batch in batches()]
+    with pytest.raises(SitusError, match="different samples or labels"):
+        evaluate_ensemble({"a": sharp, "b": sharp}, {"a": batches(), "b": other})
+
+
+def test_other_classes_and_other_averages_are_refused() -> None:
+    with pytest.raises(SitusError, match="a has 6, b has 5"):
+        evaluate_ensemble({"a": sharp, "b": lambda x: sharp(x)[:, :5]}, batches(4))
+    with pytest.raises(SitusError, match="average='votes': must be softmax or logits"):
+        evaluate_ensemble({"a": sharp}, batches(), average="votes")

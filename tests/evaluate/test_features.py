@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone, Features
+from situs.errors import SitusError
+from situs.evaluate.features import (
+    FeatureSet,
+    extract,
+    layer_features,
+    pool_features,
+    pooled,
+    read_features,
+    write_features,
+)
+from situs.methods.base import Batch
+
+
+def make(**fields) -> Backbone:
+    torch.manual_seed(0)
+    shape = {"depth": 3, "embed_dim": 16, "num_heads": 2}
+    return create_backbone("vit_tiny_patch16_224", img_size=(8, 12), patch_size=4, model_args=shape, **fields)
+
+
+def batches(labels: bool = True) -> list[Batch]:
+    torch.manual_seed(1)
+    return [
+        Batch(torch.randn(size, 3, 8, 12), torch.arange(size) + start, torch.arange(size) if labels else None)
+        for size, start in ((4, 0), (3, 4))
+    ]
+
+
+def test_pools() -> None:
+    features = Features(torch.arange(4.0).view(1, 2, 2), torch.tensor([[[1.0, 2.0], [3.0, 6.0]]]))
+    assert pool_features(features).tolist() == [[2.0, 4.0]]
+    assert pool_features(features, "cls").tolist() == [[0.0, 1.0]]
+    with pytest.raises(SitusError, match="no CLS token"):
+        pool_features(features._replace(prefix=features.prefix[:, :0]), "cls")
+    with pytest.raises(SitusError, match="pool='max'"):
+        pool_features(features, "max")
+
+
+@pytest.mark.parametrize("pool", ["mean", "cls"])
+def test_they_are_those_of_timms_own_forward(pool: str) -> None:
+    backbone = make(drop_path=0.2).train()
+    found = extract(backbone, batches(), pool)
+    assert backbone.training
+    backbone.eval()
+    tokens = torch.cat([backbone.model.forward_features(batch.images) for batch in batches()])
+    expected = tokens[:, 0] if pool == "cls" else tokens[:, 1:].mean(1)
+    torch.testing.assert_close(found.features, expected.detach(), rtol=1e-5, atol=1e-6)
+    assert found.ids.tolist() == list(range(7))
+    assert found.labels is not None
+    assert found.labels.tolist() == [0, 1, 2, 3, 0, 1, 2]
+
+
+def test_positions_can_be_left_out() -> None:
+    backbone = make().eval()
+    images = batches()[0].images
+    without = pooled(backbone, images, positions=False)
+    assert not torch.allclose(without, pooled(backbone, images))
+    backbone.erase_positions()
+    torch.testing.assert_close(pooled(backbone, images), without)
+
+
+def test_layers_end_in_the_features() -> None:
+    backbone = make().eval()
+    images = batches()[0].images
+    with torch.no_grad():
+        layers = layer_features(backbone, images)
+        assert layers.shape == (3, 4, 16)
+        torch.testing.assert_close(layers[-1], pooled(backbone, images))
+        seen = []
+        hook = backbone.model.blocks[0].register_forward_hook(lambda _, __, z: seen.append(z))
+        backbone.model.forward_features(images)  # timm's own, whose blocks call their hooks
+        hook.remove()
+        torch.testing.assert_close(layers[0], backbone.model.norm(seen[0])[:, 1:].mean(1))
+
+
+def test_a_model_without_layers_one_by_one_says_so() -> None:
+    swin = create_backbone(
+        "swin_tiny_patch4_window7_224", img_size=32, model_args={"depths": (1, 1), "embed_dim": 12, "num_heads": (1, 2)}
+    )
+    with pytest.raises(SitusError, match="one by one"):
+        layer_features(swin, torch.zeros(1, 3, 32, 32))
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_a_file_gives_them_back(tmp_path: Path, labels: bool) -> None:
+    found = extract(make(), batches(labels))
+    path = tmp_path / "deep" / "x.safetensors"
+    write_features(path, found, {"model": "m", "pool": "mean"})
+    back, metadata = read_features(path)
+    assert metadata == {"model": "m", "pool": "mean"}
+    assert torch.equal(back.features, found.features)
+    assert torch.equal(back.ids, found.ids)
+    assert (back.labels is None) is not labels
+    assert [file.name for file in path.parent.iterdir()] == ["x.safetensors"]
+    before = path.read_bytes()
+    write_features(path, found, {"pool": "mean", "model": "m"})
+    assert path.read_bytes() == before
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.safetensors"
+    one = FeatureSet(torch.ones(2, 3), torch.arange(2), None)
+    write_features(path, one, {})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(SitusError, match=r"x.safetensors: could not be written: .*No space left"):
+        write_features(path, FeatureSet(torch.zeros(2, 3), torch.arange(2), None), {})
+    assert torch.equal(read_features(path)[0].features, one.features)
+    assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
+
+
+def test_mistakes_are_named(tmp_path: Path) -> None:
+    with pytest.raises(SitusError, match="no samples"):
+        extract(make(), [])
+    with pytest.raises(SitusError, match="cannot be read"):
+        read_features(tmp_path / "none.safetensors")
+    with pytest.raises(SitusError, match="refuses a sequence of patch tokens"):
+        extract(create_backbone("resnet18"), [Batch(torch.zeros(1, 3, 32, 32), torch.zeros(1).long())])

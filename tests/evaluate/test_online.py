@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+from situs.evaluate.features import extract
+from situs.evaluate.knn import knn_accuracy
+from situs.evaluate.online import OnlineProbe, ProbeConfig
+from situs.evaluate.position import position_accuracy_over
+from situs.methods import MAE, MP3, Batch, MAEConfig, Method, MP3Config
+from situs.train.contract import RunState
+from situs.train.ema import Ema
+
+
+def method(kind: type[Method] = MP3) -> Method:
+    torch.manual_seed(0)
+    shape = {"depth": 2, "embed_dim": 16, "num_heads": 2}
+    backbone = create_backbone("vit_tiny_patch16_224", img_size=8, patch_size=4, model_args=shape)
+    config = MP3Config(0.5) if kind is MP3 else MAEConfig(0.5, 16, 1, 2)
+    return kind(backbone, config)
+
+
+def batches(seed: int, labels: bool = True) -> list[Batch]:
+    torch.manual_seed(seed)
+    images, classes = torch.randn(24, 3, 8, 8), torch.randint(3, (24,))
+    images += classes.view(-1, 1, 1, 1)
+    return [Batch(images[i : i + 9], torch.arange(24)[i : i + 9], classes[i : i + 9] if labels else None)
+            for i in (0, 9, 18)]  # fmt: skip
+
+
+def probe(labels: bool = True, **config) -> OnlineProbe:
+    return OnlineProbe(lambda: batches(1, labels), lambda: batches(2, labels), ProbeConfig(**config))
+
+
+def state(subject: Method, step: int, total: int = 100, ema: Ema | None = None) -> tuple[RunState, dict[str, float]]:
+    log: dict[str, float] = {}
+    return RunState(subject, ema, step, (step - 1) // 10, total, 10, log.update, print), log
+
+
+def test_the_numbers_are_those_of_the_evaluations() -> None:
+    subject = method()
+    found = probe(every=1, k=5).look(subject)
+    train, test = (extract(subject.backbone, batches(seed), positions=False) for seed in (1, 2))
+    expected = knn_accuracy(train.features, train.labels, test.features, test.labels, 5)
+    assert found["knn_accuracy"] == expected
+    assert expected > 0.5  # the classes are there to be seen
+    assert found["position_accuracy_test"] == position_accuracy_over(subject, batches(2), (0.5,))[0.5]
+
+
+def test_a_method_that_uses_positions_is_probed_with_them() -> None:
+    subject = method(MAE)
+    torch.nn.init.normal_(subject.backbone.model.pos_embed, std=3.0)
+    found = probe(every=1, k=5).look(subject)
+    with_, without = (
+        [extract(subject.backbone, batches(seed), positions=on) for seed in (1, 2)] for on in (True, False)
+    )
+    scores = [knn_accuracy(a.features, a.labels, b.features, b.labels, 5) for a, b in (with_, without)]
+    assert scores[0] != scores[1]
+    assert found == {"knn_accuracy": scores[0]}
+
+
+@pytest.mark.parametrize(("step", "looks"), [(10, False), (20, True), (30, False), (40, True), (50, True)])
+def test_it_looks_every_few_epochs_and_at_the_end(step: int, looks: bool) -> None:
+    seen, log = state(method(), step, total=50)
+    watcher = probe(every=2)
+    watcher.after_step(seen)
+    assert log == {}
+    watcher.after_epoch(seen)
+    assert bool(log) is looks
+
+
+def test_the_mean_of_the_weights_is_what_it_sees_and_the_weights_come_back() -> None:
+    subject = method().train()
+    ema = Ema(subject, 0.9, warmup=False)
+    with torch.no_grad():
+        for parameter in subject.parameters():
+            parameter.normal_()
+    weights = {name: tensor.clone() for name, tensor in subject.state_dict().items()}
+    seen, log = state(subject, 10, ema=ema)
+    probe(every=1).after_epoch(seen)
+    assert log == probe(every=1).look(method())  # the mean is still what the method was made with
+    assert log != probe(every=1).look(subject)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in subject.state_dict().items())
+    assert subject.training
+
+
+def test_without_labels_only_positions_are_probed() -> None:
+    assert list(probe(labels=False, every=1).look(method())) == ["position_accuracy_test"]
+    assert probe(labels=False, every=1).look(method(MAE)) == {}
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(SitusError, match=r"every=0: must be >= 1 \(--probe-every\)"):
+        ProbeConfig(every=0)
