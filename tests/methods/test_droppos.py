@@ -29,8 +29,8 @@ def make(positions: str = "sincos", size: tuple[int, int] = (12, 16), **config: 
     fields: dict[str, Any] = dict(mask_ratio=0.34, position_mask_ratio=0.6, decoder_width=8, decoder_heads=2)
     method = DropPos(backbone, DropPosConfig(**(fields | config))).double()
     for parameter in method.parameters():
-        if parameter.dim() == 1:
-            nn.init.normal_(parameter, std=0.2)  # biases and norms must all matter
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.3)  # so that every patch, place and weight shows in the logits
     return method
 
 

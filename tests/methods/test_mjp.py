@@ -1,0 +1,368 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone
+from situs.core.jigsaw import move_patches
+from situs.core.tokens import take
+from situs.errors import SitusError
+from situs.methods import MJP, Batch, MJPConfig
+from situs.methods.mjp import VARIANTS
+
+WIDTH = 16
+
+
+def vit(name: str = "vit_tiny_patch16_224", **fields: Any) -> Backbone:
+    torch.manual_seed(0)
+    small = {"depth": 2, "embed_dim": WIDTH, "num_heads": 2}
+    return create_backbone(name, img_size=(12, 16), patch_size=4, num_classes=5, model_args=small, **fields)
+
+
+def make(backbone: Backbone | None = None, **config: Any) -> MJP:
+    backbone = vit() if backbone is None else backbone
+    method = MJP(backbone, MJPConfig(**(dict(mask_ratio=0.5) | config))).double()
+    for parameter in method.parameters():
+        if parameter.requires_grad:
+            nn.init.normal_(parameter, std=0.4)  # so that every patch, place and weight shows in the logits
+    return method
+
+
+def batch(size: tuple[int, int] = (12, 16), count: int = 4) -> Batch:
+    torch.manual_seed(1)
+    images = torch.randn(count, 3, *size, dtype=torch.float64)
+    return Batch(images, torch.tensor([5, 900, 31, 7])[:count], torch.tensor([0, 4, 2, 2])[:count])
+
+
+# --- the whole method against timm's own forward on shuffled images -----------------------------------------------
+
+
+def slow_mjp(method: MJP, data: Batch, mask: Tensor, index: Tensor, weight: float) -> Tensor:
+    """MJP from the paper's text: patches cut and laid by slicing, each sample its own table, DAL place by place."""
+    model = method.backbone.model
+    table = model.pos_embed[0]
+    first, _, second, _, third = method.dal.layers  # type: ignore[union-attr]
+    losses = []
+    for b, image in enumerate(data.images):
+        shuffled = torch.zeros_like(image)
+        rows, errors = [table[0]], []
+        for place in range(12):
+            r, c = 4 * (place // 4), 4 * (place % 4)
+            source = int(index[b, place])
+            fr, fc = 4 * (source // 4), 4 * (source % 4)
+            shuffled[:, r : r + 4, c : c + 4] = image[:, fr : fr + 4, fc : fc + 4]
+            if mask[b, place]:
+                rows.append(method.unknown)
+                continue
+            rows.append(table[1 + place])
+            hidden = torch.clamp(first.weight @ table[1 + place] + first.bias, min=0)
+            hidden = torch.clamp(second.weight @ hidden + second.bias, min=0)
+            guess = third.weight @ hidden + third.bias
+            errors.append((guess[0] - place // 4).abs() + (guess[1] - place % 4).abs())
+        logits = functional_call(model, {"pos_embed": torch.stack(rows)[None]}, shuffled[None])[0]
+        log_p = logits - logits.exp().sum().log()
+        smooth = [0.9 * (k == int(data.labels[b])) + 0.02 for k in range(5)]  # type: ignore[index]
+        losses.append(-sum(s * p for s, p in zip(smooth, log_p, strict=True)) + weight * sum(errors) / len(errors))
+    return torch.stack(losses).mean()
+
+
+def test_loss_and_gradients_match_an_independent_slow_mjp() -> None:
+    method = make(dal_weight=0.7)
+    data = batch()
+    draws = method.draw(data.ids, seed=3, epoch=7)
+    assert draws["mask"].sum(1).tolist() == [6] * 4
+    ours = method(data, draws).loss
+    slow = slow_mjp(method, data, draws["mask"], draws["index"], 0.7)
+    assert ours.item() == pytest.approx(slow.item(), abs=1e-6)
+    parameters = dict(method.named_parameters())
+    ours_grads = torch.autograd.grad(ours, list(parameters.values()))
+    slow_grads = torch.autograd.grad(slow, list(parameters.values()))
+    for name, a, b in zip(parameters, ours_grads, slow_grads, strict=True):
+        assert torch.allclose(a, b, atol=1e-6), name
+        assert a.abs().max() > 1e-9, name
+
+
+@torch.no_grad()
+def test_unknown_stands_at_masked_places_and_nowhere_else() -> None:
+    for name in ("vit_tiny_patch16_224", "vit_small_patch16_224"):
+        backbone = vit(name)
+        method = make(backbone)
+        mask = torch.tensor([[i in (1, 5, 6) for i in range(12)], [i == 11 for i in range(12)]])
+        tokens = torch.zeros(2, 12, WIDTH, dtype=torch.float64)
+        stream = backbone.assemble(tokens, method._positions(mask))
+        table = backbone.model.pos_embed[0]
+        for b in range(2):
+            assert torch.equal(stream.z[b, 0], backbone.model.cls_token[0, 0] + table[0])  # prefix untouched
+            for place in range(12):
+                row = method.unknown if mask[b, place] else table[1 + place]
+                assert torch.equal(stream.z[b, 1 + place], row)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("vit_tiny_patch16_224", dict(img_size=(12, 16), patch_size=4)),
+        ("vit_small_patch16_rope_224", dict(img_size=(48, 64))),
+        ("swin_tiny_patch4_window7_224", dict(img_size=(32, 64))),
+    ],
+)
+@torch.no_grad()
+def test_moving_tokens_is_moving_patches(name: str, fields: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    args = {"depths": (1, 1, 1, 1)} if "swin" in name else {"depth": 1}
+    backbone = create_backbone(name, model_args=args, **fields).double().eval()
+    images = torch.randn(2, 3, *fields["img_size"], dtype=torch.float64)
+    index = torch.stack([torch.randperm(backbone.num_tokens), torch.randperm(backbone.num_tokens)])
+    moved = backbone.embed(move_patches(images, backbone.grid, index))
+    assert torch.allclose(moved, take(backbone.embed(images), index), atol=1e-12)
+
+
+# --- Table 4 ------------------------------------------------------------------------------------------------------
+
+
+def test_the_variants_are_the_papers_rows() -> None:
+    assert list(VARIANTS) == list("ABCDEFGHIJ")
+    parts = {name: (c.positions, c.shuffle, c.index != "none", c.unknown, c.dal) for name, c in VARIANTS.items()}
+    assert parts["A"] == (True, "none", False, False, "none")
+    assert parts["B"] == (False, "none", False, False, "none")
+    assert parts["C"] == (True, "spp", False, False, "none")
+    assert parts["D"] == (True, "none", False, False, "nonlinear")
+    assert parts["E"] == (True, "jigsaw", False, False, "none")
+    assert parts["F"] == (True, "jigsaw", True, False, "none")
+    assert parts["G"] == (True, "jigsaw", False, True, "none")
+    assert [parts[name] for name in "HIJ"] == [(True, "jigsaw", False, True, k) for k in ("pca", "linear", "nonlinear")]
+    assert VARIANTS["J"] == MJPConfig.paper() == MJPConfig()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_each_variant_trains_what_it_adds(name: str) -> None:
+    config = replace(VARIANTS[name], mask_ratio=0.5)
+    method = MJP(vit(), config).double()
+    data = batch()
+    draws = method.draw(data.ids, seed=0, epoch=0)
+    output = method(data, draws)
+    output.loss.backward()
+    own = {n for n, p in method.named_parameters() if not n.startswith("backbone.")}
+    assert all(p.grad is not None for n, p in method.named_parameters() if n in own)
+    assert ("unknown" in own) == config.unknown and ("index_table" in own) == (config.index != "none")
+    assert ("dal" in output.metrics) == (config.dal != "none")
+    table = method.backbone.model.pos_embed.grad
+    moved = table[0, 1:].abs().sum(-1) > 0
+    assert bool(moved.any()) == config.positions and method.sees_positions == config.positions
+
+
+@torch.no_grad()
+def test_row_a_is_supervised_training() -> None:
+    method = make(**vars(VARIANTS["A"]))
+    assert method.draw(batch().ids, seed=0, epoch=0) == {}
+    logits = method(batch(), {}).extras["logits"]
+    assert torch.allclose(logits, method.backbone.model(batch().images), atol=1e-12)
+
+
+@torch.no_grad()
+def test_row_b_does_not_see_the_order_and_row_g_not_inside_a_told_mask() -> None:
+    data, index = batch(), torch.stack([torch.randperm(12) for _ in range(4)])
+    moved = move_patches(data.images, (3, 4), index)
+    none = make(**vars(VARIANTS["B"]))
+    a, b = none(data, {}).extras["logits"], none(data._replace(images=moved), {}).extras["logits"]
+    assert torch.allclose(a, b, atol=1e-10)
+    told = make(dal="none")
+    draws = told.draw(data.ids, seed=0, epoch=0)
+    same = draws | {"index": torch.arange(12).expand(4, -1)}
+    assert not torch.equal(draws["index"], same["index"])
+    assert torch.allclose(told(data, draws).extras["logits"], told(data, same).extras["logits"], atol=1e-10)
+    untold = make(dal="none", unknown=False)
+    assert not torch.allclose(untold(data, draws).extras["logits"], untold(data, same).extras["logits"], atol=1e-4)
+
+
+@torch.no_grad()
+def test_spp_moves_every_patch_and_the_pixels_in_it() -> None:
+    method = make(**vars(VARIANTS["C"]))
+    data = batch()
+    draws = method.draw(data.ids, seed=0, epoch=0)
+    assert draws["index"].shape == (4, 12) and draws["pixels"].shape == (4, 16)
+    assert len({tuple(row) for row in draws["index"].tolist()}) == 4
+    seen = torch.zeros_like(data.images)
+    for b in range(4):
+        for place in range(12):
+            source = int(draws["index"][b, place])
+            r, c, fr, fc = 4 * (place // 4), 4 * (place % 4), 4 * (source // 4), 4 * (source % 4)
+            pixels = data.images[b, :, fr : fr + 4, fc : fc + 4].flatten(1)[:, draws["pixels"][b]]
+            seen[b, :, r : r + 4, c : c + 4] = pixels.view(3, 4, 4)
+    logits = method(data, draws).extras["logits"]
+    assert torch.allclose(logits, method.backbone.model(seen), atol=1e-10)
+
+
+@torch.no_grad()
+def test_the_index_table_goes_by_place_or_by_origin() -> None:
+    data = batch()
+    for kind in ("place", "origin"):
+        method = make(dal="none", unknown=False, index=kind)
+        method.index_table.normal_()
+        draws = method.draw(data.ids, seed=0, epoch=0)
+        logits = method(data, draws).extras["logits"]
+        for b in range(4):
+            index = draws["index"][b]
+            extra = method.index_table[index] if kind == "origin" else method.index_table
+            rows = method.backbone.model.pos_embed[0].clone()
+            rows[1:] += extra
+            image = move_patches(data.images[b : b + 1], (3, 4), index)
+            slow = functional_call(method.backbone.model, {"pos_embed": rows[None]}, image)
+            assert torch.allclose(logits[b], slow[0], atol=1e-10)
+
+
+# --- draws and schedules ------------------------------------------------------------------------------------------
+
+
+def test_paper_draws_are_the_samples_own_and_in_every_epoch() -> None:
+    method = make()
+    ids = torch.arange(200)
+    whole = method.draw(ids, seed=0, epoch=0)
+    assert whole["mask"].sum(1).tolist() == [6] * 200
+    assert len({tuple(row) for row in whole["mask"].tolist()}) > 10
+    alone = method.draw(ids[[150, 3]], seed=0, epoch=0)
+    assert torch.equal(alone["mask"], whole["mask"][[150, 3]]) and torch.equal(alone["index"], whole["index"][[150, 3]])
+    assert torch.equal(whole["index"][~whole["mask"]], torch.arange(12).expand(200, -1)[~whole["mask"]])
+
+
+def official(**fields: Any) -> MJP:
+    with torch.device("meta"):
+        backbone = create_backbone("vit_tiny_patch16_224", model_args={"depth": 1})
+        return MJP(backbone, replace(MJPConfig.official(), mask_ratio=0.15, **fields))
+
+
+def test_official_draws_one_puzzle_a_batch_on_half_of_them_after_the_warmup() -> None:
+    method = official()
+    ids = torch.arange(8)
+    assert not method.draw(ids, seed=0, epoch=19)["mask"].any()
+    fired = 0
+    for first in range(200):
+        draws = method.draw(ids + 8 * first, seed=0, epoch=20)
+        assert (draws["mask"] == draws["mask"][0]).all() and (draws["index"] == draws["index"][0]).all()
+        fires = bool(draws["mask"].any())
+        fired += fires
+        if not fires:
+            assert torch.equal(draws["index"][0], torch.arange(196))
+        assert int(draws["mask"][0].sum()) <= 29
+    assert 70 <= fired <= 130
+
+
+def test_official_weight_rises_and_then_falls_to_half() -> None:
+    method = official()
+    weights = [float(method.draw(torch.arange(1), seed=0, epoch=e)["dal_weight"]) for e in range(300)]
+    assert weights[0] == 0 and weights[19] == pytest.approx(0.01) and weights[10] == pytest.approx(0.01 * 10 / 19)
+    for epoch in (20, 100, 299):
+        slow = 0.005 + 0.5 * 0.005 * (1 + math.cos(math.pi * (epoch - 20) / 280))
+        assert weights[epoch] == pytest.approx(slow, rel=1e-6)
+    with pytest.raises(SitusError, match="epochs=300: must be the run's own number"):
+        method.draw(torch.arange(1), seed=0, epoch=30, progress=0.3)
+    paper = make()
+    constant = [float(paper.draw(torch.arange(1), seed=0, epoch=e)["dal_weight"]) for e in (0, 7, 1000)]
+    assert constant == pytest.approx([0.01] * 3)
+
+
+def test_official_starts_from_wide_tables() -> None:
+    method = MJP(vit(), MJPConfig.official())
+    table = method.backbone.positions().table
+    assert (
+        table is not None
+        and 0.8 < float(table.detach().std()) < 1.2
+        and 0.5 < float(method.unknown.detach().std()) < 1.6
+    )
+    paper = MJP(vit(), MJPConfig.paper())
+    before = vit().positions().table
+    after = paper.backbone.positions().table
+    assert before is not None and after is not None and torch.equal(before, after)
+    assert float(paper.unknown.detach().std()) < 0.04
+    assert paper.no_decay() == {"unknown"} and method.no_decay() == set()
+
+
+def test_firing_or_not_is_one_graph() -> None:
+    method = MJP(vit(), MJPConfig(mask_ratio=0.5, chance=0.5, draw_per="batch")).eval()
+    data = batch()
+    data = data._replace(images=data.images.float())
+    compiled = torch.compile(method, fullgraph=True, backend="aot_eager")
+    fired = set()
+    for first in range(6):
+        draws = method.draw(data.ids + first, seed=0, epoch=0)
+        fired.add(bool(draws["mask"].any()))
+        with torch.compiler.set_stance("fail_on_recompile" if first else "default"):
+            assert compiled(data, draws).loss.item() == pytest.approx(method(data, draws).loss.item(), abs=1e-5)
+    assert fired == {True, False}
+
+
+# --- other backbones ----------------------------------------------------------------------------------------------
+
+
+def test_swin_with_a_table_of_its_own() -> None:
+    torch.manual_seed(0)
+    args = {"depths": (1, 1, 1, 1), "embed_dim": 24}
+    backbone = create_backbone(
+        "swin_tiny_patch4_window7_224", img_size=(32, 64), num_classes=5, positions="learned", model_args=args
+    )
+    method = MJP(backbone, MJPConfig(mask_ratio=0.25)).double()
+    data = batch((32, 64))
+    draws = method.draw(data.ids, seed=0, epoch=0)
+    assert draws["mask"].shape == (4, 8 * 16) and draws["mask"].sum(1).tolist() == [32] * 4
+    method(data, draws).loss.backward()
+    assert method.unknown.grad is not None and method.unknown.grad.abs().max() > 0
+    seen = (~draws["mask"]).any(0)
+    assert torch.equal(backbone.table.grad.abs().sum(-1) > 0, seen)
+    # (row, column) of the targets: the last place of an 8x16 grid is (7, 15), the published code says (8, 0).
+    assert method.localise(None).item() == pytest.approx(8.0 / 2 - 0.5 + 16.0 / 2 - 0.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("vit_small_patch16_rope_224", "rotations of queries and keys"),
+        ("vit_relpos_small_patch16_224", "biases between pairs"),
+        ("swin_tiny_patch4_window7_224", "no position table"),
+    ],
+)
+def test_dal_needs_a_table(name: str, reason: str) -> None:
+    args = {"depths": (1, 1, 1, 1), "embed_dim": 24} if "swin" in name else {"depth": 1}
+    backbone = create_backbone(name, img_size=64, num_classes=5, model_args=args)
+    with pytest.raises(SitusError, match=f"{name} refuses DAL: .*{reason}.*--method.dal"):
+        MJP(backbone, MJPConfig())
+    method = MJP(backbone, MJPConfig(dal="none", mask_ratio=0.5)).double().eval()
+    data = batch((64, 64))
+    draws = method.draw(data.ids, seed=0, epoch=0)
+    method(data, draws).loss.backward()
+    assert method.unknown.grad is not None and method.unknown.grad.abs().max() > 0
+
+
+def test_resnet_gets_its_pixels_moved() -> None:
+    backbone = create_backbone("resnet18", num_classes=5)
+    method = MJP(backbone, replace(VARIANTS["E"], mask_ratio=0.5, pixel_grid=(4, 8))).double().eval()
+    data = batch((32, 64))
+    draws = method.draw(data.ids, seed=0, epoch=0)
+    assert draws["mask"].sum(1).tolist() == [16] * 4
+    logits = method(data, draws).extras["logits"]
+    with torch.no_grad():
+        slow = backbone.model(move_patches(data.images, (4, 8), draws["index"]))
+    assert torch.allclose(logits, slow, atol=1e-10)
+    with pytest.raises(SitusError, match="resnet18 has no positions to hide"):
+        MJP(backbone, MJPConfig())
+
+
+def test_mistakes_are_sentences() -> None:
+    with pytest.raises(SitusError, match=r"mask_ratio=1.2: must be in \[0, 1\] \(--method.mask-ratio\)"):
+        MJPConfig(mask_ratio=1.2)
+    with pytest.raises(SitusError, match="unknown=True: must be off where positions are"):
+        MJPConfig(positions=False, dal="none")
+    with pytest.raises(SitusError, match="dal='linear': must be 'none' without positions"):
+        MJPConfig(positions=False, unknown=False, dal="linear")
+    with pytest.raises(SitusError, match="its position table is fixed"):
+        make(vit(positions="sincos"))
+    with pytest.raises(SitusError, match="needs labels"):
+        make()(batch()._replace(labels=None), {})
+    with pytest.raises(SitusError, match=r"dal_warmup=300: must be in \[0, 300\)"):
+        MJPConfig(dal_warmup=300, dal_final=0.005)
