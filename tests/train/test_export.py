@@ -17,7 +17,7 @@ from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
-from situs.train.card import Story, last_name
+from situs.train.card import Story, last_metrics, last_name
 from situs.train.checkpoint import RunFolder
 from situs.train.ema import Ema
 from situs.train.export import POSITIONS, WEIGHTS, load_checkpoint, write_export
@@ -117,7 +117,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     asked = {}
     for number, (case, method) in enumerate(methods.items()):
         folder, file = base / str(number), base / f"{number}.safetensors"
-        write_export(method, folder, Story("test"), mean=None, std=None)
+        write_export(method, folder, Story("test", classes=[f"class {i}" for i in range(7)]))
         save_file({"images": images(method.backbone)}, file)
         asked[case] = (str(folder), str(file))
     out = base / "found.safetensors"
@@ -215,16 +215,29 @@ def test_transformers_gets_its_own_layout(tmp_path: Path) -> None:
 
 def test_the_card_tells_the_story_without_paths(tmp_path: Path) -> None:
     recipe = {"data": {"path": str(tmp_path / "sets" / "cifar100"), "size": [16, 24]}, "train": {"epochs": 3}}
-    story = Story("supervised", str(tmp_path / "sets" / "cifar100"), recipe, {"top1": 0.51234}, step=1200, ema=True)
-    write_export(make("table"), tmp_path / "x", story, mean=(0.5, 0.25, 0.125), std=(1.0, 2.0, 3.0))
+    story = Story("supervised", str(tmp_path / "sets" / "cifar100"), recipe, {"top1": 0.51234}, step=1200, ema=True,
+                  mean=(0.5, 0.25, 0.125), std=(1.0, 2.0, 3.0), crop=0.875, classes=list("abcdefg"))  # fmt: skip
+    write_export(make("table"), tmp_path / "x", story)
     card = (tmp_path / "x" / "README.md").read_text()
     assert str(tmp_path) not in card
     for part in ("vit_tiny_patch16_224", "Data: cifar100", "1,200", "running mean (EMA)", "| top1 | 0.5123 |",
                  '"epochs": 3', "[0.5, 0.25, 0.125]", "local-dir:", "3 channels, 16 × 24"):  # fmt: skip
         assert part in card
-    described = json.loads((tmp_path / "x" / "config.json").read_text())["pretrained_cfg"]
+    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    described = config["pretrained_cfg"]
     assert (described["mean"], described["std"]) == ([0.5, 0.25, 0.125], [1.0, 2.0, 3.0])
+    assert (described["crop_pct"], config["label_names"]) == (0.875, list("abcdefg"))
     assert [last_name(text) for text in ("a/b/", "C:\\d\\e", "plain", "/")] == ["b", "e", "plain", "/"]
+
+
+def test_the_last_numbers_are_the_newest_of_each_kind() -> None:
+    records = [
+        {"step": 10, "epoch": 1.0, "loss": 3.0, "lr": 1e-3},
+        {"step": 10, "epoch": 1.0, "val_top1": 0.4},
+        {"step": 20, "epoch": 2.0, "loss": 2.0, "gradient_norm": None},
+        {"step": 30, "epoch": 3.0, "loss": 1.0},
+    ]
+    assert last_metrics(records, 20) == {"loss": 2.0, "val_top1": 0.4}
 
 
 def test_a_target_is_refused_or_replaced(tmp_path: Path) -> None:

@@ -177,6 +177,12 @@ def test_steps_end_a_run_and_the_schedule_with_it(tmp_path: Path) -> None:
     assert run.records()[-1]["lr"] == rate_at(6, 7, 5, 1e-2, OPTIM)
 
 
+def test_a_method_is_told_how_far_the_run_is(tmp_path: Path) -> None:
+    method = toy()
+    train(tmp_path / "run", dataclasses.replace(TRAIN, accumulate=2), method=method)
+    assert method.progress == [step / 20 for step in range(20) for _ in range(2)]
+
+
 def test_hooks_look_on_and_disturb_nothing(tmp_path: Path) -> None:
     _, peace, _ = train(tmp_path / "peace")
     watcher = Watcher()

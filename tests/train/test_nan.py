@@ -53,15 +53,16 @@ def test_a_bad_step_is_saved_and_runs_again_to_the_same_end(tmp_path: Path, accu
     assert again.step == 4
     assert not math.isfinite(again.loss)
     assert repr(again.loss) == state["values"]["loss"]
-    # The accuracy hangs on draws and drop path of every sample: the same to the last digit.
-    assert again.metrics["accuracy"] == pytest.approx(float(state["values"]["accuracy"]), rel=1e-6)
+    # The logits' size hangs on draws and drop path of every sample.
+    assert again.metrics["size"] == pytest.approx(float(state["values"]["size"]), rel=1e-6)
     assert "backbone.model.patch_embed.weight" in again.gradients
     assert "backbone.model.head.bias" not in again.gradients
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_the_saved_weights_are_those_before_the_step(tmp_path: Path, precision: str) -> None:
-    config = dataclasses.replace(TRAIN, precision=precision)
+    # Nothing is due after the bad step, so it is found when the next one is already queued: that must not move them.
+    config = dataclasses.replace(TRAIN, precision=precision, save_every=100)
     error = stopped(tmp_path / "run", config)
     peace = RunFolder.create(tmp_path / "peace", {})
     # The same schedule, ended early: a run of the whole length whose third step is looked at.

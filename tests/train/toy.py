@@ -82,10 +82,12 @@ class ToyMethod(Method):
     def __init__(self, backbone: Backbone, poison: int | None = None) -> None:
         super().__init__(backbone)
         self.poison = poison
+        self.progress: list[float] = []
         self.spare = nn.Parameter(torch.ones(3, 3))
         self.tied = backbone.model.head.weight
 
     def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+        self.progress.append(progress)
         dim = 1 - 0.5 * uniform(seed, epoch, ids, "toy.dim", (4, 1))
         return {"dim": dim, "ids": ids, "progress": torch.tensor(progress)}
 
@@ -95,7 +97,8 @@ class ToyMethod(Method):
         loss = F.cross_entropy(logits, batch.labels)
         if self.poison is not None:  # a sample whose loss is not finite, with the drop path's noise in it
             loss = loss + torch.where(draws["ids"] == self.poison, torch.inf, 0.0).sum() * tokens.mean()
-        return Output(loss, {"accuracy": (logits.argmax(-1) == batch.labels).float().mean().detach()}, {})
+        accuracy = (logits.argmax(-1) == batch.labels).float().mean()
+        return Output(loss, {"accuracy": accuracy, "size": logits.detach().square().mean()}, {})
 
 
 class ToyLoader:
