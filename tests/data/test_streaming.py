@@ -14,7 +14,7 @@ from situs.data.geometry import CROP_NOISE, resized_crop_boxes
 from situs.data.images import BrokenImageError
 from situs.data.sampler import BatchPlan, draw_ids
 from situs.data.sources import open_source
-from situs.data.streaming import Chunk, Stream, View, Views, centre_crop, collate, random_crop
+from situs.data.streaming import Chunk, Stream, View, Views, centre_crop, collate, random_crops
 from situs.errors import SitusError
 
 CROP = AugmentConfig()
@@ -69,12 +69,12 @@ def test_the_same_stream_serves_many_epochs_from_any_step(folder):
 
 def test_the_crop_is_torchvisions_at_the_boxes_of_the_hash():
     image = torch.randint(0, 256, (3, 50, 70), dtype=torch.uint8)
-    got = random_crop(image, (16, 20), CROP, seed=1, epoch=2, draw=77)
+    got = random_crops([image], (16, 20), CROP, seed=1, epoch=2, draws=[77])[0]
     noise = uniform(1, 2, torch.tensor([77]), "augment.crop", (CROP_NOISE,))
     top, left, height, width = resized_crop_boxes(noise, 50, 70, CROP.scale, CROP.ratio)[0].int().tolist()
     cut = image[:, top : top + height, left : left + width]
     assert torch.equal(got, tv.resize(cut, [16, 20], InterpolationMode.BICUBIC, antialias=True))
-    assert not torch.equal(got, random_crop(image, (16, 20), CROP, seed=1, epoch=3, draw=77))
+    assert not torch.equal(got, random_crops([image], (16, 20), CROP, seed=1, epoch=3, draws=[77])[0])
 
 
 def test_copies_have_their_own_crops():
@@ -93,7 +93,7 @@ def test_a_broken_image_is_replaced_in_training_and_left_out_in_evaluation(folde
     source = open_source(folder, channels=3)
     view = Views(source, (8, 8), 0, CROP)[0, 4]
     assert view.image is not None
-    assert torch.equal(view.image, random_crop(source.read(6)[0], (8, 8), CROP, 0, 0, 4))
+    assert torch.equal(view.image, random_crops([source.read(6)[0]], (8, 8), CROP, 0, 0, [4])[0])
     assert (view.label, view.draw, [index for index, _ in view.broken]) == (source.read(6)[1], 4, [4, 5])
     left_out = Views(source, (8, 8), 0, None)[0, 4]
     assert left_out.image is None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from situs.errors import SitusError
 # Copy c of sample i, under repeated augmentation, draws its randomness as number i + c·2^40.
 _COPY_SHIFT = 40
 _SAMPLE_MASK = (1 << _COPY_SHIFT) - 1
+
+AnyIds = TypeVar("AnyIds", Tensor, int)
 
 
 class Rows(NamedTuple):
@@ -33,8 +35,8 @@ def draw_ids(samples: Tensor, copies: Tensor) -> Tensor:
     return samples + (copies << _COPY_SHIFT)
 
 
-def sample_of(ids: Tensor) -> Tensor:
-    """The sample of each draw number: the row in the data set."""
+def sample_of(ids: AnyIds) -> AnyIds:
+    """The sample of each draw number, of a tensor or one int: the row in the data set."""
     return ids & _SAMPLE_MASK
 
 

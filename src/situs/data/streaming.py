@@ -57,8 +57,26 @@ class Views(Dataset[View]):
         self.source, self.size, self.seed, self.augment, self.crop_share = source, size, seed, augment, crop_share
 
     def __getitem__(self, key: tuple[int, int]) -> View:
-        epoch, draw = key
-        row, broken = draw_row(draw), []
+        return self.__getitems__([key])[0]
+
+    def __getitems__(self, keys: list[tuple[int, int]]) -> list[View]:
+        """A whole batch, which the DataLoader asks for by this name: the hash then runs once for all of it."""
+        views = [self._read(draw) for _, draw in keys]
+        found = [number for number, view in enumerate(views) if view.image is not None]
+        images = [image for view in views if (image := view.image) is not None]
+        if self.augment is None:
+            images = [centre_crop(image, self.size, self.crop_share) for image in images]
+        elif self.augment.crop != "resized":
+            images = [centre_fit(image, *self.size) for image in images]
+        else:
+            draws = [views[number].draw for number in found]
+            images = random_crops(images, self.size, self.augment, self.seed, keys[0][0], draws)
+        for number, image in zip(found, images, strict=True):
+            views[number] = views[number]._replace(image=image)
+        return views
+
+    def _read(self, draw: int) -> View:
+        row, broken = sample_of(draw), []
         for offset in range(len(self.source) if self.augment is not None else 1):
             index = (row + offset) % len(self.source)
             try:
@@ -68,37 +86,27 @@ class Views(Dataset[View]):
                     raise
                 broken.append((index, str(error)))
                 continue
-            return View(self._fit(image, epoch, draw), label, draw, broken)
+            return View(image, label, draw, broken)
         if self.augment is not None:
             raise SitusError(f"{self.source.name}: none of its {len(self.source)} images can be read; {broken[-1][1]}")
         return View(None, None, draw, broken)
 
-    def _fit(self, image: Tensor, epoch: int, draw: int) -> Tensor:
-        if self.augment is None:
-            return centre_crop(image, self.size, self.crop_share)
-        if self.augment.crop != "resized":
-            return centre_fit(image, *self.size)
-        return random_crop(image, self.size, self.augment, self.seed, epoch, draw)
 
-
-def draw_row(draw: int) -> int:
-    """The row in the source of one draw id."""
-    return int(sample_of(torch.tensor(draw)))
-
-
-def random_crop(
-    image: Tensor, size: tuple[int, int], augment: AugmentConfig, seed: int, epoch: int, draw: int
-) -> Tensor:
-    """The random resized crop of one draw, antialiased; its box is the one the device would take."""
+def random_crops(
+    images: list[Tensor], size: tuple[int, int], augment: AugmentConfig, seed: int, epoch: int, draws: list[int]
+) -> list[Tensor]:
+    """The random resized crops of some draws, antialiased; their boxes are those the device would take."""
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2 import functional as tv
 
-    noise = uniform(seed, epoch, torch.tensor([draw]), "augment.crop", (CROP_NOISE,))
-    height, width = image.shape[1:]
-    box = resized_crop_boxes(noise, height, width, augment.scale, augment.ratio)[0]
-    top, left, h, w = (int(side) for side in box)
+    noise = uniform(seed, epoch, torch.tensor(draws), "augment.crop", (CROP_NOISE,))
+    heights, widths = (torch.tensor([image.shape[side] for image in images]) for side in (1, 2))
+    boxes = resized_crop_boxes(noise, heights, widths, augment.scale, augment.ratio).long().tolist()
     mode = InterpolationMode(augment.interpolation)
-    return tv.resized_crop(image, top, left, h, w, list(size), mode, antialias=True)
+    return [
+        tv.resized_crop(image, *box, size=list(size), interpolation=mode, antialias=True)
+        for image, box in zip(images, boxes, strict=True)
+    ]
 
 
 def centre_crop(images: Tensor, size: tuple[int, int], crop_share: float) -> Tensor:
