@@ -18,6 +18,16 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Start": {
         "demo": ("situs.cli.demo", "see it all on a small set of real images; writes demo/report.html"),
     },
+    "Train": {
+        "pretrain": ("situs.cli.pretrain", "train a method (MP3, MAE, …) on your images, from a preset and flags"),
+        "finetune": ("situs.cli.finetune", "a classifier on a pretrained run, with the positions of your choice"),
+        "export": ("situs.cli.export", "a run's model in a folder that timm or transformers loads"),
+    },
+    "Evaluate": {
+        "features": ("situs.cli.features", "pooled features of every image, as one safetensors file"),
+        "evaluate accuracy": ("situs.cli.evaluate_accuracy", "top-1 and top-5 of a fine-tuned run"),
+        "evaluate ensemble": ("situs.cli.evaluate_ensemble", "several fine-tuned runs, each alone and together"),
+    },
     "Look": {
         "info": ("situs.cli.info", "what a model is made of, and which methods and locks apply to it"),
         "doctor": ("situs.cli.doctor", "what is installed here, what is missing and how to get it"),

@@ -41,11 +41,12 @@ class TrainConfig:
     max_steps: int | None = None
     """Largest number of updates; the schedule spans whichever of the two ends first."""
 
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    """Arithmetic of the forward and backward; weights and optimiser stay in float32."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Arithmetic of the forward and backward; weights and optimiser stay in float32. auto: bf16 on a GPU, fp32 on
+    a CPU, where bf16 is mostly emulated."""
 
     compile: bool = False
-    """Compile the method's forward (torch.compile): the first steps take a minute, the others less time."""
+    """Compile the method's forward on a GPU (torch.compile): the first steps take a minute, the others less time."""
 
     accumulate: int = 1
     """Micro-batches a step: less memory, the same gradient."""
@@ -74,14 +75,16 @@ class TrainConfig:
         for name in ("epochs", "max_steps", "accumulate", "log_every", "save_every", "keep"):
             if (value := getattr(self, name)) is not None:
                 check_range(name, value, 1, flag=f"--train.{name.replace('_', '-')}")
-        names = ", ".join(distributed.DTYPES)
-        require(
-            self.precision in distributed.DTYPES, "precision", self.precision, f"one of {names}", "--train.precision"
-        )
+        kinds = ("auto", *distributed.DTYPES)
+        require(self.precision in kinds, "precision", self.precision, f"one of {', '.join(kinds)}", "--train.precision")
         require(self.parallel in ("ddp", "fsdp"), "parallel", self.parallel, "ddp or fsdp", "--train.parallel")
         check_range("seed", self.seed, 0, flag="--train.seed")
         for name in self.trackers:
             require(name in TRACKERS, "trackers", name, f"one of {', '.join(sorted(TRACKERS))}", "--train.trackers")
+
+    def precision_on(self, device: torch.device) -> str:
+        """The arithmetic on this device: bf16, fp16 or fp32."""
+        return ("bf16" if device.type == "cuda" else "fp32") if self.precision == "auto" else self.precision
 
     def total_steps(self, steps_per_epoch: int) -> int:
         """How many updates the run makes."""
@@ -145,9 +148,10 @@ class _Loop:
         self.total = config.total_steps(self.per_epoch)
         self.warmup = round(optim.warmup_epochs * self.per_epoch)
         self.peak = peak_rate(optim, loader.global_batch)
+        device = next(method.parameters()).device
         self.stepper = Stepper(
-            method, optim, seed=config.seed, precision=config.precision, accumulate=config.accumulate,
-            parallel=config.parallel, compiled=config.compile,
+            method, optim, seed=config.seed, precision=config.precision_on(device), accumulate=config.accumulate,
+            parallel=config.parallel, compiled=config.compile and device.type == "cuda",
         )  # fmt: skip
         self.watch, self.window = Watch(self.stepper.device), Window()
         self.step, self.stop = 0, False
@@ -219,7 +223,7 @@ class _Loop:
     def _heed(self, bad: Step | None, stop: bool) -> None:
         """Ends the run on a step that was not finite; notes a wish to stop that some rank was given."""
         if bad is not None:
-            raise save_bad_step(self.run, self.method, bad, self.config.precision, self.stepper.names)
+            raise save_bad_step(self.run, self.method, bad, self.stepper.precision, self.stepper.names)
         self.stop = self.stop or stop
 
     def _speak(self, rate: float, epoch: int) -> None:

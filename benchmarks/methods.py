@@ -1,0 +1,114 @@
+"""Speed and memory of a training step, method by method, in one run: the real step on synthetic images.
+
+    python benchmarks/methods.py --cases supervised mp3:0.3 mp3:0.5 mp3:0.75 mp3:0.9 mae:0.75
+
+A case is METHOD or METHOD:RATIO. The step is `situs.train.step.Stepper`'s: draws, forward, backward, clipping and the
+fused optimiser, everything that a run does but its data. Each case is warmed up (compilation included) and then timed
+with the device synchronised; img/s is the median of the repeats, with the spread beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from situs.backbones import create_backbone
+from situs.methods import METHODS, Batch, Method, create_method
+from situs.train.optim import OptimConfig
+from situs.train.step import Moment, Stepper
+
+
+def make(case: str, args: argparse.Namespace) -> Method:
+    name, _, ratio = case.partition(":")
+    settings: dict[str, Any] = {"mask_ratio": float(ratio)} if ratio else {}
+    labelled = METHODS[name].needs_labels
+    backbone = create_backbone(
+        args.model,
+        img_size=args.img_size,
+        patch_size=args.patch_size,
+        num_classes=args.classes if labelled else 0,
+        drop_path=args.drop_path,
+        model_args=args.model_args,
+    )
+    return create_method(name, backbone, METHODS[name].Config(**settings)).to(args.device).train()
+
+
+def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
+    torch.manual_seed(0)
+    cuda = args.device == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    torch.compiler.reset()
+    method = make(case, args)
+    stepper = Stepper(
+        method, OptimConfig(clip=1.0), seed=0, precision=args.precision, accumulate=1, parallel="ddp",
+        compiled=args.compile,
+    )  # fmt: skip
+    size = method.backbone.img_size or (224, 224)
+    images = torch.randn(args.batch, method.backbone.in_chans, *size, device=args.device)
+    labels = torch.randint(args.classes, (args.batch,), device=args.device)
+    data = Batch(images, torch.arange(args.batch, device=args.device), labels)
+
+    def run(steps: int) -> float:
+        began = time.perf_counter()
+        for step in range(steps):
+            stepper.update(data, Moment(step, step, 0.5), 1e-4, ragged=False)
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    warm = run(args.warmup)
+    times = [run(args.steps) / args.steps for _ in range(args.repeats)]
+    rates = [args.batch / each for each in times]
+    return {
+        "img/s": statistics.median(rates),
+        "spread": max(rates) - min(rates),
+        "ms/step": 1e3 * statistics.median(times),
+        "GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else float("nan"),
+        "warm s": warm,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="+", default=["supervised", "mp3:0.75", "mae:0.75"])
+    parser.add_argument("--model", default="vit_base_patch16_224")
+    parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--patch-size", type=int, default=None)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--classes", type=int, default=1000)
+    parser.add_argument("--drop-path", type=float, default=0.0)
+    parser.add_argument("--precision", default="bf16", choices=["bf16", "fp16", "fp32"])
+    parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--depth", type=int, default=None, help="fewer blocks, for a dry run")
+    args = parser.parse_args()
+    args.model_args = {} if args.depth is None else {"depth": args.depth}
+    torch.set_float32_matmul_precision("high")
+    where = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    print(f"{args.model} {args.img_size} px, batch {args.batch}, {args.precision}, compiled {args.compile}, {where}")
+    print(f"torch {torch.__version__}")
+    rows = {}
+    for case in args.cases:
+        rows[case] = measure(case, args)
+        print(f"{case}: {rows[case]['img/s']:.0f} img/s", flush=True)
+    first = next(iter(rows.values()))
+    print(f"\n{'case':<16}{'img/s':>8}{'±':>6}{'ms/step':>9}{'GiB':>7}{'time/first':>12}{'warm-up s':>11}")
+    for case, row in rows.items():
+        share = row["ms/step"] / first["ms/step"]
+        print(
+            f"{case:<16}{row['img/s']:>8.0f}{row['spread'] / 2:>6.0f}{row['ms/step']:>9.1f}{row['GiB']:>7.1f}"
+            f"{share:>12.2f}{row['warm s']:>11.0f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""situs finetune: a classifier on a pretrained run, with the positions of your choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from situs.cli.arguments import configured
+from situs.cli.pretrain import Training, shortened, train
+from situs.errors import SitusError
+from situs.evaluate.finetune import FinetuneConfig, finetune_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Training):
+    """Fine-tune a pretrained run with labels."""
+
+    source: Annotated[Path | None, tyro.conf.arg(name="from", metavar="RUN")] = None
+    """The pretrained run."""
+
+    positions: Literal["learned", "sincos", "relative", "none"] | None = None
+    """Positions of the fine-tuned model; by default the run's own, and learned ones after MP3, which has none."""
+
+    validate_every: int = 5
+    """Epochs between two looks at the validation split."""
+
+    config: FinetuneConfig = configured(FinetuneConfig, run_flag="resume")
+
+
+def run(args: Args) -> int:
+    """Fine-tunes; the log holds val_top1 and val_top5."""
+    from situs.evaluate.hooks import validation_hooks
+
+    config = shortened(args, args.config)
+    if args.resume is None:
+        if args.source is None:
+            raise SitusError("give the pretrained run to start from (--from) or a run to go on with (--resume)")
+        config = finetune_config(config, args.source, args.positions)
+    return train(args, config, validation_hooks(args.validate_every))

@@ -1,0 +1,49 @@
+"""Fine-tuning: a pretrained run's backbone, a fresh classifier, the positions of your choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from situs.backbones.create import PositionKind
+from situs.config import choice, from_dict
+from situs.errors import SitusError
+from situs.methods import METHODS
+from situs.train.checkpoint import read_config
+from situs.train.run import RunConfig
+
+
+@dataclass(frozen=True)
+class FinetuneConfig(RunConfig):
+    """A run's config whose method is supervised unless it says otherwise."""
+
+    method: Any = choice(METHODS, "supervised")
+    """What is learned."""
+
+
+def finetune_config(config: RunConfig, source: Path, positions: PositionKind | None) -> RunConfig:
+    """`config` with the backbone and the images of the run at `source`, starting from its weights.
+
+    positions: None keeps the run's own, and takes learned ones where its method never used any (MP3).
+    """
+    if not METHODS[config.method_name].needs_labels:
+        raise SitusError(f"method={config.method_name}: fine-tuning needs a method with labels (--method supervised)")
+    pretrained = from_dict(RunConfig, read_config(source), where=f"{source}/config.json")
+    if positions is None and not sees_positions(pretrained):
+        positions = "learned"
+    backbone = replace(
+        pretrained.backbone,
+        img_size=config.backbone.img_size,
+        positions=positions or pretrained.backbone.positions,
+        drop_path=config.backbone.drop_path,
+        weights=None,
+        model_args={**pretrained.backbone.model_args, **config.backbone.model_args},
+    )
+    data = replace(config.data, channels=pretrained.data.channels)
+    return replace(config, backbone=backbone, data=data, init=str(source), init_positions=positions is None)
+
+
+def sees_positions(config: RunConfig) -> bool:
+    """Whether a run's method used the model's positions; MP3 without anchors does not."""
+    return config.method_name != "mp3" or config.method.anchor_ratio > 0

@@ -1,0 +1,73 @@
+"""What looks on while a run is trained: probes for pretraining, validation for training with labels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from situs.data.loader import Loader, make_loader
+from situs.data.sources import open_source
+from situs.data.subset import Subset
+from situs.errors import SitusError
+from situs.evaluate.accuracy import evaluate_accuracy
+from situs.evaluate.inference import evaluating
+from situs.evaluate.online import OnlineProbe, ProbeConfig
+from situs.methods import METHODS
+from situs.train.contract import Hook, RunState
+from situs.train.run import Hooks, RunConfig, make_eval_loader
+
+PROBED = {"train": 10_000, "val": 2_000}
+"""split -> how many of its images a probe looks at."""
+
+
+class Validation:
+    """Top-1 and top-5 on the validation set, of the weights' mean where there is one."""
+
+    def __init__(self, loader: Loader, every: int, precision: str) -> None:
+        self.loader, self.every, self.precision = loader, every, precision
+
+    def after_step(self, state: RunState) -> None:
+        """Nothing."""
+
+    def after_epoch(self, state: RunState) -> None:
+        """After every `every` epochs, and after the last."""
+        if (state.epoch + 1) % self.every and state.step < state.total:
+            return
+        with evaluating(state.method, ema=state.ema):
+            found = evaluate_accuracy(state.method.backbone, self.loader, precision=self.precision)
+        state.log({"val_top1": found.top1, "val_top5": found.top5, "val_loss": found.loss})
+
+
+def validation_hooks(every: int) -> Hooks:
+    """For `train_run`: one `Validation` on the run's validation split."""
+
+    def make(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook]:
+        held = make_eval_loader(config, device)
+        if held.classes != loader.classes:
+            raise SitusError(f"{config.data.path}: training and validation split have other classes (--data)")
+        return [Validation(held, every, _precision(config, device))]
+
+    return make
+
+
+def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook]:
+    """For `train_run`: kNN and position accuracy every `probe_every` epochs; validation where labels are learned."""
+    if not config.probe_every:
+        return []
+    if METHODS[config.method_name].needs_labels:
+        return validation_hooks(config.probe_every)(config, loader, device)
+    sets = {split: _probed(config, split, device) for split in PROBED}
+    settings = ProbeConfig(every=config.probe_every, precision=_precision(config, device))
+    return [OnlineProbe(lambda: iter(sets["train"]), lambda: iter(sets["val"]), settings)]
+
+
+def _probed(config: RunConfig, split: str, device: torch.device) -> Loader:
+    data = replace(config.data, split=split, batch=min(1024, config.data.batch))
+    source = open_source(data.path, split, channels=data.channels, strict=data.strict)
+    return make_loader(data, None, device, source=Subset(source, PROBED[split]))
+
+
+def _precision(config: RunConfig, device: torch.device) -> str:
+    return "bf16" if config.train.precision_on(device) == "bf16" else "fp32"

@@ -1,0 +1,195 @@
+"""A whole run from one config: backbone, data, method, optimiser, loop, folder.
+
+The config holds what the user chose. What follows from it (the model's channels from the data's, the classes from the
+labels) is computed here and never written back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from situs.backbones import BackboneConfig, create_backbone
+from situs.config import choice, choices_of, from_dict, write_text
+from situs.data.augment import AugmentConfig
+from situs.data.loader import DataConfig, Loader, make_loader
+from situs.errors import SitusError
+from situs.methods import METHODS, create_method
+from situs.methods.base import Method
+from situs.train import distributed
+from situs.train.checkpoint import RunFolder, read_config
+from situs.train.contract import Hook, Result
+from situs.train.export import load_checkpoint
+from situs.train.initialise import initialise
+from situs.train.loop import TrainConfig, fit
+from situs.train.optim import OptimConfig
+
+CLASSES = "classes.json"
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that makes a run what it is; written as config.json beside it."""
+
+    method: Any = choice(METHODS, "mp3")
+    """What is learned."""
+
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    """The model. Its image size, channels and classes follow from the data."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """The images."""
+
+    augment: AugmentConfig = field(default_factory=AugmentConfig)
+    """What happens to a training image."""
+
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """How the weights move."""
+
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """How long, in which precision, how often it speaks."""
+
+    init: str | None = None
+    """Weights to start from: a run, an export, a weight file (timm, DINOv2, MAE, DropPos), or a timm name."""
+
+    init_positions: bool = True
+    """Whether positions are taken from `init` too, where both have the kind; no: they stay as the model is made."""
+
+    probe_every: int = 0
+    """Epochs between two looks at kNN and position accuracy during training; 0: none."""
+
+    @property
+    def method_name(self) -> str:
+        """The method's name in `METHODS`."""
+        return choices_of(RunConfig)["method"].name_of(self.method)
+
+
+class Loaded(NamedTuple):
+    """A run that was trained, ready to be used. classes: names in label order, where it has a classifier."""
+
+    config: RunConfig
+    method: Method
+    run: RunFolder
+    classes: tuple[str, ...] | None
+
+
+def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
+    """The method on its backbone, freshly initialised from the run's seed."""
+    kind = METHODS[config.method_name]
+    if kind.needs_labels and classes is None:
+        raise SitusError(f"{config.method_name} needs labels, and {config.data.path} has none (--data)")
+    torch.manual_seed(config.train.seed)
+    backbone = create_backbone(
+        replace(
+            config.backbone,
+            img_size=config.backbone.img_size or config.data.size,
+            in_chans=config.data.channels,
+            num_classes=len(classes) if kind.needs_labels and classes is not None else 0,
+        )
+    )
+    if backbone.img_size not in (None, config.data.size):
+        raise SitusError(f"img_size={backbone.img_size}: must be the data's {config.data.size} (--data.img-size)")
+    return create_method(config.method_name, backbone, config.method)
+
+
+def make_training_loader(config: RunConfig, ranks: distributed.Ranks) -> Loader:
+    """This rank's part of the augmented training set."""
+    return make_loader(config.data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world)
+
+
+def make_eval_loader(
+    config: RunConfig,
+    device: torch.device | str = "cpu",
+    *,
+    path: str | None = None,
+    split: str | None = "val",
+    batch: int | None = None,
+) -> Loader:
+    """The set without augmentation, in its own order, as this run's model sees it. Every rank gets all of it."""
+    data = replace(config.data, path=path or config.data.path, split=split, batch=batch or min(1024, config.data.batch))
+    return make_loader(data, None, device)
+
+
+Hooks = Callable[[RunConfig, Loader, torch.device], Sequence[Hook]]
+
+
+def train_run(
+    config: RunConfig,
+    *,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    device: str | None = None,
+    hooks: Hooks | None = None,
+    say: Callable[[str], None] = lambda _: None,
+) -> Result:
+    """Trains what `config` says, in a new folder `out` or going on in `resume`.
+
+    hooks: makes the probes, given the config, the training loader and the device. say: receives a few lines.
+    """
+    if (out is None) == (resume is None):
+        raise SitusError("give a new folder (--out) or a run to go on with (--resume), and not both")
+    ranks = distributed.start(device)
+    if ranks.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    speak = say if ranks.main else lambda _: None
+    try:
+        if resume is not None:
+            run = RunFolder.open(resume, config, writer=ranks.main)
+        loader = make_training_loader(config, ranks)
+        speak(loader.describe())
+        if (report := loader.source.skip_report()) is not None:
+            speak(report)
+        method = make_method(config, loader.classes)
+        if config.init is not None and resume is None:
+            for line in initialise(method.backbone, config.init, positions=config.init_positions):
+                speak(line)
+        method.to(ranks.device)
+        if resume is None:
+            assert out is not None
+            run = RunFolder.create(out, config, writer=ranks.main)
+            if ranks.main and loader.classes is not None:
+                write_text(run.path / CLASSES, json.dumps(list(loader.classes), ensure_ascii=False) + "\n")
+        speak(describe(config, method, ranks))
+        watching = () if hooks is None else hooks(config, loader, ranks.device)
+        return fit(method, loader, config.train, config.optim, run, hooks=watching)
+    finally:
+        distributed.stop()
+
+
+def describe(config: RunConfig, method: Method, ranks: distributed.Ranks) -> str:
+    """One line: what is trained, how large, where."""
+    million = sum(p.numel() for p in method.parameters() if p.requires_grad) / 1e6
+    height, width = method.backbone.grid
+    tokens = f"{height} x {width} patches, " if height else ""
+    where = f"{ranks.world} x {ranks.device.type}" if ranks.world > 1 else str(ranks.device)
+    name = config.backbone.name
+    precision = config.train.precision_on(ranks.device)
+    return f"{config.method_name} on {name}: {tokens}{million:.1f} M trained parameters, {precision}, {where}"
+
+
+def load_run(path: str | Path, device: torch.device | str = "cpu", *, ema: bool | None = None) -> Loaded:
+    """A trained run: its method with the newest valid checkpoint's weights, in eval mode.
+
+    ema: the mean of the weights; None takes it where there is one.
+    """
+    path = Path(path)
+    config = from_dict(RunConfig, read_config(path), where=f"{path}/config.json")
+    run = RunFolder.open(path, writer=False)
+    checkpoint = run.latest()
+    if checkpoint is None:
+        raise SitusError(f"{path}: the run has no checkpoint yet")
+    names = path / CLASSES
+    classes = tuple(json.loads(names.read_text(encoding="utf-8"))) if names.exists() else None
+    method = make_method(replace(config, init=None), classes)
+    load_checkpoint(method, checkpoint, ema=ema)
+    return Loaded(config, method.to(device).eval(), run, classes)
+
+
+def is_run(path: str | Path) -> bool:
+    """Whether a path is a run folder (and not an export, a file or a name)."""
+    return (Path(path) / "config.json").is_file() and (Path(path) / "checkpoints").is_dir()
