@@ -16,6 +16,7 @@ from situs.core.tokens import take
 from situs.errors import SitusError
 from situs.methods import MJP, Batch, MJPConfig
 from situs.methods.mjp import VARIANTS
+from situs.train.optim import OptimConfig, groups
 
 WIDTH = 16
 
@@ -281,7 +282,13 @@ def test_official_starts_from_wide_tables() -> None:
     after = paper.backbone.positions().table
     assert before is not None and after is not None and torch.equal(before, after)
     assert float(paper.unknown.detach().std()) < 0.04
-    assert paper.no_decay() == {"unknown"} and method.no_decay() == set()
+    assert paper.no_decay() == {"unknown"} and paper.decayed() == set()
+    assert method.decayed() == {"unknown", "backbone.model.pos_embed"}
+    decayed = {name for group in groups(method, OptimConfig()) if group["weight_decay"] for name in group["names"]}
+    assert method.decayed() <= decayed and "backbone.model.cls_token" not in decayed
+    assert not {name for group in groups(paper, OptimConfig()) if group["weight_decay"] for name in group["names"]} & (
+        method.decayed()
+    )
 
 
 def test_firing_or_not_is_one_graph() -> None:

@@ -58,3 +58,7 @@ class Method(nn.Module, ABC):
     def no_decay(self) -> set[str]:
         """Names of the method's own parameters that weight decay must leave alone (tokens, tables)."""
         return set()
+
+    def decayed(self) -> set[str]:
+        """Names of parameters, the backbone's too, that weight decay acts on although it spares their kind."""
+        return set()

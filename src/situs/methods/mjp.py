@@ -142,7 +142,12 @@ class MJP(Method):
 
     def no_decay(self) -> set[str]:
         held = {"unknown": self.config.unknown, "index_table": self.config.index != "none"}
-        return set() if self.config.decay_positions else {name for name, there in held.items() if there}
+        return {name for name, there in held.items() if there}
+
+    def decayed(self) -> set[str]:
+        tables = {"pos_embed", "position_embeddings", "table", "unknown"}
+        names = {name for name, _ in self.named_parameters() if name.split(".")[-1] in tables}
+        return names if self.config.decay_positions else set()
 
 
 @torch.no_grad()

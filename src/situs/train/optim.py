@@ -178,7 +178,7 @@ def spared_names(method: Method) -> set[str]:
     for name, parameter in method.named_parameters():
         if parameter.ndim <= 1 or not set(SPARED).isdisjoint(name.split(".")):
             spared.add(name)
-    return spared
+    return spared - method.decayed()
 
 
 def groups(method: Method, config: OptimConfig) -> list[dict[str, Any]]:
