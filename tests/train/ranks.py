@@ -41,8 +41,16 @@ class StopOne:
         pass
 
 
-def train(out: Path, parallel: str = "ddp", *, drop_path: float = 0.0, poison: int | None = None, stop: bool = False):
-    config = dataclasses.replace(TRAIN, parallel=parallel)
+def train(
+    out: Path,
+    parallel: str = "ddp",
+    *,
+    drop_path: float = 0.0,
+    poison: int | None = None,
+    stop: bool = False,
+    compiled: bool = False,
+):
+    config = dataclasses.replace(TRAIN, parallel=parallel, compile=compiled)
     main = distributed.rank() == 0
     resumed = (out / "config.json").exists()
     distributed.barrier()
@@ -76,6 +84,7 @@ SCENARIOS: dict[str, Callable[[Path, str], object]] = {
     "drop_path": lambda out, parallel: train(out, parallel, drop_path=0.3),
     "interrupted": interrupted,
     "not_finite": not_finite,
+    "compiled": lambda out, parallel: train(out, parallel, compiled=True),
 }
 
 

@@ -21,8 +21,11 @@ SCENARIOS = ["plain/ddp/1", *(f"{name}/{kind}/2" for kind in ("ddp", "fsdp") for
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every scenario of ranks.py, run once."""
-    out = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, Path(__file__).parent / "ranks.py", out, *SCENARIOS]
+    return run_ranks(tmp_path_factory.mktemp("ranks"), SCENARIOS)
+
+
+def run_ranks(out: Path, scenarios: list[str]) -> Path:
+    command = [sys.executable, Path(__file__).parent / "ranks.py", out, *scenarios]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
@@ -89,6 +92,16 @@ def test_one_bad_rank_stops_all_and_its_part_runs_again(ranks: Path, kind: str) 
     assert [torch.isfinite(torch.tensor(r.loss)).item() for r in results] == [True, False]
     assert results[0].gradients == []
     assert results[1].gradients
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_compiled_ranks_are_eager_ranks(ranks: Path, tmp_path: Path, kind: str) -> None:
+    one, two = last(ranks / "plain-ddp-1"), last(run_ranks(tmp_path, [f"compiled/{kind}/2"]) / f"compiled-{kind}-2")
+    left, right = one.tensors("model"), two.tensors("model")
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(right[name], left[name], rtol=1e-6, atol=1e-9)
 
 
 def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,16 +104,20 @@ class ToyMethod(Method):
 class ToyLoader:
     """`count` samples of four tokens; each epoch in an order of its own; each rank has its slice of every batch."""
 
-    def __init__(self, count: int = 40, batch: int = 8, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, count: int = 40, batch: int = 8, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> None:
         self.global_batch, self.count, self.seed = batch, count, seed
         self.steps_per_epoch = -(-count // batch)
         self.data_wait = 0.0
-        ids = torch.arange(count)
+        ids = torch.arange(count, device=device)
         self.images = normal(seed, 0, ids, "toy.images", (4, 2, 2)).to(dtype)
         self.labels = (self.images[:, 0].sum((1, 2)) > 0).long() + (self.images[:, 1].sum((1, 2)) > 0).long()
 
     def iterate(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        order = uniform(self.seed, epoch, torch.arange(self.count), "toy.order", (1,))[:, 0].argsort()
+        order = uniform(self.seed, epoch, torch.arange(self.count, device=self.images.device), "toy.order", (1,))[
+            :, 0
+        ].argsort()
         rank, world = distributed.rank(), distributed.world()
         for ids in order.split(self.global_batch)[start_step:]:
             ids = ids.tensor_split(world)[rank]
