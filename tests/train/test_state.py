@@ -23,10 +23,10 @@ def test_generators_come_back() -> None:
 
 def test_another_seed_or_step_is_another_stream() -> None:
     drawn = []
-    for seed, step in ((0, 0), (1, 0), (0, 1)):
+    for seed, step in ((0, 0), (1, 0), (0, 1), (2**63, 5)):
         seed_generators(seed, step)
         drawn.append(tuple(torch.rand(3).tolist()))
-    assert len(set(drawn)) == 3
+    assert len(set(drawn)) == 4
 
 
 def test_moments_are_named_by_parameter_and_none_is_made_up() -> None:

@@ -111,13 +111,15 @@ def _make_moment(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 def seed_generators(seed: int, step: int = 0) -> None:
     """Starts torch's own generators (drop path, dropout) for this rank: another stream on each."""
-    torch.manual_seed((seed * 1_000_003 + step) * 65_537 + distributed.rank())
+    torch.manual_seed(((seed * 1_000_003 + step) * 65_537 + distributed.rank()) % 2**63)
 
 
 def generators(device: torch.device) -> dict[str, Tensor]:
     """The states of torch's generators that a step on `device` may use: kind -> bytes."""
     states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    elif device.type != "cpu":
         module: Any = torch.get_device_module(device)
         states[device.type] = module.get_rng_state()
     return states
@@ -126,7 +128,9 @@ def generators(device: torch.device) -> dict[str, Tensor]:
 def set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
     """Puts back what `generators` gave."""
     torch.set_rng_state(states["cpu"].cpu())
-    if device.type in states and device.type != "cpu":
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"].cpu(), device)
+    elif device.type in states and device.type != "cpu":
         module: Any = torch.get_device_module(device)
         module.set_rng_state(states[device.type].cpu())
 
