@@ -42,6 +42,16 @@ def test_sincos_positions_are_fixed_and_load_in_timm() -> None:
     assert (b.model.pos_embed[:, 0] == 0).all()
 
 
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "swin_tiny_patch4_window7_224"])
+def test_learned_sincos_positions_start_as_the_fixed_ones_and_train(name: str) -> None:
+    args = {"depths": (1, 1, 1, 1), "embed_dim": 24} if "swin" in name else {"depth": 1}
+    fixed, learned = (
+        create_backbone(name, img_size=32, model_args=args, positions=kind) for kind in ("sincos", "learned_sincos")
+    )
+    assert torch.equal(fixed.positions().table, learned.positions().table)
+    assert not fixed.positions().table.requires_grad and learned.positions().table.requires_grad
+
+
 def test_no_positions_is_timms_own_model_without_a_table() -> None:
     b = tiny(positions="none").double().eval()
     assert b.positions().kinds == () and b.model.pos_embed is None

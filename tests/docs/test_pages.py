@@ -9,7 +9,11 @@ from typing import Any
 import pytest
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-PAGES = sorted(page.name for page in DOCS.glob("*.md") if "```python" in page.read_text(encoding="utf-8"))
+PAGES = sorted(
+    page.relative_to(DOCS).as_posix()
+    for page in DOCS.rglob("*.md")
+    if "_build" not in page.parts and "```python" in page.read_text(encoding="utf-8")
+)
 
 
 def test_the_tour_is_among_the_pages() -> None:

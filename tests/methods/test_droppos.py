@@ -9,10 +9,13 @@ from torch import Tensor, nn
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Features
+from situs.config import from_dict
 from situs.core.position import cut_targets
 from situs.errors import SitusError
 from situs.methods import Batch, DropPos, DropPosConfig
 from situs.methods.droppos import attentive_weights, dropped_loss, sigma_at
+from situs.presets import load_preset
+from situs.train.run import RunConfig
 
 WIDTH = 16
 
@@ -386,6 +389,16 @@ def test_another_sigma_does_not_compile_again() -> None:
         draws = method.draw(data.ids, seed=0, epoch=epoch, progress=progress)
         with torch.compiler.set_stance("fail_on_recompile" if epoch else "default"):
             assert compiled(data, draws).loss.item() == pytest.approx(method(data, draws).loss.item(), abs=1e-5)
+
+
+def test_presets_are_the_constructors() -> None:
+    for name, config in (
+        ("imagenet-droppos", DropPosConfig.paper()),
+        ("imagenet-droppos-official", DropPosConfig.official()),
+    ):
+        run = from_dict(RunConfig, load_preset(name), name)
+        assert run.method == config and run.backbone.positions == "sincos"
+        assert config.sigma_schedule == "step" or run.train.epochs == config.epochs
 
 
 def test_mistakes_are_sentences() -> None:

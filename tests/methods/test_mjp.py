@@ -11,12 +11,15 @@ from torch.func import functional_call
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
+from situs.config import from_dict
 from situs.core.jigsaw import move_patches
 from situs.core.tokens import take
 from situs.errors import SitusError
 from situs.methods import MJP, Batch, MJPConfig
 from situs.methods.mjp import VARIANTS
+from situs.presets import load_preset
 from situs.train.optim import OptimConfig, groups
+from situs.train.run import RunConfig
 
 WIDTH = 16
 
@@ -358,6 +361,14 @@ def test_resnet_gets_its_pixels_moved() -> None:
     assert torch.allclose(logits, slow, atol=1e-10)
     with pytest.raises(SitusError, match="resnet18 has no positions to hide"):
         MJP(backbone, MJPConfig())
+
+
+def test_presets_are_the_constructors() -> None:
+    for name, config in (("imagenet-mjp", MJPConfig.paper()), ("imagenet-mjp-official", MJPConfig.official())):
+        run = from_dict(RunConfig, load_preset(name), name)
+        assert run.method == config
+        assert run.train.epochs == config.epochs
+        assert (run.backbone.drop_path == 0) == (config == MJPConfig.official())
 
 
 def test_mistakes_are_sentences() -> None:

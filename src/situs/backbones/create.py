@@ -14,7 +14,7 @@ from situs.config import read_json
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
 
-PositionKind = Literal["learned", "sincos", "relative", "none"]
+PositionKind = Literal["learned", "sincos", "learned_sincos", "relative", "none"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class BackboneConfig:
     """Classes of the head; 0 for none."""
 
     positions: PositionKind | None = None
-    """Another kind of position than the model's own: learned (new, random), sincos (fixed), relative (2-D bias,
-    zero at first) or none."""
+    """Another kind of position than the model's own: learned (new, random), sincos (fixed), learned_sincos (sincos at
+    first), relative (2-D bias, zero at first) or none."""
 
     drop_path: float = 0.0
     """Rate of stochastic depth in the last block; it rises linearly from 0 in the first."""

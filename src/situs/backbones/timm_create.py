@@ -177,7 +177,7 @@ def _with_positions(backbone: Backbone, kind: PositionKind) -> Backbone:
         for name, parameter in model.named_parameters():
             if name.endswith("relative_position_bias_table"):
                 nn.init.zeros_(parameter)
-    elif kind in ("learned", "sincos"):
+    elif kind in ("learned", "sincos", "learned_sincos"):
         table = backbone.positions().table if type(backbone) is VitBackbone else None
         if table is None:
             raise SitusError(f"positions={kind!r}: {backbone.name} has no position table to fill; plain ViTs have")
@@ -192,7 +192,7 @@ def _fill_table(whole: nn.Parameter, patches: Tensor, backbone: Backbone, kind: 
         return
     whole.zero_()
     patches.copy_(sincos_2d(backbone.grid, backbone.dim))
-    whole.requires_grad_(False)
+    whole.requires_grad_(kind == "learned_sincos")
 
 
 def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:
@@ -202,11 +202,11 @@ def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:
         raise SitusError(
             "positions='relative': Swin has its windows' relative bias always; choose learned, sincos or none"
         )
-    if kind == "sincos":
+    if kind in ("sincos", "learned_sincos"):
         table = sincos_2d(backbone.grid, backbone.dim)
     else:
         table = nn.init.trunc_normal_(torch.empty(backbone.num_tokens, backbone.dim), std=0.02)
-    return SwinBackbone(backbone.model, backbone.name, table, learned=kind == "learned")
+    return SwinBackbone(backbone.model, backbone.name, table, learned=kind != "sincos")
 
 
 def pretrained_state(name: str) -> dict[str, Tensor]:
