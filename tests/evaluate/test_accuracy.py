@@ -108,6 +108,8 @@ def test_no_labels_and_no_samples_are_said() -> None:
         evaluate_accuracy(lambda x: x.flatten(1), [Batch(torch.zeros(1, 3, 1, 1), torch.zeros(1).long())])
     with pytest.raises(SitusError, match="no samples"):
         evaluate_accuracy(lambda x: x, [])
+    with pytest.raises(SitusError, match="the model has 12 classes and the data 10"):
+        evaluate_accuracy(Model(), batches([2]), classes=10)
 
 
 def test_ranks_are_summed_and_not_averaged(monkeypatch: pytest.MonkeyPatch) -> None:

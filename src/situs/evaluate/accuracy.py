@@ -54,16 +54,21 @@ class Tally:
         return Accuracy(top1 / count, top5 / count, int(count), loss / count)
 
 
-def evaluate_accuracy(model: Model, batches: Iterable[Batch], *, precision: str = "fp32") -> Accuracy:
+def evaluate_accuracy(
+    model: Model, batches: Iterable[Batch], *, classes: int | None = None, precision: str = "fp32"
+) -> Accuracy:
     """The accuracy of `model` over all `batches`, summed over the ranks where there are several.
 
-    Each rank brings its own part of the set. precision: fp32, or bf16 for autocast.
+    Each rank brings its own part of the set. classes: how many the data has, where the model must have as many.
+    precision: fp32, or bf16 for autocast.
     """
     tally = Tally()
     with evaluating(model):
         for batch in batches:
             with autocast(batch.images.device, precision):
                 logits = model(batch.images)
+            if classes not in (None, logits.shape[-1]):
+                raise SitusError(f"the model has {logits.shape[-1]} classes and the data {classes} (--data)")
             tally.add(logits, labels_of(batch))
     return tally.result()
 

@@ -50,7 +50,7 @@ def evaluate_ensemble(
     batches: one set for all, or each model's own by name (another image size, another normalisation): the same
     samples in the same order.
     """
-    require(average in ("softmax", "logits"), "average", average, "softmax or logits", "--weights-are")
+    require(average in ("softmax", "logits"), "average", average, "softmax or logits", "--average")
     if not models:
         raise SitusError("an ensemble needs at least one model")
     alone, together = {name: Tally() for name in models}, Tally()

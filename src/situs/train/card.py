@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,8 @@ class Story:
     """Where a model comes from.
 
     method: its name. data: what the set is called. recipe: the run's config as plain tables. metrics: the last
-    numbers of its log. step: updates made. ema: whether the weights are the mean of the run's.
+    numbers of its log. step: updates made. ema: whether the weights are the mean of the run's. mean, std, crop: how
+    its images were normalised, and the share of their shorter side that the centre crop keeps. classes: their names.
     """
 
     method: str
@@ -25,21 +26,32 @@ class Story:
     metrics: Mapping[str, float] = field(default_factory=dict)
     step: int | None = None
     ema: bool = False
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+    crop: float = 1.0
+    classes: Sequence[str] | None = None
 
 
-def card(
-    backbone: Backbone,
-    story: Story,
-    notes: Sequence[str],
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-) -> str:
+_UNTOLD = frozenset({"step", "epoch", "lr", "seconds", "images_per_second", "data_wait", "memory_gib", "loss_scale"})
+"""Entries of the log that say how the run went, not what came of it."""
+
+
+def last_metrics(records: Iterable[Mapping[str, Any]], step: int) -> dict[str, float]:
+    """The newest value of each number in a log's records, up to update `step`."""
+    found: dict[str, float] = {}
+    for record in records:
+        if record["step"] <= step:
+            found |= {n: v for n, v in record.items() if isinstance(v, int | float) and n not in _UNTOLD}
+    return found
+
+
+def card(backbone: Backbone, story: Story, notes: Sequence[str]) -> str:
     """The card in Markdown, with the head that model hubs read."""
     library, architecture = backbone.source["library"], backbone.source["architecture"]
     parts = [
         f"---\nlibrary_name: {library}\ntags:\n- situs\n- {story.method}\n---",
         f"# {architecture}, trained with {story.method}",
-        _what(backbone, story, mean, std),
+        _what(backbone, story),
         *notes,
         "## Loading it",
         _loading(library, architecture),
@@ -53,14 +65,14 @@ def card(
     return "\n\n".join(parts) + "\n"
 
 
-def _what(backbone: Backbone, story: Story, mean: Sequence[float] | None, std: Sequence[float] | None) -> str:
+def _what(backbone: Backbone, story: Story) -> str:
     count = sum(parameter.numel() for parameter in backbone.model.parameters())
     facts = [f"- Parameters: {count:,}"]
     if backbone.img_size is not None:
         height, width = backbone.img_size
         facts.append(f"- Images: {backbone.in_chans} channels, {height} × {width} pixels")
-    if mean is not None and std is not None:
-        facts.append(f"- Normalised by mean {numbers(mean)} and deviation {numbers(std)}")
+    if story.mean is not None and story.std is not None:
+        facts.append(f"- Normalised by mean {numbers(story.mean)} and deviation {numbers(story.std)}")
     if story.data:
         facts.append(f"- Data: {last_name(story.data)}")
     if story.step is not None:

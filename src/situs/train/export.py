@@ -66,19 +66,10 @@ def load_checkpoint(method: Method, checkpoint: Checkpoint, *, ema: bool | None 
     return bool(mean)
 
 
-def write_export(
-    method: Method,
-    folder: str | Path,
-    story: Story,
-    *,
-    mean: Sequence[float] | None = None,
-    std: Sequence[float] | None = None,
-    force: bool = False,
-) -> Export:
+def write_export(method: Method, folder: str | Path, story: Story, *, force: bool = False) -> Export:
     """Writes the backbone of `method` to `folder` for the library it came from; see the file's head.
 
-    story: what the card tells. mean, std: the normalisation of the images it was trained on. force: replace an
-    export that is already there.
+    story: what the card tells. force: replace an export that is already there.
     """
     folder = Path(folder)
     _check_target(folder, force)
@@ -95,10 +86,10 @@ def write_export(
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         if library == "timm":
-            notes += _write_timm(aside, backbone, method, story, mean, std)
+            notes += _write_timm(aside, backbone, method, story)
         else:
             backbone.model.save_pretrained(aside)
-        write_text(aside / CARD, card(backbone, story, notes, mean, std))
+        write_text(aside / CARD, card(backbone, story, notes))
         for file in aside.iterdir():
             sync(file)
         _replace(folder, aside)
@@ -137,14 +128,7 @@ _WORDS = {"table": "position table", "bias": "relative position bias", "rotary":
 # --- timm ---------------------------------------------------------------------------------------------------
 
 
-def _write_timm(
-    folder: Path,
-    backbone: Backbone,
-    method: Method,
-    story: Story,
-    mean: Sequence[float] | None,
-    std: Sequence[float] | None,
-) -> list[str]:
+def _write_timm(folder: Path, backbone: Backbone, method: Method, story: Story) -> list[str]:
     model, notes = backbone.model, []
     state = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
     classes = model.num_classes
@@ -153,7 +137,7 @@ def _write_timm(
         state = {name: tensor for name, tensor in state.items() if not name.startswith(names)}
         classes = 0
         notes.append("It has no classifier: none was trained.")
-    config = timm_config(backbone, classes, mean, std)
+    config = timm_config(backbone, classes, story)
     config["situs"] = {"version": __version__, "method": story.method, "positions": method.sees_positions}
     write_text(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     _save(folder / WEIGHTS, state)
@@ -167,9 +151,7 @@ def _write_timm(
     return notes
 
 
-def timm_config(
-    backbone: Backbone, classes: int, mean: Sequence[float] | None = None, std: Sequence[float] | None = None
-) -> dict[str, Any]:
+def timm_config(backbone: Backbone, classes: int, story: Story) -> dict[str, Any]:
     """timm's config.json: the architecture, the arguments that make it again, and what its images look like."""
     model, source = backbone.model, backbone.source
     given: Mapping[str, Any] = model.pretrained_cfg
@@ -181,9 +163,9 @@ def timm_config(
         described["first_conv"] = None
     described |= {
         "input_size": [channels, *size],
-        "mean": list(mean if mean is not None else _fitting(given["mean"], channels, 0.0)),
-        "std": list(std if std is not None else _fitting(given["std"], channels, 1.0)),
-        "crop_pct": 1.0,
+        "mean": list(story.mean or _fitting(given["mean"], channels, 0.0)),
+        "std": list(story.std or _fitting(given["std"], channels, 1.0)),
+        "crop_pct": story.crop,
         "num_classes": classes,
     }
     config = {
@@ -193,6 +175,8 @@ def timm_config(
         "model_args": arguments | {"num_classes": classes},
         "pretrained_cfg": described,
     }
+    if classes and story.classes is not None:
+        config["label_names"] = list(story.classes)
     try:
         return json.loads(json.dumps(config))
     except TypeError as error:

@@ -1,0 +1,156 @@
+"""What an evaluation is made of: a run, an export or a timm model, with its data prepared as it was trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone
+from situs.backbones.timm_create import load_weights, pretrained_state
+from situs.config import read_json
+from situs.data.loader import DataConfig, Loader, make_loader
+from situs.errors import SitusError
+from situs.train.card import last_name
+from situs.train.run import is_run, load_run
+
+PUBLISHED, RANDOM = "pretrained", "random"
+"""Values of --weights that are no file: those timm publishes, and none."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A backbone to evaluate.
+
+    positions: whether its positions took part in training. classifier: whether it has a head that was trained. data:
+    how its images are prepared. classes: their names, where they are known. facts: where it comes from, no paths.
+    """
+
+    name: str
+    backbone: Backbone
+    positions: bool
+    classifier: bool
+    data: DataConfig
+    classes: tuple[str, ...] | None
+    facts: dict[str, Any]
+
+
+def open_subject(
+    source: str,
+    *,
+    weights: str | None = None,
+    img_size: tuple[int, int] | None = None,
+    ema: bool | None = None,
+    device: torch.device | str = "cpu",
+) -> Subject:
+    """A run folder, an export folder, or a timm name with `weights` (a file, "pretrained" or "random").
+
+    ema: for a run, the mean of its weights; None takes it where there is one. img_size: for a timm name.
+    """
+    if is_run(source):
+        _refuse("a run", weights=weights, img_size=img_size)
+        return _open_run(source, ema, device)
+    if (Path(source) / "config.json").is_file():
+        _refuse("an export", weights=weights, img_size=img_size)
+        return _open_folder(Path(source), device)
+    return _open_name(source, weights, img_size, device)
+
+
+def load_set(subject: Subject, path: str | None, split: str | None, batch: int, device: torch.device | str) -> Loader:
+    """The images at `path` as the subject was trained to see them: not augmented, in their own order."""
+    if path is None and subject.facts["kind"] != "run":
+        raise SitusError(f"{subject.name}: only a run knows its data; say where the images are (--data)")
+    data = replace(subject.data, path=path or subject.data.path, split=split, batch=batch)
+    return make_loader(data, None, device)
+
+
+def check_classes(subject: Subject, loader: Loader) -> None:
+    """Refuses data whose labels do not mean what the classifier's outputs mean."""
+    if not subject.classifier:
+        raise SitusError(f"{subject.name}: has no trained classifier; fine-tune it first (situs finetune)")
+    if loader.classes is None:
+        raise SitusError(f"{loader.source.name}: has no labels to compare with (--data)")
+    if subject.classes is not None and subject.classes != loader.classes:
+        pairs = zip(subject.classes, loader.classes, strict=False)
+        first = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        counts = f"there are {len(loader.classes)}, not {len(subject.classes)}"
+        said = f"{first[0]!r} there is {first[1]!r} here" if first else counts
+        raise SitusError(
+            f"{loader.source.name}: its classes are not those {subject.name} was trained on: {said} (--data)"
+        )
+
+
+def _refuse(what: str, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise SitusError(f"{name}={value}: {what} brings its own (--{name.replace('_', '-')})")
+
+
+def _open_run(source: str, ema: bool | None, device: torch.device | str) -> Subject:
+    loaded = load_run(source, device, ema=ema)
+    checkpoint = loaded.run.latest()
+    assert checkpoint is not None  # load_run found one
+    facts = {
+        "kind": "run",
+        "model": loaded.config.backbone.name,
+        "method": loaded.config.method_name,
+        "step": checkpoint.step,
+        "ema": ema is not False and bool(checkpoint.tensors("ema")),
+    }
+    backbone, sees = loaded.method.backbone, loaded.method.sees_positions
+    trained = loaded.method.needs_labels
+    return Subject(_name_of(source), backbone, sees, trained, loaded.config.data, loaded.classes, facts)
+
+
+def _open_folder(folder: Path, device: torch.device | str) -> Subject:
+    described = read_json(folder / "config.json")
+    backbone = create_backbone(folder).to(device).eval()
+    ours = described.get("situs", {})
+    names = described.get("label_names")
+    facts = {"kind": "export", "model": backbone.source["architecture"], "method": ours.get("method")}
+    data = _data_of(backbone, described.get("pretrained_cfg", {}))
+    classes = tuple(names) if isinstance(names, list) else None
+    trained = described.get("num_classes", 1) > 0
+    return Subject(_name_of(folder), backbone, ours.get("positions", True), trained, data, classes, facts)
+
+
+def _open_name(name: str, weights: str | None, img_size: tuple[int, int] | None, device: torch.device | str) -> Subject:
+    if weights is None:
+        raise SitusError(
+            f"{name}: is neither a run nor an export; a timm name needs weights: a file, {PUBLISHED} for those timm "
+            f"publishes, or {RANDOM} (--weights)"
+        )
+    file = None if weights in (PUBLISHED, RANDOM) else weights
+    backbone = create_backbone(name, img_size=img_size, weights=file)
+    if weights == PUBLISHED:
+        load_weights(backbone, pretrained_state(name), f"weights={weights}")
+    backbone.to(device).eval()
+    described = backbone.model.pretrained_cfg if backbone.source["library"] == "timm" else {}
+    facts = {"kind": "name", "model": name, "weights": last_name(weights)}
+    trained = weights != RANDOM and described.get("num_classes", 1) > 0
+    return Subject(name, backbone, True, trained, _data_of(backbone, described), None, facts)
+
+
+def _name_of(folder: str | Path) -> str:
+    return Path(folder).resolve().name
+
+
+def _data_of(backbone: Backbone, described: Any) -> DataConfig:
+    """How a published model wants its images, by timm's description of it."""
+    size = backbone.img_size or tuple(described.get("input_size", (3, 224, 224))[1:])
+    if not backbone.in_chans:
+        raise SitusError(f"{backbone.name} takes no images")
+    channels = backbone.in_chans
+    mean, std = (tuple(described.get(key, ())) for key in ("mean", "std"))
+    fits = len(mean) == len(std) == channels
+    crop = described.get("crop_pct") or 1.0
+    return DataConfig(
+        img_size=(size[0], size[1]),
+        channels=channels,
+        crop_share=min(1.0, crop),
+        mean=mean if fits else (),
+        std=std if fits else (),
+    )

@@ -1,0 +1,55 @@
+"""`situs evaluate ensemble`: two runs that were trained with different normalisations."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from situs.cli.main import main
+from situs.train.run import load_run, make_eval_loader
+
+
+def slow_mean(trained: Any) -> float:
+    """The share right of the mean probability, each run seeing its own images."""
+    answers = []
+    for path in (trained.one, trained.two):
+        loaded = load_run(path)
+        [*batches] = make_eval_loader(loaded.config)
+        with torch.no_grad():
+            answers.append(torch.cat([loaded.method.backbone(batch.images).softmax(-1) for batch in batches]))
+    labels = torch.tensor([0] * 5 + [1] * 5 + [2] * 5)
+    return float((sum(answers).argmax(-1) == labels).double().mean())
+
+
+def test_two_runs(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "e.json"
+    assert main(["evaluate", "ensemble", str(trained.one), str(trained.two), "--out", str(out)]) == 0
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert rows == ["data", "top-1", "one", "two", "together"]
+    found = json.loads(out.read_text())
+    assert found["together"]["top1"] == slow_mean(trained)
+    assert (found["average"], list(found["alone"])) == ("softmax", ["one", "two"])
+    for name in ("one", "two"):
+        single = tmp_path / f"{name}.json"
+        assert main(["evaluate", "accuracy", str(getattr(trained, name)), "--out", str(single)]) == 0
+        assert json.loads(single.read_text())["top1"] == found["alone"][name]["top1"]
+    words = [str(trained.one), str(trained.two), "--average", "logits", "--out", str(out)]
+    assert main(["evaluate", "ensemble", *words]) == 0
+    assert json.loads(out.read_text())["together"]["loss"] != found["together"]["loss"]
+
+
+def test_mistakes_are_one_sentence(trained: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        ([str(trained.one)], "at least two runs"),
+        ([str(trained.one), str(trained.one)], "each named once"),
+        ([str(trained.one), str(trained.mp3)], "no trained classifier"),
+    ):
+        assert main(["evaluate", "ensemble", *words]) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith("situs: ")
+        assert printed.count("\n") == 1
+        assert said in printed

@@ -1,0 +1,90 @@
+"""`situs export`: what a run learned, loadable by timm alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from situs.cli.main import main
+from situs.train.run import load_run, make_eval_loader
+
+ALONE = """
+import sys, timm, torch
+from safetensors.torch import load_file, save_file
+model = timm.create_model("local-dir:" + sys.argv[1], pretrained=True).double().eval()
+images = load_file(sys.argv[2])["images"].double()
+found = {"features": model.forward_features(images), "out": model(images)}
+save_file({name: tensor.detach().contiguous() for name, tensor in found.items()}, sys.argv[3])
+assert not [name for name in sys.modules if name.startswith("situs")]
+"""
+
+
+def with_timm_alone(folder: Path, images: torch.Tensor, room: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import save_file
+
+    save_file({"images": images}, room / "images.safetensors")
+    words = [str(folder), str(room / "images.safetensors"), str(room / "out.safetensors")]
+    subprocess.run([sys.executable, "-c", ALONE, *words], check=True, cwd=room)
+    return load_file(room / "out.safetensors")
+
+
+def test_a_run_goes_to_timm_with_its_story(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(trained.one), "--to", str(tmp_path / "x")]) == 0
+    assert "Load it with timm.create_model" in capsys.readouterr().out
+    loaded = load_run(trained.one)
+    images = next(iter(make_eval_loader(loaded.config))).images
+    found = with_timm_alone(tmp_path / "x", images, tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(found["out"], loaded.method.double().backbone(images.double()))
+    config = json.loads((tmp_path / "x" / "config.json").read_text())
+    assert config["label_names"] == ["dark", "light", "middle"]
+    card = (tmp_path / "x" / "README.md").read_text()
+    assert str(trained.data.parent) not in card
+    assert "running mean (EMA)" in card
+    assert "Updates: 6" in card
+    assert "| accuracy |" in card
+
+
+def test_mp3_goes_without_positions_and_head(trained: Any, tmp_path: Path) -> None:
+    assert main(["export", str(trained.mp3), "--to", str(tmp_path / "x")]) == 0
+    loaded = load_run(trained.mp3)
+    backbone = loaded.method.double().backbone
+    images = next(iter(make_eval_loader(loaded.config))).images
+    found = with_timm_alone(tmp_path / "x", images, tmp_path)
+    with torch.no_grad():
+        features = backbone.encode(backbone.embed(images.double()), None)
+    torch.testing.assert_close(found["features"], torch.cat(features, dim=1))
+    assert "trained without positions" in (tmp_path / "x" / "README.md").read_text()
+
+
+def test_the_weights_themselves_on_request(trained: Any, tmp_path: Path) -> None:
+    assert main(["export", str(trained.one), "--to", str(tmp_path / "x"), "--no-ema"]) == 0
+    checkpoint = load_run(trained.one).run.latest()
+    assert checkpoint is not None
+    name = "backbone.model.head.weight"
+    written = load_file(tmp_path / "x" / "model.safetensors")["head.weight"]
+    assert torch.equal(written, checkpoint.tensors("model")[name])
+    assert not torch.equal(written, checkpoint.tensors("ema")[name])
+
+
+def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    for words, said in (
+        ([str(tmp_path / "none"), "--to", str(tmp_path / "x")], "none"),
+        ([str(trained.one), "--to", str(tmp_path / "full")], "not empty"),
+        ([str(trained.one), "--to", str(tmp_path / "full"), "--force"], "not replaced"),
+    ):
+        assert main(["export", *words]) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith("situs: ")
+        assert printed.count("\n") == 1
+        assert said in printed
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]

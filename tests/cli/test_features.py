@@ -1,0 +1,71 @@
+"""`situs features`: of a run, of its export and of a timm model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from situs.cli.main import main
+from situs.evaluate.features import read_features
+from situs.train.run import load_run, make_eval_loader
+
+NAME = "test_vit"  # timm's own tiny model for tests
+
+
+def test_of_a_run_and_of_its_export(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run.safetensors"
+    assert main(["features", str(trained.mp3), "--out", str(out), "--split", "val"]) == 0
+    assert "15 features of 16 numbers, with labels" in capsys.readouterr().out
+    found, facts = read_features(out)
+    loaded = load_run(trained.mp3)
+    [*batches] = make_eval_loader(loaded.config)
+    backbone = loaded.method.backbone
+    with torch.no_grad():
+        expected = torch.cat([backbone.encode(backbone.embed(b.images), None).patches.mean(1) for b in batches])
+    torch.testing.assert_close(found.features, expected, rtol=1e-5, atol=1e-6)
+    assert found.labels is not None
+    assert found.labels.tolist() == [0] * 5 + [1] * 5 + [2] * 5
+    assert (facts["method"], facts["data"], facts["positions"]) == ("mp3", "data (val)", False)
+    assert str(trained.data.parent) not in str(facts)
+
+    assert main(["export", str(trained.mp3), "--to", str(tmp_path / "x")]) == 0
+    words = ["--data", str(trained.data), "--split", "val", "--out", str(tmp_path / "export.safetensors")]
+    assert main(["features", str(tmp_path / "x"), *words]) == 0
+    torch.testing.assert_close(read_features(tmp_path / "export.safetensors")[0].features, found.features)
+
+
+def test_cls_is_another_pool(trained: Any, tmp_path: Path) -> None:
+    for pool in ("mean", "cls"):
+        assert main(["features", str(trained.one), "--out", str(tmp_path / pool), "--pool", pool]) == 0
+    mean, cls = (read_features(tmp_path / pool)[0] for pool in ("mean", "cls"))
+    assert mean.features.shape == cls.features.shape == (24, 16)
+    assert not torch.allclose(mean.features, cls.features)
+
+
+def test_of_a_timm_name(trained: Any, tmp_path: Path) -> None:
+    words = ["--data", str(trained.data), "--out", str(tmp_path / "x"), "--img-size", "32", "--split", "val"]
+    assert main(["features", NAME, *words, "--weights", "random"]) == 0
+    found, facts = read_features(tmp_path / "x")
+    assert found.features.shape[0] == 15
+    assert (facts["model"], facts["weights"], facts["img_size"]) == (NAME, "random", [32, 32])
+
+
+def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = ["--data", str(trained.data)], ["--out", str(tmp_path / "x")]
+    for words, said in (
+        ([NAME, *data, *out], "(--weights)"),
+        ([NAME, *out, "--weights", "random"], "(--data)"),
+        (["no_such_model", *data, *out, "--weights", "random"], "no_such_model"),
+        ([str(trained.one), *out, "--weights", "random"], "a run brings its own (--weights)"),
+        ([str(trained.one), *out, "--data", str(tmp_path / "none")], "none"),
+        ([str(trained.one), *out, "--split", "middle"], "split"),
+    ):
+        assert main(["features", *words]) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith("situs: ")
+        assert printed.count("\n") == 1
+        assert said in printed
+    assert list(tmp_path.iterdir()) == []
