@@ -223,15 +223,6 @@ def test_seeds_change_the_run(tmp_path: Path) -> None:
     assert not same(a, b)
 
 
-@pytest.mark.slow
-def test_compiled_training_is_eager_training(tmp_path: Path) -> None:
-    config = dataclasses.replace(TRAIN, epochs=2)
-    _, eager, _ = train(tmp_path / "a", config, method=toy())
-    _, compiled, _ = train(tmp_path / "b", dataclasses.replace(config, compile=True), method=toy())
-    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [

@@ -26,10 +26,10 @@ def test_split_keeps_every_sample_once(total: int, count: int) -> None:
     assert [share for _, share in parts] == [size / total for size in sizes]
 
 
-def stepped(accumulate: int, count: int, steps: int = 3, optim: OptimConfig = OPTIM):
+def stepped(accumulate: int, count: int, steps: int = 3, *, compiled: bool = False):
     """(weights, values) after some steps of batches of `count` samples in float64."""
     method = toy(dtype=torch.float64)
-    stepper = Stepper(method, optim, seed=0, precision="fp32", accumulate=accumulate, parallel="ddp", compiled=False)
+    stepper = Stepper(method, OPTIM, seed=0, precision="fp32", accumulate=accumulate, parallel="ddp", compiled=compiled)
     loader = ToyLoader(count=count * steps, batch=count, dtype=torch.float64)
     done = [
         stepper.update(batch, Moment(i, 0, 0.0), 1e-2, ragged=False) for i, batch in enumerate(loader.iterate(0, 0))
@@ -68,3 +68,16 @@ def test_an_update_is_adamw_by_hand() -> None:
         optimizer.step()
     for p, q in zip(method.parameters(), peer.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_an_eager_step() -> None:
+    whole, expected, values = stepped(2, 8)
+    torch._dynamo.utils.counters.clear()
+    compiled, gradients, others = stepped(2, 8, compiled=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    for name, gradient in expected.items():
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-8, atol=1e-10)
+    for p, q in zip(whole.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(values, others)
