@@ -2,7 +2,8 @@
 
     python benchmarks/methods.py --cases supervised mp3:0.3 mp3:0.5 mp3:0.75 mp3:0.9 mae:0.75
 
-A case is METHOD or METHOD:RATIO. The step is `situs.train.step.Stepper`'s: draws, forward, backward, clipping and the
+A case is METHOD or METHOD:RATIO. With --at-once each case compiles in a process of its own, and a lock lets one of
+them be timed at a time. The step is `situs.train.step.Stepper`'s: draws, forward, backward, clipping and the
 fused optimiser, everything that a run does but its data. Each case is warmed up (compilation included) and then timed
 with the device synchronised; img/s is the median of the repeats, with the spread beside it.
 """
@@ -10,8 +11,17 @@ with the device synchronised; img/s is the median of the repeats, with the sprea
 from __future__ import annotations
 
 import argparse
+import fcntl
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,7 +73,9 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
         return time.perf_counter() - began
 
     warm = run(args.warmup)
-    times = [run(args.steps) / args.steps for _ in range(args.repeats)]
+    with alone(args.lock, args.crowd):
+        run(args.warmup)
+        times = [run(args.steps) / args.steps for _ in range(args.repeats)]
     rates = [args.batch / each for each in times]
     return {
         "img/s": statistics.median(rates),
@@ -72,6 +84,31 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
         "GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else float("nan"),
         "warm s": warm,
     }
+
+
+@contextmanager
+def alone(folder: str | None, crowd: int) -> Iterator[None]:
+    """Waits until all `crowd` processes are warm; then lets one in at a time while the others leave the device alone."""
+    if folder is None:
+        yield
+        return
+    (Path(folder) / f"{os.getpid()}.warm").touch()
+    patience = time.monotonic() + 120  # a process that failed must not hold up the others for good
+    while len(list(Path(folder).glob("*.warm"))) < crowd and time.monotonic() < patience:
+        time.sleep(0.05)
+    with (Path(folder) / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def measure_at_once(cases: list[str]) -> dict[str, dict[str, float]]:
+    """Each case in a process of its own, given the words of this command line and one case."""
+    words = [word for word in sys.argv[1:] if word != "--at-once"]
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, *words, "--lock", folder, "--crowd", str(len(cases)), "--cases"]
+        running = {case: subprocess.Popen([*command, case], stdout=subprocess.PIPE, text=True) for case in cases}
+        answers = {case: process.communicate()[0].splitlines() for case, process in running.items()}
+    return {case: json.loads(lines[-1]) for case, lines in answers.items() if lines}
 
 
 def main() -> None:
@@ -89,6 +126,9 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--at-once", action="store_true", help="compile the cases in parallel processes")
+    parser.add_argument("--lock", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--crowd", type=int, default=1, help=argparse.SUPPRESS)
     parser.add_argument("--depth", type=int, default=None, help="fewer blocks, for a dry run")
     args = parser.parse_args()
     args.model_args = {} if args.depth is None else {"depth": args.depth}
@@ -96,8 +136,11 @@ def main() -> None:
     where = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     print(f"{args.model} {args.img_size} px, batch {args.batch}, {args.precision}, compiled {args.compile}, {where}")
     print(f"torch {torch.__version__}")
-    rows = {}
-    for case in args.cases:
+    if args.lock is not None:
+        print(json.dumps(measure(args.cases[0], args)))
+        return
+    rows = measure_at_once(args.cases) if args.at_once else {}
+    for case in () if args.at_once else args.cases:
         rows[case] = measure(case, args)
         print(f"{case}: {rows[case]['img/s']:.0f} img/s", flush=True)
     first = next(iter(rows.values()))

@@ -7,11 +7,14 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+from timm.layers.patch_embed import PatchEmbed
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from situs.backbones.attention import check_blocks, run_block
 from situs.backbones.base import Backbone, Features, Stream, join
 from situs.core.position import PairBias, Positions
+from situs.core.tokens import patchify
 from situs.errors import SitusError
 
 
@@ -33,7 +36,13 @@ class FlatBackbone(Backbone):
 
     def embed(self, x: Tensor) -> Tensor:
         check_images(self.name, x, self.in_chans, self.img_size)
-        return self.model.patch_embed(x).reshape(x.shape[0], -1, self.dim)
+        stem = self.model.patch_embed
+        if type(stem) is not PatchEmbed or stem.proj.kernel_size != stem.proj.stride:
+            return stem(x).reshape(x.shape[0], -1, self.dim)
+        # A kernel as large as its stride sees each patch once: one matrix product, without the layouts that a
+        # convolution asks for on its way there and back.
+        weight = stem.proj.weight.permute(0, 2, 3, 1).flatten(1)
+        return stem.norm(F.linear(patchify(x, stem.proj.kernel_size), weight, stem.proj.bias))
 
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
         places = Positions() if positions is None else positions

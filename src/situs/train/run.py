@@ -141,6 +141,8 @@ def train_run(
         if resume is not None:
             run = RunFolder.open(resume, config, writer=ranks.main)
         loader = make_training_loader(config, ranks)
+        if config.train.compile and ranks.device.type == "cuda":
+            loader.compile()
         speak(loader.describe())
         if (report := loader.source.skip_report()) is not None:
             speak(report)
