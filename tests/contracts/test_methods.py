@@ -37,6 +37,8 @@ PECULIAR: dict[tuple[str, str], dict[str, Any]] = {
     ("mjp", "resnet18"): ONLY_SHUFFLED,
 }
 """(method, backbone) -> settings that this backbone needs beside those above."""
+UNFIT = {("droppos", "swin_tiny_patch4_window7_224")}
+"""Pairs that run at other sizes only: this Swin's 1x2 output has no 2x2 cells. tests/methods has one that does."""
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -45,7 +47,7 @@ def pairs() -> list[tuple[str, str]]:
         for name, fields in BACKBONES.items():
             with torch.device("meta"):
                 refused = set(create_backbone(name, **fields).refusals) & set(kind.needs)
-            if not refused:
+            if not refused and (method, name) not in UNFIT:
                 found.append((method, name))
     return found
 

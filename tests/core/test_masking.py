@@ -11,7 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from situs.core import masking
-from situs.core.masking import BlockRule, block_mask, block_noise_shape, count_of, jigsaw, random_subset
+from situs.core.masking import BlockRule, block_mask, block_noise_shape, count_of, jigsaw, one_of_cells, random_subset
 from situs.core.permutation import is_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of
@@ -293,3 +293,17 @@ def test_block_masks_refuse_what_does_not_fit():
         block_noise_shape((0, 4), 0.5)
     with pytest.raises(SitusError, match=r"must be \[B, \d+\]"):
         block_mask(torch.rand(2, 7), (4, 4), 0.5)
+
+
+def test_one_of_cells_is_fair_and_takes_one_of_each() -> None:
+    noise = uniform(0, 0, torch.arange(4000), "cells", (24,))
+    places = one_of_cells(noise, (4, 6))
+    cells = places // 6 // 2 * 3 + places % 6 // 2
+    assert torch.equal(cells.sort(dim=1).values, torch.arange(6).expand(4000, -1))
+    for share, expected in (
+        (places.flatten().bincount(minlength=24) / 4000, 1 / 4),
+        (cells[:, 0].bincount() / 4000, 1 / 6),
+    ):
+        assert torch.allclose(share, torch.full_like(share, expected), atol=0.04)
+    with pytest.raises(SitusError, match="even number of rows"):
+        one_of_cells(noise[:, :15], (3, 5))

@@ -381,6 +381,51 @@ def test_the_second_task_adds_maes_loss_on_the_hidden_patches() -> None:
     assert float(changed.metrics["pixel_loss"]) != pytest.approx(float(output.metrics["pixel_loss"]), rel=1e-4)
 
 
+def swin_method(**config: Any) -> DropPos:
+    torch.manual_seed(0)
+    args = {"depths": (2, 2, 1, 1), "embed_dim": 24, "window_size": 2, "num_heads": (2, 2, 2, 2)}
+    name = "swin_tiny_patch4_window7_224"
+    backbone = create_backbone(name, img_size=(128, 256), positions="sincos", model_args=args)
+    return DropPos(backbone, DropPosConfig(**(dict(decoder_width=8, decoder_heads=2) | config))).double()
+
+
+def test_swin_sees_one_patch_of_each_cell() -> None:
+    method = swin_method(mae_weight=0.1, mae_depth=1).eval()  # timm gives this Swin a drop path
+    assert (method.grid, method.count, method.visible, method.anchors) == ((4, 8), 32, 8, 2)
+    torch.manual_seed(1)
+    data = Batch(torch.randn(3, 3, 128, 256, dtype=torch.float64), torch.tensor([5, 900, 31]))
+    draws = method.draw(data.ids, seed=0, epoch=0)
+    for row, hidden in zip(draws["visible"].tolist(), draws["hidden"].tolist(), strict=True):
+        assert sorted((place // 16, place % 8 // 2) for place in row) == [(r, c) for r in range(2) for c in range(4)]
+        assert sorted(row + hidden) == list(range(32))
+    output = method(data, draws)
+    assert output.extras["logits"].shape == (3, 6, 32)
+    output.loss.backward()
+    assert method.mask_token.grad is not None and method.mask_token.grad.abs().max() > 0
+    images = data.images.clone()
+    place = int(draws["hidden"][0, 0])
+    top, left = 32 * (place // 8), 32 * (place % 8)
+    images[0, :, top : top + 32, left : left + 32].normal_()
+    assert torch.equal(method(data._replace(images=images), draws).extras["logits"], output.extras["logits"])
+    with pytest.raises(SitusError, match=r"mask_ratio=0\.5: must be 0\.75 on swin"):
+        swin_method(mask_ratio=0.5)
+
+
+def test_swin_learns_places_of_a_few_samples() -> None:
+    method = swin_method(affinity="visible", sigma_start=0.0).float()
+    data = Batch(torch.randn(4, 3, 128, 256), torch.arange(4))
+    draws = method.draw(data.ids, seed=0, epoch=0)
+    optimiser = torch.optim.Adam(method.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(25):
+        loss = method(data, draws).loss
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+
+
 def test_another_sigma_does_not_compile_again() -> None:
     method = make(affinity="full").eval()
     data = batch(method)
@@ -412,6 +457,5 @@ def test_mistakes_are_sentences() -> None:
         make(position_mask_ratio=0.1)
     with pytest.raises(SitusError, match=r"target_grid=\(3, 3\): must have at least 12 places"):
         make(target_grid=(3, 3))
-    swin = create_backbone("swin_tiny_patch4_window7_224", img_size=56, model_args={"depths": (1, 1, 1, 1)})
-    with pytest.raises(SitusError, match="windows"):
-        DropPos(swin, DropPosConfig())
+    with pytest.raises(SitusError, match="no positions to drop: choose sincos"):
+        make(positions="none")

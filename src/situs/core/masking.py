@@ -56,6 +56,21 @@ def random_subset(noise: Tensor, ratio: float, *, flag: str = "--ratio") -> Subs
     return Subset(order[..., :keep], order[..., keep:])
 
 
+def one_of_cells(noise: Tensor, grid: tuple[int, int]) -> Tensor:
+    """One place of each 2x2 cell at random, the cells in random order: noise [B, N] -> places [B, N / 4].
+
+    grid: (h, w), both even.
+    """
+    height, width = grid
+    if height % 2 or width % 2:
+        raise SitusError(f"grid={grid}: must have an even number of rows and of columns to be cut in 2x2 cells")
+    places = torch.arange(height * width, device=noise.device).view(height // 2, 2, width // 2, 2)
+    cells = places.transpose(1, 2).reshape(-1, 4)
+    least, pick = noise[:, cells].min(dim=-1)
+    chosen = cells.expand(noise.shape[0], -1, -1).gather(2, pick.unsqueeze(-1)).squeeze(-1)
+    return chosen.gather(1, least.argsort(dim=1, stable=True))
+
+
 def jigsaw(mask: Tensor, noise: Tensor) -> Tensor:
     """A uniform random permutation of the masked places among themselves; the others stay.
 

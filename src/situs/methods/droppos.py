@@ -6,6 +6,8 @@ others one learned vector instead of a place, and ask a small decoder for each o
 Deviations, each a field of the config: `DropPosConfig.paper()` is the text with its errors mended (the softmax runs
 over all N places, not over the visible ones), `DropPosConfig.official()` what the published code runs. Two of its
 slips are kept in neither: the mask token is never repeated for the batch's count, and accuracy is plain top-1.
+
+On Swin (Table S2) a patch is the image's share behind an output token, and of each 2x2 cell of them one is visible.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.backbones.base import Backbone, Features, join
+from situs.backbones.cells import enable_cells, encode_cells
 from situs.config import check_range, require
-from situs.core.masking import count_of
+from situs.core.masking import count_of, one_of_cells
 from situs.core.position import cut_targets, sincos_2d, smoothed_targets
 from situs.core.random import uniform
-from situs.core.tokens import take
+from situs.core.tokens import mask_of, take
 from situs.errors import SitusError
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.methods.heads import Decoder, position_accuracy
@@ -120,30 +123,48 @@ class DropPos(Method):
 
     places: Tensor
     Config: ClassVar[type[DropPosConfig]] = DropPosConfig
-    needs: ClassVar[tuple[str, ...]] = ("tokens", "take")
+    needs: ClassVar[tuple[str, ...]] = ("tokens",)
 
     def __init__(self, backbone: Backbone, config: DropPosConfig) -> None:
         super().__init__(backbone)
         self.config = config
+        self.grid = backbone.out_grid
+        self.by_cells = "take" in backbone.refusals
+        if self.by_cells:
+            enable_cells(backbone)
+        if not backbone.positions().kinds:
+            raise SitusError(f"{backbone.name} has no positions to drop: choose sincos (--backbone.positions)")
         if self.visible == self.anchors:
             raise SitusError(
-                f"position_mask_ratio={config.position_mask_ratio}: must drop a place; of {backbone.num_tokens} patches"
+                f"position_mask_ratio={config.position_mask_ratio}: must drop a place; of {self.count} patches"
                 f" {self.visible} are visible (--method.position-mask-ratio, --method.mask-ratio)"
             )
         width, heads = config.decoder_width, config.decoder_heads
-        self.decoder = Decoder(backbone.out_dim, width, config.decoder_depth, heads, backbone.num_tokens)
+        self.decoder = Decoder(backbone.out_dim, width, config.decoder_depth, heads, self.count)
         self.mask_token = nn.Parameter(torch.empty(backbone.dim).normal_(std=0.02))
         if config.target_grid is not None:
-            cut_targets(backbone.num_tokens, config.target_grid, 0.0)  # refuses a grid that is too small
+            cut_targets(self.count, config.target_grid, 0.0)  # refuses a grid that is too small
         if config.mae_weight:
-            self.pixel_decoder = Decoder(backbone.out_dim, width, config.mae_depth, heads, backbone.patch_values)
+            values = backbone.patch_values * backbone.num_tokens // self.count
+            self.pixel_decoder = Decoder(backbone.out_dim, width, config.mae_depth, heads, values)
             self.pixel_token = nn.Parameter(torch.empty(width).normal_(std=0.02))
-            self.register_buffer("places", sincos_2d(backbone.grid, width), persistent=False)
+            self.register_buffer("places", sincos_2d(self.grid, width), persistent=False)
+
+    @property
+    def count(self) -> int:
+        """N: how many patches, and places, there are."""
+        return self.grid[0] * self.grid[1]
 
     @property
     def visible(self) -> int:
         """V: how many patches the encoder sees, 49 of 196."""
-        return self._keep(self.backbone.num_tokens, self.config.mask_ratio)
+        seen = self._keep(self.count, self.config.mask_ratio)
+        if self.by_cells and 4 * seen != self.count:
+            raise SitusError(
+                f"mask_ratio={self.config.mask_ratio}: must be 0.75 on {self.backbone.name}, which sees one patch of"
+                " each 2x2 cell (--method.mask-ratio)"
+            )
+        return seen
 
     @property
     def anchors(self) -> int:
@@ -161,7 +182,10 @@ class DropPos(Method):
 
     def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """visible: [B, V], anchors' places first. hidden: [B, N - V], where pixels are asked for. sigma: a scalar."""
-        noise = uniform(seed, epoch, ids, "droppos.mask", (self.backbone.num_tokens,))
+        noise = uniform(seed, epoch, ids, "droppos.mask", (self.count,))
+        if self.by_cells:
+            chosen = mask_of(one_of_cells(noise, self.grid), self.count)
+            noise = torch.where(chosen, noise, noise + 1.0)
         # The visible stand in random order, so their first ones are a fair choice of anchors: one sort for both.
         order = noise.argsort(dim=1, stable=True)
         sigma = sigma_at(self.config, epoch, progress)
@@ -176,8 +200,11 @@ class DropPos(Method):
         tokens, positions = self.backbone.embed(batch.images), self.backbone.positions()
         # Anchors stand in front, so "dropped" is the same slice for every sample, in the decoder and the loss too.
         dropped = torch.arange(self.visible, device=visible.device) >= anchors
-        known = positions.take(visible).forget(dropped, self.mask_token)
-        features = self.backbone.encode(take(tokens, visible), known)
+        if self.by_cells:
+            features = encode_cells(self.backbone, tokens, visible, dropped, self.mask_token)
+        else:
+            known = positions.take(visible).forget(dropped, self.mask_token)
+            features = self.backbone.encode(take(tokens, visible), known)
         logits = self.decoder(join(features), start=self.backbone.num_prefix + anchors)
         weights = None
         if self.config.affinity == "full":
@@ -199,16 +226,16 @@ class DropPos(Method):
 
     def targets(self, sigma: Tensor) -> Tensor:
         """The smoothed target of each place, [N, N]."""
-        config, backbone = self.config, self.backbone
+        config = self.config
         squared, columns = config.distance == "squared", config.target_norm == "columns"
         if config.target_grid is None and not columns:
-            return smoothed_targets(backbone.grid, sigma, squared=squared)
-        grid = config.target_grid or backbone.grid
-        return cut_targets(backbone.num_tokens, grid, sigma, squared=squared, columns=columns)
+            return smoothed_targets(self.grid, sigma, squared=squared)
+        grid = config.target_grid or self.grid
+        return cut_targets(self.count, grid, sigma, squared=squared, columns=columns)
 
     def _pixel_loss(self, images: Tensor, features: Features, visible: Tensor, hidden: Tensor) -> Tensor:
         guesses = decode_pixels(self.pixel_decoder, features, self.pixel_token, self.places, visible, hidden)
-        target = take(patchify_on(images, self.backbone.grid), hidden)
+        target = take(patchify_on(images, self.grid), hidden)
         return reconstruction_loss(guesses, target, normalise=True)
 
     def no_decay(self) -> set[str]:

@@ -1,0 +1,84 @@
+"""A quarter of an image through a hierarchical model: one of each 2x2 cell, so that windows and merges stay whole.
+
+Swin cannot run on free tokens. But of each 2x2 cell of *units* (the image's share behind one output token) one can be
+kept, and the kept ones laid side by side: a grid of half the height and width, dense, on which every window and every
+merge is whole (Li et al., 2022, arXiv 2205.10063, "uniform sampling"). Each output token is then one unit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone, Features, Stream
+from situs.core.position import Positions
+from situs.core.tokens import take
+from situs.errors import SitusError
+
+
+def enable_cells(backbone: Backbone) -> None:
+    """Readies a Swin for `encode_cells`; refuses another model, and sizes at which a window would not be whole."""
+    from situs.backbones.timm import SwinBackbone
+
+    if not isinstance(backbone, SwinBackbone):
+        backbone.require("take")
+    unit, (rows, columns) = _unit(backbone), backbone.out_grid
+    fits = (rows * unit, columns * unit) == backbone.grid and rows % 2 == 0 and columns % 2 == 0
+    for depth, stage in enumerate(backbone.model.layers):
+        sides = [side // 2 // 2**depth for side in backbone.grid]
+        fits = fits and all(
+            side % window == 0 for block in stage.blocks for side, window in zip(sides, block.window_size, strict=True)
+        )
+    if not fits:
+        windows = sorted({window for stage in backbone.model.layers for b in stage.blocks for window in b.window_size})
+        raise SitusError(
+            f"{backbone.name} refuses one patch of each 2x2 cell: half of its {backbone.grid[0]}x{backbone.grid[1]}"
+            f" tokens must be cut by its windows ({', '.join(map(str, windows))}) in every stage; give it twice the"
+            " image it is made for, as 448 pixels for windows of 7 (--data.img-size)"
+        )
+    for stage in backbone.model.layers:
+        for block in stage.blocks:
+            block.dynamic_mask = True  # the mask of shifted windows follows the grid that comes in
+
+
+def encode_cells(backbone: Backbone, tokens: Tensor, units: Tensor, forgotten: Tensor, unknown: Tensor) -> Features:
+    """Features of one unit of each 2x2 cell: patches [B, V, D], in the order of `units`.
+
+    tokens: [B, N, D] of the whole image. units: [B, V] places on `out_grid`, one of each cell, in any order.
+    forgotten: [V] or [B, V] bool, units whose tokens get `unknown` [D] instead of their rows of the table.
+    """
+    columns, unit = backbone.out_grid[1], _unit(backbone)
+    # The model needs the units laid out cell by cell; they are put back into the caller's order afterwards.
+    layout = cell_of(units, columns).argsort(dim=1)
+    laid = units.gather(1, layout)
+    cell, inner = _compact(backbone, tokens.device)
+    there = laid[:, cell]
+    index = (there // columns * unit + inner // unit) * backbone.grid[1] + there % columns * unit + inner % unit
+    where = forgotten.expand_as(units).gather(1, layout)[:, cell]
+    table = backbone.positions().table
+    places = Positions(None if table is None else take(table[None], index)).forget(where, unknown)
+    z = backbone.assemble(take(tokens, index), places).z
+    half = (backbone.grid[0] // 2, backbone.grid[1] // 2)
+    model: Any = backbone.model
+    features = backbone.finish(Stream(model.layers(z.unflatten(1, half)).flatten(1, 2), 0))
+    return Features(features.prefix, take(features.patches, layout.argsort(dim=1)))
+
+
+def cell_of(places: Tensor, columns: int) -> Tensor:
+    """The number of the 2x2 cell in which a place stands, on a grid with `columns` columns, row by row."""
+    return places // columns // 2 * (columns // 2) + places % columns // 2
+
+
+def _unit(backbone: Backbone) -> int:
+    """Tokens along one side of the image's share behind an output token."""
+    return 2 ** (len(backbone.model.layers) - 1)
+
+
+def _compact(backbone: Backbone, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The tokens of the dense half-size grid, row by row: their cells and their numbers within a unit, [N / 4] each."""
+    unit, columns = _unit(backbone), backbone.grid[1] // 2
+    token = torch.arange(backbone.num_tokens // 4, device=device)
+    row, column = token // columns, token % columns
+    return row // unit * (columns // unit) + column // unit, row % unit * unit + column % unit
