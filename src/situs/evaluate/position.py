@@ -45,6 +45,5 @@ def position_accuracy_over(
 def _hits(view: MP3, batch: Batch, seed: int, precision: str) -> Tensor:
     draws = view.draw(batch.ids, seed=seed, epoch=0)
     with autocast(batch.images.device, precision):
-        # By the class: a compiled or sharded forward is bound to the method that the view was taken from.
-        extras = type(view).forward(view, batch, draws).extras
+        extras = view(batch, draws).extras
     return (extras["logits"].argmax(dim=-1) == extras["places"]).sum().double()

@@ -10,7 +10,6 @@ itself, which is biased). CLS is always in the context and bears no loss, so tha
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -65,8 +64,9 @@ class MP3(Method):
 
     def at(self, mask_ratio: float) -> MP3:
         """The same weights with another η, for evaluations."""
-        other = copy.copy(self)
-        other.config = replace(self.config, mask_ratio=mask_ratio)
+        with torch.device("meta"):  # the head made here gives way to this one's, and must draw no random numbers
+            other = MP3(self.backbone, replace(self.config, mask_ratio=mask_ratio))
+        other.position_head, other.training = self.position_head, self.training
         return other
 
     def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:

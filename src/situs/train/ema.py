@@ -37,8 +37,13 @@ class Ema:
     def applied(self) -> Iterator[None]:
         """The model with the mean as its weights, for an evaluation; its own weights come back afterwards."""
         own = [weight.detach().clone() for weight in self.weights]
-        _torch._foreach_copy_(self.weights, self._means)
+        self._put(self._means)
         try:
             yield
         finally:
-            _torch._foreach_copy_(self.weights, own)
+            self._put(own)
+
+    def _put(self, values: list[Tensor]) -> None:
+        # One by one: sharded weights have no copy for all at once.
+        for weight, value in zip(self.weights, values, strict=True):
+            weight.copy_(value)
