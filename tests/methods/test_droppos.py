@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -173,6 +174,25 @@ def test_counts_are_the_papers() -> None:
     assert (paper.at(0.25, 0.95).visible, paper.at(0.25, 0.95).anchors) == (147, 147 - 139)
     assert paper.at(0.0, 1.0).anchors == 0
     assert (paper.visible, paper.anchors) == (49, 13)
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch16_rope_224", "eva02_tiny_patch14_224"])
+@torch.no_grad()
+def test_a_view_at_other_ratios_shares_the_weights(name: str) -> None:
+    side = 14 if "14" in name else 16
+    backbone = create_backbone(name, img_size=(3 * side, 4 * side), model_args={"depth": 1})
+    config = DropPosConfig(decoder_width=8, decoder_heads=2, mae_weight=0.1, mae_depth=1)
+    method = DropPos(backbone, config).eval()
+    state = torch.get_rng_state()
+    view = method.at(0.0, 0.5)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert view.decoder is method.decoder and view.mask_token is method.mask_token and not view.training
+    fresh = DropPos(backbone, replace(config, mask_ratio=0.0, position_mask_ratio=0.5, mae_weight=0.0)).eval()
+    fresh.decoder, fresh.mask_token = method.decoder, method.mask_token
+    data = Batch(torch.randn(2, 3, 3 * side, 4 * side), torch.arange(2))
+    draws = view.draw(data.ids, seed=0, epoch=0)
+    assert torch.equal(view(data, draws).loss, fresh(data, draws).loss)
+    assert (method.visible, view.visible, view.anchors) == (3, 12, 6)
 
 
 def test_visible_and_anchors_are_fair_and_the_samples_own() -> None:

@@ -12,7 +12,6 @@ On Swin (Table S2) a patch is the image's share behind an output token, and of e
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -175,9 +174,11 @@ class DropPos(Method):
         return count_of(1.0 - ratio, count) if self.config.floor_counts else count - count_of(ratio, count)
 
     def at(self, mask_ratio: float, position_mask_ratio: float) -> DropPos:
-        """The same weights at another γ and γ_pos, for evaluations."""
-        other = copy.copy(self)
-        other.config = replace(self.config, mask_ratio=mask_ratio, position_mask_ratio=position_mask_ratio)
+        """The same weights at another γ and γ_pos, for evaluations; only positions are asked for."""
+        config = replace(self.config, mask_ratio=mask_ratio, position_mask_ratio=position_mask_ratio, mae_weight=0.0)
+        with torch.device("meta"):  # what is made here gives way to this one's, and must draw no random numbers
+            other = DropPos(self.backbone, config)
+        other.decoder, other.mask_token, other.training = self.decoder, self.mask_token, self.training
         return other
 
     def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
