@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import Field, dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -29,6 +29,7 @@ from situs.errors import SitusError
 from situs.presets import load_preset
 
 T = TypeVar("T")
+Ground = tuple[str, Callable[[Path], dict[str, Any]]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +47,17 @@ class Recipe:
 class _Configured:
     cls: type[Any]
     run_flag: str | None
+    ground: Ground | None
 
 
-def configured(cls: type[Any], run_flag: str | None = None) -> Any:
+def configured(cls: type[Any], run_flag: str | None = None, ground: Ground | None = None) -> Any:
     """The field of `Args` that holds the resolved config; every field of `cls` needs a default.
 
     run_flag: the flag (as "resume") whose value is a run folder; its config.json then replaces the preset.
+    ground: a flag (as "from") and what makes of its value the tables that lie below the preset.
     """
-    return field(default_factory=cls, kw_only=True, metadata={"situs.configured": _Configured(cls, run_flag)})
+    spec = _Configured(cls, run_flag, ground)
+    return field(default_factory=cls, kw_only=True, metadata={"situs.configured": spec})
 
 
 def parse(args_type: type[T], argv: Sequence[str], prog: str, description: str = "") -> T:
@@ -67,7 +71,7 @@ def parse(args_type: type[T], argv: Sequence[str], prog: str, description: str =
     return args_type(**{f.name: getattr(result, f.name) for f in own})
 
 
-def start_of(cls: type[T], argv: Sequence[str], run_flag: str | None = None) -> T:
+def start_of(cls: type[T], argv: Sequence[str], run_flag: str | None = None, ground: Ground | None = None) -> T:
     """The config before flags: preset < TOML, or a run's own config, with the choices that `argv` names."""
     choices = choices_of(cls)
     preset, toml = _peek(argv, "--preset"), _peek(argv, "--config")
@@ -79,9 +83,11 @@ def start_of(cls: type[T], argv: Sequence[str], run_flag: str | None = None) -> 
             raise SitusError(f"--{run_flag} {run} brings the run's own config: leave out --preset and --config")
         sources.append(str(Path(run) / "config.json"))
         layers = read_json(sources[0])
+    elif ground is not None and (given := _peek(argv, f"--{ground[0]}")) is not None:
+        layers = ground[1](Path(given))
     if preset is not None:
         sources.append(f"preset {preset}")
-        layers = load_preset(preset)
+        layers = merge(layers, load_preset(preset), choices)
     if toml is not None:
         sources.append(toml)
         layers = merge(layers, load_toml(toml), choices)
@@ -93,7 +99,7 @@ def start_of(cls: type[T], argv: Sequence[str], run_flag: str | None = None) -> 
 
 def _layered_type(args_type: type[Any], name: str, spec: _Configured, argv: Sequence[str]) -> type[Any]:
     """`args_type` with the config's start as its default, and one more flag for each choice in the config."""
-    start = start_of(spec.cls, argv, spec.run_flag)
+    start = start_of(spec.cls, argv, spec.run_flag, spec.ground)
     # An empty name keeps the config's own name out of the flags: --batch, not --config.batch.
     whole = (
         name,

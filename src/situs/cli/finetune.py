@@ -1,4 +1,9 @@
-"""situs finetune: a classifier on a pretrained run, with the positions of your choice."""
+"""Train a classifier on a pretrained run, with the positions of your choice.
+
+For example: situs finetune --from runs/mp3 --positions learned --data PATH --out runs/ft
+
+Backbone and image size are the run's own; the log holds top-1 and top-5 on the validation split.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,7 @@ import tyro
 from situs.cli.arguments import configured
 from situs.cli.pretrain import Training, shortened, train
 from situs.errors import SitusError
-from situs.evaluate.finetune import FinetuneConfig, finetune_config
+from situs.evaluate.finetune import FinetuneConfig, finetune_config, images_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +29,10 @@ class Args(Training):
     positions: Literal["learned", "sincos", "relative", "none"] | None = None
     """Positions of the fine-tuned model; by default the run's own, and learned ones after MP3, which has none."""
 
-    validate_every: int = 5
+    validate_every: Annotated[int, tyro.conf.arg(metavar="N")] = 5
     """Epochs between two looks at the validation split."""
 
-    config: FinetuneConfig = configured(FinetuneConfig, run_flag="resume")
+    config: FinetuneConfig = configured(FinetuneConfig, run_flag="resume", ground=("from", images_of))
 
 
 def run(args: Args) -> int:

@@ -1,7 +1,13 @@
-"""situs pretrain: train a method without labels (or with them) from a preset, a TOML file and flags."""
+"""Train a method on your images: a preset, a TOML file and flags, each laid over the one before.
+
+A first run: situs pretrain --preset samples-mp3 --out runs/mp3
+
+On many GPUs: torchrun --nproc-per-node 8 -m situs pretrain and the same flags.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,12 +15,21 @@ from typing import Annotated, Literal
 import tyro
 
 from situs.cli.arguments import Recipe, configured
+from situs.methods import METHODS
+from situs.presets import preset_names
+from situs.train.contract import Result
 from situs.train.run import Hooks, RunConfig, train_run
+
+
+def _preset_help() -> str:
+    return f"A recipe that comes with situs, under every flag you give: {', '.join(preset_names())}."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Recipe):
-    """What every training verb takes; the short flags say what the longer ones below say too."""
+    """What every training verb takes; a short flag here stands for the longer one it names."""
+
+    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help=_preset_help())] = None
 
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """The images: folder, parquet files, WebDataset tars, CIFAR batches, or "samples" for the embedded set."""
@@ -23,25 +38,25 @@ class Training(Recipe):
     """A new folder for the run."""
 
     resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """A run to go on with, after a crash, a Ctrl-C or a full disk; other flags may extend it (--epochs)."""
+    """A run to go on with, after a crash, a Ctrl-C or a full disk; --epochs or --steps makes it longer."""
 
-    epochs: int | None = None
+    epochs: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Passes over the data (--train.epochs)."""
 
-    steps: int | None = None
+    steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Stop after so many updates (--train.max-steps)."""
 
-    batch: int | None = None
+    batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Images a step over all ranks (--data.batch)."""
 
-    seed: int | None = None
-    """Of order, augmentation, draws and initial weights (--train.seed, --data.seed)."""
+    seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Seed of initial weights, draws, order and augmentation (--train.seed, --data.seed)."""
 
     parallel: Literal["ddp", "fsdp"] | None = None
-    """ddp or fsdp, under torchrun (--train.parallel)."""
+    """How torchrun's ranks share the model: a copy each, or sharded (--train.parallel)."""
 
-    device: str | None = None
-    """cpu, cuda or cuda:N; a GPU where there is one."""
+    device: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """cpu, cuda or cuda:N; by default a GPU where there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +96,20 @@ def train(args: Training, config: RunConfig, hooks: Hooks) -> int:
     result = train_run(config, out=args.out, resume=args.resume, device=args.device, hooks=hooks, say=_say)
     if result.interrupted:
         return 130
-    _say(f"done: {result.step} steps in {args.out or args.resume}")
+    if os.environ.get("RANK", "0") == "0":
+        for line in ending(config, result, args.out or args.resume):
+            _say(line)
     return 0
+
+
+def ending(config: RunConfig, result: Result, run: Path | None) -> list[str]:
+    """What was reached and what can be done with it."""
+    told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
+    facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
+    follow = f"situs finetune --from {run} --data PATH --out DIR"
+    if METHODS[config.method_name].needs_labels:
+        follow = f"situs evaluate accuracy {run}"
+    return [f"done: {result.step} steps{facts}; the run is in {run}", f"next: {follow}, or situs export {run} --to DIR"]
 
 
 def _say(line: str) -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from situs.backbones.create import PositionKind
-from situs.config import choice, from_dict
+from situs.config import choice, from_dict, to_dict
 from situs.errors import SitusError
 from situs.methods import METHODS
 from situs.train.checkpoint import read_config
-from situs.train.run import RunConfig
+from situs.train.run import RunConfig, is_run
+
+SAME_IMAGES = ("path", "img_size", "channels", "mean", "std", "crop_share", "workers", "resident", "resident_gib")
+"""Fields of `DataConfig` in which fine-tuning follows the pretraining unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -23,13 +26,13 @@ class FinetuneConfig(RunConfig):
 
 
 def finetune_config(config: RunConfig, source: Path, positions: PositionKind | None) -> RunConfig:
-    """`config` with the backbone and the images of the run at `source`, starting from its weights.
+    """`config` with the backbone of the run at `source`, starting from its weights.
 
     positions: None keeps the run's own, and takes learned ones where its method never used any (MP3).
     """
     if not METHODS[config.method_name].needs_labels:
         raise SitusError(f"method={config.method_name}: fine-tuning needs a method with labels (--method supervised)")
-    pretrained = from_dict(RunConfig, read_config(source), where=f"{source}/config.json")
+    pretrained = recorded(source)
     if positions is None and not sees_positions(pretrained):
         positions = "learned"
     backbone = replace(
@@ -42,6 +45,19 @@ def finetune_config(config: RunConfig, source: Path, positions: PositionKind | N
     )
     data = replace(config.data, channels=pretrained.data.channels)
     return replace(config, backbone=backbone, data=data, init=str(source), init_positions=positions is None)
+
+
+def recorded(source: Path) -> RunConfig:
+    """The config of the run at `source`."""
+    if not is_run(source):
+        raise SitusError(f"{source}: holds no run, there is no config.json with checkpoints beside it (--from)")
+    return from_dict(RunConfig, read_config(source), where=f"{source}/config.json")
+
+
+def images_of(source: Path) -> dict[str, Any]:
+    """The tables that a fine-tuning starts from, below any preset: the images as the run at `source` saw them."""
+    data = to_dict(recorded(source).data)
+    return {"data": {name: data[name] for name in SAME_IMAGES}}
 
 
 def sees_positions(config: RunConfig) -> bool:

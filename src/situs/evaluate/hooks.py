@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from situs.config import check_range
 from situs.data.loader import Loader, make_loader
 from situs.data.sources import open_source
 from situs.data.subset import Subset
@@ -29,24 +30,29 @@ class Validation:
         self.loader, self.every, self.precision = loader, every, precision
 
     def after_step(self, state: RunState) -> None:
-        """Nothing."""
+        """Looks where a run ends in the middle of an epoch."""
+        if state.step == state.total and state.step % state.steps_per_epoch:
+            self._look(state)
 
     def after_epoch(self, state: RunState) -> None:
-        """After every `every` epochs, and after the last."""
-        if (state.epoch + 1) % self.every and state.step < state.total:
-            return
+        """Looks after every `every` epochs, and after the last."""
+        if (state.epoch + 1) % self.every == 0 or state.step == state.total:
+            self._look(state)
+
+    def _look(self, state: RunState) -> None:
         with evaluating(state.method, ema=state.ema):
             found = evaluate_accuracy(state.method.backbone, self.loader, precision=self.precision)
         state.log({"val_top1": found.top1, "val_top5": found.top5, "val_loss": found.loss})
 
 
 def validation_hooks(every: int) -> Hooks:
-    """For `train_run`: one `Validation` on the run's validation split."""
+    """For `train_run`: one `Validation` on the run's validation split, of which each rank takes its part."""
+    check_range("validate_every", every, 1, flag="--validate-every")
 
     def make(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook]:
-        held = make_eval_loader(config, device)
+        held = make_eval_loader(config, device, rank=loader.plan.rank, world=loader.plan.world)
         if held.classes != loader.classes:
-            raise SitusError(f"{config.data.path}: training and validation split have other classes (--data)")
+            raise SitusError(f"{config.data.path}: training and validation split have different classes (--data)")
         return [Validation(held, every, _precision(config, device))]
 
     return make

@@ -42,7 +42,10 @@ def start(device: str | None = None) -> Ranks:
 
     device: "cpu", "cuda" or "cuda:1"; None takes a GPU where there is one.
     """
-    kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    try:
+        kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise SitusError(f"device={device}: must be cpu, cuda or cuda:N (--device)") from None
     if kind.type == "cuda" and not torch.cuda.is_available():
         raise SitusError(f"device={device}: this machine has no CUDA device (--device)")
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:

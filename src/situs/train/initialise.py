@@ -39,7 +39,7 @@ def initialise(backbone: Backbone, source: str, *, positions: bool = True) -> li
     unused = {name for name in state if name not in own and MAY_BE_NEW.match(name)}
     whole = {**{name: own[name] for name in left}, **{k: v for k, v in state.items() if k not in unused}}
     kept = load_weights(backbone, whole, f"init={source}")
-    lines = [f"started from {source}: {len(whole) - len(left)} tensors"]
+    lines = [f"started from {source}: {len(whole) - len({*left, *kept})} tensors"]
     fresh = sorted({*left, *kept})
     if fresh:
         lines.append(f"left as initialised: {', '.join(fresh[:6])}{' …' if len(fresh) > 6 else ''}")

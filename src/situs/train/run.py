@@ -6,6 +6,7 @@ labels) is computed here and never written back.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,10 +110,13 @@ def make_eval_loader(
     path: str | None = None,
     split: str | None = "val",
     batch: int | None = None,
+    rank: int = 0,
+    world: int = 1,
 ) -> Loader:
-    """The set without augmentation, in its own order, as this run's model sees it. Every rank gets all of it."""
-    data = replace(config.data, path=path or config.data.path, split=split, batch=batch or min(1024, config.data.batch))
-    return make_loader(data, None, device)
+    """The set without augmentation, in its own order, as this run's model sees it; all of it, or this rank's part."""
+    size = batch or min(1024, config.data.batch)
+    data = replace(config.data, path=path or config.data.path, split=split, batch=size - size % world)
+    return make_loader(data, None, device, rank=rank, world=world)
 
 
 Hooks = Callable[[RunConfig, Loader, torch.device], Sequence[Hook]]
@@ -133,13 +137,14 @@ def train_run(
     """
     if (out is None) == (resume is None):
         raise SitusError("give a new folder (--out) or a run to go on with (--resume), and not both")
+    if out is not None and is_run(out):  # said before the data is read, which may take minutes
+        raise SitusError(f"{out}: already holds a run; go on with --resume {out} or choose another --out")
     ranks = distributed.start(device)
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     speak = say if ranks.main else lambda _: None
     try:
-        if resume is not None:
-            run = RunFolder.open(resume, config, writer=ranks.main)
+        run = None if resume is None else RunFolder.open(resume, config, writer=ranks.main)
         loader = make_training_loader(config, ranks)
         if config.train.compile and ranks.device.type == "cuda":
             loader.compile()
@@ -147,20 +152,45 @@ def train_run(
         if (report := loader.source.skip_report()) is not None:
             speak(report)
         method = make_method(config, loader.classes)
-        if config.init is not None and resume is None:
+        if config.init is not None and (run is None or _has_no_checkpoint(run)):
             for line in initialise(method.backbone, config.init, positions=config.init_positions):
                 speak(line)
         method.to(ranks.device)
-        if resume is None:
-            assert out is not None
-            run = RunFolder.create(out, config, writer=ranks.main)
+        watching = () if hooks is None else hooks(config, loader, ranks.device)
+        speak(describe(config, method, ranks))
+        if run is not None:
+            return fit(method, loader, config.train, config.optim, run, hooks=watching)
+        assert out is not None
+        run = RunFolder.create(out, config, writer=ranks.main)
+        try:
             if ranks.main and loader.classes is not None:
                 write_text(run.path / CLASSES, json.dumps(list(loader.classes), ensure_ascii=False) + "\n")
-        speak(describe(config, method, ranks))
-        watching = () if hooks is None else hooks(config, loader, ranks.device)
-        return fit(method, loader, config.train, config.optim, run, hooks=watching)
+            return fit(method, loader, config.train, config.optim, run, hooks=watching)
+        except BaseException:
+            if ranks.main:
+                _withdraw(run)
+            raise
     finally:
         distributed.stop()
+
+
+def _has_no_checkpoint(run: RunFolder) -> bool:
+    """Whether a resumed run starts at step 0, and so from `init` again."""
+    told = len(run.notes)
+    found = run.latest()
+    del run.notes[told:]  # the loop looks too, and tells of torn ones then
+    return found is None
+
+
+def _withdraw(run: RunFolder) -> None:
+    """Takes a new run's folder away where nothing was done in it yet, so that the same command can be given again."""
+    done = (run.metrics, run.path / "nan", *run.checkpoints.glob("*"))
+    if not any(path.exists() for path in done):
+        for name in ("config.json", CLASSES):
+            (run.path / name).unlink(missing_ok=True)
+        for folder in (run.checkpoints, run.path):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def describe(config: RunConfig, method: Method, ranks: distributed.Ranks) -> str:
@@ -187,7 +217,9 @@ def load_run(path: str | Path, device: torch.device | str = "cpu", *, ema: bool 
         raise SitusError(f"{path}: the run has no checkpoint yet")
     names = path / CLASSES
     classes = tuple(json.loads(names.read_text(encoding="utf-8"))) if names.exists() else None
-    method = make_method(replace(config, init=None), classes)
+    # The weights are the checkpoint's: the files that the run once started from may be gone.
+    bare = replace(config, init=None, backbone=replace(config.backbone, weights=None))
+    method = make_method(bare, classes)
     load_checkpoint(method, checkpoint, ema=ema)
     return Loaded(config, method.to(device).eval(), run, classes)
 

@@ -1,0 +1,259 @@
+"""A whole run from one config: what follows from the data, what lies in the folder, how it is found again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from situs.config import from_dict, merge, replace_at
+from situs.errors import SitusError
+from situs.train.checkpoint import RunFolder
+from situs.train.run import RunConfig, is_run, load_run, make_eval_loader, make_method, train_run
+
+BASE: dict[str, Any] = {
+    "method": {"name": "mp3", "mask_ratio": 0.5},
+    "backbone": {
+        "name": "vit_tiny_patch16_224",
+        "patch_size": 7,
+        "model_args": {"depth": 1, "embed_dim": 16, "num_heads": 2},
+    },
+    "data": {"path": "samples", "img_size": 28, "channels": 1, "batch": 16},
+    "augment": {"crop": "pad", "pad": 2},
+    "optim": {"lr": 1e-2, "warmup_epochs": 0},
+    "train": {"max_steps": 3, "precision": "fp32", "log_every": 1},
+}
+
+
+def config(**tables: Any) -> RunConfig:
+    return from_dict(RunConfig, merge(BASE, tables, {"method"}))
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    checkpoint = RunFolder.open(run, writer=False).latest()
+    assert checkpoint is not None
+    return checkpoint.tensors("model")
+
+
+def files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- what follows from the config ---------------------------------------------------------------------------
+
+
+def test_channels_classes_and_size_follow_from_the_data() -> None:
+    wide = config(data={"img_size": [28, 42], "channels": 2})
+    method = make_method(wide, ("a", "b", "c"))
+    assert method.backbone.in_chans == 2
+    assert method.backbone.img_size == (28, 42)
+    assert method.backbone.grid == (4, 6)
+    assert method.backbone.model.num_classes == 0  # MP3 has no use for a classifier, labels or not
+
+    supervised = make_method(config(method={"name": "supervised"}), ("a", "b", "c"))
+    assert supervised.backbone.model.num_classes == 3
+    assert supervised.backbone(torch.zeros(2, 1, 28, 28)).shape == (2, 3)
+
+
+def test_the_seed_decides_the_first_weights() -> None:
+    torch.rand(7)
+    first = make_method(config(), None).state_dict()
+    torch.rand(5)
+    again, other = make_method(config(), None).state_dict(), make_method(config(train={"seed": 1}), None).state_dict()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["position_head.weight"], other["position_head.weight"])
+
+
+def test_labels_are_asked_for_where_they_are_needed() -> None:
+    with pytest.raises(SitusError, match=r"^supervised needs labels, and samples has none \(--data\)$"):
+        make_method(config(method={"name": "supervised"}), None)
+    with pytest.raises(SitusError, match=r"img_size=\(14, 14\): must be the data's \(28, 28\) \(--data.img-size\)"):
+        make_method(config(backbone={"img_size": [14, 14]}), None)
+
+
+# --- a run and its folder -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mp3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run") / "mp3"
+    said: list[str] = []
+    result = train_run(config(), out=out, device="cpu", say=said.append)
+    assert (result.step, result.total, result.interrupted) == (3, 3, False)
+    assert said[0].startswith("samples (train): 9000 images of 1 × 28 × 28")
+    assert said[1].startswith("mp3 on vit_tiny_patch16_224: 4 x 4 patches, ")
+    return out
+
+
+def test_a_run_folder_holds_config_classes_log_and_no_pickle(mp3: Path) -> None:
+    held = files(mp3)
+    checkpoint = {f"checkpoints/step-00000003/{name}.safetensors" for name in ("model", "optimizer", "generators")}
+    assert held == {
+        "config.json", "classes.json", "metrics.jsonl", "checkpoints/step-00000003/state.json", *checkpoint,
+    }  # fmt: skip
+    assert from_dict(RunConfig, json.loads((mp3 / "config.json").read_text())) == config()
+    classes = json.loads((mp3 / "classes.json").read_text())
+    assert classes[:2] == ["T-shirt/top", "Trouser"]
+    assert len(classes) == 10
+    records = RunFolder.open(mp3, writer=False).records()
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert all(record["loss"] > 0 for record in records)
+    assert is_run(mp3)
+    assert not is_run(mp3.parent)
+
+
+def test_a_loaded_run_has_the_trained_weights_and_logits(tmp_path: Path) -> None:
+    trained: list[Any] = []
+
+    class Keeper:
+        def after_step(self, state: Any) -> None:
+            trained.append(state.method)
+
+        def after_epoch(self, state: Any) -> None:
+            pass
+
+    own = config(method={"name": "supervised"}, optim={"ema": 0.5})
+    train_run(own, out=tmp_path / "run", device="cpu", hooks=lambda *_: [Keeper()])
+    method = trained[-1].eval()
+    loaded = load_run(tmp_path / "run", ema=False)
+    assert loaded.config == own
+    assert loaded.classes is not None
+    assert len(loaded.classes) == 10
+    assert not loaded.method.training
+    state = method.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in loaded.method.state_dict().items())
+    batch = next(iter(make_eval_loader(own)))
+    assert batch.images.shape == (16, 1, 28, 28)
+    assert torch.equal(loaded.method.backbone(batch.images), method.backbone(batch.images))
+    mean = load_run(tmp_path / "run")  # the mean of the weights, since there is one
+    assert not torch.equal(mean.method.backbone(batch.images), method.backbone(batch.images))
+
+
+def test_a_loaded_run_asks_for_none_of_the_files_it_started_from(mp3: Path, tmp_path: Path) -> None:
+    for name, source in (("init", {"init": str(mp3)}), ("weights", {"backbone": {"weights": str(tmp_path / "w.pt")}})):
+        torch.save(load_run(mp3).method.backbone.model.state_dict(), tmp_path / "w.pt")
+        train_run(config(**source, train={"max_steps": 1}), out=tmp_path / name, device="cpu")
+        gone = json.loads((tmp_path / name / "config.json").read_text())
+        gone["init"] = gone["init"] and str(tmp_path / "gone")
+        (tmp_path / name / "config.json").write_text(json.dumps(gone))
+        (tmp_path / "w.pt").unlink()
+        assert load_run(tmp_path / name).config.train.max_steps == 1
+
+
+def test_a_run_without_a_checkpoint_cannot_be_loaded(tmp_path: Path) -> None:
+    RunFolder.create(tmp_path / "run", config())
+    with pytest.raises(SitusError, match="the run has no checkpoint yet"):
+        load_run(tmp_path / "run")
+
+
+# --- resuming -----------------------------------------------------------------------------------------------
+
+
+def test_a_stopped_and_extended_run_equals_one_that_never_stopped(mp3: Path, tmp_path: Path) -> None:
+    """--steps only cuts the run short here: with a constant rate the schedule does not tell the two apart."""
+    steady = config(optim={"schedule": "constant"}, backbone={"drop_path": 0.3})
+    train_run(steady, out=tmp_path / "cut", device="cpu")
+    longer = replace_at(steady, "train.max_steps", 5)
+    assert train_run(longer, resume=tmp_path / "cut", device="cpu").step == 5
+    train_run(longer, out=tmp_path / "whole", device="cpu")
+    cut, whole = weights(tmp_path / "cut"), weights(tmp_path / "whole")
+    assert cut.keys() == whole.keys()
+    assert [name for name in whole if not torch.equal(cut[name], whole[name])] == []
+    assert not torch.equal(whole["position_head.weight"], weights(mp3)["position_head.weight"])
+    assert json.loads((tmp_path / "cut" / "config.json").read_text())["train"]["max_steps"] == 5
+
+
+def test_more_epochs_go_on_and_say_what_happens_to_the_schedule(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    once = config(data={"batch": 3000}, train={"epochs": 1, "max_steps": None})
+    assert train_run(once, out=tmp_path / "run", device="cpu").step == 3
+    twice = replace_at(once, "train.epochs", 2)
+    assert train_run(twice, resume=tmp_path / "run", device="cpu").step == 6
+    said = capsys.readouterr().err
+    assert "train.epochs: 1 -> 2" in said
+    assert "the run now ends at step 6, not 3: its schedule is computed anew" in said
+    rates = [record["lr"] for record in RunFolder.open(tmp_path / "run").records()]
+    assert rates[3] == pytest.approx(5e-3, rel=1e-3)  # half way down the cosine over six steps
+    assert train_run(twice, resume=tmp_path / "run", device="cpu").step == 6
+    assert "the run is complete; a larger --train.epochs would go on" in capsys.readouterr().err
+
+
+def test_another_config_is_refused_and_nothing_is_touched(mp3: Path) -> None:
+    before = {name: (mp3 / name).read_bytes() for name in files(mp3)}
+    with pytest.raises(SitusError, match="cannot resume with another config: optim.lr was 0.01 and is now 0.02"):
+        train_run(config(optim={"lr": 0.02}), resume=mp3, device="cpu")
+    assert {name: (mp3 / name).read_bytes() for name in files(mp3)} == before
+
+
+def test_a_run_that_died_before_its_first_checkpoint_starts_from_its_init_again(mp3: Path, tmp_path: Path) -> None:
+    own = config(init=str(mp3), optim={"lr": 1e-9}, train={"max_steps": 1})
+    train_run(own, out=tmp_path / "peace", device="cpu")
+    RunFolder.create(tmp_path / "died", own)
+    train_run(own, resume=tmp_path / "died", device="cpu")
+    peace, died = weights(tmp_path / "peace"), weights(tmp_path / "died")
+    assert all(torch.equal(peace[name], died[name]) for name in peace)
+    name = "backbone.model.blocks.0.attn.qkv.weight"
+    torch.testing.assert_close(died[name], weights(mp3)[name], rtol=0, atol=1e-7)
+
+
+# --- a start that is refused --------------------------------------------------------------------------------
+
+
+def test_out_or_resume_and_not_both(mp3: Path, tmp_path: Path) -> None:
+    for given in ({}, {"out": tmp_path / "x", "resume": mp3}):
+        with pytest.raises(SitusError, match=r"\(--out\) or a run to go on with \(--resume\), and not both"):
+            train_run(config(), device="cpu", **given)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_folder_with_a_run_is_refused_before_the_data_is_read(mp3: Path) -> None:
+    absent = config(data={"path": "nowhere"})
+    with pytest.raises(SitusError, match="already holds a run; go on with --resume"):
+        train_run(absent, out=mp3, device="cpu")
+
+
+@pytest.mark.parametrize("where", ["hooks", "method", "loop"])
+def test_a_refused_start_leaves_no_folder(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise SitusError("no")
+
+    def hooks(*_: Any) -> list[Any]:
+        return refuse() if where == "hooks" else []
+
+    if where != "hooks":
+        monkeypatch.setattr("situs.train.run.make_method" if where == "method" else "situs.train.loop._Loop", refuse)
+    with pytest.raises(SitusError, match="no"):
+        train_run(config(), out=tmp_path / "a" / "run", device="cpu", hooks=hooks)
+    assert not (tmp_path / "a" / "run").exists()
+
+
+def test_what_a_failed_run_has_reached_stays(tmp_path: Path) -> None:
+    class Fails:
+        def after_step(self, state: Any) -> None:
+            if state.step == 2:
+                raise RuntimeError("a bug")
+
+        def after_epoch(self, state: Any) -> None:
+            pass
+
+    own = replace(config(), train=replace(config().train, save_every=1, log_every=9))
+    with pytest.raises(RuntimeError, match="a bug"):
+        train_run(own, out=tmp_path / "run", device="cpu", hooks=lambda *_: [Fails()])
+    assert (tmp_path / "run" / "checkpoints" / "step-00000001" / "state.json").is_file()
+    assert train_run(own, resume=tmp_path / "run", device="cpu").step == 3
+
+
+def test_somebody_elses_files_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise SitusError("no")
+
+    (tmp_path / "notes.txt").write_text("mine")
+    monkeypatch.setattr("situs.train.loop._Loop", refuse)
+    with pytest.raises(SitusError, match="no"):
+        train_run(config(), out=tmp_path, device="cpu")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
