@@ -35,6 +35,7 @@ def run(args: Args) -> None:
     progress = _Progress()
     with progress.step("loading torch and timm"):
         from situs.cli.demo_sections import SECTIONS, Stage, summarise
+        from situs.cli.demo_training import show_training
         from situs.report.html import Page
     stage = Stage(
         Page("Situs demo", lead="Position in transformers: what there is to see, on real images, in one page."),
@@ -43,8 +44,9 @@ def run(args: Args) -> None:
         progress.say,
     )
     lines: list[tuple[str, str]] = []
-    for number, (name, section) in enumerate(SECTIONS.items(), start=1):
-        with progress.step(f"{number}/{len(SECTIONS)} {name}"):
+    sections = {**SECTIONS, "MP3, and a classifier with and without it": show_training}
+    for number, (name, section) in enumerate(sections.items(), start=1):
+        with progress.step(f"{number}/{len(sections)} {name}"):
             lines += section(stage)
     summarise(stage, lines)
     path = stage.page.write(args.out / "report.html")

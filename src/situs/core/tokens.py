@@ -66,3 +66,16 @@ def mask_of(index: Tensor, count: int) -> Tensor:
     """The boolean mask of an index: index [B, K] of places -> mask [B, N], True where a place is in the index."""
     mask = index.new_zeros((*index.shape[:-1], count), dtype=index.dtype).bool()
     return mask.scatter(-1, index, True)
+
+
+def put_at(patches: Tensor, places: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Each patch at its place, patches that meet there averaged: what a solved jigsaw puzzle looks like.
+
+    patches: [B, K, ...]; places: [B, K] in [0, count) -> ([B, count, ...], filled [B, count] bool); a place that no
+    patch came to is 0.
+    """
+    batch, _, *tail = patches.shape
+    full = places.view(*places.shape, *(1 for _ in tail)).expand_as(patches)
+    sums = patches.new_zeros(batch, count, *tail).scatter_add(1, full, patches)
+    hits = patches.new_zeros(batch, count).scatter_add(1, places, patches.new_ones(places.shape))
+    return sums / hits.clamp(min=1).view(batch, count, *(1 for _ in tail)), hits > 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from situs.config import check_range, require
@@ -100,14 +101,16 @@ def fit(
     run: RunFolder,
     *,
     hooks: Sequence[Hook] = (),
+    quiet: bool = False,
 ) -> Result:
     """Trains `method`, which is already on its device, or goes on where the run folder's last checkpoint stands.
 
+    quiet: nothing is said; the log file is written all the same.
     Ctrl-C or SIGTERM: the step is finished, a checkpoint written, and `Result.interrupted` is True.
     A loss or gradient that is not finite raises `situs.train.nan.NotFiniteError`.
     """
     with Interrupt() as interrupt:
-        loop = _Loop(method, loader, config, optim, run, hooks, interrupt)
+        loop = _Loop(method, loader, config, optim, run, hooks, interrupt, quiet)
         try:
             return loop.run_all()
         finally:
@@ -140,7 +143,7 @@ class _Loop:
 
     def __init__(
         self, method: Method, loader: Loader, config: TrainConfig, optim: OptimConfig, run: RunFolder,
-        hooks: Sequence[Hook], interrupt: Interrupt,
+        hooks: Sequence[Hook], interrupt: Interrupt, quiet: bool,
     ) -> None:  # fmt: skip
         self.method, self.loader, self.config, self.optim, self.run = method, loader, config, optim, run
         self.hooks, self.interrupt = hooks, interrupt
@@ -161,7 +164,7 @@ class _Loop:
         held = self._resume() if run.resumed else False
         if not held:
             seed_generators(config.seed, self.step)
-        self.log = Log(run, self.step, self.total, config.trackers)
+        self.log = Log(run, self.step, self.total, config.trackers, Console(quiet=True) if quiet else None)
         for note in run.notes:
             self.log.say(note)
         self.began = self.mark = time.perf_counter()

@@ -1,0 +1,202 @@
+"""The demo's training section: MP3 on the embedded images, then a classifier with it and without it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from situs.backbones import BackboneConfig
+from situs.cli.demo_sections import GRID, MODEL, PATCH, PLACES, Lines, Stage
+from situs.core.tokens import patchify, put_at, take, unpatchify
+from situs.data.augment import AugmentConfig
+from situs.data.loader import DataConfig, Loader, make_loader
+from situs.data.sources import open_source
+from situs.data.subset import Subset
+from situs.evaluate.hooks import Validation
+from situs.methods import MP3, Batch, MP3Config, SupervisedConfig
+from situs.methods.base import Method
+from situs.report import figures
+from situs.train.checkpoint import RunFolder
+from situs.train.contract import RunState
+from situs.train.initialise import initialise
+from situs.train.loop import TrainConfig, fit
+from situs.train.optim import OptimConfig
+from situs.train.run import RunConfig, make_method
+
+LABELLED = 1000
+"""Training images whose labels the classifiers see; MP3 sees all of them without."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long the section trains."""
+
+    images: int = 9000
+    epochs: int = 10
+    labelled: int = LABELLED
+    finetune_epochs: int = 24
+
+
+Curve = tuple[list[int], list[float]]
+"""Epochs, and the test accuracy after each."""
+
+QUICK = Length(images=512, epochs=1, labelled=100, finetune_epochs=2)
+
+
+def show_training(stage: Stage) -> Lines:
+    """Pretrains, fine-tunes with and without it, and lets the pretrained model solve jigsaw puzzles."""
+    length = QUICK if stage.quick else Length()
+    section = stage.page.section("MP3 learns where patches were, and that helps")
+    section.text(
+        f"MP3 takes the positions away from all {PLACES} patches of an image, shows a random half of them to the "
+        "others, and asks each patch where it was. No label is needed. Below, a small ViT is trained so on "
+        f"{length.images:,} images; then a classifier learns from {length.labelled:,} labelled ones, once on top of it "
+        "and once from random weights, everything else being equal."
+    )
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
+        pretrained, history = _pretrain(stage, length, Path(folder))
+        curves = {
+            name: _finetune(stage, length, Path(folder), name, source)
+            for name, source in (("after MP3", Path(folder) / "mp3"), ("from random weights", None))
+        }
+    steps = [row["step"] for row in history]
+    right = {
+        "MP3": (steps, [100 * row["position_accuracy"] for row in history]),
+        "chance": (steps, [100 / PLACES for _ in steps]),
+    }
+    drawn = figures.curves(right, "update", "patches placed right, %", title="Pretraining: where was each patch?")
+    section.figure(
+        figures.png(drawn), f"{length.epochs} epochs with a context of half the patches; chance is 1/{PLACES}."
+    )
+    tops = {name: (epochs, [100 * top for top in found]) for name, (epochs, found) in curves.items()}
+    drawn = figures.curves(tops, "epoch", "test images classified right, %", title="Fine-tuning with few labels")
+    section.figure(figures.png(drawn), f"{length.labelled:,} labelled images, the same recipe and order for both.")
+    final = {name: found[-1] for name, (_, found) in curves.items()}
+    section.table(
+        ["classifier", "test accuracy"],
+        [[name, f"{100 * top:.1f} %"] for name, top in final.items()],
+        "On 2,000 test images that neither training saw.",
+    )
+    solved, right_share = _puzzles(stage, pretrained)
+    section.figure(
+        solved,
+        "Jigsaw puzzles of test images: the patches come in random order and without positions; each is put where the "
+        "model thinks it was, and patches that meet are averaged.",
+    )
+    return [
+        ("MP3, patches placed right", f"{100 * history[-1]['position_accuracy']:.1f} % (chance {100 / PLACES:.1f} %)"),
+        ("MP3, puzzles without a mask", f"{100 * right_share:.1f} % of patches right"),
+        *((f"top-1 {name}", f"{100 * top:.1f} %") for name, top in final.items()),
+    ]
+
+
+def _config(stage: Stage, method: Any, **fields: Any) -> RunConfig:
+    return RunConfig(
+        method=method,
+        backbone=BackboneConfig(MODEL, patch_size=PATCH, model_args={"embed_dim": 64, "depth": 3, "num_heads": 4}),
+        data=DataConfig(path="samples", img_size=GRID[0] * PATCH, channels=1, batch=128, seed=stage.seed),
+        augment=AugmentConfig(crop="pad", pad=2),
+        **fields,
+    )
+
+
+def _loader(config: RunConfig, count: int, split: str = "train") -> Loader:
+    source = Subset(open_source("samples", split, channels=1), count)
+    return make_loader(config.data, config.augment if split == "train" else None, source=source)
+
+
+def _pretrain(stage: Stage, length: Length, folder: Path) -> tuple[MP3, list[dict[str, Any]]]:
+    config = _config(
+        stage,
+        MP3Config(mask_ratio=0.5),
+        optim=OptimConfig(lr=2e-3, warmup_epochs=1, min_lr=1e-5, clip=1.0),
+        train=TrainConfig(epochs=length.epochs, log_every=2 if stage.quick else 35, seed=stage.seed),
+    )
+    method = make_method(config, None)
+    assert isinstance(method, MP3)
+    history = _fit(stage, "pretraining", config, method, _loader(config, length.images), folder / "mp3")
+    return method, [row for row in history if "position_accuracy" in row]
+
+
+def _finetune(
+    stage: Stage, length: Length, folder: Path, name: str, source: Path | None
+) -> tuple[list[int], list[float]]:
+    """Epochs and test accuracies."""
+    config = _config(
+        stage,
+        SupervisedConfig(),
+        optim=OptimConfig(lr=1e-3, warmup_epochs=2, clip=1.0),
+        train=TrainConfig(epochs=length.finetune_epochs, log_every=100, seed=stage.seed),
+    )
+    config = replace(config, data=replace(config.data, batch=50))
+    loader = _loader(config, length.labelled)
+    method = make_method(config, loader.classes)
+    if source is not None:
+        initialise(method.backbone, str(source), positions=False)
+    test = _loader(replace(config, data=replace(config.data, batch=500)), 2000, "test")
+    every = max(1, length.finetune_epochs // 6)
+    look = Validation(test, every, "fp32")
+    history = _fit(stage, f"classifier {name}", config, method, loader, folder / name.replace(" ", "-"), look)
+    rows = [row for row in history if "val_top1" in row]
+    return [round(row["epoch"]) for row in rows], [row["val_top1"] for row in rows]
+
+
+def _fit(
+    stage: Stage, what: str, config: RunConfig, method: Method, loader: Loader, folder: Path, *hooks: Any
+) -> list[dict[str, Any]]:
+    """Trains through the engine, quietly, and gives the log."""
+    run = RunFolder.create(folder, config)
+    told = _Told(lambda state: stage.say(f"{what}, epoch {state.epoch + 1} of {config.train.epochs}"))
+    result = fit(method, loader, config.train, config.optim, run, hooks=(*hooks, told), quiet=True)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    method.eval()
+    return run.records()
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A hook that says how far it is, a few times."""
+
+    tell: Callable[[RunState], None]
+
+    def after_step(self, state: RunState) -> None:
+        """Nothing."""
+
+    def after_epoch(self, state: RunState) -> None:
+        epochs = max(1, state.total // state.steps_per_epoch)
+        if (state.epoch + 1) % max(1, epochs // 4) == 0:
+            self.tell(state)
+
+
+@torch.no_grad()
+def _puzzles(stage: Stage, method: MP3) -> tuple[bytes, float]:
+    """A picture of puzzles and their solutions, and the share of patches put right over the test images."""
+    whole = method.at(0.0)
+    config = _config(stage, MP3Config(mask_ratio=0.0))
+    batch = next(iter(_loader(replace(config, data=replace(config.data, batch=500)), 500, "test")))
+    draws = whole.draw(batch.ids, seed=stage.seed, epoch=0)
+    guesses = whole(batch, draws).extras["logits"].argmax(dim=-1)
+    share = float((guesses == draws["order"]).float().mean())
+    images = stage.images[:8]
+    shown = Batch((images - 0.5) / 0.25, torch.arange(len(images)))
+    draws = whole.draw(shown.ids, seed=stage.seed, epoch=1)
+    guesses = whole(shown, draws).extras["logits"].argmax(dim=-1)
+    patches = take(patchify(images, PATCH), draws["order"])
+    solved, _ = put_at(patches, guesses, PLACES)
+    rows: list[Tensor] = [images, unpatchify(patches, GRID, PATCH), unpatchify(solved, GRID, PATCH)]
+    correct = (guesses == draws["order"]).float().mean(dim=1).tolist()
+    titles = [""] * (2 * len(images)) + [f"{100 * each:.0f} % right" for each in correct]
+    picture = figures.image_grid(
+        torch.cat(rows).numpy(),
+        titles,
+        columns=len(images),
+        row_titles=["image", "puzzle", "solution"],
+    )
+    return figures.png(picture), share
