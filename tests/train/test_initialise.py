@@ -103,10 +103,39 @@ def test_other_positions_take_everything_else(kind: Any, tmp_path: Path) -> None
     assert changed == own_names(target) - new - buffers
     assert changed == set(source.model.state_dict()) - unknown - fresh
     state = source.model.state_dict()
-    assert all(torch.equal(target.model.state_dict()[name], state[name]) for name in changed)
+    assert all(torch.equal(target.model.state_dict()[name], state[name]) for name in changed - {"cls_token"})
+    torch.testing.assert_close(prefix(target), prefix(source))
     assert said[0] == f"started from {run}: {len(changed)} tensors"
     told = said[1].removeprefix("left as initialised: ").split(", ")
     assert new <= set(told)
+
+
+def prefix(backbone: Backbone) -> Tensor:
+    """CLS and registers as the blocks see them, with their rows of the table."""
+    empty = torch.zeros(1, backbone.num_tokens, backbone.dim)
+    return backbone.assemble(empty, None).z[:, : backbone.num_prefix].detach()
+
+
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", "vit_base_patch16_reg4_gap_256"]
+)
+@pytest.mark.parametrize("size", [32, 48])
+def test_prefix_tokens_stay_what_they_were(name: str, size: int, tmp_path: Path) -> None:
+    """A table's first rows are added to CLS and its like: they are no place, and a new table must not lose them."""
+
+    def made(seed: int, size: int) -> Backbone:
+        torch.manual_seed(seed)
+        backbone = create_backbone(name, img_size=size, num_classes=0, model_args=SMALL)
+        with torch.no_grad():
+            for parameter in backbone.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        return backbone
+
+    source, target = made(0, 32), made(1, size)
+    table = target.model.pos_embed.detach().clone()
+    initialise(target, str(save_run(tmp_path / "run", MP3(source, MP3Config(0.5)))), positions=False)
+    assert torch.equal(target.model.pos_embed, table)
+    torch.testing.assert_close(prefix(target), prefix(source))
 
 
 def test_positions_may_stay_as_the_model_was_made(tmp_path: Path) -> None:
@@ -201,6 +230,8 @@ def test_a_file_that_does_not_fit_is_one_sentence_and_changes_nothing(tmp_path: 
     assert "of another shape (first: cls_token [1, 1, 32] where the model has [1, 1, 16]" in refusal(
         vit(1), tmp_path / "wide.pth"
     )
+    with pytest.raises(SitusError, match="of another shape"):
+        initialise(vit(1), str(tmp_path / "wide.pth"), positions=False)
     half = {name: value for name, value in vit(0).model.state_dict().items() if "blocks.1" not in name}
     torch.save(half, tmp_path / "half.pth")
     assert "12 missing (first: blocks.1" in refusal(vit(1), tmp_path / "half.pth")

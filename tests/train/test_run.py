@@ -185,7 +185,7 @@ def test_more_epochs_go_on_and_say_what_happens_to_the_schedule(
 
 def test_another_config_is_refused_and_nothing_is_touched(mp3: Path) -> None:
     before = {name: (mp3 / name).read_bytes() for name in files(mp3)}
-    with pytest.raises(SitusError, match="cannot resume with another config: optim.lr was 0.01 and is now 0.02"):
+    with pytest.raises(SitusError, match=r"another config: optim\.lr was 0\.01 and is now 0\.02"):
         train_run(config(optim={"lr": 0.02}), resume=mp3, device="cpu")
     assert {name: (mp3 / name).read_bytes() for name in files(mp3)} == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +24,9 @@ POSITION_PARTS = re.compile(r"(^|\.)(pos_embed|relative_position_bias_table|rel_
 MAY_BE_NEW = re.compile(r"^(head|head_dist|fc|fc_norm|norm)\.")
 """What a model may have that a file has not: a classifier, and the norm of another way of pooling."""
 
+PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
+"""timm's names of them, in the order in which they stand before the patches."""
+
 BACKBONE = "backbone.model."
 
 
@@ -30,10 +34,13 @@ def initialise(backbone: Backbone, source: str, *, positions: bool = True) -> li
     """Puts the weights at `source` into the backbone. Returns what a user should know, a line each.
 
     positions: False leaves them as the model was made, whatever the file holds (fine-tuning with `--positions`).
+    Prefix tokens stay what they were in the file: `cls_token` takes in the difference of its rows in the tables.
     """
     state = {name: value for name, value in _read(source).items() if not METHOD_PARTS.match(name)}
     own = backbone.model.state_dict()
     places = {name for name in {*state, *own} if POSITION_PARTS.search(name)}
+    if not positions or "pos_embed" not in own:
+        state |= _keep_prefix(state, own, backbone)
     state = {name: value for name, value in state.items() if name not in places or (positions and name in own)}
     left = {name for name in own if name not in state and (name in places or MAY_BE_NEW.match(name))}
     unused = {name for name in state if name not in own and MAY_BE_NEW.match(name)}
@@ -44,6 +51,31 @@ def initialise(backbone: Backbone, source: str, *, positions: bool = True) -> li
     if fresh:
         lines.append(f"left as initialised: {', '.join(fresh[:6])}{' …' if len(fresh) > 6 else ''}")
     return lines
+
+
+def _keep_prefix(state: Mapping[str, Tensor], own: Mapping[str, Tensor], backbone: Backbone) -> dict[str, Tensor]:
+    """Prefix tokens (CLS, registers) that stay what they were although the table beneath them is another or gone.
+
+    A model adds the table's first rows to them, so those rows are a part of the tokens and tell no place.
+    """
+    names = [name for name in PREFIX_TOKENS if name in state and name in own]
+    given, new, count = state.get("pos_embed"), own.get("pos_embed"), backbone.num_prefix
+    if given is None or not names or not _has_prefix_rows(given if new is None else new, backbone):
+        return {}
+    fits = new is None or new.shape[-1] == given.shape[-1]
+    if not fits or sum(state[name].shape[1] for name in names) != count:
+        return {}  # which `load_weights` then says
+    rows = given[:, :count] if new is None else given[:, :count] - new[:, :count].to(given)
+    parts = rows.split([state[name].shape[1] for name in names], dim=1)
+    return {name: state[name] + part for name, part in zip(names, parts, strict=True)}
+
+
+def _has_prefix_rows(table: Tensor, backbone: Backbone) -> bool:
+    """Whether a table [1, rows, D] for this model, of its own grid or another that is square, opens with such rows."""
+    rows, patches = table.shape[1], table.shape[1] - backbone.num_prefix
+    if rows == backbone.num_tokens or patches < 1:
+        return False
+    return patches == backbone.num_tokens or math.isqrt(patches) ** 2 == patches
 
 
 def _read(source: str) -> Mapping[str, Tensor]:
