@@ -15,16 +15,23 @@ find_python = for p in python3.11 python3.12 python3.13 python3.14 python3; do \
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --constraint constraints.txt
 
-.PHONY: demo test lint docs wheel clean help
+.PHONY: demo test test-oldest lint docs wheel clean help
 
 help:
-	@echo "make demo | test | lint | docs | wheel | clean"
+	@echo "make demo | test | test-oldest | lint | docs | wheel | clean"
 
 demo: .venv/.installed
 	@$(BIN)/situs demo --out demo
 
 test: .venv/.installed
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+# The same contracts on the oldest timm we support, laid over the installed one for this run alone.
+test-oldest: .venv/.installed
+	@rm -rf .oldest
+	@$(BIN)/python -m pip --disable-pip-version-check install -qq --no-deps --target .oldest timm==1.0.29
+	@PYTHONPATH=.oldest $(BIN)/python -c 'import timm; print("timm", timm.__version__)'
+	@PYTHONPATH=.oldest $(BIN)/python -m pytest -q -n 2 --dist worksteal tests/contracts tests/backbones tests/train/test_export.py
 
 lint: .venv/.installed
 	@$(BIN)/ruff check .
@@ -48,7 +55,7 @@ wheel: .venv/.installed
 	@echo "$(CURDIR)/.wheel-venv/demo/report.html"
 
 clean:
-	rm -rf .venv .wheel-venv build dist demo docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv .wheel-venv .oldest build dist demo docs/_build .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:

@@ -88,7 +88,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
 
 @contextmanager
 def alone(folder: str | None, crowd: int) -> Iterator[None]:
-    """Waits until all `crowd` processes are warm; then lets one in at a time while the others leave the device alone."""
+    """Waits until all `crowd` processes are warm, then lets one in at a time; the others leave the device alone."""
     if folder is None:
         yield
         return

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from situs.backbones.base import Backbone as Backbone
     from situs.backbones.base import Features as Features
     from situs.backbones.base import Stream as Stream
+    from situs.core.jigsaw import jigsaw_images as jigsaw_images
     from situs.core.masking import block_mask as block_mask
     from situs.core.masking import block_noise_shape as block_noise_shape
     from situs.core.masking import jigsaw as jigsaw
@@ -34,9 +35,20 @@ if TYPE_CHECKING:
     from situs.core.tokens import patchify as patchify
     from situs.core.tokens import unpatchify as unpatchify
     from situs.errors import SitusError as SitusError
+    from situs.methods import METHODS as METHODS
+    from situs.methods import create_method as create_method
+    from situs.methods.base import Batch as Batch
+    from situs.methods.base import Method as Method
+    from situs.train.run import load_run as load_run
 
 # Where each public name lives. A new one is a line here and a line above.
 _HOMES = {
+    "load_run": "situs.train.run",
+    "jigsaw_images": "situs.core.jigsaw",
+    "create_method": "situs.methods",
+    "Method": "situs.methods.base",
+    "METHODS": "situs.methods",
+    "Batch": "situs.methods.base",
     "Backbone": "situs.backbones.base",
     "Features": "situs.backbones.base",
     "Positions": "situs.core.position",

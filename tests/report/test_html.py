@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from situs.errors import SitusError
-from situs.report.html import Page, Section, show, write_atomically
+from situs.report.html import Page, Section, show
 
 # A whole PNG of 6 × 4 white pixels, so that sizes can be checked without a drawing library.
 PNG = base64.b64decode(
@@ -178,7 +178,7 @@ def test_interruption_leaves_no_litter(tmp_path: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Path, "replace", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        write_atomically(tmp_path / "a", b"x")
+        Page("p").write(tmp_path / "a")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -90,7 +90,7 @@ def _create(source: Any, config: BackboneConfig) -> Backbone:
             source,
             weights=config.weights,
             img_size=config.img_size,
-            model_args=config.model_args,
+            model_args=_transformers_args(config),
             num_classes=config.num_classes,
         )
     from situs.backbones.timm_create import create_timm, create_timm_folder, wrap_timm
@@ -100,6 +100,17 @@ def _create(source: Any, config: BackboneConfig) -> Backbone:
     if (Path(config.name) / "config.json").is_file():
         return create_timm_folder(Path(config.name), config)
     return create_timm(config)
+
+
+def _transformers_args(config: BackboneConfig) -> dict[str, Any]:
+    """The fields of `config` as entries of a transformers config; what has no entry there is refused."""
+    for name, wish in (("positions", config.positions), ("drop_path", config.drop_path)):
+        if wish:
+            raise SitusError(f"{name}={wish}: transformers models keep their own; timm's take it (--backbone.name)")
+    given = {} if config.patch_size is None else {"patch_size": config.patch_size}
+    if config.in_chans != BackboneConfig.in_chans:
+        given["num_channels"] = config.in_chans
+    return {**given, **config.model_args}
 
 
 def _is_transformers(source: Any) -> bool:

@@ -42,7 +42,7 @@ class FlatBackbone(Backbone):
         # A kernel as large as its stride sees each patch once: one matrix product, without the layouts that a
         # convolution asks for on its way there and back.
         weight = stem.proj.weight.permute(0, 2, 3, 1).flatten(1)
-        return stem.norm(F.linear(patchify(x, stem.proj.kernel_size), weight, stem.proj.bias))
+        return stem.norm(F.linear(patchify(x, stem.patch_size), weight, stem.proj.bias))
 
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
         places = Positions() if positions is None else positions

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
+from situs.backbones.create import PositionKind
 from situs.cli.arguments import configured
 from situs.cli.pretrain import Training, shortened, train
 from situs.errors import SitusError
@@ -26,7 +27,7 @@ class Args(Training):
     source: Annotated[Path | None, tyro.conf.arg(name="from", metavar="RUN")] = None
     """The pretrained run."""
 
-    positions: Literal["learned", "sincos", "relative", "none"] | None = None
+    positions: PositionKind | None = None
     """Positions of the fine-tuned model; by default the run's own, and learned ones after MP3, which has none."""
 
     validate_every: Annotated[int, tyro.conf.arg(metavar="N")] = 5

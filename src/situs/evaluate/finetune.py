@@ -33,7 +33,7 @@ def finetune_config(config: RunConfig, source: Path, positions: PositionKind | N
     if not METHODS[config.method_name].needs_labels:
         raise SitusError(f"method={config.method_name}: fine-tuning needs a method with labels (--method supervised)")
     pretrained = recorded(source)
-    if positions is None and not sees_positions(pretrained):
+    if positions is None and not METHODS[pretrained.method_name].uses_positions(pretrained.method):
         positions = "learned"
     backbone = replace(
         pretrained.backbone,
@@ -58,8 +58,3 @@ def images_of(source: Path) -> dict[str, Any]:
     """The tables that a fine-tuning starts from, below any preset: the images as the run at `source` saw them."""
     data = to_dict(recorded(source).data)
     return {"data": {name: data[name] for name in SAME_IMAGES}}
-
-
-def sees_positions(config: RunConfig) -> bool:
-    """Whether a run's method used the model's positions; MP3 without anchors does not."""
-    return config.method_name != "mp3" or config.method.anchor_ratio > 0

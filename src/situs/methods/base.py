@@ -41,6 +41,7 @@ class Method(nn.Module, ABC):
         for capability in self.needs:
             backbone.require(capability)
         self.backbone = backbone
+        self.config: Any = None
 
     @abstractmethod
     def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
@@ -50,10 +51,15 @@ class Method(nn.Module, ABC):
     def forward(self, batch: Batch, draws: Draws) -> Output:
         """Reads like the paper's figure; pure."""
 
+    @classmethod
+    def uses_positions(cls, config: Any) -> bool:
+        """Whether, under this config, the backbone's own positions take part in training."""
+        return True
+
     @property
     def sees_positions(self) -> bool:
         """Whether the backbone's own positions take part; where not, they mean nothing after training."""
-        return True
+        return self.uses_positions(self.config)
 
     def no_decay(self) -> set[str]:
         """Names of the method's own parameters that weight decay must leave alone (tokens, tables)."""

@@ -56,9 +56,9 @@ class MJP(Method):
         if config.dal != "none":
             self.dal = Dal(backbone, config.dal, config.dal_depth, config.dal_components, config.dal_fit)
 
-    @property
-    def sees_positions(self) -> bool:
-        return self.config.positions
+    @classmethod
+    def uses_positions(cls, config: MJPConfig) -> bool:
+        return config.positions
 
     def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """mask: [B, N] bool. index: [B, N], pixels: [B, P * P], orders as in `core.jigsaw`. dal_weight: λ, a scalar.

@@ -58,9 +58,9 @@ class MP3(Method):
         """M: how many patches serve as keys and values."""
         return self.backbone.num_tokens - count_of(self.config.mask_ratio, self.backbone.num_tokens)
 
-    @property
-    def sees_positions(self) -> bool:
-        return self.config.anchor_ratio > 0
+    @classmethod
+    def uses_positions(cls, config: MP3Config) -> bool:
+        return config.anchor_ratio > 0
 
     def at(self, mask_ratio: float) -> MP3:
         """The same weights with another η, for evaluations."""

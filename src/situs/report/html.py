@@ -15,13 +15,12 @@ from __future__ import annotations
 
 import base64
 import html
-import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from situs.config import write_text
 from situs.errors import SitusError
 from situs.report.style import CSS
 
@@ -115,24 +114,10 @@ class Page:
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(path, self.render().encode())
+            write_text(path, self.render())
         except OSError as error:
             raise SitusError(f"{path}: cannot be written ({error.strerror or error}) (--out)") from error
         return path
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """A reader sees the old file or the new one, never half of one; a failure leaves no temporary file."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    temporary = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        temporary.chmod(0o644)  # mkstemp's own 0600 would hide the file from everybody else
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def show(value: Cell) -> str:
