@@ -27,8 +27,8 @@ class FlatBackbone(Backbone):
         height, width = inner.patch_embed.grid_size
         super().__init__(model, name, (height, width), inner.embed_dim, inner.num_prefix_tokens, len(inner.blocks))
         self.in_chans = inner.patch_embed.proj.in_channels
-        ph, pw = inner.patch_embed.patch_size
-        self.img_size = (height * ph, width * pw)
+        self.patch_size: tuple[int, int] = inner.patch_embed.patch_size
+        self.img_size = (height * self.patch_size[0], width * self.patch_size[1])
 
     def prefix_tokens(self) -> Tensor:
         """The prefix tokens with their own position rows added, [1, p, D]."""
@@ -42,7 +42,7 @@ class FlatBackbone(Backbone):
         # A kernel as large as its stride sees each patch once: one matrix product, without the layouts that a
         # convolution asks for on its way there and back.
         weight = stem.proj.weight.permute(0, 2, 3, 1).flatten(1)
-        return stem.norm(F.linear(patchify(x, stem.patch_size), weight, stem.proj.bias))
+        return stem.norm(F.linear(patchify(x, self.patch_size), weight, stem.proj.bias))
 
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
         places = Positions() if positions is None else positions
