@@ -1,0 +1,206 @@
+"""Writing groups down: what a linear layer, a norm, an attention and an MLP contribute, of whatever library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from situs.errors import SitusError
+from situs.locks.groups import Group, Kind, Member
+
+NORMS = (
+    "LayerNorm",
+    "LayerNormFp32",
+    "RmsNorm",
+    "RmsNormFp32",
+    "SimpleNorm",
+    "SimpleNormFp32",
+    "RMSNorm",
+    "LlamaRMSNorm",
+    "MistralRMSNorm",
+    "Qwen2RMSNorm",
+)
+"""Norms whose statistics do not see an order: a permutation of their input permutes their output."""
+
+
+@dataclass(frozen=True)
+class Projection:
+    """A linear layer, or a stretch [start, start + length) of its outputs."""
+
+    weight: str
+    bias: str | None
+    into: int
+    """Axis of the inputs."""
+    out: int
+    """Axis of the outputs."""
+    start: int = 0
+    length: int | None = None
+    own_bias: bool = False
+    """The bias is a tensor of its own while the weight is a stretch of a larger one."""
+
+
+@dataclass
+class Attention:
+    """What the groups need to know of one attention layer. heads = kv_heads * (queries that share one)."""
+
+    q: Projection
+    k: Projection
+    v: Projection
+    o: Projection
+    heads: int
+    kv_heads: int
+    width: int
+    """Channels of a head."""
+    rotary: bool
+    """Rotated in pairs: its query and key channels cannot move."""
+    head_norms: Sequence[nn.Module] = ()
+    """q- and k-norms over the channels of a head, shared by all heads."""
+    inner_norm: nn.Module | None = None
+    """A norm over all heads' outputs, before the last projection: no part of the residual stream."""
+    gates: Sequence[Projection] = ()
+    """Projections of the residual stream that multiply the heads' outputs."""
+    head_tables: Sequence[Member] = ()
+    """Tensors with one entry for each head beside the projections: bias tables, rotary frequencies."""
+    shared_heads: bool = False
+    """Such a table serves all layers, so that all layers share the order of their heads."""
+
+
+@dataclass
+class _Draft:
+    kind: Kind
+    size: int
+    members: dict[Member, None] = field(default_factory=dict)
+
+
+class Ledger:
+    """Collects members by group; every tensor is named after the module that holds it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.state = model.state_dict()
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._drafts: dict[str, _Draft] = {}
+
+    def groups(self) -> tuple[Group, ...]:
+        """All groups, the residual ones first."""
+        made = [Group(name, d.kind, d.size, tuple(d.members)) for name, d in self._drafts.items()]
+        return tuple(sorted(made, key=lambda group: group.kind != "residual"))
+
+    def open(self, name: str, kind: Kind, size: int) -> None:
+        """A group, where it is not there yet."""
+        draft = self._drafts.setdefault(name, _Draft(kind, size))
+        assert (draft.kind, draft.size) == (kind, size), f"{name} is already {draft.kind} of {draft.size}"
+
+    def add(self, group: str, members: Iterable[Member]) -> None:
+        """Members into an open group."""
+        self._drafts[group].members.update(dict.fromkeys(members))
+
+    def path(self, module: nn.Module, tensor: str) -> str:
+        """The state dict's name of a module's tensor."""
+        return f"{self._names[id(module)]}.{tensor}"
+
+    # --- parts of a block --------------------------------------------------------------------------------------
+
+    def projection(self, layer: Any, start: int = 0, length: int | None = None) -> Projection:
+        """A torch `Linear` ([out, in]) or transformers' `Conv1D` ([in, out])."""
+        kinds = {"Linear": (1, 0), "Conv1D": (0, 1)}
+        kind = type(layer).__name__
+        if kind not in kinds:
+            raise SitusError(f"{self._names[id(layer)]} is a {kind}, not one of: {', '.join(kinds)}")
+        into, out = kinds[kind]
+        bias = self.path(layer, "bias")
+        return Projection(self.path(layer, "weight"), bias if bias in self.state else None, into, out, start, length)
+
+    def reads(self, group: str, p: Projection, outer: int = 1, inner: int = 1) -> None:
+        """The projection's inputs are of this group."""
+        self.add(group, [Member(p.weight, p.into, outer, inner)])
+
+    def writes(self, group: str, p: Projection, outer: int = 1, inner: int = 1) -> None:
+        """The projection's outputs (and its bias) are of this group."""
+        self.add(group, [Member(p.weight, p.out, outer, inner, p.start, p.length)])
+        if p.bias is not None:
+            start, length = (0, None) if p.own_bias else (p.start, p.length)
+            self.add(group, [Member(p.bias, 0, outer, inner, start, length)])
+
+    def norm(self, group: str, layer: nn.Module, outer: int = 1, inner: int = 1) -> None:
+        """The weight and bias of a norm over this group's channels."""
+        if isinstance(layer, nn.Identity):
+            return
+        if type(layer).__name__ not in NORMS:
+            raise SitusError(
+                f"{self._names[id(layer)]} is a {type(layer).__name__}, which is not known to leave an order alone; "
+                f"known: {', '.join(NORMS)}"
+            )
+        self.vectors(group, [self.path(layer, "weight"), self.path(layer, "bias")], outer, inner)
+
+    def vectors(self, group: str, names: Iterable[str], outer: int = 1, inner: int = 1) -> None:
+        """Vectors over this group's channels, where the model has them."""
+        self.add(group, [Member(name, 0, outer, inner) for name in names if name in self.state])
+
+    def mlp(self, block: str, residual: str, up: Sequence[Projection], down: Projection, packed: int = 1) -> str:
+        """Up-projections (one, or gate and value), whatever stands between, and the one down; gives the group's name.
+
+        packed: how many of them lie in one tensor, one after the other.
+        """
+        name, size = f"{block}.mlp", self.state[down.weight].shape[down.into]
+        self.open(name, "hidden", size)
+        for p in up:
+            self.reads(residual, p)
+            self.writes(name, p, outer=packed)
+        self.reads(name, down)
+        self.writes(residual, down)
+        return name
+
+    def attention(self, block: str, residual: str, a: Attention) -> None:
+        """The residual side of an attention layer, and its groups of heads, values and (unrotated) queries."""
+        for p in (a.q, a.k, a.v, *a.gates):
+            self.reads(residual, p)
+        self.writes(residual, a.o)
+        self._heads(block, a)
+        self._values(block, a)
+        if not a.rotary:
+            self._queries(block, a)
+
+    def _heads(self, block: str, a: Attention) -> None:
+        """The order of the kv heads, each with the queries it serves; and of the queries within."""
+        name = "heads" if a.shared_heads else f"{block}.heads"
+        share = a.heads // a.kv_heads
+        per_query = (a.q, *a.gates)
+        if a.kv_heads > 1:
+            self.open(name, "heads", a.kv_heads)
+            for p in per_query:
+                self.writes(name, p, inner=share * a.width)
+            for p in (a.k, a.v):
+                self.writes(name, p, inner=a.width)
+            self.reads(name, a.o, inner=share * a.width)
+            if a.inner_norm is not None:
+                self.norm(name, a.inner_norm, inner=share * a.width)
+            self.add(name, a.head_tables)
+        if share > 1:
+            name = f"{block}.queries"
+            self.open(name, "heads", share)
+            for p in per_query:
+                self.writes(name, p, outer=a.kv_heads, inner=a.width)
+            self.reads(name, a.o, outer=a.kv_heads, inner=a.width)
+            if a.inner_norm is not None:
+                self.norm(name, a.inner_norm, outer=a.kv_heads, inner=a.width)
+
+    def _values(self, block: str, a: Attention) -> None:
+        name = f"{block}.value"
+        self.open(name, "value", a.width)
+        self.writes(name, a.v, outer=a.kv_heads)
+        for p in a.gates:
+            self.writes(name, p, outer=a.heads)
+        self.reads(name, a.o, outer=a.heads)
+        if a.inner_norm is not None:
+            self.norm(name, a.inner_norm, outer=a.heads)
+
+    def _queries(self, block: str, a: Attention) -> None:
+        name = f"{block}.query"
+        self.open(name, "query", a.width)
+        self.writes(name, a.q, outer=a.heads)
+        self.writes(name, a.k, outer=a.kv_heads)
+        for layer in a.head_norms:
+            self.norm(name, layer)
