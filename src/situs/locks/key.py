@@ -1,0 +1,263 @@
+"""Keys: a 256-bit seed in a file of its own, and the permutations that follow from it.
+
+    HKDF(seed; group name, fingerprint of the clear model, random lock id) -> ChaCha20 stream -> Fisher-Yates
+
+The lock id is drawn anew for every lock, so that two models locked with one key, or one model locked twice, share
+nothing. A passphrase wraps the seed: Argon2id makes a key of it, AES-GCM encrypts the seed under that key.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from situs.config import from_dict, to_dict
+from situs.errors import SitusError, missing_extra
+
+VERSION = 1
+SEED_BYTES = 32
+ID_DIGITS = 16
+LARGEST_FILE = 1 << 16
+_WORD = np.uint64(2**64 - 1)
+
+
+@dataclass(frozen=True)
+class Key:
+    """A seed and its public name. The name is derived from the seed and tells nothing about it."""
+
+    seed: bytes = field(repr=False)
+
+    def __post_init__(self) -> None:
+        if len(self.seed) != SEED_BYTES:
+            raise SitusError(f"a seed of {len(self.seed)} bytes: must be {SEED_BYTES} (--key)")
+
+    @property
+    def id(self) -> str:
+        """How manifests name this key, 16 hexadecimal digits."""
+        return self.subkey("key id").hex()[:ID_DIGITS]
+
+    def subkey(self, purpose: str, *parts: str) -> bytes:
+        """A key of 32 bytes for one purpose: HKDF-SHA256, each part behind its length so that none runs into another."""
+        try:
+            from cryptography.hazmat.primitives.hashes import SHA256
+            from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+        except ImportError as error:
+            raise missing_extra("cryptography", "locks", "a key") from error
+        words = [text.encode() for text in (f"situs {purpose} {VERSION}", *parts)]
+        info = b"".join(len(word).to_bytes(4, "big") + word for word in words)
+        return HKDF(algorithm=SHA256(), length=32, salt=None, info=info).derive(self.seed)
+
+
+# --- the file -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """How a passphrase wraps the seed: Argon2id's salt and costs (memory in KiB), AES-GCM's nonce."""
+
+    salt: str
+    nonce: str
+    passes: int = 3
+    memory: int = 65536
+    lanes: int = 4
+
+    def __post_init__(self) -> None:
+        # The costs are read from a file: without a ceiling, a file could ask for all memory there is.
+        allowed = 1 <= self.passes <= 100 and 1 <= self.lanes <= 64 and 8 * self.lanes <= self.memory <= 1 << 22
+        if not allowed or len(_decode(self.salt)) < 16 or len(_decode(self.nonce)) != 12:
+            raise SitusError("its passphrase settings are out of range")
+
+
+@dataclass(frozen=True)
+class KeyFile:
+    """What a key file holds. seed: base64, plain or wrapped."""
+
+    version: int
+    id: str
+    seed: str
+    passphrase: Wrapping | None = None
+
+
+def new_key(path: str | Path, passphrase: str | None = None) -> Key:
+    """Draws a seed and writes it to a new file that only its owner may read (mode 0600)."""
+    path = Path(path)
+    key = Key(secrets.token_bytes(SEED_BYTES))
+    if passphrase is None:
+        held = KeyFile(VERSION, key.id, _encode(key.seed))
+    else:
+        wrapping = Wrapping(_encode(secrets.token_bytes(16)), _encode(secrets.token_bytes(12)))
+        sealed = _cipher(passphrase, wrapping).encrypt(_decode(wrapping.nonce), key.seed, key.id.encode())
+        held = KeyFile(VERSION, key.id, _encode(sealed), wrapping)
+    _write_private(path, json.dumps(to_dict(held), indent=2) + "\n")
+    return key
+
+
+def load_key(path: str | Path, passphrase: str | None = None) -> Key:
+    """The key in a file that `new_key` wrote; refuses a file that others may read."""
+    path = Path(path)
+    held = _read(path)
+    seed = _decode(held.seed)
+    if held.passphrase is not None:
+        if not passphrase:
+            raise SitusError(f"{path}: this key has a passphrase (--passphrase, or SITUS_PASSPHRASE)")
+        seed = _unwrap(path, held, held.passphrase, passphrase)
+    if len(seed) != SEED_BYTES or Key(seed).id != held.id:
+        raise SitusError(f"{path}: its seed and its id do not belong together: the file was altered (--key)")
+    return Key(seed)
+
+
+def needs_passphrase(path: str | Path) -> bool:
+    """Whether `load_key` will want a passphrase."""
+    return _read(Path(path)).passphrase is not None
+
+
+def _read(path: Path) -> KeyFile:
+    try:
+        mode = path.stat().st_mode
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_FILE + 1)
+    except OSError as error:
+        raise SitusError(f"{path}: the key cannot be read: {(error.strerror or str(error)).lower()} (--key)") from None
+    if os.name == "posix" and stat.S_IMODE(mode) & 0o077:
+        raise SitusError(f"{path}: others may read this key (mode {stat.S_IMODE(mode):04o}): chmod 600 it first (--key)")
+    try:
+        if len(raw) > LARGEST_FILE:
+            raise SitusError("too large")
+        tables = json.loads(raw)
+        version = tables["version"] if isinstance(tables, dict) and "version" in tables else None
+        if version != VERSION or isinstance(version, bool):
+            raise SitusError(f"version {version!r:.40}, this Situs reads version {VERSION}")
+        held = from_dict(KeyFile, tables)
+        _decode(held.seed)
+    except (SitusError, ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, SitusError) else "no valid JSON"
+        raise SitusError(f"{path}: no key file of situs key new: {reason[:200]} (--key)") from None
+    return held
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Writes a file that is never, not even half written, readable by others, and never replaces one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(aside, path)  # unlike a rename, it refuses to take the place of a key that is there
+    except FileExistsError:
+        raise SitusError(f"{path}: exists already, and a key is never overwritten (--out)") from None
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise SitusError(f"{path}: the key could not be written: {reason} (--out)") from error
+    finally:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
+
+
+def _cipher(passphrase: str, wrapping: Wrapping) -> Any:
+    try:
+        from argon2.low_level import Type, hash_secret_raw
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError as error:
+        raise missing_extra(error.name or "argon2-cffi", "locks", "a passphrase") from error
+    secret = hash_secret_raw(
+        passphrase.encode(),
+        _decode(wrapping.salt),
+        time_cost=wrapping.passes,
+        memory_cost=wrapping.memory,
+        parallelism=wrapping.lanes,
+        hash_len=32,
+        type=Type.ID,
+    )
+    return AESGCM(secret)
+
+
+def _unwrap(path: Path, held: KeyFile, wrapping: Wrapping, passphrase: str) -> bytes:
+    from cryptography.exceptions import InvalidTag
+
+    cipher = _cipher(passphrase, wrapping)
+    try:
+        return cipher.decrypt(_decode(wrapping.nonce), _decode(held.seed), held.id.encode())
+    except InvalidTag:
+        raise SitusError(f"{path}: the passphrase is wrong, or the file was altered (--passphrase)") from None
+
+
+def _encode(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+def _decode(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except ValueError:
+        raise SitusError("it holds text that is no base64") from None
+
+
+# --- permutations -------------------------------------------------------------------------------------------
+
+
+class Sized(Protocol):
+    """What `derive` needs of a group."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+
+
+def derive(key: Key, groups: Iterable[Sized], fingerprint: str, lock_id: str) -> dict[str, Tensor]:
+    """The permutation of each group: group name -> [size] int64 (gather convention y[i] = x[p[i]])."""
+    return {
+        group.name: torch.from_numpy(fisher_yates(group.size, _stream(key, group.name, fingerprint, lock_id)))
+        for group in groups
+    }
+
+
+def fisher_yates(size: int, draw: Callable[[int], np.ndarray]) -> np.ndarray:
+    """A permutation of range(size), each of the size! equally likely: [size] int64.
+
+    draw: count -> that many independent uniform words, uint64. Step i wants a number below i + 1; a word from the
+    incomplete last multiple of i + 1 below 2^64 would favour the small ones, so such a word is drawn again.
+    """
+    spans = np.arange(size, 1, -1, dtype=np.uint64)
+    chosen = np.zeros(len(spans), dtype=np.int64)
+    pending = np.arange(len(spans))
+    while len(pending):
+        words, span = draw(len(pending)), spans[pending]
+        incomplete = (_WORD % span + np.uint64(1)) % span
+        good = words <= _WORD - incomplete
+        chosen[pending[good]] = (words % span)[good]
+        pending = pending[~good]
+    order = list(range(size))
+    for i, j in zip(range(size - 1, 0, -1), chosen.tolist(), strict=True):
+        order[i], order[j] = order[j], order[i]
+    return np.array(order, dtype=np.int64)
+
+
+def _stream(key: Key, group: str, fingerprint: str, lock_id: str) -> Callable[[int], np.ndarray]:
+    """The words of one group: ChaCha20's stream under a key that is used for nothing else."""
+    secret = key.subkey("permutation", group, fingerprint, lock_id)
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
+    stream = Cipher(ChaCha20(secret, bytes(16)), mode=None).encryptor()
+    return lambda count: np.frombuffer(stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64)
+
+
+def sha256(data: Any) -> str:
+    """The SHA-256 of bytes, in hexadecimal."""
+    return hashlib.sha256(data).hexdigest()

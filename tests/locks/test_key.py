@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import itertools
+import json
+import os
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from situs.errors import SitusError
+from situs.locks.key import Key, derive, fisher_yates, load_key, needs_passphrase, new_key
+
+pytest.importorskip("cryptography")
+
+KEY = Key(bytes(range(32)))
+
+
+@dataclass(frozen=True)
+class G:
+    name: str
+    size: int
+
+
+# --- the file -----------------------------------------------------------------------------------------------
+
+
+def test_file_holds_the_seed_for_its_owner_alone(tmp_path):
+    path = tmp_path / "owner.key"
+    key = new_key(path)
+    assert os.stat(path).st_mode & 0o777 == 0o600
+    assert load_key(path) == key and not needs_passphrase(path)
+    held = json.loads(path.read_text())
+    assert base64.b64decode(held["seed"]) == key.seed and held["id"] == key.id and held["version"] == 1
+    assert list(tmp_path.iterdir()) == [path]
+    assert new_key(tmp_path / "second.key").seed != key.seed
+    assert key.seed.hex() not in repr(key) and repr(key.seed) not in repr(key)
+
+
+def test_passphrase_wraps_the_seed(tmp_path):
+    path = tmp_path / "owner.key"
+    key = new_key(path, "correct horse")
+    assert needs_passphrase(path)
+    assert base64.b64encode(key.seed).decode() not in path.read_text()
+    assert load_key(path, "correct horse") == key
+    with pytest.raises(SitusError, match="passphrase is wrong"):
+        load_key(path, "correct hors")
+    with pytest.raises(SitusError, match="has a passphrase"):
+        load_key(path)
+
+
+def test_a_key_is_never_overwritten(tmp_path):
+    path = tmp_path / "owner.key"
+    key = new_key(path)
+    with pytest.raises(SitusError, match="never overwritten"):
+        new_key(path)
+    assert load_key(path) == key
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
+def test_a_key_that_others_may_read_is_refused(tmp_path):
+    path = tmp_path / "owner.key"
+    new_key(path)
+    path.chmod(0o644)
+    with pytest.raises(SitusError, match="0644.*chmod 600"):
+        load_key(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(version=0), "version 0, this Situs reads version 1"),
+        (dict(version=True), "version True"),
+        (dict(id="0" * 16), "do not belong together"),
+        (dict(seed="AAAA"), "do not belong together"),
+        (dict(seed="§"), "base64"),
+        (dict(seed=5), "seed"),
+        (dict(extra=1), "unknown key"),
+        (dict(passphrase=dict(salt="AAAA", nonce="AAAA")), "out of range"),
+    ],
+)
+def test_altered_file_is_refused(tmp_path, change, said):
+    path = tmp_path / "owner.key"
+    new_key(path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(SitusError, match=said):
+        load_key(path, "x")
+
+
+def test_costs_in_the_file_have_a_ceiling(tmp_path):
+    path = tmp_path / "owner.key"
+    new_key(path, "x")
+    held = json.loads(path.read_text())
+    for field, value in (("memory", 1 << 30), ("passes", 10**6), ("lanes", 0)):
+        path.write_text(json.dumps(held | {"passphrase": held["passphrase"] | {field: value}}))
+        with pytest.raises(SitusError, match="out of range"):
+            load_key(path, "x")
+
+
+@given(st.binary(max_size=200))
+@settings(max_examples=100, deadline=None)
+def test_no_bytes_crash_the_reader(tmp_path_factory, raw):
+    path = tmp_path_factory.mktemp("keys") / "owner.key"
+    path.touch(0o600)
+    path.write_bytes(raw)
+    with pytest.raises(SitusError):
+        load_key(path)
+
+
+def test_missing_file():
+    with pytest.raises(SitusError, match="cannot be read"):
+        load_key("nowhere/owner.key")
+
+
+# --- permutations -------------------------------------------------------------------------------------------
+
+
+def words_of(*values: int):
+    """A source of words that are given, as many as asked for."""
+    source = iter(values)
+    return lambda count: np.array(list(itertools.islice(source, count)), dtype=np.uint64)
+
+
+def test_every_permutation_equally_often():
+    """All words that matter, once each: with words below 4 * 3 * 2, every one of 24 permutations comes equally often."""
+    counts = Counter(
+        tuple(fisher_yates(4, words_of(a, b, c)).tolist())
+        for a, b, c in itertools.product(range(4), range(3), range(2))
+    )
+    assert len(counts) == 24 and set(counts.values()) == {1}
+
+
+def test_a_word_of_the_incomplete_multiple_is_drawn_again():
+    # 2^64 = 1 mod 3: the word 2^64 - 1 alone would favour 0. 2^64 = 0 mod 4 and mod 2: nothing is redrawn there.
+    top = 2**64 - 1
+    redrawn = fisher_yates(4, words_of(1, top, 0, 2))
+    assert redrawn.tolist() == fisher_yates(4, words_of(1, 2, 0)).tolist()
+    assert redrawn.tolist() != fisher_yates(4, words_of(1, top % 3, 0)).tolist()
+    assert fisher_yates(3, words_of(top - 1, 0)).tolist() == fisher_yates(3, words_of((top - 1) % 3, 0)).tolist()
+
+
+def slow(key: Key, group: G, fingerprint: str, lock_id: str) -> list[int]:
+    """HKDF by RFC 5869, ChaCha20 by RFC 8439, Fisher-Yates one step at a time: nothing of the code under test."""
+    words = [text.encode() for text in ("situs permutation 1", group.name, fingerprint, lock_id)]
+    info = b"".join(len(word).to_bytes(4, "big") + word for word in words)
+    pseudorandom = hmac.new(bytes(32), key.seed, hashlib.sha256).digest()
+    secret = hmac.new(pseudorandom, info + b"\x01", hashlib.sha256).digest()
+    stream = b"".join(chacha_block(secret, counter) for counter in range(-(-group.size // 8)))
+    order = list(range(group.size))
+    for step, i in enumerate(range(group.size - 1, 0, -1)):
+        word = int.from_bytes(stream[8 * step : 8 * step + 8], "little")
+        assert word < 2**64 - 2**64 % (i + 1)
+        j = word % (i + 1)
+        order[i], order[j] = order[j], order[i]
+    return order
+
+
+def chacha_block(secret: bytes, counter: int) -> bytes:
+    def turn(x: int, by: int) -> int:
+        return ((x << by) | (x >> (32 - by))) & 0xFFFFFFFF
+
+    def quarter(s: list[int], a: int, b: int, c: int, d: int) -> None:
+        for into, add, mix, by in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+            s[into] = (s[into] + s[add]) & 0xFFFFFFFF
+            s[mix] = turn(s[mix] ^ s[into], by)
+
+    start = [0x61707865, 0x3320646E, 0x79622D32, 0x6B206574]
+    start += [int.from_bytes(secret[4 * i : 4 * i + 4], "little") for i in range(8)] + [counter, 0, 0, 0]
+    s = list(start)
+    for _ in range(10):
+        for i in range(4):
+            quarter(s, i, 4 + i, 8 + i, 12 + i)
+        for i in range(4):
+            quarter(s, i, 4 + (i + 1) % 4, 8 + (i + 2) % 4, 12 + (i + 3) % 4)
+    return b"".join(((x + y) & 0xFFFFFFFF).to_bytes(4, "little") for x, y in zip(s, start, strict=True))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 17, 768])
+def test_derive_is_hkdf_chacha_fisher_yates(size):
+    group = G("blocks.3.mlp", size)
+    got = derive(KEY, [group], "ab" * 32, "cd" * 16)["blocks.3.mlp"]
+    assert got.dtype == torch.int64
+    assert got.tolist() == slow(KEY, group, "ab" * 32, "cd" * 16)
+
+
+def test_two_models_under_one_key_share_nothing():
+    """Fixed points between unrelated permutations are Poisson with mean 1: 20 would happen once in 10^18."""
+    group = G("residual", 768)
+    base = derive(KEY, [group, G("other", 768)], "a" * 64, "b" * 32)
+    others = [
+        base["other"],
+        derive(KEY, [group], "c" * 64, "b" * 32)["residual"],  # another model
+        derive(KEY, [group], "a" * 64, "d" * 32)["residual"],  # the same one, locked again
+        derive(Key(bytes(32)), [group], "a" * 64, "b" * 32)["residual"],  # another key
+    ]
+    for other in others:
+        assert (base["residual"] == other).sum() < 20
+        assert (base["residual"][other].argsort() == torch.arange(768)).sum() < 20
+
+
+def test_parts_of_the_derivation_do_not_run_into_each_other():
+    assert KEY.subkey("p", "ab", "c") != KEY.subkey("p", "a", "bc")
+    assert KEY.subkey("p", "a") != KEY.subkey("pa") and KEY.subkey("p") != KEY.subkey("p", "")
+
+
+@given(st.integers(1, 300), st.text(max_size=20))
+@settings(max_examples=50, deadline=None)
+def test_derived_are_permutations(size, name):
+    assert sorted(derive(KEY, [G(name, size)], "", "")[name].tolist()) == list(range(size))
+
+
+def test_hundreds_of_groups_in_a_second():
+    groups = [G(f"blocks.{i}.mlp", 8192) for i in range(50)] + [G(f"blocks.{i}.heads", 768) for i in range(300)]
+    start = time.process_time()
+    derive(KEY, groups, "a" * 64, "b" * 32)
+    assert time.process_time() - start < 1.0
