@@ -99,8 +99,9 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
 
 
 def make_training_loader(config: RunConfig, ranks: distributed.Ranks) -> Loader:
-    """This rank's part of the augmented training set."""
-    return make_loader(config.data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world)
+    """This rank's part of the augmented training set; its augmentation is compiled where the method is."""
+    loader = make_loader(config.data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world)
+    return loader.compile() if config.train.compile and ranks.device.type == "cuda" else loader
 
 
 def make_eval_loader(
@@ -146,11 +147,8 @@ def train_run(
     try:
         run = None if resume is None else RunFolder.open(resume, config, writer=ranks.main)
         loader = make_training_loader(config, ranks)
-        if config.train.compile and ranks.device.type == "cuda":
-            loader.compile()
         speak(loader.describe())
-        if (report := loader.source.skip_report()) is not None:
-            speak(report)
+        told = _tell_skipped(loader, 0, speak)
         method = make_method(config, loader.classes)
         if config.init is not None and (run is None or _has_no_checkpoint(run)):
             for line in initialise(method.backbone, config.init, positions=config.init_positions):
@@ -158,20 +156,29 @@ def train_run(
         method.to(ranks.device)
         watching = () if hooks is None else hooks(config, loader, ranks.device)
         speak(describe(config, method, ranks))
-        if run is not None:
-            return fit(method, loader, config.train, config.optim, run, hooks=watching)
-        assert out is not None
-        run = RunFolder.create(out, config, writer=ranks.main)
+        if run is None:
+            assert out is not None
+            run = RunFolder.create(out, config, writer=ranks.main)
         try:
-            if ranks.main and loader.classes is not None:
+            if ranks.main and not run.resumed and loader.classes is not None:
                 write_text(run.path / CLASSES, json.dumps(list(loader.classes), ensure_ascii=False) + "\n")
-            return fit(method, loader, config.train, config.optim, run, hooks=watching)
+            result = fit(method, loader, config.train, config.optim, run, hooks=watching)
         except BaseException:
-            if ranks.main:
+            if ranks.main and not run.resumed:
                 _withdraw(run)
             raise
+        _tell_skipped(loader, told, speak)  # a streamed set is read while it is trained on
+        return result
     finally:
         distributed.stop()
+
+
+def _tell_skipped(loader: Loader, told: int, speak: Callable[[str], None]) -> int:
+    """Says how many images were broken, where they are more than `told`; gives their number."""
+    found = len(loader.source.skipped)
+    if found > told:
+        speak(str(loader.source.skip_report()))
+    return found
 
 
 def _has_no_checkpoint(run: RunFolder) -> bool:

@@ -1,0 +1,77 @@
+"""`situs finetune`: as the README gives it, on a run alone, with every kind of position, and its mistakes."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from situs.cli.main import main
+from situs.train.checkpoint import RunFolder
+from situs.train.run import load_run
+
+QUICK = ["--device", "cpu", "--batch", "12", "--data.workers", "0", "--steps", "3", "--optim.warmup-epochs", "0"]
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main(["finetune", *words]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("situs: ")
+    assert said.count("\n") == 1
+    return said.removeprefix("situs: ").rstrip("\n")
+
+
+def test_a_run_and_a_folder_are_enough(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Images, their size and the model are the pretrained run's; only the training is asked for."""
+    out = tmp_path / "ft"
+    assert main(["finetune", "--from", str(trained.mp3), "--out", str(out), *QUICK]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert "24 images of 3 × 8 × 8" in lines[0]
+    assert lines[1].startswith(f"started from {trained.mp3}: ")
+    assert lines[2] == "left as initialised: head.bias, head.weight, pos_embed"
+    assert re.match(r"done: 3 steps, loss .*, accuracy .*, val top1 [\d.]+, val top5 1, val loss", lines[-2])
+    assert lines[-1] == f"next: situs evaluate accuracy {out}, or situs export {out} --to DIR"
+    config = json.loads((out / "config.json").read_text())
+    assert (config["data"]["path"], config["data"]["img_size"]) == (str(trained.data), 8)
+    assert config["backbone"]["positions"] == "learned"
+    assert config["method"]["name"] == "supervised"
+    assert load_run(out).classes == ("dark", "light", "middle")
+
+
+@pytest.mark.parametrize("positions", ["learned", "sincos", "relative", "none"])
+def test_every_kind_of_position_can_be_asked_for(positions: str, trained: Any, tmp_path: Path) -> None:
+    words = ["--from", str(trained.mp3), "--positions", positions, "--data", str(trained.data), *QUICK]
+    assert main(["finetune", *words, "--out", str(tmp_path / "ft")]) == 0
+    loaded = load_run(tmp_path / "ft")
+    kinds = {"learned": {"table"}, "sincos": {"table"}, "relative": {"bias"}, "none": set()}
+    assert set(loaded.method.backbone.positions().kinds) == kinds[positions]
+    assert main(["evaluate", "accuracy", str(tmp_path / "ft"), "--device", "cpu"]) == 0
+
+
+def test_validation_is_written_and_resuming_goes_on(trained: Any, tmp_path: Path) -> None:
+    out = tmp_path / "ft"
+    words = ["--from", str(trained.one), *QUICK[:6], "--optim.warmup-epochs", "0", "--validate-every", "1"]
+    assert main(["finetune", *words, "--epochs", "2", "--out", str(out)]) == 0
+    assert main(["finetune", "--resume", str(out), "--epochs", "3", "--validate-every", "1", "--device", "cpu"]) == 0
+    records = RunFolder.open(out, writer=False).records()
+    assert [record["step"] for record in records if "val_top1" in record] == [2, 4, 6]
+
+
+def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path / "ft")]
+    told = [*out, "--from", str(trained.mp3), *QUICK]
+    assert refused(out, capsys) == ("give the pretrained run to start from (--from) or a run to go on with (--resume)")
+    assert refused([*out, "--from", str(tmp_path / "none")], capsys).startswith(f"{tmp_path / 'none'}: holds no run")
+    assert "method=mp3: fine-tuning needs a method with labels" in refused([*told, "--method", "mp3"], capsys)
+    assert refused([*told, "--validate-every", "0"], capsys) == "validate_every=0: must be >= 1 (--validate-every)"
+    # Without a validation split the run is refused before it has begun.
+    alone = [*told, "--data", str(trained.data / "train")]
+    assert refused(alone, capsys) == f"{trained.data / 'train'}: has no split 'val', it is not split (--data.split)"
+    flat = [*told, "--data", str(trained.data / "train" / "dark"), "--batch", "4"]
+    assert refused(flat, capsys).startswith(f"supervised needs labels, and {trained.data / 'train' / 'dark'} has none")
+    assert not (tmp_path / "ft").exists()

@@ -1,0 +1,304 @@
+"""`situs pretrain`: what it says, what it leaves on disk, and each mistake as one sentence."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from situs.cli.main import main
+from situs.train.checkpoint import RunFolder
+
+SMALL = [
+    "--backbone.name", "vit_tiny_patch16_224", "--data.img-size", "28", "--data.channels", "1",
+    "--train.precision", "fp32", "--optim.warmup-epochs", "0", "--device", "cpu", "--batch", "16",
+]  # fmt: skip
+RECIPE = """
+[backbone]
+patch_size = 7
+model_args = {depth = 1, embed_dim = 16, num_heads = 2}
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> list[str]:
+    """The words of a tiny run on the embedded samples; a model's own arguments come from a TOML file."""
+    (tmp_path / "tiny.toml").write_text(RECIPE)
+    return ["pretrain", "--config", str(tmp_path / "tiny.toml"), *SMALL]
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    checkpoint = RunFolder.open(run, writer=False).latest()
+    assert checkpoint is not None
+    return checkpoint.tensors("model")
+
+
+def refused(words: list[str], capsys: pytest.CaptureFixture[str], out: Path | None = None) -> str:
+    """The one sentence on stderr; nothing was written."""
+    capsys.readouterr()
+    assert main(words) not in (0, None)
+    said = capsys.readouterr().err
+    assert said.startswith("situs: ")
+    assert said.count("\n") == 1
+    assert "Traceback" not in said
+    assert out is None or not out.exists()
+    return said.removeprefix("situs: ").rstrip("\n")
+
+
+# --- what a user sees ---------------------------------------------------------------------------------------
+
+
+def test_a_first_run_says_what_it_does_and_what_comes_next(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main([*small, "--steps", "2", "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert lines[0] == "samples (train): 9000 images of 1 × 28 × 28 on cpu, 7 MiB"
+    assert lines[1].startswith("mp3 on vit_tiny_patch16_224: 4 x 4 patches, 0.0 M trained parameters, fp32, cpu")
+    assert re.fullmatch(rf"done: 2 steps, loss [\d.]+, position accuracy [\d.]+; the run is in {out}", lines[2])
+    assert lines[3] == f"next: situs finetune --from {out} --data PATH --out DIR, or situs export {out} --to DIR"
+    assert re.search(r"step 2/2 · epoch 0.00 · loss .* img/s · data-wait \d+ %", printed.err)
+
+
+def test_flags_go_before_the_file_and_the_file_before_the_preset(small: list[str], tmp_path: Path) -> None:
+    words = [*small, "--preset", "samples-mp3", "--steps", "1", "--seed", "3", "--out", str(tmp_path / "run")]
+    assert main(words) == 0
+    config = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert config["backbone"]["patch_size"] == 7
+    assert config["data"]["batch"] == 16
+    assert (config["train"]["seed"], config["data"]["seed"], config["train"]["max_steps"]) == (3, 3, 1)
+    assert config["method"]["mask_ratio"] == 0.5  # the preset's
+    assert config["train"]["epochs"] == 12
+
+
+def test_help_is_readable_and_names_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    from situs.presets import preset_names
+
+    assert main(["pretrain", "--help"]) == 0
+    shown = capsys.readouterr().out
+    text = re.sub(r"[\s│]+", " ", shown)
+    assert "situs pretrain --preset samples-mp3 --out runs/mp3" in text
+    assert all(name in text for name in preset_names())
+    for flag in ("--preset NAME", "--data PATH", "--out DIR", "--resume DIR", "--epochs N", "--steps N", "--batch N"):
+        assert flag in text
+    assert max(map(len, shown.splitlines())) <= 160
+
+
+# --- resuming -----------------------------------------------------------------------------------------------
+
+
+def test_resume_goes_on_with_the_recorded_config(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Killed after step 2 of 4 (the later checkpoint is taken away): the same weights as in peace."""
+    fixed = [*small, "--steps", "4", "--train.save-every", "2", "--backbone.drop-path", "0.2"]
+    for name in ("peace", "killed"):
+        assert main([*fixed, "--out", str(tmp_path / name)]) == 0
+    (tmp_path / "killed" / "checkpoints" / "step-00000004" / "state.json").unlink()
+    capsys.readouterr()
+    assert main(["pretrain", "--resume", str(tmp_path / "killed"), "--device", "cpu"]) == 0
+    printed = capsys.readouterr()
+    assert "the checkpoint of step 4 is torn" in printed.err
+    assert printed.err.count("is torn") == 1
+    assert "resumed after step 2 of 4" in printed.err
+    peace, killed = weights(tmp_path / "peace"), weights(tmp_path / "killed")
+    assert [name for name in peace if not torch.equal(peace[name], killed[name])] == []
+
+
+def test_another_config_on_resume_is_refused(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main([*small, "--steps", "1", "--out", str(out)]) == 0
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    words = ["pretrain", "--resume", str(out), "--device", "cpu"]
+    assert refused([*words, "--batch", "32"], capsys) == (
+        f"{out}: cannot resume with another config: data.batch was 16 and is now 32 (--resume)"
+    )
+    assert "method.mask_ratio was 0.75 and is now 0.5" in refused([*words, "--method.mask-ratio", ".5"], capsys)
+    assert "leave out --preset and --config" in refused([*words, "--preset", "samples-mp3"], capsys)
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+    said = refused(["pretrain", "--resume", str(tmp_path / "none")], capsys)
+    assert str(tmp_path / "none") in said
+
+
+# --- mistakes -----------------------------------------------------------------------------------------------
+
+
+def test_flags_that_cannot_be_meant(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    told = [*small, "--out", str(out)]
+    both = "give a new folder (--out) or a run to go on with (--resume), and not both"
+    assert refused(small, capsys) == both
+    assert refused([*told, "--preset", "nosuch"], capsys, out).startswith("unknown preset 'nosuch'; choose one of: cif")
+    assert refused([*told, "--method.mask-ratio", "1.2"], capsys, out) == (
+        "mask_ratio=1.2: must be in [0, 1) (--method.mask-ratio)"
+    )
+    assert (
+        refused([*told, "--device", "abacus"], capsys, out) == "device=abacus: must be cpu, cuda or cuda:N (--device)"
+    )
+    assert "batch=9001: must be at most the 9000 images" in refused([*told, "--batch", "9001"], capsys, out)
+    assert "epochs=0: must be >= 1 (--train.epochs)" in refused([*told, "--epochs", "0"], capsys, out)
+    assert "vit_nosuch" in refused([*told, "--backbone.name", "vit_nosuch"], capsys, out)
+    assert "--init" in refused([*told, "--init", "nowhere.pth"], capsys, out)
+    capsys.readouterr()
+    assert main([*told, "--mask-ratio", ".5"]) == 2  # no such flag: the parser's own frame, with the nearest ones
+    printed = capsys.readouterr().err
+    assert "--method.mask-ratio" in printed
+    assert not out.exists()
+
+
+def test_both_out_and_resume(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    assert main([*small, "--steps", "1", "--out", str(out)]) == 0
+    said = refused(["pretrain", "--resume", str(out), "--out", str(tmp_path / "new")], capsys, tmp_path / "new")
+    assert said == "give a new folder (--out) or a run to go on with (--resume), and not both"
+    before = weights(out)
+    assert refused([*small, "--steps", "1", "--out", str(out)], capsys) == (
+        f"{out}: already holds a run; go on with --resume {out} or choose another --out"
+    )
+    assert all(torch.equal(value, before[name]) for name, value in weights(out).items())
+    (tmp_path / "file").write_text("")
+    assert "could not be written" in refused([*small, "--out", str(tmp_path / "file" / "x")], capsys)
+
+
+def write_image(path: Path, grey: int) -> None:
+    from PIL import Image
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (28, 28), (grey, 255 - grey, 90)).save(path)
+
+
+def test_data_that_is_not_there(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    told = [*small, "--out", str(out), "--data"]
+    assert refused([*told, str(tmp_path / "none")], capsys, out) == (
+        f"{tmp_path / 'none'}: no such folder or file (--data)"
+    )
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "readme.txt").write_text("no image")
+    said = refused([*told, str(tmp_path / "empty")], capsys, out)
+    assert re.match(rf"{tmp_path / 'empty'}: holds no images .* \(--data\)$", said)
+    for number in range(20):
+        write_image(tmp_path / "flat" / f"{number}.png", number)
+    assert refused([*told, str(tmp_path / "flat"), "--method", "supervised"], capsys, out) == (
+        f"supervised needs labels, and {tmp_path / 'flat'} has none (--data)"
+    )
+    assert main([*told, str(tmp_path / "flat"), "--steps", "1"]) == 0  # MP3 needs none
+    assert not (out / "classes.json").exists()
+
+
+@pytest.mark.parametrize("resident", ["auto", "never"])
+def test_one_corrupt_jpeg_is_skipped_counted_and_told(
+    resident: str, small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, out = tmp_path / "images", tmp_path / "run"
+    for number in range(32):
+        write_image(data / f"{number:02d}.jpg", number)
+    whole = (data / "07.jpg").read_bytes()
+    (data / "07.jpg").write_bytes(whole[: len(whole) // 3])
+    words = [*small, "--data", str(data), "--data.workers", "0", "--data.resident", resident, "--epochs", "1"]
+    assert main([*words, "--out", str(out)]) == 0
+    printed = capsys.readouterr()
+    said = printed.out + printed.err
+    assert re.search(r"1 of 32 images of images could not be read and were skipped; the first: .*07\.jpg", said)
+    assert said.count("were skipped") == 1
+    strict = [*words, "--data.strict", "--out", str(tmp_path / "strict")]
+    assert "07.jpg: cannot be decoded as an image" in refused(strict, capsys)
+    assert not (tmp_path / "strict").exists()
+
+
+def test_a_full_disk_is_one_sentence_and_the_earlier_checkpoint_is_whole(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import situs.train.checkpoint as room
+
+    real = room.write_tensors
+
+    def full(path: Path, tensors: Any) -> None:
+        if "step-00000004" in str(path) and path.name.startswith("optimizer"):
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, tensors)
+
+    out = tmp_path / "run"
+    words = [*small, "--steps", "4", "--train.save-every", "2"]
+    monkeypatch.setattr(room, "write_tensors", full)
+    capsys.readouterr()
+    assert main([*words, "--out", str(out)]) == 2
+    [said] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("situs: ")]
+    assert said == (
+        f"situs: {out}: the checkpoint of step 4 could not be written: no space left on device; "
+        f"that of step 2 is whole, go on from it with --resume {out}"
+    )
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002"]
+    monkeypatch.setattr(room, "write_tensors", real)
+    assert main(["pretrain", "--resume", str(out), "--device", "cpu"]) == 0
+    assert main([*words, "--out", str(tmp_path / "peace")]) == 0
+    resumed, peace = weights(out), weights(tmp_path / "peace")
+    assert [name for name in peace if not torch.equal(peace[name], resumed[name])] == []
+
+
+# --- a process of its own -----------------------------------------------------------------------------------
+
+
+def test_ctrl_c_saves_and_the_run_can_be_resumed(small: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    words = [sys.executable, "-m", "situs", *small, "--steps", "100000", "--train.log-every", "1", "--out", str(out)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        until = time.monotonic() + 120
+        while not (out / "metrics.jsonl").exists() and time.monotonic() < until and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        printed, complaints = process.communicate(timeout=60)
+    assert process.returncode == 130, complaints
+    assert "Traceback" not in complaints
+    step = max(RunFolder.open(out, writer=False).steps())
+    assert f"stopped after step {step}; go on with --resume {out}" in complaints
+    assert "done:" not in printed
+    told = ["pretrain", "--resume", str(out), "--device", "cpu", "--steps", str(step + 1), "--train.log-every", "1"]
+    assert main(told) == 0
+    assert step + 1 in RunFolder.open(out, writer=False).steps()
+
+
+def test_two_ranks_under_torchrun_equal_one(small: list[str], tmp_path: Path) -> None:
+    """The same global batch: a mean over ranks that is wrong by a factor moves the weights far more than this.
+
+    Plain descent would show a factor directly; AdamW divides it away, so the gradient's norm is compared as well.
+    """
+    fixed = [*small, "--steps", "4", "--train.log-every", "1", "--backbone.drop-path", "0", "--optim.lr", "1e-3"]
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert main([*fixed, "--out", str(one)]) == 0
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+             "-m", "situs", *fixed, "--out", str(two)]  # fmt: skip
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+    ) as process:
+        try:
+            printed, complaints = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks too, which outlive torchrun
+            raise
+    assert process.returncode == 0, complaints
+    assert "fp32, 2 x cpu" in printed
+    assert printed.count("done: 4 steps") == 1  # rank 0 alone speaks
+    alone, both = (RunFolder.open(run, writer=False).records() for run in (one, two))
+    for a, b in zip(alone, both, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)
+        assert b["gradient_norm"] == pytest.approx(a["gradient_norm"], rel=1e-4)
+    start = weights(one)
+    for name, value in weights(two).items():
+        torch.testing.assert_close(value, start[name], rtol=0, atol=2e-5)  # one step moves a weight by 1e-3
