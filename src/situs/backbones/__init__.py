@@ -1,6 +1,7 @@
 """Models behind the hinge: the only room that knows timm and transformers."""
 
 from situs.backbones.base import Backbone, Features, Stream
-from situs.backbones.create import BackboneConfig, create_backbone
+from situs.backbones.config import BackboneConfig
+from situs.backbones.create import create_backbone
 
 __all__ = ["Backbone", "BackboneConfig", "Features", "Stream", "create_backbone"]

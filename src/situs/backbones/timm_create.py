@@ -15,7 +15,7 @@ from timm.models import model_entrypoint
 from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
-from situs.backbones.create import BackboneConfig, PositionKind
+from situs.backbones.config import BackboneConfig, PositionKind
 from situs.backbones.timm import (
     EvaBackbone,
     PixelBackbone,

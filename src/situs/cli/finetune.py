@@ -13,7 +13,7 @@ from typing import Annotated
 
 import tyro
 
-from situs.backbones.create import PositionKind
+from situs.backbones.config import PositionKind
 from situs.cli.arguments import configured
 from situs.cli.pretrain import Training, shortened, train
 from situs.errors import SitusError

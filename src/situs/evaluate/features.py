@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from situs.backbones.base import Backbone, Features
@@ -20,6 +19,7 @@ from situs.errors import SitusError
 from situs.evaluate.inference import evaluating
 from situs.methods.base import Batch
 from situs.train.step import autocast
+from situs.train.tensors import save
 
 Pool = Literal["mean", "cls"]
 _METADATA = "situs"
@@ -90,9 +90,9 @@ def write_features(path: str | os.PathLike[str], found: FeatureSet, metadata: Ma
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # One entry: the file's own table of entries has no fixed order, so that several would change its bytes.
-        save_file(held, aside, metadata={_METADATA: json.dumps(metadata, sort_keys=True)})
+        save(aside, held, {_METADATA: json.dumps(metadata, sort_keys=True)})
         aside.replace(path)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         aside.unlink(missing_ok=True)
         raise SitusError(f"{path}: could not be written: {error} (--out)") from error
 

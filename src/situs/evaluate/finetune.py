@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from situs.backbones.create import PositionKind
+from situs.backbones.config import PositionKind
 from situs.config import choice, from_dict, to_dict
 from situs.errors import SitusError
 from situs.methods import METHODS

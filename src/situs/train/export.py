@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from situs import __version__
@@ -31,7 +30,7 @@ from situs.methods.base import Method
 from situs.train.card import Story, card
 from situs.train.checkpoint import Checkpoint
 from situs.train.state import check_fit
-from situs.train.tensors import sync
+from situs.train.tensors import save, sync
 
 WEIGHTS, CONFIG, CARD, POSITIONS = "model.safetensors", "config.json", "README.md", "situs_positions.safetensors"
 
@@ -193,7 +192,7 @@ def _classifiers(model: Any) -> tuple[str, ...]:
 
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    save_file(dict(tensors), path, metadata={"format": "pt"})
+    save(path, tensors, {"format": "pt"})
 
 
 # --- the folder ---------------------------------------------------------------------------------------------

@@ -21,11 +21,17 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     Every failure to write is an `OSError`, as it is for an ordinary file.
     """
     kept, shared = _untied(tensors)
-    try:
-        save_file(kept, path, metadata={_SHARED: json.dumps(shared)})
-    except SafetensorError as error:  # the library wraps the system's error in its own
-        raise OSError(str(error).removeprefix("Error while serializing: I/O error: ")) from error
+    save(path, kept, {_SHARED: json.dumps(shared)})
     sync(path)
+
+
+def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """safetensors' own writer, with the rights and the errors of an ordinary file (it leaves 0600 and wraps them)."""
+    try:
+        save_file(dict(tensors), path, metadata=dict(metadata))
+    except SafetensorError as error:
+        raise OSError(str(error).removeprefix("Error while serializing: I/O error: ")) from error
+    path.chmod(0o644)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

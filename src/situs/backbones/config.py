@@ -1,0 +1,47 @@
+"""Which model, at which size, with which positions: what `create_backbone` is asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from situs.errors import SitusError
+
+PositionKind = Literal["learned", "sincos", "learned_sincos", "relative", "none"]
+
+
+@dataclass(frozen=True)
+class BackboneConfig:
+    """Which model, at which size. Every field but `name` may be left to the model's own default."""
+
+    name: str = "vit_small_patch16_224"
+    """A timm model name, or a folder with a timm or transformers config.json (an export)."""
+
+    img_size: tuple[int, int] | None = None
+    """Height and width of the images."""
+
+    patch_size: int | None = None
+    """Side of a patch in pixels (ViT-S/4 on 32 px is vit_small_patch16_224 with patch_size 4)."""
+
+    in_chans: int = 3
+    """Channels of the images."""
+
+    num_classes: int | None = None
+    """Classes of the head; 0 for none."""
+
+    positions: PositionKind | None = None
+    """Another kind of position than the model's own: learned (new, random), sincos (fixed), learned_sincos (sincos at
+    first), relative (2-D bias, zero at first) or none."""
+
+    drop_path: float = 0.0
+    """Rate of stochastic depth in the last block; it rises linearly from 0 in the first."""
+
+    weights: str | None = None
+    """A safetensors or torch file, or a folder with one."""
+
+    model_args: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the model's own constructor."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.drop_path < 1:
+            raise SitusError(f"drop_path={self.drop_path}: must be in [0, 1) (--backbone.drop-path)")
