@@ -180,7 +180,7 @@ class LlamaBackbone(DecoderBackbone):
                 f"{', '.join(FIXED_ROTATIONS)}"
             )
         # As float32, the number by which transformers really multiplies: dividing leaves place 0 the exact identity.
-        self._factor = float(torch.tensor(self._inner.rotary_emb.attention_scaling, dtype=torch.float32))
+        self._factor = float(torch.tensor(self._inner.rotary_emb.attention_scaling, dtype=torch.float32, device="cpu"))
 
     def positions(self, length: int | None = None) -> Positions:
         weight = self._inner.embed_tokens.weight

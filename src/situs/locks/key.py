@@ -50,7 +50,7 @@ class Key:
         return self.subkey("key id").hex()[:ID_DIGITS]
 
     def subkey(self, purpose: str, *parts: str) -> bytes:
-        """A key of 32 bytes for one purpose: HKDF-SHA256, each part behind its length so that none runs into another."""
+        """A key of 32 bytes for one purpose: HKDF-SHA256; each part stands behind its length, so that none runs on."""
         try:
             from cryptography.hazmat.primitives.hashes import SHA256
             from cryptography.hazmat.primitives.kdf.hkdf import HKDF
@@ -132,7 +132,9 @@ def _read(path: Path) -> KeyFile:
     except OSError as error:
         raise SitusError(f"{path}: the key cannot be read: {(error.strerror or str(error)).lower()} (--key)") from None
     if os.name == "posix" and stat.S_IMODE(mode) & 0o077:
-        raise SitusError(f"{path}: others may read this key (mode {stat.S_IMODE(mode):04o}): chmod 600 it first (--key)")
+        raise SitusError(
+            f"{path}: others may read this key (mode {stat.S_IMODE(mode):04o}): chmod 600 it first (--key)"
+        )
     try:
         if len(raw) > LARGEST_FILE:
             raise SitusError("too large")

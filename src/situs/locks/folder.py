@@ -1,0 +1,174 @@
+"""A model's folder: which of its files are weights, which model its config.json describes, and a new one made whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from situs.config import read_json, write_text
+from situs.errors import SitusError
+from situs.locks.shards import Spec, unique
+from situs.train.tensors import sync
+
+if TYPE_CHECKING:
+    from situs.backbones.base import Backbone
+
+CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+TABLE = "situs_positions.safetensors"
+"""A position table beside the model (Swin's): it stays with the owner, as embedding and head do."""
+
+CLEAR_FORMS = (
+    ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".ot", ".pickle", ".pkl", ".pt", ".pth",
+    ".safetensors", ".tflite",
+)  # fmt: skip
+"""Endings of files that would carry the same weights past the lock, unkeyed."""
+
+
+def check_source(source: str | Path) -> Path:
+    """The folder of a model with weights; anything else is refused with what to do instead."""
+    folder = Path(source)
+    if not folder.is_dir():
+        raise SitusError(
+            f"{source}: a lock needs weights: give a folder with a config.json and safetensors, such as an export"
+        )
+    from situs.train.run import is_run
+
+    if is_run(folder):
+        raise SitusError(f"{source}: is a run: first situs export {source} --to DIR, then lock DIR")
+    if not (folder / CONFIG).is_file():
+        raise SitusError(f"{source}: holds no config.json, so which model this is cannot be known")
+    return folder
+
+
+def weight_files(folder: Path) -> list[str]:
+    """The names of the folder's weight files: model.safetensors, or the shards that its index names."""
+    if (folder / INDEX).is_file():
+        names = _indexed(folder / INDEX)
+    elif (folder / WHOLE).is_file():
+        names = [WHOLE]
+    else:
+        raise SitusError(f"{folder}: holds neither {WHOLE} nor {INDEX}; other forms of weights are not locked")
+    for name in names:
+        if not (folder / name).is_file():
+            raise SitusError(f"{folder}: its weight file {name} is missing")
+    return names
+
+
+def _indexed(index: Path) -> list[str]:
+    try:
+        tables = json.loads(index.read_bytes(), object_pairs_hook=unique)
+        names = sorted(set(tables["weight_map"].values()))
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise SitusError(f"{index}: no valid index of shards") from None
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise SitusError(f"{index}: {name!r:.80} is no name of a shard in this folder")
+    if not names:
+        raise SitusError(f"{index}: names no shard")
+    return names
+
+
+def other_files(folder: Path, weights: list[str]) -> list[str]:
+    """Every other file of the folder and below it, but for hidden folders (.git, .cache: they may keep weights too)."""
+    found = []
+    for place, inside, names in os.walk(folder):
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        found += [(Path(place) / name).relative_to(folder).as_posix() for name in names]
+    return sorted(set(found) - set(weights))
+
+
+def may_hold_weights(name: str) -> bool:
+    """Whether a file beside the weight files may hold weights as well."""
+    return name.endswith(CLEAR_FORMS) and name != TABLE
+
+
+# --- the model ----------------------------------------------------------------------------------------------
+
+
+def structure_of(folder: Path) -> Backbone:
+    """The backbone that the folder's config.json describes, without memory for its weights (on the meta device)."""
+    from situs.backbones import create_backbone
+
+    described = read_json(folder / CONFIG)
+    with torch.device("meta"):
+        if "architecture" not in described:
+            return create_backbone(f"hf:{folder / CONFIG}")
+        return create_backbone(
+            described["architecture"],
+            num_classes=described.get("num_classes"),
+            model_args=described.get("model_args"),
+        )
+
+
+def names_in_file(backbone: Backbone, specs: Mapping[str, Spec]) -> dict[str, str]:
+    """Names in the model -> names in the file. Shapes must agree; a name that two tensors lay claim to is refused."""
+    if type(backbone.model).__module__.startswith("transformers."):
+        from situs.backbones.hf_names import own_names
+
+        pairs = own_names(backbone.model, specs)
+    else:
+        pairs = {name: name for name in specs}
+    state = backbone.model.state_dict()
+    found: dict[str, str] = {}
+    for name, own in pairs.items():
+        if own in found:
+            raise SitusError(f"{backbone.name}: both {found[own]} and {name} would be loaded as {own}")
+        if own in state and tuple(state[own].shape) == specs[name].shape:
+            found[own] = name
+    return found
+
+
+def write_model(backbone: Backbone, folder: Path) -> None:
+    """A backbone's model as a folder that its own library loads."""
+    source = backbone.source
+    if set(backbone.state_dict()) != {f"model.{name}" for name in backbone.model.state_dict()}:
+        raise SitusError(f"{backbone.name} has positions beside its model: export it, and lock the export")
+    if source.get("library") == "transformers":
+        backbone.model.save_pretrained(folder)
+        return
+    if source.get("library") != "timm":
+        raise SitusError(
+            f"{backbone.name} was wrapped as a module, so how to make it again is not known: lock a folder"
+        )
+    model = backbone.model
+    described = {"num_classes": model.num_classes, "input_size": [backbone.in_chans, *(backbone.img_size or ())]}
+    config = {"architecture": source["architecture"], "num_classes": model.num_classes}
+    config |= {"model_args": source["model_args"], "pretrained_cfg": described}
+    write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, folder / WHOLE, metadata={"format": "pt"})
+
+
+# --- a new folder -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def new_folder(out: str | Path) -> Iterator[Path]:
+    """A folder beside `out` that takes its name when all went well, and is gone otherwise."""
+    out = Path(out)
+    if out.exists() or out.is_symlink():
+        raise SitusError(f"{out}: exists already; choose a new folder (--out)")
+    aside = out.with_name(f".{out.name}.{os.getpid()}.writing")
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        for place, _, names in os.walk(aside):
+            for name in names:
+                sync(Path(place) / name)
+            sync(Path(place))
+        aside.rename(out)
+        sync(out.parent)
+    except OSError as error:
+        reason: Any = error.strerror or str(error)
+        raise SitusError(f"{out}: could not be written: {reason.lower()} ({error.filename}) (--out)") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,201 @@
+"""manifest.json: what was locked, by which key, and the hashes that tell whether it is still that.
+
+Everything in it is public but the key: it shows names, shapes, groups and hashes of the locked tensors. An HMAC under
+the owner's key covers all of it; nothing in it is acted on before that HMAC was found to be right.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from situs.config import from_dict, to_dict, write_text
+from situs.errors import SitusError
+from situs.locks.groups import Group
+from situs.locks.key import ID_DIGITS, Key, derive, sha256
+from situs.locks.shards import WIDTHS, Spec, unique
+
+NAME = "manifest.json"
+FORMAT = "situs-lock"
+VERSION = 1
+LARGEST_FILE = 1 << 26
+LOCK_DIGITS, HASH_DIGITS = 32, 64
+_FILE_NAME = re.compile(r"(?!\.{1,2}(?:/|$))[^/\\\0:]{1,255}(?:/(?!\.{1,2}(?:/|$))[^/\\\0:]{1,255})*")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: how it is laid out, and the SHA-256 of its locked bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a locked folder says of itself.
+
+    layout: hash of the tensors' names, shapes and dtypes. fingerprint: hash of the clear model. groups: what the key
+    moves, under the names of the tensors in the files. shards: weight file -> hash of its header. files: every other
+    file -> its hash when open.
+    """
+
+    version: int
+    situs: str
+    model: str
+    key_id: str
+    lock_id: str
+    sealed: bool
+    layout: str
+    fingerprint: str
+    groups: tuple[Group, ...]
+    shards: dict[str, str]
+    tensors: dict[str, Entry]
+    files: dict[str, str]
+    format: str = FORMAT
+    hmac: str = ""
+
+    def __post_init__(self) -> None:
+        _digits("key_id", self.key_id, ID_DIGITS)
+        _digits("lock_id", self.lock_id, LOCK_DIGITS)
+        for name in ("layout", "fingerprint"):
+            _digits(name, getattr(self, name), HASH_DIGITS)
+        _digits("hmac", self.hmac or "0" * HASH_DIGITS, HASH_DIGITS)
+        for name, digest in (self.shards | self.files).items():
+            _digits(f"the hash of {name[:80]!r}", digest, HASH_DIGITS)
+            if not _FILE_NAME.fullmatch(name) or name == NAME:
+                raise SitusError(f"{name[:80]!r} is no name of a file in this folder")
+        if not self.shards or self.shards.keys() & self.files.keys():
+            raise SitusError("it names no weight file, or one file twice")
+        for name, entry in self.tensors.items():
+            _digits(f"the hash of {name[:80]!r}", entry.sha256, HASH_DIGITS)
+            if entry.dtype not in WIDTHS or not all(0 <= side < 2**48 for side in entry.shape):
+                raise SitusError(f"{name[:80]!r} has no valid dtype and shape")
+        if self.layout != layout_of(self.specs()):
+            raise SitusError("its layout hash is not that of its tensors")
+        _check_groups(self.groups, self.tensors)
+
+    def specs(self) -> list[Spec]:
+        """The tensors' names and layouts."""
+        return [Spec(name, entry.dtype, entry.shape) for name, entry in self.tensors.items()]
+
+    def keyed(self) -> set[str]:
+        """The names of the tensors that the key moves."""
+        return {member.tensor for group in self.groups for member in group.members}
+
+
+def _check_groups(groups: tuple[Group, ...], tensors: Mapping[str, Entry]) -> None:
+    if not groups or len({group.name for group in groups}) != len(groups):
+        raise SitusError("it names no group, or one twice")
+    for group in groups:
+        for member in group.members:
+            shape = tensors[member.tensor].shape if member.tensor in tensors else ()
+            if not 0 <= member.axis < len(shape) or min(group.size, member.outer, member.inner) < 1:
+                raise SitusError(f"the group {group.name[:80]!r} names a tensor or an axis that there is not")
+            length = shape[member.axis] - member.start if member.length is None else member.length
+            inside = member.start >= 0 and member.start + length <= shape[member.axis]
+            if not inside or member.outer * group.size * member.inner != length:
+                raise SitusError(f"the group {group.name[:80]!r} does not fit its tensors")
+            if member.at is not None and not _is_slice(member.at, member.axis, shape):
+                raise SitusError(f"the group {group.name[:80]!r} names a slice that there is not")
+
+
+def _is_slice(at: tuple[int, int], axis: int, shape: tuple[int, ...]) -> bool:
+    return 0 <= at[0] < len(shape) and at[0] != axis and 0 <= at[1] < shape[at[0]]
+
+
+def _digits(name: str, text: str, count: int) -> None:
+    if not re.fullmatch(f"[0-9a-f]{{{count}}}", text):
+        raise SitusError(f"{name} must be {count} hexadecimal digits")
+
+
+# --- hashes -------------------------------------------------------------------------------------------------
+
+
+def layout_of(specs: Iterable[Spec]) -> str:
+    """The hash of names, dtypes and shapes, whatever their order and the files they lie in."""
+    rows = sorted([spec.name, spec.dtype, list(spec.shape)] for spec in specs)
+    return sha256(_canonical(rows))
+
+
+def fingerprint_of(layout: str, digests: Mapping[str, str]) -> str:
+    """The hash of a clear model: its layout and the hash of each tensor's bytes."""
+    return sha256(_canonical([layout, sorted(digests.items())]))
+
+
+def _canonical(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
+
+
+def _code(manifest: Manifest, key: Key) -> str:
+    secret = key.subkey("manifest", manifest.lock_id)
+    return hmac.new(secret, _canonical(to_dict(replace(manifest, hmac=""))), "sha256").hexdigest()
+
+
+def permutations_of(manifest: Manifest, key: Key) -> dict[str, Tensor]:
+    """The permutation of each locked group, as the owner's key gives it: group name -> [size]."""
+    return derive(key, manifest.groups, manifest.fingerprint, manifest.lock_id)
+
+
+# --- the file -----------------------------------------------------------------------------------------------
+
+
+def write_manifest(folder: Path, manifest: Manifest, key: Key) -> Manifest:
+    """Writes a manifest with the HMAC of `key`."""
+    signed = replace(manifest, hmac=_code(manifest, key))
+    write_text(folder / NAME, json.dumps(to_dict(signed), indent=1) + "\n")
+    return signed
+
+
+def read_manifest(folder: Path, key: Key | None) -> Manifest:
+    """The manifest of a locked folder, refused unless every field is in order and it is what `key` signed.
+
+    key: None reads it unverified, to look at a lock without its key (an attacker's view): trust nothing in it.
+    """
+    path = folder / NAME
+    try:
+        with path.open("rb") as file:
+            raw = file.read(LARGEST_FILE + 1)
+    except FileNotFoundError:
+        raise SitusError(f"{folder}: holds no {NAME}, so it is no locked model (situs lock writes one)") from None
+    except OSError as error:
+        raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+    manifest = _parse(path, raw)
+    if key is not None:
+        verify(manifest, key, path)
+    return manifest
+
+
+def verify(manifest: Manifest, key: Key, path: Path) -> None:
+    """Refuses a manifest of another key, or one that was altered."""
+    if manifest.key_id != key.id:
+        raise SitusError(f"{path}: was locked with the key {manifest.key_id}, and this is {key.id} (--key)")
+    if not hmac.compare_digest(manifest.hmac, _code(manifest, key)):
+        raise SitusError(f"{path}: its HMAC is wrong: the manifest was altered since it was locked")
+
+
+def _parse(path: Path, raw: bytes) -> Manifest:
+    try:
+        if len(raw) > LARGEST_FILE:
+            raise SitusError("it is too large")
+        tables = json.loads(raw, object_pairs_hook=unique)
+        if not isinstance(tables, dict) or tables.get("format") != FORMAT:
+            raise SitusError("it is not in the format of situs lock")
+        version = tables.get("version")
+        if type(version) is not int or version != VERSION:
+            raise SitusError(f"its version is {version!r:.40}, and this Situs reads version {VERSION}")
+        manifest = from_dict(Manifest, tables)
+        if not manifest.hmac:
+            raise SitusError("it has no HMAC")
+    except (ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, SitusError) else "it is no valid JSON"
+        raise SitusError(f"{path}: no valid manifest: {reason[:300]}") from None
+    return manifest

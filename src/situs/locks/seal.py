@@ -1,0 +1,122 @@
+"""Files encrypted at rest: AES-256-GCM in chunks of 1 MiB, so that a file of any size streams in little memory.
+
+    file = magic, chunk 0, chunk 1, …, last chunk          chunk = ciphertext, tag of 16 bytes
+
+Every file of every lock has a key of its own: HKDF(seed; lock id, name). The number of a chunk and whether it is the
+last are its nonce and its associated data: a chunk that was moved, left out, cut off or added fails to open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from situs.errors import SitusError, missing_extra
+from situs.locks.key import Key
+from situs.locks.shards import Sink
+
+MAGIC = b"SITUSEA1"
+SUFFIX = ".sealed"
+CHUNK = 1 << 20
+TAG = 16
+
+
+def _cipher(key: Key, lock_id: str, name: str) -> Any:
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+    except ImportError as error:
+        raise missing_extra("cryptography", "locks", "a sealed file") from error
+    return AESGCM(key.subkey("seal", lock_id, name))
+
+
+def _nonce(index: int, last: bool) -> bytes:
+    return index.to_bytes(11, "big") + bytes([last])
+
+
+class SealingSink:
+    """Encrypts what is written to it; `close` writes the last chunk."""
+
+    def __init__(self, sink: Sink, cipher: Any) -> None:
+        self._sink, self._cipher = sink, cipher
+        self._held, self._index = bytearray(), 0
+        sink.write(MAGIC)
+
+    def write(self, data: Any) -> None:
+        view = memoryview(data)
+        while view:
+            if len(self._held) == CHUNK:  # a full chunk waits until it is known not to be the last
+                self._put(last=False)
+            taken = min(CHUNK - len(self._held), len(view))
+            self._held += view[:taken]
+            view = view[taken:]
+
+    def close(self) -> None:
+        self._put(last=True)
+
+    def _put(self, last: bool) -> None:
+        nonce = _nonce(self._index, last)
+        self._sink.write(self._cipher.encrypt(nonce, bytes(self._held), nonce))
+        self._held.clear()
+        self._index += 1
+
+
+class SealedSource:
+    """Decrypts a file as it is read; a chunk is authenticated before a byte of it is given."""
+
+    def __init__(self, file: BinaryIO, path: Path, cipher: Any) -> None:
+        self._file, self._path, self._cipher = file, path, cipher
+        body = path.stat().st_size - len(MAGIC)
+        self._chunks = max(1, -(-body // (CHUNK + TAG)))
+        self.size = body - TAG * self._chunks
+        self._index, self._open = 0, memoryview(b"")
+        if self.size < 0 or file.read(len(MAGIC)) != MAGIC:
+            raise SitusError(f"{path.name}: no sealed file, or a truncated one")
+
+    def fill(self, into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            if not self._open:
+                self._next()
+            taken = min(len(self._open), len(into) - done)
+            into[done : done + taken] = self._open[:taken]
+            self._open = self._open[taken:]
+            done += taken
+
+    def finish(self) -> None:
+        """Opens what was not read, so that a file that was read to its end is whole."""
+        while self._index < self._chunks:
+            self._next()
+
+    def _next(self) -> None:
+        from cryptography.exceptions import InvalidTag
+
+        if self._index == self._chunks:
+            raise SitusError(f"{self._path.name}: the file ends too early: it is truncated")
+        nonce = _nonce(self._index, self._index == self._chunks - 1)
+        try:
+            chunk = self._cipher.decrypt(nonce, self._file.read(CHUNK + TAG), nonce)
+        except (InvalidTag, ValueError):
+            raise SitusError(
+                f"{self._path.name}: the sealed file was altered or truncated, or the key is wrong"
+            ) from None
+        self._index += 1
+        self._open = memoryview(chunk)
+
+
+@contextmanager
+def sealing_sink(sink: Sink, key: Key, lock_id: str, name: str) -> Iterator[SealingSink]:
+    """What is written to it goes to `sink` encrypted, under the name that the file has when it is open."""
+    sealing = SealingSink(sink, _cipher(key, lock_id, name))
+    yield sealing
+    sealing.close()
+
+
+@contextmanager
+def sealed_source(path: Path, key: Key, lock_id: str, name: str) -> Iterator[SealedSource]:
+    """A sealed file, to be read from its beginning; leaving it checks that all of it was whole."""
+    with path.open("rb") as file:
+        source = SealedSource(file, path, _cipher(key, lock_id, name))
+        yield source
+        source.finish()

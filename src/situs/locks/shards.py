@@ -1,0 +1,246 @@
+"""Safetensors files as streams: the header first, then each tensor's bytes in turn, read and written once.
+
+A permutation changes neither names, shapes nor sizes, so a locked file has the very header of the clear one and its
+tensors in the same places; what comes back is the same file, bit for bit. Memory holds a tensor or two, never a shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Protocol
+
+import torch
+from torch import Tensor
+
+from situs.errors import SitusError
+
+WIDTHS = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+"""safetensors' dtypes -> bytes of one element. Those that pack several elements into a byte are refused."""
+
+BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+"""Elements are moved as whole numbers of their width: no dtype is interpreted, so no bit can change."""
+
+LARGEST_HEADER = 100_000_000
+CHUNK = 1 << 23
+
+
+class Source(Protocol):
+    """Bytes in their order. size: how many there are in all."""
+
+    size: int
+
+    def fill(self, into: memoryview) -> None:
+        """Fills `into` with the next bytes; there are enough, or the file is refused."""
+        ...
+
+
+class Sink(Protocol):
+    """Where bytes go, in their order."""
+
+    def write(self, data: Any, /) -> object: ...
+
+
+class PlainSource:
+    """A file as it lies on the disk."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        self.size = path.stat().st_size
+        self._file, self._path = file, path
+
+    def fill(self, into: memoryview) -> None:
+        done = 0
+        while done < len(into):
+            count = self._file.readinto(into[done:])  # pyright: ignore[reportAttributeAccessIssue]
+            if not count:
+                raise SitusError(f"{self._path.name}: the file ends too early: it is truncated")
+            done += count
+
+
+@contextmanager
+def plain_source(path: Path) -> Iterator[PlainSource]:
+    """A file, opened for reading from its beginning."""
+    with path.open("rb", buffering=0) as file:
+        yield PlainSource(file, path)  # pyright: ignore[reportArgumentType]
+
+
+# --- the header ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One tensor of a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Its bytes."""
+        return math.prod(self.shape) * WIDTHS[self.dtype]
+
+
+@dataclass(frozen=True)
+class Header:
+    """raw: the file's bytes before its first tensor. tensors: in the order of their bytes."""
+
+    raw: bytes
+    tensors: tuple[Spec, ...]
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.raw).hexdigest()
+
+
+def read_header(source: Source, where: str) -> Header:
+    """The header of a safetensors file whose every byte belongs to one tensor; anything else is refused."""
+    length = bytearray(8)
+    if source.size < 8:
+        raise _broken(where, "it is too short for a header")
+    source.fill(memoryview(length))
+    size = int.from_bytes(length, "little")
+    if size > min(LARGEST_HEADER, source.size - 8):
+        raise _broken(where, "its header is longer than the file")
+    text = bytearray(size)
+    source.fill(memoryview(text))
+    tables = _parse(bytes(text), where)
+    specs, at = [], 0
+    for name, entry in sorted(tables.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        spec = Spec(name, entry["dtype"], tuple(entry["shape"]))
+        if begin != at or end - begin != spec.size:
+            raise _broken(where, f"the bytes of {name[:80]!r} are not where they must be")
+        specs.append(spec)
+        at = end
+    if 8 + size + at != source.size:
+        raise _broken(where, "it is longer or shorter than its header says")
+    return Header(bytes(length + text), tuple(specs))
+
+
+def _parse(text: bytes, where: str) -> dict[str, dict[str, Any]]:
+    """The tensors' tables, each with a known dtype, a shape and two offsets."""
+    try:
+        tables = json.loads(text, object_pairs_hook=unique)
+    except (ValueError, RecursionError):
+        raise _broken(where, "its header is no valid JSON") from None
+    if not isinstance(tables, dict):
+        raise _broken(where, "its header is no table")
+    notes = tables.pop("__metadata__", {})
+    if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
+        raise _broken(where, "its metadata are no texts")
+    for name, entry in tables.items():
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise _broken(where, f"{name[:80]!r} is not described as a tensor")
+        if not isinstance(entry["dtype"], str) or entry["dtype"] not in WIDTHS:
+            raise _broken(where, f"{name[:80]!r} is of a dtype that is not known here: {entry['dtype']!r:.40}")
+        offsets = entry["data_offsets"]
+        if not _counts(entry["shape"]) or not _counts(offsets) or len(offsets) != 2 or len(entry["shape"]) > 64:
+            raise _broken(where, f"{name[:80]!r} has no valid shape or offsets")
+    return tables
+
+
+def _counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**48 for value in values)
+
+
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON table whose keys are all different (for json.loads): readers disagree on which of two counts."""
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key stands twice")
+    return table
+
+
+def _broken(where: str, why: str) -> SitusError:
+    return SitusError(f"{where}: no readable safetensors file: {why}")
+
+
+# --- tensors ------------------------------------------------------------------------------------------------
+
+Change = Callable[[Tensor], Tensor]
+Check = Callable[[Spec, str], None]
+
+
+def copy(source: Source, sink: Sink | None) -> str:
+    """Passes a whole file on; returns its SHA-256."""
+    return _through(source, source.size, memoryview(bytearray(min(CHUNK, source.size or 1))), sink)
+
+
+def digests(source: Source, header: Header) -> dict[str, str]:
+    """The SHA-256 of each tensor's bytes."""
+    found: dict[str, str] = {}
+    buffer = memoryview(bytearray(CHUNK))
+    for spec in header.tensors:
+        found[spec.name] = _through(source, spec.size, buffer, None)
+    return found
+
+
+def rewrite(source: Source, sink: Sink | None, header: Header, changes: Mapping[str, Change], check: Check) -> dict:
+    """Reads each tensor, has it checked by the SHA-256 of its bytes, changes it, and writes it in its old place.
+
+    changes: tensor name -> what is done to it; the others pass through. Returns the SHA-256 of what was written.
+    """
+    if sink is not None:
+        sink.write(header.raw)
+    found: dict[str, str] = {}
+    buffer = memoryview(bytearray(CHUNK))
+    with ThreadPoolExecutor(1) as worker:
+        last: Future[None] | None = None
+
+        def finish(name: str, data: memoryview) -> None:
+            found[name] = hashlib.sha256(data).hexdigest()
+            if sink is not None:
+                sink.write(data)
+
+        for spec in header.tensors:
+            if spec.name not in changes:
+                if last is not None:
+                    last.result()
+                found[spec.name] = _through(source, spec.size, buffer, sink)
+                check(spec, found[spec.name])
+                last = None
+                continue
+            # While this tensor is read and moved, the worker hashes and writes the one before: hashing frees the GIL.
+            tensor = _read(source, spec)
+            before = hashlib.sha256(_bytes(tensor)).hexdigest()
+            check(spec, before)
+            moved = changes[spec.name](tensor).contiguous()
+            if last is not None:
+                last.result()
+            last = worker.submit(finish, spec.name, _bytes(moved))
+        if last is not None:
+            last.result()
+    return found
+
+
+def _through(source: Source, size: int, buffer: memoryview, sink: Sink | None) -> str:
+    """Hashes `size` bytes and passes them on."""
+    digest = hashlib.sha256()
+    while size:
+        part = buffer[: min(size, len(buffer))]
+        source.fill(part)
+        digest.update(part)
+        if sink is not None:
+            sink.write(part)
+        size -= len(part)
+    return digest.hexdigest()
+
+
+def _read(source: Source, spec: Spec) -> Tensor:
+    tensor = torch.empty(spec.shape, dtype=BITS[WIDTHS[spec.dtype]])
+    source.fill(_bytes(tensor))
+    return tensor
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(bytearray())
