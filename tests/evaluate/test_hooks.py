@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -123,7 +123,7 @@ def test_probes_only_where_asked_for_and_of_the_right_kind(monkeypatch: pytest.M
     assert isinstance(probe, OnlineProbe)
     assert probe.config.every == 3
 
-    def count(batches: Iterator[Any]) -> int:
+    def count(batches: Iterable[Any]) -> int:
         return sum(len(batch.ids) for batch in batches)
 
     assert (count(probe.train()), count(probe.test())) == (300, 100)

@@ -205,7 +205,8 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_from_its_init_again(
 
 
 def test_out_or_resume_and_not_both(mp3: Path, tmp_path: Path) -> None:
-    for given in ({}, {"out": tmp_path / "x", "resume": mp3}):
+    cases: tuple[dict[str, Any], ...] = ({}, {"out": tmp_path / "x", "resume": mp3})
+    for given in cases:
         with pytest.raises(SitusError, match=r"\(--out\) or a run to go on with \(--resume\), and not both"):
             train_run(config(), device="cpu", **given)
     assert not (tmp_path / "x").exists()
