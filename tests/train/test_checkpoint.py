@@ -171,7 +171,8 @@ def test_some_fields_may_change_and_are_told(run: RunFolder) -> None:
     other = changed(train__epochs=20, train__log_every=5, out="b")
     again = RunFolder.open(run.path, other)
     assert sorted(again.notes) == ["out: a -> b", "train.epochs: 10 -> 20", "train.log_every: 50 -> 5"]
-    assert json.loads((run.path / "config.json").read_text()) == other
+    assert json.loads((run.path / "config.json").read_text()) == CONFIG  # the loop may still refuse it
+    again.adopt_config()
     assert RunFolder.open(run.path).config == other
 
 

@@ -157,6 +157,8 @@ def test_a_run_cannot_end_before_it_stands(tmp_path: Path) -> None:
     train(tmp_path / "run")
     with pytest.raises(SitusError, match=r"20 steps are done, the run cannot end at 10 .*--train\.epochs"):
         train(tmp_path / "run", dataclasses.replace(TRAIN, epochs=2))
+    result, _, _ = train(tmp_path / "run")  # the refused wish left nothing behind
+    assert result.step == 20
 
 
 def test_other_data_cannot_be_resumed(tmp_path: Path) -> None:

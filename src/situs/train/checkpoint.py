@@ -100,9 +100,12 @@ class RunFolder:
         if writer:
             for leftover in run.checkpoints.glob(".*"):
                 shutil.rmtree(leftover, ignore_errors=True)
-            if changed:
-                run._write_config()
         return run
+
+    def adopt_config(self) -> None:
+        """Writes down the config a resumed run goes on with, once nothing refuses it any more."""
+        if self.writer and read_config(self.path) != self.config:
+            self._write_config()
 
     @cached_property
     def checkpoints(self) -> Path:

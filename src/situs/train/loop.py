@@ -291,12 +291,14 @@ class _Loop:
         stepper, device = self.stepper, self.stepper.device
         found = self.run.latest() if self.run.writer else None
         state = distributed.from_main(None if found is None else {"step": found.step, **found.state}, device)
+        if state is not None:
+            self._check_resumable(state)
+        self.run.adopt_config()
         if self.run.writer:
             self.run.truncate(0 if state is None else state["step"])
         if state is None:
             self.run.notes.append("no whole checkpoint: starting at step 0")
             return False
-        self._check_resumable(state)
         held = restore(found, self.method, stepper.optimizer, stepper.ema, device)
         self.step, self.before, self.saved = state["step"], state["seconds"], found.path if found else None
         stepper.names = tuple(state["log"]["names"])
