@@ -24,7 +24,7 @@ def grid_of(image_size: Size, patch_size: Size) -> tuple[int, int]:
     (height, width), (ph, pw) = pair(image_size), pair(patch_size)
     if height % ph or width % pw:
         raise SitusError(
-            f"img_size={height}x{width}: must be a multiple of the patch size {ph}x{pw} (--img-size, --patch-size)"
+            f"img_size={height}x{width}: must be a multiple of the patch size {ph}x{pw} (img_size, patch_size)"
         )
     return height // ph, width // pw
 
