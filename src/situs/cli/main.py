@@ -28,6 +28,9 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "evaluate accuracy": ("situs.cli.evaluate_accuracy", "top-1 and top-5 of a fine-tuned run"),
         "evaluate ensemble": ("situs.cli.evaluate_ensemble", "several fine-tuned runs, each alone and together"),
     },
+    "Lock": {
+        "verify": ("situs.cli.verify", "measure which permutations of tokens and channels a model obeys, and why not"),
+    },
     "Look": {
         "info": ("situs.cli.info", "what a model is made of, and which methods and locks apply to it"),
         "doctor": ("situs.cli.doctor", "what is installed here, what is missing and how to get it"),

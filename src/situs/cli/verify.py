@@ -1,0 +1,116 @@
+"""Measures, on a model itself, which permutations of its tokens and channels it obeys, and what breaks the others.
+
+Row: the order of the tokens (private split learning). Column: the order of the channels (locked models). Each is run
+forward, backward and through optimiser steps, in float64 and in the model's own dtype. A part that is refused is a
+finding, not an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from situs.cli.tables import print_table
+from situs.errors import SitusError
+
+if TYPE_CHECKING:
+    from situs.locks.equivariance import Finding, Verdict
+
+
+@dataclass(frozen=True)
+class Args:
+    """Which permutations a model obeys."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """A timm name (vit_small_patch16_224) or the folder (or config.json) of a model."""
+
+    img_size: Annotated[int | tuple[int, int] | None, tyro.conf.arg(metavar="SIDE|HEIGHT WIDTH")] = None
+    """Image size in pixels, where it differs from the model's own."""
+
+    patch_size: Annotated[int | None, tyro.conf.arg(metavar="PIXELS")] = None
+    """Patch size in pixels, where it differs from the model's own."""
+
+    in_chans: int = 3
+    """Channels of an image."""
+
+    weights: str | None = None
+    """A file or folder with weights; random ones otherwise."""
+
+    steps: int = 3
+    """Steps of AdamW after which the two trainings are compared; 0 for none."""
+
+    tokens: int = 32
+    """How many patch tokens take part at most, where the model allows a subset."""
+
+    seed: int = 0
+    """Of the weights (where none are given), the inputs and the keys."""
+
+    modules: bool = True
+    """Also list the verdicts module by module."""
+
+    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    """Print JSON instead of tables."""
+
+
+def run(args: Args) -> None:
+    """Builds the model, verifies it and prints what was found."""
+    if args.steps < 0:
+        raise SitusError(f"steps={args.steps}: must be at least 0 (--steps)")
+    if args.tokens < 2:
+        raise SitusError(f"tokens={args.tokens}: must be at least 2, for fewer have no order (--tokens)")
+    import torch
+
+    from situs.backbones import create_backbone
+    from situs.locks.equivariance import verify
+
+    torch.manual_seed(args.seed)
+    sizes = {"img_size": args.img_size, "patch_size": args.patch_size, "in_chans": args.in_chans}
+    backbone = create_backbone(args.model, weights=args.weights, **sizes)
+    verdict = verify(backbone, steps=args.steps, tokens=args.tokens, seed=args.seed)
+    if args.json:
+        print(json.dumps(asdict(verdict) | {"worst": verdict.worst}, indent=2))
+    else:
+        show(verdict, modules=args.modules)
+
+
+def show(verdict: Verdict, *, modules: bool) -> None:
+    """The tables, and below them what the numbers are."""
+    whole = [each for each in verdict.findings if not _is_module(each)]
+    heading = ("part", "law", "verdict", "forward", "backward", f"{verdict.steps} steps", verdict.dtype, "why")
+    print_table(verdict.model, [heading, *map(_row, whole)])
+    inside = {each.part: each for each in verdict.findings if _is_module(each)}
+    if modules and inside:
+        laws = {(each.part, each.law): each for each in verdict.findings}
+        rows = [_module_row(laws.get((part, "row")), laws.get((part, "column")), part) for part in inside]
+        print_table("Module by module", [("module", "row", "column", "forward", "why"), *rows])
+    print(
+        f"Relative errors in float64: worst of what holds {verdict.worst:.1e}, tolerance {verdict.tolerance:.0e}; "
+        f"in {verdict.dtype}: tolerance {verdict.own_tolerance:.0e}."
+    )
+    if verdict.control is not None:
+        print(f"Negative control, one axis of the key left out: error {verdict.control:.1e}, which must not pass.")
+
+
+def _is_module(finding: Finding) -> bool:
+    return finding.part not in ("embed", "blocks", "finish") and not finding.part.startswith(("blocks,", "paper's"))
+
+
+def _row(finding: Finding) -> tuple[str, ...]:
+    checks = tuple(_number(finding.errors, check) for check in ("forward", "backward", "steps"))
+    own = f"{max(finding.own.values()):.0e}" if finding.own else ""
+    return (finding.part, finding.law, finding.status, *checks, own, finding.reason)
+
+
+def _module_row(row: Finding | None, column: Finding | None, part: str) -> tuple[str, ...]:
+    errors = [each.errors["forward"] for each in (row, column) if each is not None and "forward" in each.errors]
+    why = "; ".join(each.reason for each in (row, column) if each is not None and each.reason)
+    status = tuple("" if each is None else each.status for each in (row, column))
+    return (part, *status, f"{max(errors):.0e}" if errors else "", why)
+
+
+def _number(errors: Mapping[str, float], check: str) -> str:
+    return f"{errors[check]:.0e}" if check in errors else ""

@@ -1,0 +1,338 @@
+"""Whether a model obeys the two laws of permutation, measured on that very model.
+
+    row:     blocks(P s) = P blocks(s), weight gradients equal
+    column:  blocks'(z P) = blocks(z) P with keyed weights, weight gradients permuted
+
+Each is run forward, backward and through optimiser steps, in float64 and in the model's own dtype. Findings are
+collected, one for each part and law; nothing is raised unless `strict`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from situs.backbones.base import Backbone
+from situs.core.tokens import patchify, take, unpatchify
+from situs.errors import SitusError
+from situs.locks.arms import Sample, evaluating, gap, own_dtype, sample_of
+from situs.locks.bench import Bench, Errors
+from situs.locks.groups import Group, groups_of, random_keys, residual_only
+from situs.locks.paper import official_bits, official_key, paper_rule
+from situs.locks.parts import Part, parts_of
+from situs.locks.rows import fresh_order, row_leak, row_refusal
+
+__all__ = ["Finding", "Verdict", "certify", "official_bits", "official_key", "paper_rule", "verify"]
+
+Law = Literal["row", "column"]
+Status = Literal["holds", "needs keyed weights", "refused"]
+
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+"""Largest relative difference that is put down to rounding."""
+
+INNER = {
+    "hidden": "MLP units",
+    "heads": "heads",
+    "value": "value channels",
+    "query": "query and key channels",
+}
+COVER = "leaves the function as it was: cover, no strength"
+OWNER = "stays with the owner, in clear order"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one part under one law.
+
+    part: "blocks" is the whole; "embed" and "finish" stand around it; others are leaves in it, their depth as *.
+    errors: by check (forward, backward, steps) in float64; own: in the model's own dtype. Checks not run are left out.
+    """
+
+    part: str
+    law: Law
+    status: Status
+    reason: str
+    errors: Mapping[str, float] = field(default_factory=dict)
+    own: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All findings of a model. control: the error of the column law with one axis of the key left out."""
+
+    model: str
+    dtype: str
+    tolerance: float
+    own_tolerance: float
+    steps: int
+    control: float | None
+    findings: tuple[Finding, ...]
+
+    def whole(self, law: Law) -> Finding:
+        """The finding of all blocks together."""
+        return next(each for each in self.findings if each.part == "blocks" and each.law == law)
+
+    @property
+    def worst(self) -> float:
+        """The largest float64 error among what was found to hold."""
+        held = [error for each in self.findings if each.status != "refused" for error in each.errors.values()]
+        return max(held, default=0.0)
+
+
+def verify(
+    backbone: Backbone,
+    x: Tensor | None = None,
+    *,
+    groups: Sequence[Group] | None = None,
+    steps: int = 3,
+    tokens: int = 32,
+    seed: int = 0,
+    strict: bool = False,
+) -> Verdict:
+    """Measures both laws on a backbone and on its parts.
+
+    x: images [B, C, H, W] or ids [B, N]; None: random ones. groups: of the keys; None: the curated ones. steps: of
+    AdamW. tokens: at most so many patch tokens take part, where the model allows a subset. strict: raise where a law
+    of the whole is refused.
+    """
+    if "tokens" in backbone.refusals:
+        reason = f"convolution: {backbone.refusals['tokens']}"
+        findings = [Finding("blocks", law, "refused", reason) for law in ("row", "column")]
+        return _verdict(backbone, torch.float32, steps, None, findings, strict)
+    reason = ""
+    if groups is None:
+        try:
+            groups = groups_of(backbone)
+        except SitusError as error:  # a finding, not a mistake: the rows may be fine all the same
+            groups, reason = (), str(error)
+    own = own_dtype(backbone)
+    generator = torch.Generator().manual_seed(seed)
+    keys = random_keys(groups, generator)
+    with evaluating(backbone):
+        sample = sample_of(backbone, x, tokens, generator)
+        bench = Bench(backbone, sample, torch.float64, steps)
+        measured = _measure(bench, groups, keys)
+        control = bench.control(groups, keys)
+        inside = _inside(bench, groups, keys)
+        eq6 = _eq6(bench, groups, generator)
+        del bench  # the copies of the weights that it holds
+        again = measured if own == torch.float64 else _measure(Bench(backbone, sample, own, steps), groups, keys)
+        findings = [
+            _embedding(backbone, sample),
+            Finding("embed", "column", "refused", f"{_embedding_kind(backbone)}: it {OWNER}"),
+            _rows(backbone, measured, again),
+            _columns(measured, again, control, reason, _tolerances(own)),
+            *_inner(groups, measured, again, _tolerances(own)),
+            *eq6,
+            *inside,
+            Finding(
+                "finish", "column", "refused", f"the final norm and the head: they {OWNER.replace('stays', 'stay')}"
+            ),
+        ]
+    return _verdict(backbone, own, steps, control, findings, strict)
+
+
+def certify(backbone: Backbone, groups: Sequence[Group], x: Tensor | None = None, *, seed: int = 0) -> float:
+    """The column law of the residual groups in float64, forward, backward and one step: the worst error.
+
+    Raises where it is above the tolerance, and where the check would not notice a wrong key: nothing may be locked
+    that does not pass here.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    keys = random_keys(groups, generator)
+    with evaluating(backbone):
+        bench = Bench(backbone, sample_of(backbone, x, 32, generator), torch.float64, 1)
+        worst = max(bench.column(residual_only(groups), keys).values())
+        control = bench.control(groups, keys)
+    limit = TOLERANCES[torch.float64]
+    if not worst <= limit:
+        raise SitusError(f"{backbone.name}: the column law fails with an error of {worst:.1e} (at most {limit:.0e})")
+    if control is None or control <= limit:
+        raise SitusError(f"{backbone.name}: a key with one axis left out passes too, so the check shows nothing")
+    return worst
+
+
+# --- from numbers to findings --------------------------------------------------------------------------------------
+
+Measured = dict[str, Errors]
+
+
+def _measure(bench: Bench, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> Measured:
+    """Errors by what was moved: rows, columns, columns with the weights left clear, each kind of inner group."""
+    found: Measured = {}
+    if row_refusal(bench.backbone) is None:
+        found["row"] = bench.row()
+    elif "take" not in bench.backbone.refusals:
+        found["row"] = bench.row_forward()
+    residual = residual_only(groups)
+    if residual:
+        found["column"] = bench.column(residual, keys)
+        found["unkeyed"] = {"forward": bench.column_forward(residual, keys)}
+    for kind in INNER:
+        inner = [group for group in groups if group.kind == kind]
+        if inner:
+            found[kind] = bench.inner(inner, keys)
+    return found
+
+
+def _tolerances(own: torch.dtype) -> tuple[float, float]:
+    return TOLERANCES[torch.float64], TOLERANCES.get(own, TOLERANCES[torch.bfloat16])
+
+
+def _within(errors: Errors, own: Errors, limits: tuple[float, float]) -> bool:
+    return all(e <= limits[0] for e in errors.values()) and all(e <= limits[1] for e in own.values())
+
+
+def _rows(backbone: Backbone, measured: Measured, again: Measured) -> Finding:
+    errors, own = measured.get("row", {}), again.get("row", {})
+    refusal = row_refusal(backbone)
+    if refusal is not None:
+        return Finding("blocks", "row", "refused", refusal, errors, own)
+    if not _within(errors, own, _tolerances(own_dtype(backbone))):
+        return Finding("blocks", "row", "refused", "the law fails, and no known operation explains it", errors, own)
+    return Finding("blocks", "row", "holds", row_leak(backbone) or "", errors, own)
+
+
+def _columns(
+    measured: Measured, again: Measured, control: float | None, reason: str, limits: tuple[float, float]
+) -> Finding:
+    if "column" not in measured:
+        return Finding("blocks", "column", "refused", reason or "no residual group is known")
+    errors, own = measured["column"], again["column"]
+    if not _within(errors, own, limits):
+        return Finding("blocks", "column", "refused", "the law fails with the key that was tried", errors, own)
+    if control is None or control <= limits[0]:
+        return Finding("blocks", "column", "refused", "a key with one axis left out passes too", errors, own)
+    if measured["unkeyed"]["forward"] <= limits[0]:
+        return Finding("blocks", "column", "holds", "even with clear weights", errors, own)
+    clear = measured["unkeyed"]["forward"]
+    return Finding(
+        "blocks", "column", "needs keyed weights", f"with clear weights the error is {clear:.1g}", errors, own
+    )
+
+
+def _inner(groups: Sequence[Group], measured: Measured, again: Measured, limits: tuple[float, float]) -> list[Finding]:
+    found = []
+    for kind, what in INNER.items():
+        if kind in measured:
+            good = _within(measured[kind], again[kind], limits)
+            reason = COVER if good else "the function changes with this key"
+            status = _keyed_or_refused(good)
+            found.append(Finding(f"blocks, {what}", "column", status, reason, measured[kind], again[kind]))
+        elif groups and kind == "query":
+            reason = "RoPE turns these channels in pairs, each by an angle of its own"
+            found.append(Finding(f"blocks, {what}", "column", "refused", reason))
+    return found
+
+
+def _eq6(bench: Bench, groups: Sequence[Group], generator: torch.Generator) -> list[Finding]:
+    """The paper's two-sided rule, with an arbitrary key and with one as the published code draws it."""
+    heads = next((group.size for group in groups if group.kind == "heads"), 1)
+    try:
+        rule = paper_rule(groups)
+    except SitusError:  # Swin, grouped queries, relative bias: the paper's rule says nothing of them
+        return []
+    size, name, limit = rule[0].size, rule[0].name, TOLERANCES[torch.float64]
+    anyone = {name: torch.randperm(size, generator=generator)}
+    official = {name: official_key(heads, size // heads, generator)}
+    errors = {"forward": bench.column_forward(rule, anyone, rule)}
+    good = errors["forward"] <= limit
+    reason = "right for one head" if good else "wrong: such a key carries channels from one head to another"
+    found = [Finding("paper's Eq. 6, any key", "column", _keyed_or_refused(good), reason, errors)]
+    errors = bench.column(rule, official)
+    good = max(errors.values()) <= limit
+    bits = f"its keys are 2^{official_bits(heads, size // heads):.0f} of 2^{official_bits(1, size):.0f}"
+    reason = bits if good else "RoPE turns the channels that it permutes"
+    return [*found, Finding("paper's Eq. 6, official key", "column", _keyed_or_refused(good), reason, errors)]
+
+
+def _keyed_or_refused(good: bool) -> Status:
+    return "needs keyed weights" if good else "refused"
+
+
+def _inside(bench: Bench, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> list[Finding]:
+    """Row and column findings of the leaves."""
+    residual = residual_only(groups)
+    rows = row_refusal(bench.backbone) is None
+    parts = parts_of(bench, residual, keys, rows=rows, columns=bool(residual))
+    limit = TOLERANCES[torch.float64]
+    found = []
+    for part in parts:
+        if part.row is not None:
+            status: Status = "holds" if part.row <= limit else "refused"
+            reason = "" if status == "holds" else f"{_operation(bench.backbone, part)}: tells rows apart"
+            found.append(Finding(part.name, "row", status, reason, {"forward": part.row}))
+        if residual:
+            found.append(_column_of(bench.backbone, part, limit))
+    return found
+
+
+def _column_of(backbone: Backbone, part: Part, limit: float) -> Finding:
+    if part.column is None:
+        return Finding(part.name, "column", "needs keyed weights", "its weights are read as part of a larger step")
+    errors = {"forward": part.column}
+    if part.column > limit:
+        reason = f"{_operation(backbone, part)}: its output neither moves with the key nor stays"
+        return Finding(part.name, "column", "refused", reason, errors)
+    if part.keyed:
+        reason = "its output moves with the key" if part.moves else "reads the keyed stream; its output stays"
+        return Finding(part.name, "column", "needs keyed weights", reason, errors)
+    return Finding(
+        part.name, "column", "holds", "its output moves with the key" if part.moves else "sees no key", errors
+    )
+
+
+def _operation(backbone: Backbone, part: Part) -> str:
+    """What kind of operation a leaf is, for the reason of a refusal."""
+    stars = part.name.replace("*", "0")
+    module = dict(backbone.model.named_modules()).get(stars, nn.Identity())
+    if part.kind.startswith("Conv") and part.kind != "Conv1D":
+        return f"convolution ({part.kind})"
+    buffers = [name for name, b in module.named_buffers() if b.is_floating_point()]
+    return f"buffer ({part.kind}.{buffers[0]})" if buffers else part.kind
+
+
+# --- around the blocks ---------------------------------------------------------------------------------------------
+
+
+def _embedding_kind(backbone: Backbone) -> str:
+    return "word embedding" if backbone.img_size is None else "convolution (patch embedding)"
+
+
+@torch.no_grad()
+def _embedding(backbone: Backbone, sample: Sample) -> Finding:
+    """Shuffling patches (or words) before the embedding is shuffling tokens behind it, unless patches overlap."""
+    x = sample.x
+    tokens = backbone.embed(x)
+    order = fresh_order(x.shape[0], tokens.shape[1], torch.Generator().manual_seed(2)).to(x.device)
+    if backbone.img_size is None:
+        moved = x.gather(1, order)
+    else:
+        size = (backbone.img_size[0] // backbone.grid[0], backbone.img_size[1] // backbone.grid[1])
+        moved = unpatchify(take(patchify(x, size), order), backbone.grid, size)
+    error = gap(take(tokens, order), backbone.embed(moved))
+    if error <= TOLERANCES.get(own_dtype(backbone), 1e-1):
+        return Finding("embed", "row", "holds", "whole patches or words only", own={"forward": error})
+    reason = "convolution: its patches overlap or it sees beyond them"
+    return Finding("embed", "row", "refused", reason, own={"forward": error})
+
+
+def _verdict(
+    backbone: Backbone,
+    own: torch.dtype,
+    steps: int,
+    control: float | None,
+    findings: Sequence[Finding],
+    strict: bool,
+) -> Verdict:
+    limits = _tolerances(own)
+    dtype = str(own).removeprefix("torch.")
+    verdict = Verdict(backbone.name, dtype, *limits, steps, control, tuple(findings))
+    refused = [each for each in findings if each.part == "blocks" and each.status == "refused"]
+    if strict and refused:
+        raise SitusError(f"{backbone.name}: the {refused[0].law} law is refused: {refused[0].reason}")
+    return verdict

@@ -1,0 +1,130 @@
+"""The laws module by module: what every leaf of the blocks gives, clear and permuted, laid side by side.
+
+A leaf whose output moves with the key, or stays as it was, obeys the column law; the first that does neither is the
+one that breaks it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from situs.core.permutation import permute_columns
+from situs.locks.arms import Back, gap
+from situs.locks.bench import Bench, stay, still
+from situs.locks.groups import Group, permute_state
+
+PASSIVE = ("Identity", "Dropout", "DropPath", "Dinov2DropPath", "Dinov2WithRegistersDropPath")
+"""Leaves that do nothing where nothing is dropped."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of leaf, its places in the depth of the model written as *: the worst of them all.
+
+    keyed: whether the residual key moves weights of it. column: error in float64, None where no such law was run or
+    the leaf's weights are used without calling it. moves: whether its output moves with the key.
+    """
+
+    name: str
+    kind: str
+    keyed: bool
+    row: float | None
+    column: float | None
+    moves: bool
+
+
+def parts_of(
+    bench: Bench, residual: Sequence[Group], keys: Mapping[str, Tensor], *, rows: bool, columns: bool
+) -> list[Part]:
+    """Every kind of leaf in the blocks, in the order of the model."""
+    with torch.no_grad():
+        clear = _outputs(bench, lambda: bench.output(stay, still))
+        moved, shuffled = {}, {}
+        if columns:
+            moves = bench.column_moves(residual, keys)
+            moved = _outputs(bench, lambda: bench.output(*moves, lambda t: permute_state(t, residual, keys)))
+        if rows:
+            move, back = bench.row_moves()
+            shuffled = _outputs(bench, lambda: bench.output(move, back))
+    touched = {member.tensor.rpartition(".")[0] for group in residual for member in group.members}
+    found: dict[str, Part] = {}
+    for name, module in bench.backbone.model.named_modules():
+        if type(module).__name__ not in PASSIVE and (name in clear or name in touched):
+            row = _row_gap(clear, shuffled, name, back) if rows and name in clear else None
+            column, goes = _column_gap(clear, moved, name, keys, residual) if name in moved else (None, False)
+            _merge(found, Part(_starred(name), type(module).__name__, name in touched, row, column, goes))
+    return list(found.values())
+
+
+def _starred(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _merge(found: dict[str, Part], part: Part) -> None:
+    old = found.get(part.name)
+    if old is not None:
+        part = Part(
+            part.name,
+            part.kind,
+            part.keyed or old.keyed,
+            _worse(old.row, part.row),
+            _worse(old.column, part.column),
+            part.moves or old.moves,
+        )
+    found[part.name] = part
+
+
+def _worse(a: float | None, b: float | None) -> float | None:
+    return max((x for x in (a, b) if x is not None), default=None)
+
+
+def _row_gap(clear: Mapping[str, Tensor], shuffled: Mapping[str, Tensor], name: str, back: Back) -> float:
+    a, b = clear[name], shuffled[name]
+    if a.dim() == 4:  # by head: [B, H, S, d]
+        a, b = a.transpose(1, 2), b.transpose(1, 2)
+    return gap(a, back(b))
+
+
+def _column_gap(
+    clear: Mapping[str, Tensor],
+    moved: Mapping[str, Tensor],
+    name: str,
+    keys: Mapping[str, Tensor],
+    residual: Sequence[Group],
+) -> tuple[float, bool]:
+    a, b = clear[name], moved[name]
+    fitting = [keys[group.name] for group in residual if a.shape[-1] == group.size]
+    went = min((gap(permute_columns(a, p), b) for p in fitting), default=float("inf"))
+    return min(went, gap(a, b)), went < gap(a, b)
+
+
+def _outputs(bench: Bench, run: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """What every leaf under the blocks gave, the last time it was called."""
+    found: dict[str, Tensor] = {}
+    with _listening(bench, found):
+        run()
+    return found
+
+
+@contextmanager
+def _listening(bench: Bench, found: dict[str, Tensor]) -> Iterator[None]:
+    def listen(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: object, output: object) -> None:
+            if bench.stack.inside and isinstance(output, Tensor):
+                found[name] = output.detach()
+
+        return hook
+
+    leaves = [(name, m) for name, m in bench.backbone.model.named_modules() if not list(m.children())]
+    handles = [module.register_forward_hook(listen(name)) for name, module in leaves]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
