@@ -36,7 +36,7 @@ class G:
 def test_file_holds_the_seed_for_its_owner_alone(tmp_path):
     path = tmp_path / "owner.key"
     key = new_key(path)
-    assert os.stat(path).st_mode & 0o777 == 0o600
+    assert path.stat().st_mode & 0o777 == 0o600
     assert load_key(path) == key and not needs_passphrase(path)
     held = json.loads(path.read_text())
     assert base64.b64decode(held["seed"]) == key.seed and held["id"] == key.id and held["version"] == 1
@@ -70,7 +70,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path):
     path = tmp_path / "owner.key"
     new_key(path)
     path.chmod(0o644)
-    with pytest.raises(SitusError, match="0644.*chmod 600"):
+    with pytest.raises(SitusError, match=r"0644.*chmod 600"):
         load_key(path)
 
 
@@ -130,7 +130,7 @@ def words_of(*values: int):
 
 
 def test_every_permutation_equally_often():
-    """All words that matter, once each: with words below 4 * 3 * 2, every one of 24 permutations comes equally often."""
+    """Every combination of words once: each of the 24 permutations of 4 comes once."""
     counts = Counter(
         tuple(fisher_yates(4, words_of(a, b, c)).tolist())
         for a, b, c in itertools.product(range(4), range(3), range(2))

@@ -1,0 +1,295 @@
+from __future__ import annotations
+
+import filecmp
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+from situs.locks.folder import INDEX, WHOLE
+from situs.locks.groups import permute_state
+from situs.locks.key import Key
+from situs.locks.lock import check, lock, unlock
+from situs.locks.manifest import NAME, permutations_of
+
+pytest.importorskip("cryptography")
+
+KEY, OTHER = Key(bytes(range(32))), Key(bytes(32))
+MODELS = ("vit", "eva", "swin", "bert", "gpt2", "llama", "hf_vit")
+
+
+def listing(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+def same_folders(one: Path, two: Path) -> bool:
+    names = listing(one)
+    return names == listing(two) and filecmp.cmpfiles(one, two, names, shallow=False)[0] == names
+
+
+@pytest.fixture(scope="module")
+def locked_vit(model_folder, tmp_path_factory) -> Path:
+    return lock(model_folder("vit"), KEY, tmp_path_factory.mktemp("locked") / "vit").path
+
+
+def copy_of(folder: Path, place: Path) -> Path:
+    return Path(shutil.copytree(folder, place))
+
+
+# --- there and back -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seal", [False, True], ids=["plain", "sealed"])
+@pytest.mark.parametrize("groups", ["residual", "all"])
+@pytest.mark.parametrize("name", MODELS)
+def test_lock_then_unlock_gives_the_very_files(model_folder, tmp_path, name, groups, seal):
+    folder = model_folder(name)
+    locked = lock(folder, KEY, tmp_path / "locked", groups=groups, seal=seal)
+    names = listing(folder)
+    assert listing(locked.path) == sorted([NAME] + [each + ".sealed" if seal else each for each in names])
+    opened = unlock(locked.path, KEY, tmp_path / "open")
+    assert same_folders(folder, opened.path) and not opened.notes
+    assert check(locked.path, KEY) == locked.manifest
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_keyed_moved_and_nothing_else_did(model_folder, tmp_path, name):
+    """The locked file against one tensor at a time through the permutations, in the dtype of the file."""
+    folder = model_folder(name)
+    locked = lock(folder, KEY, tmp_path / "locked", groups="all")
+    clear, keyed = load_file(folder / WHOLE), load_file(locked.path / WHOLE)
+    expected = permute_state(clear, locked.manifest.groups, permutations_of(locked.manifest, KEY))
+    assert keyed.keys() == clear.keys()
+    assert all(torch.equal(keyed[each], expected[each]) for each in clear)
+    moved = {each for each in clear if not torch.equal(keyed[each], clear[each])}
+    assert moved <= locked.manifest.keyed()
+    outside = ("embed", "head", "classifier", "wte", "wpe", "lm_head", "cls_token")
+    assert moved and not any(word in each for each in moved for word in outside)
+    blocks = {each for each in clear if any(part.isdigit() for part in each.split(".")) and clear[each].dim() == 2}
+    assert {each for each in blocks if "relative_position" not in each} <= moved
+
+
+def test_shards_with_an_index(model_folder, tmp_path):
+    """The same model in three shards: locked shard by shard, opened to the same files."""
+    source = copy_of(model_folder("llama"), tmp_path / "sharded")
+    state = load_file(source / WHOLE)
+    (source / WHOLE).unlink()
+    names = sorted(state)
+    parts = {f"model-0000{i}-of-00003.safetensors": names[i - 1 :: 3] for i in (1, 2, 3)}
+    for shard, held in parts.items():
+        save_file({each: state[each] for each in held}, source / shard, metadata={"format": "pt"})
+    where = {each: shard for shard, held in parts.items() for each in held}
+    (source / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    locked = lock(source, KEY, tmp_path / "locked", groups="all")
+    assert set(locked.manifest.shards) == set(parts)
+    assert same_folders(source, unlock(locked.path, KEY, tmp_path / "open").path)
+    (locked.path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(SitusError, match=r"00002.* is missing"):
+        unlock(locked.path, KEY, tmp_path / "open2")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn], ids=str)
+def test_bits_of_any_dtype_come_back(model_folder, tmp_path, dtype):
+    source = copy_of(model_folder("vit"), tmp_path / "clear")
+    state = {name: tensor.to(dtype) for name, tensor in load_file(source / WHOLE).items()}
+    if dtype == torch.bfloat16:
+        state["blocks.0.mlp.fc1.weight"].view(torch.int16)[0, :4] = torch.tensor([32704, 32705, -64, -63])  # NaNs
+    save_file(state, source / WHOLE)
+    locked = lock(source, KEY, tmp_path / "locked", groups="all")
+    assert same_folders(source, unlock(locked.path, KEY, tmp_path / "open").path)
+
+
+def test_a_backbone_in_memory_is_locked_as_its_library_saves_it(model_folder, tmp_path):
+    backbone = create_backbone(model_folder("vit"))
+    locked = lock(backbone, KEY, tmp_path / "locked")
+    opened = unlock(locked.path, KEY, tmp_path / "open")
+    state = create_backbone(opened.path).model.state_dict()
+    assert all(torch.equal(state[name], value) for name, value in backbone.model.state_dict().items())
+
+
+def test_two_locks_share_nothing(model_folder, tmp_path):
+    first, second = (lock(model_folder("vit"), KEY, tmp_path / name).manifest for name in "ab")
+    assert first.fingerprint == second.fingerprint and first.lock_id != second.lock_id
+    p, q = (permutations_of(manifest, KEY)["residual"] for manifest in (first, second))
+    assert (p == q).sum() < 12  # of 24; unrelated ones agree in one place on average
+    third = lock(model_folder("eva"), KEY, tmp_path / "c").manifest
+    assert (p == permutations_of(third, KEY)["residual"]).sum() < 12
+
+
+def test_names_of_older_files_are_found(model_folder, tmp_path):
+    """A BERT saved under its bare names with LayerNorm.gamma, as in 2018, is locked under these very names."""
+    source = copy_of(model_folder("bert"), tmp_path / "old")
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in load_file(source / WHOLE).items()
+    }
+    save_file(old, source / WHOLE, metadata={"format": "pt"})
+    locked = lock(source, KEY, tmp_path / "locked")
+    assert "bert.encoder.layer.0.output.LayerNorm.gamma" in locked.manifest.keyed()
+    assert same_folders(source, unlock(locked.path, KEY, tmp_path / "open").path)
+
+
+# --- retrained ----------------------------------------------------------------------------------------------
+
+
+def test_retrained_tensors_are_opened_and_said(model_folder, locked_vit, tmp_path):
+    trained = copy_of(locked_vit, tmp_path / "trained")
+    manifest = check(locked_vit, KEY)
+    clear = load_file(model_folder("vit") / WHOLE)
+    wanted = {name: tensor + 0.01 * torch.randn_like(tensor) for name, tensor in clear.items()}
+    wanted["head.weight"], wanted["head.bias"] = torch.randn(7, 24), torch.zeros(7)  # a new classifier
+    save_file(permute_state(wanted, manifest.groups, permutations_of(manifest, KEY)), trained / WHOLE)
+    (trained / "optimizer.pt").write_bytes(b"moments")
+    with pytest.raises(SitusError, match="another model, or was altered"):
+        unlock(trained, KEY, tmp_path / "open")
+    opened = unlock(trained, KEY, tmp_path / "open", retrained=True)
+    got = load_file(opened.path / WHOLE)
+    assert all(torch.equal(got[name], value) for name, value in wanted.items())
+    assert f"{len(clear)} of {len(clear)} tensors" in opened.notes[0] and "head.bias, head.weight" in opened.notes[1]
+    assert "optimizer.pt" in opened.notes[2] and NAME not in listing(opened.path)
+
+
+def test_retrained_still_wants_the_key_and_the_layout(locked_vit, tmp_path):
+    trained = copy_of(locked_vit, tmp_path / "trained")
+    with pytest.raises(SitusError, match="was locked with the key"):
+        unlock(trained, OTHER, tmp_path / "open", retrained=True)
+    state = load_file(trained / WHOLE)
+    save_file({name: tensor.half() for name, tensor in state.items()}, trained / WHOLE)
+    with pytest.raises(SitusError, match=r"F16 \[24\], locked was F32 \[24\]"):
+        unlock(trained, KEY, tmp_path / "open", retrained=True)
+    (trained / NAME).unlink()
+    with pytest.raises(SitusError, match="no locked model"):
+        unlock(trained, KEY, tmp_path / "open", retrained=True)
+
+
+def test_a_sealed_folder_was_not_retrained(model_folder, tmp_path):
+    locked = lock(model_folder("vit"), KEY, tmp_path / "locked", seal=True)
+    with pytest.raises(SitusError, match="sealed"):
+        unlock(locked.path, KEY, tmp_path / "open", retrained=True)
+
+
+# --- refusals -----------------------------------------------------------------------------------------------
+
+
+def test_wrong_key(locked_vit, tmp_path):
+    with pytest.raises(SitusError, match=f"locked with the key {KEY.id}, and this is {OTHER.id}"):
+        unlock(locked_vit, OTHER, tmp_path / "open")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_model_of_the_same_layout_and_of_another(model_folder, locked_vit, tmp_path):
+    swapped = copy_of(locked_vit, tmp_path / "swapped")
+    shutil.copy(lock(model_folder("vit"), KEY, tmp_path / "again").path / WHOLE, swapped / WHOLE)
+    with pytest.raises(SitusError, match="not the tensor that was locked"):
+        unlock(swapped, KEY, tmp_path / "open")
+    shutil.copy(lock(model_folder("eva"), KEY, tmp_path / "eva").path / WHOLE, swapped / WHOLE)
+    with pytest.raises(SitusError, match="of another model"):
+        unlock(swapped, KEY, tmp_path / "open")
+    assert not (tmp_path / "open").exists()
+
+
+@pytest.mark.parametrize("seal", [False, True], ids=["plain", "sealed"])
+def test_every_altered_byte_is_found(model_folder, tmp_path_factory, seal):
+    """One bit of one file, anywhere, or its end cut off, or bytes added."""
+    place = tmp_path_factory.mktemp("altered")
+    locked = lock(model_folder("vit"), KEY, place / "locked", seal=seal).path
+
+    @given(st.data())
+    def run(data):
+        name = data.draw(st.sampled_from(listing(locked)))
+        path = locked / name
+        whole = path.read_bytes()
+        end = min(len(whole), 4096) if data.draw(st.booleans()) else len(whole)
+        at = data.draw(st.integers(0, end - 1))
+        kind = data.draw(st.sampled_from(["flip", "cut", "add"]))
+        if kind == "flip":
+            broken = bytearray(whole)
+            broken[at] ^= 1 << data.draw(st.integers(0, 7))
+        else:
+            broken = whole[:at] if kind == "cut" else whole + bytes(1 + at % 64)
+        try:
+            path.write_bytes(broken)
+            if name == NAME and _same_json(whole, bytes(broken)):
+                return  # white space, or another spelling of the same values: nothing that is signed changed
+            with pytest.raises(SitusError):
+                unlock(locked, KEY, place / "open")
+            assert not (place / "open").exists()
+        finally:
+            path.write_bytes(whole)
+
+    run()
+    assert unlock(locked, KEY, place / "open")
+
+
+def _same_json(one: bytes, two: bytes) -> bool:
+    try:
+        return json.loads(one) == json.loads(two)
+    except (ValueError, RecursionError):
+        return False
+
+
+@pytest.mark.parametrize("seal", [False, True], ids=["plain", "sealed"])
+def test_files_may_not_change_places(model_folder, tmp_path, seal):
+    locked = lock(model_folder("vit"), KEY, tmp_path / "locked", seal=seal).path
+    one, two = (locked / f"{name}{'.sealed' if seal else ''}" for name in ("README.md", "tokens/merges.txt"))
+    first, second = one.read_bytes(), two.read_bytes()
+    one.write_bytes(second)
+    two.write_bytes(first)
+    with pytest.raises(SitusError, match="altered"):
+        unlock(locked, KEY, tmp_path / "open")
+
+
+def test_targets_that_exist_are_refused(model_folder, locked_vit, tmp_path):
+    (tmp_path / "there").mkdir()
+    with pytest.raises(SitusError, match="exists already"):
+        lock(model_folder("vit"), KEY, tmp_path / "there")
+    with pytest.raises(SitusError, match="exists already"):
+        unlock(locked_vit, KEY, tmp_path / "there")
+
+
+def test_sources_that_cannot_be_locked(model_folder, locked_vit, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(SitusError, match="a lock needs weights"):
+        lock("vit_tiny_patch16_224", KEY, out)
+    with pytest.raises(SitusError, match="locked already"):
+        lock(locked_vit, KEY, out)
+    with pytest.raises(SitusError, match="groups='head'"):
+        lock(model_folder("vit"), KEY, out, groups="head")  # pyright: ignore[reportArgumentType]
+    source = copy_of(model_folder("vit"), tmp_path / "source")
+    (source / "pytorch_model.bin").write_bytes(b"the same in clear")
+    with pytest.raises(SitusError, match=r"pytorch_model\.bin may hold the weights in clear"):
+        lock(source, KEY, out)
+    (source / "pytorch_model.bin").unlink()
+    state = load_file(source / WHOLE)
+    save_file({name: tensor for name, tensor in state.items() if name != "blocks.1.norm2.weight"}, source / WHOLE)
+    with pytest.raises(SitusError, match=r"hold no blocks\.1\.norm2\.weight"):
+        lock(source, KEY, out)
+    (source / WHOLE).unlink()
+    with pytest.raises(SitusError, match="holds neither"):
+        lock(source, KEY, out)
+    (source / "config.json").unlink()
+    with pytest.raises(SitusError, match=r"no config\.json"):
+        lock(source, KEY, out)
+    assert not out.exists() and [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_run_is_exported_first(tmp_path):
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "config.json").write_text("{}")
+    (tmp_path / "run" / "metrics.jsonl").write_text("")
+    with pytest.raises(SitusError, match="first situs export"):
+        lock(tmp_path / "run", KEY, tmp_path / "out")
+
+
+def test_the_locked_file_is_one_that_safetensors_reads(locked_vit):
+    with safe_open(locked_vit / WHOLE, "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert len(list(file.keys())) > 20

@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from situs.errors import SitusError
+from situs.locks.groups import Group, Member
+from situs.locks.key import Key
+from situs.locks.manifest import (
+    NAME,
+    Entry,
+    Manifest,
+    fingerprint_of,
+    layout_of,
+    permutations_of,
+    read_manifest,
+    write_manifest,
+)
+from situs.locks.shards import Spec
+
+pytest.importorskip("cryptography")
+
+KEY = Key(bytes(range(32)))
+TENSORS = {
+    "blocks.0.fc1.weight": Entry("F32", (8, 6), "a" * 64),
+    "blocks.0.qkv.weight": Entry("BF16", (18, 6), "b" * 64),
+    "freqs": Entry("F32", (2, 2, 3, 4), "c" * 64),
+    "head.weight": Entry("F32", (3, 6), "d" * 64),
+}
+GROUPS = (
+    Group("residual", "residual", 6, (Member("blocks.0.fc1.weight", 1), Member("blocks.0.qkv.weight", 1))),
+    Group("blocks.0.mlp", "hidden", 4, (Member("blocks.0.fc1.weight", 0, outer=2),)),
+    Group("blocks.0.heads", "heads", 3, (Member("blocks.0.qkv.weight", 0, inner=2, start=12, length=6),)),
+    Group("blocks.0.rope", "heads", 3, (Member("freqs", 2, at=(1, 1)),)),
+)
+
+
+def manifest() -> Manifest:
+    specs = [Spec(name, entry.dtype, entry.shape) for name, entry in TENSORS.items()]
+    return Manifest(
+        version=1,
+        situs="0.1",
+        model="vit",
+        key_id=KEY.id,
+        lock_id="12" * 16,
+        sealed=False,
+        layout=layout_of(specs),
+        fingerprint="f" * 64,
+        groups=GROUPS,
+        shards={"model.safetensors": "e" * 64},
+        tensors=dict(TENSORS),
+        files={"config.json": "1" * 64, "1_Pooling/config.json": "2" * 64},
+    )
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    write_manifest(tmp_path, manifest(), KEY)
+    return tmp_path
+
+
+def test_there_and_back(folder):
+    got = read_manifest(folder, KEY)
+    assert got.hmac and re.fullmatch("[0-9a-f]{64}", got.hmac)
+    assert got == read_manifest(folder, None)
+    assert got.groups == GROUPS and got.tensors == TENSORS and got.keyed() == set(TENSORS) - {"head.weight"}
+    assert {name: len(p) for name, p in permutations_of(got, KEY).items()} == {g.name: g.size for g in GROUPS}
+    assert KEY.seed.hex() not in (folder / NAME).read_text()
+
+
+def test_layout_is_of_names_shapes_and_dtypes_in_any_order():
+    a, b = Spec("a", "F32", (2, 3)), Spec("b", "F32", (2,))
+    assert layout_of([a, b]) == layout_of([b, a])
+    others = [[a], [a, Spec("c", "F32", (2,))], [a, Spec("b", "F16", (2,))], [a, Spec("b", "F32", (1, 2))]]
+    assert len({layout_of(each) for each in ([a, b], *others)}) == 5
+
+
+def test_fingerprint_is_of_every_tensor():
+    base = fingerprint_of("a" * 64, {"x": "1", "y": "2"})
+    assert base == fingerprint_of("a" * 64, {"y": "2", "x": "1"})
+    assert base != fingerprint_of("a" * 64, {"x": "2", "y": "1"}) != fingerprint_of("b" * 64, {"x": "1", "y": "2"})
+
+
+def rewrite(folder: Path, change) -> None:
+    tables = json.loads((folder / NAME).read_text())
+    change(tables)
+    (folder / NAME).write_text(json.dumps(tables))
+
+
+def test_wrong_key_and_altered_manifest(folder):
+    with pytest.raises(SitusError, match=f"locked with the key {KEY.id}"):
+        read_manifest(folder, Key(bytes(32)))
+    rewrite(folder, lambda tables: tables.update(key_id=Key(bytes(32)).id))
+    with pytest.raises(SitusError, match="HMAC is wrong"):  # signed by another, claimed to be ours
+        read_manifest(folder, Key(bytes(32)))
+
+
+LEAVES = [
+    ("situs", "9"),
+    ("model", "other"),
+    ("lock_id", "34" * 16),
+    ("fingerprint", "0" * 64),
+    ("sealed", True),
+    (("shards", "model.safetensors"), "0" * 64),
+    (("files", "config.json"), "0" * 64),
+    (("tensors", "head.weight", "sha256"), "0" * 64),
+    (("groups", 0, "name"), "residual.9"),
+    (("groups", 0, "kind"), "hidden"),
+    (("groups", 1, "members", 0, "outer"), 1),
+    (("groups", 1, "size"), 8),
+    (("hmac",), "0" * 64),
+]
+
+
+@pytest.mark.parametrize(("where", "value"), LEAVES, ids=str)
+def test_no_field_can_be_altered(folder, where, value):
+    def change(tables):
+        *path, last = (where,) if isinstance(where, str) else where
+        for step in path:
+            tables = tables[step]
+        assert tables[last] != value
+        tables[last] = value
+
+    rewrite(folder, change)
+    with pytest.raises(SitusError):
+        read_manifest(folder, KEY)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (dict(version=0), "version is 0, and this Situs reads version 1"),
+        (dict(version=2), "version is 2"),
+        (dict(version=True), "version is True"),
+        (dict(format="other"), "not in the format"),
+        (dict(extra=1), "unknown key"),
+        (dict(key_id="xyz"), "key_id must be 16"),
+        (dict(lock_id=5), "lock_id"),
+        (dict(layout="0" * 64), "layout hash"),
+        (dict(hmac=""), "no HMAC"),
+        (dict(shards={}), "no weight file"),
+        (dict(shards={"../model.safetensors": "e" * 64}), "no name of a file"),
+        (dict(files={"/etc/passwd": "e" * 64}), "no name of a file"),
+        (dict(files={"a/../b": "e" * 64}), "no name of a file"),
+        (dict(files={"a//b": "e" * 64}), "no name of a file"),
+        (dict(files={NAME: "e" * 64}), "no name of a file"),
+        (dict(files={"model.safetensors": "e" * 64}), "one file twice"),
+        (dict(groups=[]), "no group"),
+    ],
+)
+def test_malformed_manifests_say_why(folder, change, said):
+    rewrite(folder, lambda tables: tables.update(change))
+    with pytest.raises(SitusError, match=said):
+        read_manifest(folder, KEY)
+    with pytest.raises(SitusError, match=said):
+        read_manifest(folder, None)
+
+
+MEMBER = {"tensor": "head.weight", "axis": 1, "outer": 1, "inner": 1, "start": 0, "length": None, "at": None}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(tensor="nothing"),
+        dict(axis=2),
+        dict(axis=-1),
+        dict(outer=0),
+        dict(inner=2),
+        dict(start=-1),
+        dict(start=3, length=6),
+        dict(length=5),
+        dict(at=[1, 0]),
+        dict(at=[0, 3]),
+        dict(at=[5, 0]),
+    ],
+)
+def test_groups_that_do_not_fit_are_refused(folder, change):
+    rewrite(folder, lambda tables: tables["groups"][0].update(members=[MEMBER | change]))
+    with pytest.raises(SitusError, match="group"):
+        read_manifest(folder, None)
+
+
+def test_not_a_locked_folder(tmp_path):
+    with pytest.raises(SitusError, match="no locked model"):
+        read_manifest(tmp_path, KEY)
+    (tmp_path / NAME).write_bytes(b'{"format": "situs-lock", "version": 1, "version": 1}')
+    with pytest.raises(SitusError, match="no valid JSON"):
+        read_manifest(tmp_path, KEY)
+    (tmp_path / NAME).write_bytes(b"[" * 200_000)
+    with pytest.raises(SitusError, match="no valid JSON"):
+        read_manifest(tmp_path, KEY)
+
+
+@given(raw=st.binary(max_size=300))
+@example(raw=b"\xff\xfe")
+@example(raw=b'{"format":"situs-lock","version":1e400}')
+@example(raw=b'{"format":"situs-lock","version":' + b"9" * 5000 + b"}")
+def test_no_bytes_crash_or_load(tmp_path_factory, raw):
+    place = tmp_path_factory.mktemp("manifest")
+    (place / NAME).write_bytes(raw)
+    with pytest.raises(SitusError):
+        read_manifest(place, None)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@given(data=st.data())
+def test_any_value_in_the_place_of_any_other(tmp_path_factory, data):
+    """A random node of the tables replaced by random JSON: read as the same manifest or refused, never a crash."""
+    place = tmp_path_factory.mktemp("manifest")
+    signed = write_manifest(place, manifest(), KEY)
+    tables = json.loads((place / NAME).read_text())
+    node, broken = tables, copy.deepcopy(tables)
+    step = into = broken
+    last: object = None
+    while isinstance(node, dict | list) and node and (last is None or data.draw(st.booleans())):
+        last = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else list(range(len(node)))))
+        into, step, node = step, step[last], node[last]
+    into[last] = data.draw(JSON)
+    (place / NAME).write_text(json.dumps(broken))
+    said = ""
+    try:
+        assert read_manifest(place, KEY) == signed
+    except SitusError as error:
+        said = str(error)
+    assert len(said) < 600 and "\n" not in said
