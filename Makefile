@@ -63,7 +63,7 @@ clean:
 
 .venv/.installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "installing situs and what it needs into .venv (the first time about three minutes: torch is large)"
-	@$(PIP) --editable '.[dev,hf]'
+	@$(PIP) --editable '.[dev,hf,locks]'
 	@touch $@
 
 .venv/.installed-docs: .venv/.installed

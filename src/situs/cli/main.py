@@ -30,6 +30,9 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Lock": {
         "verify": ("situs.cli.verify", "measure which permutations of tokens and channels a model obeys, and why not"),
+        "key new": ("situs.cli.key_new", "a new key in a file that only you may read"),
+        "lock": ("situs.cli.lock", "a model that is useless without its key; obfuscation, not encryption"),
+        "unlock": ("situs.cli.unlock", "a locked model opened with its key, bit for bit"),
     },
     "Look": {
         "info": ("situs.cli.info", "what a model is made of, and which methods and locks apply to it"),

@@ -112,7 +112,7 @@ def load_key(path: str | Path, passphrase: str | None = None) -> Key:
     seed = _decode(held.seed)
     if held.passphrase is not None:
         if not passphrase:
-            raise SitusError(f"{path}: this key has a passphrase (--passphrase, or SITUS_PASSPHRASE)")
+            raise SitusError(f"{path}: this key has a passphrase, and none was given (SITUS_PASSPHRASE)")
         seed = _unwrap(path, held, held.passphrase, passphrase)
     if len(seed) != SEED_BYTES or Key(seed).id != held.id:
         raise SitusError(f"{path}: its seed and its id do not belong together: the file was altered (--key)")

@@ -1,0 +1,46 @@
+"""Opens a locked model with its key: the files that were locked, bit for bit, or nothing.
+
+The manifest is checked before a tensor is read and each tensor before it is used; the folder appears when all was
+right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Args:
+    """A locked model, opened."""
+
+    locked: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="LOCKED")]
+    """The locked folder."""
+
+    key: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    """The key it was locked with."""
+
+    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """The folder to write; it must not exist."""
+
+    retrained: tyro.conf.FlagCreatePairsOff[bool] = False
+    """The locked weights were trained since: take new values of the same layout (manifest.json beside them)."""
+
+
+def run(args: Args) -> None:
+    """Writes the open folder and says what it is."""
+    from situs.cli.passphrase import read_key
+    from situs.locks.lock import unlock
+
+    opened = unlock(args.locked, read_key(args.key), args.out, retrained=args.retrained)
+    manifest = opened.manifest
+    if args.retrained:
+        print(f"{args.out}: {manifest.model}, opened as retrained.")
+        for note in opened.notes:
+            print(note)
+    else:
+        count = len(manifest.tensors)
+        print(f"{args.out}: {manifest.model}, {count} tensors, bit for bit as they were before the lock.")
