@@ -1,0 +1,202 @@
+"""Attacks on a lock, and what is left of it after them.
+
+A lock is obfuscation, not encryption: its key is a permutation of channels, and a channel is known by its weights.
+Who has the model that was locked reads the key off (`public-base`); who has a fine-tuned relative nearly so
+(`drifted-base`); who has only the locked file can compare its clear parts with its locked ones (`no-base`), or
+train around it with labelled samples (`labels`, in `recover_adapter`). Keys of inner groups are found on the way where
+they are needed, and never count: permuting them leaves the function as it was.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
+from situs.core.permutation import identity
+from situs.errors import SitusError
+from situs.locks.groups import Group, permute_state, residual_only
+from situs.locks.recover_blind import match_blind
+from situs.locks.recover_match import Keys, State, fit_error, match_keys
+
+SEED_BITS = 256
+"""Length of the seed that every key is made of: no lock is stronger, however many permutations there are."""
+
+BROKEN = 0.99
+"""An attack that gives back this share of what the key is worth has made the key unnecessary."""
+
+ATTACKERS: dict[str, str] = {
+    "no-base": "has the locked file alone, and compares its clear parts with its locked ones",
+    "public-base": "has the very model that was locked, and matches its channels with the locked ones",
+    "drifted-base": "has a fine-tuned relative of it: the same, with noise on every weight",
+    "labels": "has some labelled samples, and trains a linear map before and behind the frozen locked blocks",
+}
+"""attacker -> who that is."""
+
+Score = Callable[[State], float]
+"""The accuracy in [0, 1] of the model with these weights."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What one attack got.
+
+    right, size: residual channels put where they belong, of all; right is None where nobody knows the true key.
+    before, after, owner: accuracy of the locked model as it is, after the attack, and with the key; None without data.
+    control: the same attack's accuracy where the locked blocks are replaced by random ones, so that they helped by
+    after - control. bits: what is left, see `bits_left`.
+    """
+
+    attacker: str
+    size: int
+    right: int | None = None
+    seconds: float = 0.0
+    cost: str = ""
+    before: float | None = None
+    after: float | None = None
+    owner: float | None = None
+    control: float | None = None
+    residual_sizes: tuple[tuple[int, int], ...] = ()
+    keys: Keys = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def share(self) -> float | None:
+        """The share of the residual key that was recovered."""
+        return None if self.right is None else self.right / self.size
+
+    @property
+    def broken(self) -> bool:
+        """Whether the model works again although the key may not be known."""
+        if self.after is None or self.owner is None:
+            return False
+        lost = self.owner - (self.before or 0.0)
+        return lost > 0 and self.after - (self.before or 0.0) >= BROKEN * lost
+
+    @property
+    def bits(self) -> float | None:
+        """log2 of the keys that are left to try; 0 where the model works again. None: nobody knows the true key."""
+        if self.broken:
+            return 0.0
+        return None if self.right is None else sum(bits_left(size, right) for size, right in self.residual_sizes)
+
+
+def bits_left(size: int, right: int) -> float:
+    """log2((size - right)!): the orders of the channels that are still wrong, `right` of `size` being settled.
+
+    Generous to the attacker, who is taken to know which channels are right.
+    """
+    if not 0 <= right <= size:
+        raise SitusError(f"right={right}: must be in [0, {size}]")
+    return math.lgamma(size - right + 1) / math.log(2)
+
+
+def strength_bits(results: Sequence[Recovery]) -> float:
+    """min(256, the best attack): the strength of a lock in bits, and the only figure ever printed as such.
+
+    An attack whose success nobody can tell does not lower it; it is an upper bound, for better attacks may exist.
+    """
+    return min([float(SEED_BITS), *(bits for result in results if (bits := result.bits) is not None)])
+
+
+def settle(recovery: Recovery, groups: Sequence[Group], truth: Mapping[str, Tensor] | None) -> Recovery:
+    """The recovery with its residual keys compared with the true ones; inner groups never count."""
+    if truth is None:
+        return recovery
+    pairs = tuple(
+        (group.size, int((recovery.keys[group.name] == truth[group.name]).sum())) for group in residual_only(groups)
+    )
+    return replace(recovery, right=sum(right for _, right in pairs), residual_sizes=pairs)
+
+
+def recover_with_base(
+    locked: State,
+    base: State,
+    groups: Sequence[Group],
+    *,
+    truth: Mapping[str, Tensor] | None = None,
+    attacker: str = "public-base",
+) -> Recovery:
+    """Linear assignment of the base's channels to the locked ones, over every residual-side weight and norm.
+
+    truth: the keys, where the auditor has them. Without them, a base that turns into the locked weights bit by bit
+    proves its own key.
+    """
+    began = time.perf_counter()
+    match = match_keys(locked, base, groups)
+    seconds = time.perf_counter() - began
+    if truth is None and match.error == 0:
+        truth = match.keys
+    weights = sum(base[name].numel() for name in {m.tensor for group in groups for m in group.members})
+    turns = f", {match.rounds} rounds over {len(groups)} groups" if len(groups) > 1 else ""
+    cost = f"one base model, no data; {weights / 1e6:.1f} M weights compared{turns}"
+    found = Recovery(attacker, _size(groups), seconds=seconds, cost=cost, keys=match.keys)
+    return settle(found, groups, truth)
+
+
+def recover_blind(
+    backbone: Backbone,
+    groups: Sequence[Group],
+    *,
+    truth: Mapping[str, Tensor] | None = None,
+    inputs: Tensor | None = None,
+) -> Recovery:
+    """What the locked file alone gives away: its clear parts against its locked ones, see `recover_blind`."""
+    began = time.perf_counter()
+    keys = match_blind(backbone, groups, inputs)
+    whole = {group.name: keys.get(group.name, identity(group.size)) for group in groups}
+    found = Recovery(
+        "no-base", _size(groups), seconds=time.perf_counter() - began, cost="the locked file alone", keys=whole
+    )
+    return settle(found, groups, truth)
+
+
+def exact_truth(locked: State, base: State, groups: Sequence[Group]) -> Keys | None:
+    """The true keys where `base` is the very model that was locked, else None."""
+    match = match_keys(locked, base, groups)
+    return match.keys if match.error == 0 else None
+
+
+def drift(base: State, amount: float, seed: int = 0) -> dict[str, Tensor]:
+    """A relative of `base`: noise of `amount` times each tensor's own standard deviation on all its weights."""
+    if not amount >= 0:
+        raise SitusError(f"drift={amount}: must be at least 0 (--drift)")
+    generator = torch.Generator().manual_seed(seed)
+    return {name: _noisy(value, amount, generator) for name, value in base.items()}
+
+
+def _noisy(value: Tensor, amount: float, generator: torch.Generator) -> Tensor:
+    if not value.is_floating_point() or value.numel() < 2:
+        return value
+    exact = value.double().cpu()
+    noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+    return (exact + amount * exact.std() * noise).to(value)
+
+
+def opened(locked: State, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The locked weights with `keys` undone, right or wrong."""
+    from situs.locks.groups import invert_keys
+
+    return permute_state(locked, groups, invert_keys({group.name: keys[group.name] for group in groups}))
+
+
+def scored(recovery: Recovery, locked: State, groups: Sequence[Group], score: Score, owner: float | None) -> Recovery:
+    """The recovery with the accuracy of the locked model before the attack, after it, and of its owner."""
+    after = score(opened(locked, groups, recovery.keys))
+    return replace(recovery, before=score(locked), after=after, owner=owner)
+
+
+def drift_between(locked: State, base: State, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> float:
+    """How far a real relative drifted: root mean square difference in standard deviations of the weights."""
+    return math.sqrt(fit_error(locked, base, groups, keys))
+
+
+def _size(groups: Sequence[Group]) -> int:
+    found = sum(group.size for group in residual_only(groups))
+    if not found:
+        raise SitusError("these groups hold no residual key: there is no lock to attack")
+    return found

@@ -1,0 +1,167 @@
+"""The attacker with labelled samples: train around the lock instead of finding the key.
+
+The locked blocks stay frozen, and so do the clear parts but for the head. A matrix before the blocks takes the stream
+from its clear order to whatever the blocks expect, and another behind them takes it back: with the right permutations
+in both, the model would be open. They are learned by gradient descent from the few labels there are. What they
+reach is compared with a control, the same attack on blocks of random weights: only the difference is the lock's fault.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from situs.backbones.base import Backbone
+from situs.config import check_range
+from situs.errors import SitusError
+from situs.locks.groups import Group, residual_only
+from situs.locks.recover import Recovery, settle
+from situs.locks.recover_match import assign
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """How long the attacker trains, and how."""
+
+    steps: int = 200
+    """Updates."""
+
+    batch: int = 50
+    """Samples a step; all of them where there are fewer."""
+
+    lr: float = 1e-3
+    """Largest rate of AdamW; it falls to 0 along a cosine."""
+
+    seed: int = 0
+    """Of the order of the samples and of the control's random blocks."""
+
+    def __post_init__(self) -> None:
+        check_range("steps", self.steps, 1, flag="--steps")
+        check_range("batch", self.batch, 1, flag="--batch")
+
+
+class Adapted(nn.Module):
+    """A model with a matrix before its blocks and one behind them, both [D, D] and the identity at first."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        if backbone.out_dim != backbone.dim:
+            raise SitusError(f"{backbone.name}: its stream changes its width, and the adapter attack needs one width")
+        self.backbone = backbone
+        weight = next(backbone.model.parameters())
+        self.before = nn.Parameter(torch.eye(backbone.dim, dtype=weight.dtype, device=weight.device))
+        self.behind = nn.Parameter(self.before.detach().clone())
+
+    def forward(self, images: Tensor) -> Tensor:
+        backbone = self.backbone
+        stream = backbone.assemble(backbone.embed(images), backbone.positions())
+        stream = backbone.blocks(replace(stream, z=stream.z @ self.before))
+        return backbone.head(backbone.finish(replace(stream, z=stream.z @ self.behind)))
+
+    def learned(self) -> list[nn.Parameter]:
+        """The two matrices and the head's own weights: what the attacker trains."""
+        return [self.before, self.behind, *_head_parameters(self.backbone)]
+
+
+def recover_with_labels(
+    backbone: Backbone,
+    groups: Sequence[Group],
+    samples: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    config: AdapterConfig | None = None,
+    *,
+    truth: Mapping[str, Tensor] | None = None,
+    owner: float | None = None,
+) -> Recovery:
+    """Trains the adapter on the locked `backbone` (a copy of it), and reads the key off the matrix before the blocks.
+
+    samples, test: images and labels, to learn from and to be judged on. owner: the accuracy with the key.
+    """
+    config = config or AdapterConfig()
+    [group] = _one_stream(groups)
+    before = accuracy_of(backbone, *test)
+    began = time.perf_counter()
+    attacked = train_adapter(copy.deepcopy(backbone), samples, config)
+    seconds = time.perf_counter() - began
+    control = train_adapter(randomised(backbone, groups, config.seed), samples, config)
+    # before[j, i] is how much of clear channel j reaches locked channel i; the key has 1 at j = p[i].
+    keys = {group.name: assign(attacked.before.detach().T)}
+    cost = f"{len(samples[1])} labelled samples, {config.steps} steps of {min(config.batch, len(samples[1]))}"
+    found = Recovery(
+        "labels",
+        group.size,
+        seconds=seconds,
+        cost=cost,
+        before=before,
+        after=accuracy_of(attacked, *test),
+        owner=owner,
+        control=accuracy_of(control, *test),
+        keys=keys,
+    )
+    return settle(found, [group], truth)
+
+
+def train_adapter(backbone: Backbone, samples: tuple[Tensor, Tensor], config: AdapterConfig) -> Adapted:
+    """Learns the two matrices and the head; everything else of `backbone` is frozen, in place."""
+    images, labels = samples
+    model = Adapted(backbone.eval())
+    backbone.requires_grad_(False)
+    for parameter in model.learned():
+        parameter.requires_grad_(True)
+    optimiser = torch.optim.AdamW(model.learned(), lr=config.lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, config.steps)
+    generator = torch.Generator().manual_seed(config.seed)
+    for _ in range(config.steps):
+        chosen = torch.randperm(len(labels), generator=generator)[: config.batch].to(images.device)
+        loss = F.cross_entropy(model(images[chosen]).float(), labels[chosen])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+    return model
+
+
+@torch.no_grad()
+def accuracy_of(model: nn.Module, images: Tensor, labels: Tensor, batch: int = 256) -> float:
+    """Share of images whose best class is the label, in eval mode; the model's own mode comes back."""
+    training = model.training
+    model.eval()
+    right = sum(
+        int((model(images[start : start + batch]).argmax(dim=-1) == labels[start : start + batch]).sum())
+        for start in range(0, len(labels), batch)
+    )
+    model.train(training)
+    return right / len(labels)
+
+
+def randomised(backbone: Backbone, groups: Sequence[Group], seed: int) -> Backbone:
+    """A copy whose keyed tensors are noise of their own mean and standard deviation: blocks that learned nothing."""
+    blank = copy.deepcopy(backbone)
+    generator = torch.Generator().manual_seed(seed)
+    state = blank.model.state_dict()
+    for name in sorted({member.tensor for group in groups for member in group.members}):
+        value = state[name]
+        if value.is_floating_point() and value.numel() > 1:
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            state[name] = (value.double().mean().cpu() + value.double().std().cpu() * noise).to(value)
+    blank.model.load_state_dict(state)
+    return blank
+
+
+def _head_parameters(backbone: Backbone) -> list[nn.Parameter]:
+    """The classifier's own weights, by the names that timm and transformers give it."""
+    names = ("head.", "head_dist.", "classifier.")
+    return [value for name, value in backbone.model.named_parameters() if name.startswith(names)]
+
+
+def _one_stream(groups: Sequence[Group]) -> list[Group]:
+    residual = list(residual_only(groups))
+    if len(residual) != 1:
+        raise SitusError(f"the adapter attack needs one residual key, and this lock has {len(residual)}")
+    return residual

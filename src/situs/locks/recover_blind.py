@@ -1,0 +1,173 @@
+"""The attacker who has nothing but the locked file: clear parts against locked ones.
+
+Embedding, positions, prefix tokens, final norm and head are clear and in the true order; the blocks are not. What the
+two sides share is the residual stream, so this looks for the order in which they agree:
+
+- one channel at a time: norm weights rank like norm weights, biases like biases, channels that the embedding writes
+  strongly like those that the blocks write strongly, and likewise for reading;
+- two channels at a time: channels that vary together where the embedding writes are read together by the blocks, and
+  those that the head reads together are written together. That is a quadratic assignment, relaxed to doubly
+  stochastic matrices and followed by Frank and Wolfe's steps.
+
+It is a guess from statistics, and is right about few channels; the audit prints how many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
+from situs.core.permutation import identity
+from situs.locks.groups import Group, Member, residual_only
+from situs.locks.recover_match import Keys, assign, channels
+
+STEPS = 30
+PROBES = 32
+"""Inputs whose embedding is looked at, where none are given."""
+
+Kinds = dict[str, list[Tensor]]
+"""norm.weight, bias, write, read -> a number for each channel, [D], from each tensor of that kind."""
+
+
+def match_blind(backbone: Backbone, groups: Sequence[Group], inputs: Tensor | None = None) -> Keys:
+    """A guess at the residual keys from the locked model itself. inputs: unlabelled samples; None: noise.
+
+    Only a stream of one width has clear parts on both sides; a later stage of Swin is left as it is.
+    """
+    state = {name: value.detach().float() for name, value in backbone.model.state_dict().items()}
+    residual = residual_only(groups)
+    keys = {group.name: identity(group.size) for group in residual}
+    group = residual[0]
+    locked_names = {member.tensor for each in groups for member in each.members}
+    clear = {name: value for name, value in state.items() if name not in locked_names}
+    linear = _linear(_clear_kinds(clear, group.size), _locked_kinds(state, group))
+    pairs = [(_written(state, group, reads=True), _stream_covariance(backbone, inputs))]
+    heads = [value for value in clear.values() if value.dim() == 2 and value.shape[1] == group.size]
+    if len(residual) == 1 and heads:
+        pairs.append((_written(state, group, reads=False), sum_grams(heads)))
+    keys[group.name] = graph_match(linear, [(_scaled(a), _scaled(b)) for a, b in pairs])
+    return keys
+
+
+def graph_match(linear: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], steps: int = STEPS) -> Tensor:
+    """The permutation q with a large sum of linear[i, q[i]] and of A[i, k] B[q[i], q[k]] over the pairs (A, B).
+
+    All are [D, D]. Frank and Wolfe on doubly stochastic matrices from their middle, with an exact line search.
+    """
+    size = linear.shape[0]
+    place = torch.full((size, size), 1 / size, dtype=torch.float64)
+
+    def gradient(p: Tensor) -> Tensor:
+        return linear + sum((a @ p @ b.T + a.T @ p @ b for a, b in pairs), torch.zeros_like(linear))
+
+    def value(p: Tensor) -> float:
+        return float((linear * p).sum() + sum((a @ p @ b.T * p).sum() for a, b in pairs))
+
+    for _ in range(steps):
+        corner = torch.zeros_like(place)
+        corner[identity(size), assign(gradient(place))] = 1.0
+        ahead = corner - place
+        slope = float((gradient(place) * ahead).sum())
+        if slope <= 1e-9 * max(1.0, abs(value(place))):
+            break
+        curve = value(corner) - value(place) - slope
+        place = place + (1.0 if curve >= 0 else min(1.0, -slope / (2 * curve))) * ahead
+    return assign(place)
+
+
+def sum_grams(matrices: Iterable[Tensor]) -> Tensor:
+    """Σ WᵀW over matrices [*, D] -> [D, D]."""
+    grams = [matrix.T @ matrix for matrix in matrices]
+    return torch.stack(grams).sum(dim=0)
+
+
+def _scaled(gram: Tensor) -> Tensor:
+    """Correlations and strengths at once, of a size that does not depend on the units."""
+    gram = gram.double()
+    return gram / gram.square().sum().sqrt().clamp_min(1e-30) * gram.shape[0] ** 0.5
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Normal scores of a vector [D]: its order, without its units and outliers."""
+    size = values.numel()
+    order = values.argsort().argsort().double()
+    return torch.special.ndtri((order + 0.5) / size)
+
+
+def _linear(clear: Kinds, locked: Kinds) -> Tensor:
+    """[D, D]: how alike locked channel i and clear channel j rank, over the kinds that both sides have."""
+    shared = sorted(kind for kind in clear if clear[kind] and locked[kind])
+    size = next(iter(locked.values()))[0].numel()
+    total = torch.zeros(size, size, dtype=torch.float64)
+    for kind in shared:
+        ours, theirs = (_ranks(torch.stack([_ranks(v) for v in side[kind]]).mean(dim=0)) for side in (locked, clear))
+        total += torch.outer(ours, theirs)
+    return total / max(len(shared), 1)
+
+
+def _clear_kinds(clear: dict[str, Tensor], size: int) -> Kinds:
+    kinds: Kinds = {"norm.weight": [], "bias": [], "write": [], "read": []}
+    for name, value in clear.items():
+        if value.dim() == 1 and value.shape[0] == size and value.std() > 0:
+            kinds["bias" if name.endswith("bias") else "norm.weight"].append(value)
+        elif value.dim() == 2 and value.shape[1] == size and not _is_table(name):
+            kinds["read"].append(value.norm(dim=0))
+        elif value.dim() >= 2 and size in (value.shape[0], value.shape[-1]):
+            axis = value.dim() - 1 if value.shape[-1] == size else 0
+            kinds["write"].append(value.movedim(axis, 0).flatten(1).norm(dim=1))
+    return kinds
+
+
+def _is_table(name: str) -> bool:
+    """An embedding's rows are written to the stream; a head's are read from it. Both are [*, D]."""
+    return any(word in name for word in ("embed", "wte", "wpe"))
+
+
+def _locked_kinds(state: dict[str, Tensor], group: Group) -> Kinds:
+    kinds: Kinds = {"norm.weight": [], "bias": [], "write": [], "read": []}
+    for member in group.members:
+        value = state[member.tensor]
+        if value.dim() == 1 and value.std() > 0:
+            kinds["bias" if member.tensor.endswith("bias") else "norm.weight"].append(value)
+        elif value.dim() == 2:
+            kinds["read" if _reads(state, member) else "write"].append(channels(value, member, group.size).norm(dim=1))
+    return kinds
+
+
+def _reads(state: dict[str, Tensor], member: Member) -> bool:
+    """Whether this axis is a projection's input: a bias, where there is one, has the other axis's length."""
+    bias = state.get(f"{member.tensor.removesuffix('weight')}bias")
+    shape = state[member.tensor].shape
+    if bias is not None and shape[0] != shape[1]:
+        return bias.shape[0] != shape[member.axis]
+    return member.axis == 1
+
+
+def _written(state: dict[str, Tensor], group: Group, *, reads: bool) -> Tensor:
+    """The Gram matrix of all that the blocks read from the stream, or write to it, [D, D] in the locked order."""
+    found = [
+        channels(state[member.tensor], member, group.size).T
+        for member in group.members
+        if state[member.tensor].dim() == 2 and _reads(state, member) == reads
+    ]
+    return sum_grams(found)
+
+
+@torch.no_grad()
+def _stream_covariance(backbone: Backbone, inputs: Tensor | None) -> Tensor:
+    """How the channels vary together where the stream enters the blocks, [D, D] in the clear order."""
+    weight = next(backbone.model.parameters())
+    if inputs is None:
+        generator = torch.Generator().manual_seed(0)
+        if backbone.img_size is not None:
+            inputs = torch.randn(PROBES, backbone.in_chans, *backbone.img_size, generator=generator)
+        else:
+            words = backbone.model.config.vocab_size
+            inputs = torch.randint(0, words, (PROBES, min(64, backbone.num_tokens)), generator=generator)
+    inputs = inputs.to(weight.device)
+    tokens = backbone.embed(inputs.to(weight.dtype) if inputs.is_floating_point() else inputs)
+    stream = backbone.assemble(tokens, backbone.positions().take(identity(tokens.shape[1], tokens.device)))
+    return torch.cov(stream.z.float().flatten(0, 1).T)

@@ -1,0 +1,155 @@
+"""Weight matching: the permutations that make a base model's weights those of a locked one.
+
+A locked tensor is a base tensor whose channels were moved, so the key is read off by comparing channels: the
+assignment that makes the sum of squared differences least. The squared lengths in that sum do not depend on the
+assignment, so what is maximised is the sum of inner products, tensor by tensor, each measured in its own standard
+deviation: the likeliest key when the two models differ by noise in proportion to the weights.
+
+With several groups at once (the residual key and the cover inside the blocks) a channel of one group is compared
+through axes that another group has moved. The first look therefore uses what no order changes, the sorted values,
+and then the groups take turns, each with the others put where they are thought to be, until nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from situs.core.permutation import identity
+from situs.errors import SitusError
+from situs.locks.groups import Group, Member, permute_state
+
+State = Mapping[str, Tensor]
+Keys = dict[str, Tensor]
+
+MAX_ROUNDS = 20
+"""Turns that the groups take at most; exact weights need two or three."""
+
+
+@dataclass(frozen=True)
+class Match:
+    """keys: group name -> permutation. error: mean squared difference that is left, in variances of the weights."""
+
+    keys: Keys
+    error: float
+    rounds: int
+
+
+def assign(similarity: Tensor) -> Tensor:
+    """The permutation q [n] with the largest sum of similarity[i, q[i]]; similarity: [n, n]."""
+    _, chosen = linear_sum_assignment(similarity.double().cpu().numpy(), maximize=True)
+    return torch.from_numpy(chosen).long()
+
+
+def match_keys(locked: State, base: State, groups: Sequence[Group]) -> Match:
+    """The keys that make `base` into `locked`, as far as weights tell: locked ≈ permute_state(base, groups, keys).
+
+    Where there are inner groups, two first looks are tried (as if they were not keyed, and as if nothing were known
+    of them), and the one that fits better goes on. Tensors of both must have the same names and shapes.
+    """
+    _check(locked, base, groups)
+    ordered = sorted(groups, key=lambda group: group.kind != "residual")
+    residual = [group for group in ordered if group.kind == "residual"]
+    plain = {group.name: identity(group.size) for group in ordered}
+    first = _turn(locked, base, ordered, residual, plain, set())
+    if len(ordered) == 1 or fit_error(locked, base, ordered, first) == 0:
+        return Match(first, fit_error(locked, base, ordered, first), 1)
+    hidden = {group.name for group in ordered}
+    starts = (first, _turn(locked, base, ordered, ordered, plain, hidden))
+    keys = min(starts, key=lambda each: fit_error(locked, base, ordered, each))
+    for rounds in range(2, MAX_ROUNDS + 1):
+        before, keys = keys, _turn(locked, base, ordered, ordered, keys, set())
+        if all(torch.equal(before[name], keys[name]) for name in keys):
+            return Match(keys, fit_error(locked, base, ordered, keys), rounds)
+    return Match(keys, fit_error(locked, base, ordered, keys), MAX_ROUNDS)
+
+
+def _turn(
+    locked: State, base: State, groups: Sequence[Group], chosen: Sequence[Group], keys: Keys, unknown: set[str]
+) -> Keys:
+    """Assigns each of the `chosen` groups once, given the others. unknown: those of which nothing is believed yet."""
+    keys, unknown = dict(keys), set(unknown)
+    for group in chosen:
+        hidden = [other for other in groups if other.name in unknown and other.name != group.name]
+        keys[group.name] = _assign_group(locked, base, group, groups, keys, hidden)
+        unknown.discard(group.name)
+    return keys
+
+
+def _assign_group(
+    locked: State, base: State, group: Group, groups: Sequence[Group], keys: Keys, hidden: Sequence[Group]
+) -> Tensor:
+    """The group's key by its channels, with the other groups where they are thought to be."""
+    others = [other for other in groups if other.name != group.name and other.name not in {h.name for h in hidden}]
+    names = {member.tensor for member in group.members}
+    moved = permute_state({name: base[name] for name in names}, _within(others, names), keys)
+    similarity = torch.zeros(group.size, group.size, dtype=torch.float64)
+    for member in group.members:
+        theirs, ours = (channels(state[member.tensor], member, group.size, hidden) for state in (locked, moved))
+        scale = ours.std(correction=0)
+        if scale > 0:  # a tensor of one value everywhere tells nothing
+            similarity += (((theirs - theirs.mean(0)) / scale) @ ((ours - ours.mean(0)) / scale).T).double()
+    return assign(similarity)
+
+
+def _within(groups: Sequence[Group], names: set[str]) -> list[Group]:
+    """The groups with only those members that are among `names`."""
+    cut = [
+        Group(each.name, each.kind, each.size, tuple(m for m in each.members if m.tensor in names)) for each in groups
+    ]
+    return [group for group in cut if group.members]
+
+
+def channels(tensor: Tensor, member: Member, size: int, hidden: Sequence[Group] = ()) -> Tensor:
+    """The values of each channel of a member: [size, values], sorted along what the `hidden` groups have moved."""
+    values = _lay_out(tensor, member, size)
+    touching = {other.axis for group in hidden for other in group.members if other.tensor == member.tensor}
+    if not touching:
+        return values.reshape(size, -1)
+    if touching == {member.axis}:  # heads and the channels inside them share an axis
+        return values.flatten(1, 2).sort(dim=1).values.reshape(size, -1)
+    if member.axis not in touching and tensor.dim() == 2:
+        return values.reshape(size, member.outer * member.inner, -1).sort(dim=2).values.reshape(size, -1)
+    return values.reshape(size, -1).sort(dim=1).values
+
+
+def _lay_out(tensor: Tensor, member: Member, size: int) -> Tensor:
+    """[size, outer, inner, all other axes together], float32."""
+    front = tensor.detach().movedim(member.axis, 0)
+    if member.at is not None:
+        axis, index = member.at
+        front = front.select(axis + (axis < member.axis), index)  # movedim pushed the axes before it back by one
+    stop = None if member.length is None else member.start + member.length
+    stretch = front[member.start : stop].float()
+    return stretch.reshape(member.outer, size, member.inner, -1).permute(1, 0, 2, 3)
+
+
+def fit_error(locked: State, base: State, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> float:
+    """Mean squared difference of locked and keyed base over the groups' tensors, each in its own variance."""
+    names = {member.tensor for group in groups for member in group.members}
+    moved = permute_state({name: base[name] for name in names}, groups, keys)
+    total, count = 0.0, 0
+    for name in sorted(names):
+        ours, theirs = moved[name].double(), locked[name].double()
+        variance = float(ours.var(correction=0)) or 1.0
+        total += float((ours - theirs).square().sum()) / variance
+        count += ours.numel()
+    return total / max(count, 1)
+
+
+def _check(locked: State, base: State, groups: Sequence[Group]) -> None:
+    for group in groups:
+        for member in group.members:
+            for what, state in (("the locked model", locked), ("the base", base)):
+                if member.tensor not in state:
+                    raise SitusError(f"{member.tensor}: {what} has no such tensor; is it another model? (--base)")
+            shapes = tuple(locked[member.tensor].shape), tuple(base[member.tensor].shape)
+            if shapes[0] != shapes[1]:
+                raise SitusError(
+                    f"{member.tensor}: is {list(shapes[0])} in the locked model and {list(shapes[1])} in the base; "
+                    "they are not of one architecture (--base)"
+                )
