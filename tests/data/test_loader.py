@@ -118,7 +118,7 @@ def test_images_of_many_sizes_are_streamed_and_broken_ones_counted(photographs):
     config = DataConfig(path=str(photographs), img_size=16, batch=10, workers=1)
     loader = make_loader(config, recipe("crop"))
     assert isinstance(loader, StreamLoader)
-    assert loader.describe() == f"{photographs.name}: 30 images streamed by 1 workers"
+    assert loader.describe() == f"{photographs.name}: 30 images streamed by 1 worker"
     batches = list(loader.iterate(0))
     assert [b.images.shape for b in batches] == [(10, 3, 16, 16)] * 3
     assert all(b.labels is None for b in batches)
@@ -129,6 +129,14 @@ def test_images_of_many_sizes_are_streamed_and_broken_ones_counted(photographs):
     held = make_loader(replace(config, resident="always"), recipe("crop"))
     assert isinstance(held, ResidentLoader)
     assert held.held.images.shape == (29, 3, 18, 18)
+    # Held or streamed, an image has the number it has in the set, whatever is broken before it.
+    for resident in ("always", "never"):
+        seen = make_loader(replace(config, split="train", resident=resident, workers=0), None)
+        assert join(seen)[1].tolist() == [0, 1, 2, *range(4, 30)]
+    drawn = make_loader(replace(config, resident="always"), replace(recipe("crop"), repeated=2)).iterate(1)
+    ids = torch.cat([batch.ids for batch in drawn])
+    assert set((ids >> 40).tolist()) == {0, 1}
+    assert 3 not in sample_of(ids).tolist()
     with pytest.raises(SitusError, match=r"03\.png"):
         list(make_loader(replace(config, strict=True, workers=0), recipe("crop")).iterate(0))
 

@@ -112,6 +112,25 @@ def test_parquet_of_a_hub_repository_and_without_names(tmp_path):
     assert everything(source) == [(1, 1), (2, 0)]
 
 
+def labelled(path: Path, labels: list[int], names: list[str] | None = None) -> None:
+    """One image a label; a parquet file of Hugging Face's layout."""
+    rows = [{"bytes": png(1), "path": None} for _ in labels]
+    table = pa.table({"image": rows, "label": pa.array(labels, pa.int64())})
+    described = {"info": {"features": {"label": {"names": names}}}}
+    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(described)}) if names else table, path)
+
+
+def test_parquet_labels_are_those_of_every_shard(tmp_path):
+    labelled(tmp_path / "train-0.parquet", [0, 0, 1])  # sorted by class: the first shard has not seen them all
+    labelled(tmp_path / "train-1.parquet", [2, 3])
+    assert open_source(tmp_path).classes == ("0", "1", "2", "3")
+    labelled(tmp_path / "test-0.parquet", [-1, -1], ["a", "b"])  # withheld, though the classes have names
+    assert open_source(tmp_path, "test").classes is None
+    labelled(tmp_path / "val-0.parquet", [0, 2], ["a", "b"])
+    with pytest.raises(SitusError, match=r"names 2 classes, its column 'label' goes up to 2"):
+        open_source(tmp_path, "val")
+
+
 def tar(path: Path, members: dict[str, bytes]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(path, "w") as file:

@@ -101,6 +101,11 @@ def test_a_broken_image_is_replaced_in_training_and_left_out_in_evaluation(folde
     source.strict = True
     with pytest.raises(BrokenImageError, match=files[4].name):
         Views(source, (8, 8), 0, CROP)[0, 4]
+    # A worker's own sentence, without its traceback.
+    for workers in (0, 1):
+        stream = Stream(Views(source, (8, 8), 0, CROP), BatchPlan(len(source), len(source)), workers, pin=False)
+        with pytest.raises(BrokenImageError, match=r"^\S+\.png: cannot be decoded as an image \(.*\)$"):
+            list(stream.chunks(0, 0))
 
 
 def test_nothing_readable(tmp_path):

@@ -186,6 +186,8 @@ class ResidentLoader(Loader):
     def _augmented(self, steps: list[Tensor], epoch: int) -> Iterator[Batch]:
         ids = torch.cat(steps)
         rows = sample_of(ids)
+        if len(self.held.images) < len(self.source):  # a broken image must not give its number to the next
+            ids = ids - rows + self.held.index[rows]
         images, labels = self.held.images[rows], None if self.held.labels is None else self.held.labels[rows]
         if self.augment is None:
             images = centre_crop(images, self.config.size, self.config.crop_share)
@@ -200,7 +202,7 @@ class ResidentLoader(Loader):
         start = 0
         for part in steps:
             span = slice(start, start := start + len(part))
-            own = Batch(together.images[span], part, None if together.labels is None else together.labels[span])
+            own = Batch(together.images[span], ids[span], None if together.labels is None else together.labels[span])
             yield own if even else self._mixed(*own, None if noise is None else noise[span])
 
     def describe(self) -> str:
@@ -239,7 +241,9 @@ class StreamLoader(Loader):
 
     def describe(self) -> str:
         """Count and workers."""
-        return f"{self.source.name}: {len(self.source)} images streamed by {self.stream.workers} workers"
+        count = self.stream.workers
+        by = f"by {count} worker{'s' if count > 1 else ''}" if count else "without workers"
+        return f"{self.source.name}: {len(self.source)} images streamed {by}"
 
 
 def make_loader(

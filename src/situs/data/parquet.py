@@ -37,7 +37,7 @@ class ParquetSource(EncodedSource):
         held_bytes: int = _HELD_BYTES,
     ) -> None:
         self._files = find_shards(path, ".parquet", split)
-        self._image, self._label, classes = _layout(self._files[0], labels)
+        self._image, self._label, classes = _layout(self._files, labels)
         self._groups: list[tuple[Path, int]] = []
         sizes = []
         for file in self._files:
@@ -121,10 +121,11 @@ def _open(file: Path) -> Any:
         raise SitusError(f"{file}: is not a readable parquet file ({str(error)[:120]}) (--data)") from error
 
 
-def _layout(file: Path, labels: bool) -> tuple[str, str | None, tuple[str, ...] | None]:
-    """Image column, label column and class names, from the schema of the first file."""
+def _layout(files: list[Path], labels: bool) -> tuple[str, str | None, tuple[str, ...] | None]:
+    """Image column, label column and class names, from the schema of the first file or from all labels."""
     import pyarrow as pa
 
+    file = files[0]
     schema = _open(file).schema_arrow
     image = next((name for name in _IMAGE_COLUMNS if name in schema.names), None)
     if image is None:
@@ -136,11 +137,23 @@ def _layout(file: Path, labels: bool) -> tuple[str, str | None, tuple[str, ...] 
     if not pa.types.is_integer(schema.field(label).type):
         kind = schema.field(label).type
         raise SitusError(f"{file}: column {label!r} is {kind}, labels must be integers")
+    least, most = _label_range(files, label)
+    if least < 0:
+        return image, None, None  # the hub marks a withheld label with -1
     described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
     names = described.get("info", {}).get("features", {}).get(label, {}).get("names")
-    if names:
-        return image, label, tuple(str(name) for name in names)
-    values = _open(file).read(columns=[label])[label].to_numpy()
-    if values.min() < 0:
-        return image, None, None  # the hub marks a withheld label with -1
-    return image, label, tuple(str(number) for number in range(int(values.max()) + 1))
+    if not names:
+        return image, label, tuple(str(number) for number in range(most + 1))
+    if most >= len(names):
+        raise SitusError(f"{file}: names {len(names)} classes, its column {label!r} goes up to {most} (--data)")
+    return image, label, tuple(str(name) for name in names)
+
+
+def _label_range(files: list[Path], label: str) -> tuple[int, int]:
+    """The least and the largest label of all rows: shards may be sorted by class. (0, -1) where there are none."""
+    least, most = 0, -1
+    for file in files:
+        values = _open(file).read(columns=[label])[label].drop_null().to_numpy()
+        if len(values):
+            least, most = min(least, int(values.min())), max(most, int(values.max()))
+    return least, most

@@ -172,4 +172,13 @@ class Stream:
     def chunks(self, epoch: int, start_step: int) -> Iterator[Chunk]:
         """The epoch's chunks from `start_step` on."""
         self._schedule.epoch, self._schedule.start = epoch, start_step
-        return iter(self._loader)
+        try:
+            yield from self._loader
+        except SitusError as error:
+            raise type(error)(_own_words(str(error))) from error
+
+
+def _own_words(text: str) -> str:
+    """The sentence of an error from a worker, which the DataLoader buries under the worker's traceback."""
+    last = text.strip().rpartition("\n")[2]
+    return last.partition(": ")[2] if last != text.strip() else text
