@@ -68,10 +68,13 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     assert refused(out, capsys) == ("give the pretrained run to start from (--from) or a run to go on with (--resume)")
     assert refused([*out, "--from", str(tmp_path / "none")], capsys).startswith(f"{tmp_path / 'none'}: holds no run")
     assert "method=mp3: fine-tuning needs a method with labels" in refused([*told, "--method", "mp3"], capsys)
-    assert refused([*told, "--validate-every", "0"], capsys) == "validate_every=0: must be >= 1 (--validate-every)"
+    assert refused([*told, "--validate-every", "-1"], capsys) == "validate_every=-1: must be >= 0 (--validate-every)"
     # Without a validation split the run is refused before it has begun.
     alone = [*told, "--data", str(trained.data / "train")]
-    assert refused(alone, capsys) == f"{trained.data / 'train'}: has no split 'val', it is not split (--data.split)"
+    assert refused(alone, capsys) == (
+        f"{trained.data / 'train'}: has no split 'val', it is not split (--data.split; in evaluations --split); "
+        "--validate-every 0 trains without validation"
+    )
     flat = [*told, "--data", str(trained.data / "train" / "dark"), "--batch", "4"]
     assert refused(flat, capsys).startswith(f"supervised needs labels, and {trained.data / 'train' / 'dark'} has none")
     assert not (tmp_path / "ft").exists()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
-from situs.config import from_dict, merge
+from situs.config import from_dict, merge, replace_at
 from situs.data.loader import Loader
 from situs.errors import SitusError
 from situs.evaluate.accuracy import evaluate_accuracy
@@ -105,8 +107,21 @@ def test_other_classes_in_validation_are_refused(monkeypatch: pytest.MonkeyPatch
     train.source.classes = ("a", "b")
     with pytest.raises(SitusError, match="samples: training and validation split have different classes"):
         validation_hooks(1)(own, train, CPU)
-    with pytest.raises(SitusError, match=r"validate_every=0: must be >= 1 \(--validate-every\)"):
-        validation_hooks(0)
+    with pytest.raises(SitusError, match=r"validate_every=-1: must be >= 0 \(--validate-every\)"):
+        validation_hooks(-1)
+
+
+def test_a_set_without_a_validation_split_can_be_trained_on_without_one(tmp_path: Path) -> None:
+    own = config()
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        Image.new("RGB", (28, 28)).save(tmp_path / name / "1.png")
+    alone = replace_at(own, "data.path", str(tmp_path))
+    with pytest.raises(SitusError, match=r"has no split 'val'.*; --validate-every 0 trains without validation"):
+        validation_hooks(1)(alone, loader(own), CPU)
+    with pytest.raises(SitusError, match="--probe-every 0 trains without validation"):
+        probe_hooks(replace_at(alone, "probe_every", 1), loader(own), CPU)
+    assert validation_hooks(0)(alone, loader(own), CPU) == []
 
 
 def test_probes_only_where_asked_for_and_of_the_right_kind(monkeypatch: pytest.MonkeyPatch) -> None:

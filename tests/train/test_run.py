@@ -180,7 +180,9 @@ def test_more_epochs_go_on_and_say_what_happens_to_the_schedule(
     rates = [record["lr"] for record in RunFolder.open(tmp_path / "run").records()]
     assert rates[3] == pytest.approx(5e-3, rel=1e-3)  # half way down the cosine over six steps
     assert train_run(twice, resume=tmp_path / "run", device="cpu").step == 6
-    assert "the run is complete; a larger --train.epochs would go on" in capsys.readouterr().err
+    assert "the run is complete; a larger --epochs would go on" in capsys.readouterr().err
+    assert train_run(replace_at(twice, "train.max_steps", 6), resume=tmp_path / "run", device="cpu").step == 6
+    assert "the run is complete; a larger --steps would go on" in capsys.readouterr().err
 
 
 def test_another_config_is_refused_and_nothing_is_touched(mp3: Path) -> None:
@@ -212,8 +214,11 @@ def test_out_or_resume_and_not_both(mp3: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "x").exists()
 
 
-def test_a_folder_with_a_run_is_refused_before_the_data_is_read(mp3: Path) -> None:
+def test_a_folder_with_a_run_and_a_file_are_refused_before_the_data_is_read(mp3: Path, tmp_path: Path) -> None:
     absent = config(data={"path": "nowhere"})
+    (tmp_path / "file").touch()
+    with pytest.raises(SitusError, match=r"file: is a file; a run is a folder \(--out\)"):
+        train_run(absent, out=tmp_path / "file", device="cpu")
     with pytest.raises(SitusError, match="already holds a run; go on with --resume"):
         train_run(absent, out=mp3, device="cpu")
 

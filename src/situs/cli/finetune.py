@@ -31,7 +31,7 @@ class Args(Training):
     """Positions of the fine-tuned model; by default the run's own, and learned ones after MP3, which has none."""
 
     validate_every: Annotated[int, tyro.conf.arg(metavar="N")] = 5
-    """Epochs between two looks at the validation split."""
+    """Epochs between two looks at the validation split; 0: none, for data without one."""
 
     config: FinetuneConfig = configured(FinetuneConfig, run_flag="resume", ground=("from", images_of))
 

@@ -136,7 +136,7 @@ def choose_split(available: Iterable[str], split: str | None, where: str) -> str
     if split is None:
         return names[0]
     found = f"it has {', '.join(names)}" if names else "it is not split"
-    raise SitusError(f"{where}: has no split {split!r}, {found} (--data.split)")
+    raise SitusError(f"{where}: has no split {split!r}, {found} (--data.split; in evaluations --split)")
 
 
 def split_of(file: Path) -> str | None:

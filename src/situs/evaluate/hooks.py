@@ -45,12 +45,20 @@ class Validation:
         state.log({"val_top1": found.top1, "val_top5": found.top5, "val_loss": found.loss})
 
 
-def validation_hooks(every: int) -> Hooks:
-    """For `train_run`: one `Validation` on the run's validation split, of which each rank takes its part."""
-    check_range("validate_every", every, 1, flag="--validate-every")
+def validation_hooks(every: int, flag: str = "--validate-every") -> Hooks:
+    """For `train_run`: one `Validation` on the run's validation split, of which each rank takes its part.
+
+    every: epochs between two looks; 0 for none at all, so that a set without such a split can be trained on.
+    """
+    check_range(flag.removeprefix("--").replace("-", "_"), every, 0, flag=flag)
 
     def make(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook]:
-        held = make_eval_loader(config, device, rank=loader.plan.rank, world=loader.plan.world)
+        if not every:
+            return []
+        try:
+            held = make_eval_loader(config, device, rank=loader.plan.rank, world=loader.plan.world)
+        except SitusError as error:
+            raise SitusError(f"{error}; {flag} 0 trains without validation") from None
         if held.classes != loader.classes:
             raise SitusError(f"{config.data.path}: training and validation split have different classes (--data)")
         return [Validation(held, every, _precision(config, device))]
@@ -63,7 +71,7 @@ def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequ
     if not config.probe_every:
         return []
     if METHODS[config.method_name].needs_labels:
-        return validation_hooks(config.probe_every)(config, loader, device)
+        return validation_hooks(config.probe_every, "--probe-every")(config, loader, device)
     sets = {split: _probed(config, split, device) for split in PROBED}
     settings = ProbeConfig(every=config.probe_every, precision=_precision(config, device))
     return [OnlineProbe(lambda: iter(sets["train"]), lambda: iter(sets["val"]), settings)]

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone, Features, join
 from situs.config import check_range
-from situs.core.masking import random_subset
+from situs.core.masking import count_of, random_subset
 from situs.core.position import sincos_2d
 from situs.core.random import uniform
 from situs.core.tokens import patchify, take
+from situs.errors import SitusError
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.methods.heads import Decoder
 
@@ -55,6 +56,11 @@ class MAE(Method):
     def __init__(self, backbone: Backbone, config: MAEConfig) -> None:
         super().__init__(backbone)
         self.config = config
+        if not count_of(config.mask_ratio, backbone.num_tokens):
+            raise SitusError(
+                f"mask_ratio={config.mask_ratio}: must hide at least one of the {backbone.num_tokens} patches"
+                " (--method.mask-ratio)"
+            )
         width = config.decoder_width
         self.decoder = Decoder(
             backbone.out_dim, width, config.decoder_depth, config.decoder_heads, backbone.patch_values

@@ -340,4 +340,5 @@ class _Loop:
                 f"{self.rate(max(0, step - 1), old):.3g} to {self.rate(step, self.total):.3g}"
             )
         elif step == self.total:
-            self.run.notes.append("the run is complete; a larger --train.epochs would go on")
+            binding = "--steps" if self.total == self.config.max_steps else "--epochs"
+            self.run.notes.append(f"the run is complete; a larger {binding} would go on")

@@ -140,6 +140,8 @@ def train_run(
         raise SitusError("give a new folder (--out) or a run to go on with (--resume), and not both")
     if out is not None and is_run(out):  # said before the data is read, which may take minutes
         raise SitusError(f"{out}: already holds a run; go on with --resume {out} or choose another --out")
+    if out is not None and Path(out).is_file():
+        raise SitusError(f"{out}: is a file; a run is a folder (--out)")
     ranks = distributed.start(device)
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
