@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from situs.backbones import Backbone, create_backbone
 from situs.locks.folder import write_model
+
+sys.path.insert(0, str(Path(__file__).parent))  # so that the tests of this room can import `zoo`
 
 TIMM: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": (

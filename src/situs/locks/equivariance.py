@@ -246,7 +246,9 @@ def _eq6(bench: Bench, groups: Sequence[Group], generator: torch.Generator) -> l
     errors = bench.column(rule, official)
     good = max(errors.values()) <= limit
     bits = f"its keys are 2^{official_bits(heads, size // heads):.0f} of 2^{official_bits(1, size):.0f}"
-    reason = bits if good else "RoPE turns the channels that it permutes"
+    rotary = not any(group.kind == "query" for group in groups)
+    blame = "RoPE turns the channels that it permutes" if rotary else "it does not move the norms of queries and keys"
+    reason = bits if good else blame
     return [*found, Finding("paper's Eq. 6, official key", "column", _keyed_or_refused(good), reason, errors)]
 
 

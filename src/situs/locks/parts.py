@@ -99,9 +99,15 @@ def _column_gap(
     residual: Sequence[Group],
 ) -> tuple[float, bool]:
     a, b = clear[name], moved[name]
-    fitting = [keys[group.name] for group in residual if a.shape[-1] == group.size]
-    went = min((gap(permute_columns(a, p), b) for p in fitting), default=float("inf"))
+    went = min((gap(_permuted(a, keys[group.name], group.size), b) for group in residual), default=float("inf"))
     return min(went, gap(a, b)), went < gap(a, b)
+
+
+def _permuted(a: Tensor, p: Tensor, size: int) -> Tensor:
+    """The last axis by the key, once or (where a merge has joined 4 tokens) 4 times over; else not at all."""
+    if a.shape[-1] not in (size, 4 * size):
+        return a.new_full((), float("nan"))
+    return permute_columns(a.unflatten(-1, (-1, size)), p).flatten(-2)
 
 
 def _outputs(bench: Bench, run: Callable[[], Tensor]) -> dict[str, Tensor]:
