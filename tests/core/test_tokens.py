@@ -107,7 +107,7 @@ def test_sizes_and_grids():
 def test_what_does_not_divide_is_refused_in_a_sentence():
     with pytest.raises(SitusError, match=r"img_size=30x32: must be a multiple of the patch size 4x4"):
         grid_of((30, 32), 4)
-    with pytest.raises(SitusError, match="--patch-size"):
+    with pytest.raises(SitusError, match="img_size=8x9: must be a multiple"):
         patchify(torch.zeros(1, 3, 8, 9), 4)
     with pytest.raises(SitusError, match="grid of 2x2"):
         unpatchify(torch.zeros(1, 5, 12), (2, 2), 2)
