@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.core.tokens import patchify, take, unpatchify
@@ -23,7 +23,7 @@ from situs.locks.arms import Sample, evaluating, gap, own_dtype, sample_of
 from situs.locks.bench import Bench, Errors
 from situs.locks.groups import Group, groups_of, random_keys, residual_only
 from situs.locks.paper import official_bits, official_key, paper_rule
-from situs.locks.parts import Part, parts_of
+from situs.locks.parts import Part, merged, parts_of
 from situs.locks.rows import fresh_order, row_leak, row_refusal
 
 __all__ = ["Finding", "Verdict", "certify", "official_bits", "official_key", "paper_rule", "verify"]
@@ -117,18 +117,18 @@ def verify(
         bench = Bench(backbone, sample, torch.float64, steps)
         measured = _measure(bench, groups, keys)
         control = bench.control(groups, keys)
-        inside = _inside(bench, groups, keys)
+        leaves = _leaves(bench, groups, keys)
         eq6 = _eq6(bench, groups, generator)
         del bench  # the copies of the weights that it holds
         again = measured if own == torch.float64 else _measure(Bench(backbone, sample, own, steps), groups, keys)
         findings = [
             _embedding(backbone, sample),
             Finding("embed", "column", "refused", f"{_embedding_kind(backbone)}: it {OWNER}"),
-            _rows(backbone, measured, again),
-            _columns(measured, again, control, reason, _tolerances(own)),
+            _rows(backbone, measured, again, leaves),
+            _columns(measured, again, control, reason, leaves, _tolerances(own)),
             *_inner(groups, measured, again, _tolerances(own)),
             *eq6,
-            *inside,
+            *_inside(leaves, columns=bool(groups)),
             Finding(
                 "finish", "column", "refused", f"the final norm and the head: they {OWNER.replace('stays', 'stay')}"
             ),
@@ -187,24 +187,29 @@ def _within(errors: Errors, own: Errors, limits: tuple[float, float]) -> bool:
     return all(e <= limits[0] for e in errors.values()) and all(e <= limits[1] for e in own.values())
 
 
-def _rows(backbone: Backbone, measured: Measured, again: Measured) -> Finding:
+def _rows(backbone: Backbone, measured: Measured, again: Measured, leaves: Sequence[Part]) -> Finding:
     errors, own = measured.get("row", {}), again.get("row", {})
     refusal = row_refusal(backbone)
     if refusal is not None:
         return Finding("blocks", "row", "refused", refusal, errors, own)
     if not _within(errors, own, _tolerances(own_dtype(backbone))):
-        return Finding("blocks", "row", "refused", "the law fails, and no known operation explains it", errors, own)
+        return Finding("blocks", "row", "refused", _first_broken(leaves, "row"), errors, own)
     return Finding("blocks", "row", "holds", row_leak(backbone) or "", errors, own)
 
 
 def _columns(
-    measured: Measured, again: Measured, control: float | None, reason: str, limits: tuple[float, float]
+    measured: Measured,
+    again: Measured,
+    control: float | None,
+    reason: str,
+    leaves: Sequence[Part],
+    limits: tuple[float, float],
 ) -> Finding:
     if "column" not in measured:
         return Finding("blocks", "column", "refused", reason or "no residual group is known")
     errors, own = measured["column"], again["column"]
     if not _within(errors, own, limits):
-        return Finding("blocks", "column", "refused", "the law fails with the key that was tried", errors, own)
+        return Finding("blocks", "column", "refused", _first_broken(leaves, "column"), errors, own)
     if control is None or control <= limits[0]:
         return Finding("blocks", "column", "refused", "a key with one axis left out passes too", errors, own)
     if measured["unkeyed"]["forward"] <= limits[0]:
@@ -256,29 +261,42 @@ def _keyed_or_refused(good: bool) -> Status:
     return "needs keyed weights" if good else "refused"
 
 
-def _inside(bench: Bench, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> list[Finding]:
-    """Row and column findings of the leaves."""
+def _leaves(bench: Bench, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> list[Part]:
     residual = residual_only(groups)
     rows = row_refusal(bench.backbone) is None
-    parts = parts_of(bench, residual, keys, rows=rows, columns=bool(residual))
+    return parts_of(bench, residual, keys, rows=rows, columns=bool(residual))
+
+
+def _first_broken(parts: Sequence[Part], law: Law) -> str:
+    """Where the law fails first, and what kind of operation stands there."""
+    errors = ((part.row if law == "row" else part.column, part) for part in parts)
+    broken = [part for error, part in errors if error is not None and not error <= TOLERANCES[torch.float64]]
+    if not broken:
+        return "the law fails, in no leaf but between them"
+    first = min(broken, key=lambda part: part.turn)
+    return f"the law fails from {first.name} on: {first.operation}"
+
+
+def _inside(parts: Sequence[Part], *, columns: bool) -> list[Finding]:
+    """Row and column findings of the leaves."""
     limit = TOLERANCES[torch.float64]
     found = []
-    for part in parts:
+    for part in merged(parts):
         if part.row is not None:
-            status: Status = "holds" if part.row <= limit else "refused"
-            reason = "" if status == "holds" else f"{_operation(bench.backbone, part)}: tells rows apart"
-            found.append(Finding(part.name, "row", status, reason, {"forward": part.row}))
-        if residual:
-            found.append(_column_of(bench.backbone, part, limit))
+            good = part.row <= limit
+            reason = "" if good else f"{part.operation}: the rows do not come out in the order they went in"
+            found.append(Finding(part.name, "row", "holds" if good else "refused", reason, {"forward": part.row}))
+        if columns:
+            found.append(_column_of(part, limit))
     return found
 
 
-def _column_of(backbone: Backbone, part: Part, limit: float) -> Finding:
+def _column_of(part: Part, limit: float) -> Finding:
     if part.column is None:
         return Finding(part.name, "column", "needs keyed weights", "its weights are read as part of a larger step")
     errors = {"forward": part.column}
-    if part.column > limit:
-        reason = f"{_operation(backbone, part)}: its output neither moves with the key nor stays"
+    if not part.column <= limit:
+        reason = f"{part.operation}: its output neither moves with the key nor stays"
         return Finding(part.name, "column", "refused", reason, errors)
     if part.keyed:
         reason = "its output moves with the key" if part.moves else "reads the keyed stream; its output stays"
@@ -286,16 +304,6 @@ def _column_of(backbone: Backbone, part: Part, limit: float) -> Finding:
     return Finding(
         part.name, "column", "holds", "its output moves with the key" if part.moves else "sees no key", errors
     )
-
-
-def _operation(backbone: Backbone, part: Part) -> str:
-    """What kind of operation a leaf is, for the reason of a refusal."""
-    stars = part.name.replace("*", "0")
-    module = dict(backbone.model.named_modules()).get(stars, nn.Identity())
-    if part.kind.startswith("Conv") and part.kind != "Conv1D":
-        return f"convolution ({part.kind})"
-    buffers = [name for name, b in module.named_buffers() if b.is_floating_point()]
-    return f"buffer ({part.kind}.{buffers[0]})" if buffers else part.kind
 
 
 # --- around the blocks ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,24 +25,26 @@ PASSIVE = ("Identity", "Dropout", "DropPath", "Dinov2DropPath", "Dinov2WithRegis
 
 @dataclass(frozen=True)
 class Part:
-    """One kind of leaf, its places in the depth of the model written as *: the worst of them all.
+    """One leaf, or all of its kind in the depth of the model (their places written as *): the worst of them.
 
-    keyed: whether the residual key moves weights of it. column: error in float64, None where no such law was run or
-    the leaf's weights are used without calling it. moves: whether its output moves with the key.
+    operation: what it is, for the reason of a refusal. keyed: whether the residual key moves weights of it. row,
+    column: error in float64, None where the law was not run or the leaf's weights are read without calling it.
+    moves: whether its output moves with the key. turn: when it was first called, of all leaves.
     """
 
     name: str
-    kind: str
+    operation: str
     keyed: bool
     row: float | None
     column: float | None
     moves: bool
+    turn: int
 
 
 def parts_of(
     bench: Bench, residual: Sequence[Group], keys: Mapping[str, Tensor], *, rows: bool, columns: bool
 ) -> list[Part]:
-    """Every kind of leaf in the blocks, in the order of the model."""
+    """Every leaf in the blocks, in the order of the model."""
     with torch.no_grad():
         clear = _outputs(bench, lambda: bench.output(stay, still))
         moved, shuffled = {}, {}
@@ -53,31 +55,41 @@ def parts_of(
             move, back = bench.row_moves()
             shuffled = _outputs(bench, lambda: bench.output(move, back))
     touched = {member.tensor.rpartition(".")[0] for group in residual for member in group.members}
-    found: dict[str, Part] = {}
+    turns = {name: turn for turn, name in enumerate(clear)}
+    found = []
     for name, module in bench.backbone.model.named_modules():
         if type(module).__name__ not in PASSIVE and (name in clear or name in touched):
             row = _row_gap(clear, shuffled, name, back) if rows and name in clear else None
             column, goes = _column_gap(clear, moved, name, keys, residual) if name in moved else (None, False)
-            _merge(found, Part(_starred(name), type(module).__name__, name in touched, row, column, goes))
+            turn = turns.get(name, len(turns))
+            found.append(Part(name, _operation(module), name in touched, row, column, goes, turn))
+    return found
+
+
+def _operation(module: nn.Module) -> str:
+    kind = type(module).__name__
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return f"convolution ({kind})"
+    buffers = [name for name, b in module.named_buffers() if b.is_floating_point()]
+    return f"buffer ({kind}.{buffers[0]})" if buffers else kind
+
+
+def merged(parts: Sequence[Part]) -> list[Part]:
+    """One part for each kind of leaf, its places in the depth written as *."""
+    found: dict[str, Part] = {}
+    for part in parts:
+        part = replace(part, name=re.sub(r"\.\d+(?=\.|$)", ".*", part.name))
+        old = found.get(part.name)
+        if old is not None:
+            part = replace(
+                part,
+                keyed=part.keyed or old.keyed,
+                row=_worse(old.row, part.row),
+                column=_worse(old.column, part.column),
+                moves=part.moves or old.moves,
+            )
+        found[part.name] = part
     return list(found.values())
-
-
-def _starred(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
-
-
-def _merge(found: dict[str, Part], part: Part) -> None:
-    old = found.get(part.name)
-    if old is not None:
-        part = Part(
-            part.name,
-            part.kind,
-            part.keyed or old.keyed,
-            _worse(old.row, part.row),
-            _worse(old.column, part.column),
-            part.moves or old.moves,
-        )
-    found[part.name] = part
 
 
 def _worse(a: float | None, b: float | None) -> float | None:

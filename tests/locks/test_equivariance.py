@@ -1,0 +1,298 @@
+"""The laws themselves: measured by `verify` on every architecture, and by a training loop of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from zoo import CAUSAL, NO_ROWS, RELATIVE, ROTARY, ZOO, inputs, make
+
+from situs.backbones import Backbone, create_backbone
+from situs.core.permutation import permute_columns
+from situs.errors import SitusError
+from situs.locks.arms import evaluating, gap, named_gap, sample_of
+from situs.locks.bench import Bench
+from situs.locks.equivariance import Verdict, certify, official_bits, official_key, paper_rule, verify
+from situs.locks.groups import entrance_and_exit, groups_of, invert_keys, permute_state, random_keys, residual_only
+from situs.locks.precise import KeepDouble
+
+EXACT = 1e-10
+
+
+def random(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def verdict_of() -> Callable[[str], Verdict]:
+    """Each model is verified once, in float32, with 3 steps."""
+    made: dict[str, Verdict] = {}
+
+    def verdict(name: str) -> Verdict:
+        if name not in made:
+            made[name] = verify(make(name, torch.float32))
+        return made[name]
+
+    return verdict
+
+
+# --- verify --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_columns_hold_with_keyed_weights_in_every_architecture(name: str, verdict_of: Callable[[str], Verdict]) -> None:
+    verdict = verdict_of(name)
+    whole = verdict.whole("column")
+    assert whole.status == "needs keyed weights"
+    assert set(whole.errors) == set(whole.own) == {"forward", "backward", "steps"}
+    assert max(whole.errors.values()) < EXACT
+    assert 1e-9 < max(whole.own.values()) < verdict.own_tolerance == 1e-3  # float32, and not float64 unawares
+    assert verdict.worst < EXACT
+    assert verdict.control is not None and verdict.control > 1e-3
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_rows_hold_or_are_refused_with_the_operation(name: str, verdict_of: Callable[[str], Verdict]) -> None:
+    whole = verdict_of(name).whole("row")
+    if name not in NO_ROWS:
+        assert whole.status == "holds"
+        assert max(whole.errors.values()) < EXACT
+        assert ("RoPE" in whole.reason and "order" in whole.reason) == (name in ROTARY)
+        return
+    assert whole.status == "refused"
+    operation = "causal mask" if name in CAUSAL else "relative bias" if name in RELATIVE else "windows"
+    assert operation in whole.reason
+    if name in CAUSAL:
+        assert whole.errors["forward"] > 1e-2
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_leaf_moves_with_the_key_or_stays(name: str, verdict_of: Callable[[str], Verdict]) -> None:
+    verdict = verdict_of(name)
+    inside = [each for each in verdict.findings if "*" in each.part]
+    assert inside
+    assert all(each.status != "refused" for each in inside)
+    keyed = {each.part for each in inside if each.status == "needs keyed weights"}
+    residual = {m.tensor for g in residual_only(groups_of(make(name))) for m in g.members}
+    for tensor in residual:  # blocks.0.attn.qkv.weight -> blocks.*.attn.qkv
+        module = ".".join("*" if word.isdigit() else word for word in tensor.split(".")[:-1])
+        assert module in keyed or tensor.rpartition(".")[2].startswith("gamma_")
+    rows = [each for each in inside if each.law == "row"]
+    assert bool(rows) == (name not in NO_ROWS)
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_rotation_is_named_as_what_fixes_the_query_channels(name: str, verdict_of: Callable[[str], Verdict]) -> None:
+    (found,) = (each for each in verdict_of(name).findings if each.part == "blocks, query and key channels")
+    assert (found.status, "RoPE" in found.reason) == ("refused", True)
+
+
+def test_what_stays_with_the_owner_is_said(verdict_of: Callable[[str], Verdict]) -> None:
+    reasons = {(each.part, each.law): each for each in verdict_of("vit").findings}
+    assert reasons["embed", "column"].status == reasons["finish", "column"].status == "refused"
+    assert "convolution" in reasons["embed", "column"].reason
+    assert reasons["embed", "row"].status == "holds"
+
+
+def test_a_network_without_tokens_is_refused_whole() -> None:
+    verdict = verify(create_backbone("resnet18"))
+    assert [each.status for each in verdict.findings] == ["refused", "refused"]
+    assert "convolution" in verdict.whole("row").reason
+    with pytest.raises(SitusError, match="row law is refused: convolution"):
+        verify(create_backbone("resnet18"), strict=True)
+
+
+def test_strict_raises_what_is_otherwise_a_finding() -> None:
+    backbone = make("gpt2")
+    assert verify(backbone, steps=0).whole("row").status == "refused"
+    with pytest.raises(SitusError, match="the row law is refused: its causal mask"):
+        verify(backbone, steps=0, strict=True)
+    assert verify(make("vit"), steps=0, strict=True).whole("column").status == "needs keyed weights"
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.linspace(0, 1, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.shift
+
+
+class Along(nn.Conv1d):
+    """A convolution over the tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("breaker", "operation", "row"),
+    [(Along(24, 24, 3, padding=1), "convolution (Along)", "refused"), (Shifted(), "buffer (Shifted.shift)", "holds")],
+)
+def test_what_breaks_a_law_is_named(breaker: nn.Module, operation: str, row: str) -> None:
+    backbone = make("vit", torch.float32)
+    backbone.model.blocks[1].drop_path1 = breaker
+    verdict = verify(backbone, steps=0)
+    broken = [verdict.whole(law) for law in ("row", "column") if law == "column" or row == "refused"]
+    for finding in broken:
+        assert finding.reason == f"the law fails from blocks.1.drop_path1 on: {operation}"
+        assert finding.status == "refused"
+    assert verdict.whole("row").status == row
+    named = next(each for each in verdict.findings if each.part == "blocks.*.drop_path1" and each.law == "column")
+    assert named.reason.startswith(operation)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    backbone = make("vit", torch.float32).train()
+    before = copy.deepcopy(backbone.state_dict())
+    verify(backbone)
+    assert backbone.training
+    assert all(p.grad is None and p.requires_grad for p in backbone.parameters())
+    assert all(torch.equal(before[name], t) for name, t in backbone.state_dict().items())
+    assert not any(module._forward_hooks for module in backbone.modules())
+
+
+def test_a_batch_of_ones_own_and_a_subset_of_tokens() -> None:
+    backbone = make("registers")
+    verdict = verify(backbone, inputs(backbone, 3), tokens=3, steps=1)
+    assert verdict.worst < EXACT
+    assert verify(backbone, tokens=2, steps=0).whole("row").status == "holds"
+
+
+# --- certify -------------------------------------------------------------------------------------------------------
+
+
+def test_certify_passes_the_right_groups_and_no_others() -> None:
+    backbone = make("eva_inner_norms")
+    groups = groups_of(backbone)
+    assert certify(backbone, groups) < EXACT
+    (residual,) = residual_only(groups)
+    for lost in (0, len(residual.members) // 2, -1):
+        kept = [m for m in residual.members if m != residual.members[lost]]
+        with pytest.raises(SitusError, match="the column law fails"):
+            certify(backbone, [replace(residual, members=tuple(kept))])
+
+
+def test_certify_sees_an_axis_whose_weights_are_all_alike() -> None:
+    """A fresh norm is all ones: forward, its key is no matter. Its gradient tells."""
+    backbone = make("vit")
+    norm = backbone.model.blocks[0].norm1
+    with torch.no_grad():
+        norm.weight.fill_(1)
+        norm.bias.zero_()
+    (residual,) = residual_only(groups_of(backbone))
+    kept = tuple(m for m in residual.members if m.tensor != "blocks.0.norm1.weight")
+    with pytest.raises(SitusError, match="the column law fails"):
+        certify(backbone, [replace(residual, members=kept)])
+
+
+# --- a loop of its own ---------------------------------------------------------------------------------------------
+
+
+def train(backbone: Backbone, move: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor], steps: int) -> Any:
+    """An ordinary loop: the owner's part, blocks, the owner's head, a loss on labels, AdamW over everything."""
+    x = inputs(backbone, 4)
+    optimizer = torch.optim.AdamW(backbone.parameters(), lr=1e-3, weight_decay=0.05, eps=1e-6)
+    first: dict[str, Tensor] = {}
+    for step in range(steps):
+        stream = backbone.assemble(backbone.embed(x), backbone.positions())
+        out = backbone.blocks(replace(stream, z=move(stream.z)))
+        logits = backbone.head(backbone.finish(replace(out, z=back(out.z)))).flatten(1)
+        loss = nn.functional.cross_entropy(logits, torch.arange(4) % logits.shape[1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 0:
+            first = {n: p.grad.clone() for n, p in backbone.model.named_parameters() if p.grad is not None}
+    return first, dict(backbone.model.named_parameters()), logits.detach()
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_authorised_training_of_a_locked_model_is_normal_training(name: str) -> None:
+    clear, locked = make(name), make(name)
+    groups = groups_of(clear)  # with the inner groups too
+    keys = random_keys(groups, random(7))
+    undo = invert_keys(keys)
+    enter, leave = entrance_and_exit(groups)
+    locked.model.load_state_dict(permute_state(locked.model.state_dict(), groups, keys))
+    with KeepDouble():
+        gradients, weights, logits = train(clear, lambda z: z, lambda z: z, 3)
+        theirs = train(locked, lambda z: permute_columns(z, keys[enter]), lambda z: permute_columns(z, undo[leave]), 3)
+    assert named_gap(gradients, permute_state(theirs[0], groups, undo)) < EXACT
+    assert named_gap(weights, permute_state(theirs[1], groups, undo)) < EXACT
+    assert gap(logits, theirs[2]) < EXACT
+    assert all((weights[n] != p).any() for n, p in make(name).model.named_parameters() if n in gradients)  # it trained
+    assert (
+        gap(weights["blocks.0.norm1.weight"], make(name).model.blocks[0].norm1.weight) > 1e-4 if name == "vit" else True
+    )
+
+
+# --- the paper's rule ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["vit", "deit3", "hf_vit", "bert", "gpt2"])
+def test_the_papers_rule_fails_for_an_arbitrary_key_and_holds_for_the_official(name: str) -> None:
+    backbone = make(name)
+    rule = paper_rule(groups_of(backbone))
+    with evaluating(backbone):
+        bench = Bench(backbone, sample_of(backbone, inputs(backbone), 32, random()), torch.float64, 1)
+        for seed in range(3):
+            assert bench.column(rule, {"residual": torch.randperm(24, generator=random(seed))})["forward"] > 1e-3
+            official = bench.column(rule, {"residual": official_key(3, 8, random(seed))})
+            assert max(official.values()) < EXACT
+
+
+def test_a_key_within_one_head_is_already_too_much_for_the_rule() -> None:
+    """Two channels of one head exchanged in that head alone: the rule holds; between two heads: it fails."""
+    backbone = make("vit")
+    rule = paper_rule(groups_of(backbone))
+    with evaluating(backbone):
+        bench = Bench(backbone, sample_of(backbone, inputs(backbone), 32, random()), torch.float64, 0)
+        within, between = torch.arange(24), torch.arange(24)
+        within[[0, 7]] = within[[7, 0]]
+        between[[0, 8]] = between[[8, 0]]
+        assert bench.column_forward(rule, {"residual": within}, rule) < EXACT
+        assert bench.column_forward(rule, {"residual": between}, rule) > 1e-4
+
+
+def test_verify_shows_both_keys_of_the_paper(verdict_of: Callable[[str], Verdict]) -> None:
+    shown = {each.part: each for each in verdict_of("vit").findings if "Eq. 6" in each.part}
+    assert shown["paper's Eq. 6, any key"].status == "refused"
+    assert shown["paper's Eq. 6, official key"].status == "needs keyed weights"
+    rotary = {each.part: each for each in verdict_of("eva").findings if "Eq. 6" in each.part}
+    assert "RoPE" in rotary["paper's Eq. 6, official key"].reason
+
+
+def test_official_keys_are_few() -> None:
+    assert round(official_bits(12, 64)) == 325
+    assert round(official_bits(1, 768)) == 6259
+    key = official_key(3, 4, random())
+    assert sorted(key.tolist()) == list(range(12))
+    assert len({tuple((row % 4).tolist()) for row in key.view(3, 4)}) == 1
+    assert all(len(set((row // 4).tolist())) == 1 for row in key.view(3, 4))
+
+
+def test_the_rule_says_nothing_of_other_shapes() -> None:
+    for name in ("swin", "llama", "relpos"):
+        with pytest.raises(SitusError, match="paper's rule"):
+            paper_rule(groups_of(make(name)))
+
+
+# --- float64 all the way -------------------------------------------------------------------------------------------
+
+
+def test_keep_double_undoes_casts_to_float32_only() -> None:
+    x = torch.randn(3, dtype=torch.float64)
+    with KeepDouble():
+        assert {x.float().dtype, x.to(torch.float32).dtype, x.to(dtype=torch.float32).dtype} == {torch.float64}
+        assert x.softmax(-1, dtype=torch.float32).dtype == torch.float64
+        assert nn.functional.softmax(x, dim=-1, dtype=torch.float32).dtype == torch.float64
+        assert x.half().dtype == torch.float16
+        assert torch.ones(1).to(torch.float32).dtype == torch.float32
+    assert x.float().dtype == torch.float32
