@@ -128,6 +128,33 @@ def test_preset_below_toml_below_flags(tmp_path: Path) -> None:
     assert flags.config == Config(batch=2, steps=9, method=Mae.Config(1), optim=Optim(lr=0.01))
 
 
+@dataclass(frozen=True)
+class Model:
+    depth: int = 12
+    model_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments that somebody else's constructor takes."""
+
+
+@dataclass(frozen=True)
+class Free:
+    model: Model = field(default_factory=Model)
+
+
+@dataclass(frozen=True)
+class FreeArgs(Recipe):
+    config: Free = configured(Free)
+
+
+def test_a_free_table_takes_any_key_from_flags(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_text("[model.model_args]\nembed_dim = 96\nkept = true\n")
+    line = f"--config {tmp_path / 'own.toml'} --model.model-args.embed-dim 48 --model.model-args.rate=.1"
+    line += " --model.model-args.pool avg --model.model-args.init_values 1e-5"
+    held = parse(FreeArgs, line.split(), prog="situs test").config.model.model_args
+    assert held == {"embed_dim": 48, "kept": True, "rate": 0.1, "pool": "avg", "init_values": 1e-5}
+    with pytest.raises(SystemExit):  # never the word "false", which would mean yes: it is --model.model-args.no-kept
+        parse(FreeArgs, [*line.split(), "--model.model-args.kept", "false"], prog="situs test")
+
+
 def test_method_by_name_takes_its_own_flags() -> None:
     assert parsed("--data D --method mae --method.decoder-depth 2").config.method == Mae.Config(2)
     # Another method than the preset's: the preset's method table goes, the rest of it stays.

@@ -83,3 +83,7 @@ def test_mistakes_are_sentences() -> None:
         make(mask_ratio=0.1)
     with pytest.raises(SitusError, match="decoder_width=30: must be a multiple of decoder_heads=4"):
         make(decoder_width=30)
+    for name, value in (("decoder_heads", 0), ("decoder_depth", -1), ("decoder_width", -32)):
+        flag = f"--method.{name.replace('_', '-')}"
+        with pytest.raises(SitusError, match=rf"{name}={value}: must be .* \({flag}\)"):
+            make(**{name: value})

@@ -18,9 +18,9 @@ import contextlib
 import io
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, field, fields, make_dataclass
+from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
 
 import tyro
 
@@ -94,7 +94,39 @@ def start_of(cls: type[T], argv: Sequence[str], run_flag: str | None = None, gro
     for path in choices:
         if (name := _peek(argv, _flag(path))) is not None:
             layers = merge(layers, _nested(f"{path}.name", name), choices)
+    for path in _free_tables(cls):
+        layers = merge(_nested_values(path, argv), layers, choices)
     return from_dict(cls, layers, where=" + ".join(sources))
+
+
+def _free_tables(cls: type[Any], path: str = "") -> list[str]:
+    """The paths of a config's tables with keys of any name, such as "backbone.model_args"."""
+    found: list[str] = []
+    for name, kind in get_type_hints(cls).items():
+        if get_origin(kind) is dict:
+            found.append(path + name)
+        elif isinstance(kind, type) and is_dataclass(kind):
+            found += _free_tables(kind, f"{path}{name}.")
+    return found
+
+
+def _nested_values(path: str, argv: Sequence[str]) -> dict[str, Any]:
+    """The keys of a free table that `argv` gives a value, in tables: the parser only knows keys that are there."""
+    values: dict[str, Any] = {}
+    prefix = f"{_flag(path)}."
+    for word in argv:
+        if word.startswith(prefix):
+            flag, key = word.partition("=")[0], word.removeprefix(prefix).partition("=")[0].replace("-", "_")
+            values[key] = _literal(_peek(argv, flag) or "")
+    return _nested(path, values) if values else {}
+
+
+def _literal(text: str) -> Any:
+    """A number or true or false where the text is one, or else the text itself."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _layered_type(args_type: type[Any], name: str, spec: _Configured, argv: Sequence[str]) -> type[Any]:

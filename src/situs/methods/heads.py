@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from situs.config import check_range
 from situs.errors import SitusError
 
 
@@ -28,8 +29,12 @@ class Decoder(nn.Module):
 
     def __init__(self, dim: int, width: int, depth: int, heads: int, outputs: int, *, mlp_ratio: float = 4.0) -> None:
         super().__init__()
-        if width % heads:
-            raise SitusError(f"decoder_width={width}: must be a multiple of decoder_heads={heads}")
+        check_range("decoder_heads", heads, 1, flag="--method.decoder-heads")
+        check_range("decoder_depth", depth, 0, flag="--method.decoder-depth")
+        if width < 1 or width % heads:
+            raise SitusError(
+                f"decoder_width={width}: must be a multiple of decoder_heads={heads} (--method.decoder-width)"
+            )
         self.enter = nn.Linear(dim, width)
         self.layers = nn.ModuleList([DecoderBlock(width, heads, mlp_ratio) for _ in range(depth)])
         self.norm = nn.LayerNorm(width, eps=1e-6)
