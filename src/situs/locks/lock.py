@@ -17,14 +17,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from torch import Tensor
 
 from situs import __version__
 from situs.backbones.base import Backbone
+from situs.core.permutation import compose
 from situs.errors import SitusError
 from situs.locks import folder as files
 from situs.locks import shards
-from situs.locks.groups import Group, groups_of, invert_keys, permute_state, residual_only
+from situs.locks.groups import Group, axis_index, groups_of, invert_keys, residual_only
 from situs.locks.key import Key, derive
 from situs.locks.manifest import (
     NAME,
@@ -82,25 +84,22 @@ def lock(
     specs = all_specs(headers, folder)
     backbone = files.structure_of(folder)
     moved = _groups_in_files(backbone, specs, groups)
+    stamps = _stamps(folder, weights)
     clear: dict[str, str] = {}
     for name in weights:
-        with shards.plain_source(folder / name) as reader:
-            clear |= shards.digests(reader, shards.read_header(reader, name))
+        clear |= shards.digests(folder / name, headers[name])
     layout, lock_id = layout_of(specs.values()), secrets.token_hex(16)
     fingerprint = fingerprint_of(layout, clear)
-    changes = changes_of(moved, derive(key, moved, fingerprint, lock_id))
+    changes = changes_of(moved, derive(key, moved, fingerprint, lock_id), specs)
     keep = key if seal else None
-
-    def unchanged(spec: Spec, digest: str) -> None:
-        if digest != clear[spec.name]:
-            raise SitusError(f"{source}: {spec.name} changed while it was being locked")
 
     with files.new_folder(out) as aside:
         locked: dict[str, str] = {}
         for name in weights:
             with shards.plain_source(folder / name) as reader, _sink(aside, name, keep, lock_id) as writer:
-                header = shards.read_header(reader, name)
-                locked |= shards.rewrite(reader, writer, header, changes, unchanged)
+                locked |= shards.rewrite(reader, writer, shards.read_header(reader, name), changes)
+        if _stamps(folder, weights) != stamps:
+            raise SitusError(f"{source}: its weights changed while they were being locked")
         copied = {}
         for name in others:
             with shards.plain_source(folder / name) as reader, _sink(aside, name, keep, lock_id) as writer:
@@ -147,18 +146,32 @@ def rename(groups: Sequence[Group], names: Mapping[str, str]) -> tuple[Group, ..
     )
 
 
-def changes_of(groups: Sequence[Group], keys: Mapping[str, Tensor]) -> dict[str, Change]:
-    """What the keys do to each tensor: name -> function."""
-    parts: dict[str, list[Group]] = {}
+def changes_of(groups: Sequence[Group], keys: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> dict[str, Change]:
+    """What the keys do to each tensor: name -> function. Keys of one axis are composed, so that it is moved once."""
+    moves: dict[str, dict[tuple[int, tuple[int, int] | None], Tensor]] = {}
     for group in groups:
-        for name in dict.fromkeys(member.tensor for member in group.members):
-            own = tuple(member for member in group.members if member.tensor == name)
-            parts.setdefault(name, []).append(replace(group, members=own))
+        for member in group.members:
+            index = axis_index(member, group.size, specs[member.tensor].shape[member.axis], keys[group.name])
+            own, place = moves.setdefault(member.tensor, {}), (member.axis, member.at)
+            own[place] = compose(own[place], index) if place in own else index
+    return {name: _mover([(*place, index.numpy()) for place, index in own.items()]) for name, own in moves.items()}
 
-    def change(name: str) -> Change:
-        return lambda tensor: permute_state({name: tensor}, parts[name], keys)[name]
 
-    return {name: change(name) for name in parts}
+def _mover(moves: Sequence[tuple[int, tuple[int, int] | None, np.ndarray]]) -> Change:
+    """numpy's take on whole numbers moves the columns of bfloat16 four times as fast as torch's index_select."""
+
+    def change(values: np.ndarray) -> np.ndarray:
+        for axis, at, index in moves:
+            if at is None:
+                values = values.take(index, axis=axis)
+            else:
+                # One slice of a table moves; the axis that picks it is gone inside the slice.
+                values = values.copy()
+                inside = (slice(None),) * at[0] + (at[1],)
+                values[inside] = values[inside].take(index, axis=axis - (axis > at[0]))
+        return values
+
+    return change
 
 
 # --- unlock -------------------------------------------------------------------------------------------------
@@ -188,7 +201,7 @@ def check(locked: str | Path, key: Key) -> Manifest:
 
 def _open(folder: Path, manifest: Manifest, key: Key, out: Path | None) -> None:
     """Opens every file into `out`; None: only checks them. Refuses what is not as the manifest says."""
-    changes = changes_of(manifest.groups, invert_keys(permutations_of(manifest, key)))
+    changes = _openers(manifest, key)
     clear: dict[str, str] = {}
     for name, digest in manifest.shards.items():
         with _source(folder, name, manifest, key) as reader, _sink(out, name) as writer:
@@ -206,6 +219,11 @@ def _open(folder: Path, manifest: Manifest, key: Key, out: Path | None) -> None:
                 raise SitusError(f"{folder}: {name} was altered since it was locked")
     if fingerprint_of(manifest.layout, clear) != manifest.fingerprint:
         raise SitusError(f"{folder}: what the key opens is not the model that was locked")
+
+
+def _openers(manifest: Manifest, key: Key) -> dict[str, Change]:
+    keys = invert_keys(permutations_of(manifest, key))
+    return changes_of(manifest.groups, keys, {spec.name: spec for spec in manifest.specs()})
 
 
 def _same(folder: Path, manifest: Manifest, spec: Spec, digest: str) -> None:
@@ -229,7 +247,7 @@ def _unlock_retrained(folder: Path, manifest: Manifest, key: Key, out: str | Pat
                 f"{folder}: {name} {now}, locked was {old[name].dtype} {list(old[name].shape)}: the key fits the "
                 "layout that was locked, and no other (--retrained)"
             )
-    changes = changes_of(manifest.groups, invert_keys(permutations_of(manifest, key)))
+    changes = _openers(manifest, key)
     changed: set[str] = set()
 
     def compare(spec: Spec, digest: str) -> None:
@@ -269,6 +287,11 @@ def all_specs(headers: Mapping[str, shards.Header], folder: Path) -> dict[str, S
                 raise SitusError(f"{folder}: {spec.name} stands in two of its weight files")
             found[spec.name] = spec
     return found
+
+
+def _stamps(folder: Path, names: Sequence[str]) -> list[tuple[int, int, int]]:
+    """What tells a file that was written to from one that was not."""
+    return [(found.st_ino, found.st_size, found.st_mtime_ns) for found in ((folder / name).stat() for name in names)]
 
 
 def _header(folder: Path, name: str) -> shards.Header:

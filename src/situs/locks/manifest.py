@@ -10,13 +10,13 @@ import hmac
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from situs.config import from_dict, to_dict, write_text
+from situs.config import from_dict, write_text
 from situs.errors import SitusError
 from situs.locks.groups import Group
 from situs.locks.key import ID_DIGITS, Key, derive, sha256
@@ -137,7 +137,7 @@ def _canonical(value: Any) -> bytes:
 
 def _code(manifest: Manifest, key: Key) -> str:
     secret = key.subkey("manifest", manifest.lock_id)
-    return hmac.new(secret, _canonical(to_dict(replace(manifest, hmac=""))), "sha256").hexdigest()
+    return hmac.new(secret, _canonical(asdict(replace(manifest, hmac=""))), "sha256").hexdigest()
 
 
 def permutations_of(manifest: Manifest, key: Key) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ def permutations_of(manifest: Manifest, key: Key) -> dict[str, Tensor]:
 def write_manifest(folder: Path, manifest: Manifest, key: Key) -> Manifest:
     """Writes a manifest with the HMAC of `key`."""
     signed = replace(manifest, hmac=_code(manifest, key))
-    write_text(folder / NAME, json.dumps(to_dict(signed), indent=1) + "\n")
+    write_text(folder / NAME, json.dumps(asdict(signed), indent=1) + "\n")
     return signed
 
 

@@ -1,7 +1,7 @@
 """Safetensors files as streams: the header first, then each tensor's bytes in turn, read and written once.
 
 A permutation changes neither names, shapes nor sizes, so a locked file has the very header of the clear one and its
-tensors in the same places; what comes back is the same file, bit for bit. Memory holds a tensor or two, never a shard.
+tensors in the same places; what comes back is the same file, bit for bit. Memory holds a few tensors, never a shard.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from situs.errors import SitusError
 
@@ -27,11 +29,15 @@ WIDTHS = {
 }  # fmt: skip
 """safetensors' dtypes -> bytes of one element. Those that pack several elements into a byte are refused."""
 
-BITS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+BITS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 """Elements are moved as whole numbers of their width: no dtype is interpreted, so no bit can change."""
 
 LARGEST_HEADER = 100_000_000
-CHUNK = 1 << 23
+LARGEST_WHOLE = 1 << 28
+"""Bytes of a tensor that passes through in one piece; a larger one goes by in chunks."""
+
+CHUNK, SMALL_CHUNK = 1 << 23, 1 << 19
+WORKERS = min(4, os.cpu_count() or 1)
 
 
 class Source(Protocol):
@@ -167,65 +173,84 @@ def _broken(where: str, why: str) -> SitusError:
 
 # --- tensors ------------------------------------------------------------------------------------------------
 
-Change = Callable[[Tensor], Tensor]
+Change = Callable[[np.ndarray], np.ndarray]
 Check = Callable[[Spec, str], None]
 
 
 def copy(source: Source, sink: Sink | None) -> str:
     """Passes a whole file on; returns its SHA-256."""
-    return _through(source, source.size, memoryview(bytearray(min(CHUNK, source.size or 1))), sink)
+    return _through(source, source.size, sink)
 
 
-def digests(source: Source, header: Header) -> dict[str, str]:
-    """The SHA-256 of each tensor's bytes."""
-    found: dict[str, str] = {}
-    buffer = memoryview(bytearray(CHUNK))
-    for spec in header.tensors:
-        found[spec.name] = _through(source, spec.size, buffer, None)
-    return found
+def digests(path: Path, header: Header) -> dict[str, str]:
+    """The SHA-256 of each tensor's bytes. Nothing is kept, so that a small buffer stays in the processor's cache."""
+
+    def digest(begin: int, size: int) -> str:
+        with path.open("rb", buffering=0) as file:
+            file.seek(begin)
+            return _through(PlainSource(file, path), size, None, SMALL_CHUNK)  # pyright: ignore[reportArgumentType]
+
+    ends = list(accumulate((spec.size for spec in header.tensors), initial=len(header.raw)))
+    with ThreadPoolExecutor(WORKERS) as workers:
+        found = workers.map(digest, ends, (spec.size for spec in header.tensors))
+        return dict(zip((spec.name for spec in header.tensors), found, strict=True))
 
 
-def rewrite(source: Source, sink: Sink | None, header: Header, changes: Mapping[str, Change], check: Check) -> dict:
+def rewrite(
+    source: Source, sink: Sink | None, header: Header, changes: Mapping[str, Change], check: Check | None = None
+) -> dict[str, str]:
     """Reads each tensor, has it checked by the SHA-256 of its bytes, changes it, and writes it in its old place.
 
-    changes: tensor name -> what is done to it; the others pass through. Returns the SHA-256 of what was written.
-    """
-    if sink is not None:
-        sink.write(header.raw)
-    found: dict[str, str] = {}
-    buffer = memoryview(bytearray(CHUNK))
-    with ThreadPoolExecutor(1) as worker:
-        last: Future[None] | None = None
+    changes: tensor name -> what is done to it; the others pass through. check: sees every tensor and its SHA-256
+    before it is changed, and raises to refuse it. Returns the SHA-256 of what was written.
 
-        def finish(name: str, data: memoryview) -> None:
-            found[name] = hashlib.sha256(data).hexdigest()
+    Files are read and written in order; hashing and moving, which cost most and free the GIL, are done by workers.
+    """
+    found: dict[str, str] = {}
+    waiting: deque[tuple[Spec, Future[tuple[memoryview, str]]]] = deque()
+
+    def settle(count: int) -> None:
+        while len(waiting) > count:
+            spec, work = waiting.popleft()
+            data, found[spec.name] = work.result()
             if sink is not None:
                 sink.write(data)
 
+    if sink is not None:
+        sink.write(header.raw)
+    with ThreadPoolExecutor(WORKERS) as workers:
         for spec in header.tensors:
-            if spec.name not in changes:
-                if last is not None:
-                    last.result()
-                found[spec.name] = _through(source, spec.size, buffer, sink)
-                check(spec, found[spec.name])
-                last = None
+            if spec.name not in changes and spec.size > LARGEST_WHOLE:
+                settle(0)
+                found[spec.name] = _through(source, spec.size, sink)
+                if check is not None:
+                    check(spec, found[spec.name])
                 continue
-            # While this tensor is read and moved, the worker hashes and writes the one before: hashing frees the GIL.
-            tensor = _read(source, spec)
-            before = hashlib.sha256(_bytes(tensor)).hexdigest()
-            check(spec, before)
-            moved = changes[spec.name](tensor).contiguous()
-            if last is not None:
-                last.result()
-            last = worker.submit(finish, spec.name, _bytes(moved))
-        if last is not None:
-            last.result()
+            values = np.empty(spec.shape, dtype=BITS[WIDTHS[spec.dtype]])
+            source.fill(_bytes(values))
+            waiting.append((spec, workers.submit(_work, spec, values, changes.get(spec.name), check)))
+            settle(WORKERS)
+        settle(0)
     return found
 
 
-def _through(source: Source, size: int, buffer: memoryview, sink: Sink | None) -> str:
+def _work(spec: Spec, values: np.ndarray, change: Change | None, check: Check | None) -> tuple[memoryview, str]:
+    """What is to be written of one tensor, and its SHA-256."""
+    digest = ""
+    if check is not None or change is None:
+        digest = hashlib.sha256(_bytes(values)).hexdigest()
+    if check is not None:
+        check(spec, digest)
+    if change is None:
+        return _bytes(values), digest
+    moved = np.ascontiguousarray(change(values))
+    return _bytes(moved), hashlib.sha256(_bytes(moved)).hexdigest()
+
+
+def _through(source: Source, size: int, sink: Sink | None, chunk: int | None = None) -> str:
     """Hashes `size` bytes and passes them on."""
     digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(size, chunk or CHUNK)))
     while size:
         part = buffer[: min(size, len(buffer))]
         source.fill(part)
@@ -236,11 +261,5 @@ def _through(source: Source, size: int, buffer: memoryview, sink: Sink | None) -
     return digest.hexdigest()
 
 
-def _read(source: Source, spec: Spec) -> Tensor:
-    tensor = torch.empty(spec.shape, dtype=BITS[WIDTHS[spec.dtype]])
-    source.fill(_bytes(tensor))
-    return tensor
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(bytearray())
+def _bytes(values: np.ndarray) -> memoryview:
+    return values.reshape(-1).view(np.uint8).data
