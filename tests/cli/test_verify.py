@@ -1,0 +1,81 @@
+"""`situs verify`: the table, the JSON, and that a refusal is no error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from situs.cli.main import main
+
+
+def printed_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main(["verify", *words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def findings(shown: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(each["part"], each["law"]): each for each in shown["findings"]}
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("bert")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.BertConfig(**sizes, vocab_size=40, max_position_embeddings=12)
+    transformers.BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def test_json_of_a_vit(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = printed_json(capsys, "vit_tiny_patch16_224", "--img-size", "32", "48", "--steps", "1")
+    assert (shown["model"], shown["dtype"], shown["steps"]) == ("vit_tiny_patch16_224", "float32", 1)
+    assert shown["worst"] < shown["tolerance"] == 1e-10
+    assert shown["control"] > 1e-3
+    found = findings(shown)
+    assert found["blocks", "row"]["status"] == "holds"
+    assert found["blocks", "column"]["status"] == "needs keyed weights"
+    assert set(found["blocks", "column"]["errors"]) == {"forward", "backward", "steps"}
+    assert found["blocks.*.mlp.fc1", "column"]["status"] == "needs keyed weights"
+
+
+def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "vit_tiny_patch16_224", "--img-size", "32", "--steps", "0"]) == 0
+    text = capsys.readouterr().out
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert lines[0] == "vit_tiny_patch16_224"
+    assert lines[1] == "part law verdict forward backward 0 steps float32 why"
+    assert any(line.startswith("blocks column needs keyed weights") for line in lines)
+    assert any(line.startswith("blocks.*.attn.proj holds needs keyed weights") for line in lines)
+    assert "tolerance 1e-10" in text
+    assert "Negative control" in text
+    assert main(["verify", "vit_tiny_patch16_224", "--img-size", "32", "--steps", "0", "--no-modules"]) == 0
+    assert "attn.proj" not in capsys.readouterr().out
+
+
+def test_refused_parts_are_no_error(capsys: pytest.CaptureFixture[str]) -> None:
+    found = findings(printed_json(capsys, "resnet18"))
+    assert {each["status"] for each in found.values()} == {"refused"}
+    assert "convolution" in found["blocks", "column"]["reason"]
+
+
+def test_the_folder_of_a_text_model(capsys: pytest.CaptureFixture[str], bert: Path) -> None:
+    shown = printed_json(capsys, str(bert))
+    assert findings(shown)["blocks", "row"]["status"] == "holds"
+    assert shown["worst"] < 1e-10
+
+
+def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["no_such_model"], "neither a timm model nor a folder"),
+        (["vit_tiny_patch16_224", "--steps", "-1"], "steps=-1: must be at least 0 (--steps)"),
+        (["vit_tiny_patch16_224", "--tokens", "1"], "tokens=1: must be at least 2"),
+    ):
+        assert main(["verify", *words]) == 2
+        shown = capsys.readouterr()
+        assert said in shown.err
+        assert len(shown.err.splitlines()) == 1
+        assert shown.out == ""
