@@ -293,3 +293,15 @@ def test_the_locked_file_is_one_that_safetensors_reads(locked_vit):
     with safe_open(locked_vit / WHOLE, "pt") as file:
         assert file.metadata() == {"format": "pt"}
         assert len(list(file.keys())) > 20
+
+
+@pytest.mark.shared_data
+def test_a_real_pretrained_vit(shared_data, tmp_path):
+    """DINOv2's ViT-S/14 in float16, its file named in a folder as timm would: every bit back."""
+    source = tmp_path / "dinov2"
+    source.mkdir()
+    shutil.copyfile(shared_data / "weights" / "vit_small_patch14_dinov2_fp16.safetensors", source / WHOLE)
+    (source / "config.json").write_text(json.dumps({"architecture": "vit_small_patch14_dinov2", "num_classes": 0}))
+    locked = lock(source, KEY, tmp_path / "locked", groups="all")
+    assert [group.size for group in locked.manifest.groups if group.kind == "residual"] == [384]
+    assert same_folders(source, unlock(locked.path, KEY, tmp_path / "open").path)

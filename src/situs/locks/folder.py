@@ -159,6 +159,7 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         raise SitusError(f"{out}: exists already; choose a new folder (--out)")
     aside = out.with_name(f".{out.name}.{os.getpid()}.writing")
     try:
+        shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         yield aside
         for place, _, names in os.walk(aside):

@@ -8,6 +8,7 @@ last are its nonce and its associated data: a chunk that was moved, left out, cu
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, BinaryIO
 
 from situs.errors import SitusError, missing_extra
 from situs.locks.key import Key
-from situs.locks.shards import Sink
+from situs.locks.shards import Sink, open_file
 
 MAGIC = b"SITUSEA1"
 SUFFIX = ".sealed"
@@ -116,7 +117,7 @@ def sealing_sink(sink: Sink, key: Key, lock_id: str, name: str) -> Iterator[Seal
 @contextmanager
 def sealed_source(path: Path, key: Key, lock_id: str, name: str) -> Iterator[SealedSource]:
     """A sealed file, to be read from its beginning; leaving it checks that all of it was whole."""
-    with path.open("rb") as file:
+    with io.BufferedReader(open_file(path)) as file:  # pyright: ignore[reportArgumentType]
         source = SealedSource(file, path, _cipher(key, lock_id, name))
         yield source
         source.finish()

@@ -75,8 +75,16 @@ class PlainSource:
 @contextmanager
 def plain_source(path: Path) -> Iterator[PlainSource]:
     """A file, opened for reading from its beginning."""
-    with path.open("rb", buffering=0) as file:
-        yield PlainSource(file, path)  # pyright: ignore[reportArgumentType]
+    with open_file(path) as file:
+        yield PlainSource(file, path)
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Opens a file for reading; one that cannot be read is the user's to mend."""
+    try:
+        return path.open("rb", buffering=0)  # pyright: ignore[reportReturnType]
+    except OSError as error:
+        raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
 
 
 # --- the header ---------------------------------------------------------------------------------------------
@@ -186,9 +194,9 @@ def digests(path: Path, header: Header) -> dict[str, str]:
     """The SHA-256 of each tensor's bytes. Nothing is kept, so that a small buffer stays in the processor's cache."""
 
     def digest(begin: int, size: int) -> str:
-        with path.open("rb", buffering=0) as file:
+        with open_file(path) as file:
             file.seek(begin)
-            return _through(PlainSource(file, path), size, None, SMALL_CHUNK)  # pyright: ignore[reportArgumentType]
+            return _through(PlainSource(file, path), size, None, SMALL_CHUNK)
 
     ends = list(accumulate((spec.size for spec in header.tensors), initial=len(header.raw)))
     with ThreadPoolExecutor(WORKERS) as workers:

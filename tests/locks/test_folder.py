@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+from situs.locks.folder import (
+    INDEX,
+    WHOLE,
+    may_hold_weights,
+    names_in_file,
+    new_folder,
+    other_files,
+    structure_of,
+    weight_files,
+    write_model,
+)
+from situs.locks.shards import Spec
+
+
+def test_weight_files_are_the_whole_or_the_indexed(tmp_path):
+    with pytest.raises(SitusError, match="holds neither"):
+        weight_files(tmp_path)
+    (tmp_path / WHOLE).touch()
+    assert weight_files(tmp_path) == [WHOLE]
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}}))
+    with pytest.raises(SitusError, match=r"1\.safetensors is missing"):
+        weight_files(tmp_path)
+    for name in "12":
+        (tmp_path / f"{name}.safetensors").touch()
+    assert weight_files(tmp_path) == ["1.safetensors", "2.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {}}', '{"weight_map": {"a": "../x.safetensors"}}',
+     '{"weight_map": {"a": "x.bin"}}', '{"weight_map": {"a": 5}}', '{"weight_map": {"a": []}}', "[" * 100_000],
+)  # fmt: skip
+def test_an_index_that_is_none_is_refused(tmp_path, text):
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(SitusError, match="index"):
+        weight_files(tmp_path)
+
+
+def test_other_files_are_all_but_hidden_folders(tmp_path):
+    for name in ("config.json", WHOLE, ".gitattributes", "1_Pooling/config.json", ".git/objects/ab", "a/.cache/b"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert other_files(tmp_path, [WHOLE]) == [".gitattributes", "1_Pooling/config.json", "config.json"]
+    assert may_hold_weights("x/model.onnx") and not may_hold_weights("tokenizer.json")
+    assert not may_hold_weights("situs_positions.safetensors")
+
+
+@pytest.mark.parametrize("name", ["vit", "swin", "llama", "hf_vit"])
+def test_structure_has_the_shapes_and_no_memory(model_folder, name):
+    backbone, real = structure_of(model_folder(name)), create_backbone(model_folder(name))
+    state = backbone.model.state_dict()
+    assert all(tensor.is_meta for tensor in backbone.model.parameters())
+    assert {each: tensor.shape for each, tensor in state.items()} == {
+        each: tensor.shape for each, tensor in real.model.state_dict().items()
+    }
+
+
+def test_names_in_file_want_one_tensor_of_the_right_shape(model_folder):
+    backbone = structure_of(model_folder("bert"))
+    own = {name: tuple(value.shape) for name, value in backbone.model.state_dict().items()}
+    specs = {name: Spec(name, "F32", shape) for name, shape in own.items()}
+    assert names_in_file(backbone, specs) == {name: name for name in own}
+    norm = "bert.encoder.layer.0.output.LayerNorm.weight"
+    old = norm.removeprefix("bert.").replace("weight", "gamma")
+    bare = {key: spec for key, spec in specs.items() if key != norm} | {old: Spec(old, "F32", own[norm])}
+    assert names_in_file(backbone, bare)[norm] == old
+    with pytest.raises(SitusError, match="both"):
+        names_in_file(backbone, specs | {old: Spec(old, "F32", own[norm])})
+    wrong = specs | {norm: Spec(norm, "F32", (5,))}
+    assert norm not in names_in_file(backbone, wrong)
+
+
+def test_a_module_that_cannot_be_made_again_is_not_written(tmp_path):
+    backbone = create_backbone("vit_tiny_patch16_224", img_size=16, patch_size=8, model_args=dict(depth=1))
+    backbone.source = {}
+    with pytest.raises(SitusError, match="wrapped as a module"):
+        write_model(backbone, tmp_path)
+    swin = create_backbone(
+        "swin_tiny_patch4_window7_224", img_size=32, positions="learned", model_args=dict(depths=(1, 1), embed_dim=12)
+    )
+    with pytest.raises(SitusError, match="positions beside its model"):
+        write_model(swin, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_timm_loads_what_is_written(model_folder):
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(f"local-dir:{model_folder('vit')}", pretrained=True).eval()
+    x = torch.randn(2, 3, 16, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), create_backbone(model_folder("vit")).eval()(x))
+
+
+def test_a_new_folder_appears_whole_or_not_at_all(tmp_path):
+    out = tmp_path / "deep" / "out"
+
+    def interrupted() -> None:
+        with new_folder(out) as aside:
+            (aside / "half").touch()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list((tmp_path / "deep").iterdir()) == []
+    with new_folder(out) as aside:
+        (aside / "file").write_text("x")
+        assert not out.exists()
+    assert (out / "file").read_text() == "x"
+    with pytest.raises(SitusError, match="exists already"), new_folder(out):
+        pass
+    with pytest.raises(SitusError, match="could not be written"), new_folder(out / "file" / "below"):
+        pass
