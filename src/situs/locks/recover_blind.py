@@ -3,8 +3,9 @@
 Embedding, positions, prefix tokens, final norm and head are clear and in the true order; the blocks are not. What the
 two sides share is the residual stream, so this looks for the order in which they agree:
 
-- one channel at a time: norm weights rank like norm weights, biases like biases, channels that the embedding writes
-  strongly like those that the blocks write strongly, and likewise for reading;
+- one channel at a time: the first norm centres what enters it, so its bias is minus its weight times the channel's
+  mean; norm weights rank like norm weights, biases like biases, channels that the embedding writes strongly like those
+  that the blocks write strongly, and likewise for reading;
 - two channels at a time: channels that vary together where the embedding writes are read together by the blocks, and
   those that the head reads together are written together. That is a quadratic assignment, relaxed to doubly
   stochastic matrices and followed by Frank and Wolfe's steps.
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.core.permutation import identity
@@ -27,6 +28,9 @@ from situs.locks.recover_match import Keys, assign, channels
 STEPS = 30
 PROBES = 32
 """Inputs whose embedding is looked at, where none are given."""
+
+CENTRING = 100.0
+"""What the first norm's bias says weighs this much more than a rank: it is exact in a model that was trained long."""
 
 Kinds = dict[str, list[Tensor]]
 """norm.weight, bias, write, read -> a number for each channel, [D], from each tensor of that kind."""
@@ -43,8 +47,9 @@ def match_blind(backbone: Backbone, groups: Sequence[Group], inputs: Tensor | No
     group = residual[0]
     locked_names = {member.tensor for each in groups for member in each.members}
     clear = {name: value for name, value in state.items() if name not in locked_names}
-    linear = _linear(_clear_kinds(clear, group.size), _locked_kinds(state, group))
-    pairs = [(_written(state, group, reads=True), _stream_covariance(backbone, inputs))]
+    stream = _entering(backbone, inputs)
+    linear = _linear(_clear_kinds(clear, group.size), _locked_kinds(state, group)) + _centring(state, group, stream)
+    pairs = [(_written(state, group, reads=True), torch.cov(stream.T))]
     heads = [value for value in clear.values() if value.dim() == 2 and value.shape[1] == group.size]
     if len(residual) == 1 and heads:
         pairs.append((_written(state, group, reads=False), sum_grams(heads)))
@@ -156,9 +161,20 @@ def _written(state: dict[str, Tensor], group: Group, *, reads: bool) -> Tensor:
     return sum_grams(found)
 
 
+def _centring(state: dict[str, Tensor], group: Group, stream: Tensor) -> Tensor:
+    """[D, D]: how well locked channel i of the first norm centres clear channel j; 0 where no norm comes first."""
+    first = group.members[0].tensor
+    weight, bias = state[first], state.get(f"{first.removesuffix('weight')}bias")
+    if weight.dim() != 1 or bias is None:
+        return torch.zeros(group.size, group.size, dtype=torch.float64)
+    means = nn.functional.layer_norm(stream, stream.shape[-1:]).mean(dim=0)
+    left = (bias[:, None] + weight[:, None] * means[None, :]).double().square()
+    return -left / bias.double().var().clamp_min(1e-12) * CENTRING
+
+
 @torch.no_grad()
-def _stream_covariance(backbone: Backbone, inputs: Tensor | None) -> Tensor:
-    """How the channels vary together where the stream enters the blocks, [D, D] in the clear order."""
+def _entering(backbone: Backbone, inputs: Tensor | None) -> Tensor:
+    """The stream where it enters the blocks, all tokens of all samples, [*, D] in the clear order."""
     weight = next(backbone.model.parameters())
     if inputs is None:
         generator = torch.Generator().manual_seed(0)
@@ -170,4 +186,4 @@ def _stream_covariance(backbone: Backbone, inputs: Tensor | None) -> Tensor:
     inputs = inputs.to(weight.device)
     tokens = backbone.embed(inputs.to(weight.dtype) if inputs.is_floating_point() else inputs)
     stream = backbone.assemble(tokens, backbone.positions().take(identity(tokens.shape[1], tokens.device)))
-    return torch.cov(stream.z.float().flatten(0, 1).T)
+    return stream.z.float().flatten(0, 1)

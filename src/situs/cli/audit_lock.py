@@ -1,0 +1,303 @@
+"""Attack a locked model as somebody without its key would, and say what is left of the lock.
+
+For example: situs audit lock locked/ --attacker public-base,drifted-base --base MODEL --drift 0.3 1 3
+
+A lock is obfuscation, not encryption: who has the model it was made from reads the key off its weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from situs.cli.tables import print_table
+from situs.errors import SitusError, unknown_name
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from situs.backbones.base import Backbone
+    from situs.locks.groups import Group
+    from situs.locks.recover import Recovery
+
+
+@dataclass(frozen=True)
+class Args:
+    """Attacks on a lock."""
+
+    locked: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="LOCKED")]
+    """The locked folder (situs lock)."""
+
+    attacker: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
+    """no-base, public-base, drifted-base or labels; several by comma or by giving the flag again. By default no-base,
+    and public-base where there is a --base."""
+
+    base: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """What the attacker has: a run, an export or model folder, or a timm name with --weights."""
+
+    weights: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    """The weights of a --base that is a timm name."""
+
+    key: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """The owner's key, to judge the attacks by; not needed where --base is the very model that was locked."""
+
+    drift: Annotated[tuple[float, ...], tyro.conf.arg(metavar="X")] = (0.3,)
+    """drifted-base: noise on the base, in standard deviations of each tensor."""
+
+    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    """Labelled images: for the attacker `labels`, and to measure accuracy before and after every attack."""
+
+    k: int = 100
+    """Labelled samples that the attacker `labels` has."""
+
+    steps: int = 200
+    """Updates that the attacker `labels` makes."""
+
+    test: int = 1000
+    """Images that accuracy is measured on."""
+
+    seed: int = 0
+    """Of the drift and of the attacker's training."""
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Write report.html and audit.json there."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What is attacked, and what the auditor knows beside it. samples, test: images and labels."""
+
+    backbone: Backbone
+    groups: tuple[Group, ...]
+    state: dict[str, Tensor]
+    base: dict[str, Tensor] | None
+    truth: dict[str, Tensor] | None
+    samples: tuple[Tensor, Tensor] | None
+    test: tuple[Tensor, Tensor] | None
+
+
+def run(args: Args) -> None:
+    """Runs the attacks, prints the table and the strength, writes the page."""
+    from situs.locks.recover import strength_bits
+
+    names = attackers_of(args)
+    target = _target(args)
+    results = [result for name in names for result in attack(name, target, args)]
+    rows = [header(target), *(row_of(result, target) for result in results)]
+    sizes = " + ".join(str(g.size) for g in target.groups if g.kind == "residual")
+    inner = sum(g.kind != "residual" for g in target.groups)
+    cover = f", {inner} inner groups as cover" if inner else ""
+    print_table(f"{target.backbone.name}: {sizes} residual channels{cover}", rows)
+    strength = strength_bits(results)
+    print(verdict(strength, results))
+    if args.out is not None:
+        _write(args.out, target, results, strength)
+        print(f"wrote {args.out / 'report.html'} and {args.out / 'audit.json'}")
+
+
+def attackers_of(args: Args) -> list[str]:
+    """The attackers asked for, each once, in order; what one of them lacks is said before anything is loaded."""
+    from situs.locks.recover import ATTACKERS
+
+    given = [name.strip() for text in args.attacker for name in text.split(",") if name.strip()]
+    names = list(dict.fromkeys(given)) or ["no-base", *(["public-base"] if args.base else [])]
+    for name in names:
+        if name not in ATTACKERS:
+            raise unknown_name("attacker (--attacker)", name, ATTACKERS)
+        if name.endswith("-base") and name != "no-base" and args.base is None:
+            raise SitusError(f"attacker={name}: needs the model that the attacker has (--base)")
+        if name == "labels" and args.data is None:
+            raise SitusError("attacker=labels: needs labelled images (--data)")
+    if any(not amount >= 0 for amount in args.drift):
+        raise SitusError(f"drift={min(args.drift)}: must be at least 0 (--drift)")
+    for name in ("k", "steps", "test"):
+        if getattr(args, name) < 1:
+            raise SitusError(f"{name}={getattr(args, name)}: must be at least 1 (--{name})")
+    return names
+
+
+def attack(name: str, target: Target, args: Args) -> list[Recovery]:
+    """The results of one attacker: one, or one for each drift."""
+    from situs.locks import recover
+    from situs.locks.recover_adapter import AdapterConfig, recover_with_labels
+
+    owner = None
+    if target.test is not None and target.truth is not None:
+        owner = _score(target)(recover.opened(target.state, target.groups, target.truth))
+    if name == "labels":
+        assert target.samples is not None
+        assert target.test is not None
+        settings = AdapterConfig(steps=args.steps, seed=args.seed)
+        sets, known = (target.samples, target.test), {"truth": target.truth, "owner": owner}
+        return [recover_with_labels(target.backbone, target.groups, *sets, settings, **known)]
+    if name == "no-base":
+        inputs = None if target.samples is None else target.samples[0]
+        found = [recover.recover_blind(target.backbone, target.groups, truth=target.truth, inputs=inputs)]
+    else:
+        assert target.base is not None
+        drifts = args.drift if name == "drifted-base" else (None,)
+        found = []
+        for amount in drifts:
+            base = target.base if amount is None else recover.drift(target.base, amount, args.seed)
+            label = name if amount is None else f"{name}, {amount:g} ×"
+            got = recover.recover_with_base(target.state, base, target.groups, truth=target.truth, attacker=label)
+            found.append(got)
+    if target.test is None:
+        return found
+    return [recover.scored(each, target.state, target.groups, _score(target), owner) for each in found]
+
+
+# --- what is attacked -------------------------------------------------------------------------------------------
+
+
+def _target(args: Args) -> Target:
+    from situs.locks.folder import names_in_file
+    from situs.locks.lock import rename
+    from situs.locks.manifest import permutations_of, read_manifest
+    from situs.locks.recover import exact_truth
+
+    key = None
+    if args.key is not None:
+        from situs.cli.passphrase import read_key
+
+        key = read_key(args.key)
+    manifest = read_manifest(args.locked, key)
+    if manifest.sealed:
+        raise SitusError(f"{args.locked}: is sealed: its weights cannot be read without the key; audit it unsealed")
+    base = None if args.base is None else _base(args)
+    backbone, samples, test = _locked(args)
+    names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
+    groups = rename(manifest.groups, {name: own for own, name in names.items()})
+    state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
+    truth = permutations_of(manifest, key) if key is not None else None
+    if truth is None and base is not None:
+        truth = exact_truth(state, base, groups)
+    return Target(backbone, groups, state, base, truth, samples, test)
+
+
+def _locked(args: Args) -> tuple[Backbone, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """The locked model as anybody loads it, and the labelled images where there are some."""
+    from situs.backbones import create_backbone
+
+    if args.data is None:
+        return create_backbone(args.locked).eval(), None, None
+    from situs.evaluate.subject import check_classes, open_subject
+
+    subject = open_subject(str(args.locked))
+    sets = []
+    for split, count in (("train", args.k), ("val", args.test)):
+        loader = _loader(subject.data, args.data, split, count)
+        check_classes(subject, loader)
+        sets.append(_tensors(loader))
+    return subject.backbone.eval(), sets[0], sets[1]
+
+
+def _loader(data: Any, path: str, split: str, count: int) -> Any:
+    from situs.data.loader import make_loader
+    from situs.data.sources import open_source
+    from situs.data.subset import Subset
+
+    source = Subset(open_source(path, split, channels=data.channels), count)
+    return make_loader(replace(data, path=path, split=split, batch=min(count, 256)), None, source=source)
+
+
+def _tensors(loader: Any) -> tuple[Tensor, Tensor]:
+    import torch
+
+    batches = list(loader)
+    return torch.cat([b.images for b in batches]), torch.cat([b.labels for b in batches])
+
+
+def _base(args: Args) -> dict[str, Tensor]:
+    from situs.backbones import create_backbone
+    from situs.train.run import is_run, load_run
+
+    assert args.base is not None
+    if is_run(args.base):
+        return dict(load_run(args.base).method.backbone.model.state_dict())
+    if args.weights is None and not Path(args.base).is_dir():
+        raise SitusError(f"base={args.base}: a name alone has random weights; say where they are (--weights)")
+    return dict(create_backbone(args.base, weights=args.weights).model.state_dict())
+
+
+def _score(target: Target) -> Any:
+    import copy
+
+    from situs.locks.recover_adapter import accuracy_of
+
+    assert target.test is not None
+    images, labels = target.test
+    trial = copy.deepcopy(target.backbone)
+
+    def score(state: Any) -> float:
+        trial.model.load_state_dict(dict(state))
+        return accuracy_of(trial, images, labels)
+
+    return score
+
+
+# --- what is said -----------------------------------------------------------------------------------------------
+
+
+def header(target: Target) -> tuple[str, ...]:
+    """The table's first row; accuracies only where there is data."""
+    scores = ("locked", "after attack", "with the key") if target.test is not None else ()
+    return ("attacker", "key recovered", "bits left", *scores, "seconds", "what it took")
+
+
+def row_of(result: Recovery, target: Target) -> tuple[str, ...]:
+    """One attack as text."""
+    share = "unknown" if result.share is None else f"{100 * result.share:.1f} % ({result.right} of {result.size})"
+    bits = "unknown" if result.bits is None else f"{result.bits:.0f}"
+    scores = [_percent(value) for value in (result.before, result.after, result.owner)]
+    if result.control is not None:
+        scores[1] += f" (random blocks {_percent(result.control)})"
+    shown = scores if target.test is not None else []
+    return (result.attacker, share, bits, *shown, f"{result.seconds:.2f}", result.cost)
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def verdict(strength: float, results: list[Recovery]) -> str:
+    """The strength in one line, and what it means."""
+    unknown = [result.attacker for result in results if result.bits is None]
+    said = f"Strength against these attackers: min(256, best attack) = {strength:.0f} bits."
+    if strength == 0:
+        said += " The lock is open to them: it hides a model only from those who lack what they had."
+    else:
+        said += " An upper bound: a better attack may exist. A lock is obfuscation, not encryption."
+    if unknown:
+        said += f" Not judged, for nobody told the true key: {', '.join(unknown)} (--key)."
+    return said
+
+
+def _write(out: Path, target: Target, results: list[Recovery], strength: float) -> None:
+    from situs.cli.scores import write_scores
+    from situs.locks.recover import ATTACKERS
+    from situs.report import figures
+    from situs.report.html import Page
+
+    fields = ("attacker", "size", "right", "share", "bits", "before", "after", "owner", "control", "seconds", "cost")
+    held = [{name: getattr(result, name) for name in fields} for result in results]
+    write_scores(out / "audit.json", {"model": target.backbone.name, "strength_bits": strength, "attacks": held})
+    page = Page("Attacks on a lock", lead=f"{target.backbone.name}, locked: {verdict(strength, results)}")
+    section = page.section("What each attacker got")
+    section.table(header(target), [row_of(result, target) for result in results])
+    section.facts({name: f"{text}." for name, text in ATTACKERS.items()})
+    drifted = [(r.attacker, r.share) for r in results if r.attacker.startswith("drifted") and r.share is not None]
+    if len(drifted) > 1:
+        amounts = [float(name.split(", ")[1].removesuffix(" ×")) for name, _ in drifted]
+        line = {"key recovered": (amounts, [100 * share for _, share in drifted])}
+        drawn = figures.curves(line, "noise on the base, in standard deviations", "residual channels recovered, %")
+        section.figure(figures.png(drawn), "Linear assignment against a base that drifted.")
+    section.note(
+        "Bits left: log2 of the orders of those channels that are still wrong, the attacker being taken to know which; "
+        "0 where accuracy came back without the key. Inner groups (MLP units, heads, their channels) never count: "
+        "moving them leaves the function as it was."
+    )
+    page.write(out / "report.html")

@@ -1,0 +1,291 @@
+"""Fine-tuning a locked model, with the key and without it: the study of Table 7 and Figures 4 to 6.
+
+Four ways to the same task, from one head, one order of the data and one recipe:
+
+    normal         the open model
+    authorised     the locked model, its owner permuting the stream before the blocks and back behind them
+    unauthorised   the locked model as it was stolen
+    from scratch   random weights: what the unauthorised have to beat for the theft to be of use
+
+Normal and authorised are the same training in another order of the channels: equal but for rounding.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.backbones import BackboneConfig
+from situs.config import check_range
+from situs.data.augment import AugmentConfig
+from situs.data.base import Source, TensorSource
+from situs.data.loader import DataConfig, Loader, make_loader
+from situs.data.samples import load_samples
+from situs.data.sources import open_source
+from situs.data.subset import Subset
+from situs.errors import SitusError
+from situs.locks.groups import Group, groups_of, invert_keys, permute_state, random_keys, residual_only
+from situs.locks.owner import with_key
+from situs.methods import Supervised, SupervisedConfig
+from situs.methods.base import Method
+from situs.train.checkpoint import RunFolder
+from situs.train.contract import RunState
+from situs.train.loop import TrainConfig, fit
+from situs.train.optim import OptimConfig
+from situs.train.run import RunConfig, load_run, make_method
+
+WAYS = ("normal", "authorised", "unauthorised", "from scratch")
+HEADS = ("head.", "head_dist.", "classifier.")
+"""A classifier's own weights: the fine-tuned one is new in all four ways."""
+
+State = dict[str, Tensor]
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class StudyConfig:
+    """How long the study trains, and on how much."""
+
+    images: int = 1000
+    """Labelled images to fine-tune on."""
+
+    test: int = 2000
+    """Images that the curves are measured on."""
+
+    epochs: int = 12
+    """Passes over the labelled images, in each of the four ways."""
+
+    batch: int = 50
+    """Images a step."""
+
+    lr: float = 1e-3
+    """Peak rate of AdamW."""
+
+    looks: int = 12
+    """Points of a curve."""
+
+    pretrain_epochs: int = 8
+    """Passes over 8,000 of the embedded images to make the model that is locked, where none is given."""
+
+    seed: int = 0
+    """Of the new head, the key, and the order of the data."""
+
+    def __post_init__(self) -> None:
+        for name in ("images", "test", "epochs", "batch", "looks", "pretrain_epochs"):
+            check_range(name, getattr(self, name), 1, flag=f"--{name.replace('_', '-')}")
+        if self.batch > self.images:
+            raise SitusError(f"batch={self.batch}: must be at most the {self.images} images (--batch, --images)")
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """The model to lock: its recipe, its weights, and the images for the study. about: one line of what it is."""
+
+    config: RunConfig
+    state: State
+    train: Source
+    test: Source
+    about: str
+
+
+@dataclass
+class Curve:
+    """Steps, and the validation loss and accuracy after each."""
+
+    steps: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Study:
+    """What was found, by way. chance: accuracy of guessing.
+
+    logits_gap: largest difference of the final logits, normal against authorised. weights_gap: likewise of the weights,
+    after un-permuting the authorised ones.
+    """
+
+    about: str
+    curves: dict[str, Curve]
+    chance: float
+    logits_gap: float
+    weights_gap: float
+
+
+# --- the four ways --------------------------------------------------------------------------------------------
+
+
+def make_way(
+    way: str,
+    config: RunConfig,
+    classes: tuple[str, ...],
+    pretrained: Mapping[str, Tensor],
+    groups: tuple[Group, ...],
+    keys: Mapping[str, Tensor],
+) -> Method:
+    """The method that one of `WAYS` trains: all begin with the same new head."""
+    if way not in WAYS:
+        raise SitusError(f"way={way!r}: must be one of {', '.join(WAYS)}")
+    method = make_method(config, classes)
+    if way == "from scratch":
+        return method
+    model = method.backbone.model
+    state = {name: value for name, value in pretrained.items() if not name.startswith(HEADS)}
+    kept = {name: value for name, value in model.state_dict().items() if name.startswith(HEADS)}
+    held = permute_state(state, groups, keys) if way != "normal" else state
+    model.load_state_dict({**held, **kept})
+    if way == "authorised":
+        return Supervised(with_key(method.backbone, groups, keys), config.method)
+    return method
+
+
+def run_study(pretrained: Pretrained, config: StudyConfig, folder: Path, say: Say = lambda _: None) -> Study:
+    """Fine-tunes in all four ways, each in its own run under `folder`."""
+    recipe = _recipe(pretrained.config, config)
+    loader = make_loader(recipe.data, recipe.augment, source=pretrained.train)
+    test = make_loader(replace(recipe.data, batch=500), None, source=pretrained.test)
+    if loader.classes is None or loader.classes != test.classes:
+        raise SitusError(f"{recipe.data.path}: the study needs labels, the same for training and validation (--data)")
+    curves: dict[str, Curve] = {}
+    methods: dict[str, Method] = {}
+    with torch.random.fork_rng(devices=[]):
+        groups = residual_only(groups_of(make_method(recipe, loader.classes).backbone))
+        keys = random_keys(groups, torch.Generator().manual_seed(config.seed))
+        for way in WAYS:
+            methods[way] = make_way(way, recipe, loader.classes, pretrained.state, groups, keys)
+            curves[way] = _train(way, methods[way], loader, test, recipe, config, folder, say)
+    logits = [torch.cat([out for out, _ in _predictions(methods[way], test)]) for way in WAYS[:2]]
+    states = [methods[way].backbone.model.state_dict() for way in WAYS[:2]]
+    back = permute_state(states[1], groups, invert_keys(keys))
+    gap = max(float((states[0][name] - back[name]).abs().max()) for name in back)
+    about = f"{pretrained.about}; {len(pretrained.train):,} labelled images, {config.epochs} epochs"
+    return Study(about, curves, 1 / len(loader.classes), float((logits[0] - logits[1]).abs().max()), gap)
+
+
+def _train(
+    way: str,
+    method: Method,
+    loader: Loader,
+    test: Loader,
+    recipe: RunConfig,
+    config: StudyConfig,
+    folder: Path,
+    say: Say,
+) -> Curve:
+    curve = Curve()
+    _measure(method, test, 0, curve)
+    total = recipe.train.total_steps(loader.steps_per_epoch)
+    look = _Look(test, max(1, total // config.looks), curve)
+    began = time.perf_counter()
+    run = RunFolder.create(folder / way.replace(" ", "-"), recipe)
+    result = fit(method, loader, recipe.train, recipe.optim, run, hooks=(look,), quiet=True)
+    if result.interrupted:
+        raise KeyboardInterrupt
+    curve.seconds = time.perf_counter() - began
+    method.eval()
+    say(f"{way}: {100 * curve.accuracy[-1]:.1f} % after {curve.steps[-1]} steps")
+    return curve
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A hook that measures loss and accuracy every so many steps, and after the last."""
+
+    test: Loader
+    every: int
+    curve: Curve
+
+    def after_step(self, state: RunState) -> None:
+        if state.step % self.every == 0 or state.step == state.total:
+            _measure(state.method, self.test, state.step, self.curve)
+
+    def after_epoch(self, state: RunState) -> None:
+        """Nothing."""
+
+
+def _measure(method: Method, test: Loader, step: int, curve: Curve) -> None:
+    loss = right = count = 0.0
+    for logits, labels in _predictions(method, test):
+        loss += float(F.cross_entropy(logits.float(), labels, reduction="sum"))
+        right += float((logits.argmax(dim=-1) == labels).sum())
+        count += len(labels)
+    curve.steps.append(step)
+    curve.loss.append(loss / count)
+    curve.accuracy.append(right / count)
+
+
+@torch.no_grad()
+def _predictions(method: Method, test: Loader) -> Iterator[tuple[Tensor, Tensor]]:
+    """Logits and labels of every batch, in eval mode; the method's own mode comes back."""
+    training = method.training
+    method.eval()
+    for batch in test:
+        assert batch.labels is not None
+        yield method.backbone(batch.images), batch.labels
+    method.train(training)
+
+
+def _recipe(config: RunConfig, study: StudyConfig) -> RunConfig:
+    return replace(
+        config,
+        method=SupervisedConfig(),
+        init=None,
+        backbone=replace(config.backbone, weights=None),
+        data=replace(config.data, batch=study.batch, seed=study.seed),
+        optim=OptimConfig(lr=study.lr, warmup_epochs=1, clip=1.0),
+        train=TrainConfig(epochs=study.epochs, log_every=100, seed=study.seed),
+        probe_every=0,
+    )
+
+
+# --- what is locked ---------------------------------------------------------------------------------------------
+
+
+def pretrain(config: StudyConfig, folder: Path, say: Say = lambda _: None) -> Pretrained:
+    """A small ViT, trained with labels on 8,000 embedded images; the study has the other 1,000."""
+    model = {"embed_dim": 64, "depth": 3, "num_heads": 4}
+    recipe = RunConfig(
+        method=SupervisedConfig(),
+        backbone=BackboneConfig("vit_tiny_patch16_224", patch_size=4, model_args=model),
+        data=DataConfig(path="samples", img_size=28, channels=1, batch=128, seed=config.seed),
+        augment=AugmentConfig(crop="pad", pad=2),
+        optim=OptimConfig(lr=2e-3, warmup_epochs=1, clip=1.0),
+        train=TrainConfig(epochs=config.pretrain_epochs, log_every=100, seed=config.seed),
+    )
+    samples = load_samples("train")
+    parts = [slice(0, 8000), slice(8000, None)]
+    first, rest = (TensorSource(samples.images[p], samples.labels[p], samples.classes, "samples") for p in parts)
+    loader = make_loader(recipe.data, recipe.augment, source=first)
+    with torch.random.fork_rng(devices=[]):
+        method = make_method(recipe, loader.classes)
+        run = RunFolder.create(folder / "pretrained", recipe)
+        if fit(method, loader, recipe.train, recipe.optim, run, quiet=True).interrupted:
+            raise KeyboardInterrupt
+    say(f"pretrained a small ViT for {config.pretrain_epochs} epochs on {len(first):,} images")
+    state = {name: value.clone() for name, value in method.backbone.model.state_dict().items()}
+    test = Subset(open_source("samples", "test", channels=1), config.test)
+    about = f"a ViT of {recipe.backbone.model_args['depth']} blocks, pretrained on {len(first):,} labelled images"
+    return Pretrained(recipe, state, Subset(rest, config.images), test, about)
+
+
+def from_run(source: str | Path, data: str | None, config: StudyConfig) -> Pretrained:
+    """The model of a run folder, and the images it was trained on or those at `data`."""
+    loaded = load_run(source)
+    described = loaded.config.data if data is None else replace(loaded.config.data, path=data, split=None)
+    sets: dict[str, Any] = {
+        split: open_source(described.path, split, channels=described.channels, strict=described.strict)
+        for split in ("train", "val")
+    }
+    recipe = replace(loaded.config, data=described)
+    state = {name: value.clone() for name, value in loaded.method.backbone.model.state_dict().items()}
+    about = f"{recipe.backbone.name} of a {loaded.config.method_name} run"
+    train, test = Subset(sets["train"], config.images), Subset(sets["val"], config.test)
+    return Pretrained(recipe, state, train, test, about)
