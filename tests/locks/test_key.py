@@ -6,6 +6,7 @@ import hmac
 import itertools
 import json
 import os
+import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -222,3 +223,11 @@ def test_hundreds_of_groups_in_a_second():
     start = time.process_time()
     derive(KEY, groups, "a" * 64, "b" * 32)
     assert time.process_time() - start < 1.0
+
+
+@pytest.mark.parametrize("package", ["cryptography.hazmat.primitives.hashes", "argon2.low_level"])
+def test_a_missing_extra_is_named(tmp_path, monkeypatch, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SitusError, match=r"pip install 'situs\[locks\]'"):
+        new_key(tmp_path / "owner.key", "x")
+    assert list(tmp_path.iterdir()) == []

@@ -175,7 +175,7 @@ def _cipher(passphrase: str, wrapping: Wrapping) -> Any:
         from argon2.low_level import Type, hash_secret_raw
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
-        raise missing_extra(error.name or "argon2-cffi", "locks", "a passphrase") from error
+        raise missing_extra("argon2-cffi", "locks", "a passphrase") from error
     secret = hash_secret_raw(
         passphrase.encode(),
         _decode(wrapping.salt),
