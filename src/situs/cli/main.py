@@ -33,6 +33,14 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "key new": ("situs.cli.key_new", "a new key in a file that only you may read"),
         "lock": ("situs.cli.lock", "a model that is useless without its key; obfuscation, not encryption"),
         "unlock": ("situs.cli.unlock", "a locked model opened with its key, bit for bit"),
+        "audit lock": (
+            "situs.cli.audit_lock",
+            "attack a lock as one without its key would, and say what is left of it",
+        ),
+        "study lock": ("situs.cli.study_lock", "fine-tune a locked ViT with its key, without it, and from scratch"),
+    },
+    "Audit": {
+        "audit gradients": ("situs.cli.audit_gradients", "what a model's gradients give away, with a gate for CI"),
     },
     "Look": {
         "info": ("situs.cli.info", "what a model is made of, and which methods and locks apply to it"),

@@ -1,0 +1,77 @@
+"""Audits: what a model's gradients give away, measured by attackers that know the defence."""
+
+from __future__ import annotations
+
+from situs.audit.april import April
+from situs.audit.attack import Attack, Knowledge, Recovery
+from situs.audit.patchembed import PatchEmbedding
+from situs.audit.threat import (
+    Clip,
+    Defence,
+    Gradients,
+    MaskedJigsaw,
+    NoDefence,
+    Noise,
+    NoPositionGradient,
+    victim_gradients,
+)
+from situs.errors import SitusError, unknown_name
+
+ATTACKS: dict[str, type[Attack]] = {
+    "april": April,
+    "patchembed": PatchEmbedding,
+}
+"""Every attack by name. The command line and the contract tests read this dict."""
+
+DEFENCES: dict[str, type[Defence]] = {
+    "clip": Clip,
+    "mjp": MaskedJigsaw,
+    "no-pe-gradient": NoPositionGradient,
+    "noise": Noise,
+    "none": NoDefence,
+}
+"""Every defence by name; `create_defence("noise=1e-4")` sets its first setting."""
+
+
+def create_attack(name: str) -> Attack:
+    """An attack by name."""
+    if name not in ATTACKS:
+        raise unknown_name("attack", name, ATTACKS)
+    return ATTACKS[name]()
+
+
+def create_defence(text: str) -> Defence:
+    """A defence by name, with its first setting behind "=": "noise=1e-4", "clip=0.5", "mjp=0.27"."""
+    name, equals, value = text.partition("=")
+    if name not in DEFENCES:
+        raise unknown_name("defence", name, DEFENCES)
+    kind = DEFENCES[name]
+    if not equals:
+        return kind()
+    if not kind.__dataclass_fields__:
+        raise SitusError(f"{text}: {name} has no setting (--defence)")
+    try:
+        number = float(value)
+    except ValueError:
+        raise SitusError(f"{text}: {value!r} is no number (--defence)") from None
+    return kind(*[number])
+
+
+__all__ = [
+    "ATTACKS",
+    "DEFENCES",
+    "Attack",
+    "Clip",
+    "Defence",
+    "Gradients",
+    "Knowledge",
+    "MaskedJigsaw",
+    "NoDefence",
+    "NoPositionGradient",
+    "Noise",
+    "PatchEmbedding",
+    "Recovery",
+    "create_attack",
+    "create_defence",
+    "victim_gradients",
+]

@@ -1,0 +1,85 @@
+"""LPIPS v0.1 with AlexNet (Zhang et al., CVPR 2018), from a weight file whose sha256 is known; else there is none.
+
+A distance on random features is no LPIPS, so nothing here works without the file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import load
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.errors import SitusError
+
+ALEXNET_SHA256 = "567f8e3fab61abcb606d978f4ee466da7b2efd5152c6b1bf1a018a33a71186a0"
+"""Of a safetensors file with `features.*` and `lin0…4.weight`, checked against the published reference pair."""
+
+_SHIFT = (-0.030, -0.088, -0.188)
+_SCALE = (0.458, 0.448, 0.450)
+
+
+class _Layer(NamedTuple):
+    """A convolution of AlexNet; pool: whether its input is first pooled."""
+
+    name: str
+    stride: int
+    padding: int
+    pool: bool
+
+
+_LAYERS = (
+    _Layer("features.0", 4, 2, False),
+    _Layer("features.3", 1, 2, True),
+    _Layer("features.6", 1, 1, True),
+    _Layer("features.8", 1, 1, False),
+    _Layer("features.10", 1, 1, False),
+)
+
+
+class Lpips:
+    """`Lpips(path)(found, real)` -> distances [n] of images [n, 3, H, W] in [0, 1]."""
+
+    def __init__(self, path: str | Path, sha256: str = ALEXNET_SHA256) -> None:
+        from hashlib import sha256 as digest
+
+        path = Path(path).expanduser()
+        if not path.is_file():
+            raise SitusError(f"lpips={path}: no such file (--lpips)")
+        data = path.read_bytes()
+        got = digest(data).hexdigest()
+        if got != sha256:
+            raise SitusError(
+                f"lpips={path}: its sha256 is {got[:16]}… and not {sha256[:16]}…, so it is not used (--lpips)"
+            )
+        self.weights = load(data)
+
+    @torch.no_grad()
+    def __call__(self, found: Tensor, real: Tensor) -> Tensor:
+        if real.shape[1] != 3:
+            raise SitusError(f"LPIPS takes images of 3 channels, these have {real.shape[1]} (--lpips)")
+        if min(real.shape[-2:]) < 32:
+            raise SitusError(f"LPIPS takes images of 32 pixels and more, these have {min(real.shape[-2:])} (--lpips)")
+        total = torch.zeros(real.shape[0], device=real.device)
+        for index, (a, b) in enumerate(zip(self._features(found), self._features(real), strict=True)):
+            weight = self.weights[f"lin{index}.weight"].to(real.device)
+            total = total + F.conv2d((_unit(a) - _unit(b)).square(), weight).mean(dim=(1, 2, 3))
+        return total
+
+    def _features(self, images: Tensor) -> list[Tensor]:
+        shift, scale = (torch.tensor(part, device=images.device).view(1, 3, 1, 1) for part in (_SHIFT, _SCALE))
+        x = (2 * images.float() - 1 - shift) / scale
+        found = []
+        for name, stride, padding, pool in _LAYERS:
+            x = F.max_pool2d(x, 3, 2) if pool else x
+            weight, bias = (self.weights[f"{name}.{part}"].to(x.device) for part in ("weight", "bias"))
+            x = F.relu(F.conv2d(x, weight, bias, stride, padding))
+            found.append(x)
+        return found
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x / (x.norm(dim=1, keepdim=True) + 1e-10)

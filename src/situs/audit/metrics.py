@@ -1,0 +1,171 @@
+"""How alike a recovered image is to the original: per image, then a mean with its 95 % interval.
+
+Images are floats [n, C, H, W] in [0, 1] (`denormalise` brings a model's there); everything else is refused. Beside the
+usual four stand three that a permutation of patches cannot fool: best-match PSNR per patch, order accuracy and
+re-identification in a gallery.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from situs.core.tokens import Size, patchify
+from situs.errors import SitusError
+
+BEST_PSNR = 200.0
+"""What PSNR says of equal images, in dB: a mean over images must stay a number."""
+
+LOWER_IS_CLOSER = ("mse", "fft2d", "lpips")
+HIGHER_IS_CLOSER = ("psnr", "ssim", "patch_psnr", "order_accuracy", "reidentified")
+"""The metrics by the direction in which they tell of a leak."""
+
+
+class Mean(NamedTuple):
+    """A mean over images and the ends of its 95 % interval (None for a single image)."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+def denormalise(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Normalised [n, C, H, W] -> float64 in [0, 1]; what an attack found outside is cut off, as in any picture."""
+    shape = (1, -1, 1, 1)
+    m, s = (torch.tensor(part, dtype=torch.float64, device=images.device).view(shape) for part in (mean, std))
+    return (images.double() * s + m).clamp(0.0, 1.0)
+
+
+def check_pictures(images: Tensor, what: str) -> None:
+    """Refuses what is not [n, C, H, W] of floats in [0, 1], with what is probably wrong."""
+    if images.dim() != 4:
+        raise SitusError(f"{what} of shape {list(images.shape)}: metrics take [n, C, H, W]")
+    if not images.is_floating_point():
+        raise SitusError(f"{what} are {images.dtype}: metrics take floats in [0, 1]; divide grey levels by 255")
+    low, high = float(images.min()), float(images.max())
+    if not (low >= -1e-6 and high <= 1 + 1e-6):  # NaN fails too
+        hint = "divide grey levels by 255" if high > 30 else "they look normalised: denormalise them first"
+        raise SitusError(f"{what} reach from {low:.3g} to {high:.3g}: metrics take floats in [0, 1]; {hint}")
+
+
+def mse(found: Tensor, real: Tensor) -> Tensor:
+    """Mean squared error, [n]."""
+    return (found.double() - real.double()).square().flatten(1).mean(dim=1)
+
+
+def psnr(found: Tensor, real: Tensor) -> Tensor:
+    """10 log10(1 / MSE) in dB, [n], at most `BEST_PSNR`."""
+    return _decibels(mse(found, real))
+
+
+def _decibels(error: Tensor) -> Tensor:
+    return -10 * error.clamp(min=10 ** (-BEST_PSNR / 10)).log10()
+
+
+def ssim(found: Tensor, real: Tensor) -> Tensor:
+    """Structural similarity (torchmetrics: 11 × 11 Gaussian, σ = 1.5), [n]."""
+    from torchmetrics.functional.image import structural_similarity_index_measure as measure
+
+    value = measure(found.double(), real.double(), data_range=1.0, reduction="none")
+    assert isinstance(value, Tensor)
+    return value.reshape(-1)
+
+
+def fft2d(found: Tensor, real: Tensor) -> Tensor:
+    """|1 - u·v / √(u·u v·v)| of the flattened 2-D spectra u, v, without conjugation, as published; [n].
+
+    Without conjugation u·v = Σ x(p) y(-p): each image is compared with the other one turned by half a circle. With it,
+    u·v would be the plain cosine of the pixels (Parseval).
+    """
+    u, v = (torch.fft.fft2(images.double()).flatten(1) for images in (found, real))
+    uv, uu, vv = ((a * b).sum(dim=1) for a, b in ((u, v), (u, u), (v, v)))
+    return (1 - uv / (uu * vv).sqrt()).abs()
+
+
+class Matched(NamedTuple):
+    """psnr [n]: mean over patches of the best one-to-one match. order [n]: share of patches found at their place."""
+
+    psnr: Tensor
+    order: Tensor
+
+
+def match_patches(found: Tensor, real: Tensor, patch_size: Size) -> Matched:
+    """Recovered patches matched to the original ones so that the squared error is least.
+
+    A patch counts as in order if no swap explains it better: its own place is as good as the place it was matched to.
+    """
+    from scipy.optimize import linear_sum_assignment
+
+    found, real = patchify(found.double(), patch_size), patchify(real.double(), patch_size)
+    scores, orders = [], []
+    for f, r in zip(found, real, strict=True):
+        error = torch.cdist(r, f, compute_mode="donot_use_mm_for_euclid_dist").square() / r.shape[-1]
+        rows, columns = (
+            torch.from_numpy(index).to(error.device) for index in linear_sum_assignment(error.cpu().numpy())
+        )
+        best = error[rows, columns]
+        scores.append(_decibels(best).mean())
+        orders.append((error.diagonal() <= best + 1e-12).double().mean())
+    return Matched(torch.stack(scores), torch.stack(orders))
+
+
+def reidentify(found: Tensor, gallery: Tensor, index: Tensor) -> Tensor:
+    """Whether the nearest image of the gallery [m, C, H, W] is the right one: found[i] is gallery[index[i]]; [n]."""
+    distance = torch.cdist(found.double().flatten(1), gallery.double().flatten(1))
+    return (distance.argmin(dim=1) == index.to(distance.device)).double()
+
+
+def measure_all(
+    found: Tensor,
+    real: Tensor,
+    patch_size: Size,
+    lpips: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> dict[str, list[float] | None]:
+    """Every metric per image. The gallery is `real` itself. lpips: a verified network, else None is reported."""
+    check_pictures(found, "recovered images")
+    check_pictures(real, "original images")
+    if found.shape != real.shape:
+        raise SitusError(f"recovered {list(found.shape)} and original {list(real.shape)} images differ in shape")
+    matched = match_patches(found, real, patch_size)
+    values = {
+        "mse": mse(found, real),
+        "psnr": psnr(found, real),
+        "ssim": ssim(found, real),
+        "fft2d": fft2d(found, real),
+        "lpips": None if lpips is None else lpips(found, real),
+        "patch_psnr": matched.psnr,
+        "order_accuracy": matched.order,
+        "reidentified": reidentify(found, real, torch.arange(len(real))),
+    }
+    return {name: None if value is None else value.tolist() for name, value in values.items()}
+
+
+def baselines(real: Tensor) -> dict[str, Tensor]:
+    """What an attacker has who saw no gradient: the mean of the other images, and another image of the set."""
+    check_pictures(real, "original images")
+    count = real.shape[0]
+    if count == 1:
+        return {"mean image": torch.full_like(real, 0.5)}
+    others = (real.sum(dim=0, keepdim=True) - real) / (count - 1)
+    return {"mean image": others.clamp(0.0, 1.0), "random pair": real.roll(1, dims=0)}
+
+
+def mean_of(values: Sequence[float], *, share: bool = False) -> Mean:
+    """The mean with its 95 % interval: Student's, or Wilson's for a share of yes and no."""
+    from scipy import stats
+
+    count, mean = len(values), math.fsum(values) / len(values)
+    if share:
+        z = float(stats.norm.ppf(0.975))
+        centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
+        half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
+        return Mean(mean, max(0.0, centre - half), min(1.0, centre + half))
+    if count < 2:
+        return Mean(mean, None, None)
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
+    half = float(stats.t.ppf(0.975, count - 1)) * spread
+    return Mean(mean, mean - half, mean + half)

@@ -1,0 +1,151 @@
+"""The audit as one page: threat model, verdict, table of attacks × defences, pictures, what would reduce the leak."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from situs.audit.gradients import EXACT, Audit, Pair, Scores, summary, verdict
+from situs.audit.metrics import Mean
+from situs.audit.threat import THREAT
+from situs.report import figures
+from situs.report.html import Cell, Page
+
+COLUMNS = {
+    "psnr": "PSNR, dB",
+    "ssim": "SSIM",
+    "mse": "MSE",
+    "fft2d": "FFT2D",
+    "lpips": "LPIPS",
+    "patch_psnr": "best-match PSNR, dB",
+    "order_accuracy": "order",
+    "reidentified": "re-identified",
+}
+"""metric -> the head of its column."""
+
+REMEDIES = (
+    "Do not send the gradient of the position table, or freeze it: the closed forms then have nothing to solve with. "
+    "This audit runs no optimisation attack, so it does not say that nothing else is left.",
+    "Fixed (sin-cos) or rotary positions instead of a learned table: no row holds a patch's own gradient.",
+    "Secure aggregation over several images, so that only sums over a batch are seen: the closed forms fail from two "
+    "images on. A batch of one is always exposed, and several local steps on one image do not help.",
+    "Differentially private training with a noise multiplier that means something (0.5 and more), not clipping alone: "
+    "clipping multiplies all gradients by one number, and the solution does not change.",
+)
+"""What would reduce the leak, each with its limit."""
+
+
+def make_page(audit: Audit, facts: Mapping[str, Cell], leaks: list[str] | None = None) -> Page:
+    """The page. facts: where the model and the images come from. leaks: the gate's findings, None without a gate."""
+    page = Page(
+        f"Gradient audit of {audit.model}",
+        lead="What someone who sees this model's training gradients can see of the images behind them.",
+    )
+    page.section("Threat model").facts(THREAT).facts(audit.about)
+    section = page.section("Verdict").note(verdict(audit))
+    section.text(
+        f"Exactly means a PSNR of {EXACT:g} dB or more: the mean error is below half a grey level of 255, so that the "
+        "recovered picture and the original are the same to any eye and to nearly any file."
+    )
+    if leaks is not None:
+        section.text("The gate is passed." if not leaks else "The gate is not passed: " + "; ".join(leaks) + ".")
+    _tables(page, audit)
+    _pictures(page, audit)
+    page.section("What would reduce the leak").text("\n\n".join(REMEDIES))
+    page.section("How this page was made").facts(facts)
+    return page
+
+
+def table_rows(audit: Audit) -> list[list[Cell]]:
+    """A row for each attack × defence, then the baselines: names, exact, metrics with intervals, rank, condition."""
+    count = len(audit.images)
+    rows: list[list[Cell]] = []
+    for pair in audit.pairs:
+        name: list[Cell] = [pair.attack, pair.defence]
+        if pair.reason is not None:
+            rows.append([*name, "does not apply", *[None] * (len(COLUMNS) + 2)])
+            continue
+        rows.append([*name, f"{pair.exact} of {count}", *_cells(pair.scores), *_system(pair)])
+    for name, scores in audit.baselines.items():
+        rows.append(["baseline", name, None, *_cells(scores), None, None])
+    return rows
+
+
+HEADER = ["attack", "defence", "exact", *COLUMNS.values(), "rank of G", "condition of G"]
+
+
+def reasons(audit: Audit) -> list[tuple[str, str]]:
+    """(attack against defence, why it does not apply or is not exact)."""
+    return [
+        (f"{pair.attack} against {pair.defence}", said)
+        for pair in audit.pairs
+        for said in dict.fromkeys(
+            [pair.reason, pair.caveat, *(str(f["verdict"]) for f in pair.facts if "verdict" in f)]
+        )
+        if said
+    ]
+
+
+def _tables(page: Page, audit: Audit) -> None:
+    section = page.section("Attacks and defences")
+    if any(pair.reason is None for pair in audit.pairs):
+        section.table(
+            HEADER,
+            table_rows(audit),
+            f"Means over {len(audit.images)} images, in brackets the 95 % interval. MSE, FFT2D and LPIPS are distances. "
+            f"Re-identified: the nearest of the {len(audit.images)} originals is the right one.",
+        )
+    else:
+        section.text("No attack applies, so there is no table of results.")
+    if said := reasons(audit):
+        section.table(["attack", "why it does not apply, or is not exact"], said)
+
+
+def _cells(scores: Scores) -> list[Cell]:
+    found = summary(scores)
+    return [_interval(found[name]) for name in COLUMNS]
+
+
+def _interval(mean: Mean | None) -> str | None:
+    if mean is None:
+        return None
+    if mean.low is None or mean.high is None:
+        return f"{mean.mean:.3g}"
+    return f"{mean.mean:.3g} [{mean.low:.3g}, {mean.high:.3g}]"
+
+
+def _system(pair: Pair) -> tuple[Cell, Cell]:
+    """Rank and condition over the images: the least rank and the median condition."""
+    ranks = [int(f["rank"]) for f in pair.facts if f.get("rank") is not None]  # pyright: ignore[reportArgumentType]
+    sizes = sorted(float(f["condition"]) for f in pair.facts if f.get("condition") is not None)  # pyright: ignore[reportArgumentType]
+    rank = f"{min(ranks)} of {pair.facts[0]['unknowns']}" if ranks else None
+    return rank, f"{sizes[len(sizes) // 2]:.3g}" if sizes else "∞" if ranks else None
+
+
+def _pictures(page: Page, audit: Audit, most: int = 6) -> None:
+    shown = [pair for pair in audit.pairs if pair.images is not None]
+    if not shown:
+        return
+    section = page.section("Pictures")
+    for pair in shown:
+        assert pair.images is not None
+        values = (pair.scores["psnr"] or [])[:most]
+        figure = figures.image_grid(
+            _strip(audit.images[:most], pair.images[:most]),
+            [f"{value:.1f} dB" for value in values],
+            columns=len(values),
+            row_titles=("original", "recovered", "difference"),
+        )
+        section.figure(
+            figures.png(figure),
+            f"{pair.attack} against {pair.defence}: originals, what was recovered from the gradients, and the absolute "
+            "difference.",
+        )
+
+
+def _strip(real: Tensor, found: Tensor) -> Tensor:
+    """Originals, recovered, differences, [3 n, C, H, W]; channels that are neither 1 nor 3 show the first."""
+    rows = torch.cat([real, found, (real - found).abs()]).cpu()
+    return rows if rows.shape[1] in (1, 3) else rows[:, :1]

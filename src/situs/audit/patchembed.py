@@ -1,0 +1,105 @@
+"""The patch-embedding attack: the pixels are the solution of one linear system.
+
+A patch embedding E = X W^T + b followed by an added table has ∂l/∂W = G^T X with G = ∂l/∂E, and ∂l/∂E is also the
+gradient of the table's patch rows. Both are in the upload, so X is solved for; attention, labels and loss do not matter.
+Exact for one image as long as the N patches are no more than the rank of G, at most D. K local steps on one image sum
+both sides over the steps and leave the equation as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from situs.audit.attack import Attack, Knowledge, Recovery, stack
+from situs.audit.stem import find_stem, flat_weight, require_stem, table_rows, to_images
+from situs.audit.threat import Gradients, known_gradient
+from situs.backbones.base import Backbone
+
+
+class Solution(NamedTuple):
+    """patches [B, N, K]; rank [B] and condition [B] (infinite below rank N) of G; residual [B], relative."""
+
+    patches: Tensor
+    rank: Tensor
+    condition: Tensor
+    residual: Tensor
+
+
+def solve_pixels(weight: Tensor, table: Tensor, sent: torch.dtype = torch.float32, sigma: float = 0.0) -> Solution:
+    """X of ∂l/∂W = G^T X in float64, for a batch of systems, by ridge regression on whitened equations.
+
+    weight: ∂l/∂W, [B, D, K]. table: G, [B, N, D]. sent: the type they came in, whose rounding errs in proportion to each
+    number; sigma: deviation of noise that was added to each. Equation d then errs with a variance that the attacker
+    knows, normalised pixels have a variance near 1, and dividing each equation by its deviation makes the ridge 1.
+    Directions of G below what noise alone reaches, 1 + √(D/N) after the division, are no part of the rank. Where
+    there are more patches than rank, the solution of least norm comes out.
+    """
+    weight, table = weight.double(), table.double()
+    n, d = table.shape[-2:]
+    step = torch.finfo(sent)
+    relative = weight.square().mean(dim=-1) + table.square().sum(dim=-2)
+    absolute = sigma**2 + (step.smallest_normal * step.eps) ** 2 / 12  # below its normal numbers a type errs evenly
+    variance = (step.eps / 2) ** 2 * relative + (1 + n) * absolute
+    scale = torch.where(variance > 0, variance, torch.inf).rsqrt()
+    u, s, vh = torch.linalg.svd(table * scale.unsqueeze(-2), full_matrices=False)
+    filtered = s / (s.square() + 1)
+    patches = u @ (filtered.unsqueeze(-1) * (vh @ (weight * scale.unsqueeze(-1))))
+    rank = (s > 1 + (d / n) ** 0.5).sum(dim=-1)
+    plain = torch.linalg.svdvals(table)
+    condition = torch.where(rank == n, plain[:, 0] / plain[:, min(n, d) - 1], torch.inf)
+    left = (table.mT @ patches - weight).flatten(1).norm(dim=1)
+    return Solution(patches, rank, condition, left / weight.flatten(1).norm(dim=1).clamp(min=1e-300))
+
+
+class PatchEmbedding(Attack):
+    """∂l/∂W_patch = G^T X, solved for X."""
+
+    name: ClassVar[str] = "patchembed"
+    about: ClassVar[str] = "one linear solve with the gradients of the patch embedding and of the position table"
+
+    def applies(self, backbone: Backbone) -> str | None:
+        found = find_stem(backbone)
+        return found if isinstance(found, str) else None
+
+    def reads(self, backbone: Backbone) -> tuple[str, ...]:
+        stem = require_stem(backbone)
+        return stem.weight, stem.table
+
+    def caveat(self, backbone: Backbone, batch: int) -> str | None:
+        if batch > 1:
+            return (
+                f"a batch of {batch}: the rows of the table's gradient are sums over the images, and no linear system "
+                "takes them apart; the one solution stands for every image of the batch"
+            )
+        if backbone.num_tokens > backbone.dim:
+            return (
+                f"{backbone.num_tokens} patches are more than {backbone.dim} channels: the system is under-determined, "
+                "and of all its solutions the one of least norm is shown"
+            )
+        return None
+
+    def recover(self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge | None = None) -> Recovery:
+        known = Knowledge() if known is None else known
+        stem = require_stem(backbone)
+        table = stack([{stem.table: table_rows(upload[stem.table], stem)} for upload in uploads], stem.table)
+        for index, upload in enumerate(uploads):
+            extra = known_gradient(known.defence, backbone, upload, known.seed)
+            if extra is not None:
+                table[index] -= extra.double()
+        sent = uploads[0][stem.table].dtype
+        weight = flat_weight(stack(uploads, stem.weight))
+        found = solve_pixels(weight, table, sent, known.defence.noise_level(known.batch))
+        facts = [
+            {
+                "rank": int(rank),
+                "unknowns": backbone.num_tokens,
+                "condition": float(condition) if condition.isfinite() else None,
+                "residual": float(residual),
+            }
+            for rank, condition, residual in zip(found.rank, found.condition, found.residual, strict=True)
+        ]
+        return Recovery(to_images(found.patches, backbone, stem).float(), facts)
