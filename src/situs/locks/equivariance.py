@@ -25,6 +25,7 @@ from situs.locks.groups import Group, groups_of, random_keys, residual_only
 from situs.locks.paper import official_bits, official_key, paper_rule
 from situs.locks.parts import Part, merged, parts_of
 from situs.locks.rows import fresh_order, row_leak, row_refusal
+from situs.locks.trace import trace_backbone
 
 __all__ = ["Finding", "Verdict", "certify", "official_bits", "official_key", "paper_rule", "verify"]
 
@@ -95,9 +96,9 @@ def verify(
 ) -> Verdict:
     """Measures both laws on a backbone and on its parts.
 
-    x: images [B, C, H, W] or ids [B, N]; None: random ones. groups: of the keys; None: the curated ones. steps: of
-    AdamW. tokens: at most so many patch tokens take part, where the model allows a subset. strict: raise where a law
-    of the whole is refused.
+    x: images [B, C, H, W] or ids [B, N]; None: random ones. groups: of the keys; None: the curated ones, or those that
+    tracing finds in a class that no adapter knows. steps: of AdamW. tokens: at most so many patch tokens take part,
+    where the model allows a subset. strict: raise where a law of the whole is refused.
     """
     if "tokens" in backbone.refusals:
         reason = f"convolution: {backbone.refusals['tokens']}"
@@ -105,10 +106,7 @@ def verify(
         return _verdict(backbone, torch.float32, steps, None, findings, strict)
     reason = ""
     if groups is None:
-        try:
-            groups = groups_of(backbone)
-        except SitusError as error:  # a finding, not a mistake: the rows may be fine all the same
-            groups, reason = (), str(error)
+        groups, reason = _known_or_traced(backbone, x)
     own = own_dtype(backbone)
     generator = torch.Generator().manual_seed(seed)
     keys = random_keys(groups, generator)
@@ -134,6 +132,19 @@ def verify(
             ),
         ]
     return _verdict(backbone, own, steps, control, findings, strict)
+
+
+def _known_or_traced(backbone: Backbone, x: Tensor | None) -> tuple[tuple[Group, ...], str]:
+    """The groups, or none and why: a finding, not a mistake, for the rows may be fine all the same."""
+    try:
+        return groups_of(backbone), ""
+    except SitusError as error:
+        if "columns" in backbone.refusals:
+            return (), str(error)
+    try:
+        return trace_backbone(backbone, x).groups, ""
+    except SitusError as error:
+        return (), str(error)
 
 
 def certify(backbone: Backbone, groups: Sequence[Group], x: Tensor | None = None, *, seed: int = 0) -> float:
