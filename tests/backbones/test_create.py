@@ -145,7 +145,7 @@ def test_weights_that_do_not_fit_name_the_keys_and_change_nothing(tmp_path: Path
 def test_a_file_with_code_in_it_is_not_run(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     torch.save({"model": _Evil(str(marker))}, tmp_path / "evil.pth")
-    with pytest.raises(SitusError, match="cannot be loaded without running code"):
+    with pytest.raises(SitusError, match=r"no torch file that can be loaded without running code from it$"):
         read_state_dict(tmp_path / "evil.pth")
     assert not marker.exists()
 

@@ -107,6 +107,9 @@ def test_sizes_and_grids():
 def test_what_does_not_divide_is_refused_in_a_sentence():
     with pytest.raises(SitusError, match=r"img_size=30x32: must be a multiple of the patch size 4x4"):
         grid_of((30, 32), 4)
+    for size in (0, -4, (4, 0)):
+        with pytest.raises(SitusError, match=r"img_size=32x32: must be a multiple of the patch size"):
+            grid_of(32, size)
     with pytest.raises(SitusError, match="img_size=8x9: must be a multiple"):
         patchify(torch.zeros(1, 3, 8, 9), 4)
     with pytest.raises(SitusError, match="grid of 2x2"):

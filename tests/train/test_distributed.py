@@ -121,3 +121,8 @@ def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_device_that_is_not_there_is_an_error() -> None:
     with pytest.raises(SitusError, match=r"device=cuda: this machine has no CUDA device \(--device\)"):
         distributed.start("cuda")
+
+
+def test_a_device_that_cannot_compute_is_an_error() -> None:
+    with pytest.raises(SitusError, match=r"device=meta: torch cannot compute there; cpu always serves \(--device\)"):
+        distributed.start("meta")

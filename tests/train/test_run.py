@@ -203,6 +203,11 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_from_its_init_again(
     torch.testing.assert_close(died[name], weights(mp3)[name], rtol=0, atol=1e-7)
 
 
+def test_what_is_no_run_is_said_without_a_flag_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(SitusError, match=r"none: holds no run, there is no config\.json with checkpoints beside it$"):
+        load_run(tmp_path / "none")
+
+
 # --- a start that is refused --------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ def pair(size: Size) -> tuple[int, int]:
 def grid_of(image_size: Size, patch_size: Size) -> tuple[int, int]:
     """The grid (h, w) of an image cut in patches; refuses a patch size that does not divide the image."""
     (height, width), (ph, pw) = pair(image_size), pair(patch_size)
-    if height % ph or width % pw:
+    if ph < 1 or pw < 1 or height % ph or width % pw:
         raise SitusError(
             f"img_size={height}x{width}: must be a multiple of the patch size {ph}x{pw} (img_size, patch_size)"
         )

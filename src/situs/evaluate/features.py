@@ -94,7 +94,7 @@ def write_features(path: str | os.PathLike[str], found: FeatureSet, metadata: Ma
         aside.replace(path)
     except OSError as error:
         aside.unlink(missing_ok=True)
-        raise SitusError(f"{path}: could not be written: {error} (--out)") from error
+        raise SitusError(f"{path}: could not be written: {(error.strerror or str(error)).lower()} (--out)") from error
 
 
 def read_features(path: str | os.PathLike[str]) -> tuple[FeatureSet, dict[str, Any]]:

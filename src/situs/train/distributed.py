@@ -48,6 +48,13 @@ def start(device: str | None = None) -> Ranks:
         raise SitusError(f"device={device}: must be cpu, cuda or cuda:N (--device)") from None
     if kind.type == "cuda" and not torch.cuda.is_available():
         raise SitusError(f"device={device}: this machine has no CUDA device (--device)")
+    if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
+        raise SitusError(f"device={device}: this machine has {torch.cuda.device_count()} CUDA devices (--device)")
+    if kind.type not in ("cpu", "cuda"):
+        try:
+            torch.zeros(1, device=kind).tolist()
+        except Exception as error:  # each kind of device has its own class for not being there
+            raise SitusError(f"device={device}: torch cannot compute there; cpu always serves (--device)") from error
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Ranks(0, 1, kind)
     if kind.type == "cuda":

@@ -219,6 +219,8 @@ def load_run(path: str | Path, device: torch.device | str = "cpu", *, ema: bool 
     ema: the mean of the weights; None takes it where there is one.
     """
     path = Path(path)
+    if not is_run(path):
+        raise SitusError(f"{path}: holds no run, there is no config.json with checkpoints beside it")
     config = from_dict(RunConfig, read_config(path), where=f"{path}/config.json")
     run = RunFolder.open(path, writer=False)
     checkpoint = run.latest()
