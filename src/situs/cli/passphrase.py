@@ -1,4 +1,4 @@
-"""Where a key's passphrase comes from: SITUS_PASSPHRASE, or a person at a terminal; never a flag that others can see."""
+"""Where a key's passphrase comes from: SITUS_PASSPHRASE, or a person at a terminal; never a flag that others see."""
 
 from __future__ import annotations
 
