@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -296,3 +297,18 @@ def test_keep_double_undoes_casts_to_float32_only() -> None:
         assert x.half().dtype == torch.float16
         assert torch.ones(1).to(torch.float32).dtype == torch.float32
     assert x.float().dtype == torch.float32
+
+
+# --- real weights --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.shared_data
+def test_a_pretrained_vit_obeys_both_laws(shared_data: Path) -> None:
+    weights = shared_data / "weights" / "vit_small_patch14_dinov2_fp16.safetensors"
+    backbone = create_backbone("vit_small_patch14_dinov2", img_size=56, weights=str(weights))
+    verdict = verify(backbone, steps=0, tokens=6)
+    assert (verdict.whole("row").status, verdict.whole("column").status) == ("holds", "needs keyed weights")
+    assert verdict.worst < EXACT
+    shown = {each.part: each for each in verdict.findings if "Eq. 6" in each.part}
+    assert shown["paper's Eq. 6, any key"].errors["forward"] > 0.05
+    assert max(shown["paper's Eq. 6, official key"].errors.values()) < EXACT
