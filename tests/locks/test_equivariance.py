@@ -306,9 +306,11 @@ def test_keep_double_undoes_casts_to_float32_only() -> None:
 def test_a_pretrained_vit_obeys_both_laws(shared_data: Path) -> None:
     weights = shared_data / "weights" / "vit_small_patch14_dinov2_fp16.safetensors"
     backbone = create_backbone("vit_small_patch14_dinov2", img_size=56, weights=str(weights))
-    verdict = verify(backbone, steps=0, tokens=6)
-    assert (verdict.whole("row").status, verdict.whole("column").status) == ("holds", "needs keyed weights")
-    assert verdict.worst < EXACT
-    shown = {each.part: each for each in verdict.findings if "Eq. 6" in each.part}
-    assert shown["paper's Eq. 6, any key"].errors["forward"] > 0.05
-    assert max(shown["paper's Eq. 6, official key"].errors.values()) < EXACT
+    groups = groups_of(backbone)
+    with evaluating(backbone):
+        bench = Bench(backbone, sample_of(backbone, None, 6, random()), torch.float64, 0)
+        assert max(bench.row().values()) < EXACT
+        assert max(bench.column(residual_only(groups), random_keys(groups, random())).values()) < EXACT
+        rule, anyone = paper_rule(groups), {"residual": torch.randperm(384, generator=random())}
+        assert bench.column_forward(rule, anyone, rule) > 0.05
+        assert bench.column_forward(rule, {"residual": official_key(6, 64, random())}, rule) < EXACT
