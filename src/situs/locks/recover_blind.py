@@ -48,7 +48,8 @@ def match_blind(backbone: Backbone, groups: Sequence[Group], inputs: Tensor | No
     locked_names = {member.tensor for each in groups for member in each.members}
     clear = {name: value for name, value in state.items() if name not in locked_names}
     stream = _entering(backbone, inputs)
-    linear = _linear(_clear_kinds(clear, group.size), _locked_kinds(state, group)) + _centring(state, group, stream)
+    linear = _linear(_clear_kinds(clear, group.size), _locked_kinds(state, group), group.size)
+    linear += _centring(state, group, stream)
     pairs = [(_written(state, group, reads=True), torch.cov(stream.T))]
     heads = [value for value in clear.values() if value.dim() == 2 and value.shape[1] == group.size]
     if len(residual) == 1 and heads:
@@ -102,10 +103,9 @@ def _ranks(values: Tensor) -> Tensor:
     return torch.special.ndtri((order + 0.5) / size)
 
 
-def _linear(clear: Kinds, locked: Kinds) -> Tensor:
+def _linear(clear: Kinds, locked: Kinds, size: int) -> Tensor:
     """[D, D]: how alike locked channel i and clear channel j rank, over the kinds that both sides have."""
     shared = sorted(kind for kind in clear if clear[kind] and locked[kind])
-    size = next(iter(locked.values()))[0].numel()
     total = torch.zeros(size, size, dtype=torch.float64)
     for kind in shared:
         ours, theirs = (_ranks(torch.stack([_ranks(v) for v in side[kind]]).mean(dim=0)) for side in (locked, clear))
@@ -135,7 +135,7 @@ def _locked_kinds(state: dict[str, Tensor], group: Group) -> Kinds:
     kinds: Kinds = {"norm.weight": [], "bias": [], "write": [], "read": []}
     for member in group.members:
         value = state[member.tensor]
-        if value.dim() == 1 and value.std() > 0:
+        if value.shape == (group.size,) and value.std() > 0:
             kinds["bias" if member.tensor.endswith("bias") else "norm.weight"].append(value)
         elif value.dim() == 2:
             kinds["read" if _reads(state, member) else "write"].append(channels(value, member, group.size).norm(dim=1))
@@ -185,5 +185,8 @@ def _entering(backbone: Backbone, inputs: Tensor | None) -> Tensor:
             inputs = torch.randint(0, words, (PROBES, min(64, backbone.num_tokens)), generator=generator)
     inputs = inputs.to(weight.device)
     tokens = backbone.embed(inputs.to(weight.dtype) if inputs.is_floating_point() else inputs)
-    stream = backbone.assemble(tokens, backbone.positions().take(identity(tokens.shape[1], tokens.device)))
-    return stream.z.float().flatten(0, 1)
+    places = backbone.positions()
+    if tokens.shape[1] < backbone.num_tokens:  # a text shorter than the model's longest
+        places = places.take(identity(tokens.shape[1], tokens.device))
+    stream = backbone.assemble(tokens, places)
+    return stream.z.float().reshape(-1, stream.z.shape[-1])

@@ -1,0 +1,109 @@
+"""`situs audit lock`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from situs.cli.main import main
+
+pytest.importorskip("cryptography")
+
+
+class Locked(NamedTuple):
+    """The export of a trained run, its key, and the folder that was locked with it, plain and with cover."""
+
+    export: Path
+    key: Path
+    plain: Path
+    cover: Path
+
+
+@pytest.fixture(scope="module")
+def locked(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Locked:
+    place = tmp_path_factory.mktemp("audit")
+    made = Locked(place / "export", place / "k", place / "plain", place / "cover")
+    assert main(["export", str(trained.one), "--to", str(made.export)]) == 0
+    assert main(["key", "new", "--out", str(made.key)]) == 0
+    words = ["lock", str(made.export), "--key", str(made.key), "--out"]
+    assert main([*words, str(made.plain)]) == 0
+    assert main([*words, str(made.cover), "--cover"]) == 0
+    return made
+
+
+def audit(*words: Any) -> int:
+    return main(["audit", "lock", *map(str, words)])
+
+
+def test_a_public_base_opens_it(locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in (locked.plain, locked.cover):
+        out = tmp_path / folder.name
+        assert audit(folder, "--attacker", "public-base", "--base", locked.export, "--out", out) == 0
+        printed = capsys.readouterr().out
+        assert "100.0 % (16 of 16)" in printed
+        assert "min(256, best attack) = 0 bits" in printed
+        written = json.loads((out / "audit.json").read_text())
+        assert written["strength_bits"] == 0
+        assert [attack["share"] for attack in written["attacks"]] == [1.0]
+        page = (out / "report.html").read_text()
+        assert "16 of 16" in page and "public-base" in page
+        assert str(tmp_path) not in page + json.dumps(written)
+    assert "inner groups as cover" in printed
+
+
+def test_several_attackers_with_data_and_key(
+    trained: Any, locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = ["--attacker", "drifted-base,no-base", "--attacker", "labels"]
+    words = ["--base", trained.two, "--key", locked.key, "--data", trained.data, "--drift", 0, 0.3, "--steps", 4]
+    assert audit(locked.plain, *names, *words, "--k", 6, "--out", tmp_path) == 0
+    written = json.loads((tmp_path / "audit.json").read_text())
+    assert [attack["attacker"] for attack in written["attacks"]] == [
+        "drifted-base, 0 ×",
+        "drifted-base, 0.3 ×",
+        "no-base",
+        "labels",
+    ]
+    for attack in written["attacks"]:
+        assert attack["size"] == 16 and 0 <= attack["right"] <= 16
+        assert all(0 <= attack[name] <= 1 for name in ("before", "after", "owner"))
+    last = written["attacks"][-1]
+    assert last["cost"] == "6 labelled samples, 4 steps of 6"
+    assert 0 <= last["control"] <= 1
+    assert written["strength_bits"] == min(256, *(attack["bits"] for attack in written["attacks"]))
+    printed = capsys.readouterr().out
+    assert "with the key" in printed and "random blocks" in printed
+    assert "<img" in (tmp_path / "report.html").read_text()  # share against drift
+
+
+def test_what_nobody_knows_is_not_judged(trained: Any, locked: Locked, capsys: pytest.CaptureFixture[str]) -> None:
+    assert audit(locked.plain, "--base", trained.two, "--attacker", "public-base") == 0
+    printed = capsys.readouterr().out
+    assert "unknown" in printed
+    assert "Not judged, for nobody told the true key: public-base (--key)" in printed
+
+
+def test_mistakes_are_one_sentence(
+    trained: Any, locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sealed = tmp_path / "sealed"
+    assert main(["lock", str(locked.export), "--key", str(locked.key), "--out", str(sealed), "--seal"]) == 0
+    capsys.readouterr()
+    for words, said in (
+        ([locked.plain, "--attacker", "guess"], "guess"),
+        ([locked.plain, "--attacker", "public-base"], "(--base)"),
+        ([locked.plain, "--attacker", "labels"], "(--data)"),
+        ([locked.plain, "--base", "vit_tiny_patch16_224"], "(--weights)"),
+        ([locked.plain, "--base", locked.export, "--drift", -1], "drift=-1.0"),
+        ([locked.plain, "--k", 0], "(--k)"),
+        ([locked.export], "holds no manifest.json"),
+        ([sealed], "is sealed"),
+    ):
+        assert audit(*words) == 2, words
+        printed = capsys.readouterr().err
+        assert printed.startswith("situs: ")
+        assert printed.count("\n") == 1
+        assert said in printed

@@ -1,0 +1,366 @@
+"""Attacks on a lock, and the strength that is left."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+from situs.locks.groups import Group, Member, groups_of, permute_state, random_keys, residual_only
+from situs.locks.recover import (
+    Recovery,
+    bits_left,
+    drift,
+    exact_truth,
+    opened,
+    recover_blind,
+    recover_with_base,
+    scored,
+    settle,
+    strength_bits,
+)
+from situs.locks.recover_adapter import AdapterConfig, accuracy_of, randomised, recover_with_labels, train_adapter
+from situs.locks.recover_blind import graph_match
+from situs.locks.recover_match import assign, channels, match_keys
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def vit(**arguments: Any) -> Any:
+    torch.manual_seed(0)
+    shape = dict(embed_dim=24, depth=2, num_heads=3)
+    backbone = create_backbone(
+        "vit_tiny_patch16_224", img_size=8, patch_size=4, num_classes=3, model_args=shape, **arguments
+    )
+    with torch.no_grad():
+        for parameter in backbone.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return backbone.eval()
+
+
+# --- matching --------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 6), st.integers(0, 1000))
+def test_assign_is_the_best_of_all_permutations(size: int, seed: int) -> None:
+    similarity = torch.randn(size, size, generator=seeded(seed), dtype=torch.float64)
+    best = max(itertools.permutations(range(size)), key=lambda q: sum(float(similarity[i, q[i]]) for i in range(size)))
+    assert assign(similarity).tolist() == list(best)
+
+
+@given(
+    st.integers(2, 5), st.integers(1, 3), st.integers(1, 3), st.integers(0, 4), st.integers(0, 1), st.integers(0, 99)
+)
+def test_channels_move_as_the_group_does(size: int, outer: int, inner: int, start: int, axis: int, seed: int) -> None:
+    stretch = outer * size * inner
+    shape = [7, 7]
+    shape[axis] = start + stretch + 2
+    member = Member("w", axis, outer, inner, start, stretch)
+    group = Group("g", "hidden", size, (member,))
+    tensor = torch.randn(*shape, generator=seeded(seed))
+    p = torch.randperm(size, generator=seeded(seed + 1))
+    moved = permute_state({"w": tensor}, [group], {"g": p})["w"]
+    assert torch.equal(channels(moved, member, size), channels(tensor, member, size)[p])
+
+
+def test_channels_of_one_slice_of_a_table_that_layers_share() -> None:
+    member = Member("w", 2, at=(1, 1))
+    tensor = torch.randn(2, 3, 5, 4)
+    p = torch.tensor([3, 1, 4, 0, 2])
+    moved = permute_state({"w": tensor}, [Group("g", "heads", 5, (member,))], {"g": p})["w"]
+    assert torch.equal(channels(tensor, member, 5), tensor[:, 1].movedim(1, 0).reshape(5, -1))
+    assert torch.equal(channels(moved, member, 5), channels(tensor, member, 5)[p])
+
+
+def test_sorted_channels_do_not_see_the_hidden_groups() -> None:
+    backbone = vit()
+    state, groups = backbone.model.state_dict(), groups_of(backbone)
+    inner = [group for group in groups if group.kind != "residual"]
+    moved = permute_state(state, inner, random_keys(inner, seeded(3)))
+    [residual] = residual_only(groups)
+    for member in residual.members:
+        before, after = (channels(each[member.tensor], member, residual.size, inner) for each in (state, moved))
+        assert torch.equal(before, after), member
+    assert any(not torch.equal(state[m.tensor], moved[m.tensor]) for m in residual.members)
+
+
+# --- with a base -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["vit", "eva", "swin", "bert", "gpt2", "llama", "hf_vit"])
+@pytest.mark.parametrize("cover", [False, True])
+def test_a_public_base_gives_the_whole_key(name: str, cover: bool, model_folder: Callable[[str], Path]) -> None:
+    backbone = create_backbone(model_folder(name))
+    groups = groups_of(backbone) if cover else residual_only(groups_of(backbone))
+    state = backbone.model.state_dict()
+    truth = random_keys(groups, seeded(1))
+    locked = permute_state(state, groups, truth)
+    found = recover_with_base(locked, state, groups, truth=truth)
+    assert found.share == 1.0
+    assert found.right == found.size == sum(group.size for group in residual_only(groups))
+    assert strength_bits([found]) == 0.0
+    for group in groups:
+        assert torch.equal(found.keys[group.name], truth[group.name]), group.name
+    back = opened(locked, groups, found.keys)
+    assert all(torch.equal(back[key], state[key]) for key in state)
+
+
+def test_an_exact_base_proves_its_own_key_and_a_relative_does_not() -> None:
+    backbone = vit()
+    groups, state = residual_only(groups_of(backbone)), backbone.model.state_dict()
+    truth = random_keys(groups, seeded(1))
+    locked = permute_state(state, groups, truth)
+    assert recover_with_base(locked, state, groups).share == 1.0
+    known = exact_truth(locked, state, groups)
+    assert known is not None and torch.equal(known["residual"], truth["residual"])
+    relative = drift(state, 0.01)
+    found = recover_with_base(locked, relative, groups)
+    assert (found.right, found.bits) == (None, None)
+    assert exact_truth(locked, relative, groups) is None
+    assert strength_bits([found]) == 256
+
+
+@pytest.mark.parametrize("cover", [False, True])
+def test_thirty_per_cent_drift_changes_nothing_and_much_noise_ends_it(cover: bool) -> None:
+    backbone = vit()
+    groups = groups_of(backbone) if cover else residual_only(groups_of(backbone))
+    state = backbone.model.state_dict()
+    truth = random_keys(groups, seeded(2))
+    locked = permute_state(state, groups, truth)
+    shares = [
+        recover_with_base(locked, drift(state, amount, 5), groups, truth=truth).share for amount in (0.0, 0.3, 300.0)
+    ]
+    assert shares[:2] == [1.0, 1.0]
+    assert shares[2] is not None and shares[2] < 0.3
+
+
+def test_drift_is_noise_in_proportion_to_each_tensor() -> None:
+    state = {"small": 1e-3 * torch.randn(200, 50), "large": 10 * torch.randn(200, 50), "count": torch.tensor(3)}
+    moved = drift(state, 0.3, 1)
+    for name in ("small", "large"):
+        ratio = float((moved[name] - state[name]).std() / state[name].std())
+        assert ratio == pytest.approx(0.3, rel=0.03)
+    assert moved["count"] is state["count"]
+    assert all(torch.equal(a, b) for a, b in zip(moved.values(), drift(state, 0.3, 1).values(), strict=True))
+    with pytest.raises(SitusError, match=r"drift=-1.*--drift"):
+        drift(state, -1)
+
+
+def test_another_architecture_is_refused() -> None:
+    groups, state = residual_only(groups_of(vit())), vit().model.state_dict()
+    other = dict(state)
+    name = groups[0].members[0].tensor
+    other[name] = state[name][:-1]
+    with pytest.raises(SitusError, match=f"{name}.*not of one architecture"):
+        match_keys(state, other, groups)
+    del other[name]
+    with pytest.raises(SitusError, match=f"{name}.*the base has no such tensor"):
+        match_keys(state, other, groups)
+
+
+# --- without one ---------------------------------------------------------------------------------------------------
+
+
+def test_graph_match_finds_a_permutation_of_a_graph() -> None:
+    truth = torch.randperm(20, generator=seeded(0))
+    points = torch.randn(20, 20, generator=seeded(1), dtype=torch.float64)
+    clear = points @ points.T
+    locked = clear[truth][:, truth]
+    hint = torch.zeros(20, 20, dtype=torch.float64)
+    assert torch.equal(graph_match(hint, [(locked, clear)]), truth)
+
+
+def test_centring_is_found_without_a_base() -> None:
+    backbone = vit()
+    groups = residual_only(groups_of(backbone))
+    probes = torch.randn(16, 3, 8, 8, generator=seeded(0))
+    with torch.no_grad():
+        z = backbone.assemble(backbone.embed(probes), backbone.positions()).z
+        norm = backbone.model.blocks[0].norm1
+        norm.bias.copy_(-norm.weight * torch.nn.functional.layer_norm(z, z.shape[-1:]).flatten(0, 1).mean(dim=0))
+    truth = random_keys(groups, seeded(4))
+    backbone.model.load_state_dict(permute_state(backbone.model.state_dict(), groups, truth))
+    found = recover_blind(backbone, groups, truth=truth, inputs=probes)
+    assert found.share is not None and found.share > 0.5
+
+
+@pytest.mark.parametrize("name", ["vit", "eva", "swin", "bert", "gpt2", "llama", "hf_vit"])
+def test_random_weights_tell_nothing_without_a_base(name: str, model_folder: Callable[[str], Path]) -> None:
+    backbone = create_backbone(model_folder(name)).eval()
+    groups = residual_only(groups_of(backbone))
+    truth = random_keys(groups, seeded(6))
+    backbone.model.load_state_dict(permute_state(backbone.model.state_dict(), groups, truth))
+    found = recover_blind(backbone, groups, truth=truth)
+    assert found.share is not None and found.share < 0.3
+    assert found.bits is not None and found.bits > 0
+
+
+# --- strength ----------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 12), st.integers(0, 12))
+def test_bits_left_count_the_orders_that_remain(size: int, right: int) -> None:
+    right = min(size, right)
+    assert bits_left(size, right) == pytest.approx(math.log2(math.factorial(size - right)))
+
+
+def result(size: int, right: int | None, **fields: Any) -> Recovery:
+    pairs = () if right is None else ((size, right),)
+    return Recovery("x", size, right, residual_sizes=pairs, **fields)
+
+
+def test_strength_is_the_best_attack_and_never_more_than_the_seed() -> None:
+    assert bits_left(768, 0) == pytest.approx(6259, abs=1)
+    assert strength_bits([result(768, 0)]) == 256
+    assert strength_bits([result(768, 768)]) == 0
+    assert strength_bits([result(768, 0), result(768, 738)]) == pytest.approx(math.log2(math.factorial(30)))
+    assert strength_bits([]) == strength_bits([result(768, None)]) == 256
+    with pytest.raises(SitusError, match="right=9"):
+        bits_left(8, 9)
+
+
+def test_a_model_that_works_again_is_broken_whatever_the_key() -> None:
+    assert result(768, 0, before=0.1, after=0.9, owner=0.9).bits == 0
+    assert result(768, 0, before=0.1, after=0.85, owner=0.9).bits == pytest.approx(bits_left(768, 0))
+    assert not result(768, 0, before=0.1, after=0.1, owner=0.05).broken
+    assert not result(768, 0, before=0.1, after=0.9).broken
+
+
+def test_inner_groups_never_count() -> None:
+    groups = groups_of(vit())
+    truth = random_keys(groups, seeded(0))
+    wrong = random_keys(groups, seeded(1))
+    found = settle(Recovery("x", 24, keys={**wrong, "residual": truth["residual"]}), groups, truth)
+    assert (found.right, found.bits) == (24, 0)
+    lost = settle(Recovery("x", 24, keys={**truth, "residual": wrong["residual"]}), groups, truth)
+    assert lost.right == int((wrong["residual"] == truth["residual"]).sum())
+
+
+# --- labels --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def toy() -> tuple[Any, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """A ViT trained to tell which of three channels is bright, and images to learn from and to test on."""
+    backbone = vit()
+
+    def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
+        labels = torch.arange(count) % 3
+        images = 0.5 * torch.randn(count, 3, 8, 8, generator=seeded(seed))
+        images[torch.arange(count), labels] += 1.0
+        return images, labels
+
+    train, test = draw(120, 0), draw(150, 1)
+    optimiser = torch.optim.AdamW(backbone.parameters(), lr=3e-3)
+    for _ in range(60):
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(backbone(train[0]), train[1]).backward()
+        optimiser.step()
+    assert accuracy_of(backbone, *test) > 0.95
+    return backbone, train, test
+
+
+def test_labels_train_around_the_lock(toy: Any) -> None:
+    backbone, train, test = toy
+    groups, state = residual_only(groups_of(backbone)), {k: v.clone() for k, v in backbone.model.state_dict().items()}
+    owner, truth = accuracy_of(backbone, *test), random_keys(residual_only(groups_of(backbone)), seeded(8))
+    locked = permute_state(state, groups, truth)
+    backbone.model.load_state_dict(locked)
+    try:
+        few = (train[0][:30], train[1][:30])
+        found = recover_with_labels(
+            backbone, groups, few, test, AdapterConfig(steps=60, lr=1e-2), truth=truth, owner=owner
+        )
+        kept = backbone.model.state_dict()
+        assert all(torch.equal(kept[name], locked[name]) for name in kept)  # a copy was attacked
+        assert all(parameter.requires_grad for parameter in backbone.parameters())
+    finally:
+        backbone.model.load_state_dict(state)
+    assert found.before is not None and found.after is not None and found.control is not None
+    assert found.before < 0.8 < found.after
+    assert found.right is not None and found.seconds > 0
+    assert "30 labelled samples, 60 steps of 30" in found.cost
+
+
+def test_the_adapter_with_the_right_permutations_is_the_open_model(toy: Any) -> None:
+    backbone, _, test = toy
+    groups, state = residual_only(groups_of(backbone)), {k: v.clone() for k, v in backbone.model.state_dict().items()}
+    truth = random_keys(groups, seeded(9))
+    clear = backbone(test[0])
+    backbone.model.load_state_dict(permute_state(state, groups, truth))
+    try:
+        adapter = train_adapter(randomised(backbone, [], 0), test, AdapterConfig(steps=1, lr=1e-12))
+        with torch.no_grad():
+            place = torch.eye(24)[truth["residual"]]
+            adapter.before.copy_(place.T)
+            adapter.behind.copy_(place)
+            assert torch.allclose(adapter(test[0]), clear, atol=1e-5)
+        assert torch.equal(assign(adapter.before.detach().T), truth["residual"])  # how the key is read off it
+        frozen = [name for name, value in adapter.named_parameters() if not value.requires_grad]
+        assert frozen and all(name.startswith("backbone.model.") and ".head." not in name for name in frozen)
+    finally:
+        backbone.model.load_state_dict(state)
+
+
+def test_scores_before_after_and_of_the_owner(toy: Any) -> None:
+    backbone, _, test = toy
+    groups, state = residual_only(groups_of(backbone)), {k: v.clone() for k, v in backbone.model.state_dict().items()}
+    truth = random_keys(groups, seeded(10))
+    locked = permute_state(state, groups, truth)
+
+    def score(given: Any) -> float:
+        backbone.model.load_state_dict(given)
+        return accuracy_of(backbone, *test)
+
+    try:
+        owner = score(state)
+        found = scored(recover_with_base(locked, state, groups), locked, groups, score, owner)
+    finally:
+        backbone.model.load_state_dict(state)
+    assert found.before is not None and found.before < 0.8
+    assert found.after == found.owner == owner
+    assert found.broken
+
+
+def test_a_stream_of_several_widths_is_refused(model_folder: Callable[[str], Path]) -> None:
+    backbone = create_backbone(model_folder("swin"))
+    with pytest.raises(SitusError, match="needs one residual key, and this lock has 2"):
+        recover_with_labels(backbone, groups_of(backbone), (torch.zeros(0), torch.zeros(0)), (torch.zeros(0),) * 2)
+
+
+# --- real weights ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.shared_data
+def test_a_real_pretrained_vit(shared_data: Path) -> None:
+    weights = shared_data / "weights" / "vit_small_patch14_dinov2_fp16.safetensors"
+    backbone = create_backbone("vit_small_patch14_dinov2", weights=weights, img_size=28, num_classes=0).eval()
+    groups, state = residual_only(groups_of(backbone)), backbone.model.state_dict()
+    truth = random_keys(groups, seeded(1))
+    locked = permute_state(state, groups, truth)
+    for amount in (0.0, 0.3, 3.0):
+        found = recover_with_base(locked, drift(state, amount, 2), groups, truth=truth)
+        assert found.share == 1.0, amount
+    images = torch.randn(2, 3, 28, 28, generator=seeded(0))
+    with torch.no_grad():
+        clear = backbone(images)
+        backbone.model.load_state_dict(locked)
+        stolen = backbone(images)
+        guess = recover_blind(backbone, groups, truth=truth)
+        backbone.model.load_state_dict(opened(locked, groups, found.keys))
+        assert torch.equal(backbone(images), clear)
+    assert torch.nn.functional.cosine_similarity(clear, stolen).abs().max() < 0.5
+    # What the first norm's bias says of the stream's mean is worth a few channels, not the key.
+    assert guess.right is not None and 1 < guess.right < 40
