@@ -78,7 +78,7 @@ def test_the_mean_of_the_weights_goes_before_the_weights(tmp_path: Path) -> None
 
 def test_a_run_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     RunFolder.create(tmp_path / "run", {})
-    with pytest.raises(SitusError, match=r"run: the run has no checkpoint yet \(--init\)"):
+    with pytest.raises(SitusError, match=r"run: the run has no checkpoint yet$"):
         initialise(vit(0), str(tmp_path / "run"))
 
 
@@ -248,4 +248,4 @@ def test_neither_a_file_nor_a_name(tmp_path: Path) -> None:
     said = refusal(vit(1), Path("vit_nosuch"))
     assert said == "init=vit_nosuch: neither a run, an export, a weight file nor a timm model (--init)"
     (tmp_path / "text.pth").write_text("no weights")
-    assert "text.pth: cannot be loaded" in refusal(vit(1), tmp_path / "text.pth")
+    assert "text.pth: no torch file that can be loaded" in refusal(vit(1), tmp_path / "text.pth")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,14 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_from_its_init_again(
     assert all(torch.equal(peace[name], died[name]) for name in peace)
     name = "backbone.model.blocks.0.attn.qkv.weight"
     torch.testing.assert_close(died[name], weights(mp3)[name], rtol=0, atol=1e-7)
+
+
+def test_a_torn_checkpoint_is_told_from_none(mp3: Path, tmp_path: Path) -> None:
+    torn = shutil.copytree(mp3, tmp_path / "torn")
+    for weights_file in torn.glob("checkpoints/*/model.safetensors"):
+        weights_file.write_bytes(b"cut")
+    with pytest.raises(SitusError, match=r"has no whole checkpoint: .* is torn \(model\.safetensors has 3 of"):
+        load_run(torn)
 
 
 def test_what_is_no_run_is_said_without_a_flag_that_is_not_there(tmp_path: Path) -> None:

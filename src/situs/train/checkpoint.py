@@ -171,6 +171,13 @@ class RunFolder:
             self.notes.append(f"the checkpoint of step {step} is torn ({state}) and was passed over")
         return None
 
+    def newest(self) -> Checkpoint:
+        """The newest whole checkpoint; an error where there is none, which tells a torn one from none at all."""
+        if (found := self.latest()) is None:
+            said = f"no whole checkpoint: {self.notes[-1]}" if self.steps() else "no checkpoint yet"
+            raise SitusError(f"{self.path}: the run has {said}")
+        return found
+
     # --- metrics --------------------------------------------------------------------------------------------
 
     def append(self, record: Mapping[str, Any]) -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.backbones.timm_create import load_weights, pretrained_state
 from situs.backbones.weights import read_state_dict
-from situs.errors import SitusError
 from situs.train.checkpoint import RunFolder
 
 METHOD_PARTS = re.compile(r"^(decoder|mask_token|projector|predictor|position_head|sigma|dino_head|ibot)")
@@ -81,9 +80,7 @@ def _has_prefix_rows(table: Tensor, backbone: Backbone) -> bool:
 def _read(source: str) -> Mapping[str, Tensor]:
     path = Path(source).expanduser()
     if (path / "checkpoints").is_dir():
-        checkpoint = RunFolder.open(path, writer=False).latest()
-        if checkpoint is None:
-            raise SitusError(f"init={source}: the run has no checkpoint yet (--init)")
+        checkpoint = RunFolder.open(path, writer=False).newest()
         tensors = {**checkpoint.tensors("model"), **checkpoint.tensors("ema")}
         return {n.removeprefix(BACKBONE): v for n, v in tensors.items() if n.startswith(BACKBONE)}
     if path.exists():

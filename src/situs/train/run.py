@@ -223,9 +223,7 @@ def load_run(path: str | Path, device: torch.device | str = "cpu", *, ema: bool 
         raise SitusError(f"{path}: holds no run, there is no config.json with checkpoints beside it")
     config = from_dict(RunConfig, read_config(path), where=f"{path}/config.json")
     run = RunFolder.open(path, writer=False)
-    checkpoint = run.latest()
-    if checkpoint is None:
-        raise SitusError(f"{path}: the run has no checkpoint yet")
+    checkpoint = run.newest()
     names = path / CLASSES
     classes = tuple(json.loads(names.read_text(encoding="utf-8"))) if names.exists() else None
     # The weights are the checkpoint's: the files that the run once started from may be gone.
