@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from situs.audit.april import April
 from situs.audit.attack import Attack, Knowledge, Recovery
 from situs.audit.patchembed import PatchEmbedding
@@ -48,7 +50,7 @@ def create_defence(text: str) -> Defence:
     kind = DEFENCES[name]
     if not equals:
         return kind()
-    if not kind.__dataclass_fields__:
+    if not fields(kind):
         raise SitusError(f"{text}: {name} has no setting (--defence)")
     try:
         number = float(value)

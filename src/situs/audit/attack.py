@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -18,9 +18,9 @@ Fact = float | int | str | None
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What the attacker knows of the step beside the gradients: the defence, the batch size, what seeded the weights."""
+    """What the attacker knows beside the gradients: the defence, the batch size, what seeded the weights."""
 
-    defence: Defence = NoDefence()
+    defence: Defence = field(default_factory=NoDefence)
     batch: int = 1
     seed: int = 0
 

@@ -35,7 +35,7 @@ class Step:
 class Pair:
     """One attack against one defence. reason: why it does not apply (then nothing else is there).
 
-    caveat: why it is not exact here. scores and facts: per image. images: recovered, [n, C, H, W] in [0, 1].
+    caveat: why it is not exact here. lower_bound: whether one who knows the defence could get more. scores and facts: per image. images: recovered, [n, C, H, W] in [0, 1].
     """
 
     attack: str
@@ -45,6 +45,7 @@ class Pair:
     scores: Scores = field(default_factory=dict)
     facts: list[dict[str, Fact]] = field(default_factory=list)
     images: Tensor | None = None
+    lower_bound: bool = False
 
     @property
     def exact(self) -> int:
@@ -98,8 +99,9 @@ def audit_gradients(
             pictures = denormalise(found.images, *normalisation)[share]
             scores = measure_all(pictures, real, _patch_size(backbone), lpips)
             facts = [found.facts[i] for i in share.tolist()]
-            caveat = attack.caveat(backbone, step.batch)
-            pairs.append(Pair(attack.name, defence.label, None, caveat, scores, facts, pictures))
+            caveat = "; ".join(filter(None, (attack.caveat(backbone, step.batch), defence.lower_bound))) or None
+            bounded = bool(defence.lower_bound)
+            pairs.append(Pair(attack.name, defence.label, None, caveat, scores, facts, pictures, bounded))
     return Audit(
         backbone.name,
         step,
@@ -158,7 +160,7 @@ def summary(scores: Scores) -> dict[str, Mean | None]:
 
 
 def verdict(audit: Audit) -> str:
-    """One or two sentences a manager can read: the strongest attack on what is sent with the first defence."""
+    """What a manager can read: for each defence what the strongest attack got, and what a mere guess gets."""
     count = len(audit.images)
     worked = [pair for pair in audit.pairs if pair.reason is None]
     if not worked:
@@ -175,16 +177,16 @@ def verdict(audit: Audit) -> str:
         best = max(tried, key=lambda pair: sum(pair.scores["psnr"] or ()))
         mean = mean_of(best.scores["psnr"] or [0.0]).mean
         steps = "one step" if audit.step.local_steps == 1 else f"{audit.step.local_steps} local steps"
-        lines.append(
-            f"{defence}: {best.exact} of {count} images recovered exactly from {steps} (best attack {best.attack}, mean PSNR "
-            f"{mean:.1f} dB)."
-        )
-    return " ".join(lines)
+        found = "at least " * best.lower_bound + f"{best.exact} of {count} images recovered exactly from {steps}"
+        open_end = "; a lower bound, see below" * best.lower_bound
+        lines.append(f"{defence}: {found} (best attack {best.attack}, mean PSNR {mean:.1f} dB{open_end}).")
+    guesses = [f"{name} {mean_of(s['psnr'] or [0.0]).mean:.1f} dB" for name, s in audit.baselines.items()]
+    return " ".join([*lines, f"Without any gradient: {', '.join(guesses)}."])
 
 
 def gate(audit: Audit, limit: str) -> list[str]:
     """Leaks above a limit such as "psnr=20", one sentence each; the worst image decides, not the mean."""
-    name, equals, text = limit.partition("=")
+    name, _, text = limit.partition("=")
     if name not in HIGHER_IS_CLOSER:
         raise unknown_name("metric of a gate (--fail-above)", name, HIGHER_IS_CLOSER)
     try:
@@ -223,6 +225,7 @@ def _pair_json(pair: Pair, names: Sequence[str]) -> dict[str, Any]:
         **shown,
         "applies": True,
         "caveat": pair.caveat,
+        "lower_bound": pair.lower_bound,
         "exact": pair.exact,
         "mean": _means(pair.scores),
         "images": rows,

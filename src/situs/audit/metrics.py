@@ -104,10 +104,8 @@ def match_patches(found: Tensor, real: Tensor, patch_size: Size) -> Matched:
     scores, orders = [], []
     for f, r in zip(found, real, strict=True):
         error = torch.cdist(r, f, compute_mode="donot_use_mm_for_euclid_dist").square() / r.shape[-1]
-        rows, columns = (
-            torch.from_numpy(index).to(error.device) for index in linear_sum_assignment(error.cpu().numpy())
-        )
-        best = error[rows, columns]
+        _, columns = linear_sum_assignment(error.cpu().numpy())  # its rows are 0, 1, 2 …
+        best = error.gather(1, torch.from_numpy(columns).to(error.device).unsqueeze(1)).squeeze(1)
         scores.append(_decibels(best).mean())
         orders.append((error.diagonal() <= best + 1e-12).double().mean())
     return Matched(torch.stack(scores), torch.stack(orders))
@@ -163,9 +161,11 @@ def mean_of(values: Sequence[float], *, share: bool = False) -> Mean:
         z = float(stats.norm.ppf(0.975))
         centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
         half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + z * z / (4 * count * count))
-        return Mean(mean, max(0.0, centre - half), min(1.0, centre + half))
+        # At the ends the interval touches them, up to rounding.
+        return Mean(mean, centre - half if mean > 0 else 0.0, centre + half if mean < 1 else 1.0)
     if count < 2:
         return Mean(mean, None, None)
     spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1) / count)
     half = float(stats.t.ppf(0.975, count - 1)) * spread
-    return Mean(mean, mean - half, mean + half)
+    low = mean - half
+    return Mean(mean, max(0.0, low) if min(values) >= 0 else low, mean + half)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -25,15 +25,18 @@ COLUMNS = {
 }
 """metric -> the head of its column."""
 
-REMEDIES = (
-    "Do not send the gradient of the position table, or freeze it: the closed forms then have nothing to solve with. "
-    "This audit runs no optimisation attack, so it does not say that nothing else is left.",
-    "Fixed (sin-cos) or rotary positions instead of a learned table: no row holds a patch's own gradient.",
-    "Secure aggregation over several images, so that only sums over a batch are seen: the closed forms fail from two "
-    "images on. A batch of one is always exposed, and several local steps on one image do not help.",
-    "Differentially private training with a noise multiplier that means something (0.5 and more), not clipping alone: "
-    "clipping multiplies all gradients by one number, and the solution does not change.",
-)
+REMEDIES = """
+Do not send the gradient of the position table, or freeze it: the closed forms then have nothing to solve with. This
+audit runs no optimisation attack, so it does not say that nothing else is left.
+
+Use fixed (sin-cos) or rotary positions instead of a learned table: no row holds a patch's own gradient.
+
+Aggregate securely over several images, so that only sums over a batch are seen: the closed forms fail from two images
+on. A batch of one is always exposed, and several local steps on one image do not help.
+
+Train with differential privacy and a noise multiplier that means something (0.5 and more), not with clipping alone:
+clipping multiplies all gradients by one number, and the solution does not change.
+"""
 """What would reduce the leak, each with its limit."""
 
 
@@ -53,27 +56,24 @@ def make_page(audit: Audit, facts: Mapping[str, Cell], leaks: list[str] | None =
         section.text("The gate is passed." if not leaks else "The gate is not passed: " + "; ".join(leaks) + ".")
     _tables(page, audit)
     _pictures(page, audit)
-    page.section("What would reduce the leak").text("\n\n".join(REMEDIES))
+    page.section("What would reduce the leak").text(REMEDIES)
     page.section("How this page was made").facts(facts)
     return page
 
 
-def table_rows(audit: Audit) -> list[list[Cell]]:
-    """A row for each attack × defence, then the baselines: names, exact, metrics with intervals, rank, condition."""
+def table(audit: Audit, columns: Sequence[str] = tuple(COLUMNS)) -> tuple[list[str], list[list[Cell]]]:
+    """Header, and a row for each attack × defence and baseline: exact, metrics with intervals, rank, condition."""
     count = len(audit.images)
     rows: list[list[Cell]] = []
     for pair in audit.pairs:
         name: list[Cell] = [pair.attack, pair.defence]
         if pair.reason is not None:
-            rows.append([*name, "does not apply", *[None] * (len(COLUMNS) + 2)])
+            rows.append([*name, "does not apply", *[None] * (len(columns) + 2)])
             continue
-        rows.append([*name, f"{pair.exact} of {count}", *_cells(pair.scores), *_system(pair)])
-    for name, scores in audit.baselines.items():
-        rows.append(["baseline", name, None, *_cells(scores), None, None])
-    return rows
-
-
-HEADER = ["attack", "defence", "exact", *COLUMNS.values(), "rank of G", "condition of G"]
+        rows.append([*name, f"{pair.exact} of {count}", *_cells(pair.scores, columns), *_system(pair)])
+    for guess, scores in audit.baselines.items():
+        rows.append(["baseline", guess, None, *_cells(scores, columns), None, None])
+    return ["attack", "defence", "exact", *(COLUMNS[name] for name in columns), "rank of G", "condition of G"], rows
 
 
 def reasons(audit: Audit) -> list[tuple[str, str]]:
@@ -81,9 +81,7 @@ def reasons(audit: Audit) -> list[tuple[str, str]]:
     return [
         (f"{pair.attack} against {pair.defence}", said)
         for pair in audit.pairs
-        for said in dict.fromkeys(
-            [pair.reason, pair.caveat, *(str(f["verdict"]) for f in pair.facts if "verdict" in f)]
-        )
+        for said in dict.fromkeys([pair.reason, pair.caveat, *(str(f.get("verdict") or "") for f in pair.facts)])
         if said
     ]
 
@@ -92,9 +90,8 @@ def _tables(page: Page, audit: Audit) -> None:
     section = page.section("Attacks and defences")
     if any(pair.reason is None for pair in audit.pairs):
         section.table(
-            HEADER,
-            table_rows(audit),
-            f"Means over {len(audit.images)} images, in brackets the 95 % interval. MSE, FFT2D and LPIPS are distances. "
+            *table(audit),
+            f"Means over {len(audit.images)} images and their 95 % intervals. MSE, FFT2D and LPIPS are distances. "
             f"Re-identified: the nearest of the {len(audit.images)} originals is the right one.",
         )
     else:
@@ -103,9 +100,9 @@ def _tables(page: Page, audit: Audit) -> None:
         section.table(["attack", "why it does not apply, or is not exact"], said)
 
 
-def _cells(scores: Scores) -> list[Cell]:
+def _cells(scores: Scores, columns: Sequence[str]) -> list[Cell]:
     found = summary(scores)
-    return [_interval(found[name]) for name in COLUMNS]
+    return [_interval(found[name]) for name in columns]
 
 
 def _interval(mean: Mean | None) -> str | None:

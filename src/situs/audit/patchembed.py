@@ -1,9 +1,9 @@
 """The patch-embedding attack: the pixels are the solution of one linear system.
 
 A patch embedding E = X W^T + b followed by an added table has ∂l/∂W = G^T X with G = ∂l/∂E, and ∂l/∂E is also the
-gradient of the table's patch rows. Both are in the upload, so X is solved for; attention, labels and loss do not matter.
-Exact for one image as long as the N patches are no more than the rank of G, at most D. K local steps on one image sum
-both sides over the steps and leave the equation as it is.
+gradient of the table's patch rows. Both are in the upload, so X is solved for: attention, labels and loss do not
+matter. Exact for one image as long as the N patches are no more than the rank of G, at most D. Local steps on one image
+sum both sides over the steps and leave the equation as it is.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ class Solution(NamedTuple):
 def solve_pixels(weight: Tensor, table: Tensor, sent: torch.dtype = torch.float32, sigma: float = 0.0) -> Solution:
     """X of ∂l/∂W = G^T X in float64, for a batch of systems, by ridge regression on whitened equations.
 
-    weight: ∂l/∂W, [B, D, K]. table: G, [B, N, D]. sent: the type they came in, whose rounding errs in proportion to each
-    number; sigma: deviation of noise that was added to each. Equation d then errs with a variance that the attacker
-    knows, normalised pixels have a variance near 1, and dividing each equation by its deviation makes the ridge 1.
+    weight: ∂l/∂W, [B, D, K]. table: G, [B, N, D]. sent: the type they came in, whose rounding errs in proportion to
+    each number; sigma: deviation of noise that was added to each. Equation d then errs with a variance that the
+    attacker knows, normalised pixels have a variance near 1, and dividing each equation by its deviation makes the
+    ridge 1.
     Directions of G below what noise alone reaches, 1 + √(D/N) after the division, are no part of the rank. Where
     there are more patches than rank, the solution of least norm comes out.
     """

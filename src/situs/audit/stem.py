@@ -56,8 +56,8 @@ def find_stem(backbone: Backbone) -> Stem | str:
     weight = _find_weight(backbone, size)
     if weight is None:
         return (
-            "its patch embedding is not one linear map of each patch (a norm, overlapping patches or several layers), so "
-            "the gradient of its weight is not a product with the pixels"
+            "its patch embedding is not one linear map of each patch (a norm, overlapping patches or several layers), "
+            "so the gradient of its weight is not a product with the pixels"
         )
     parameters = dict(backbone.named_parameters())
     if not parameters[weight].requires_grad:

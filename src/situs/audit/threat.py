@@ -8,7 +8,6 @@ who has read about it; `noise_level` and `known_gradient` are that knowledge in 
 # ruff: noqa: ARG002  (every defence is given the same arguments)
 from __future__ import annotations
 
-from abc import ABC
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -41,12 +40,14 @@ THREAT = {
 
 
 @dataclass(frozen=True)
-class Defence(ABC):
+class Defence:
     """What a client does so that its gradients tell less. Fields are its settings."""
 
     name: ClassVar[str] = "none"
     about: ClassVar[str] = "gradients are sent as they are"
     known: ClassVar[str] = "there is nothing to know"
+    lower_bound: ClassVar[str] = ""
+    """Why an attack of this audit gets less than one could who knows the defence; "" where it gets all there is."""
     per_sample: ClassVar[bool] = False
     """Whether `bound` must see each sample's gradient by itself, before the mean over the batch."""
 
@@ -110,7 +111,7 @@ class Clip(Defence):
     """C: the largest norm a sample's gradient may have, over all parameters together."""
 
     multiplier: float = 0.01
-    """Noise on the sum has deviation multiplier · C. Differential privacy worth the name begins near 0.5."""
+    """Noise on the sum has deviation multiplier · C. DP-SGD is commonly run with 0.5 and more; this default is weak."""
 
     name: ClassVar[str] = "clip"
     about: ClassVar[str] = (
@@ -165,8 +166,12 @@ class MaskedJigsaw(Defence):
         "masked jigsaw training (MJP): the share γ of the patches is shuffled and shares one position"
     )
     known: ClassVar[str] = (
-        "the method and its λ: rows of the table without a gradient reveal the mask, and DAL's own gradient on the other "
-        "rows is computed and subtracted. The figure is a lower bound: what the hidden patches share is not separated"
+        "the method and its λ: rows of the table without a gradient reveal the mask, and the gradient of DAL on the "
+        "other rows is computed and subtracted"
+    )
+    lower_bound: ClassVar[str] = (
+        "a lower bound, and no credit to MJP: the gradients of the hidden patches blur all others, and this audit has no "
+        "attacker yet who separates them"
     )
 
     def __post_init__(self) -> None:

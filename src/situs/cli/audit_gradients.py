@@ -162,21 +162,23 @@ def _labels(subject: Subject, batch: Batch) -> Any:
 def _report(args: Args, audit: Audit, subject: Subject, leaks: list[str] | None) -> None:
     from situs import __version__
     from situs.audit.gradients import to_json, verdict
-    from situs.audit.page import HEADER, make_page, reasons, table_rows
+    from situs.audit.page import make_page, reasons, table
     from situs.cli.scores import write_scores
     from situs.cli.tables import print_table
     from situs.report.html import show
 
+    height, width = audit.images.shape[2:]
     facts = {
         "model": audit.model,
         "weights": str(subject.facts.get("weights", subject.facts["kind"])),
-        "images": f"{len(audit.images)} of {Path(args.images).name}, {' × '.join(map(str, audit.images.shape[2:]))} pixels",
+        "images": f"{len(audit.images)} of {Path(args.images).name}, {height} × {width} pixels",
         "gradients": f"{args.precision}, batch {args.batch}, local steps {args.local_steps}",
         "seed": args.seed,
         "situs": __version__,
     }
     if any(pair.reason is None for pair in audit.pairs):
-        rows = [[show(cell) for cell in row] for row in (HEADER, *table_rows(audit))]
+        header, rows = table(audit, ("psnr", "ssim", "order_accuracy", "reidentified"))
+        rows = [[show(cell) for cell in row] for row in (header, *rows)]
         print_table(f"{audit.model}, {facts['images']}", rows)
     if said := reasons(audit):
         print_table("Does not apply, or is not exact", said)

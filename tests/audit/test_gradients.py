@@ -1,0 +1,116 @@
+"""The audit as a whole: pairs, reasons, verdict, gate and the file."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from situs.audit import create_attack, create_defence
+from situs.audit.gradients import Audit, Step, audit_gradients, gate, summary, to_json, verdict
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+
+NORMALISATION = ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+SHAPE = {"depth": 2, "embed_dim": 48, "num_heads": 4}
+
+
+def audit(
+    attacks: str = "patchembed,april", defences: str = "none,no-pe-gradient", batch: int = 1, **fields: Any
+) -> Audit:
+    torch.manual_seed(0)
+    given = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": SHAPE, **fields}
+    backbone = create_backbone("vit_tiny_patch16_224", **given).eval()
+    images = (torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
+    return audit_gradients(
+        backbone,
+        images,
+        torch.arange(4),
+        [create_attack(name) for name in attacks.split(",")],
+        [create_defence(name) for name in defences.split(",")],
+        normalisation=NORMALISATION,
+        step=Step(batch=batch),
+    )
+
+
+def test_every_pair_is_there_and_the_leak_is_found() -> None:
+    found = audit()
+    assert [(p.attack, p.defence) for p in found.pairs] == [
+        ("patchembed", "none"),
+        ("april", "none"),
+        ("patchembed", "no-pe-gradient"),
+        ("april", "no-pe-gradient"),
+    ]
+    best, other, *without = found.pairs
+    assert (best.exact, best.reason, best.caveat) == (4, None, None)
+    assert other.exact == 0
+    assert all("not sent" in str(pair.reason) for pair in without)
+    assert "none: 4 of 4 images recovered exactly from one step (best attack patchembed" in verdict(found)
+    assert "no-pe-gradient: no attack of this audit applies" in verdict(found)
+    assert "mean image" in verdict(found)
+    means = summary(best.scores)
+    assert means["psnr"] is not None and means["psnr"].low is not None
+    assert means["lpips"] is None
+
+
+def test_the_victims_pictures_are_the_originals() -> None:
+    found = audit("patchembed", "none")
+    assert found.pairs[0].images is not None
+    torch.testing.assert_close(found.pairs[0].images, found.images, rtol=0, atol=1e-3)
+
+
+def test_a_batch_has_one_solution_for_all_its_images() -> None:
+    [pair] = audit("patchembed", "none", batch=2).pairs
+    assert pair.images is not None
+    assert torch.equal(pair.images[0], pair.images[1])
+    assert not torch.equal(pair.images[0], pair.images[2])
+    assert pair.exact == 0
+    assert "sums over the images" in str(pair.caveat)
+
+
+def test_a_model_without_an_attack_says_so() -> None:
+    found = audit(positions="sincos")
+    assert all("fixed or frozen" in str(pair.reason) for pair in found.pairs)
+    assert verdict(found).startswith("No attack of this audit applies")
+    assert "not a proof" in verdict(found)
+    assert gate(found, "psnr=20") == []
+
+
+def test_mjp_is_given_no_credit_that_an_unfinished_attack_would_give() -> None:
+    found = audit("patchembed", "mjp=0.3")
+    assert found.pairs[0].lower_bound
+    assert "no credit to MJP" in str(found.pairs[0].caveat)
+    assert "mjp γ=0.3: at least " in verdict(found)
+    assert "lower bound" in verdict(found)
+
+
+def test_the_gate_looks_at_the_worst_image() -> None:
+    found = audit("patchembed", "none")
+    values = found.pairs[0].scores["psnr"]
+    assert values is not None
+    [said] = gate(found, f"psnr={sorted(values)[-2]}")
+    assert said.startswith("patchembed against none: 1 of 4 images have psnr above")
+    assert gate(found, "psnr=500") == []
+    with pytest.raises(SitusError, match="psnr"):
+        gate(found, "mse=1")
+    with pytest.raises(SitusError, match="must be METRIC=NUMBER"):
+        gate(found, "psnr=much")
+
+
+def test_the_file_has_every_image_and_is_json() -> None:
+    found = audit()
+    told = json.loads(json.dumps(to_json(found), allow_nan=False))
+    first = told["pairs"][0]
+    assert [row["image"] for row in first["images"]] == ["0", "1", "2", "3"]
+    assert first["images"][2]["rank"] == 16
+    assert first["images"][2]["psnr"] == (found.pairs[0].scores["psnr"] or [])[2]
+    assert told["pairs"][2] == {
+        "attack": "patchembed",
+        "defence": "no-pe-gradient",
+        "applies": False,
+        "reason": found.pairs[2].reason,
+    }
+    assert set(told["baselines"]) == {"mean image", "random pair"}
+    assert told["step"] == {"batch": 1, "local_steps": 1, "dtype": "float32", "seed": 0}

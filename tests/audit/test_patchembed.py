@@ -1,0 +1,205 @@
+"""The pixels come back: against hand-made systems, on every kind of ViT, under rounding, noise, clipping and k steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from situs.audit import ATTACKS, Clip, Knowledge, MaskedJigsaw, Noise, NoPositionGradient, PatchEmbedding
+from situs.audit.patchembed import solve_pixels
+from situs.audit.threat import hidden_places, victim_gradients
+from situs.backbones import create_backbone
+from situs.core.tokens import patchify
+
+SMALL = {"depth": 2, "embed_dim": 48, "num_heads": 4}
+
+
+def victim(name: str = "vit_tiny_patch16_224", **fields: Any) -> Any:
+    torch.manual_seed(0)
+    given = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": SMALL, **fields}
+    return create_backbone(name, **given).eval()
+
+
+def images(count: int = 1, channels: int = 3, size: int = 32) -> torch.Tensor:
+    return torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def error(found: torch.Tensor, real: torch.Tensor) -> float:
+    """Relative error in decibels: -20 log10(|found - real| / |real|)."""
+    return -20 * float(((found.double() - real.double()).norm() / real.double().norm()).log10())
+
+
+def attack(backbone: Any, x: torch.Tensor, known: Knowledge | None = None, **step: Any) -> Any:
+    known = Knowledge() if known is None else known
+    labels = torch.arange(len(x)) % 5
+    uploads = [
+        victim_gradients(
+            backbone, x[i : i + 1], labels[i : i + 1], defence=known.defence, ids=torch.tensor([i]), **step
+        )
+        for i in range(len(x))
+    ]
+    return PatchEmbedding().recover(backbone, uploads, known)
+
+
+@given(st.integers(2, 12), st.integers(0, 6), st.integers(1, 9), st.integers(1, 3))
+def test_a_consistent_system_is_solved(n: int, spare: int, k: int, batch: int) -> None:
+    chance = torch.Generator().manual_seed(n * 100 + k)
+    table = torch.randn(batch, n, n + 4 + spare, generator=chance, dtype=torch.float64)
+    patches = torch.randn(batch, n, k, generator=chance, dtype=torch.float64)
+    found = solve_pixels(table.mT @ patches, table, torch.float64)
+    torch.testing.assert_close(found.patches, patches, rtol=1e-7, atol=1e-7)
+    assert found.rank.tolist() == [n] * batch
+    torch.testing.assert_close(found.condition, torch.linalg.cond(table))
+    assert float(found.residual.max()) < 1e-10
+
+
+def test_more_patches_than_channels_give_the_solution_of_least_norm() -> None:
+    chance = torch.Generator().manual_seed(0)
+    table = torch.randn(1, 9, 5, generator=chance, dtype=torch.float64)
+    weight = torch.randn(1, 5, 4, generator=chance, dtype=torch.float64)
+    found = solve_pixels(weight, table, torch.float64)
+    torch.testing.assert_close(found.patches, torch.linalg.pinv(table.mT) @ weight)
+    assert int(found.rank) == 5
+    assert float(found.condition) == float("inf")
+
+
+def test_noise_is_damped_and_not_amplified() -> None:
+    """With noise as large as the gradients the estimate shrinks to the mean image; least squares would explode."""
+    chance = torch.Generator().manual_seed(0)
+    table = torch.randn(1, 20, 40, generator=chance, dtype=torch.float64)
+    table[:, -5:] *= 1e-3
+    patches = torch.randn(1, 20, 6, generator=chance, dtype=torch.float64)
+    for sigma in (1e-2, 0.1, 1.0):
+        g = table + sigma * torch.randn(table.shape, generator=chance, dtype=torch.float64)
+        w = table.mT @ patches + sigma * torch.randn(1, 40, 6, generator=chance, dtype=torch.float64)
+        ridge = (solve_pixels(w, g, torch.float64, sigma).patches - patches).norm()
+        plain = (torch.linalg.pinv(g.mT) @ w - patches).norm()
+        assert ridge < plain
+        assert ridge < 1.1 * patches.norm()
+    assert int(solve_pixels(w, g, torch.float64, 1.0).rank) < 20
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("vit_tiny_patch16_224", {}),
+        ("deit_tiny_distilled_patch16_224", {}),
+        ("vit_small_patch14_reg4_dinov2", {}),
+        ("vit_base_patch16_clip_224", {}),
+        ("vit_tiny_patch16_224", {"img_size": (32, 48)}),
+        ("vit_tiny_patch16_224", {"in_chans": 1}),
+    ],
+)
+def test_every_learned_table_leaks_every_pixel(name: str, fields: dict[str, Any]) -> None:
+    backbone = victim(name, **fields).double()
+    x = torch.randn(2, backbone.in_chans, *backbone.img_size, dtype=torch.float64)
+    found = attack(backbone, x, dtype=torch.float64)
+    assert PatchEmbedding().caveat(backbone, 1) is None
+    assert error(found.images, x) > 90
+    for fact in found.facts:
+        assert fact["rank"] == fact["unknowns"] == backbone.num_tokens
+        assert float(fact["condition"]) > 1
+
+
+def test_a_transformers_model_leaks_too() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(
+        hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, image_size=32, patch_size=8
+    )
+    torch.manual_seed(0)
+    backbone = create_backbone(config, num_classes=5).eval()
+    assert error(attack(backbone, images()).images, images()) > 60
+
+
+def test_gradients_of_a_plain_backward_are_those_attacked() -> None:
+    """The victim's gradients by an independent way: .backward() on timm's own model."""
+    backbone = victim()
+    x, y = images(3), torch.tensor([0, 3, 4])
+    found = victim_gradients(backbone, x, y)
+    torch.nn.functional.cross_entropy(backbone.model(x), y).backward()
+    for name, parameter in backbone.model.named_parameters():
+        torch.testing.assert_close(found[f"model.{name}"], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_several_local_steps_on_one_image_hide_nothing() -> None:
+    backbone = victim()
+    one, five = attack(backbone, images()), attack(backbone, images(), local_steps=5, lr=0.05)
+    assert error(five.images, images()) > 60
+    assert not torch.allclose(one.images, five.images, atol=0)
+
+
+def test_clipping_alone_hides_nothing_and_noise_does() -> None:
+    backbone = victim()
+    clipped = attack(backbone, images(), Knowledge(Clip(norm=1e-3, multiplier=0.0)))
+    assert error(clipped.images, images()) > 60
+    levels = [error(attack(backbone, images(), Knowledge(Noise(s))).images, images()) for s in (1e-7, 1e-5, 1e-2)]
+    assert levels[0] > levels[1] > levels[2]
+    assert levels[2] < 6
+
+
+def test_half_precision_leaks_less_than_float32_and_still_leaks() -> None:
+    backbone = victim()
+    full, half, brain = (
+        error(attack(backbone, images(), dtype=d).images, images())
+        for d in (torch.float32, torch.float16, torch.bfloat16)
+    )
+    assert full > half > brain > 3
+
+
+def test_a_batch_is_not_taken_apart_and_that_is_said() -> None:
+    backbone, x = victim(), images(4)
+    upload = victim_gradients(backbone, x, torch.arange(4))
+    found = PatchEmbedding().recover(backbone, [upload], Knowledge(batch=4))
+    assert max(error(found.images, x[i : i + 1]) for i in range(4)) < 10
+    assert "sums over the images" in str(PatchEmbedding().caveat(backbone, 4))
+
+
+def test_too_many_patches_are_told() -> None:
+    backbone = victim(model_args={**SMALL, "embed_dim": 12})
+    found = attack(backbone, images())
+    assert "16 patches are more than 12 channels" in str(PatchEmbedding().caveat(backbone, 1))
+    assert found.facts[0]["condition"] is None
+    assert int(found.facts[0]["rank"]) < 16
+    assert error(found.images, images()) < 30
+
+
+def test_without_the_table_there_is_nothing_to_solve() -> None:
+    backbone = victim()
+    upload = victim_gradients(backbone, images(), torch.tensor([1]), defence=NoPositionGradient())
+    assert "model.pos_embed" not in upload
+    assert "model.patch_embed.proj.weight" in upload
+    for kind in ATTACKS.values():
+        assert "model.pos_embed is not sent" in str(kind().missing(backbone, upload))
+
+
+def test_the_gradient_of_dal_is_subtracted() -> None:
+    """MJP without a mask is plain training plus λ DAL: unsubtracted it hides, subtracted it hides nothing."""
+    backbone = victim()
+    plain, known = MaskedJigsaw(0.0), Knowledge(MaskedJigsaw(0.0))
+    upload = victim_gradients(backbone, images(), torch.tensor([1]), defence=plain)
+    before = error(PatchEmbedding().recover(backbone, [upload]).images, images())
+    after = error(PatchEmbedding().recover(backbone, [upload], known).images, images())
+    assert after > 60
+    assert before < after - 30
+
+
+def test_rows_without_gradient_are_the_mask_of_mjp() -> None:
+    backbone = victim()
+    defence = MaskedJigsaw(0.3)
+    method: Any = defence.method(backbone)
+    upload = victim_gradients(backbone, images(), torch.tensor([1]), defence=defence)
+    mask = method.draw(torch.tensor([0]), seed=0, epoch=0)["mask"][0]
+    assert mask.any()
+    assert torch.equal(hidden_places(upload["model.pos_embed"][0, 1:]), mask)
+
+
+def test_the_layout_is_that_of_patchify() -> None:
+    """One patch of the estimate, cut by hand from the image."""
+    backbone = victim()
+    found = patchify(attack(backbone, images()).images, 8)
+    by_hand = images()[0, :, 8:16, 16:24].permute(1, 2, 0).flatten()
+    torch.testing.assert_close(found[0, 6], by_hand, rtol=1e-2, atol=1e-2)

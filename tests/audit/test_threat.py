@@ -1,0 +1,125 @@
+"""Defences do what they say, on gradients by name; what is no batch of normalised images is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from situs.audit import DEFENCES, Clip, Noise, create_attack, create_defence
+from situs.audit.threat import NoDefence, victim_gradients
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+from situs.methods import create_method
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Any:
+    torch.manual_seed(0)
+    shape = {"depth": 1, "embed_dim": 16, "num_heads": 2}
+    return create_backbone("vit_tiny_patch16_224", img_size=16, patch_size=8, num_classes=5, model_args=shape).eval()
+
+
+X, Y = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 4, 2])
+
+
+def norm(gradients: dict[str, torch.Tensor]) -> float:
+    return float(torch.cat([g.flatten().double() for g in gradients.values()]).norm())
+
+
+@pytest.mark.parametrize("name", DEFENCES)
+def test_contract(name: str, backbone: Any) -> None:
+    defence = create_defence(name)
+    before = {n: p.clone() for n, p in backbone.named_parameters()}
+    one, two = (victim_gradients(backbone, X, Y, defence=defence, seed=1) for _ in range(2))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[n], two[n]) for n in one)
+    shapes = {n: p.shape for n, p in backbone.named_parameters()}
+    assert all(g.shape == shapes[n] for n, g in one.items() if n in shapes)
+    assert set(shapes) - set(one) <= {"model.pos_embed"}
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in backbone.named_parameters())
+    assert defence.about and defence.known
+    assert defence.name == name
+
+
+def test_noise_has_its_deviation_and_differs_between_samples(backbone: Any) -> None:
+    clear = victim_gradients(backbone, X, Y)
+    first, second = (
+        victim_gradients(backbone, X, Y, defence=Noise(0.5), ids=torch.arange(3) + 7 * i) for i in range(2)
+    )
+    added = torch.cat([(first[n] - clear[n]).flatten() for n in clear])
+    assert abs(float(added.std()) - 0.5) < 0.01
+    assert not torch.equal(first["model.pos_embed"], second["model.pos_embed"])
+
+
+def test_clipping_is_per_sample(backbone: Any) -> None:
+    alone = [victim_gradients(backbone, X[i : i + 1], Y[i : i + 1]) for i in range(3)]
+    bound = 0.5 * min(map(norm, alone))
+    found = victim_gradients(backbone, X, Y, defence=Clip(bound, 0.0))
+    for name, gradient in found.items():
+        expected = sum(g[name] * (bound / norm(g)) for g in alone) / 3
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-7)
+    loose = victim_gradients(backbone, X[:1], Y[:1], defence=Clip(1e6, 0.0))
+    torch.testing.assert_close(loose["model.pos_embed"], alone[0]["model.pos_embed"])
+
+
+def test_local_steps_are_those_of_sgd(backbone: Any) -> None:
+    """The FedAvg update by torch's own SGD on a copy."""
+    from copy import deepcopy
+
+    found = victim_gradients(backbone, X, Y, local_steps=3, lr=0.1)
+    copy = deepcopy(backbone)
+    optimiser = torch.optim.SGD(copy.parameters(), lr=0.1)
+    for _ in range(3):
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(copy(X), Y).backward()
+        optimiser.step()
+    for (name, end), start in zip(copy.named_parameters(), backbone.parameters(), strict=True):
+        torch.testing.assert_close(found[name], (start - end) / 0.3, rtol=1e-3, atol=1e-5)
+
+
+def test_types_and_methods(backbone: Any) -> None:
+    half = victim_gradients(backbone, X, Y, dtype=torch.bfloat16)
+    assert {g.dtype for g in half.values()} == {torch.bfloat16}
+    method = create_method("mjp", backbone)
+    own = victim_gradients(method, X, Y, defence=NoDefence())
+    assert {"unknown", "model.pos_embed"} <= set(own)
+    assert any(name.startswith("dal.") for name in own)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "said"),
+    [
+        ((X * 50).to(torch.uint8), Y, "uint8"),
+        (X.abs() * 100, Y, "grey levels"),
+        (X, Y[:2], r"must be \[B, C, H, W\]"),
+        (X[0], Y, r"must be \[B, C, H, W\]"),
+    ],
+)
+def test_mistakes(backbone: Any, images: torch.Tensor, labels: torch.Tensor, said: str) -> None:
+    with pytest.raises(SitusError, match=said):
+        victim_gradients(backbone, images, labels)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fog", "clip, mjp, no-pe-gradient, noise, none"),
+        ("noise=loud", "no number"),
+        ("noise=-1", "--defence noise"),
+        ("none=3", "has no setting"),
+        ("mjp=2", "--defence mjp"),
+    ],
+)
+def test_defences_by_name(text: str, said: str) -> None:
+    assert create_defence("noise=1e-4") == Noise(1e-4)
+    assert create_defence("clip=0.5").label == "clip C=0.5, noise 0.01·C"
+    with pytest.raises(SitusError, match=said):
+        create_defence(text)
+
+
+def test_attacks_by_name() -> None:
+    assert create_attack("april").name == "april"
+    with pytest.raises(SitusError, match="april, patchembed"):
+        create_attack("magic")
