@@ -166,6 +166,21 @@ def test_a_batch_of_ones_own_and_a_subset_of_tokens() -> None:
     assert verify(backbone, tokens=2, steps=0).whole("row").status == "holds"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_has_its_own_tolerance_and_float64_none_of_it(dtype: torch.dtype) -> None:
+    verdict = verify(make("deit3", dtype), inputs(make("deit3")))
+    column = verdict.whole("column")
+    assert (column.status, verdict.whole("row").status) == ("needs keyed weights", "holds")
+    assert max(column.errors.values()) < EXACT
+    assert max(column.own.values()) < verdict.own_tolerance  # sums are kept in float32, so that it may even be 0
+    assert "steps" not in column.own
+    groups = groups_of(make("deit3"))
+    bench = Bench(make("deit3", dtype), sample_of(make("deit3", dtype), None, 32, random()), dtype, 0)
+    control = bench.control(groups, random_keys(groups, random()))
+    assert control is not None
+    assert control > verdict.own_tolerance
+
+
 # --- certify -------------------------------------------------------------------------------------------------------
 
 

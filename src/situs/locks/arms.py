@@ -70,6 +70,8 @@ def sample_of(backbone: Backbone, x: Tensor | None, tokens: int, generator: torc
     """Random inputs where none are given; at most `tokens` of their tokens where the model allows a subset."""
     if x is None:
         x = _random_input(backbone, tokens, generator)
+    elif x.is_floating_point():
+        x = x.to(own_dtype(backbone))
     if x.dim() == 2:  # ids: padding is part of the law where a model knows it
         mask = torch.ones(x.shape, dtype=torch.bool, device=x.device)
         if x.shape[1] > 4 and "rows" not in backbone.refusals:

@@ -52,7 +52,8 @@ class Bench:
         self.backbone = backbone
         self.sample = sample
         self.dtype = dtype
-        self.steps = steps
+        # Nobody trains weights of half precision; AdamW's own numbers would not survive there.
+        self.steps = steps if dtype in (torch.float64, torch.float32) else 0
         self.stack = Stack(backbone)
         self.tensors = tensors_of(self.stack, dtype)
         self.tokens = embedded(backbone, sample, dtype)
@@ -110,8 +111,8 @@ class Bench:
     def column_moves(self, residual: Sequence[Group], keys: Mapping[str, Tensor]) -> tuple[Move, Back]:
         """The stream's channels by the key of its first stage, and back from that of its last."""
         enter, leave = entrance_and_exit(residual)
-        undo = invert(keys[leave])
-        return lambda s: replace(s, z=permute_columns(s.z, keys[enter])), lambda z: permute_columns(z, undo)
+        p, undo = keys[enter].to(self.tokens.device), invert(keys[leave]).to(self.tokens.device)
+        return lambda s: replace(s, z=permute_columns(s.z, p)), lambda z: permute_columns(z, undo)
 
     def row(self) -> Errors:
         """The row law: the same weights, their gradients equal."""

@@ -119,7 +119,7 @@ def _permuted(a: Tensor, p: Tensor, size: int) -> Tensor:
     """The last axis by the key, once or (where a merge has joined 4 tokens) 4 times over; else not at all."""
     if a.shape[-1] not in (size, 4 * size):
         return a.new_full((), float("nan"))
-    return permute_columns(a.unflatten(-1, (-1, size)), p).flatten(-2)
+    return permute_columns(a.unflatten(-1, (-1, size)), p.to(a.device)).flatten(-2)
 
 
 def _outputs(bench: Bench, run: Callable[[], Tensor]) -> dict[str, Tensor]:

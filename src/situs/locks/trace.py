@@ -231,8 +231,8 @@ def _run(
     with torch.enable_grad(), KeepDouble():
         z = z.clone().requires_grad_()
         own = {name: t.clone().requires_grad_(t.is_floating_point()) for name, t in state.items()}
-        out = functional_call(module, own, (permute_columns(z, enter) if len(enter) else z,))
-        out = permute_columns(out, leave) if len(leave) else out
+        out = functional_call(module, own, (permute_columns(z, enter.to(z.device)) if len(enter) else z,))
+        out = permute_columns(out, leave.to(z.device)) if len(leave) else out
         noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
         leaves_ = {name: t for name, t in own.items() if t.requires_grad}
         found = torch.autograd.grad((out * noise.to(out)).sum(), [z, *leaves_.values()], allow_unused=True)
