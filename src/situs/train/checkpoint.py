@@ -33,6 +33,7 @@ MAY_CHANGE = frozenset(
         "epochs",
         "max_steps",
         "out",
+        "path",  # data that moved; the loop checks that it is as much as it was
         "workers",
         "log_every",
         "save_every",
@@ -45,6 +46,11 @@ MAY_CHANGE = frozenset(
 """Names of config fields that a resumed run may change: none of them alters a step that is already done."""
 
 _NAME = re.compile(r"step-(\d+)")
+
+
+def _may_change(name: str) -> bool:
+    """A method's own fields may not, whatever they are called (DropPos has `epochs` too)."""
+    return not name.startswith("method.") and name.split(".")[-1] in MAY_CHANGE
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class RunFolder:
         recorded = read_config(path)
         run = cls(path, recorded if config is None else to_dict(config), resumed=True, writer=writer)
         changed = differences(recorded, run.config)
-        fixed = {name: pair for name, pair in changed.items() if name.split(".")[-1] not in MAY_CHANGE}
+        fixed = {name: pair for name, pair in changed.items() if not _may_change(name)}
         if fixed:
             listed = ", ".join(f"{name} was {old!r} and is now {new!r}" for name, (old, new) in list(fixed.items())[:3])
             more = f" and {len(fixed) - 3} more fields" if len(fixed) > 3 else ""
