@@ -123,6 +123,10 @@ class EvaBackbone(VitBackbone):
 class RelPosBackbone(FlatBackbone):
     """VisionTransformerRelPos: a relative bias per layer, or one shared by all; no table."""
 
+    refusals: ClassVar[dict[str, str]] = {
+        "rows": "its relative bias would have to be permuted too, and a permuted bias spells out the order"
+    }
+
     def prefix_tokens(self) -> Tensor:
         return self.model.cls_token
 

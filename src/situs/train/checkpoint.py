@@ -50,7 +50,7 @@ _NAME = re.compile(r"step-(\d+)")
 
 def _may_change(name: str) -> bool:
     """A method's own fields may not, whatever they are called (DropPos has `epochs` too)."""
-    return not name.startswith("method.") and name.split(".")[-1] in MAY_CHANGE
+    return not name.startswith("method.") and name.rsplit(".", maxsplit=1)[-1] in MAY_CHANGE
 
 
 @dataclass(frozen=True)
