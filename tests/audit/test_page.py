@@ -19,7 +19,7 @@ def example(*pairs: Pair) -> Audit:
 
 
 SCORES = measure_all(REAL, REAL, 8)
-FACTS = [{"rank": 4 - i, "unknowns": 4, "condition": 10.0 * (i + 1)} for i in range(3)]
+FACTS = [{"rank": 4 - i, "unknowns": 4, "condition": (20.0, 10.0, None)[i]} for i in range(3)]
 WORKED = Pair("patchembed", "none", None, "a caveat", SCORES, FACTS, REAL)
 REFUSED = Pair("april", "none", "there is <no> table")
 

@@ -1,4 +1,4 @@
-"""The pixels come back: against hand-made systems, on every kind of ViT, under rounding, noise, clipping and k steps."""
+"""The pixels come back: from hand-made systems, every kind of ViT, under rounding, noise, clipping and k steps."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ class Step:
 class Pair:
     """One attack against one defence. reason: why it does not apply (then nothing else is there).
 
-    caveat: why it is not exact here. lower_bound: whether one who knows the defence could get more. scores and facts: per image. images: recovered, [n, C, H, W] in [0, 1].
+    caveat: why it is not exact here. lower_bound: whether one who knows the defence could get more. scores and facts:
+    per image. images: recovered, [n, C, H, W] in [0, 1].
     """
 
     attack: str

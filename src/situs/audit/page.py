@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,14 +116,15 @@ def _interval(mean: Mean | None) -> str | None:
 
 
 def _system(pair: Pair) -> tuple[Cell, Cell]:
-    """Rank and condition over the images: the least rank and the median condition."""
-    ranks = [int(f["rank"]) for f in pair.facts if f.get("rank") is not None]  # pyright: ignore[reportArgumentType]
-    sizes = sorted(float(f["condition"]) for f in pair.facts if f.get("condition") is not None)  # pyright: ignore[reportArgumentType]
-    rank = f"{min(ranks)} of {pair.facts[0]['unknowns']}" if ranks else None
-    return rank, f"{sizes[len(sizes) // 2]:.3g}" if sizes else "∞" if ranks else None
+    """Rank and condition over the images: the least rank and the median condition, infinite below full rank."""
+    ranks: list[Any] = [fact["rank"] for fact in pair.facts]
+    sizes: list[Any] = [fact["condition"] for fact in pair.facts]
+    middle = sorted(math.inf if size is None else size for size in sizes)[len(sizes) // 2]
+    rank = f"{min(ranks)} of {pair.facts[0]['unknowns']}"
+    return rank, "∞" if middle == math.inf else f"{middle:.3g}"
 
 
-def _pictures(page: Page, audit: Audit, most: int = 6) -> None:
+def _pictures(page: Page, audit: Audit, most: int = 4) -> None:
     shown = [pair for pair in audit.pairs if pair.images is not None]
     if not shown:
         return
