@@ -32,9 +32,10 @@ from safetensors.torch import save_file
 
 from situs.backbones import create_backbone
 from situs.locks.folder import CONFIG, INDEX, structure_of, write_model
-from situs.locks.groups import Group, groups_of, permute_state, random_keys, residual_only
+from situs.locks.groups import groups_of, permute_state, random_keys, residual_only
 from situs.locks.key import Key
 from situs.locks.lock import lock, unlock
+from situs.locks.members import Group
 
 KEY = Key(bytes(range(32)))
 SIZES: dict[str, dict[str, int]] = {

@@ -10,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from situs.errors import SitusError
-from situs.locks.groups import Group, Member
 from situs.locks.key import Key
 from situs.locks.manifest import (
     NAME,
@@ -22,6 +21,7 @@ from situs.locks.manifest import (
     read_manifest,
     write_manifest,
 )
+from situs.locks.members import Group, Member
 from situs.locks.shards import Spec
 
 pytest.importorskip("cryptography")

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from situs.backbones import create_backbone
 from situs.errors import SitusError
-from situs.locks.groups import Group, Member, groups_of, permute_state, random_keys, residual_only
+from situs.locks.groups import groups_of, permute_state, random_keys, residual_only
+from situs.locks.members import Group, Member
 from situs.locks.recover import (
     Recovery,
     bits_left,

@@ -18,7 +18,8 @@ from situs.errors import SitusError
 from situs.locks import trace_ops
 from situs.locks.axes import axis, freeze, leaves, length, partition, unify
 from situs.locks.equivariance import verify
-from situs.locks.groups import Group, groups_of, permute_state, random_keys, residual_only
+from situs.locks.groups import groups_of, permute_state, random_keys, residual_only
+from situs.locks.members import Group
 from situs.locks.trace import trace_backbone, trace_module
 
 WIDTH = 12

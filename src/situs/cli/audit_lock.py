@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from situs.backbones.base import Backbone
-    from situs.locks.groups import Group
+    from situs.locks.members import Group
     from situs.locks.recover import Recovery
 
 

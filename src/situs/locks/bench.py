@@ -26,7 +26,8 @@ from situs.locks.arms import (
     tensors_of,
     train_arm,
 )
-from situs.locks.groups import Group, entrance_and_exit, invert_keys, permute_state, residual_only
+from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, residual_only
+from situs.locks.members import Group
 from situs.locks.rows import fresh_order
 
 Errors = dict[str, float]

@@ -21,7 +21,8 @@ from situs.core.tokens import patchify, take, unpatchify
 from situs.errors import SitusError
 from situs.locks.arms import Sample, evaluating, gap, own_dtype, sample_of
 from situs.locks.bench import Bench, Errors
-from situs.locks.groups import Group, groups_of, random_keys, residual_only
+from situs.locks.groups import groups_of, random_keys, residual_only
+from situs.locks.members import Group
 from situs.locks.paper import official_bits, official_key, paper_rule
 from situs.locks.parts import Part, merged, parts_of
 from situs.locks.rows import fresh_order, row_leak, row_refusal

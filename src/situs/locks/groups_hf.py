@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from situs.errors import SitusError, unknown_name
-from situs.locks.groups import Group
 from situs.locks.ledger import Attention, Ledger
+from situs.locks.members import Group
 
 if TYPE_CHECKING:
     from situs.backbones.base import Backbone

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from situs.errors import SitusError, unknown_name
-from situs.locks.groups import Group, Member
 from situs.locks.ledger import Attention, Ledger, Projection
+from situs.locks.members import Group, Member
 
 if TYPE_CHECKING:
     from situs.backbones.base import Backbone

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from situs.errors import SitusError
-from situs.locks.groups import Group, Kind, Member
+from situs.locks.members import Group, Kind, Member
 
 NORMS = (
     "LayerNorm",

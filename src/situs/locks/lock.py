@@ -26,7 +26,7 @@ from situs.core.permutation import compose
 from situs.errors import SitusError
 from situs.locks import folder as files
 from situs.locks import shards
-from situs.locks.groups import Group, axis_index, groups_of, invert_keys, residual_only
+from situs.locks.groups import axis_index, groups_of, invert_keys, residual_only
 from situs.locks.key import Key, derive
 from situs.locks.manifest import (
     NAME,
@@ -39,6 +39,7 @@ from situs.locks.manifest import (
     read_manifest,
     write_manifest,
 )
+from situs.locks.members import Group
 from situs.locks.seal import SUFFIX, sealed_source, sealing_sink
 from situs.locks.shards import Change, Sink, Source, Spec
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from situs.config import from_dict, write_text
 from situs.errors import SitusError
-from situs.locks.groups import Group
 from situs.locks.key import ID_DIGITS, Key, derive, sha256
+from situs.locks.members import Group
 from situs.locks.shards import WIDTHS, Spec, unique
 
 NAME = "manifest.json"

@@ -17,10 +17,11 @@ from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, Stream
 from situs.core.permutation import invert
 from situs.locks.folder import names_in_file
-from situs.locks.groups import Group, entrance_and_exit, invert_keys, permute_state
+from situs.locks.groups import entrance_and_exit, invert_keys, permute_state
 from situs.locks.key import Key
 from situs.locks.lock import check, rename, unseal
 from situs.locks.manifest import Manifest, permutations_of
+from situs.locks.members import Group
 
 
 def open_locked(locked: str | Path, key: Key) -> Backbone:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from situs.errors import SitusError
-from situs.locks.groups import Group, Member, residual_only
+from situs.locks.groups import residual_only
+from situs.locks.members import Group, Member
 
 
 def paper_rule(groups: Sequence[Group]) -> tuple[Group, ...]:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from situs.core.permutation import permute_columns
 from situs.locks.arms import Back, gap
 from situs.locks.bench import Bench, stay, still
-from situs.locks.groups import Group, permute_state
+from situs.locks.groups import permute_state
+from situs.locks.members import Group
 
 PASSIVE = ("Identity", "Dropout", "DropPath", "Dinov2DropPath", "Dinov2WithRegistersDropPath")
 """Leaves that do nothing where nothing is dropped."""

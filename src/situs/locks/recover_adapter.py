@@ -20,7 +20,8 @@ from torch.nn import functional as F
 from situs.backbones.base import Backbone
 from situs.config import check_range
 from situs.errors import SitusError
-from situs.locks.groups import Group, residual_only
+from situs.locks.groups import residual_only
+from situs.locks.members import Group
 from situs.locks.recover import Recovery, settle
 from situs.locks.recover_match import assign
 

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.core.permutation import identity
-from situs.locks.groups import Group, Member, residual_only
+from situs.locks.groups import residual_only
+from situs.locks.members import Group, Member
 from situs.locks.recover_match import Keys, assign, channels
 
 STEPS = 30

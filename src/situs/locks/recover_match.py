@@ -21,7 +21,8 @@ from torch import Tensor
 
 from situs.core.permutation import identity
 from situs.errors import SitusError
-from situs.locks.groups import Group, Member, permute_state
+from situs.locks.groups import permute_state
+from situs.locks.members import Group, Member
 
 State = Mapping[str, Tensor]
 Keys = dict[str, Tensor]

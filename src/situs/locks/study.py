@@ -31,7 +31,8 @@ from situs.data.samples import load_samples
 from situs.data.sources import open_source
 from situs.data.subset import Subset
 from situs.errors import SitusError
-from situs.locks.groups import Group, groups_of, invert_keys, permute_state, random_keys, residual_only
+from situs.locks.groups import groups_of, invert_keys, permute_state, random_keys, residual_only
+from situs.locks.members import Group
 from situs.locks.owner import with_key
 from situs.methods import Supervised, SupervisedConfig
 from situs.methods.base import Method

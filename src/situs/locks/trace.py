@@ -21,16 +21,8 @@ from situs.core.permutation import invert, permute_columns
 from situs.errors import SitusError
 from situs.locks.arms import PREFIX, embedded, evaluating, gap, named_gap, own_dtype, sample_of
 from situs.locks.axes import Atom, Axis, axis, leaves
-from situs.locks.groups import (
-    Group,
-    Kind,
-    Member,
-    entrance_and_exit,
-    invert_keys,
-    permute_state,
-    random_keys,
-    residual_only,
-)
+from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, random_keys, residual_only
+from situs.locks.members import Group, Kind, Member
 from situs.locks.precise import KeepDouble
 from situs.locks.trace_ops import apply, shape_of
 
