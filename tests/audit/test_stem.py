@@ -55,7 +55,7 @@ def test_names_of_transformers() -> None:
     ("make", "reason"),
     [
         (lambda: small(positions="sincos"), "fixed or frozen"),
-        (lambda: small(positions="none"), "has no positions"),
+        (lambda: small(positions="none"), "adds no positions"),
         (lambda: small("vit_relpos_small_patch16_224"), "bias between pairs"),
         (lambda: create_backbone("vit_small_patch16_rope_224", img_size=32, patch_size=8), "rotates queries"),
         (lambda: create_backbone("resnet18"), "convolutional"),

@@ -90,7 +90,7 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
         table = places.table
         if table is None:
             held = {"rotary": "rotates queries and keys", "bias": "adds a bias between pairs of tokens"}
-            how = " and ".join(held[kind] for kind in places.kinds) or "has no positions"
+            how = " and ".join(held[kind] for kind in places.kinds) or "adds no positions to its tokens"
             return f"it {how} and has no table that is added to the tokens, so no row holds a patch's own gradient"
         if not table.requires_grad:
             return "its position table is fixed or frozen, so its gradient is neither computed nor sent"
