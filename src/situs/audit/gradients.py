@@ -109,7 +109,7 @@ def audit_gradients(
         list(names) or [str(i) for i in range(len(images))],
         real,
         pairs,
-        _measure_baselines(backbone, real, lpips),
+        _measure_baselines(backbone, real, lpips) if any(pair.reason is None for pair in pairs) else {},
         {defence.label: f"{defence.about}. The attacker knows: {defence.known}" for defence in defences},
     )
 
@@ -123,8 +123,6 @@ def _patch_size(backbone: Backbone) -> tuple[int, int]:
 def _measure_baselines(
     backbone: Backbone, real: Tensor, lpips: Callable[[Tensor, Tensor], Tensor] | None
 ) -> dict[str, Scores]:
-    if backbone.img_size is None or not backbone.num_tokens:
-        return {}  # nothing was attacked, and a model without patches has no patches to match
     size = _patch_size(backbone)
     return {name: measure_all(guess, real, size, lpips) for name, guess in baselines(real).items()}
 
