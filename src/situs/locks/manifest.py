@@ -197,5 +197,5 @@ def _parse(path: Path, raw: bytes) -> Manifest:
             raise SitusError("it has no HMAC")
     except (ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, SitusError) else "it is no valid JSON"
-        raise SitusError(f"{path}: no valid manifest: {reason[:300]}") from None
+        raise SitusError(f"{path}: no valid manifest: {' '.join(reason.split())[:300]}") from None
     return manifest
