@@ -27,7 +27,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def test_progress_is_plain_lines_where_nobody_watches(ran: tuple[str, str]) -> None:
-    from situs.cli.demo_sections import SECTIONS
+    from situs.cli.demo_training import SECTIONS
 
     printed, _ = ran
     for number, name in enumerate(SECTIONS, start=1):

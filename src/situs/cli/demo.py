@@ -34,8 +34,8 @@ def run(args: Args) -> None:
         raise SitusError(f"out={args.out}: cannot make this folder ({error.strerror}) (--out)") from error
     progress = _Progress()
     with progress.step("loading torch and timm"):
-        from situs.cli.demo_sections import SECTIONS, Stage, summarise
-        from situs.cli.demo_training import show_training
+        from situs.cli.demo_sections import Stage, summarise
+        from situs.cli.demo_training import SECTIONS
         from situs.report.html import Page
     stage = Stage(
         Page("Situs demo", lead="Position in transformers: what there is to see, on real images, in one page."),
@@ -44,9 +44,8 @@ def run(args: Args) -> None:
         progress.say,
     )
     lines: list[tuple[str, str]] = []
-    sections = {**SECTIONS, "MP3, and a classifier with and without it": show_training}
-    for number, (name, section) in enumerate(sections.items(), start=1):
-        with progress.step(f"{number}/{len(sections)} {name}"):
+    for number, (name, section) in enumerate(SECTIONS.items(), start=1):
+        with progress.step(f"{number}/{len(SECTIONS)} {name}"):
             lines += section(stage)
     summarise(stage, lines)
     path = stage.page.write(args.out / "report.html")

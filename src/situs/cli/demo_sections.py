@@ -1,7 +1,7 @@
 """The sections of `situs demo`: each runs one thing that exists on the embedded images, and tells what it found.
 
 A section is a function of a `Stage`. It writes into `stage.page`, tells of long steps through `stage.say`, and
-returns its lines for the table printed at the end. Adding one is a function and a line in `SECTIONS`.
+returns its lines for the table printed at the end. Adding one is a function and a line in `LOOKS`; those that train are in `demo_training`.
 """
 
 from __future__ import annotations
@@ -251,10 +251,10 @@ def summarise(stage: Stage, lines: Lines) -> None:
     stage.page.footer = "Images: a cut of Fashion-MNIST, copyright 2017 Zalando SE, MIT licence."
 
 
-SECTIONS: dict[str, Callable[[Stage], Lines]] = {
+LOOKS: dict[str, Callable[[Stage], Lines]] = {
     "an image in patches": show_patches,
     "block masks and jigsaw shuffles": show_masks,
     "position embeddings": show_positions,
     "equivariance of the encoder": show_equivariance,
 }
-"""What the demo shows, in this order: the name that progress shows -> the section."""
+"""What the demo shows without training: the name that progress shows -> the section."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from situs.backbones import BackboneConfig
-from situs.cli.demo_sections import GRID, MODEL, PATCH, PLACES, Lines, Stage
+from situs.cli.demo_sections import GRID, LOOKS, MODEL, PATCH, PLACES, Lines, Stage
 from situs.core.tokens import patchify, put_at, take, unpatchify
 from situs.data.augment import AugmentConfig
 from situs.data.loader import DataConfig, Loader, make_loader
@@ -200,3 +200,7 @@ def _puzzles(stage: Stage, method: MP3) -> tuple[bytes, float]:
         row_titles=["image", "puzzle", "solution"],
     )
     return figures.png(picture), share
+
+
+SECTIONS: dict[str, Callable[[Stage], Lines]] = {**LOOKS, "MP3, and a classifier with and without it": show_training}
+"""All that the demo shows, in this order: the name that progress shows -> the section."""
