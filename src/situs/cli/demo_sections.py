@@ -1,7 +1,8 @@
 """The sections of `situs demo`: each runs one thing that exists on the embedded images, and tells what it found.
 
 A section is a function of a `Stage`. It writes into `stage.page`, tells of long steps through `stage.say`, and
-returns its lines for the table printed at the end. Adding one is a function and a line in `LOOKS`; those that train are in `demo_training`.
+returns its lines for the table printed at the end. Adding one is a function and a line in `LOOKS`, or in the dict of
+`demo_training` where it trains.
 """
 
 from __future__ import annotations
