@@ -347,12 +347,17 @@ def save_json(config: Any, path: str | os.PathLike[str]) -> None:
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """`write_bytes` for text, in UTF-8."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes a file under a temporary name beside it and renames it: readers see the old or the new, whole."""
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with aside.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with aside.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)

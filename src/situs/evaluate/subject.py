@@ -11,9 +11,12 @@ import torch
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.backbones.timm_create import load_weights, pretrained_state
-from situs.config import read_json
+from situs.config import check_range, read_json
 from situs.data.loader import DataConfig, Loader, make_loader
+from situs.data.sources import open_source
+from situs.data.subset import Subset
 from situs.errors import SitusError
+from situs.methods.base import Method
 from situs.train.card import last_name
 from situs.train.run import is_run, load_run
 
@@ -27,6 +30,7 @@ class Subject:
 
     positions: whether its positions took part in training. classifier: whether it has a head that was trained. data:
     how its images are prepared. classes: their names, where they are known. facts: where it comes from, no paths.
+    method: what a run was trained with, its own heads and tokens included; None for an export or a name.
     """
 
     name: str
@@ -36,6 +40,7 @@ class Subject:
     data: DataConfig
     classes: tuple[str, ...] | None
     facts: dict[str, Any]
+    method: Method | None = None
 
 
 def open_subject(
@@ -59,12 +64,27 @@ def open_subject(
     return _open_name(source, weights, img_size, device)
 
 
-def load_set(subject: Subject, path: str | None, split: str | None, batch: int, device: torch.device | str) -> Loader:
-    """The images at `path` as the subject was trained to see them: not augmented, in their own order."""
+def load_set(
+    subject: Subject,
+    path: str | None,
+    split: str | None,
+    batch: int,
+    device: torch.device | str,
+    *,
+    count: int | None = None,
+) -> Loader:
+    """The images at `path` as the subject was trained to see them: not augmented, in their own order.
+
+    count: at most so many, a uniform choice that is the same every time.
+    """
     if path is None and subject.facts["kind"] != "run":
         raise SitusError(f"{subject.name}: only a run knows its data; say where the images are (--data)")
     data = replace(subject.data, path=path or subject.data.path, split=split, batch=batch)
-    return make_loader(data, None, device)
+    if count is None:
+        return make_loader(data, None, device)
+    check_range("count", count, 1, flag="--count")
+    source = open_source(data.path, split or "val", channels=data.channels, strict=data.strict)
+    return make_loader(data, None, device, source=Subset(source, count))
 
 
 def check_classes(subject: Subject, loader: Loader) -> None:
@@ -102,7 +122,8 @@ def _open_run(source: str, ema: bool | None, device: torch.device | str) -> Subj
     }
     backbone, sees = loaded.method.backbone, loaded.method.sees_positions
     trained = loaded.method.needs_labels
-    return Subject(_name_of(source), backbone, sees, trained, loaded.config.data, loaded.classes, facts)
+    data = loaded.config.data
+    return Subject(_name_of(source), backbone, sees, trained, data, loaded.classes, facts, loaded.method)
 
 
 def _open_folder(folder: Path, device: torch.device | str) -> Subject:
