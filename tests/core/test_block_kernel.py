@@ -12,20 +12,19 @@ import pytest
 COMPARE = """
 import torch
 from situs.core import masking
-from situs.core.block_kernel import sample_blocks
-from situs.core.random import uniform
+from situs.core.random import shared_hash, uniform
 
 cases = [("paper", (14, 14), 0.27), ("paper", (3, 4), 0.9), ("paper", (1, 5), 0.6), ("official", (14, 14), 0.27),
          ("official", (4, 5), 1.0)]
 for rule, grid, ratio in cases:
     noise = uniform(0, 0, torch.arange(4), "kernel", masking.block_noise_shape(grid, ratio, rule=rule))
     target = masking._target(grid, ratio, rule)
-    mask = sample_blocks(
-        noise, grid, target, masking._rounds(target, rule), masking._ATTEMPTS, (masking._MIN_AREA, masking._MAX_AREA),
-        masking._LOG_ASPECT, rule == "official",
-    )
+    mask = masking._in_one_kernel(noise, grid, target, rule)
     assert torch.equal(mask, masking.block_mask(noise, grid, ratio, rule=rule)), (rule, grid, ratio)
     assert mask.any()
+    ids = torch.tensor([0, 7, 10**12, -3])
+    hashed = masking._in_one_kernel(ids, grid, target, rule, shared_hash(-5, 3, "kernel"))
+    assert torch.equal(hashed, masking.draw_block_mask(-5, 3, ids, "kernel", grid, ratio, rule=rule)), (rule, grid)
 print("same masks")
 """
 

@@ -10,8 +10,17 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from situs.core import masking
-from situs.core.masking import BlockRule, block_mask, block_noise_shape, count_of, jigsaw, one_of_cells, random_subset
+from situs.core import masking, random
+from situs.core.masking import (
+    BlockRule,
+    block_mask,
+    block_noise_shape,
+    count_of,
+    draw_block_mask,
+    jigsaw,
+    one_of_cells,
+    random_subset,
+)
 from situs.core.permutation import is_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of
@@ -255,7 +264,7 @@ def test_subset_and_jigsaw_compile_in_one_graph():
 def test_masks_on_the_gpu_are_those_of_the_cpu_without_a_wait(
     rule: BlockRule, triton: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(masking, "_can_run_triton", lambda: triton)
+    monkeypatch.setattr(random, "_can_run_triton", lambda: triton)
     for grid in GRIDS:
         for ratio in RATIOS:
             noise, n = noise_for(256, *block_noise_shape(grid, ratio, rule=rule)), grid[0] * grid[1]
@@ -272,6 +281,9 @@ def test_masks_on_the_gpu_are_those_of_the_cpu_without_a_wait(
                 torch.cuda.set_sync_debug_mode("default")
             assert torch.equal(mask.cpu(), here)
             assert torch.equal(index.cpu(), jigsaw(here, shuffle))
+            ids = torch.arange(256)
+            drawn = draw_block_mask(3, 1, ids.cuda(), "mask", grid, ratio, rule=rule)
+            assert torch.equal(drawn.cpu(), draw_block_mask(3, 1, ids, "mask", grid, ratio, rule=rule))
 
 
 @pytest.mark.gpu

@@ -6,17 +6,14 @@ accelerator no branch looks at a tensor's content. On the CPU, where looking is 
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import math
-import os
-import shutil
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from situs.core.random import runs_kernels, shared_hash, uniform
 from situs.errors import SitusError, unknown_name
 
 BlockRule = Literal["paper", "official"]
@@ -122,12 +119,9 @@ def block_mask(noise: Tensor, grid: tuple[int, int], ratio: float, *, rule: Bloc
         )
     if target == 0 or (target == n and rule == "paper"):
         return torch.full((batch, n), target > 0, dtype=torch.bool, device=noise.device)
+    if runs_kernels(noise):
+        return _in_one_kernel(noise, grid, target, rule)
     rounds = _rounds(target, rule)
-    if noise.device.type == "cuda" and not torch.compiler.is_compiling() and _can_run_triton():
-        from situs.core.block_kernel import sample_blocks
-
-        areas = (_MIN_AREA, _MAX_AREA)
-        return sample_blocks(noise, grid, target, rounds, _ATTEMPTS, areas, _LOG_ASPECT, official=rule == "official")
     split = rounds * _NUMBERS * _ATTEMPTS
     empty = torch.ones((batch, *grid), device=noise.device)
     wanted = torch.full((batch, 1), float(target), dtype=torch.float64, device=noise.device)
@@ -137,6 +131,29 @@ def block_mask(noise: Tensor, grid: tuple[int, int], ratio: float, *, rule: Bloc
         return laid.free.flatten(1) == 0
     mask = _cut(laid.before.flatten(1), laid.free.flatten(1), target)
     return _fill(mask, laid.wanted, noise[:, split:])
+
+
+def draw_block_mask(
+    seed: int, epoch: int, sample_ids: Tensor, stream: str, grid: tuple[int, int], ratio: float, *, rule: BlockRule
+) -> Tensor:
+    """`block_mask` of `core.random.uniform`'s noise: bool [B, N]. sample_ids: [B].
+
+    On a GPU both are one kernel: the mask is the same, and of its noise only what it uses is drawn.
+    """
+    target, n = _target(grid, ratio, rule), grid[0] * grid[1]
+    if 0 < target < n + (rule == "official") and runs_kernels(sample_ids):
+        return _in_one_kernel(sample_ids, grid, target, rule, shared_hash(seed, epoch, stream))
+    noise = uniform(seed, epoch, sample_ids, stream, block_noise_shape(grid, ratio, rule=rule))
+    return block_mask(noise, grid, ratio, rule=rule)
+
+
+def _in_one_kernel(
+    source: Tensor, grid: tuple[int, int], target: int, rule: BlockRule, shared: int | None = None
+) -> Tensor:
+    from situs.core.block_kernel import sample_blocks
+
+    areas, official = (_MIN_AREA, _MAX_AREA), rule == "official"
+    return sample_blocks(source, grid, target, _rounds(target, rule), _ATTEMPTS, areas, _LOG_ASPECT, official, shared)
 
 
 class _Laid(NamedTuple):
@@ -249,13 +266,6 @@ def _fill(mask: Tensor, wanted: Tensor, noise: Tensor) -> Tensor:
     order = torch.where(mask, 2.0, noise).argsort(dim=1, stable=True)
     chosen = torch.arange(mask.shape[1], device=mask.device) < wanted
     return mask | torch.zeros_like(mask).scatter_(1, order, chosen)
-
-
-@functools.cache
-def _can_run_triton() -> bool:
-    """Triton comes with torch's CUDA builds on Linux, and builds its launcher with the system's C compiler."""
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return compiler is not None and importlib.util.find_spec("triton") is not None
 
 
 def _target(grid: tuple[int, int], ratio: float, rule: BlockRule) -> int:

@@ -7,17 +7,21 @@ tensor's own device and gives the same bits on the CPU and on a GPU.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import math
+import os
+import shutil
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 # The constants of Steele, Lea & Flood's SplitMix64, as signed 64-bit integers.
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-_MIX_A = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_B = 0x94D049BB133111EB - (1 << 64)
+GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+MIX_A = 0xBF58476D1CE4E5B9 - (1 << 64)
+MIX_B = 0x94D049BB133111EB - (1 << 64)
 _WORD = (1 << 64) - 1
 
 
@@ -28,16 +32,16 @@ def _shift(x: Tensor, bits: int) -> Tensor:
 
 def _mix(x: Tensor) -> Tensor:
     """SplitMix64's finaliser. In place on its own tensors: fresh memory costs a CPU more than the arithmetic."""
-    x = _shift(x, 30).bitwise_xor_(x).mul_(_MIX_A)
-    x = _shift(x, 27).bitwise_xor_(x).mul_(_MIX_B)
+    x = _shift(x, 30).bitwise_xor_(x).mul_(MIX_A)
+    x = _shift(x, 27).bitwise_xor_(x).mul_(MIX_B)
     return _shift(x, 31).bitwise_xor_(x)
 
 
 def _mix_int(x: int) -> int:
     """`_mix` for one Python integer, so that the batch's shared part of the hash costs the device nothing."""
     x &= _WORD
-    x = ((x ^ (x >> 30)) * (_MIX_A & _WORD)) & _WORD
-    x = ((x ^ (x >> 27)) * (_MIX_B & _WORD)) & _WORD
+    x = ((x ^ (x >> 30)) * (MIX_A & _WORD)) & _WORD
+    x = ((x ^ (x >> 27)) * (MIX_B & _WORD)) & _WORD
     return x ^ (x >> 31)
 
 
@@ -50,15 +54,19 @@ def stream_number(stream: str) -> int:
     return int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=8).digest(), "little")
 
 
+def shared_hash(seed: int, epoch: int, stream: str) -> int:
+    """What the samples of a draw share, as a signed 64-bit integer."""
+    return _signed(_mix_int(_mix_int(seed + (GAMMA & _WORD)) ^ _mix_int(epoch + 1) ^ stream_number(stream)))
+
+
 def bits(seed: int, epoch: int, sample_ids: Tensor, stream: str, shape: Sequence[int]) -> Tensor:
     """Independent 64-bit words, [B, *shape] int64: the hash behind `uniform`.
 
     sample_ids: [B] integers that name the samples (their index in the data set), on the device to draw on.
     """
-    shared = _mix_int(_mix_int(seed + (_GAMMA & _WORD)) ^ _mix_int(epoch + 1) ^ stream_number(stream))
-    key = _mix(sample_ids.to(torch.int64) * _GAMMA + _signed(shared))
+    key = _mix(sample_ids.to(torch.int64) * GAMMA + shared_hash(seed, epoch, stream))
     counter = torch.arange(1, math.prod(shape) + 1, device=sample_ids.device, dtype=torch.int64)
-    words = _mix(key[:, None] + counter * _GAMMA)
+    words = _mix(key[:, None] + counter * GAMMA)
     return words.view(sample_ids.shape[0], *shape)
 
 
@@ -67,7 +75,24 @@ def uniform(seed: int, epoch: int, sample_ids: Tensor, stream: str, shape: Seque
 
     sample_ids: [B]. stream: a name such as "mp3.context"; two streams of one sample are independent.
     """
+    if runs_kernels(sample_ids):
+        from situs.core.random_kernel import draw_uniform
+
+        numbers = draw_uniform(sample_ids, shared_hash(seed, epoch, stream), math.prod(shape))
+        return numbers.view(sample_ids.shape[0], *shape)
     return _shift(bits(seed, epoch, sample_ids, stream, shape), 40).to(torch.float32).mul_(2.0**-24)
+
+
+def runs_kernels(tensor: Tensor) -> bool:
+    """Whether our Triton kernels serve here; inside a compiled graph the tensor operations do, and are fused there."""
+    return tensor.device.type == "cuda" and not torch.compiler.is_compiling() and _can_run_triton()
+
+
+@functools.cache
+def _can_run_triton() -> bool:
+    """Triton comes with torch's CUDA builds on Linux, and builds its launcher with the system's C compiler."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return compiler is not None and importlib.util.find_spec("triton") is not None
 
 
 def uniform_from(generator: torch.Generator, batch: int, shape: Sequence[int]) -> Tensor:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.backbones.base import Backbone, Features
-from situs.core.jigsaw import draw_puzzle, move_patches, move_pixels, puzzle_noise_shape
+from situs.core.jigsaw import move_patches, move_pixels
+from situs.core.masking import draw_block_mask, jigsaw
 from situs.core.permutation import random_permutation
 from situs.core.position import Positions
 from situs.core.random import uniform
@@ -73,12 +74,10 @@ class MJP(Method):
             for name, count in (("index", self.grid[0] * self.grid[1]), ("pixels", self._pixels())):
                 draws[name] = random_permutation(uniform(seed, epoch, names, f"mjp.{name}", (count,)))
         elif config.shuffle == "jigsaw" or config.unknown:
-            shape = puzzle_noise_shape(self.grid, config.mask_ratio, rule=config.rule)
-            noise = uniform(seed, epoch, names, "mjp.puzzle", shape)
-            mask, index = draw_puzzle(noise, self.grid, config.mask_ratio, rule=config.rule)
+            mask = draw_block_mask(seed, epoch, names, "mjp.mask", self.grid, config.mask_ratio, rule=config.rule)
             draws["mask"] = mask & fires
             if config.shuffle == "jigsaw":
-                draws["index"] = index
+                draws["index"] = jigsaw(mask, uniform(seed, epoch, names, "mjp.order", mask.shape[1:]))
         for name in {"index", "pixels"} & draws.keys():
             draws[name] = torch.where(fires, draws[name], torch.arange(draws[name].shape[1], device=ids.device))
         draws = {name: value.expand(ids.shape[0], -1).contiguous() for name, value in draws.items()}
