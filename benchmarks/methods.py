@@ -1,8 +1,9 @@
 """Speed and memory of a training step, method by method, in one run: the real step on synthetic images.
 
     python benchmarks/methods.py --cases supervised mp3:0.3 mp3:0.5 mp3:0.75 mp3:0.9 mae:0.75
+    python benchmarks/methods.py --at-once --cases supervised mjp droppos droppos:affinity=visible droppos:affinity=
 
-A case is METHOD or METHOD:RATIO. With --at-once each case compiles in a process of its own, and a lock lets one of
+A case is METHOD, METHOD:RATIO or METHOD:FIELD=VALUE,…, of the method's config; an empty value is none. With --at-once each case compiles in a process of its own, and a lock lets one of
 them be timed at a time. The step is `situs.train.step.Stepper`'s: draws, forward, backward, clipping and the
 fused optimiser, everything that a run does but its data. Each case is warmed up (compilation included) and then timed
 with the device synchronised; img/s is the median of the repeats, with the spread beside it.
@@ -33,8 +34,11 @@ from situs.train.step import Moment, Stepper
 
 
 def make(case: str, args: argparse.Namespace) -> Method:
-    name, _, ratio = case.partition(":")
-    settings: dict[str, Any] = {"mask_ratio": float(ratio)} if ratio else {}
+    name, _, words = case.partition(":")
+    settings: dict[str, Any] = {}
+    for word in filter(None, words.split(",")):
+        key, equals, value = word.rpartition("=")
+        settings[key if equals else "mask_ratio"] = number(value)
     labelled = METHODS[name].needs_labels
     backbone = create_backbone(
         args.model,
@@ -45,6 +49,13 @@ def make(case: str, args: argparse.Namespace) -> Method:
         model_args=args.model_args,
     )
     return create_method(name, backbone, METHODS[name].Config(**settings)).to(args.device).train()
+
+
+def number(value: str) -> float | str | None:
+    try:
+        return float(value)
+    except ValueError:
+        return value or None
 
 
 def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
@@ -144,11 +155,11 @@ def main() -> None:
         rows[case] = measure(case, args)
         print(f"{case}: {rows[case]['img/s']:.0f} img/s", flush=True)
     first = next(iter(rows.values()))
-    print(f"\n{'case':<16}{'img/s':>8}{'±':>6}{'ms/step':>9}{'GiB':>7}{'time/first':>12}{'warm-up s':>11}")
+    print(f"\n{'case':<28}{'img/s':>8}{'±':>6}{'ms/step':>9}{'GiB':>7}{'time/first':>12}{'warm-up s':>11}")
     for case, row in rows.items():
         share = row["ms/step"] / first["ms/step"]
         print(
-            f"{case:<16}{row['img/s']:>8.0f}{row['spread'] / 2:>6.0f}{row['ms/step']:>9.1f}{row['GiB']:>7.1f}"
+            f"{case:<28}{row['img/s']:>8.0f}{row['spread'] / 2:>6.0f}{row['ms/step']:>9.1f}{row['GiB']:>7.1f}"
             f"{share:>12.2f}{row['warm s']:>11.0f}"
         )
 

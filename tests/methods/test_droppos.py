@@ -105,7 +105,7 @@ def slow_droppos(
     """DropPos from the paper's text (Eq. 3, 6, 8, 9) on a 3x4 grid."""
     vit, rows, columns = method.backbone.model, 3, 4
     count = rows * columns
-    above, below = [], []
+    means, above, below = [], [], []
     for image, seen in zip(images, visible, strict=True):
         patches = [image[:, 4 * r : 4 * r + 4, 4 * c : 4 * c + 4] for r in range(rows) for c in range(columns)]
         weight, bias = vit.patch_embed.proj.weight, vit.patch_embed.proj.bias
@@ -133,15 +133,23 @@ def slow_droppos(
             target = slow_target(count, columns, place, sigma, method.config.distance == "squared")
             above.append(shares[place] * -sum(w * p for w, p in zip(target, log_p, strict=True)))
             below.append(shares[place])
-    return torch.stack(above).sum() / sum(below)
+        if method.config.weights_over == "sample":
+            means.append(torch.stack(above).sum() / sum(below))
+            above, below = [], []
+    return torch.stack(means).mean() if means else torch.stack(above).sum() / sum(below)
 
 
 @pytest.mark.parametrize(
-    ("affinity", "progress", "distance"),
-    [("full", 0.0, "euclidean"), ("visible", 0.5, "squared"), (None, 1.0, "euclidean")],
+    ("affinity", "progress", "distance", "over"),
+    [
+        ("full", 0.0, "euclidean", "sample"),
+        ("full", 0.2, "squared", "batch"),
+        ("visible", 0.5, "squared", "sample"),
+        (None, 1.0, "euclidean", "batch"),
+    ],
 )
-def test_loss_and_gradients_match_an_independent_slow_droppos(affinity, progress, distance) -> None:
-    method = make(affinity=affinity, distance=distance, sigma_start=1.2)
+def test_loss_and_gradients_match_an_independent_slow_droppos(affinity, progress, distance, over) -> None:
+    method = make(affinity=affinity, distance=distance, sigma_start=1.2, weights_over=over)
     data = batch(method)
     draws = method.draw(data.ids, seed=3, epoch=7, progress=progress)
     assert float(draws["sigma"]) == pytest.approx(1.2 * (1 - progress))
@@ -154,6 +162,20 @@ def test_loss_and_gradients_match_an_independent_slow_droppos(affinity, progress
     for name, a, b in zip(parameters, ours_grads, slow_grads, strict=True):
         assert torch.allclose(a, b, atol=1e-6), name
         assert a.abs().max() > 1e-9, name
+
+
+@pytest.mark.parametrize("affinity", ["full", "visible", None])
+def test_a_batch_is_the_mean_of_its_parts(affinity) -> None:
+    """So gradient accumulation and several ranks train as the whole batch does."""
+    method = make(affinity=affinity)
+    data = batch(method)
+    draws = method.draw(data.ids, seed=3, epoch=7)
+    parts = []
+    for one in range(len(data.ids)):
+        alone = Batch(data.images[one : one + 1], data.ids[one : one + 1])
+        parts.append(method(alone, method.draw(alone.ids, seed=3, epoch=7)).loss)
+    assert len(parts) > 1
+    assert method(data, draws).loss.item() == pytest.approx(torch.stack(parts).mean().item(), abs=1e-6)
 
 
 # --- counts and draws -------------------------------------------------------------------------------------------

@@ -83,6 +83,10 @@ class DropPosConfig:
     tau: float = 0.1
     """τ: temperature of the attentive weights."""
 
+    weights_over: Literal["sample", "batch"] = "sample"
+    """Over what the attentive weights are brought to 1: each sample's dropped patches (Eq. 8 is of one image; a batch
+    then is the mean of its samples, in parts, over ranks or whole), or the batch's (published code)."""
+
     mae_weight: float = 0.0
     """Weight of MAE's pixel loss on the hidden patches beside the position loss; 0 leaves it out."""
 
@@ -114,6 +118,7 @@ class DropPosConfig:
             target_grid=(16, 16),
             target_norm="columns",
             floor_counts=True,
+            weights_over="batch",
         )
 
 
@@ -215,9 +220,10 @@ class DropPos(Method):
                 weights = attentive_weights(whole, self.config.tau, visible)
         elif self.config.affinity == "visible":
             weights = attentive_weights(features, self.config.tau)
-        loss = dropped_loss(
-            logits, places, self.targets(draws["sigma"]), None if weights is None else weights[:, anchors:]
-        )
+        if weights is not None:
+            weights = weights[:, anchors:]
+            weights = weights / weights.sum(dim=1 if self.config.weights_over == "sample" else None, keepdim=True)
+        loss = dropped_loss(logits, places, self.targets(draws["sigma"]), weights)
         metrics = {"position_accuracy": position_accuracy(logits, places)}
         if self.config.mae_weight:
             pixels = self._pixel_loss(batch.images, features, visible, draws["hidden"])
@@ -265,7 +271,7 @@ def attentive_weights(features: Features, tau: float, visible: Tensor | None = N
 
 
 def dropped_loss(logits: Tensor, places: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
-    """Cross entropy with smoothed targets, Σ(loss · A) / ΣA over the batch's dropped patches.
+    """Cross entropy with smoothed targets, Σ(loss · A) / ΣA over the dropped patches.
 
     logits: [B, K, N], classes on the LAST axis. places: [B, K]. targets: [N, N], a row for each true place.
     weights: A [B, K], or None for the plain mean.
