@@ -215,3 +215,8 @@ def as_floats(images: Tensor) -> Tensor:
 def normalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """(images − mean) / std for each channel; mean, std: [C]."""
     return (images - mean.view(1, -1, 1, 1)) / std.view(1, -1, 1, 1)
+
+
+def denormalise(images: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    """A model's images as a person sees them: images · std + mean for each channel, cut to [0, 1]."""
+    return (images * std.view(1, -1, 1, 1) + mean.view(1, -1, 1, 1)).clamp(0.0, 1.0)

@@ -1,0 +1,96 @@
+"""The attention weights of a model, layer by layer, as its blocks really compute them.
+
+Every family here runs its attention through torch's `scaled_dot_product_attention`, which keeps the weights to itself.
+While the blocks run, a watcher sees what that call is given (queries and keys after norms, rotation and grouping, and
+the relative bias or mask beside them) and forms softmax(QKᵀ · scale + bias) from it. So there is no second copy of any
+family's attention to keep in step with the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from situs.backbones.base import Backbone, Stream
+from situs.errors import SitusError
+
+See = Callable[[int, Tensor], None]
+"""(layer, counted from 0; weights [B, H, S, S], float32 at least, prefix tokens first) -> nothing."""
+
+
+def watch_attention(backbone: Backbone, stream: Stream, see: See) -> Stream:
+    """Runs the blocks on `stream` and shows each layer's attention weights to `see` in turn.
+
+    weights[b, h, i, j]: how much query i takes from key j; rows sum to 1. One layer's weights exist at a time. The
+    backbone must be in eval mode: dropped weights would not be those that were used.
+    """
+    assert not backbone.training, "attention is watched in eval mode"
+    check_attention_maps(backbone)
+    watcher = _Watcher(see)
+    with watcher:
+        out = backbone.blocks(stream)
+    assert watcher.layers == backbone.depth, f"{watcher.layers} attentions seen in {backbone.depth} layers"
+    return out
+
+
+def check_attention_maps(backbone: Backbone) -> None:
+    """Refuses a model in which not every token may look at every other."""
+    if "context" in backbone.refusals:
+        raise SitusError(
+            f"{backbone.name} has no attention of every token to every other: {backbone.refusals['context']}"
+        )
+
+
+def has_cls(backbone: Backbone) -> bool:
+    """Whether the first prefix token is a CLS token (some models have registers alone, some no prefix at all)."""
+    if not backbone.num_prefix:
+        return False
+    return backbone.source.get("library") == "transformers" or backbone.model.cls_token is not None
+
+
+def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """softmax(QKᵀ · scale + bias), the weights inside `scaled_dot_product_attention`, in float32 at least.
+
+    q: [B, H, S, d]; k: [B, H, K, d]; bias: added to the logits, or bool, False where a key may not be seen; scale:
+    1/√d where None. -> [B, H, S, K]
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    logits = q.to(wide) @ k.to(wide).transpose(-2, -1) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        hidden = bias.dtype == torch.bool
+        logits = logits.masked_fill(~bias, float("-inf")) if hidden else logits + bias.to(wide)
+    return logits.softmax(dim=-1)
+
+
+class _Watcher(TorchFunctionMode):
+    """Passes every call of torch on, and shows the weights of each attention on its way."""
+
+    def __init__(self, see: See) -> None:
+        super().__init__()
+        self.see, self.layers = see, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self._show(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _show(
+        self,
+        q: Tensor,
+        k: Tensor,
+        _: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        assert not (dropout_p or is_causal or enable_gqa), "no family here asks for these"
+        self.see(self.layers, attention_weights(q, k, attn_mask, scale))  # in here the watcher itself is off
+        self.layers += 1
