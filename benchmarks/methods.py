@@ -3,10 +3,11 @@
     python benchmarks/methods.py --cases supervised mp3:0.3 mp3:0.5 mp3:0.75 mp3:0.9 mae:0.75
     python benchmarks/methods.py --at-once --cases supervised mjp droppos droppos:affinity=visible droppos:affinity=
 
-A case is METHOD, METHOD:RATIO or METHOD:FIELD=VALUE,…, of the method's config; an empty value is none. With --at-once each case compiles in a process of its own, and a lock lets one of
-them be timed at a time. The step is `situs.train.step.Stepper`'s: draws, forward, backward, clipping and the
-fused optimiser, everything that a run does but its data. Each case is warmed up (compilation included) and then timed
-with the device synchronised; img/s is the median of the repeats, with the spread beside it.
+A case is METHOD, METHOD:RATIO or METHOD:FIELD=VALUE,… of the method's config; an empty value is none. With --at-once
+each case compiles in a process of its own, and a lock lets one of them be timed at a time. The step is
+`situs.train.step.Stepper`'s: draws, forward, backward, clipping and the fused optimiser, everything that a run does but
+its data. Each case is warmed up (compilation included) and then timed with the device synchronised; img/s is the median
+of the repeats, with the spread beside it.
 """
 
 from __future__ import annotations
