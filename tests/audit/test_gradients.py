@@ -113,4 +113,5 @@ def test_the_file_has_every_image_and_is_json() -> None:
         "reason": found.pairs[2].reason,
     }
     assert set(told["baselines"]) == {"mean image", "random pair"}
-    assert told["step"] == {"batch": 1, "local_steps": 1, "dtype": "float32", "seed": 0}
+    made = {"batch": 1, "local_steps": 1, "dtype": "float32", "seed": 0, "labels_known": False, "epoch": 0}
+    assert told["step"] == made

@@ -19,6 +19,7 @@ from situs.audit.attack import Attack, Knowledge, Recovery, stack
 from situs.audit.patchembed import solve_pixels
 from situs.audit.stem import Stem, find_stem, flat_weight, require_stem, table_rows, to_images
 from situs.audit.threat import Gradients
+from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
 
 CONSISTENT = 1e-3
@@ -77,7 +78,13 @@ class April(Attack):
             return f"a patch has {backbone.patch_values} pixels and a token {backbone.dim} channels: E⁺ loses the rest"
         return None
 
-    def recover(self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge | None = None) -> Recovery:
+    def recover(
+        self,
+        backbone: Backbone,
+        uploads: Sequence[Gradients],
+        known: Knowledge | None = None,
+        watch: Watch | None = None,  # noqa: ARG002  (one solve, no time to stop in)
+    ) -> Recovery:
         known = Knowledge() if known is None else known
         stem = require_stem(backbone)
         own = {name: p.detach() for name, p in backbone.named_parameters()}

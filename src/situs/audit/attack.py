@@ -11,26 +11,49 @@ import torch
 from torch import Tensor
 
 from situs.audit.threat import Defence, Gradients, NoDefence
+from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
+from situs.methods.base import Method
 
 Fact = float | int | str | None
 
 
 @dataclass(frozen=True)
 class Knowledge:
-    """What the attacker knows beside the gradients: the defence, the batch size, what seeded the weights."""
+    """What the attacker knows beside the gradients: the defence, the step, what seeded the weights.
+
+    labels: [uploads, batch], where the server is told them. method: what was trained with its own tokens and heads,
+    where it is a run's and not the defence's own. local_steps: steps of plain SGD behind an upload. epoch: of the run,
+    for the method's schedules. size: height and width of the images, where the model takes any.
+    """
 
     defence: Defence = field(default_factory=NoDefence)
     batch: int = 1
     seed: int = 0
+    labels: Tensor | None = None
+    method: Method | None = None
+    local_steps: int = 1
+    epoch: int = 0
+    size: tuple[int, int] | None = None
+
+    def trained(self, backbone: Backbone) -> Method:
+        """What made the gradients: the run's own method, or the defence's."""
+        return self.defence.method(backbone, self.seed) if self.method is None else self.method
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """images: [n, C, H, W], normalised, one an upload. facts: n times what the attacker himself can say of it."""
+    """What came back, for the uploads in their order; for the first of them where the attack was stopped.
+
+    images: [n, C, H, W], normalised: one an upload, which then stands for each image behind it, or as many as the batch
+    has, in any order within the upload. facts: once an upload, what the attacker himself can say of it. labels:
+    [uploads, batch] as he inferred them. partial: how far he came before he was stopped.
+    """
 
     images: Tensor
     facts: list[dict[str, Fact]]
+    labels: Tensor | None = None
+    partial: str | None = None
 
 
 class Attack(ABC):
@@ -38,6 +61,8 @@ class Attack(ABC):
 
     name: ClassVar[str]
     about: ClassVar[str]
+    reads_all: ClassVar[bool] = False
+    """Whether it uses every gradient that is sent, and not only those it cannot do without (`reads`)."""
 
     @abstractmethod
     def applies(self, backbone: Backbone) -> str | None:
@@ -52,11 +77,17 @@ class Attack(ABC):
         """None, or why the solution is not exact here: it is made all the same and its figure is reported."""
 
     @abstractmethod
-    def recover(self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge | None = None) -> Recovery:
-        """The images behind the uploads, all solved together."""
+    def recover(
+        self,
+        backbone: Backbone,
+        uploads: Sequence[Gradients],
+        known: Knowledge | None = None,
+        watch: Watch | None = None,
+    ) -> Recovery:
+        """The images behind the uploads, all solved together. watch: what a long attack tells and asks."""
 
-    def missing(self, backbone: Backbone, upload: Gradients) -> str | None:
-        """None, or the reason why an upload cannot be used."""
+    def missing(self, backbone: Backbone, upload: Gradients, known: Knowledge | None = None) -> str | None:  # noqa: ARG002
+        """None, or the reason why an upload cannot be used by one who knows `known`."""
         absent = [name for name in self.reads(backbone) if name not in upload]
         return (
             f"the gradient of {' and '.join(absent)} is not sent, so there is nothing to solve with" if absent else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -10,25 +10,36 @@ import torch
 from torch import Tensor
 
 from situs.audit.attack import Attack, Fact, Knowledge
-from situs.audit.metrics import HIGHER_IS_CLOSER, Mean, baselines, denormalise, mean_of, measure_all
-from situs.audit.threat import Defence, Gradients, victim_gradients
+from situs.audit.metrics import HIGHER_IS_CLOSER, Mean, baselines, denormalise, mean_of
+from situs.audit.scoring import Lpips, Normalisation, Scores, facts_of, measure, pictures_of
+from situs.audit.threat import Defence, Gradients, method_of, victim_gradients
+from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
+from situs.config import check_range
 from situs.errors import SitusError, unknown_name
+from situs.methods.base import Method
 
 EXACT = 54.15
 """PSNR in dB from which an image counts as recovered exactly: a mean error below half a grey level of 255."""
 
-Scores = dict[str, list[float] | None]
-
 
 @dataclass(frozen=True)
 class Step:
-    """How the audited step is made: images in it, local steps, the type of what is sent, and the seed."""
+    """How the audited step is made: images in it, local steps, the type of what is sent, and the seed.
+
+    labels_known: whether the attacker is told the labels. epoch: of the run, for its method's draws and schedules.
+    """
 
     batch: int = 1
     local_steps: int = 1
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    labels_known: bool = False
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        check_range("batch", self.batch, 1, flag="--batch")
+        check_range("local_steps", self.local_steps, 1, flag="--local-steps")
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,8 @@ class Pair:
     """One attack against one defence. reason: why it does not apply (then nothing else is there).
 
     caveat: why it is not exact here. lower_bound: whether one who knows the defence could get more. scores and facts:
-    per image. images: recovered, [n, C, H, W] in [0, 1].
+    per image. images: recovered, [n, C, H, W] in [0, 1]. partial: how far it came where it was stopped; n may then
+    be less than the images of the audit, and they are the first.
     """
 
     attack: str
@@ -47,16 +59,25 @@ class Pair:
     facts: list[dict[str, Fact]] = field(default_factory=list)
     images: Tensor | None = None
     lower_bound: bool = False
+    partial: str | None = None
 
     @property
     def exact(self) -> int:
         """How many images were recovered exactly."""
         return sum(value >= EXACT for value in self.scores.get("psnr") or ())
 
+    @property
+    def count(self) -> int:
+        """How many images were attacked."""
+        return len(self.scores.get("psnr") or ())
+
 
 @dataclass(frozen=True)
 class Audit:
-    """pairs: attacks × defences. baselines: scores of who saw nothing. images: originals, [n, C, H, W] in [0, 1]."""
+    """pairs: attacks × defences. baselines: scores of who saw nothing. images: originals, [n, C, H, W] in [0, 1].
+
+    stopped: by what and how far the audit came, None where it is whole. undone: (attack, defence) never begun.
+    """
 
     model: str
     step: Step
@@ -65,87 +86,139 @@ class Audit:
     pairs: list[Pair]
     baselines: dict[str, Scores]
     about: dict[str, str]
+    stopped: str | None = None
+    undone: list[tuple[str, str]] = field(default_factory=list)
 
 
 def audit_gradients(
-    backbone: Backbone,
+    victim: Backbone | Method,
     images: Tensor,
     labels: Tensor,
     attacks: Sequence[Attack],
     defences: Sequence[Defence],
     *,
-    normalisation: tuple[Sequence[float], Sequence[float]],
+    normalisation: Normalisation,
     step: Step | None = None,
     names: Sequence[str] = (),
-    lpips: Callable[[Tensor, Tensor], Tensor] | None = None,
-    say: Callable[[str], None] = lambda _: None,
+    lpips: Lpips | None = None,
+    watch: Watch | None = None,
 ) -> Audit:
-    """Runs the victim's step on `images` [n, C, H, W] (normalised) in batches, and every attack on what it sends."""
-    step = Step() if step is None else step
-    real = denormalise(images, *normalisation)
-    refused = {attack.name: attack.applies(backbone) for attack in attacks}
-    pairs = []
-    for defence in defences:
-        wanted = {name for a in attacks if refused[a.name] is None for name in a.reads(backbone)}
-        uploads = _uploads(backbone, images, labels, defence, step, wanted, say) if wanted else []
-        for attack in attacks:
-            reason = refused[attack.name] or attack.missing(backbone, uploads[0])
-            if reason is not None:
-                pairs.append(Pair(attack.name, defence.label, reason))
-                continue
-            say(f"{attack.name} against {defence.label}")
-            found = attack.recover(backbone, uploads, Knowledge(defence, step.batch, step.seed))
-            # An upload of several images has one solution, which stands for each of them.
-            share = torch.arange(images.shape[0], device=images.device) // step.batch
-            pictures = denormalise(found.images, *normalisation)[share]
-            scores = measure_all(pictures, real, _patch_size(backbone), lpips)
-            facts = [found.facts[i] for i in share.tolist()]
-            caveat = "; ".join(filter(None, (attack.caveat(backbone, step.batch), defence.lower_bound))) or None
-            bounded = bool(defence.lower_bound)
-            pairs.append(Pair(attack.name, defence.label, None, caveat, scores, facts, pictures, bounded))
+    """Runs the victim's step on `images` [n, C, H, W] (normalised) in batches, and every attack on what it sends.
+
+    victim: a backbone, trained as each defence says, or a run's own method. When the watch's time is over, or on
+    Ctrl-C, what is there is returned and says so (`Audit.stopped`); after Ctrl-C `watch.interrupted` is set.
+    """
+    step, watch = step or Step(), watch or Watch()
+    if images.shape[0] % step.batch:
+        raise SitusError(f"{images.shape[0]} images do not make whole batches of {step.batch} (--count, --batch)")
+    backbone = victim if isinstance(victim, Backbone) else victim.backbone
+    trial = _Trial(victim, backbone, images, labels, denormalise(images, *normalisation), normalisation, step, lpips)
+    todo = [(attack, defence) for defence in defences for attack in attacks]
+    pairs: list[Pair] = []
+    try:
+        _attack_all(trial, attacks, defences, pairs, watch)
+    except KeyboardInterrupt:
+        watch.interrupt()
+    undone = [(attack.name, defence.label) for attack, defence in todo[len(pairs) :]]
+    halted = undone or any(pair.partial for pair in pairs)
+    done = sum(pair.partial is None for pair in pairs)
     return Audit(
         backbone.name,
         step,
         list(names) or [str(i) for i in range(len(images))],
-        real,
+        trial.real,
         pairs,
-        _measure_baselines(backbone, real, lpips) if any(pair.reason is None for pair in pairs) else {},
+        _measure_baselines(trial) if any(pair.reason is None for pair in pairs) else {},
         {defence.label: f"{defence.about}. The attacker knows: {defence.known}" for defence in defences},
+        f"{watch.reason}, after {done} of {len(todo)} pairs of attack and defence" if halted else None,
+        undone,
     )
 
 
-def _patch_size(backbone: Backbone) -> tuple[int, int]:
-    """The patches that order and best matches are measured on: the model's own."""
-    assert backbone.img_size is not None
-    return backbone.img_size[0] // backbone.grid[0], backbone.img_size[1] // backbone.grid[1]
+@dataclass(frozen=True)
+class _Trial:
+    """What stays the same for every pair of an audit."""
+
+    victim: Backbone | Method
+    backbone: Backbone
+    images: Tensor
+    labels: Tensor
+    real: Tensor
+    normalisation: Normalisation
+    step: Step
+    lpips: Lpips | None
+
+    def known(self, defence: Defence, uploads: int) -> Knowledge:
+        """What the attacker is told."""
+        step, (height, width) = self.step, self.images.shape[2:]
+        labels = self.labels.view(-1, step.batch)[:uploads] if step.labels_known else None
+        method = None if isinstance(self.victim, Backbone) else method_of(defence, self.victim, step.seed)
+        fields = (labels, method, step.local_steps, step.epoch, (height, width))
+        return Knowledge(defence, step.batch, step.seed, *fields)
 
 
-def _measure_baselines(
-    backbone: Backbone, real: Tensor, lpips: Callable[[Tensor, Tensor], Tensor] | None
-) -> dict[str, Scores]:
-    size = _patch_size(backbone)
-    return {name: measure_all(guess, real, size, lpips) for name, guess in baselines(real).items()}
+def _attack_all(
+    trial: _Trial, attacks: Sequence[Attack], defences: Sequence[Defence], pairs: list[Pair], watch: Watch
+) -> None:
+    """Adds pair after pair to `pairs`, so that those done are there when it is stopped."""
+    refused = {attack.name: attack.applies(trial.backbone) for attack in attacks}
+    able = [attack for attack in attacks if refused[attack.name] is None]
+    left = len(attacks) * len(defences)
+    for defence in defences:
+        uploads = _uploads(trial, defence, able, watch) if able and not watch.spent() else []
+        for attack in attacks:
+            reason = refused[attack.name]
+            if reason is None and watch.spent():
+                return
+            watch.begin(left)
+            pairs.append(_pair(trial, attack, defence, uploads, reason, watch))
+            left -= 1
 
 
-def _uploads(
-    backbone: Backbone,
-    images: Tensor,
-    labels: Tensor,
-    defence: Defence,
-    step: Step,
-    wanted: set[str],
-    say: Callable[[str], None],
-) -> list[Gradients]:
-    """What is sent for each batch, of it only what some attack reads: whole gradients of many images fill memory."""
+def _pair(
+    trial: _Trial, attack: Attack, defence: Defence, uploads: Sequence[Gradients], reason: str | None, watch: Watch
+) -> Pair:
+    """One attack on what one defence sent."""
+    backbone, step = trial.backbone, trial.step
+    known = trial.known(defence, len(uploads))
+    reason = reason or attack.missing(backbone, uploads[0], known)
+    if reason is not None:
+        return Pair(attack.name, defence.label, reason)
+    watch.say(f"{attack.name} against {defence.label}")
+    found = attack.recover(backbone, uploads, known, watch)
+    pictures = pictures_of(found, trial.real, step.batch, trial.normalisation)
+    scores = measure(pictures, trial.real, backbone, trial.lpips)
+    facts = facts_of(found, trial.labels, step.batch)
+    caveat = "; ".join(filter(None, (attack.caveat(backbone, step.batch), defence.lower_bound))) or None
+    fewer = None if len(pictures) == len(trial.real) else f"{len(pictures)} of {len(trial.real)} images"
+    partial = ", ".join(filter(None, (found.partial, fewer))) or None
+    bounded = bool(defence.lower_bound)
+    return Pair(attack.name, defence.label, None, caveat, scores, facts, pictures, bounded, partial)
+
+
+def _measure_baselines(trial: _Trial) -> dict[str, Scores]:
+    guesses = baselines(trial.real).items()
+    return {name: measure(guess, trial.real, trial.backbone, trial.lpips) for name, guess in guesses}
+
+
+def _uploads(trial: _Trial, defence: Defence, attacks: Sequence[Attack], watch: Watch) -> list[Gradients]:
+    """What is sent for each batch, of it only what some attack reads: whole gradients of many images fill memory.
+
+    Where the time ends, those of the first batches.
+    """
+    step = trial.step
+    wanted = {name for attack in attacks for name in attack.reads(trial.backbone)}
+    everything = any(attack.reads_all for attack in attacks)
+    ids = torch.arange(trial.images.shape[0])
+    parts = [part.split(step.batch) for part in (trial.images, trial.labels, ids)]
     sent = []
-    ids = torch.arange(images.shape[0])
-    parts = [part.split(step.batch) for part in (images, labels, ids)]
     for number, (x, y, i) in enumerate(zip(*parts, strict=True)):
-        say(f"gradients under {defence.label}: batch {number + 1} of {len(parts[0])}")
-        upload = victim_gradients(
-            backbone, x, y, defence=defence, dtype=step.dtype, local_steps=step.local_steps, seed=step.seed, ids=i
-        )
-        sent.append({name: g for name, g in upload.items() if name in wanted})
+        if sent and watch.spent():
+            break
+        watch.say(f"gradients under {defence.label}: batch {number + 1} of {len(parts[0])}")
+        fields = {"dtype": step.dtype, "local_steps": step.local_steps, "seed": step.seed, "epoch": step.epoch}
+        upload = victim_gradients(trial.victim, x, y, defence=defence, ids=i, **fields)
+        sent.append({name: g for name, g in upload.items() if everything or name in wanted})
     return sent
 
 
@@ -160,8 +233,9 @@ def summary(scores: Scores) -> dict[str, Mean | None]:
 
 def verdict(audit: Audit) -> str:
     """What a manager can read: for each defence what the strongest attack got, and what a mere guess gets."""
-    count = len(audit.images)
     worked = [pair for pair in audit.pairs if pair.reason is None]
+    if not worked and audit.stopped is not None:
+        return f"Stopped by {audit.stopped}, before anything was attacked: this page says nothing about the model."
     if not worked:
         return (
             "No attack of this audit applies to what this model sends: see the reasons below. That is not a proof of "
@@ -171,16 +245,18 @@ def verdict(audit: Audit) -> str:
     for defence in audit.about:
         tried = [pair for pair in worked if pair.defence == defence]
         if not tried:
-            lines.append(f"{defence}: no attack of this audit applies.")
+            left = any(other == defence for _, other in audit.undone)
+            lines.append(f"{defence}: {'not attacked' if left else 'no attack of this audit applies'}.")
             continue
         best = max(tried, key=lambda pair: sum(pair.scores["psnr"] or ()))
         mean = mean_of(best.scores["psnr"] or [0.0]).mean
         steps = "one step" if audit.step.local_steps == 1 else f"{audit.step.local_steps} local steps"
-        found = "at least " * best.lower_bound + f"{best.exact} of {count} images recovered exactly from {steps}"
+        found = "at least " * best.lower_bound + f"{best.exact} of {best.count} images recovered exactly from {steps}"
         open_end = "; a lower bound, see below" * best.lower_bound
         lines.append(f"{defence}: {found} (best attack {best.attack}, mean PSNR {mean:.1f} dB{open_end}).")
     guesses = [f"{name} {mean_of(s['psnr'] or [0.0]).mean:.1f} dB" for name, s in audit.baselines.items()]
-    return " ".join([*lines, f"Without any gradient: {', '.join(guesses)}."])
+    stopped = [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
+    return " ".join([*stopped, *lines, f"Without any gradient: {', '.join(guesses)}."])
 
 
 def gate(audit: Audit, limit: str) -> list[str]:
@@ -207,6 +283,9 @@ def to_json(audit: Audit) -> dict[str, Any]:
     return {
         "model": audit.model,
         "step": {**asdict(audit.step), "dtype": str(audit.step.dtype).removeprefix("torch.")},
+        "partial": audit.stopped is not None,
+        "stopped": audit.stopped,
+        "not_attacked": [{"attack": attack, "defence": defence} for attack, defence in audit.undone],
         "verdict": verdict(audit),
         "pairs": [_pair_json(pair, audit.names) for pair in audit.pairs],
         "baselines": {
@@ -219,12 +298,13 @@ def _pair_json(pair: Pair, names: Sequence[str]) -> dict[str, Any]:
     shown: dict[str, Any] = {"attack": pair.attack, "defence": pair.defence}
     if pair.reason is not None:
         return {**shown, "applies": False, "reason": pair.reason}
-    rows = [{**row, **fact} for row, fact in zip(_rows(pair.scores, names), pair.facts, strict=True)]
+    rows = [{**row, **fact} for row, fact in zip(_rows(pair.scores, names[: pair.count]), pair.facts, strict=True)]
     return {
         **shown,
         "applies": True,
         "caveat": pair.caveat,
         "lower_bound": pair.lower_bound,
+        "partial": pair.partial,
         "exact": pair.exact,
         "mean": _means(pair.scores),
         "images": rows,

@@ -54,6 +54,8 @@ def make_page(audit: Audit, facts: Mapping[str, Cell], leaks: list[str] | None =
         f"Exactly means a PSNR of {EXACT:g} dB or more: the mean error is below half a grey level of 255, so that the "
         "recovered picture and the original are the same to any eye and to nearly any file."
     )
+    if audit.undone:
+        section.table(["attack", "defence: not attacked before the stop"], audit.undone)
     if leaks is not None:
         section.text("The gate is passed." if not leaks else "The gate is not passed: " + "; ".join(leaks) + ".")
     _tables(page, audit)
@@ -65,14 +67,13 @@ def make_page(audit: Audit, facts: Mapping[str, Cell], leaks: list[str] | None =
 
 def table(audit: Audit, columns: Sequence[str] = tuple(COLUMNS)) -> tuple[list[str], list[list[Cell]]]:
     """Header, and a row for each attack × defence and baseline: exact, metrics with intervals, rank, condition."""
-    count = len(audit.images)
     rows: list[list[Cell]] = []
     for pair in audit.pairs:
         name: list[Cell] = [pair.attack, pair.defence]
         if pair.reason is not None:
             rows.append([*name, "does not apply", *[None] * (len(columns) + 2)])
             continue
-        rows.append([*name, f"{pair.exact} of {count}", *_cells(pair.scores, columns), *_system(pair)])
+        rows.append([*name, f"{pair.exact} of {pair.count}", *_cells(pair.scores, columns), *_system(pair)])
     for guess, scores in audit.baselines.items():
         rows.append(["baseline", guess, None, *_cells(scores, columns), None, None])
     return ["attack", "defence", "exact", *(COLUMNS[name] for name in columns), "rank of G", "condition of G"], rows
@@ -83,9 +84,15 @@ def reasons(audit: Audit) -> list[tuple[str, str]]:
     return [
         (f"{pair.attack} against {pair.defence}", said)
         for pair in audit.pairs
-        for said in dict.fromkeys([pair.reason, pair.caveat, *(str(f.get("verdict") or "") for f in pair.facts)])
+        for said in dict.fromkeys(
+            [pair.reason, _stopped(pair), pair.caveat, *(str(f.get("verdict") or "") for f in pair.facts)]
+        )
         if said
     ]
+
+
+def _stopped(pair: Pair) -> str | None:
+    return None if pair.partial is None else f"stopped after {pair.partial}"
 
 
 def _tables(page: Page, audit: Audit) -> None:
@@ -117,6 +124,8 @@ def _interval(mean: Mean | None) -> str | None:
 
 def _system(pair: Pair) -> tuple[Cell, Cell]:
     """Rank and condition over the images: the least rank and the median condition, infinite below full rank."""
+    if "rank" not in pair.facts[0]:
+        return None, None
     ranks: list[Any] = [fact["rank"] for fact in pair.facts]
     sizes: list[Any] = [fact["condition"] for fact in pair.facts]
     middle = sorted(math.inf if size is None else size for size in sizes)[len(sizes) // 2]
@@ -133,7 +142,7 @@ def _pictures(page: Page, audit: Audit, most: int = 4) -> None:
         assert pair.images is not None
         values = (pair.scores["psnr"] or [])[:most]
         figure = figures.image_grid(
-            _strip(audit.images[:most], pair.images[:most]),
+            _strip(audit.images[: len(values)], pair.images[: len(values)]),
             [f"{value:.1f} dB" for value in values],
             columns=len(values),
             row_titles=("original", "recovered", "difference"),

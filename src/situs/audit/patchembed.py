@@ -17,6 +17,7 @@ from torch import Tensor
 from situs.audit.attack import Attack, Knowledge, Recovery, stack
 from situs.audit.stem import find_stem, flat_weight, require_stem, table_rows, to_images
 from situs.audit.threat import Gradients, known_gradient
+from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
 
 
@@ -83,12 +84,19 @@ class PatchEmbedding(Attack):
             )
         return None
 
-    def recover(self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge | None = None) -> Recovery:
+    def recover(
+        self,
+        backbone: Backbone,
+        uploads: Sequence[Gradients],
+        known: Knowledge | None = None,
+        watch: Watch | None = None,  # noqa: ARG002  (one solve, no time to stop in)
+    ) -> Recovery:
         known = Knowledge() if known is None else known
         stem = require_stem(backbone)
         table = stack([{stem.table: table_rows(upload[stem.table], stem)} for upload in uploads], stem.table)
+        trained = known.trained(backbone)
         for index, upload in enumerate(uploads):
-            extra = known_gradient(known.defence, backbone, upload, known.seed)
+            extra = known_gradient(trained, upload, known.seed, known.epoch)
             if extra is not None:
                 table[index] -= extra.double()
         sent = uploads[0][stem.table].dtype

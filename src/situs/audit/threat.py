@@ -8,7 +8,7 @@ who has read about it; `noise_level` and `known_gradient` are that knowledge in 
 # ruff: noqa: ARG002  (every defence is given the same arguments)
 from __future__ import annotations
 
-from copy import deepcopy
+from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -29,12 +29,17 @@ Gradients = dict[str, Tensor]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The types gradients may be sent in. They are computed in float32 and rounded on the way out."""
 
+LOCAL_LR = 0.01
+"""The learning rate of a client's local steps, which the server sets."""
+
 THREAT = {
     "who": "an honest-but-curious server (or whoever reads its traffic) in federated or distributed training",
     "sees": "the gradients, or the weight update, of one client's step, by parameter name",
     "knows": "the architecture, the weights the step began with, how images are normalised, the loss and the defence",
-    "does not know": "the images, and nothing about them beyond that they are images; labels are not needed",
-    "does": "solves linear systems; it changes nothing in the protocol, so a client cannot notice it",
+    "does not know": "the images, and nothing about them beyond that they are images; the closed forms need no labels, "
+    "and gradient matching infers them from the classifier's gradient unless it is given them",
+    "does": "solves linear systems, or searches for images whose gradients match; it changes nothing in the protocol, "
+    "so a client cannot notice it",
 }
 """The attacker of this audit, for the page's first section."""
 
@@ -60,8 +65,12 @@ class Defence:
         """What is trained; what it adds to the backbone is the same for a seed, since the attacker has it too."""
         return Supervised(backbone, SupervisedConfig(label_smoothing=0.0))
 
+    def retrain(self, method: Method, seed: int = 0) -> Method:
+        """What is trained where a run brings its own method: that method, unless the defence is one itself."""
+        return method
+
     def bound(self, gradients: Gradients) -> Gradients:
-        """One sample's gradient as it enters the mean, where `per_sample` is set."""
+        """One sample's gradient as it enters the mean, where `per_sample` is set; differentiable."""
         return gradients
 
     def upload(self, gradients: Gradients, backbone: Backbone, batch: int, chance: torch.Generator) -> Gradients:
@@ -130,8 +139,8 @@ class Clip(Defence):
 
     def bound(self, gradients: Gradients) -> Gradients:
         norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
-        factor = float((self.norm / norm.clamp(min=1e-30)).clamp(max=1.0))
-        return {name: g * factor for name, g in gradients.items()}
+        factor = (self.norm / norm.clamp(min=1e-30)).clamp(max=1.0)
+        return {name: g * factor.to(g.dtype) for name, g in gradients.items()}
 
     def upload(self, gradients: Gradients, backbone: Backbone, batch: int, chance: torch.Generator) -> Gradients:
         return _noisy(gradients, self.noise_level(batch), chance)
@@ -188,6 +197,19 @@ class MaskedJigsaw(Defence):
         like = next(backbone.parameters())
         return method.to(like.device, like.dtype)
 
+    def retrain(self, method: Method, seed: int = 0) -> Method:
+        """MJP with this γ: over a run of MJP its own trained tokens and heads, over another's backbone new ones."""
+        if not isinstance(method, MJP):
+            return self.method(method.backbone, seed)
+        other = copy(method)  # the same parameters
+        other.config = replace(method.config, mask_ratio=self.mask_ratio)
+        return other
+
+
+def method_of(defence: Defence, victim: Backbone | Method, seed: int = 0) -> Method:
+    """What is trained under a defence: cross entropy or the defence's own on a backbone, else a run's own method."""
+    return defence.method(victim, seed) if isinstance(victim, Backbone) else defence.retrain(victim, seed)
+
 
 def victim_gradients(
     victim: Backbone | Method,
@@ -197,27 +219,28 @@ def victim_gradients(
     defence: Defence | None = None,
     dtype: torch.dtype = torch.float32,
     local_steps: int = 1,
-    lr: float = 0.01,
+    lr: float = LOCAL_LR,
     seed: int = 0,
     ids: Tensor | None = None,
+    epoch: int = 0,
 ) -> Gradients:
     """What a client sends for one batch: the mean gradient of its loss, by parameter name, under `defence`.
 
     images: [B, C, H, W] normalised as the model expects. labels: [B]. A backbone is trained as the defence's method
-    says (cross entropy, or MJP); a method is trained as it is. local_steps: k > 1 sends a FedAvg update instead, from k
-    steps of plain SGD with `lr` on the same batch, divided by k · lr: the mean of the k gradients. ids: [B], which name
-    the samples' own draws and noise.
+    says (cross entropy, or MJP); a method is trained as it is, or as the defence changes it. local_steps: k > 1 sends a
+    FedAvg update instead, from k steps of plain SGD with `lr` on the same batch, divided by k · lr: the mean of the k
+    gradients. ids: [B], which name the samples' own draws and noise. epoch: of the run, for draws and schedules.
     """
     defence = NoDefence() if defence is None else defence
     check_inputs(images, labels)
     check_range("local_steps", local_steps, 1, flag="--local-steps")
-    method = defence.method(victim, seed) if isinstance(victim, Backbone) else victim
+    method = method_of(defence, victim, seed)
     ids = torch.arange(images.shape[0]) if ids is None else ids
     if local_steps > 1:
         method = deepcopy(method)
     total: Gradients = {}
     for step in range(local_steps):
-        found = _step(method, Batch(images, ids.to(images.device), labels), defence, seed)
+        found = _step(method, Batch(images, ids.to(images.device), labels), defence, seed, epoch)
         total = {name: g + total[name] if total else g for name, g in found.items()}
         if step + 1 < local_steps:
             _descend(method, found, lr)
@@ -227,20 +250,19 @@ def victim_gradients(
     return {name: g.to(dtype) for name, g in sent.items()}
 
 
-def known_gradient(defence: Defence, backbone: Backbone, gradients: Gradients, seed: int = 0) -> Tensor | None:
+def known_gradient(method: Method, gradients: Gradients, seed: int = 0, epoch: int = 0) -> Tensor | None:
     """What an attacker subtracts from the table's gradient: λ ∂DAL/∂E_pos on the patch rows, [N, D]; None for no DAL.
 
     Batch 1. The mask that DAL leaves out is read off the rows that got no gradient at all.
     """
-    method = defence.method(backbone, seed)
     if not isinstance(method, MJP) or method.dal is None:
         return None
-    stem = require_stem(backbone)
+    stem = require_stem(method.backbone)
     mask = hidden_places(table_rows(gradients[stem.table], stem))
     with torch.enable_grad():
-        weight = method.draw(torch.zeros(1, dtype=torch.int64), seed=seed, epoch=0)["dal_weight"]
+        weight = method.draw(torch.zeros(1, dtype=torch.int64), seed=seed, epoch=epoch)["dal_weight"]
         loss = weight.to(mask.device) * method.localise(mask[None])
-        [found] = torch.autograd.grad(loss, [dict(backbone.named_parameters())[stem.table]])
+        [found] = torch.autograd.grad(loss, [dict(method.backbone.named_parameters())[stem.table]])
     return table_rows(found, stem)
 
 
@@ -269,7 +291,7 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
         )
 
 
-def _step(method: Method, batch: Batch, defence: Defence, seed: int) -> Gradients:
+def _step(method: Method, batch: Batch, defence: Defence, seed: int, epoch: int) -> Gradients:
     """The mean gradient over the batch, each sample bounded first where the defence asks for it."""
     assert batch.labels is not None
     size = 1 if defence.per_sample else batch.images.shape[0]
@@ -277,7 +299,7 @@ def _step(method: Method, batch: Batch, defence: Defence, seed: int) -> Gradient
     total: Gradients = {}
     for images, ids, labels in zip(*parts, strict=True):
         with torch.enable_grad():
-            loss = method(Batch(images, ids, labels), method.draw(ids, seed=seed, epoch=0)).loss
+            loss = method(Batch(images, ids, labels), method.draw(ids, seed=seed, epoch=epoch)).loss
             named = parameter_names(method)
             found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         held = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
