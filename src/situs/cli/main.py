@@ -26,7 +26,13 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Evaluate": {
         "features": ("situs.cli.features", "pooled features of every image, as one safetensors file"),
         "evaluate accuracy": ("situs.cli.evaluate_accuracy", "top-1 and top-5 of a fine-tuned run"),
+        "evaluate consistency": ("situs.cli.evaluate_consistency", "what shuffled patches do to a classifier, over γ"),
         "evaluate ensemble": ("situs.cli.evaluate_ensemble", "several fine-tuned runs, each alone and together"),
+    },
+    "Analyze": {
+        "analyze attention": ("situs.cli.analyze_attention", "where a model's heads look: over images, by offset"),
+        "analyze positions": ("situs.cli.analyze_positions", "a model's position vectors: pictures, spectrum, reading"),
+        "analyze correlation": ("situs.cli.analyze_correlation", "how alike the features of two places are"),
     },
     "Lock": {
         "verify": ("situs.cli.verify", "measure which permutations of tokens and channels a model obeys, and why not"),

@@ -1,0 +1,103 @@
+"""One look at a model's position vectors: spectrum, projection and what a linear map reads off them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from situs.analyze.decode import FOLDS, Decoded, decode_places
+from situs.analyze.projection import Components, principal
+from situs.analyze.spectrum import Spectrum, spectrum
+from situs.analyze.tables import PositionTable, reference_tables
+
+SHOWN = (3, 4, 5, 6, 7)
+"""The dimensions of MJP's Table 6."""
+TAUGHT, ROUGH = 0.15, 0.6
+"""Below the first share of a blind guess's error the grid is known, above the second hardly."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What was found of one table. name: of the model. note: what a reader must know of it, or nothing."""
+
+    name: str
+    table: PositionTable
+    spectrum: Spectrum
+    components: Components
+    decoded: Decoded
+    note: str = ""
+
+    @property
+    def title(self) -> str:
+        """The model and which of its positions this is."""
+        return f"{self.name}, {self.table.kind}"
+
+    @property
+    def shape(self) -> str:
+        """Grid and width, in words."""
+        (h, w), dim = self.table.grid, self.table.rows.shape[1]
+        return f"{h} × {w} places, {dim} channels"
+
+
+def look_at(name: str, table: PositionTable, *, folds: int = FOLDS, seed: int = 0, note: str = "") -> Look:
+    """Everything that is computed of one table; the same for the same seed."""
+    rows = table.rows
+    found = decode_places(rows, table.grid, folds=folds, seed=seed)
+    return Look(name, table, spectrum(rows), principal(rows), found, note)
+
+
+def look_at_references(table: PositionTable, *, folds: int = FOLDS, seed: int = 0) -> list[Look]:
+    """Tables of the same shape whose answers are known, to hold the others against."""
+    count, dim = table.rows.shape
+    made = reference_tables(count, table.grid, dim, seed)
+    return [
+        look_at(name, PositionTable("reference", rows, table.grid), folds=folds, seed=seed)
+        for name, rows in made.items()
+    ]
+
+
+def in_words(look: Look) -> str:
+    """What the numbers of one table say."""
+    found, three = look.decoded, look.spectrum.explained_by(3)
+    most = look.spectrum.components_for(0.9)
+    if found.left < TAUGHT:
+        said = "so the table knows the grid"
+    elif found.left < ROUGH:
+        said = "so the table knows roughly where a place is"
+    else:
+        said = "so no linear map finds the grid in it"
+    return (
+        f"`{look.name}`, {look.table.kind} of {look.shape}: its three largest principal components hold {three:.1%} of "
+        f"the variance, and it takes {most} to hold 90 %. Row and column of a place are read off its vector with a "
+        f"mean error of {found.two.mean:.2f} patches (a blind guess: {found.chance_two:.2f}), {said}."
+        + (f" {look.note}" if look.note else "")
+    )
+
+
+def to_json(look: Look) -> dict[str, Any]:
+    """Every number of one table."""
+    found = look.decoded
+    return {
+        "name": look.name,
+        "kind": look.table.kind,
+        "grid": list(look.table.grid),
+        "channels": look.table.rows.shape[1],
+        "note": look.note or None,
+        "explained_variance": list(look.spectrum.explained),
+        "explained_variance_of": {str(count): look.spectrum.explained_by(count) for count in SHOWN},
+        "components_for_90_percent": look.spectrum.components_for(0.9),
+        "accumulated_singular_energy": list(look.spectrum.energy),
+        "regression": {
+            "unit_1d": "places in reading order",
+            "unit_2d": "patches, mean of row and column",
+            "folds": found.folds,
+            "places_fitted_on": found.fitted,
+            "mae_1d": found.one._asdict(),
+            "mae_2d": found.two._asdict(),
+            "mae_row": found.rows,
+            "mae_column": found.columns,
+            "blind_1d": found.chance_one,
+            "blind_2d": found.chance_two,
+            "exact": found.exact,
+        },
+    }

@@ -1,0 +1,197 @@
+"""The page of `situs analyze positions`: several tables side by side, two known ones beneath them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+
+from situs.analyze.positions import SHOWN, Look, in_words
+from situs.analyze.projection import FEWEST, NEIGHBOURS, has_umap, similarities, spread_places, umap_points
+from situs.report import figures, places
+from situs.report.html import Cell, Page, Section
+
+NTH = ("1st", "2nd", "3rd")
+
+
+def make_page(
+    looks: Sequence[Look], references: Sequence[Look], facts: Mapping[str, Cell], *, seed: int = 0
+) -> tuple[Page, dict[str, bytes]]:
+    """The page and its pictures by name."""
+    names = ", ".join(dict.fromkeys(look.name for look in looks))
+    page = Page(f"Positions of {names}", lead="What the vectors that stand for places hold, and what can be read off.")
+    pictures: dict[str, bytes] = {}
+    found = page.section("What was found")
+    for look in looks:
+        found.text(in_words(look))
+    found.table(*overview(looks, references))
+    _projections(page.section("The places in two and three dimensions"), looks, pictures, seed)
+    _alike(page.section("How alike the places are"), looks, pictures)
+    _spectrum(page.section("How many directions they fill"), looks, references, pictures)
+    _decoded(page.section("Reading a place off its vector"), looks, references, pictures)
+    page.section("How this was made").facts(facts)
+    return page, pictures
+
+
+def overview(looks: Sequence[Look], references: Sequence[Look]) -> tuple[list[str], list[list[Cell]]]:
+    """Header and rows: one line a table, the known ones last."""
+    header = ["table", "grid × channels", "3-PCA", "for 90 %", "2-D error, patches", "blind"]
+    rows: list[list[Cell]] = []
+    for look in (*looks, *references):
+        found = look.decoded
+        rows.append(
+            [
+                look.title if look in looks else look.name,
+                f"{look.table.grid[0]}×{look.table.grid[1]} × {look.table.rows.shape[1]}",
+                f"{look.spectrum.explained_by(3):.1%}",
+                look.spectrum.components_for(0.9),
+                f"{found.two.mean:.3f}",
+                f"{found.chance_two:.2f}",
+            ]
+        )
+    return header, rows
+
+
+def _projections(section: Section, looks: Sequence[Look], pictures: dict[str, bytes], seed: int) -> None:
+    section.text(
+        "Neighbours are joined. Where the vectors know the grid, the lines of rows and of columns form a sheet, "
+        "however bent; where they do not, a tangle."
+    )
+    for number, look in enumerate(looks, start=1):
+        labels = tuple(f"{nth} component ({share:.0%})" for nth, share in zip(NTH, look.components.shares, strict=True))
+        for dims, what in ((2, "plane"), (3, "space")):
+            panels = [
+                places.Sheet(f"lines along each {along}", look.components.points[:, :dims], labels[:dims], along)
+                for along in ("row", "column")
+            ]
+            picture = figures.png(places.sheets(panels, look.table.grid))
+            _add(
+                section,
+                pictures,
+                f"pca-{dims}d",
+                number,
+                picture,
+                f"{look.title}: the {what} of the {'two' if dims == 2 else 'three'} largest principal components, with "
+                "the share of the variance that each holds.",
+            )
+        _umap(section, look, number, pictures, seed)
+    if not has_umap():
+        section.note("UMAP is not installed, so its picture is missing: `pip install 'situs[umap]'`.")
+
+
+def _umap(section: Section, look: Look, number: int, pictures: dict[str, bytes], seed: int) -> None:
+    if not has_umap() or len(look.table.rows) < FEWEST:
+        return
+    points = umap_points(look.table.rows, seed=seed)
+    panels = [
+        places.Sheet(f"lines along each {along}", points, ("UMAP, 1st", "UMAP, 2nd"), along)
+        for along in ("row", "column")
+    ]
+    picture = figures.png(places.sheets(panels, look.table.grid))
+    near = min(NEIGHBOURS, len(points) - 1)
+    said = f"{look.title}: UMAP with {near} neighbours. Distances between far places mean little here."
+    _add(section, pictures, "umap", number, picture, said)
+
+
+def _alike(section: Section, looks: Sequence[Look], pictures: dict[str, bytes]) -> None:
+    section.text("The cosine of the angle between a place's vector and every other's, the mean vector taken off.")
+    for number, look in enumerate(looks, start=1):
+        h, w = look.table.grid
+        rows, columns = spread_places((h, w))
+        chosen = torch.tensor([row * w + column for row in rows for column in columns])
+        maps = similarities(look.table.rows, chosen).reshape(len(rows), len(columns), h, w)
+        drawn = places.mosaics({look.title: maps}, rows, columns, "cosine similarity", limits=(-1, 1))
+        every = len(chosen) == h * w
+        said = f"Each map shows all {h} × {w} places, for the one that is ringed" + (
+            "." if every else f"; {len(chosen)} places at equal distances are shown."
+        )
+        _add(section, pictures, "cosine", number, figures.png(drawn), said)
+
+
+def _spectrum(section: Section, looks: Sequence[Look], references: Sequence[Look], pictures: dict[str, bytes]) -> None:
+    section.text(
+        "Few directions: the table holds little but the grid. Many: it holds more than that, or noise. Only a table "
+        "that can also be read is informative."
+    )
+    rows: list[list[Cell]] = [
+        [_row_name(look), *(f"{100 * look.spectrum.explained_by(count):.2f}" for count in SHOWN)]
+        for look in (*looks, *references)
+    ]
+    rows += [["MJP's paper: DeiT-S", "54.61", "68.55", "77.95", "85.54", "90.74"]]
+    rows += [["MJP's paper: DeiT-S + MJP", "46.74", "58.36", "69.10", "78.13", "84.55"]]
+    section.table(
+        ["explained variance, %", *(f"k = {count}" for count in SHOWN)],
+        rows,
+        "By the k largest components of the centred table, prefix tokens left out (MJP's Table 6; its models have "
+        "14 × 14 places, 384 channels).",
+    )
+    shown = max(look.spectrum.components_for(0.99) for look in looks) + 1
+    series = {}
+    for look in (*looks, *references):
+        energy = np.asarray(look.spectrum.energy[:shown])
+        series[_row_name(look)] = (np.arange(1, len(energy) + 1), 100 * energy)
+    drawn = figures.curves(series, "number n of singular values", "accumulated energy, %")
+    pictures["energy"] = figures.png(drawn)
+    section.figure(pictures["energy"], "Share of Σσ² that the n largest singular values hold (MJP's Figure 4).")
+
+
+def _decoded(section: Section, looks: Sequence[Look], references: Sequence[Look], pictures: dict[str, bytes]) -> None:
+    folds = looks[0].decoded.folds
+    section.text(
+        f"The places are dealt out at random in {folds} parts. For each part a linear map is fitted on the vectors of "
+        "the others and guesses the places of this one. 1-D: the index in reading order. 2-D: row and column, the mean "
+        "of both errors."
+    )
+    rows: list[list[Cell]] = []
+    for look in (*looks, *references):
+        found = look.decoded
+        one, two = (f"{each.mean:.3f}\u202f±\u202f{each.std:.3f}" for each in (found.one, found.two))
+        told = (f"{found.chance_one:.2f}", f"{found.chance_two:.2f}", f"{found.exact:.0%}")
+        rows.append([_row_name(look), one, two, f"{found.rows:.3f}", f"{found.columns:.3f}", *told])
+    for name, one, two in PAPER:
+        rows.append([f"MJP's paper: {name}", one, two, None, None, None, None, None])
+    section.table(
+        ["mean absolute error", "1-D", "2-D", "row", "column", "blind, 1-D", "blind, 2-D", "right place"],
+        rows,
+        "1-D in places, 2-D, row and column in patches; ± the deviation between folds; blind: the mean of the places "
+        "fitted on; right place: share of guesses that round to the place itself.",
+    )
+    section.text(
+        "The paper's Table 8 is in the same units. It does not say so, but a linear fit makes the error of the index "
+        "w times the row's plus the column's, w the places in a row, and its 1-D figures are 10 to 14 times its 2-D "
+        "figures on a grid of 14: raw indices, mean of both axes. Scaled to [0, 1] they would be 180 times."
+    )
+    for look in looks:
+        channels = look.table.rows.shape[1]
+        if look.decoded.fitted <= channels:
+            section.note(
+                f"`{look.name}`: {look.decoded.fitted} places to fit {channels} channels: many maps fit them without "
+                "error, and the one of least norm was taken."
+            )
+    for number, look in enumerate(looks, start=1):
+        guesses = look.decoded.guesses[:, ::-1]
+        panels = [
+            places.Sheet(f"lines along each {along}", guesses, ("guessed column", "guessed row"), along, as_image=True)
+            for along in ("row", "column")
+        ]
+        said = f"{look.title}: where each place is read to be, when the map was fitted without it."
+        _add(section, pictures, "guesses", number, figures.png(places.sheets(panels, look.table.grid)), said)
+
+
+PAPER = (
+    ("DeiT-S", ".945\u202f±\u202f.031", ".076\u202f±\u202f.004"),
+    ("DeiT-S + MJP (DAL-LN)", ".566\u202f±\u202f.013", ".042\u202f±\u202f.002"),
+    ("DeiT-S + MJP (DAL-NLN)", "1.301\u202f±\u202f.035", ".134\u202f±\u202f.003"),
+)
+"""MJP's Table 8, on 14 × 14 places."""
+
+
+def _row_name(look: Look) -> str:
+    return look.name if look.table.kind == "reference" else look.title
+
+
+def _add(section: Section, pictures: dict[str, bytes], name: str, number: int, picture: bytes, caption: str) -> None:
+    """Onto the page and among the files; the first table's pictures bear no number."""
+    pictures[name if number == 1 else f"{name}-{number}"] = picture
+    section.figure(picture, caption)

@@ -1,0 +1,233 @@
+"""Pictures of places: sheets of a grid's points in the plane and in space, and maps of how places relate.
+
+As in `figures`: arrays in, a matplotlib `Figure` out, no pyplot, a place counts the grid (h, w) row by row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import LineCollection
+from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from mpl_toolkits.mplot3d.art3d import Line3DCollection
+from mpl_toolkits.mplot3d.axes3d import Axes3D
+
+from situs.errors import SitusError
+from situs.report.figures import BLACK, DASHES, FAINT, INK, LABEL, PAGE_WIDTH, PALETTE, TICK, TITLE
+
+PALE = "#b9c0c6"
+DOTS = 400
+"""Up to so many places each is a dot too; beyond, the lines say it all."""
+GAP = 0.16
+"""Between two maps of a mosaic, as a share of a map's side."""
+
+
+class Sheet(NamedTuple):
+    """One panel of `sheets`: points [N, 2] or [N, 3] in the order of the grid's places, and what the axes are.
+
+    colour: what the coloured lines run along and count. as_image: rows run downwards and both axes are in patches.
+    """
+
+    title: str
+    points: Any
+    labels: tuple[str, ...]
+    colour: Literal["row", "column"] = "row"
+    as_image: bool = False
+
+
+def sheets(panels: Sequence[Sheet], grid: tuple[int, int]) -> Figure:
+    """A grid's places with neighbours joined: coloured along each row (or column), pale across."""
+    side = min(4.2, PAGE_WIDTH / len(panels))
+    figure = _figure(side * len(panels), side + 0.55)
+    for number, panel in enumerate(panels, start=1):
+        points = np.asarray(panel.points, dtype=np.float64)
+        if points.shape not in {(grid[0] * grid[1], 2), (grid[0] * grid[1], 3)}:
+            raise SitusError(f"{panel.title}: points of shape {points.shape} are not the places of the grid {grid}")
+        flat = points.shape[1] == 2
+        axis: Any = figure.add_subplot(1, len(panels), number, projection=None if flat else "3d")
+        (_flat_sheet if flat else _solid_sheet)(axis, panel, points, grid)
+        axis.set_title(panel.title, fontsize=TITLE, color=INK, pad=6)
+        _scale_below(figure, axis, panel.colour, grid[0] if panel.colour == "row" else grid[1])
+    return figure
+
+
+def _lines(points: np.ndarray, grid: tuple[int, int], colour: str) -> tuple[list[Any], list[Any], np.ndarray]:
+    """The lines that bear colour, those across, and the colours [count, 4]."""
+    cloth = points.reshape(*grid, -1)
+    along, across = (cloth, cloth.swapaxes(0, 1)) if colour == "row" else (cloth.swapaxes(0, 1), cloth)
+    return list(along), list(across), _ramp()(np.linspace(0, 1, len(along)))
+
+
+def _flat_sheet(axis: Axes, panel: Sheet, points: np.ndarray, grid: tuple[int, int]) -> None:
+    along, across, colours = _lines(points, grid, panel.colour)
+    axis.add_collection(LineCollection(across, colors=PALE, linewidths=0.6))
+    axis.add_collection(LineCollection(along, colors=list(colours), linewidths=1.3))
+    if len(points) <= DOTS:
+        axis.scatter(*points.T, s=9, color=INK, zorder=3)
+    axis.autoscale_view()
+    axis.margins(0.08)
+    axis.set_aspect("equal", adjustable="datalim")
+    if panel.as_image:
+        axis.invert_yaxis()
+    _dress(axis, panel.labels[0], panel.labels[1])
+    axis.grid(color=FAINT, linewidth=0.6)
+    axis.set_axisbelow(True)
+
+
+def _solid_sheet(axis: Axes3D, panel: Sheet, points: np.ndarray, grid: tuple[int, int]) -> None:
+    along, across, colours = _lines(points, grid, panel.colour)
+    axis.add_collection3d(Line3DCollection(across, colors=PALE, linewidths=0.5))
+    axis.add_collection3d(Line3DCollection(along, colors=list(colours), linewidths=1.2))
+    low, high = points.min(axis=0), points.max(axis=0)
+    pad = 0.03 * np.where(high > low, high - low, 1.0)
+    axis.set(xlim=(low[0] - pad[0], high[0] + pad[0]), ylim=(low[1] - pad[1], high[1] + pad[1]))
+    axis.set_zlim(low[2] - pad[2], high[2] + pad[2])
+    axis.view_init(elev=24, azim=-58)
+    axis.set_box_aspect((1, 1, 0.85), zoom=1.12)
+    for each, label in zip((axis.xaxis, axis.yaxis, axis.zaxis), panel.labels, strict=True):
+        each.set_label_text(label, fontsize=LABEL, color=INK)
+        each.set_ticklabels([])  # components have no unit, and the numbers would cover the sheet
+        each.labelpad = -8
+        each.set_pane_color((0.98, 0.98, 0.98, 1.0))
+
+
+def _ramp() -> Colormap:
+    """viridis without its brightest end, which a white page swallows."""
+    return LinearSegmentedColormap.from_list("ramp", mpl.colormaps["viridis"](np.linspace(0.0, 0.88, 64)))
+
+
+def _scale_below(figure: Figure, axis: Axes, name: str, count: int) -> None:
+    mappable = ScalarMappable(Normalize(0, max(count - 1, 1)), _ramp())
+    bar = figure.colorbar(mappable, ax=axis, location="bottom", shrink=0.55, aspect=28, pad=0.02, fraction=0.05)
+    bar.set_label(f"{name} (0: {'top' if name == 'row' else 'left'})", fontsize=TICK, color=INK)
+    bar.set_ticks([0, count - 1] if count > 1 else [0])
+    bar.ax.tick_params(labelsize=TICK, length=2)
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+
+
+# --- maps ----------------------------------------------------------------------------------------------------------
+
+
+def mosaics(
+    panels: Mapping[str, Any],
+    rows: Sequence[int],
+    columns: Sequence[int],
+    value_label: str,
+    *,
+    limits: tuple[float, float] | None = None,
+) -> Figure:
+    """For each of some places a map over the whole grid, set out as the places are.
+
+    panels: title -> [r, c, h, w], the map of place (rows[r], columns[c]), which a ring marks in it. limits: of one
+    diverging scale for all; without them each panel has a scale of its own, from the least to the most that it says
+    of a place other than the ringed one.
+    """
+    arrays = {title: np.asarray(values, dtype=np.float64) for title, values in panels.items()}
+    h, w = next(iter(arrays.values())).shape[2:]
+    side = min(5.2, PAGE_WIDTH / len(arrays) - 0.95)
+    bar = 0.8 * (len(arrays) if limits is None else 1)
+    figure = _figure(side * len(arrays) + bar + 0.3, side * (len(rows) * h) / (len(columns) * w) + 0.5)
+    axes = figure.subplots(1, len(arrays), squeeze=False)[0]
+    drawn = []
+    for axis, (title, maps) in zip(axes, arrays.items(), strict=True):
+        low, high = limits or _range_of_others(maps, rows, columns)
+        drawn.append(_mosaic(axis, maps, rows, columns, Normalize(low, high), "PuOr_r" if limits else "cividis"))
+        _dress(axis, "column of the ringed place", "row of the ringed place" if axis is axes[0] else "")
+        axis.set_title(title, fontsize=TITLE, color=INK, pad=6)
+    if limits is None:
+        for axis, each in zip(axes, drawn, strict=True):
+            _bar(figure, each, [axis], value_label)
+    else:
+        _bar(figure, drawn[-1], list(axes), value_label)
+    return figure
+
+
+def _range_of_others(maps: np.ndarray, rows: Sequence[int], columns: Sequence[int]) -> tuple[float, float]:
+    """The least and the most that the maps say of places other than their own, which may be alike by definition."""
+    others = maps.copy()
+    for r, row in enumerate(rows):
+        for c, column in enumerate(columns):
+            others[r, c, row, column] = np.nan
+    if np.isnan(others).all():
+        return float(maps.min()), float(maps.max())
+    return float(np.nanmin(others)), float(np.nanmax(others))
+
+
+def _bar(figure: Figure, drawn: Any, axes: list[Axes], label: str) -> None:
+    bar = figure.colorbar(drawn, ax=axes, shrink=0.85, pad=0.02)
+    bar.set_label(label, fontsize=LABEL, color=INK)
+    bar.ax.tick_params(labelsize=TICK)
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+
+
+def _mosaic(
+    axis: Axes, maps: np.ndarray, rows: Sequence[int], columns: Sequence[int], norm: Normalize, colours: str
+) -> Any:
+    h, w = maps.shape[2:]
+    step_y, step_x = h * (1 + GAP), w * (1 + GAP)
+    drawn = None
+    for r, row in enumerate(rows):
+        for c, column in enumerate(columns):
+            x, y = c * step_x, r * step_y
+            extent = (x, x + w, y + h, y)
+            drawn = axis.imshow(maps[r, c], cmap=colours, norm=norm, interpolation="nearest", extent=extent)
+            centre = (x + column + 0.5, y + row + 0.5)
+            # White under black: seen on either end of a scale.
+            axis.scatter(*centre, s=18, facecolors="none", edgecolors="white", linewidths=2.0)
+            axis.scatter(*centre, s=18, facecolors="none", edgecolors=BLACK, linewidths=0.9)
+    axis.set(xlim=(-0.5, len(columns) * step_x - w * GAP + 0.5), ylim=(len(rows) * step_y - h * GAP + 0.5, -0.5))
+    axis.set_xticks([c * step_x + w / 2 for c in range(len(columns))], [str(column) for column in columns])
+    axis.set_yticks([r * step_y + h / 2 for r in range(len(rows))], [str(row) for row in rows])
+    axis.tick_params(length=0)
+    for spine in axis.spines.values():
+        spine.set_visible(False)
+    return drawn
+
+
+def lines_by_name(
+    series: Mapping[str, tuple[Any, Any]],
+    x_names: Sequence[str],
+    x_label: str,
+    y_label: str,
+    *,
+    level: tuple[str, float] | None = None,
+    title: str = "",
+) -> Figure:
+    """Lines by name over steps that have names themselves. level: a pale line to hold the others against."""
+    figure = _figure(7.2, 3.7)
+    axis = figure.subplots()
+    if level is not None:
+        axis.axhline(level[1], color=PALE, linewidth=2.6, label=level[0], zorder=1)
+    for index, (name, (x, y)) in enumerate(series.items()):
+        (line,) = axis.plot(np.asarray(x), np.asarray(y), label=name, linewidth=1.8, marker="o", markersize=4)
+        line.set(color=PALETTE[index % len(PALETTE)], linestyle=DASHES[index % len(DASHES)])
+    axis.set_xticks(range(len(x_names)), list(x_names))
+    _dress(axis, x_label, y_label)
+    axis.grid(color=FAINT, linewidth=0.6)
+    if title:
+        axis.set_title(title, fontsize=TITLE, color=INK, pad=8)
+    # Beside the lines, never on them.
+    axis.legend(frameon=False, fontsize=TICK, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def _figure(width: float, height: float) -> Figure:
+    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.1), facecolor="white")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _dress(axis: Axes, x_label: str, y_label: str) -> None:
+    axis.set_xlabel(x_label, fontsize=LABEL, color=INK)
+    axis.set_ylabel(y_label, fontsize=LABEL, color=INK)
+    axis.tick_params(labelsize=TICK, colors=INK)
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
