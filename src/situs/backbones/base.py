@@ -116,6 +116,15 @@ class Backbone(nn.Module, ABC):
     def head(self, features: Features) -> Tensor:
         """The model's own head on finished features -> logits (or pooled features where it has no classes)."""
 
+    @property
+    def reads(self) -> str:
+        """What `readout` gives, in words."""
+        return "CLS token" if self.num_prefix else "mean of the patches"
+
+    def readout(self, features: Features) -> Tensor:
+        """The vector the head's last layer reads, [B, D]: F_CLS where it reads CLS."""
+        return features.prefix[:, 0] if self.num_prefix else features.patches.mean(dim=1)
+
     def layers(self, stream: Stream) -> Iterator[Stream]:  # noqa: ARG002  (those who have layers use it)
         """The stream after each block in turn, for analyses; `blocks` is the way to the last."""
         raise SitusError(f"{self.name} does not give its layers one by one; timm's flat transformers do")

@@ -77,6 +77,13 @@ class FlatBackbone(Backbone):
     def head(self, features: Features) -> Tensor:
         return self.model.forward_head(join(features))
 
+    @property
+    def reads(self) -> str:
+        return _pooling(self.model)
+
+    def readout(self, features: Features) -> Tensor:
+        return self.model.forward_head(join(features), pre_logits=True)
+
 
 class VitBackbone(FlatBackbone):
     """VisionTransformer and its distilled DeiT: a learned table, with or without rows for the prefix tokens."""
@@ -209,6 +216,13 @@ class SwinBackbone(Backbone):
     def head(self, features: Features) -> Tensor:
         return self.model.forward_head(features.patches.unflatten(1, self.out_grid))
 
+    @property
+    def reads(self) -> str:
+        return _pooling(self.model)
+
+    def readout(self, features: Features) -> Tensor:
+        return self.model.forward_head(features.patches.unflatten(1, self.out_grid), pre_logits=True)
+
 
 class PixelBackbone(Backbone):
     """ResNet: no tokens, so only methods that act on the pixels apply (MJP's jigsaw of images, supervised training)."""
@@ -226,10 +240,28 @@ class PixelBackbone(Backbone):
         check_images(self.name, x, self.in_chans, None)
         return self.model(x)
 
+    @property
+    def reads(self) -> str:
+        return "mean of the last feature map"
+
+    def read_pixels(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Images -> what the last layer reads [B, D], and the logits."""
+        check_images(self.name, x, self.in_chans, None)
+        pooled = self.model.forward_head(self.model.forward_features(x), pre_logits=True)
+        return pooled, self.model.get_classifier()(pooled)
+
     def _no_tokens(self, *_: object, **__: object) -> Any:
         self.require("tokens")
 
-    embed = positions = assemble = run_layers = finish = head = _no_tokens
+    embed = positions = assemble = run_layers = finish = head = readout = _no_tokens
+
+
+def _pooling(model: Any) -> str:
+    """What a timm model's head reads, in words."""
+    if getattr(model, "dist_token", None) is not None:
+        return "mean of the CLS and distillation tokens"
+    words = {"token": "CLS token", "avg": "mean of the patches", "max": "maximum over the patches"}
+    return words.get(model.global_pool, f"patches pooled by {model.global_pool!r}")
 
 
 def _refuse_patch_drop(name: str, patch_drop: Any, off: type) -> None:

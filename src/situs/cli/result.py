@@ -49,7 +49,7 @@ class LookingAtImages(Looking):
     """The images; by default those a run was trained on."""
 
     split: str = "val"
-    """train, val or test; val and test stand in for each other where one is missing."""
+    """train, val or test; val and test stand in for each other where one is missing; unsplit data is train."""
 
     count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = None
     """So many of the images, chosen at random and the same every time; all where nothing is said."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
@@ -41,6 +42,11 @@ class Subject:
     classes: tuple[str, ...] | None
     facts: dict[str, Any]
     method: Method | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return next(self.backbone.parameters()).device
 
 
 def open_subject(
@@ -87,20 +93,58 @@ def load_set(
     return make_loader(data, None, device, source=Subset(source, count))
 
 
-def check_classes(subject: Subject, loader: Loader) -> None:
-    """Refuses data whose labels do not mean what the classifier's outputs mean."""
+def check_classifier(subject: Subject) -> None:
+    """Refuses a subject whose head was never trained."""
     if not subject.classifier:
         raise SitusError(f"{subject.name}: has no trained classifier; fine-tune it first (situs finetune)")
+
+
+def check_labels(loader: Loader) -> tuple[str, ...]:
+    """The classes of data that must have labels."""
     if loader.classes is None:
         raise SitusError(f"{loader.source.name}: has no labels to compare with (--data)")
-    if subject.classes is not None and subject.classes != loader.classes:
-        pairs = zip(subject.classes, loader.classes, strict=False)
+    return loader.classes
+
+
+def check_classes(subject: Subject, loader: Loader) -> None:
+    """Refuses data whose labels do not mean what the classifier's outputs mean."""
+    check_classifier(subject)
+    classes = check_labels(loader)
+    if subject.classes is not None and subject.classes != classes:
+        pairs = zip(subject.classes, classes, strict=False)
         first = next((pair for pair in pairs if pair[0] != pair[1]), None)
-        counts = f"there are {len(loader.classes)}, not {len(subject.classes)}"
+        counts = f"there are {len(classes)}, not {len(subject.classes)}"
         said = f"{first[0]!r} there is {first[1]!r} here" if first else counts
         raise SitusError(
             f"{loader.source.name}: its classes are not those {subject.name} was trained on: {said} (--data)"
         )
+
+
+def top1_reason(subject: Subject, loader: Loader) -> str | None:
+    """Why the data's labels cannot be compared with the classifier's answers, or None where they can."""
+    if loader.classes is None:
+        return "the data has no labels"
+    if subject.classes not in (None, loader.classes):
+        return "the data's classes are not those the model was trained on"
+    return None
+
+
+def examples(loader: Loader, count: int) -> Tensor:
+    """The first images as the model sees them, [n, C, H, W] in [0, 1] on the CPU, for pictures."""
+    batch = next(iter(loader), None)
+    if batch is None:
+        raise SitusError(f"{loader.source.name}: has no images (--data)")
+    mean, std = (part[:, None, None] for part in (loader.mean, loader.std))
+    return (batch.images[:count] * std + mean).clamp(0, 1).cpu()
+
+
+def made_with(subject: Subject, loader: Loader, seed: int, precision: str = "fp32") -> dict[str, Any]:
+    """What a result must say of its making, without paths or dates."""
+    from situs import __version__
+
+    size = "x".join(map(str, subject.data.size))
+    made = {"data": loader.source.name, "img_size": size, "seed": seed, "precision": precision, "situs": __version__}
+    return {"name": subject.name, **subject.facts, **made}
 
 
 def _refuse(what: str, **given: Any) -> None:

@@ -1,0 +1,73 @@
+"""What shuffled patches do to a classifier: top-1, Diff.Norm and consistency over γ, mask told and not told.
+
+For example: situs evaluate consistency runs/mjp --ratios 0 .15 .5 --out look
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from situs.cli.result import LookingAtImages, open_looked_at, write_result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(LookingAtImages):
+    """Consistency under shuffled patches."""
+
+    ratios: Annotated[tuple[float, ...], tyro.conf.arg(metavar="γ γ …")] = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
+    """Shares of the patches to shuffle."""
+
+    grid: Annotated[tuple[int, int] | None, tyro.conf.arg(metavar="ROWS COLUMNS")] = None
+    """For a network without tokens (ResNet): the patches to shuffle; else the run's, 14 × 14 or 8 × 8."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the forward."""
+
+
+def run(args: Args) -> None:
+    """Measures, prints the table and writes the page."""
+    from situs.cli.tables import print_table
+    from situs.evaluate.consistency import measure_consistency, shuffled
+    from situs.evaluate.consistency_page import finding, make_page, table
+    from situs.evaluate.subject import check_classifier, examples, load_set, made_with, top1_reason
+    from situs.report.html import show
+
+    subject = open_looked_at(args)
+    check_classifier(subject)
+    model = subject.method or subject.backbone
+    view = shuffled(model, positions=subject.positions, grid=args.grid, size=subject.data.size)
+    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count)
+    no_top1 = top1_reason(subject, loader)
+    rows = measure_consistency(
+        model,
+        loader,
+        args.ratios,
+        seed=args.seed,
+        precision=args.precision,
+        positions=subject.positions,
+        labels=no_top1 is None,
+        classes=None if loader.classes is None else len(loader.classes),
+        grid=args.grid,
+    )
+    if no_top1 is None and rows[0].top1 is None:
+        no_top1 = "the model has another number of classes than the data"
+    facts = made_with(subject, loader, args.seed, args.precision)
+    example = examples(loader, 1)[0]
+    page, pictures = make_page(rows, view, subject.name, facts, no_top1=no_top1, example=example, seed=args.seed)
+    header, cells = table(rows)
+    print_table(f"{loader.source.name}, {rows[0].count:,} images", [header, *([*map(show, row)] for row in cells)])
+    print(finding(rows, view))
+    if view.untellable:
+        print(f"mask told: {view.untellable}")
+    numbers = {
+        **facts,
+        "feature": view.backbone.reads,
+        "unknown": None if view.untellable else view.unknown,
+        "not_told_why": view.untellable,
+        "no_top1_why": no_top1,
+        "rows": [asdict(row) for row in rows],
+    }
+    print(write_result(args.out, "consistency", numbers, page, pictures))

@@ -1,0 +1,206 @@
+"""What shuffled patches do to a classifier (MJP, Table 1 and Figure 3): top-1, Diff.Norm and consistency over γ.
+
+The patches of a block mask are shuffled among themselves, and the answer is compared with that on the whole image.
+Everything is measured twice. *Told*: the masked places are forgotten, so that the model knows which it cannot trust.
+On a plain ViT the order inside the mask then changes nothing at all, so that the number measures lost positions.
+*Not told*: every place keeps its own position and holds a wrong patch, which is what shuffling itself does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
+from situs.backbones.timm import PixelBackbone
+from situs.config import check_range
+from situs.core.jigsaw import draw_puzzle, move_patches, puzzle_noise_shape
+from situs.core.masking import count_of
+from situs.core.random import uniform
+from situs.errors import SitusError
+from situs.evaluate.inference import evaluating, sum_over_ranks
+from situs.methods.base import Batch, Method
+from situs.methods.mjp import MJP
+from situs.train.step import autocast
+
+RATIOS = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
+"""γ: those the paper trains with, its Table 1's .15, and Figure 3's far end."""
+
+
+@dataclass(frozen=True)
+class Consistency:
+    """One γ, told or not told. Diff.Norm is between F(x) and F(x̃), the vector that the head reads.
+
+    masked: int(γN), the places shuffled in each image. top1: share of right answers on shuffled images, None without
+    fitting labels. diff_norm: mean of ‖F(x) - F(x̃)‖. diff_norm_squared: mean of its square (Eq. 6). consistency: share
+    of images whose answer stays the same, None without a classifier. clean_norm: mean of ‖F(x)‖, for scale.
+    """
+
+    ratio: float
+    masked: int
+    told: bool
+    count: int
+    top1: float | None
+    diff_norm: float
+    diff_norm_squared: float
+    consistency: float | None
+    clean_norm: float
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """How a model is shown images with shuffled patches: an MJP run through its method, others by their backbone.
+
+    positions: whether the backbone's own take part (an MJP run and a method know it themselves). grid: of the patches
+    that are shuffled; a backbone with tokens has its own.
+    """
+
+    backbone: Backbone
+    method: MJP | None
+    positions: bool
+    grid: tuple[int, int]
+
+    @property
+    def untellable(self) -> str | None:
+        """Why this model cannot be told the mask, or None where it can."""
+        if not self.backbone.num_tokens:
+            return "it is a convolutional network: only its pixels are shuffled, and no place can be forgotten"
+        if not (self.positions and self.backbone.positions().kinds):
+            rest = "; what its windows know of places stays" if "take" in self.backbone.refusals else ""
+            return f"it adds no positions that could be forgotten, so that telling the mask changes nothing{rest}"
+        return None
+
+    @property
+    def unknown(self) -> str:
+        """What a masked place gets when the mask is told, in words."""
+        if self.method is not None and self.method.config.unknown:
+            return "the vector E_unk that this run learned for unknown places"
+        kinds = self.backbone.positions().kinds
+        parts = {
+            "table": "a zero vector instead of its row of the table",
+            "rotary": "no rotation (which a rotary model takes for the top-left corner)",
+            "bias": "no relative bias",
+        }
+        return " and ".join(parts[kind] for kind in kinds) + ", since this model never learned an unknown place"
+
+    def puzzle(self, ids: Tensor, ratio: float, seed: int) -> tuple[Tensor, Tensor]:
+        """Mask and index [B, N] of each sample at γ = ratio: the same whatever batch it stands in."""
+        shape = puzzle_noise_shape(self.grid, ratio)
+        return draw_puzzle(uniform(seed, 0, ids, f"consistency/{ratio}", shape), self.grid, ratio)
+
+    def read(self, images: Tensor, index: Tensor | None = None, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What the head reads [B, D] and its logits, of images whose patches are moved by `index`.
+
+        told: [B, N] bool, places that are forgotten.
+        """
+        if isinstance(self.backbone, PixelBackbone):
+            return self.backbone.read_pixels(images if index is None else move_patches(images, self.grid, index))
+        if self.method is not None:
+            features = self.method.encode(images, told, index)
+        else:
+            tokens = self.backbone.embed(images if index is None else move_patches(images, self.grid, index))
+            places = self.backbone.positions() if self.positions else None
+            if places is not None and told is not None:
+                places = places.forget(told)
+            features = self.backbone.encode(tokens, places)
+        return self.backbone.readout(features), self.backbone.head(features)
+
+
+def shuffled(
+    model: Backbone | Method, *, positions: bool = True, grid: tuple[int, int] | None = None, size: tuple[int, int]
+) -> Shuffled:
+    """Readies a backbone or a run's method. grid: for a network without tokens; size: of its images."""
+    method = model if isinstance(model, MJP) else None
+    backbone = model.backbone if isinstance(model, Method) else model
+    positions = model.sees_positions if isinstance(model, Method) else positions
+    if backbone.num_tokens:
+        if grid not in (None, backbone.grid):
+            raise SitusError(f"grid={grid}: {backbone.name} has its own, {backbone.grid} (--grid)")
+        return Shuffled(backbone, method, positions, backbone.grid)
+    cut: tuple[int, int] = grid or (_grid_for(size) if method is None else method.config.pixel_grid)
+    if min(cut) < 1 or size[0] % cut[0] or size[1] % cut[1]:
+        raise SitusError(f"grid={cut}: must divide images of {size[0]}x{size[1]} pixels (--grid)")
+    return Shuffled(backbone, method, False, cut)
+
+
+def measure_consistency(
+    model: Backbone | Method,
+    batches: Iterable[Batch],
+    ratios: Sequence[float] = RATIOS,
+    *,
+    seed: int = 0,
+    precision: str = "fp32",
+    positions: bool = True,
+    classifier: bool = True,
+    labels: bool = True,
+    classes: int | None = None,
+    grid: tuple[int, int] | None = None,
+) -> list[Consistency]:
+    """Every γ, told (where the model can be told) and not told, in one pass over the data; waits once, at its end.
+
+    positions: for a backbone, whether its own take part. classifier: False where the head was never trained; then
+    only norms are given. labels: whether the data's mean what the head's outputs mean; classes: how many it has, where
+    that is to be checked. grid: for a network without tokens, the patches that are shuffled.
+    """
+    for ratio in ratios:
+        check_range("ratios", ratio, 0, 1, flag="--ratios")
+    sums, view, tells = None, None, (False,)
+    with evaluating(model):
+        for batch in batches:
+            if view is None:
+                height, width = batch.images.shape[-2:]
+                view = shuffled(model, positions=positions, grid=grid, size=(height, width))
+                tells = (False,) if view.untellable else (True, False)
+            with autocast(batch.images.device, precision):
+                found = _measure(view, batch if labels else batch._replace(labels=None), ratios, tells, seed, classes)
+            sums = found if sums is None else sums + found
+    if sums is None or view is None or not (count := int(sum_over_ranks(sums)[0].item())):
+        raise SitusError("there are no samples to evaluate on (--data)")
+    labelled, clean, *rest = (sums[1:] / count).tolist()
+    results = []
+    for number, (ratio, told) in enumerate((ratio, told) for ratio in ratios for told in tells):
+        norm, square, same, right = rest[4 * number : 4 * number + 4]
+        results.append(
+            Consistency(
+                ratio=ratio,
+                masked=count_of(ratio, view.grid[0] * view.grid[1]),
+                told=told,
+                count=count,
+                top1=right if classifier and labelled == 1.0 else None,
+                diff_norm=norm,
+                diff_norm_squared=square,
+                consistency=same if classifier else None,
+                clean_norm=clean,
+            )
+        )
+    return results
+
+
+def _measure(
+    view: Shuffled, batch: Batch, ratios: Sequence[float], tells: Sequence[bool], seed: int, classes: int | None
+) -> Tensor:
+    """One batch's sums, float64: images, those with labels, ‖F(x)‖, then norm, square, same and right for each row."""
+    clean, logits = view.read(batch.images)
+    clean, answers = clean.double(), logits.argmax(dim=-1)
+    truth = batch.labels if classes in (None, logits.shape[-1]) else None
+    if truth is not None and truth.dim() > 1:
+        truth = truth.argmax(dim=-1)
+    count = float(len(batch.ids))
+    sums = [clean.new_full((), count), clean.new_full((), 0.0 if truth is None else count), clean.norm(dim=-1).sum()]
+    for ratio in ratios:
+        mask, index = view.puzzle(batch.ids, ratio, seed)
+        for told in tells:
+            moved, logits = view.read(batch.images, index, mask if told else None)
+            square, answer = (moved.double() - clean).square().sum(dim=-1), logits.argmax(dim=-1)
+            right = torch.zeros_like(answer) if truth is None else answer == truth
+            sums += [square.sqrt().sum(), square.sum(), (answer == answers).sum(), right.sum()]
+    return torch.stack([part.double() for part in sums])
+
+
+def _grid_for(size: tuple[int, int]) -> tuple[int, int]:
+    """The patches shuffled where a model has none of its own: the papers' 14 a side where that divides, else 8."""
+    side = 14 if size[0] % 14 == 0 and size[1] % 14 == 0 else 8
+    return side, side
