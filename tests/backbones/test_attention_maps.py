@@ -187,5 +187,11 @@ def test_a_causal_model_is_refused() -> None:
 
     config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
     backbone = create_hf_backbone(config).eval()
-    with pytest.raises(SitusError, match="GPT2Model has no attention of every token to every other: .*causal"):
+    with pytest.raises(SitusError, match=r"GPT2Model has no attention of every token to every other: .*causal"):
+        watch_attention(backbone, None, lambda layer, weights: None)  # pyright: ignore[reportArgumentType]
+
+
+def test_training_mode_is_refused() -> None:
+    backbone = make_timm("vit_tiny_patch16_224").train()
+    with pytest.raises(SitusError, match=r"call eval\(\) first"):
         watch_attention(backbone, None, lambda layer, weights: None)  # pyright: ignore[reportArgumentType]

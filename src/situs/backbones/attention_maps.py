@@ -29,8 +29,9 @@ def watch_attention(backbone: Backbone, stream: Stream, see: See) -> Stream:
     weights[b, h, i, j]: how much query i takes from key j; rows sum to 1. One layer's weights exist at a time. The
     backbone must be in eval mode: dropped weights would not be those that were used.
     """
-    assert not backbone.training, "attention is watched in eval mode"
     check_attention_maps(backbone)
+    if backbone.training:
+        raise SitusError(f"{backbone.name}: its attention is looked at in eval mode; call eval() first")
     watcher = _Watcher(see)
     with watcher:
         out = backbone.blocks(stream)
@@ -91,6 +92,6 @@ class _Watcher(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> None:
-        assert not (dropout_p or is_causal or enable_gqa), "no family here asks for these"
+        assert (dropout_p, is_causal, enable_gqa) == (0.0, False, False), "no family here asks for these"
         self.see(self.layers, attention_weights(q, k, attn_mask, scale))  # in here the watcher itself is off
         self.layers += 1

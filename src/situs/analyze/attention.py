@@ -1,0 +1,187 @@
+"""Where a model's heads look: maps over images, over relative offsets (MP3's Figures 8 and 11), and their entropy.
+
+Queries and keys that are averaged here are patch tokens; prefix tokens (CLS, registers) are keys of the softmax like
+any other, so they count in a row's entropy, and the share that they take is told apart.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from situs.backbones.attention_maps import See, check_attention_maps, has_cls, watch_attention
+from situs.backbones.base import Backbone
+from situs.core.position import coordinates, relative_index
+from situs.data.batch import Batch
+from situs.errors import SitusError
+
+_WEIGHTS_AT_ONCE = 1 << 23
+"""Pairs of tokens looked at together, for each head: a layer's weights then stay below about a gigabyte."""
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Every head of a model, averaged over images and query places; L layers of H heads on a grid (h, w).
+
+    entropy: [L, H], nats. relative: [L, H, 2h-1, 2w-1], mean weight of the pairs with an offset (key − query), whose
+    middle is the query itself. distance: [L, H], mean distance of what is attended to among the patches, in patches.
+    prefix_share: [L, H], attention that goes to prefix tokens. All float64 on the CPU.
+    """
+
+    grid: tuple[int, int]
+    images: int
+    tokens: int
+    entropy: Tensor
+    relative: Tensor
+    distance: Tensor
+    prefix_share: Tensor
+
+    @property
+    def uniform_entropy(self) -> float:
+        """The entropy of equal attention to all tokens, log S: no head can have more."""
+        return math.log(self.tokens)
+
+
+# --- pure functions of the weights ---------------------------------------------------------------------------
+
+
+def row_entropy(weights: Tensor) -> Tensor:
+    """−Σ_j a_j log a_j of each query's attention, in nats: [..., K] -> [...]."""
+    return torch.special.entr(weights).sum(dim=-1)
+
+
+def relative_sums(weights: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Sum of the weights by offset (key − query): [B, H, N, N] of patches -> [H, 2h-1, 2w-1] float64."""
+    height, width = grid
+    offset = relative_index(grid, weights.device).T.flatten()  # relative_index counts query − key
+    total = weights.sum(dim=0, dtype=torch.float64).flatten(1)
+    sums = total.new_zeros(total.shape[0], (2 * height - 1) * (2 * width - 1)).index_add(1, offset, total)
+    return sums.unflatten(1, (2 * height - 1, 2 * width - 1))
+
+
+def offset_counts(grid: tuple[int, int]) -> Tensor:
+    """How many pairs of places have each offset, [2h-1, 2w-1]: N for (0, 0), one for each corner."""
+    rows, columns = (side - torch.arange(1 - side, side).abs() for side in grid)
+    return (rows[:, None] * columns[None, :]).double()
+
+
+def offset_distances(grid: tuple[int, int]) -> Tensor:
+    """The length of each offset in patches, [2h-1, 2w-1]."""
+    rows, columns = (torch.arange(1 - side, side, dtype=torch.float64) for side in grid)
+    return torch.hypot(rows[:, None], columns[None, :])
+
+
+def uniform_distance(grid: tuple[int, int]) -> float:
+    """The mean distance of two places drawn at random: what a head that looks everywhere alike would have."""
+    places = coordinates(grid).double()
+    return float(torch.cdist(places, places).mean())
+
+
+def query_maps(weights: Tensor, prefix: int, grid: tuple[int, int], *, cls: bool) -> Tensor:
+    """What an image's summary looks at: [B, H, S, S] -> [B, H, h, w], shares of the patches alone, sum 1.
+
+    cls: the first token's attention; else the mean over all patches' attention.
+    """
+    rows = weights[:, :, 0, prefix:] if cls else weights[:, :, prefix:, prefix:].mean(dim=2)
+    return (rows / rows.sum(dim=-1, keepdim=True)).unflatten(-1, grid)
+
+
+def top_share(maps: Tensor, share: float = 0.1) -> Tensor:
+    """How much of each map lies on its brightest `share` of the places: [..., h, w] -> [...]; even attention: `share`.
+
+    Where that is no whole number of places, the last one counts in part.
+    """
+    flat = maps.flatten(-2)
+    ordered = flat.sort(dim=-1, descending=True).values
+    wanted = share * flat.shape[-1] - torch.arange(flat.shape[-1], device=maps.device)
+    return (ordered * wanted.clamp(0.0, 1.0).to(maps.dtype)).sum(dim=-1) / flat.sum(dim=-1)
+
+
+# --- over a model --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def survey(backbone: Backbone, batches: Iterable[Batch], *, positions: bool = True) -> Survey:
+    """Looks at every head over all images. positions: whether the model is given its own (False after MP3)."""
+    check_attention_maps(backbone)
+    sums: dict[str, list[Tensor]] = {}
+    count = 0
+    for images in _few_at_a_time(backbone, batches):
+        count += len(images)
+        _add_up(sums, backbone, images, positions)
+    if not count:
+        raise SitusError("there are no images to look at (--data)")
+    means = {name: torch.stack(layers).cpu() / count for name, layers in sums.items()}
+    relative = means["relative"] / offset_counts(backbone.grid)
+    weighted = means["relative"] * offset_distances(backbone.grid)
+    return Survey(
+        grid=backbone.grid,
+        images=count,
+        tokens=backbone.num_prefix + backbone.num_tokens,
+        entropy=means["entropy"],
+        relative=relative,
+        distance=weighted.sum(dim=(-2, -1)) / means["relative"].sum(dim=(-2, -1)),
+        prefix_share=means["prefix"],
+    )
+
+
+@torch.no_grad()
+def image_maps(backbone: Backbone, images: Tensor, layer: int, *, positions: bool = True) -> Tensor:
+    """`query_maps` of one layer (from 0), of CLS where there is one: images [B, C, H, W] -> [B, H, h, w] on the CPU."""
+    found: list[Tensor] = []
+    cls = has_cls(backbone)
+    for part in images.split(_at_once(backbone)):
+
+        def see(depth: int, weights: Tensor) -> None:
+            if depth == layer:
+                found.append(query_maps(weights, backbone.num_prefix, backbone.grid, cls=cls).cpu())
+
+        _watch(backbone, part, positions, see)
+    return torch.cat(found)
+
+
+def check_layer(backbone: Backbone, layer: int | None) -> int:
+    """A layer as people count it, 1 to L (None: the last), as an index from 0."""
+    number = backbone.depth if layer is None else layer
+    if not 1 <= number <= backbone.depth:
+        raise SitusError(f"layer={layer}: must be in 1 to {backbone.depth}, the layers of {backbone.name} (--layer)")
+    return number - 1
+
+
+def _few_at_a_time(backbone: Backbone, batches: Iterable[Batch]) -> Iterator[Tensor]:
+    for batch in batches:
+        yield from batch.images.split(_at_once(backbone))
+
+
+def _at_once(backbone: Backbone) -> int:
+    return max(1, _WEIGHTS_AT_ONCE // (backbone.num_prefix + backbone.num_tokens) ** 2)
+
+
+def _watch(backbone: Backbone, images: Tensor, positions: bool, see: See) -> None:
+    stream = backbone.assemble(backbone.embed(images), backbone.positions() if positions else None)
+    watch_attention(backbone, stream, see)
+
+
+def _add_up(sums: dict[str, list[Tensor]], backbone: Backbone, images: Tensor, positions: bool) -> None:
+    """Adds each layer's sums over these images to `sums`, on the device: name -> one tensor a layer."""
+    p = backbone.num_prefix
+
+    def see(layer: int, weights: Tensor) -> None:
+        queries = weights[:, :, p:]
+        found = {
+            "entropy": row_entropy(queries).mean(dim=2).sum(dim=0, dtype=torch.float64),
+            "prefix": queries[..., :p].sum(dim=-1).mean(dim=2).sum(dim=0, dtype=torch.float64),
+            "relative": relative_sums(queries[..., p:], backbone.grid),
+        }
+        for name, value in found.items():
+            layers = sums.setdefault(name, [])
+            if layer == len(layers):
+                layers.append(value)
+            else:
+                layers[layer] += value
+
+    _watch(backbone, images, positions, see)

@@ -1,0 +1,55 @@
+"""Where a model's heads look: maps over images, by relative offset, and entropy layer by head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from situs.cli.result import LookingAtImages, open_looked_at, write_result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(LookingAtImages):
+    """Where a model's heads look."""
+
+    count: int | None = 64
+    """So many of the images, chosen at random and the same every time."""
+
+    layer: int | None = None
+    """The layer whose maps are laid over images, 1 for the first; the last where nothing is said."""
+
+    show: int = 6
+    """How many images are shown."""
+
+    batch: int = 32
+    """Images at a time."""
+
+
+def run(args: Args) -> None:
+    """Looks, prints a line for each layer, and writes the page."""
+    from situs.analyze.attention import check_layer, image_maps, survey
+    from situs.analyze.attention_page import LAYER_HEADER, Shown, attention_numbers, attention_page, layer_rows
+    from situs.backbones.attention_maps import check_attention_maps, has_cls
+    from situs.cli.tables import print_table
+    from situs.config import check_range
+    from situs.data.augment import denormalise
+    from situs.evaluate.subject import load_set
+
+    check_range("show", args.show, 1, flag="--show")
+    subject = open_looked_at(args)
+    backbone = subject.backbone
+    check_attention_maps(backbone)
+    layer = check_layer(backbone, args.layer)
+    loader = load_set(subject, args.data, args.split, args.batch, next(backbone.parameters()).device, count=args.count)
+    found = survey(backbone, loader, positions=subject.positions)
+    images = next(iter(loader)).images[: args.show]
+    shown = Shown(
+        images=denormalise(images, loader.mean, loader.std).cpu(),
+        maps=image_maps(backbone, images, layer, positions=subject.positions),
+        layer=layer,
+        cls=has_cls(backbone),
+        positions=subject.positions,
+    )
+    page, pictures = attention_page(subject.name, found, shown)
+    numbers = {**subject.facts, "data": loader.source.name, **attention_numbers(found, shown)}
+    print_table(f"{subject.name}: attention over {found.images:,} images", [LAYER_HEADER, *layer_rows(found)])
+    print(write_result(args.out, "attention", numbers, page, pictures))

@@ -1,0 +1,131 @@
+"""Pictures of attention: over images, over relative offsets, and layer by head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+from situs.report.figures import INK, LABEL, PAGE_WIDTH, TICK, TITLE, _canvas, _draw_image, _label
+
+HEADS_A_LINE = 6
+"""Heads side by side over an image; more go on in the next line."""
+
+_SIDE = 0.6  # inches left of a grid, for the names of its rows
+
+
+def attention_over_images(images: Any, maps: Any, titles: Sequence[str] = ()) -> Figure:
+    """Each image, the mean of its heads, and the heads.
+
+    images: [n, C, H, W] floats in [0, 1]; maps: [n, H, h, w], not negative; titles: left of each image. Every map has
+    a colour scale of its own, from 0 to its 99th percentile: single tokens that take much would hide the rest.
+    """
+    maps = np.asarray(maps, dtype=np.float64)
+    heads = maps.shape[1]
+    across = min(heads, HEADS_A_LINE)
+    lines = -(-heads // HEADS_A_LINE)
+    cell = (PAGE_WIDTH - _SIDE * bool(titles)) / (across + 2)
+    ratio = images.shape[-2] / images.shape[-1]
+    rows = len(maps) * lines
+    width = cell * (across + 2) + _SIDE * bool(titles)
+    heading = 0.22 * (rows if lines > 1 else 1)
+    figure, axes = _canvas(rows, across + 2, width, cell * ratio * rows + heading)
+    _tighten(figure)
+    for axis in axes:
+        axis.set_axis_off()
+    for index, (image, own) in enumerate(zip(images, maps, strict=True)):
+        place = index * lines * (across + 2)
+        _draw_image(axes[place], image, "image" if index == 0 else "")
+        if titles:
+            _row_name(axes[place], titles[index])
+        _draw_map(axes[place + 1], own.mean(axis=0), image.shape[-2:], "mean" if index == 0 else "")
+        for head, values in enumerate(own):
+            line, column = divmod(head, HEADS_A_LINE)
+            axis = axes[place + line * (across + 2) + 2 + column]
+            _draw_map(axis, values, image.shape[-2:], f"head {head + 1}" if index == 0 or lines > 1 else "")
+    return figure
+
+
+def relative_maps(relative: Any, entropy: Any) -> Figure:
+    """Mean attention by offset for every layer and head, with the head's entropy under it.
+
+    relative: [L, H, 2h-1, 2w-1]; entropy: [L, H] in nats. The query stands in the middle, where the ticks point.
+    Each panel's colours run from 0 to its own largest weight as the square root of the weight, so that what is
+    weak around a peak is seen.
+    """
+    relative, entropy = np.asarray(relative, dtype=np.float64), np.asarray(entropy)
+    layers, heads, high, wide = relative.shape
+    cell = min(1.1, (PAGE_WIDTH - _SIDE) / heads)
+    figure, axes = _canvas(layers, heads, cell * heads + _SIDE, (cell * high / wide + 0.1) * layers + 0.2)
+    _tighten(figure)
+    for axis, values, nats in zip(axes, relative.reshape(-1, high, wide), entropy.flat, strict=True):
+        scale = PowerNorm(0.5, vmin=0, vmax=max(values.max(), 1e-12))
+        axis.imshow(values, cmap="cividis", norm=scale, interpolation="nearest", aspect="equal")
+        axis.set_xticks([(wide - 1) / 2], [""])
+        axis.set_yticks([(high - 1) / 2], [""])
+        axis.tick_params(length=2, width=0.6, color=INK, top=True, right=True, pad=0)
+        axis.set_xlabel(f"{nats:.2f}", fontsize=TICK if cell > 0.7 else 6, color=INK, labelpad=1.5)
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+    for head in range(heads):
+        axes[head].set_title(f"head {head + 1}", fontsize=TICK, color=INK, pad=3)
+    for layer in range(layers):
+        axes[layer * heads].set_ylabel(f"layer {layer + 1}", fontsize=TICK, color=INK, rotation=0, ha="right")
+    return figure
+
+
+def head_tables(panels: Mapping[str, tuple[Any, str]], digits: str = ".2f") -> Figure:
+    """Numbers by layer and head side by side, written in the cells: title -> (values [L, H], label of the scale).
+
+    Each panel has its own colour scale.
+    """
+    count = len(panels)
+    layers, heads = np.asarray(next(iter(panels.values()))[0]).shape
+    width = min(PAGE_WIDTH / count, max(3.0, 0.45 * heads + 1.4))
+    figure, axes = _canvas(1, count, width * count, 0.27 * layers + 1.1)
+    for axis, (title, (values, label)) in zip(axes, panels.items(), strict=True):
+        values = np.asarray(values, dtype=np.float64)
+        drawn = axis.imshow(values, cmap="cividis", interpolation="nearest", aspect="auto")
+        _label(axis, title, "head", "layer" if axis is axes[0] else "")
+        axis.set_xticks(np.arange(heads), np.arange(1, heads + 1))
+        axis.set_yticks(np.arange(layers), np.arange(1, layers + 1))
+        axis.tick_params(length=0)
+        for spine in axis.spines.values():
+            spine.set_visible(False)
+        _write_cells(axis, values, digits, small=width / (heads + 2) < 0.33)
+        bar = figure.colorbar(drawn, ax=axis, shrink=0.85, pad=0.02)
+        bar.set_label(label, fontsize=LABEL, color=INK)
+        bar.ax.tick_params(labelsize=TICK)
+        bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    return figure
+
+
+def _write_cells(axis: Axes, values: np.ndarray, digits: str, *, small: bool) -> None:
+    low, high = values.min(), values.max()
+    for (row, column), value in np.ndenumerate(values):
+        bright = high > low and (value - low) / (high - low) > 0.5  # cividis ends in yellow
+        colour = "black" if bright else "white"
+        size = 5.5 if small else 7
+        axis.text(column, row, format(value, digits), ha="center", va="center", fontsize=size, color=colour)
+
+
+def _tighten(figure: Figure) -> None:
+    """Many small panels need less air between them than figures do."""
+    figure.set_layout_engine(ConstrainedLayoutEngine(h_pad=0.03, w_pad=0.03))
+
+
+def _row_name(axis: Axes, name: str) -> None:
+    axis.text(-0.08, 0.5, name, transform=axis.transAxes, ha="right", va="center", fontsize=LABEL, color=INK)
+
+
+def _draw_map(axis: Axes, values: np.ndarray, size: Sequence[int], title: str) -> None:
+    height, width = size
+    top = max(float(np.percentile(values, 99)), 1e-12)
+    axis.imshow(values, cmap="inferno", vmin=0, vmax=top, interpolation="nearest", extent=(0, width, height, 0))
+    if title:
+        axis.set_title(title, fontsize=TITLE - 1, color=INK, pad=4)
