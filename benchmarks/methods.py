@@ -120,7 +120,10 @@ def measure_at_once(cases: list[str]) -> dict[str, dict[str, float]]:
         command = [sys.executable, __file__, *words, "--lock", folder, "--crowd", str(len(cases)), "--cases"]
         running = {case: subprocess.Popen([*command, case], stdout=subprocess.PIPE, text=True) for case in cases}
         answers = {case: process.communicate()[0].splitlines() for case, process in running.items()}
-    return {case: json.loads(lines[-1]) for case, lines in answers.items() if lines}
+    answered = {case: lines[-1] for case, lines in answers.items() if running[case].returncode == 0}
+    for case in answers.keys() - answered.keys():
+        print(f"{case}: failed, see above")
+    return {case: json.loads(line) for case, line in answered.items()}
 
 
 def main() -> None:

@@ -29,6 +29,28 @@ print("same masks")
 """
 
 
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from situs.core.block_kernel import _sample
+
+def build(kernel, types, constants):
+    signature = types | dict.fromkeys(constants, "constexpr")
+    places = {(list(signature).index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    return triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["ptx"]
+
+numbers = dict.fromkeys(("rounds", "target", "height", "width"), "i32")
+for hashed in (False, True):
+    for official in (False, True):
+        types = {"source": "*i64" if hashed else "*fp32", "mask": "*i1", "stride": "i32", "shared": "i64"} | numbers
+        fixed = {"log_aspect": 1.2, "min_area": 8, "max_area": 75, "attempts": 10, "official": official}
+        assert "st.global" in build(_sample, types, fixed | {"hashed": hashed, "size": 256})
+print("built")
+"""
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
 def test_the_kernel_gives_the_masks_of_the_tensor_version():
     """In its own process: Triton reads the variable when it is imported."""
@@ -36,3 +58,13 @@ def test_the_kernel_gives_the_masks_of_the_tensor_version():
     command = [sys.executable, "-c", COMPARE]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert run.stdout.strip() == "same masks", run.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
+def test_the_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path):
+    """The interpreter runs what the compiler refuses, such as two types of one variable."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert run.stdout.strip() == "built", run.stderr

@@ -29,8 +29,10 @@ def _round(x):
 def _number(noise, key, index, hashed: tl.constexpr):
     """The sample's number at `index`: from memory, or hashed from its key."""
     if hashed:
-        return number_at(key, index)
-    return tl.load(noise + index)
+        number = number_at(key, index)
+    else:
+        number = tl.load(noise + index)
+    return number
 
 
 @triton.jit(do_not_specialize=["stride", "shared", "rounds", "target", "height", "width"])
