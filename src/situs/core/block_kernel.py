@@ -1,5 +1,5 @@
 # pyright: basic, reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
-# ruff: noqa: ANN001, ANN202, PLR0912, PLR0913, PLR0915 (a kernel's arguments are Triton's to type, and it takes no dataclass)
+# ruff: noqa: ANN001, ANN202, PLR0912, PLR0913, PLR0915, SIM108 (a kernel's arguments are Triton's to type, and it takes no dataclass)
 """The block sampler of `core.masking` as one Triton kernel: a program a sample, no launch a round.
 
 Laying blocks is a chain of tiny steps, each waiting for the last. As separate tensor operations the launches cost far
