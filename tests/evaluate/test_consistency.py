@@ -165,6 +165,21 @@ def test_a_convolutional_network_is_shuffled_by_pixels_and_never_told() -> None:
         measure_consistency(method, sets, (0.5,))
 
 
+@torch.no_grad()
+def test_what_the_head_reads_is_named_and_its_last_layer_makes_the_logits_of_it() -> None:
+    swin = {"model_args": {"embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2), "window_size": 2}}
+    for backbone, reads in (
+        (make(), "CLS token"),
+        (make(model_args=SHAPE | {"global_pool": "avg"}), "mean of the patches"),
+        (make(model_args=SHAPE | {"global_pool": "avg", "class_token": False}), "mean of the patches"),
+        (make(None, name="swin_tiny_patch4_window7_224", **swin), "mean of the patches"),
+    ):
+        (batch,) = batches(3)
+        vector, logits = shuffled(backbone.eval(), size=SIZE).read(batch.images)
+        assert backbone.reads == reads
+        assert torch.allclose(backbone.model.get_classifier()(vector), logits)
+
+
 def test_rotary_tokens_can_be_told() -> None:
     fields = {"model_args": {"depth": 1, "embed_dim": 16, "num_heads": 2}, "patch_size": 2}
     backbone = make(None, name="vit_small_patch16_rope_224", **fields)

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from situs.backbones import create_backbone
 from situs.errors import SitusError
-from situs.evaluate.position import position_accuracy_over
-from situs.methods import MP3, Batch, MP3Config
+from situs.evaluate.position import position_accuracy_over, position_grid, position_method
+from situs.methods import MP3, Batch, DropPos, DropPosConfig, MP3Config
 
 RATIOS = (0.0, 0.5, 0.8)
 
@@ -77,3 +77,115 @@ def test_mistakes_are_named() -> None:
         position_accuracy_over(make(), [])
     with pytest.raises(SitusError, match=r"mask_ratio=1.0: must be in \[0, 1\)"):
         position_accuracy_over(make(), batches(), (1.0,))
+
+
+def make_droppos(**fields: object) -> DropPos:
+    torch.manual_seed(0)
+    shape = {"depth": 2, "embed_dim": 16, "num_heads": 2}
+    backbone = create_backbone(
+        "vit_tiny_patch16_224", img_size=(8, 12), patch_size=2, model_args=shape, positions="sincos", drop_path=0.3
+    )
+    settings = {"decoder_width": 16, "decoder_heads": 2, "decoder_depth": 1, **fields}
+    return DropPos(backbone, DropPosConfig(**settings))  # type: ignore[arg-type]
+
+
+def by_hand(method: DropPos, gamma: float, gamma_pos: float, seed: int) -> float:
+    """One image at a time, with a method made for these ratios."""
+    other = make_droppos(mask_ratio=gamma, position_mask_ratio=gamma_pos)
+    other.load_state_dict(method.state_dict())
+    other.eval()
+    right = asked = 0
+    for batch in batches():
+        for image, name in zip(batch.images, batch.ids, strict=True):
+            one = Batch(image[None], name[None])
+            extras = other(one, other.draw(one.ids, seed=seed, epoch=0)).extras
+            assert extras["places"].shape[1] == int(gamma_pos * (24 - int(gamma * 24)))
+            right += int((extras["logits"].argmax(-1) == extras["places"]).sum())
+            asked += extras["places"].numel()
+    return right / asked
+
+
+def scrambled(method: DropPos) -> DropPos:
+    for parameter in method.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return method.train()
+
+
+@torch.no_grad()
+def test_the_grid_is_what_methods_made_for_each_cell_say() -> None:
+    method = scrambled(make_droppos())
+    before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
+    found = position_grid(method, batches(), (0.0, 0.75), (0.25, 0.95), seed=3)
+    assert (found.count, found.places) == (11, 24)
+    assert [(cell.visible, cell.dropped) for cell in found.cells] == [(24, 6), (24, 22), (6, 1), (6, 5)]
+    for cell in found.cells:
+        assert cell.accuracy == by_hand(method, cell.mask_ratio, cell.position_mask_ratio, 3)
+    assert len({cell.accuracy for cell in found.cells}) > 1
+    assert found.mean == pytest.approx(sum(cell.accuracy or 0.0 for cell in found.cells) / 4)
+    assert (method.training, method.config.mask_ratio, method.config.affinity) == (True, 0.75, "full")
+    assert all(torch.equal(before[name], tensor) for name, tensor in method.state_dict().items())
+
+
+def test_the_default_grid_has_sixteen_cells() -> None:
+    cells = position_grid(make_droppos(), batches()).cells
+    assert [(cell.mask_ratio, cell.position_mask_ratio) for cell in cells] == [
+        (gamma, gamma_pos) for gamma in (0, 0.25, 0.5, 0.75) for gamma_pos in (0.25, 0.5, 0.75, 0.95)
+    ]
+
+
+def test_an_untrained_head_guesses_one_place_in_n() -> None:
+    """Its guesses do not know the places, which are a random choice: binomial with p = 1 / N whatever it answers."""
+    torch.manual_seed(2)
+    images = torch.randn(64, 3, 8, 12)
+    many = [Batch(images, start + torch.arange(64)) for start in (0, 64)]
+    grid = position_grid(make_droppos(), many)
+    for cell in grid.cells:
+        asked = grid.count * (cell.dropped or 0)
+        # An image's dropped places are drawn without replacement, which only narrows the spread.
+        assert abs((cell.accuracy or 0.0) - 1 / 24) < 4.5 * (1 / 24 * 23 / 24 / asked) ** 0.5
+    torch.manual_seed(0)
+    shape = {"depth": 2, "embed_dim": 16, "num_heads": 2}
+    backbone = create_backbone("vit_tiny_patch16_224", img_size=(8, 12), patch_size=2, model_args=shape)
+    for accuracy in position_accuracy_over(MP3(backbone, MP3Config()), many).values():
+        # All 24 patches of an image are asked for, and a head that always says one place is right exactly once.
+        assert abs(accuracy - 1 / 24) < 4.5 * (1 / 24 * 23 / 24 / (128 * 24)) ** 0.5
+
+
+def test_swin_has_one_row_and_says_why() -> None:
+    torch.manual_seed(0)
+    args = {"embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2), "window_size": 2}
+    backbone = create_backbone(
+        "swin_tiny_patch4_window7_224", img_size=32, patch_size=2, model_args=args, positions="sincos"
+    )
+    method = DropPos(backbone, DropPosConfig(decoder_width=16, decoder_heads=2, decoder_depth=1))
+    images: Tensor = torch.randn(3, 3, 32, 32)
+    grid = position_grid(method, [Batch(images, torch.arange(3))])
+    assert grid.places == 64
+    assert [cell.accuracy is None for cell in grid.cells] == [True] * 12 + [False] * 4
+    assert {cell.reason is None for cell in grid.cells[:12]} == {False}
+    assert "must be 0.75" in str(grid.cells[0].reason)
+    assert grid.mean == pytest.approx(sum(cell.accuracy or 0.0 for cell in grid.cells[12:]) / 4)
+    with pytest.raises(SitusError, match=r"no cell of the grid can be measured: mask_ratio=0.5: must be 0.75"):
+        position_grid(method, [], (0.5,))
+
+
+def test_who_has_no_position_head_is_told_so() -> None:
+    from situs.methods import Supervised
+    from situs.methods.supervised import SupervisedConfig
+
+    method = make_droppos()
+    assert position_method(method, "run") is method
+    with pytest.raises(SitusError, match="run: was trained by Supervised, which has no position head"):
+        position_method(Supervised(method.backbone, SupervisedConfig()), "run")
+    with pytest.raises(SitusError, match="x: is no run, and only a run keeps its position head"):
+        position_method(None, "x")
+
+
+def test_mistakes_in_the_grid_are_named() -> None:
+    method = make_droppos()
+    with pytest.raises(SitusError, match="no samples"):
+        position_grid(method, [])
+    with pytest.raises(SitusError, match=r"mask_ratios=1.0: must be in \[0, 1\) \(--mask-ratios\)"):
+        position_grid(method, batches(), (1.0,))
+    with pytest.raises(SitusError, match=r"position_mask_ratios=0.0: must be in \(0, 1\]"):
+        position_grid(method, batches(), (0.5,), (0.0,))

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from situs.cli.result import LookingAtImages, open_looked_at, write_result
+from situs.cli.result import LookingAtImages, open_looked_at, print_cells, write_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +29,9 @@ class Args(LookingAtImages):
 
 def run(args: Args) -> None:
     """Measures, prints the table and writes the page."""
-    from situs.cli.tables import print_table
     from situs.evaluate.consistency import measure_consistency, shuffled
     from situs.evaluate.consistency_page import finding, make_page, table
     from situs.evaluate.subject import check_classifier, examples, load_set, made_with, top1_reason
-    from situs.report.html import show
 
     subject = open_looked_at(args)
     check_classifier(subject)
@@ -57,8 +55,7 @@ def run(args: Args) -> None:
     facts = made_with(subject, loader, args.seed, args.precision)
     example = examples(loader, 1)[0]
     page, pictures = make_page(rows, view, subject.name, facts, no_top1=no_top1, example=example, seed=args.seed)
-    header, cells = table(rows)
-    print_table(f"{loader.source.name}, {rows[0].count:,} images", [header, *([*map(show, row)] for row in cells)])
+    print_cells(f"{loader.source.name}, {rows[0].count:,} images", *table(rows))
     print(finding(rows, view))
     if view.untellable:
         print(f"mask told: {view.untellable}")

@@ -6,7 +6,7 @@ A result is a folder: NAME.json with every number, NAME.html to read, NAME-PICTU
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ import tyro
 
 if TYPE_CHECKING:
     from situs.evaluate.subject import Subject
-    from situs.report.html import Page
+    from situs.report.html import Cell, Page
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +71,14 @@ def open_looked_at(args: Looking) -> Subject:
     ema = None if args.ema else False
     device = start(args.device).device
     return open_subject(args.model, weights=args.weights, img_size=size, ema=ema, device=device)
+
+
+def print_cells(title: str, header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
+    """A page's table on the terminal."""
+    from situs.cli.tables import print_table
+    from situs.report.html import show
+
+    print_table(title, [tuple(header), *(tuple(map(show, row)) for row in rows)])
 
 
 def write_result(

@@ -1,19 +1,119 @@
-"""How well MP3 knows where its patches were, over the share η of patches that are no keys (the paper's Figure 5)."""
+"""How well a pretrained model knows where its patches were, by its own position head.
+
+DropPos: the grid of γ (patches not seen) × γ_pos (places dropped), plain top-1 on the dropped places, and its mean.
+MP3: accuracy over the share η of patches that are no keys (the paper's Figure 5).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from situs.config import check_range
 from situs.errors import SitusError
 from situs.evaluate.inference import evaluating, sum_over_ranks
-from situs.methods.base import Batch
+from situs.methods.base import Batch, Method
+from situs.methods.droppos import DropPos
 from situs.methods.mp3 import MP3
 from situs.train.step import autocast
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 0.9)
+"""η of MP3's curve."""
+
+MASK_RATIOS = (0.0, 0.25, 0.5, 0.75)
+POSITION_MASK_RATIOS = (0.25, 0.5, 0.75, 0.95)
+"""γ and γ_pos of DropPos's 16 cells."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell of the grid. accuracy: share of the dropped places guessed right, None where `reason` says why not.
+
+    visible: patches an image shows at γ. dropped: those of them whose place is dropped at γ_pos.
+    """
+
+    mask_ratio: float
+    position_mask_ratio: float
+    visible: int | None
+    dropped: int | None
+    accuracy: float | None
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class PositionGrid:
+    """DropPos's grid, row by row of γ. count: images. places: N, so that chance is 1 / N."""
+
+    cells: tuple[Cell, ...]
+    count: int
+    places: int
+
+    @property
+    def mean(self) -> float:
+        """The mean over the cells that can be measured, each counting once."""
+        found = [cell.accuracy for cell in self.cells if cell.accuracy is not None]
+        return sum(found) / len(found)
+
+
+def position_method(method: Method | None, name: str) -> DropPos | MP3:
+    """The method, where it has a position head; else one sentence."""
+    if isinstance(method, DropPos | MP3):
+        return method
+    if method is None:
+        raise SitusError(f"{name}: is no run, and only a run keeps its position head; name a DropPos or MP3 run")
+    kind = type(method).__name__
+    raise SitusError(f"{name}: was trained by {kind}, which has no position head; DropPos and MP3 runs have one")
+
+
+def position_grid(
+    method: DropPos,
+    batches: Iterable[Batch],
+    mask_ratios: Sequence[float] = MASK_RATIOS,
+    position_mask_ratios: Sequence[float] = POSITION_MASK_RATIOS,
+    *,
+    seed: int = 0,
+    precision: str = "fp32",
+) -> PositionGrid:
+    """Every cell over one pass, the same draws every time; the weights are those of `method`, untouched.
+
+    A cell that the backbone cannot have (Swin sees one patch of each 2x2 cell, so γ = .75) says why.
+    """
+    for gamma in mask_ratios:
+        check_range("mask_ratios", gamma, 0, 1, flag="--mask-ratios", high_open=True)
+    for gamma_pos in position_mask_ratios:
+        check_range("position_mask_ratios", gamma_pos, 0, 1, flag="--position-mask-ratios", low_open=True)
+    blank = [_cell(method, gamma, gamma_pos) for gamma in mask_ratios for gamma_pos in position_mask_ratios]
+    views = [view for view, _ in blank if view is not None]
+    if not views:
+        raise SitusError(f"no cell of the grid can be measured: {blank[0][1].reason}")
+    sums: Tensor | None = None
+    with evaluating(method):
+        for batch in batches:
+            hits = torch.stack([_hits(view, batch, seed, precision) for view in views])
+            found = torch.cat([hits, hits.new_full((1,), float(len(batch.ids)))])
+            sums = found if sums is None else sums + found
+    if sums is None:
+        raise SitusError("there are no samples to evaluate on (--data)")
+    *right, count = sum_over_ranks(sums).tolist()
+    hits_of = iter(right)
+    cells = [
+        cell if cell.dropped is None else replace(cell, accuracy=next(hits_of) / (count * cell.dropped))
+        for _, cell in blank
+    ]
+    return PositionGrid(tuple(cells), int(count), method.count)
+
+
+def _cell(method: DropPos, mask_ratio: float, position_mask_ratio: float) -> tuple[DropPos | None, Cell]:
+    """The weights at these ratios and the cell without its accuracy; no weights where they are refused."""
+    try:
+        view = method.at(mask_ratio, position_mask_ratio)
+    except SitusError as error:
+        return None, Cell(mask_ratio, position_mask_ratio, None, None, None, str(error))
+    view.config = replace(view.config, affinity=None)  # the loss is not asked for, and its weights cost a forward
+    return view, Cell(mask_ratio, position_mask_ratio, view.visible, view.visible - view.anchors, None)
 
 
 def position_accuracy_over(
@@ -42,7 +142,7 @@ def position_accuracy_over(
     return {ratio: hits / total for ratio, hits in zip(views, right, strict=True)}
 
 
-def _hits(view: MP3, batch: Batch, seed: int, precision: str) -> Tensor:
+def _hits(view: DropPos | MP3, batch: Batch, seed: int, precision: str) -> Tensor:
     draws = view.draw(batch.ids, seed=seed, epoch=0)
     with autocast(batch.images.device, precision):
         extras = view(batch, draws).extras

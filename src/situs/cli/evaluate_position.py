@@ -1,0 +1,61 @@
+"""How well a pretrained run knows where its patches were: DropPos's grid of γ × γ_pos, MP3's accuracy over η.
+
+For example: situs evaluate position runs/droppos --out look
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from situs.cli.result import LookingAtImages, open_looked_at, print_cells, write_result
+
+_Ratios = Annotated[tuple[float, ...], tyro.conf.arg(metavar="SHARE …")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(LookingAtImages):
+    """Position accuracy of a run with a position head."""
+
+    mask_ratios: _Ratios = (0.0, 0.25, 0.5, 0.75)
+    """DropPos: γ, shares of the patches that are not seen."""
+
+    position_mask_ratios: _Ratios = (0.25, 0.5, 0.75, 0.95)
+    """DropPos: γ_pos, shares of the seen patches whose place is dropped."""
+
+    ratios: _Ratios = (0.0, 0.25, 0.5, 0.75, 0.9)
+    """MP3: η, shares of the patches that are no keys."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the forward."""
+
+
+def run(args: Args) -> None:
+    """Measures, prints the table and writes the page."""
+    from situs.evaluate import position_page as pages
+    from situs.evaluate.position import position_accuracy_over, position_grid, position_method
+    from situs.evaluate.subject import load_set, made_with
+    from situs.methods.droppos import DropPos
+
+    subject = open_looked_at(args)
+    method = position_method(subject.method, subject.name)
+    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count)
+    facts = made_with(subject, loader, args.seed, args.precision)
+    title, numbers = loader.source.name, {**facts, "places": method.backbone.num_tokens}
+    if isinstance(method, DropPos):
+        shares = args.mask_ratios, args.position_mask_ratios
+        grid = position_grid(method, loader, *shares, seed=args.seed, precision=args.precision)
+        page, pictures = pages.grid_page(grid, method, subject.name, facts)
+        print_cells(f"{title}, {grid.count:,} images", *pages.grid_table(grid))
+        print(pages.grid_finding(grid))
+        numbers |= {**asdict(grid), "mean": grid.mean}
+    else:
+        found = position_accuracy_over(method, loader, args.ratios, seed=args.seed, precision=args.precision)
+        count = loader.plan.n
+        page, pictures = pages.curve_page(found, count, method, subject.name, facts)
+        print_cells(f"{title}, {count:,} images", *pages.curve_table(found))
+        print(pages.curve_finding(found, method))
+        numbers |= {"count": count, "accuracy": [{"ratio": key, "accuracy": value} for key, value in found.items()]}
+    print(write_result(args.out, "position", numbers, page, pictures))

@@ -1,0 +1,79 @@
+"""`situs evaluate position`: DropPos's grid, MP3's curve, and one sentence for who has no position head."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from situs.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def droppos(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny DropPos run on 16 patches."""
+    from situs.config import from_dict
+    from situs.train.run import RunConfig, train_run
+
+    shape = {"depth": 1, "embed_dim": 16, "num_heads": 2}
+    method = {"name": "droppos", "decoder_width": 16, "decoder_heads": 2, "decoder_depth": 1, "affinity": "visible"}
+    config = {
+        "method": method,
+        "backbone": {
+            "name": "vit_tiny_patch16_224", "patch_size": 2, "positions": "sincos", "model_args": shape,
+        },
+        "data": {"path": str(trained.data), "img_size": 8, "batch": 12, "workers": 0},
+        "train": {"epochs": 1, "precision": "fp32"},
+    }  # fmt: skip
+    out = tmp_path_factory.mktemp("runs") / "droppos"
+    train_run(from_dict(RunConfig, config), out=out, device="cpu")
+    return out
+
+
+def test_droppos_gives_the_grid(droppos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", "position", str(droppos), "--device", "cpu", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == str(tmp_path / "position.html")
+    numbers = json.loads((tmp_path / "position.json").read_text())
+    assert (len(numbers["cells"]), numbers["count"], numbers["places"]) == (16, 15, 16)
+    # Of 4 seen patches int(.95 * 4) = 3 places are dropped; at γ_pos = .25 one is.
+    assert [cell["dropped"] for cell in numbers["cells"][-4:]] == [1, 2, 3, 3]
+    found = [cell["accuracy"] for cell in numbers["cells"]]
+    assert numbers["mean"] == pytest.approx(sum(found) / 16)
+    page = (tmp_path / "position.html").read_text()
+    assert f"over the 16 cells is {100 * numbers['mean']:.2f} %" in page
+    assert (tmp_path / "position-grid.png").is_file()
+    again = ["--mask-ratios", ".5", "--position-mask-ratios", ".25", ".5", "--out", str(tmp_path / "b")]
+    assert main(["evaluate", "position", str(droppos), "--device", "cpu", *again]) == 0
+    cells = json.loads((tmp_path / "b" / "position.json").read_text())["cells"]
+    assert cells == numbers["cells"][8:10]
+
+
+def test_mp3_gives_the_curve(trained: Any, tmp_path: Path) -> None:
+    words = [str(trained.mp3), "--ratios", "0", "0.5", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(["evaluate", "position", *words]) == 0
+    numbers = json.loads((tmp_path / "position.json").read_text())
+    assert [row["ratio"] for row in numbers["accuracy"]] == [0.0, 0.5]
+    assert numbers["count"] == 15
+    assert all(0 <= row["accuracy"] <= 1 for row in numbers["accuracy"])
+    assert (tmp_path / "position-curve.png").is_file()
+
+
+def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export = tmp_path / "export"
+    assert main(["export", str(trained.mp3), "--to", str(export)]) == 0
+    (tmp_path / "empty").mkdir()
+    capsys.readouterr()
+    for words, said in (
+        ([str(trained.one)], "one: was trained by Supervised, which has no position head"),
+        ([str(export)], "export: is no run, and only a run keeps its position head"),
+        (["resnet18", "--weights", "random"], "resnet18: is no run"),
+        ([str(trained.mp3), "--data", str(tmp_path / "empty")], "empty"),
+        ([str(trained.mp3), "--ratios", "1"], "must be in [0, 1)"),
+    ):
+        assert main(["evaluate", "position", *words, "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
