@@ -27,7 +27,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "features": ("situs.cli.features", "pooled features of every image, as one safetensors file"),
         "evaluate accuracy": ("situs.cli.evaluate_accuracy", "top-1 and top-5 of a fine-tuned run"),
         "evaluate consistency": ("situs.cli.evaluate_consistency", "what shuffled patches do to a classifier, over γ"),
-        "evaluate position": ("situs.cli.evaluate_position", "how well a DropPos or MP3 run knows places, over its ratios"),
+        "evaluate position": ("situs.cli.evaluate_position", "how well a DropPos or MP3 run knows places, by its own head"),
         "evaluate ensemble": ("situs.cli.evaluate_ensemble", "several fine-tuned runs, each alone and together"),
     },
     "Analyze": {

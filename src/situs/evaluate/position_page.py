@@ -16,7 +16,8 @@ from situs.report.value_grid import value_grid
 GRID_MEANING = """
 The encoder is shown a share 1 − γ of the patches of an image; of those, a share γ_pos has lost its place and carries
 the one vector that the run learned for lost places. The run's own position head says for each of them which of the N
-places it came from. The numbers are plain top-1 over those patches alone: no weights, and no patch that was told its place.
+places it came from. The numbers are plain top-1 over those patches alone: no weights, and no patch that was told its
+place.
 
 The larger γ_pos, the fewer anchors there are to go by; the larger γ, the less of the picture there is. The mean counts
 every cell once, as the paper does.
