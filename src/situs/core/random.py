@@ -49,11 +49,13 @@ def _signed(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
 
 
+@functools.cache
 def stream_number(stream: str) -> int:
     """A stable 64-bit number for a stream's name (Python's own `hash` of a string changes from run to run)."""
     return int.from_bytes(hashlib.blake2b(stream.encode(), digest_size=8).digest(), "little")
 
 
+@functools.lru_cache(maxsize=1024)  # a training asks for the same few at every step of an epoch
 def shared_hash(seed: int, epoch: int, stream: str) -> int:
     """What the samples of a draw share, as a signed 64-bit integer."""
     return _signed(_mix_int(_mix_int(seed + (GAMMA & _WORD)) ^ _mix_int(epoch + 1) ^ stream_number(stream)))

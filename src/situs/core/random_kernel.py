@@ -62,5 +62,9 @@ def draw_uniform(ids: Tensor, shared: int, count: int) -> Tensor:
 
 
 def on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Where a kernel is to be launched. The CPU serves only Triton's interpreter, which the tests use."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+    """Where a kernel is to be launched; nothing where that is so already, since changing devices costs microseconds.
+
+    The CPU serves only Triton's interpreter, which the tests use.
+    """
+    there = not tensor.is_cuda or tensor.device.index == torch.cuda.current_device()
+    return contextlib.nullcontext() if there else torch.cuda.device(tensor.device)
