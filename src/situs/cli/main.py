@@ -27,11 +27,16 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "features": ("situs.cli.features", "pooled features of every image, as one safetensors file"),
         "evaluate accuracy": ("situs.cli.evaluate_accuracy", "top-1 and top-5 of a fine-tuned run"),
         "evaluate consistency": ("situs.cli.evaluate_consistency", "what shuffled patches do to a classifier, over γ"),
-        "evaluate position": ("situs.cli.evaluate_position", "how well a DropPos or MP3 run knows places, by its own head"),
+        "evaluate position": (
+            "situs.cli.evaluate_position",
+            "how well a DropPos or MP3 run knows its patches' places",
+        ),
+        "evaluate probe": ("situs.cli.evaluate_probe", "places or classes that a linear classifier reads off features"),
         "evaluate ensemble": ("situs.cli.evaluate_ensemble", "several fine-tuned runs, each alone and together"),
     },
     "Analyze": {
         "analyze attention": ("situs.cli.analyze_attention", "where a model's heads look: over images, by offset"),
+        "analyze reconstruct": ("situs.cli.analyze_reconstruct", "the jigsaw puzzles an MP3 or DropPos run solves"),
         "analyze positions": ("situs.cli.analyze_positions", "a model's position vectors: pictures, spectrum, reading"),
         "analyze correlation": ("situs.cli.analyze_correlation", "how alike the features of two places are"),
     },
@@ -47,6 +52,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "study lock": ("situs.cli.study_lock", "fine-tune a locked ViT with its key, without it, and from scratch"),
     },
     "Audit": {
+        "audit positions": ("situs.cli.audit_positions", "how much a model knows and gives away of position"),
         "audit gradients": ("situs.cli.audit_gradients", "what a model's gradients give away, with a gate for CI"),
     },
     "Look": {

@@ -93,6 +93,31 @@ def load_set(
     return make_loader(data, None, device, source=Subset(source, count))
 
 
+def load_bank(
+    subject: Subject,
+    path: str | None,
+    split: str,
+    batch: int,
+    *,
+    bank_count: int | None = None,
+    count: int | None = None,
+    flag: str = "--bank-count",
+) -> tuple[Loader, Loader]:
+    """The training split to learn from, at most `bank_count` images of it, and another split to be judged on.
+
+    Refuses to judge on what was learned from, and splits whose classes differ.
+    """
+    if split in ("train", "training"):
+        raise SitusError(f"split={split!r}: is what the classifier is fitted to; judge it on val or test (--split)")
+    if bank_count is not None:
+        check_range(flag.removeprefix("--").replace("-", "_"), bank_count, 1, flag=flag)
+    bank = load_set(subject, path, "train", batch, subject.device, count=bank_count)
+    test = load_set(subject, path, split, batch, subject.device, count=count)
+    if bank.classes != test.classes:
+        raise SitusError(f"{test.source.name}: its classes are not those of the training split (--data)")
+    return bank, test
+
+
 def check_classifier(subject: Subject) -> None:
     """Refuses a subject whose head was never trained."""
     if not subject.classifier:

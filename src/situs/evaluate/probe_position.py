@@ -1,0 +1,184 @@
+"""The frozen linear position probe (DropPos, Table 7): from the final features of patches without a place to the place.
+
+Every patch is seen; three quarters of them lose their position, and a linear classifier is asked which of the N places
+each of those came from. It is fitted to the training split and scored on another; the backbone stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
+from situs.config import check_range
+from situs.core.masking import count_of
+from situs.core.position import coordinates
+from situs.core.random import uniform
+from situs.core.tokens import mask_of, take
+from situs.errors import SitusError
+from situs.evaluate.inference import evaluating
+from situs.evaluate.probe import WEIGHT_DECAYS, Fitted, Score, fit_probe, score
+from situs.methods.base import Batch, Method
+from situs.methods.droppos import DropPos
+from situs.methods.mjp import MJP
+from situs.train.step import autocast
+
+RATIO = 0.75
+
+
+@dataclass(frozen=True)
+class Blindfold:
+    """How places are taken away.
+
+    vector: [D] that a token without a place gets, None for zeros. words: in words. sighted: whether there is a place to
+    take away at all.
+    """
+
+    vector: Tensor | None
+    words: str
+    sighted: bool = True
+
+
+@dataclass(frozen=True)
+class PositionProbe:
+    """score: over the test split's dropped patches, classes are places. distance: mean error in patches.
+
+    guess: what always naming the middle-most place would score as a distance, for scale.
+    """
+
+    score: Score
+    fitted: Fitted
+    distance: float
+    guess: float
+    train_count: int
+
+
+def blindfold_of(model: Backbone | Method, *, positions: bool = True) -> Blindfold:
+    """What a token whose place is dropped gets: a run's own vector where it learned one."""
+    sees = model.sees_positions if isinstance(model, Method) else positions
+    if isinstance(model, DropPos):
+        return Blindfold(model.mask_token.detach(), "the [MASK] vector that this DropPos run learned")
+    if isinstance(model, MJP) and model.config.unknown:
+        return Blindfold(model.unknown.detach(), "the vector E_unk that this MJP run learned")
+    _backbone(model).require("tokens")
+    if not sees or not _backbone(model).positions().kinds:
+        return Blindfold(None, "nothing: this model was given no positions, so no patch knows its place", False)
+    return Blindfold(None, "a zero vector (and no rotation or bias), since this model never learned an unknown place")
+
+
+def follow(models: Mapping[str, tuple[Backbone | Method, bool]]) -> dict[str, Blindfold]:
+    """Each model's own blindfold; one that never learned a vector takes the first model's, so that the two compare.
+
+    models: by name, each with whether its positions take part, as `blindfold_of` is asked.
+    """
+    found = {name: blindfold_of(model, positions=sees) for name, (model, sees) in models.items()}
+    (first, lent), *_ = found.items()
+    if lent.vector is None:
+        return found
+    shared = Blindfold(lent.vector, f"the vector for unknown places that {first} learned, having none of its own")
+    zero = {name: each for name, each in found.items() if each.vector is None and each.sighted}
+    fits = {name for name in zero if _backbone(models[name][0]).dim == lent.vector.shape[0]}
+    return {name: shared if name in fits else each for name, each in found.items()}
+
+
+def dropped_features(
+    backbone: Backbone,
+    batch: Batch,
+    blindfold: Blindfold,
+    *,
+    ratio: float = RATIO,
+    seed: int = 0,
+    stream: str = "probe.position",
+    positions: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Final features [B, K, D] of the int(ratio · N) patches whose place is dropped, and their places [B, K].
+
+    On a hierarchical model a patch is what stands behind one output token, and loses its place as a whole.
+    """
+    count = backbone.out_grid[0] * backbone.out_grid[1]
+    order = uniform(seed, 0, batch.ids, stream, (count,)).argsort(dim=1, stable=True)
+    places = order[:, : count_of(ratio, count)]
+    known = None
+    if positions:
+        mask = mask_of(places, count)
+        known = backbone.positions().forget(mask[:, _behind(backbone, mask.device)], blindfold.vector)
+    features = backbone.encode(backbone.embed(batch.images), known)
+    return take(features.patches, places), places
+
+
+def probe_position(
+    model: Backbone | Method,
+    train: Iterable[Batch],
+    test: Iterable[Batch],
+    *,
+    ratio: float = RATIO,
+    seed: int = 0,
+    precision: str = "fp32",
+    positions: bool = True,
+    blindfold: Blindfold | None = None,
+    weight_decays: tuple[float, ...] = WEIGHT_DECAYS,
+) -> PositionProbe:
+    """Fits to `train`, whose features are kept on the device, and scores on `test`, batch by batch.
+
+    positions: for a backbone, whether its own take part. blindfold: None takes the model's own.
+    """
+    backbone = _backbone(model)
+    backbone.require("tokens")
+    sees = model.sees_positions if isinstance(model, Method) else positions
+    grid = backbone.out_grid
+    count = grid[0] * grid[1]
+    check_range("ratio", ratio, 0, 1, flag="--ratio", low_open=True)
+    if not count_of(ratio, count):
+        raise SitusError(f"ratio={ratio}: must drop at least one of {count} places (--ratio)")
+    held = blindfold or blindfold_of(model, positions=positions)
+
+    def features(batches: Iterable[Batch], split: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for batch in batches:
+            stream = f"probe.position/{split}"
+            with torch.no_grad(), autocast(batch.images.device, precision):
+                found, places = dropped_features(
+                    backbone, batch, held, ratio=ratio, seed=seed, stream=stream, positions=sees
+                )
+            ids = batch.ids[:, None].expand_as(places)
+            yield found.flatten(0, 1).float(), places.flatten(), ids.flatten()
+
+    with evaluating(model):
+        parts = list(features(train, "train"))
+        if not parts:
+            raise SitusError("there are no samples to fit the probe to (--data)")
+        inputs, places, groups = (torch.cat(each) for each in zip(*parts, strict=True))
+        fitted = fit_probe(inputs, places, count, groups=groups, weight_decays=weight_decays, seed=seed)
+        found = score(fitted.linear, ((part, truth) for part, truth, _ in features(test, "test")), count)
+    distances = _distance(found.answers, grid), _least_distance(found.counts, grid)
+    return PositionProbe(found, fitted, *distances, train_count=len(groups.unique()))
+
+
+def _backbone(model: Backbone | Method) -> Backbone:
+    return model.backbone if isinstance(model, Method) else model
+
+
+def _behind(backbone: Backbone, device: torch.device) -> Tensor:
+    """For each token of the grid the output token it ends up in, [N]."""
+    rows, columns = coordinates(backbone.grid, device).unbind(-1)
+    (height, width), (high, wide) = backbone.grid, backbone.out_grid
+    # Merges halve a side and round up, so that a whole number of tokens lies behind each but the last.
+    return rows // -(-height // high) * wide + columns // -(-width // wide)
+
+
+def _apart(grid: tuple[int, int]) -> Tensor:
+    """Distances between places in patches, [N, N] float64."""
+    place = coordinates(grid).double()
+    return (place[:, None] - place[None]).norm(dim=-1)
+
+
+def _distance(answers: Tensor, grid: tuple[int, int]) -> float:
+    """Mean distance between the true and the named place; answers: [N, N] counts."""
+    return float((answers.double() * _apart(grid)).sum() / answers.sum())
+
+
+def _least_distance(counts: Tensor, grid: tuple[int, int]) -> float:
+    """The same for the one place that would do best if it were always named."""
+    return float((counts.double() @ _apart(grid)).min() / counts.sum())
