@@ -1,0 +1,103 @@
+"""The 15 common corruptions of ImageNet-C, made here from any images, at five severities.
+
+Dan Hendrycks and Thomas Dietterich, Benchmarking Neural Network Robustness to Common Corruptions and Perturbations,
+ICLR 2019. Written anew in torch, batched on the images' device; the strengths are the published ones
+(`corruptions_severity`). A sample's corruption is a function of (seed, its id, corruption, severity) alone.
+
+Known differences from the published files: frost is drawn and not photographed; the noise is not theirs; images are
+rounded to 8 bits once, and not saved as JPEG of quality 85 on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from situs.errors import SitusError, unknown_name
+from situs.evaluate import corruptions_blur as blur
+from situs.evaluate import corruptions_digital as digital
+from situs.evaluate import corruptions_noise as noise
+from situs.evaluate import corruptions_weather as weather
+from situs.evaluate.corruptions_filters import Draw
+from situs.evaluate.corruptions_severity import SEVERITIES, parameters
+
+Corruption = Callable[[Tensor, Any, Draw], Tensor]
+"""(images [B, C, H, W] in [0, 1], parameters, noise) -> images, not yet cut to [0, 1]."""
+
+GROUPS: dict[str, dict[str, Corruption]] = {
+    "noise": {
+        "gaussian_noise": noise.gaussian_noise,
+        "shot_noise": noise.shot_noise,
+        "impulse_noise": noise.impulse_noise,
+    },
+    "blur": {
+        "defocus_blur": blur.defocus_blur,
+        "glass_blur": blur.glass_blur,
+        "motion_blur": blur.motion_blur,
+        "zoom_blur": blur.zoom_blur,
+    },
+    "weather": {
+        "snow": weather.snow,
+        "frost": weather.frost,
+        "fog": weather.fog,
+        "brightness": weather.brightness,
+    },
+    "digital": {
+        "contrast": digital.contrast,
+        "elastic_transform": digital.elastic_transform,
+        "pixelate": digital.pixelate,
+        "jpeg_compression": digital.jpeg_compression,
+    },
+}
+"""The paper's four kinds, each with its corruptions under the names of ImageNet-C's folders."""
+
+CORRUPTIONS: dict[str, Corruption] = {name: each for group in GROUPS.values() for name, each in group.items()}
+"""All 15, in the paper's order."""
+
+
+def corrupt(images: Tensor, name: str, severity: int, ids: Tensor, *, seed: int = 0) -> Tensor:
+    """`images` [B, C, H, W] in [0, 1] corrupted, in [0, 1] on 256 levels, as an 8-bit file would hold them.
+
+    ids: [B] integers that name the samples. The same (seed, id, name, severity) always draws the same noise.
+    """
+    if name not in CORRUPTIONS:
+        raise unknown_name("corruption", name, CORRUPTIONS)
+    strength = parameters(name, severity, min(images.shape[-2:]))
+    draw = Draw(seed, severity, ids.to(images.device), name)
+    changed = CORRUPTIONS[name](images.to(torch.float32), strength, draw)
+    return (changed.clamp(0.0, 1.0) * 255.0).round() / 255.0
+
+
+def find_corruptions(text: str) -> tuple[str, ...]:
+    """Corruptions by name, apart by commas: "all", "none", a kind ("blur") or single ones, in the paper's order."""
+    wanted: set[str] = set()
+    for word in _words(text):
+        if word in GROUPS:
+            wanted |= set(GROUPS[word])
+        elif word == "all":
+            wanted |= set(CORRUPTIONS)
+        elif word in CORRUPTIONS:
+            wanted.add(word)
+        elif word != "none":
+            choices = ", ".join(["all", "none", *GROUPS, *CORRUPTIONS])
+            raise SitusError(f"unknown corruption {word!r}; choose from: {choices} (--corruptions)")
+    return tuple(name for name in CORRUPTIONS if name in wanted)
+
+
+def find_severities(text: str) -> tuple[int, ...]:
+    """Severities apart by commas, ascending: "1,3,5"."""
+    found = set()
+    for word in _words(text):
+        if not word.isdecimal() or int(word) not in SEVERITIES:
+            raise SitusError(f"severity={word}: must be one of 1, 2, 3, 4, 5 (--severities)")
+        found.add(int(word))
+    if not found:
+        raise SitusError(f"severities={text!r}: names none; choose from 1, 2, 3, 4, 5 (--severities)")
+    return tuple(sorted(found))
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

@@ -1,0 +1,75 @@
+"""Defocus, frosted glass, motion and zoom blur. Images are [B, C, H, W] in [0, 1]."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from situs.evaluate.corruptions_filters import Draw, convolve, disk_kernel, gaussian, trail, zoom
+from situs.evaluate.corruptions_severity import Disk, Glass, Motion, Zoom
+
+
+def defocus_blur(images: Tensor, disk: Disk, draw: Draw) -> Tensor:  # noqa: ARG001
+    """Each point becomes a disk, as before a lens out of focus."""
+    return convolve(images, disk_kernel(disk.radius, disk.soft, images.device), "mirror101")
+
+
+def motion_blur(images: Tensor, motion: Motion, draw: Draw) -> Tensor:
+    """A trail in one direction within 45° of the horizontal."""
+    angles = (draw.uniform("angle") - 0.5) * (math.pi / 2)
+    return trail(images, angles, motion.radius, motion.sigma)
+
+
+def zoom_blur(images: Tensor, zooms: Zoom, draw: Draw) -> Tensor:  # noqa: ARG001
+    """The mean of the image and its enlargements, as when the camera moves towards it."""
+    count = round((zooms.largest - 1) / zooms.step)
+    total = images
+    for number in range(count + 1):
+        total = total + zoom(images, 1 + number * zooms.step)
+    return total / (count + 2)
+
+
+def glass_blur(images: Tensor, glass: Glass, draw: Draw) -> Tensor:
+    """Smoothed, pixels fetched from near places at random, smoothed again: as through frosted glass.
+
+    The paper speaks of pixels that change places; the published generator overwrites the one before it moves the other,
+    so that its images hold copies. The copies are made here too, because figures are compared on those images.
+    """
+    height, width = images.shape[-2:]
+    smooth = gaussian(images, glass.sigma)
+    places = torch.arange(height * width, device=images.device).repeat(len(images), 1)
+    for number in range(glass.rounds):
+        places = fetch(places, (height, width), glass.reach, draw.uniform(f"offsets.{number}", 2, height, width))
+    index = places[:, None].expand(-1, images.shape[1], -1)
+    moved = smooth.flatten(2).gather(2, index).view_as(images)
+    return gaussian(moved, glass.sigma)
+
+
+def fetch(places: Tensor, size: tuple[int, int], reach: int, noise: Tensor) -> Tensor:
+    """Pixel by pixel, from the last to the first, takes what now stands at a random offset in [−reach, reach).
+
+    places: [B, H · W], what stands where. noise: [B, 2, H, W] uniform, one (y, x) a pixel. A pixel sees what later
+    pixels have fetched, so the order matters; pixels 2 · reach columns apart in neighbouring rows cannot see each other, and
+    all of one slanted line are fetched at once with the same result.
+    """
+    height, width = size
+    places = places.clone()
+    offsets = (noise * (2 * reach)).floor().long() - reach
+    jumps = (offsets[:, 0] * width + offsets[:, 1]).flatten(1)
+    for line in _slanted_lines(size, reach, places.device):
+        places[:, line] = places.gather(1, line + jumps[:, line])
+    return places
+
+
+def _slanted_lines(size: tuple[int, int], reach: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The pixels at least `reach` from the border, as flat indices, in lines of those that may be fetched at once."""
+    height, width = size
+    y = torch.arange(height - reach, reach, -1)
+    x = torch.arange(width - reach, reach, -1)
+    if not len(y) or not len(x):
+        return ()
+    step = (y[0] - y)[:, None] * (2 * reach) + (x[0] - x)
+    flat = (y[:, None] * width + x).flatten()[step.flatten().argsort(stable=True)]
+    return flat.to(device).split([count for count in torch.bincount(step.flatten()).tolist() if count])
