@@ -31,6 +31,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "situs.cli.evaluate_position",
             "how well a DropPos or MP3 run knows its patches' places",
         ),
+        "evaluate knn": ("situs.cli.evaluate_knn", "nearest neighbours on the features of each layer"),
         "evaluate probe": ("situs.cli.evaluate_probe", "places or classes that a linear classifier reads off features"),
         "evaluate ensemble": ("situs.cli.evaluate_ensemble", "several fine-tuned runs, each alone and together"),
     },

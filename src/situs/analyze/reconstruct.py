@@ -1,0 +1,285 @@
+"""Puzzles that MP3 and DropPos have learned to solve, and pictures of what they make of them.
+
+A patch is put where the model says it was; patches that meet there are averaged, and a place that none came to stays
+empty. MP3 sees all patches and a context of them as keys (Figures 2, 12 and 13), also those of two images shuffled
+together (14 and 15); DropPos sees some patches and is told where a few of these stand (its Figure 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from situs.config import check_range
+from situs.core.permutation import random_permutation
+from situs.core.random import uniform
+from situs.core.tokens import mask_of, patchify, put_at, take, unpatchify
+from situs.data.batch import Batch
+from situs.errors import SitusError
+from situs.methods.base import Method
+from situs.methods.droppos import DropPos
+from situs.methods.mp3 import MP3
+
+Grid = tuple[int, int]
+RATIOS = (0.0, 0.25, 0.5, 0.75)
+"""η of MP3 and γ of DropPos in the papers' figures."""
+
+POSITION_RATIOS = (0.75, 0.95)
+"""γ_pos: that of DropPos's training, and that of its Figure 3."""
+
+
+class Setting(NamedTuple):
+    """How a puzzle is made. ratio: η of MP3, γ of DropPos. position_ratio: γ_pos; None for MP3."""
+
+    ratio: float
+    position_ratio: float | None = None
+
+    @property
+    def text(self) -> str:
+        """`η = 0.5`, or `γ = 0.5, γ_pos = 0.95`."""
+        if self.position_ratio is None:
+            return f"η = {self.ratio:g}"
+        return f"γ = {self.ratio:g}, γ_pos = {self.position_ratio:g}"
+
+
+class Puzzle(NamedTuple):
+    """Puzzles of a batch and their solutions, patches in one order throughout.
+
+    places: [B, K], where each patch that the model saw really was. guesses: [B, K], where it puts it. known: how many
+    come first that are special: the context of MP3 (guessed too), the patches that DropPos is told (not guessed).
+    asked: the first patch whose guess counts. grid: (h, w) of the places.
+    """
+
+    places: Tensor
+    guesses: Tensor
+    known: int
+    asked: int
+    grid: Grid
+
+    @property
+    def right(self) -> Tensor:
+        """[B, K - asked]: whether a guess is right, of those that count."""
+        return (self.guesses == self.places)[:, self.asked :]
+
+
+class Scores(NamedTuple):
+    """Over all images. right: share of guesses that are right. off_by: mean distance of all guesses from the right
+    place, in patches. empty: share of the places whose patch was shown that no patch is put at."""
+
+    images: int
+    right: float
+    off_by: float
+    empty: float
+
+
+# --- pictures: pure functions --------------------------------------------------------------------------------
+
+
+def place_patches(images: Tensor, taken: Tensor, places: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+    """The patches `taken` from images, each put at its entry of `places`; those that meet are averaged.
+
+    images: [B, C, H, W]; taken, places: [B, K] on `grid` -> pictures [B, C, H, W], 0 where nothing came, and
+    filled [B, N] bool.
+    """
+    size = images.shape[-2] // grid[0], images.shape[-1] // grid[1]
+    put, filled = put_at(take(patchify(images, size), taken), places, grid[0] * grid[1])
+    return unpatchify(put, grid, size), filled
+
+
+def paint_places(images: Tensor, where: Tensor, grid: Grid, value: float) -> Tensor:
+    """Images with the patches at `where` [B, N] bool in one grey `value`: 0 is black, 1 white."""
+    painted = where.unflatten(1, (1, *grid))
+    sizes = images.shape[-2] // grid[0], images.shape[-1] // grid[1]
+    pixels = painted.repeat_interleave(sizes[0], dim=2).repeat_interleave(sizes[1], dim=3)
+    return torch.where(pixels, torch.as_tensor(value, dtype=images.dtype, device=images.device), images)
+
+
+def hidden_and_wrong(puzzle: Puzzle) -> tuple[Tensor, Tensor]:
+    """DropPos's Figure 3, [B, N] bool each: places whose patch was not shown, and whose patch is put elsewhere."""
+    count = puzzle.grid[0] * puzzle.grid[1]
+    hidden = ~mask_of(puzzle.places, count)
+    wrong = puzzle.guesses != puzzle.places
+    return hidden, torch.zeros_like(hidden).scatter(1, puzzle.places, wrong)
+
+
+def mix_pairs(first: Tensor, second: Tensor, noise: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """The patches of two images shuffled together and dealt out as two images again, with no order in them.
+
+    first, second: [B, C, H, W]; noise: [B, 2N] -> mixes [B, C, H, W] twice, and origin [B, 2N]: the patch at place
+    i of mix m comes from place origin[m·N + i] of `first`, or of `second` where that is N or more (less N).
+    """
+    size = first.shape[-2] // grid[0], first.shape[-1] // grid[1]
+    origin = random_permutation(noise)
+    both = take(torch.cat([patchify(first, size), patchify(second, size)], dim=1), origin)
+    one, other = (unpatchify(half, grid, size) for half in both.chunk(2, dim=1))
+    return one, other, origin
+
+
+def score(puzzles: Iterable[Puzzle]) -> Scores:
+    """How well puzzles are solved, all of one setting."""
+    total = sum((_sums(puzzle) for puzzle in puzzles), torch.zeros(5, dtype=torch.float64))
+    return _scores(total)
+
+
+def _sums(puzzle: Puzzle) -> Tensor:
+    """[5]: images, guesses, right ones, distances of all, and places left empty, counted in patches shown."""
+    count, width = puzzle.grid[0] * puzzle.grid[1], puzzle.grid[1]
+    places, found = puzzle.places[:, puzzle.asked :], puzzle.guesses[:, puzzle.asked :]
+    down, across = places // width - found // width, places % width - found % width
+    far = torch.hypot(down.double(), across.double()).sum()
+    missed = mask_of(puzzle.places, count) & ~mask_of(puzzle.guesses, count)
+    empty = missed.sum(dim=1).double() / puzzle.places.shape[1]
+    right = (places == found).sum()
+    return torch.stack([torch.tensor(float(len(places))), torch.tensor(float(places.numel())), right, far, empty.sum()])
+
+
+def _scores(sums: Tensor) -> Scores:
+    images, guesses, right, far, empty = sums.tolist()
+    if not images:
+        raise SitusError("there are no images to make puzzles of (--data)")
+    return Scores(int(images), right / guesses, far / guesses, empty / images)
+
+
+# --- solving: over a method -----------------------------------------------------------------------------------
+
+
+def settings_of(
+    method: Method | None, name: str, ratios: Sequence[float] | None, position_ratios: Sequence[float] | None
+) -> list[Setting]:
+    """What to try on a method, by the papers' figures where nothing is said; refuses one without a position head."""
+    if not isinstance(method, MP3 | DropPos):
+        lacks = "was trained without a position head" if method is not None else "is no run, so it has no position head"
+        raise SitusError(f"{name}: {lacks}; runs of mp3 and droppos have one (RUN)")
+    for ratio in ratios or ():
+        check_range("ratios", ratio, 0, 1, flag="--ratios", high_open=True)
+    for ratio in position_ratios or ():
+        check_range("position_ratios", ratio, 0, 1, flag="--position-ratios", low_open=True)
+    if isinstance(method, MP3):
+        if position_ratios is not None:
+            raise SitusError(f"{name}: only droppos drops positions, mp3 takes them all (--position-ratios)")
+        return [Setting(ratio) for ratio in (RATIOS if ratios is None else ratios)]
+    tried = ((0.75,) if method.by_cells else RATIOS) if ratios is None else ratios
+    return [
+        Setting(ratio, dropped)
+        for dropped in (POSITION_RATIOS if position_ratios is None else position_ratios)
+        for ratio in tried
+    ]
+
+
+@torch.no_grad()
+def solve(method: Method, batch: Batch, setting: Setting, *, seed: int = 0) -> Puzzle:
+    """Puzzles of a batch at a setting, on the CPU; the method must be in eval mode. The same seed, the same puzzles."""
+    if isinstance(method, MP3):
+        whole = method.at(setting.ratio)
+        extras = whole(batch, whole.draw(batch.ids, seed=seed, epoch=0)).extras
+        guesses = extras["logits"].argmax(dim=-1)
+        return Puzzle(extras["places"].cpu(), guesses.cpu(), whole.context, 0, method.backbone.grid)
+    assert isinstance(method, DropPos)
+    assert setting.position_ratio is not None
+    some = method.at(setting.ratio, setting.position_ratio)
+    draws = some.draw(batch.ids, seed=seed, epoch=0, progress=1.0)
+    guesses = some(batch, draws).extras["logits"].argmax(dim=-1)
+    told = draws["visible"][:, : some.anchors]
+    together = torch.cat([told, guesses], dim=1)
+    return Puzzle(draws["visible"].cpu(), together.cpu(), some.anchors, some.anchors, method.grid)
+
+
+class Mix(NamedTuple):
+    """Two images shuffled together at one η. inputs: two sets of patches laid out as images, [B, C, H, W] each.
+
+    puzzles: their solutions; places count the inputs. origin: see `mix_pairs`. stayed: share of the patches that are
+    put where they stood in their own image.
+    """
+
+    inputs: tuple[Tensor, Tensor]
+    puzzles: tuple[Puzzle, Puzzle]
+    origin: Tensor
+    stayed: float
+
+
+@torch.no_grad()
+def solve_mix(method: MP3, pair: tuple[Tensor, Tensor], setting: Setting, *, seed: int = 0) -> Mix:
+    """What MP3 builds of two images' patches [B, C, H, W], dealt out in two sets; solutions come back on the CPU."""
+    if method.config.anchor_ratio:
+        raise SitusError("anchor_ratio: a mix of two images has no true places that patches could be told")
+    count, grid = method.backbone.num_tokens, method.backbone.grid
+    ids = torch.arange(len(pair[0]), device=pair[0].device)
+    *inputs, origin = mix_pairs(*pair, uniform(seed, 0, ids, "analyze.mix", (2 * count,)), grid)
+    # Each half is a set of its own and gets a context of its own.
+    halves = [solve(method, Batch(half, 2 * ids + part), setting, seed=seed) for part, half in enumerate(inputs)]
+    stayed = 0.0
+    for puzzle, own in zip(halves, origin.cpu().chunk(2, dim=1), strict=True):
+        stayed += float((own.gather(1, puzzle.places) % count == puzzle.guesses).double().mean()) / 2
+    return Mix((inputs[0], inputs[1]), (halves[0], halves[1]), origin.cpu(), stayed)
+
+
+# --- all of it, for a page ------------------------------------------------------------------------------------
+
+
+class Study(NamedTuple):
+    """Puzzles of a method over a set. images: [n, C, H, W] in [0, 1], those shown; solved: their puzzles.
+
+    scores: over the whole set. pairs and mixes: two images [1, C, H, W] each, and what is built of them at each η.
+    """
+
+    images: Tensor
+    solved: dict[Setting, Puzzle]
+    scores: dict[Setting, Scores]
+    pairs: list[tuple[Tensor, Tensor]]
+    mixes: list[dict[Setting, Mix]]
+
+
+def study(
+    method: Method,
+    batches: Iterable[Batch],
+    settings: Sequence[Setting],
+    look: Callable[[Tensor], Tensor],
+    *,
+    show: int = 6,
+    pairs: int = 2,
+    seed: int = 0,
+) -> Study:
+    """Solves every image at every setting, in one pass, and keeps the first `show` to be seen.
+
+    look: a model's images as a person sees them (`denormalise`). pairs: how many pairs of the images are mixed.
+    """
+    sums = {setting: torch.zeros(5, dtype=torch.float64) for setting in settings}
+    kept: dict[Setting, list[Puzzle]] = {setting: [] for setting in settings}
+    images: list[Tensor] = []
+    needed = max(show, 2 * pairs)
+    for batch in batches:
+        missing = needed - sum(map(len, images))
+        if missing > 0:
+            images.append(batch.images[:missing])
+        for setting in settings:
+            puzzle = solve(method, batch, setting, seed=seed)
+            sums[setting] += _sums(puzzle)
+            if missing > 0:
+                kept[setting].append(_first(puzzle, missing))
+    scores = {setting: _scores(found) for setting, found in sums.items()}
+    chosen = torch.cat(images)
+    solved = {setting: _first(_join(parts), show) for setting, parts in kept.items()}
+    couples = [(chosen[at : at + 1], chosen[at + 1 : at + 2]) for at in range(0, min(2 * pairs, len(chosen) - 1), 2)]
+    if not isinstance(method, MP3) or method.config.anchor_ratio:
+        return Study(look(chosen[:show]).cpu(), solved, scores, [], [])
+    mixes = []
+    for number, couple in enumerate(couples):
+        mixes.append({s: _seen(solve_mix(method, couple, s, seed=seed + number), look) for s in settings})
+    seen = [(look(one).cpu(), look(other).cpu()) for one, other in couples]
+    return Study(look(chosen[:show]).cpu(), solved, scores, seen, mixes)
+
+
+def _first(puzzle: Puzzle, count: int) -> Puzzle:
+    return puzzle._replace(places=puzzle.places[:count], guesses=puzzle.guesses[:count])
+
+
+def _join(parts: Sequence[Puzzle]) -> Puzzle:
+    places, guesses = (torch.cat([getattr(part, name) for part in parts]) for name in ("places", "guesses"))
+    return parts[0]._replace(places=places, guesses=guesses)
+
+
+def _seen(mix: Mix, look: Callable[[Tensor], Tensor]) -> Mix:
+    return mix._replace(inputs=(look(mix.inputs[0]).cpu(), look(mix.inputs[1]).cpu()))

@@ -1,0 +1,251 @@
+"""The page of `situs analyze reconstruct`, and its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from situs.analyze.reconstruct import (
+    Grid,
+    Mix,
+    Puzzle,
+    Scores,
+    Setting,
+    Study,
+    hidden_and_wrong,
+    paint_places,
+    place_patches,
+)
+from situs.core.permutation import random_permutation
+from situs.core.random import uniform
+from situs.core.tokens import mask_of
+from situs.methods.base import Method
+from situs.methods.droppos import DropPos
+from situs.report.figures import png
+from situs.report.html import Page
+from situs.report.puzzles import Panel, panels
+
+Solved = Mapping[Setting, Puzzle]
+"""The puzzles of the images on the page, by setting."""
+
+SCORE_HEADER = ("setting", "right", "chance", "off by", "places left empty")
+
+
+def score_rows(scores: Mapping[Setting, Scores], count: int) -> list[list[str]]:
+    """A row for each setting, as text. count: N, for chance."""
+    return [
+        [
+            setting.text,
+            f"{100 * found.right:.1f} %",
+            f"{100 / count:.1f} %",
+            f"{found.off_by:.2f}",
+            f"{100 * found.empty:.1f} %",
+        ]
+        for setting, found in scores.items()
+    ]
+
+
+def reconstruct_numbers(found: Study) -> dict[str, Any]:
+    """What the page says, as JSON holds it."""
+    return {
+        "settings": [{**setting._asdict(), **scores._asdict()} for setting, scores in found.scores.items()],
+        "mixes": [
+            [{"ratio": setting.ratio, "stayed": mix.stayed} for setting, mix in pair.items()] for pair in found.mixes
+        ],
+    }
+
+
+def reconstruct_page(name: str, found: Study, trained: str, *, seed: int = 0) -> tuple[Page, dict[str, bytes]]:
+    """The page, and its figures by name. trained: the setting of the training, in words."""
+    grid = next(iter(found.solved.values())).grid
+    page = Page(f"What {name} makes of loose patches", lead=_lead(found, trained))
+    section = page.section("How many patches are put right")
+    section.table(SCORE_HEADER, score_rows(found.scores, grid[0] * grid[1]), _SCORES_CAPTION)
+    told = next(iter(found.scores)).position_ratio is not None
+    pictures = _droppos_sections(page, found) if told else _mp3_sections(page, found, seed)
+    return page, pictures
+
+
+def trained_with(method: Method) -> str:
+    """The setting of a method's own training: `η = 0.5`."""
+    config = method.config
+    return Setting(config.mask_ratio, config.position_mask_ratio if isinstance(method, DropPos) else None).text
+
+
+_SCORES_CAPTION = (
+    "Right: share of guesses that are the true place. Off by: mean distance of a guess from it, in patches, right ones "
+    "included. Left empty: places whose patch was shown and that no patch is put at."
+)
+
+
+def _lead(found: Study, trained: str) -> str:
+    best, worst = (choose(found.scores.items(), key=lambda item: item[1].right) for choose in (max, min))
+    images = best[1].images
+    text = f"Of {images:,} images, {100 * best[1].right:.1f} % of the patches asked for are put right at {best[0].text}"
+    if worst[0] != best[0]:
+        text += f", and {100 * worst[1].right:.1f} % at {worst[0].text}, {worst[1].off_by:.1f} patches off on average"
+    return f"{text}. The model was trained with {trained}."
+
+
+def _mp3_sections(page: Page, found: Study, seed: int) -> dict[str, bytes]:
+    pictures = {
+        "one": png(one_image_figure(found.images[0], found.solved, seed)),
+        "placed": png(placed_figure(found.images, found.solved)),
+    }
+    section = page.section("One image")
+    section.text(
+        "The model gets all patches in no order and without positions (input). A random share 1 − η of them, the "
+        "context (outlined in green), serves as keys; every patch, context included, is then put where the model "
+        "says it was."
+    )
+    section.figure(pictures["one"], f"{_PLACED} Top: the context in its true places.")
+    page.section("More images").figure(pictures["placed"], f"{_PLACED} The share of right guesses is over each.")
+    if found.mixes:
+        section = page.section("Two images in one")
+        section.text(
+            "The patches of two images are shuffled together and dealt out in two sets of equal size. Neither set is "
+            "an image, yet the model builds one of each. "
+            + " ".join(_stayed(number, pair) for number, pair in enumerate(found.mixes, start=1))
+        )
+        for number, (pair, mixes) in enumerate(zip(found.pairs, found.mixes, strict=True), start=1):
+            pictures[f"mix-{number}"] = png(mix_figure(pair, mixes))
+            section.figure(pictures[f"mix-{number}"], f"Pair {number}. {_PLACED}")
+    return pictures
+
+
+_PLACED = (
+    "Patches that meet in a place are averaged, hatched places got none, and a green line runs around context patches "
+    "(where they were put)."
+)
+
+
+def _stayed(number: int, pair: Mapping[Setting, Mix]) -> str:
+    shares = ", ".join(f"{100 * mix.stayed:.0f} % at {setting.text}" for setting, mix in pair.items())
+    return f"In pair {number} the patches that are put where they stood in their own image are {shares}."
+
+
+def _droppos_sections(page: Page, found: Study) -> dict[str, bytes]:
+    pictures: dict[str, bytes] = {}
+    for dropped in dict.fromkeys(setting.position_ratio for setting in found.solved):
+        solved = {setting: puzzle for setting, puzzle in found.solved.items() if setting.position_ratio == dropped}
+        section = page.section(f"γ_pos = {dropped:g}")
+        section.text(
+            f"Of the patches that are left at each γ, a share of {dropped:g} is not told where it stands; the others "
+            "are (outlined in green). The share of right guesses is over each picture."
+        )
+        pictures[f"verdict-{dropped:g}"] = png(verdict_figure(found.images, solved))
+        section.figure(
+            pictures[f"verdict-{dropped:g}"],
+            "Black and hatched: not shown to the model. White with a red edge: its place is guessed wrong. All else is "
+            "right, or told.",
+        )
+        pictures[f"placed-{dropped:g}"] = png(placed_figure(found.images, solved))
+        section.figure(
+            pictures[f"placed-{dropped:g}"],
+            "The same puzzles with each patch where the model puts it; patches that meet are averaged, hatched places "
+            "got none.",
+        )
+    return pictures
+
+
+# --- pictures ------------------------------------------------------------------------------------------------
+
+
+def placed_panel(image: Tensor, puzzle: Puzzle, row: int, title: str = "") -> Panel:
+    """Image `row` of a puzzle with each patch where the model puts it.
+
+    The context or the told patches are outlined, unless that were all of them.
+    """
+    one = slice(row, row + 1)
+    picture, filled = place_patches(image[None], puzzle.places[one], puzzle.guesses[one], puzzle.grid)
+    landed = mask_of(puzzle.guesses[one, : puzzle.known], filled.shape[1])
+    special = landed[0].numpy() if puzzle.known < puzzle.places.shape[1] else None
+    return Panel(picture[0].numpy(), title, outlined=special, empty=~filled[0].numpy())
+
+
+def own_places_panel(image: Tensor, places: Tensor, grid: Grid, title: str = "") -> Panel:
+    """Some patches of an image in their own places, places: [K]; the others are left empty."""
+    picture, filled = place_patches(image[None], places[None], places[None], grid)
+    return Panel(picture[0].numpy(), title, empty=~filled[0].numpy())
+
+
+def unordered_panel(image: Tensor, puzzle: Puzzle, row: int, seed: int = 0, title: str = "") -> Panel:
+    """The patches of a puzzle in no order, as the model gets them; the context outlined."""
+    count = puzzle.grid[0] * puzzle.grid[1]
+    noise = uniform(seed, 0, torch.tensor([row]), "analyze.layout", (count,))
+    layout = random_permutation(noise)[:, : puzzle.places.shape[1]]
+    picture, filled = place_patches(image[None], puzzle.places[row : row + 1], layout, puzzle.grid)
+    context = mask_of(layout[:, : puzzle.known], count)
+    return Panel(picture[0].numpy(), title, outlined=context[0].numpy(), empty=~filled[0].numpy())
+
+
+def verdict_panel(image: Tensor, puzzle: Puzzle, row: int, title: str = "") -> Panel:
+    """DropPos's Figure 3: hidden patches black, wrongly placed ones white, those that were told outlined."""
+    hidden, wrong = (marks[row : row + 1] for marks in hidden_and_wrong(puzzle))
+    painted = paint_places(paint_places(image[None], hidden, puzzle.grid, 0.0), wrong, puzzle.grid, 1.0)
+    told = mask_of(puzzle.places[row : row + 1, : puzzle.known], hidden.shape[1])
+    marks = {"outlined": told[0].numpy(), "hidden": hidden[0].numpy(), "wrong": wrong[0].numpy()}
+    return Panel(painted[0].numpy(), title, **marks)
+
+
+def _percent(puzzle: Puzzle, row: int) -> str:
+    return f"{100 * float(puzzle.right[row].double().mean()):.0f} %"
+
+
+def _title(setting: Setting, puzzle: Puzzle, row: int) -> str:
+    symbol = "η" if setting.position_ratio is None else "γ"
+    return f"{symbol} = {setting.ratio:g}: {_percent(puzzle, row)}" if row == 0 else _percent(puzzle, row)
+
+
+def one_image_figure(image: Tensor, solved: Solved, seed: int = 0) -> Figure:
+    """MP3's Figure 2 for the first image: context, input and reconstruction at each η."""
+    rows: list[list[Panel | None]] = [[Panel(image.numpy(), "image")], [None], [None]]
+    for setting, puzzle in solved.items():
+        rows[0].append(own_places_panel(image, puzzle.places[0, : puzzle.known], puzzle.grid, setting.text))
+        rows[1].append(unordered_panel(image, puzzle, 0, seed))
+        rows[2].append(placed_panel(image, puzzle, 0, f"{_percent(puzzle, 0)} right"))
+    return panels(rows, next(iter(solved.values())).grid, ["context", "input", "reconstruction"])
+
+
+def placed_figure(images: Tensor, solved: Solved) -> Figure:
+    """Each image and what is made of it at each setting."""
+    rows = []
+    for row, image in enumerate(images):
+        made = [placed_panel(image, puzzle, row, _title(setting, puzzle, row)) for setting, puzzle in solved.items()]
+        rows.append([Panel(image.numpy(), "image" if row == 0 else ""), *made])
+    return panels(rows, next(iter(solved.values())).grid)
+
+
+def verdict_figure(images: Tensor, solved: Solved) -> Figure:
+    """DropPos's Figure 3: each γ, and the image last."""
+    rows = []
+    for row, image in enumerate(images):
+        made = [verdict_panel(image, puzzle, row, _title(setting, puzzle, row)) for setting, puzzle in solved.items()]
+        rows.append([*made, Panel(image.numpy(), "image" if row == 0 else "")])
+    return panels(rows, next(iter(solved.values())).grid)
+
+
+def mix_figure(pair: tuple[Tensor, Tensor], mixes: Mapping[Setting, Mix], row: int = 0) -> Figure:
+    """MP3's Figures 14 and 15: two images, and what is built of their patches shuffled together, at each η.
+
+    pair and the mixes' inputs: images [B, C, H, W] in [0, 1], of which `row` is shown.
+    """
+    rows: list[list[Panel | None]] = []
+    for number, mix in enumerate(mixes.values()):
+        first = number == 0
+        shown: list[Panel | None] = [
+            Panel(image[row].numpy(), f"image {1 + which}") if first else None for which, image in enumerate(pair)
+        ]
+        for which, (given, puzzle) in enumerate(zip(mix.inputs, mix.puzzles, strict=True)):
+            # The dealt patches stand in no order already, so the input is shown as it is.
+            context = mask_of(puzzle.places[row : row + 1, : puzzle.known], puzzle.places.shape[1])
+            titles = (f"input {1 + which}", f"built {1 + which}") if first else ("", "")
+            shown.append(Panel(given[row].numpy(), titles[0], outlined=context[0].numpy()))
+            shown.append(placed_panel(given[row], puzzle, row, titles[1]))
+        rows.append(shown)
+    grid = next(iter(mixes.values())).puzzles[0].grid
+    return panels(rows, grid, [setting.text for setting in mixes])

@@ -1,0 +1,69 @@
+"""Puzzles that an MP3 or DropPos run solves: each patch where the model puts it, at several ratios; two-image mixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from situs.cli.result import LookingAtImages, open_looked_at, write_result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(LookingAtImages):
+    """Puzzles that an MP3 or DropPos run solves."""
+
+    count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = 64
+    """So many of the images, chosen at random and the same every time."""
+
+    ratios: tuple[float, ...] | None = None
+    """MP3's η, or DropPos's γ; the papers' 0, .25, .5 and .75 where nothing is said."""
+
+    position_ratios: tuple[float, ...] | None = None
+    """DropPos's γ_pos; .75 and the paper's .95 where nothing is said."""
+
+    show: int = 6
+    """How many images are shown."""
+
+    pairs: int = 2
+    """MP3: how many pairs of images are mixed."""
+
+
+def run(args: Args) -> None:
+    """Solves, prints a line for each setting, and writes the page."""
+    from situs.analyze.reconstruct import settings_of, study
+    from situs.analyze.reconstruct_page import (
+        SCORE_HEADER,
+        reconstruct_numbers,
+        reconstruct_page,
+        score_rows,
+        trained_with,
+    )
+    from situs.cli.tables import print_table
+    from situs.config import check_range
+    from situs.data.augment import denormalise
+    from situs.evaluate.subject import load_set
+
+    check_range("show", args.show, 1, flag="--show")
+    check_range("pairs", args.pairs, 0, flag="--pairs")
+    subject = open_looked_at(args)
+    settings = settings_of(subject.method, subject.name, args.ratios, args.position_ratios)
+    method = subject.method
+    assert method is not None  # settings_of has refused the others
+    device = next(method.parameters()).device
+    loader = load_set(subject, args.data, args.split, args.batch, device, count=args.count)
+    found = study(
+        method,
+        loader,
+        settings,
+        lambda images: denormalise(images, loader.mean, loader.std),
+        show=args.show,
+        pairs=args.pairs,
+        seed=args.seed,
+    )
+    page, pictures = reconstruct_page(subject.name, found, trained_with(method), seed=args.seed)
+    numbers = {**subject.facts, "data": loader.source.name, "seed": args.seed, **reconstruct_numbers(found)}
+    rows = score_rows(found.scores, method.backbone.num_tokens)
+    print_table(f"{subject.name}: puzzles of {loader.source.name}", [SCORE_HEADER, *rows])
+    print(write_result(args.out, "reconstruct", numbers, page, pictures))

@@ -1,0 +1,84 @@
+"""Pictures of puzzles: images with some of their places outlined, hidden, wrong or empty."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.patches import Rectangle
+
+from situs.report.figures import FAINT, GREEN, INK, LABEL, PAGE_WIDTH, RED, _canvas, _draw_image, outline
+
+_SIDE = 0.85  # inches left of a grid, for the names of its rows
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture: image [C, H, W] in [0, 1] and, each [N] bool on the grid or None, places to mark.
+
+    outlined: a green line around them. empty: light and hatched, nothing is there. hidden: black with a grey stroke,
+    so that it is told from a dark patch. wrong: white with a red edge.
+    """
+
+    image: Any
+    title: str = ""
+    outlined: Any = None
+    empty: Any = None
+    hidden: Any = None
+    wrong: Any = None
+
+
+def panels(rows: Sequence[Sequence[Panel | None]], grid: tuple[int, int], names: Sequence[str] = ()) -> Figure:
+    """Rows of panels, all of one grid (h, w); None leaves a gap. names: left of each row."""
+    across = max(len(row) for row in rows)
+    image = next(panel for panel in rows[0] if panel is not None).image
+    ratio = image.shape[-2] / image.shape[-1]
+    cell = min(1.5, (PAGE_WIDTH - _SIDE * bool(names)) / across)
+    heads = sum(0.19 for row in rows if any(panel is not None and panel.title for panel in row))
+    width = cell * across + _SIDE * bool(names)
+    figure, axes = _canvas(len(rows), across, width, (cell * ratio - 0.02) * len(rows) + heads)
+    figure.set_layout_engine(ConstrainedLayoutEngine(h_pad=0.03, w_pad=0.03))
+    for axis in axes:
+        axis.set_axis_off()
+    for number, row in enumerate(rows):
+        for column, panel in enumerate(row):
+            if panel is not None:
+                _draw(axes[number * across + column], panel, grid)
+        if names:
+            first = axes[number * across]
+            first.text(
+                -0.08, 0.5, names[number], transform=first.transAxes, ha="right", va="center", fontsize=LABEL, color=INK
+            )
+    return figure
+
+
+def _draw(axis: Axes, panel: Panel, grid: tuple[int, int]) -> None:
+    height, width = panel.image.shape[-2:]
+    step = np.array([width / grid[1], height / grid[0]])
+    _draw_image(axis, panel.image, panel.title)
+    for places, face, edge, hatch in (
+        (panel.empty, "#f2f4f5", FAINT, "////"),
+        (panel.hidden, "black", "#5f6a72", "//"),
+        (panel.wrong, "white", RED, ""),
+    ):
+        for place in () if places is None else np.flatnonzero(np.asarray(places)):
+            corner = np.array([place % grid[1], place // grid[1]]) * step
+            axis.add_patch(
+                Rectangle(
+                    (corner[0], corner[1]),
+                    *step,
+                    facecolor=face,
+                    edgecolor=edge,
+                    hatch=hatch,
+                    linewidth=0.6 * (not hatch),
+                )
+            )
+    if panel.outlined is not None:
+        lines = outline(np.asarray(panel.outlined, dtype=bool).reshape(grid)) * step
+        axis.add_collection(LineCollection(list(lines), colors=GREEN, linewidths=1.3, clip_on=False, capstyle="round"))

@@ -1,0 +1,287 @@
+"""Puzzles: pictures against slow loops over pixels, and models that are wrong or right by construction."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from situs.analyze.reconstruct import (
+    Puzzle,
+    Setting,
+    hidden_and_wrong,
+    mix_pairs,
+    paint_places,
+    place_patches,
+    score,
+    settings_of,
+    solve,
+    solve_mix,
+    study,
+)
+from situs.analyze.reconstruct_page import (
+    mix_figure,
+    own_places_panel,
+    placed_panel,
+    reconstruct_numbers,
+    reconstruct_page,
+    score_rows,
+    trained_with,
+    unordered_panel,
+    verdict_panel,
+)
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+from situs.methods import METHODS, Batch
+from situs.methods.droppos import DropPos, DropPosConfig
+from situs.methods.mp3 import MP3, MP3Config
+
+SHAPE = {"depth": 1, "embed_dim": 16, "num_heads": 2}
+GRID = (2, 3)
+
+
+def make(kind: type[Any], config: Any) -> Any:
+    torch.manual_seed(0)
+    positions = "sincos" if kind is DropPos else None
+    backbone = create_backbone(
+        "vit_tiny_patch16_224", img_size=(8, 12), patch_size=4, model_args=SHAPE, positions=positions
+    )
+    return kind(backbone, config).eval()
+
+
+def batch(count: int = 4) -> Batch:
+    images = torch.rand(count, 3, 8, 12, generator=torch.Generator().manual_seed(1))
+    return Batch(images, torch.arange(count))
+
+
+def patch(image: Tensor, place: int, grid: tuple[int, int] = GRID, side: int = 4) -> Tensor:
+    """Patch `place` of an image [C, H, W], by slicing."""
+    row, column = divmod(place, grid[1])
+    return image[:, row * side : (row + 1) * side, column * side : (column + 1) * side]
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 9), st.integers(0, 2**31))
+@settings(deadline=None, max_examples=30)
+def test_patches_are_placed_and_averaged_as_by_hand(height: int, width: int, taken: int, seed: int) -> None:
+    grid, count = (height, width), height * width
+    chance = torch.Generator().manual_seed(seed)
+    images = torch.rand(2, 3, 4 * height, 4 * width, dtype=torch.float64, generator=chance)
+    index = torch.randint(count, (2, taken), generator=chance)
+    places = torch.randint(count, (2, taken), generator=chance)
+    pictures, filled = place_patches(images, index, places, grid)
+    for number in range(2):
+        for place in range(count):
+            here = [
+                patch(images[number], int(i), grid)
+                for i, p in zip(index[number], places[number], strict=True)
+                if p == place
+            ]
+            assert bool(filled[number, place]) == bool(here)
+            expected = torch.stack(here).mean(dim=0) if here else torch.zeros(3, 4, 4, dtype=torch.float64)
+            torch.testing.assert_close(patch(pictures[number], place, grid), expected)
+
+
+def test_right_guesses_give_the_image_back() -> None:
+    images = batch().images
+    order = torch.rand(4, 6).argsort(dim=1)
+    pictures, filled = place_patches(images, order, order, GRID)
+    assert torch.equal(pictures, images)
+    assert filled.all()
+
+
+def test_painting_leaves_other_patches_alone() -> None:
+    images = batch(2).images
+    where = torch.tensor([[True, False, False, False, False, True], [False] * 6])
+    painted = paint_places(images, where, GRID, 1.0)
+    for place in range(6):
+        expected = torch.ones(3, 4, 4) if place in (0, 5) else patch(images[0], place)
+        assert torch.equal(patch(painted[0], place), expected)
+    assert torch.equal(painted[1], images[1])
+
+
+def test_hidden_and_wrong_places_of_figure_3() -> None:
+    """Patches 4, 0 and 2 are shown; 4 is told, 0 is guessed right and 2 is put at 5."""
+    puzzle = Puzzle(torch.tensor([[4, 0, 2]]), torch.tensor([[4, 0, 5]]), 1, 1, GRID)
+    hidden, wrong = hidden_and_wrong(puzzle)
+    assert hidden.nonzero()[:, 1].tolist() == [1, 3, 5]
+    assert wrong.nonzero()[:, 1].tolist() == [2]
+    found = score([puzzle])
+    assert (found.images, found.right) == (1, 0.5)
+    assert math.isclose(found.off_by, 0.5 * 1.0)  # from (0, 2) to (1, 2), and 0
+    assert math.isclose(found.empty, 1 / 3)  # nothing is put at 2; 5 was not asked for
+    image = batch(1).images[0]
+    panel = verdict_panel(image, puzzle, 0)
+    seen = torch.from_numpy(panel.image)
+    for place, value in ((1, 0.0), (3, 0.0), (5, 0.0), (2, 1.0)):
+        assert (patch(seen, place) == value).all()
+    for place in (0, 4):
+        assert torch.equal(patch(seen, place), patch(image, place))
+    assert panel.outlined.nonzero()[0].tolist() == [4]
+
+
+def test_scores_weigh_every_guess_alike() -> None:
+    one = Puzzle(torch.tensor([[0, 1]]), torch.tensor([[0, 0]]), 0, 0, (1, 2))
+    two = Puzzle(torch.tensor([[1, 0], [0, 1]]), torch.tensor([[1, 0], [0, 1]]), 0, 0, (1, 2))
+    found = score([one, two])
+    assert found == (3, 5 / 6, 1 / 6, 0.5 / 3)
+    with pytest.raises(SitusError, match=r"no images to make puzzles of \(--data\)"):
+        score([])
+
+
+def test_a_mix_deals_every_patch_of_both_images_once() -> None:
+    first, second = batch(2).images, batch(4).images[2:]
+    noise = torch.rand(2, 12, generator=torch.Generator().manual_seed(3))
+    one, other, origin = mix_pairs(first, second, noise, GRID)
+    for number in range(2):
+        assert sorted(origin[number].tolist()) == list(range(12))
+        for place in range(12):
+            whole = (one, other)[place // 6][number]
+            source = int(origin[number, place])
+            real = (first, second)[source // 6][number]
+            assert torch.equal(patch(whole, place % 6), patch(real, source % 6))
+
+
+def spy_on_order(method: MP3, monkeypatch: pytest.MonkeyPatch, answer: Any) -> None:
+    """Lets the head answer with a function of the true places, whatever the features are."""
+    own = MP3.forward
+
+    def forward(self: MP3, given: Batch, draws: Any) -> Any:
+        out = own(self, given, draws)
+        logits = nn.functional.one_hot(answer(draws["order"]), 6).float()
+        return out._replace(extras={**out.extras, "logits": logits})
+
+    monkeypatch.setattr(MP3, "forward", forward)
+
+
+def test_a_model_that_knows_solves_all_and_one_that_shifts_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = make(MP3, MP3Config(mask_ratio=0.5))
+    spy_on_order(method, monkeypatch, lambda order: order)
+    puzzle = solve(method, batch(), Setting(0.5))
+    assert puzzle.known == 3
+    assert puzzle.asked == 0
+    assert score([puzzle]) == (4, 1.0, 0.0, 0.0)
+    panel = placed_panel(batch().images[2], puzzle, 2)
+    assert torch.equal(torch.from_numpy(panel.image), batch().images[2])
+    assert panel.outlined.sum() == 3
+    context = puzzle.places[2, :3]
+    assert sorted(panel.outlined.nonzero()[0]) == sorted(context.tolist())
+    monkeypatch.undo()
+    spy_on_order(method, monkeypatch, lambda order: (order + 3) % 6)  # every patch one row further
+    found = score([solve(method, batch(), Setting(0.0))])
+    assert found == (4, 0.0, 1.0, 0.0)
+
+
+def test_puzzles_are_those_the_method_itself_sees() -> None:
+    method = make(MP3, MP3Config(mask_ratio=0.5))
+    whole = method.at(0.25)
+    draws = whole.draw(batch().ids, seed=7, epoch=0)
+    with torch.no_grad():
+        logits = whole(batch(), draws).extras["logits"]
+    puzzle = solve(method, batch(), Setting(0.25), seed=7)
+    assert torch.equal(puzzle.places, draws["order"])
+    assert torch.equal(puzzle.guesses, logits.argmax(dim=-1))
+    assert puzzle.known == 5
+    assert not torch.equal(solve(method, batch(), Setting(0.25), seed=8).places, puzzle.places)
+
+
+def test_droppos_is_told_its_anchors_and_asked_for_the_rest() -> None:
+    method = make(DropPos, DropPosConfig(decoder_width=16, decoder_heads=2, decoder_depth=1))
+    puzzle = solve(method, batch(), Setting(0.5, 0.5))
+    assert puzzle.places.shape == (4, 3)
+    assert (puzzle.known, puzzle.asked) == (2, 2)
+    assert torch.equal(puzzle.guesses[:, :2], puzzle.places[:, :2])
+    assert puzzle.right.shape == (4, 1)
+    view = method.at(0.5, 0.5)
+    draws = view.draw(batch().ids, seed=0, epoch=0)
+    with torch.no_grad():
+        logits = view(batch(), draws).extras["logits"]
+    assert torch.equal(puzzle.guesses[:, 2:], logits.argmax(dim=-1))
+    assert torch.equal(puzzle.places, draws["visible"])
+
+
+def test_a_mix_counts_the_patches_that_stayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = make(MP3, MP3Config())
+    pair = batch(1).images, batch(2).images[1:]
+    mix = solve_mix(method, pair, Setting(0.5), seed=3)
+    stayed = []
+    for half, puzzle in enumerate(mix.puzzles):
+        for place, guess in zip(puzzle.places[0].tolist(), puzzle.guesses[0].tolist(), strict=True):
+            stayed.append(int(mix.origin[0, 6 * half + place]) % 6 == guess)
+    assert math.isclose(mix.stayed, sum(stayed) / 12)
+    assert not torch.equal(mix.puzzles[0].places, mix.puzzles[1].places)  # each half has its own context
+    assert mix_figure(pair, {Setting(0.5): mix}).axes
+    with pytest.raises(SitusError, match="no true places"):
+        solve_mix(make(MP3, MP3Config(anchor_ratio=0.2)), pair, Setting(0.5))
+
+
+def test_unordered_and_context_pictures_show_what_they_say() -> None:
+    image = batch(1).images[0]
+    puzzle = Puzzle(torch.tensor([[4, 0, 2, 1, 3, 5]]), torch.zeros(1, 6, dtype=torch.long), 2, 0, GRID)
+    panel = unordered_panel(image, puzzle, 0, seed=1)
+    seen = torch.from_numpy(panel.image)
+    at = [next(p for p in range(6) if torch.equal(patch(seen, p), patch(image, own))) for own in range(6)]
+    assert sorted(at) == list(range(6))
+    assert sorted(panel.outlined.nonzero()[0]) == sorted([at[4], at[0]])
+    context = own_places_panel(image, puzzle.places[0, :2], GRID)
+    assert (~context.empty).nonzero()[0].tolist() == [0, 4]
+    for place in (0, 4):
+        assert torch.equal(patch(torch.from_numpy(context.image), place), patch(image, place))
+
+
+def test_settings_follow_the_papers_and_refuse_methods_without_a_position_head() -> None:
+    mp3, droppos = make(MP3, MP3Config()), make(DropPos, DropPosConfig(decoder_width=16, decoder_heads=2))
+    assert [s.ratio for s in settings_of(mp3, "run", None, None)] == [0.0, 0.25, 0.5, 0.75]
+    assert settings_of(droppos, "run", (0.5,), None) == [Setting(0.5, 0.75), Setting(0.5, 0.95)]
+    assert settings_of(droppos, "run", None, (0.5,))[-1].text == "γ = 0.75, γ_pos = 0.5"
+    with pytest.raises(SitusError, match=r"run: only droppos drops positions.*\(--position-ratios\)"):
+        settings_of(mp3, "run", None, (0.5,))
+    with pytest.raises(SitusError, match=r"run: was trained without a position head; runs of mp3 and droppos"):
+        settings_of(make(METHODS["mae"], METHODS["mae"].Config(decoder_width=16, decoder_heads=2)), "run", None, None)
+    with pytest.raises(SitusError, match="is no run, so it has no position head"):
+        settings_of(None, "an export", None, None)
+
+
+def study_of(method: Any, tried: list[Setting], **fields: Any) -> Any:
+    parts = [Batch(batch(5).images[at : at + 2], torch.arange(at, min(at + 2, 5))) for at in (0, 2, 4)]
+    return study(method, parts, tried, lambda images: images / 2, **fields)
+
+
+def test_a_study_is_one_pass_that_equals_separate_solving() -> None:
+    method = make(MP3, MP3Config())
+    tried = [Setting(0.0), Setting(0.5)]
+    found = study_of(method, tried, show=3, pairs=2)
+    assert torch.equal(found.images, batch(5).images[:3] / 2)
+    for setting in tried:
+        whole = solve(method, batch(5), setting)
+        assert found.scores[setting] == pytest.approx(score([whole]))
+        assert torch.equal(found.solved[setting].places, whole.places[:3])
+        assert torch.equal(found.solved[setting].guesses, whole.guesses[:3])
+    assert len(found.mixes) == len(found.pairs) == 2
+    assert torch.equal(found.pairs[1][1], batch(5).images[3:4] / 2)
+    numbers = reconstruct_numbers(found)
+    assert numbers["settings"][1]["right"] == found.scores[tried[1]].right
+    assert [row[0] for row in score_rows(found.scores, 6)] == ["η = 0", "η = 0.5"]
+
+
+def test_pages_carry_their_figures_and_words() -> None:
+    method = make(MP3, MP3Config(mask_ratio=0.5))
+    found = study_of(method, [Setting(0.0), Setting(0.5)], show=2, pairs=1)
+    page, pictures = reconstruct_page("tiny", found, trained_with(method))
+    assert set(pictures) == {"one", "placed", "mix-1"}
+    text = page.render()
+    assert "The model was trained with η = 0.5." in text
+    assert "Two images in one" in text
+    best = max(scores.right for scores in found.scores.values())
+    assert f"{100 * best:.1f} % of the patches asked for" in text
+
+    method = make(DropPos, DropPosConfig(decoder_width=16, decoder_heads=2, decoder_depth=1))
+    found = study_of(method, [Setting(0.0, 0.5), Setting(0.5, 0.5), Setting(0.0, 0.75)], show=2)
+    page, pictures = reconstruct_page("tiny", found, trained_with(method))
+    assert set(pictures) == {"verdict-0.5", "placed-0.5", "verdict-0.75", "placed-0.75"}
+    assert found.mixes == []
+    assert "γ = 0.75, γ_pos = 0.75." in page.render()
