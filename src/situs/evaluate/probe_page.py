@@ -39,7 +39,10 @@ def position_page(
     section = page.section("Places read off frozen features")
     section.figure(pictures["accuracy"], "Share of patches without a position whose place a linear classifier names.")
     section.figure(pictures["places"], "The same share for each true place, in the image's own layout.")
-    section.table(*position_table(probes), "On images that the classifier was not fitted to.")
+    caption = (
+        "On images that the classifier was not fitted to; beside the error, that of always naming the one best place."
+    )
+    section.table(*position_table(probes), caption)
     for name, (_, blindfold) in probes.items():
         section.note(f"In {name}, a patch that lost its position gets {blindfold.words}.")
     _tried(page, {name: probe.fitted for name, (probe, _) in probes.items()})
@@ -66,17 +69,10 @@ def position_table(
     probes: Mapping[str, tuple[PositionProbe, Blindfold]],
 ) -> tuple[list[str], list[list[Cell]]]:
     """Header and a row a model."""
-    header = [
-        "model",
-        "accuracy, %",
-        "mean error, patches",
-        "best constant guess, patches",
-        "patches asked",
-        "fitted to",
-    ]
+    header = ["model", "accuracy, %", "mean error, patches", "error of one guess", "patches asked", "images fitted to"]
     rows: list[list[Cell]] = [
         [name, f"{100 * probe.score.accuracy:.2f}", probe.distance, probe.guess, probe.score.count,
-         f"{probe.train_count:,} images"]
+         probe.train_count]
         for name, (probe, _) in probes.items()
     ]  # fmt: skip
     return header, rows
@@ -114,10 +110,10 @@ def class_finding(probes: Mapping[str, ClassProbe]) -> str:
 
 def class_table(probes: Mapping[str, ClassProbe]) -> tuple[list[str], list[list[Cell]]]:
     """Header and a row a model."""
-    header = ["model", "pool", "top-1, %", "loss", "images", "fitted to", "weight decay"]
+    header = ["model", "pool", "top-1, %", "loss", "images", "images fitted to", "weight decay"]
     rows: list[list[Cell]] = [
         [name, probe.pool, f"{100 * probe.score.accuracy:.2f}", probe.score.loss, probe.score.count,
-         f"{probe.train_count:,} images", f"{probe.fitted.weight_decay:g}"]
+         probe.train_count, f"{probe.fitted.weight_decay:g}"]
         for name, probe in probes.items()
     ]  # fmt: skip
     return header, rows

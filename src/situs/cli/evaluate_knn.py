@@ -1,0 +1,58 @@
+"""Nearest neighbours on frozen features, layer by layer: CLS and the mean of the patches, the training split as bank.
+
+For example: situs evaluate knn runs/mp3 --k 20 --out look
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from situs.cli.result import LookingAtImages, open_looked_at, print_cells, write_result
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(LookingAtImages):
+    """kNN accuracy of each layer."""
+
+    k: int = 20
+    """Neighbours."""
+
+    temperature: Annotated[float | None, tyro.conf.arg(metavar="τ|None")] = 0.07
+    """τ of the weights exp(similarity / τ); None counts every neighbour as one."""
+
+    bank_count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = 10_000
+    """At most so many images of the training split as the bank; None for all."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the forward."""
+
+
+def run(args: Args) -> None:
+    """Measures, prints the table and writes the page."""
+    from situs.evaluate.knn_layers import knn_by_layer
+    from situs.evaluate.knn_page import finding, make_page, table
+    from situs.evaluate.subject import check_labels, load_bank, made_with
+
+    subject = open_looked_at(args)
+    bank, test = load_bank(
+        subject, args.data, args.split, args.batch, bank_count=args.bank_count, count=args.count, flag="--bank-count"
+    )
+    chance = 1 / len(check_labels(test))
+    found = knn_by_layer(
+        subject.method or subject.backbone,
+        bank,
+        test,
+        k=args.k,
+        temperature=args.temperature,
+        precision=args.precision,
+        positions=subject.positions,
+    )
+    facts = made_with(subject, test, args.seed, args.precision) | {"bank_data": bank.source.name}
+    page, pictures = make_page(found, subject.name, args.k, args.temperature, chance, facts)
+    print_cells(f"{test.source.name}, {found.count:,} images, k = {args.k} of {found.bank:,}", *table(found))
+    print(finding(found, chance))
+    numbers = {**facts, "k": args.k, "temperature": args.temperature, **asdict(found)}
+    print(write_result(args.out, "knn", numbers, page, pictures))

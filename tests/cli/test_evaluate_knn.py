@@ -1,0 +1,43 @@
+"""`situs evaluate knn`: a curve over the layers, and one sentence for what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from situs.cli.main import main
+
+
+def test_a_run_gives_a_row_for_each_layer(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(trained.mp3), "--k", "5", "--bank-count", "20", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(["evaluate", "knn", *words]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == str(tmp_path / "knn.html")
+    assert "15 images, k = 5 of 20" in printed
+    numbers = json.loads((tmp_path / "knn.json").read_text())
+    layers = [(row["pool"], row["layer"]) for row in numbers["rows"]]
+    assert layers == [("cls", 1), ("cls", 2), ("mean", 1), ("mean", 2)]
+    assert (numbers["bank"], numbers["count"], numbers["temperature"]) == (20, 15, 0.07)
+    assert max(row["accuracy"] for row in numbers["rows"]) > 0.6  # three greys far apart
+    assert (tmp_path / "knn-layers.png").is_file()
+    assert main(["evaluate", "knn", *words, "--temperature", "None"]) == 0
+    assert json.loads((tmp_path / "knn.json").read_text())["temperature"] is None
+    assert "every neighbour counts as one" in (tmp_path / "knn.html").read_text()
+
+
+def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "empty").mkdir()
+    rest = ["--bank-count", "12", "--device", "cpu", "--out", str(tmp_path / "o")]
+    for words, said in (
+        ([str(trained.mp3)], "k=20: must be in [1, 12]"),
+        ([str(trained.mp3), "--split", "train"], "judge it on val or test (--split)"),
+        ([str(trained.mp3), "--data", str(tmp_path / "empty")], "empty"),
+        (["resnet18", "--weights", "random", "--data", str(trained.data)], "has no tokens"),
+    ):
+        assert main(["evaluate", "knn", *words, *rest]) == 2
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
