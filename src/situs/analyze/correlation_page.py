@@ -15,12 +15,12 @@ from situs.report import figures, places
 from situs.report.html import Cell, Page, Section
 
 COLUMNS = {
-    "within_near": "one image, side by side",
-    "within": "one image, two places",
-    "across_same": "two images, same place",
-    "across": "two images, two places",
-    "position": "gain of a shared place",
-    "image": "gain of a shared image",
+    "within_near": "1 image, neighbours",
+    "within": "1 image",
+    "across_same": "2 images, same place",
+    "across": "2 images",
+    "position": "shared place",
+    "image": "shared image",
 }
 HARDLY = 0.01
 """A gain that is not worth a word."""
@@ -56,7 +56,7 @@ def make_page(
         lead="How alike the features of two places are, in one image and in two.",
     )
     pictures: dict[str, bytes] = {}
-    page.section("What was found").text(in_words(found)).table(*overview(found))
+    page.section("What was found").text(in_words(found))
     _maps(page.section("The maps"), found[depth], depth, pictures)
     _distance(page.section("Over distance"), found[depth], depth, pictures)
     _depths(page.section("From layer to layer"), found, pictures)
@@ -128,7 +128,7 @@ def _distance(section: Section, found: Correlation, depth: str, pictures: dict[s
 
 
 def _depths(section: Section, found: Mapping[str, Correlation], pictures: dict[str, bytes]) -> None:
-    names = list(found)
+    names = [depth.replace("embedding", "embed") for depth in found]
     series = {
         COLUMNS[key]: (range(len(names)), [each.summary[key] for each in found.values()])
         for key in ("within_near", "within", "across_same", "across")
@@ -137,8 +137,12 @@ def _depths(section: Section, found: Mapping[str, Correlation], pictures: dict[s
     pictures["layers"] = figures.png(drawn)
     section.figure(
         pictures["layers"],
-        "Means over pairs of places; the gap between the two lower lines is what a shared place adds, that between "
-        "`two places` in one and in two images what a shared image adds.",
+        "Means over pairs of places, two different ones where nothing else is said.",
+    )
+    section.table(
+        *overview(found),
+        "Means over pairs of places. Shared place: what two images gain when the place is the same (third less "
+        "fourth). Shared image: what two places gain when the image is the same (second less fourth).",
     )
 
 

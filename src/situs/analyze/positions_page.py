@@ -118,8 +118,8 @@ def _spectrum(section: Section, looks: Sequence[Look], references: Sequence[Look
         [_row_name(look), *(f"{100 * look.spectrum.explained_by(count):.2f}" for count in SHOWN)]
         for look in (*looks, *references)
     ]
-    rows += [["MJP's paper: DeiT-S", "54.61", "68.55", "77.95", "85.54", "90.74"]]
-    rows += [["MJP's paper: DeiT-S + MJP", "46.74", "58.36", "69.10", "78.13", "84.55"]]
+    rows.append(["MJP's paper: DeiT-S", "54.61", "68.55", "77.95", "85.54", "90.74"])
+    rows.append(["MJP's paper: DeiT-S + MJP", "46.74", "58.36", "69.10", "78.13", "84.55"])
     section.table(
         ["explained variance, %", *(f"k = {count}" for count in SHOWN)],
         rows,

@@ -30,11 +30,10 @@ def run(args: Args) -> None:
     """Runs the images through the model, prints the means of every depth, and writes the page."""
     from situs.analyze.correlation import correlate
     from situs.analyze.correlation_page import in_words, make_page, overview, to_json
-    from situs.cli.analyze_positions import versions
     from situs.cli.result import open_looked_at, write_result
     from situs.cli.tables import print_table
     from situs.errors import unknown_name
-    from situs.evaluate.subject import load_set
+    from situs.evaluate.subject import load_set, made_with
     from situs.report.html import show
 
     subject = open_looked_at(args)
@@ -42,17 +41,14 @@ def run(args: Args) -> None:
     found = correlate(subject.backbone, loader, positions=subject.positions)
     if args.depth not in found:
         raise unknown_name("depth", args.depth, found)
-    facts = {
-        "model": subject.name,
-        "images": f"{next(iter(found.values())).images} of {loader.source.name}",
-        "size": " × ".join(map(str, subject.data.size)),
-        "positions": "the model's own" if subject.positions else "left out, as in its training",
-        **versions(),
-    }
+    facts = made_with(subject, loader, args.seed)
+    if not subject.positions:
+        facts["positions"] = "left out, as in its training"
     page, pictures = make_page(subject.name, found, facts, args.depth)
     header, rows = overview(found)
     print_table(
-        f"Correlation between places, {facts['images']}", [[show(cell) for cell in row] for row in (header, *rows)]
+        f"{loader.source.name}, {found[args.depth].images} images",
+        [[show(cell) for cell in row] for row in (header, *rows)],
     )
     print(in_words(found))
     numbers = {**facts, **to_json(found)}

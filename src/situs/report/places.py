@@ -18,7 +18,6 @@ from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from mpl_toolkits.mplot3d.art3d import Line3DCollection
-from mpl_toolkits.mplot3d.axes3d import Axes3D
 
 from situs.errors import SitusError
 from situs.report.figures import BLACK, DASHES, FAINT, INK, LABEL, PAGE_WIDTH, PALETTE, TICK, TITLE
@@ -82,7 +81,7 @@ def _flat_sheet(axis: Axes, panel: Sheet, points: np.ndarray, grid: tuple[int, i
     axis.set_axisbelow(True)
 
 
-def _solid_sheet(axis: Axes3D, panel: Sheet, points: np.ndarray, grid: tuple[int, int]) -> None:
+def _solid_sheet(axis: Any, panel: Sheet, points: np.ndarray, grid: tuple[int, int]) -> None:
     along, across, colours = _lines(points, grid, panel.colour)
     axis.add_collection3d(Line3DCollection(across, colors=PALE, linewidths=0.5))
     axis.add_collection3d(Line3DCollection(along, colors=list(colours), linewidths=1.2))

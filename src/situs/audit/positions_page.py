@@ -1,0 +1,185 @@
+"""The page of `situs audit positions`: the verdict in words first, then what it stands on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from situs.audit.positions import KINDS, PositionAudit, verdict
+from situs.audit.positions_probe import OWN, REMOVED, SHUFFLED
+from situs.report import figures, places
+from situs.report.html import Cell, Page, Section
+
+CONDITIONS = {
+    OWN: "as it is",
+    REMOVED: "positions removed: what contents tell",
+    SHUFFLED: "patches shuffled: what positions tell",
+}
+
+SHORT = {OWN: "own:", REMOVED: "removed:", SHUFFLED: "shuffled:"}
+
+
+def make_page(audit: PositionAudit, facts: Mapping[str, Cell]) -> tuple[Page, dict[str, bytes]]:
+    """The page and its pictures by name."""
+    page = Page(
+        f"What {audit.name} knows of position", lead="And how much of it shows: in vectors, features and answers."
+    )
+    pictures: dict[str, bytes] = {}
+    page.section("Verdict").text(verdict(audit)).facts(at_a_glance(audit))
+    _readings(page.section("Where a patch is, read off its features"), audit, pictures)
+    _vectors(page.section("The vectors of the places"), audit, pictures)
+    _shuffled(page.section("What shuffled patches do"), audit)
+    _law(page.section("Whether the blocks mind the order"), audit)
+    _meaning(page.section("What follows"), audit)
+    page.section("How this was made").facts(facts)
+    return page, pictures
+
+
+def at_a_glance(audit: PositionAudit) -> dict[str, Cell]:
+    """The figures that the verdict speaks of."""
+    kinds = [KINDS[kind] for kind in audit.kinds] or ["none"]
+    found: dict[str, Cell] = {"positions": "; ".join(kinds) + ("" if audit.trained else " (not used in training)")}
+    for look in audit.looks:
+        found[f"{look.table.kind}, 3-PCA"] = f"{look.spectrum.explained_by(3):.1%} of the variance"
+        found[f"{look.table.kind}, reading error"] = (
+            f"{look.decoded.two.mean:.2f} patches (blind {look.decoded.chance_two:.2f})"
+        )
+    for condition in audit.probed.readings:
+        first, last = audit.probed.readings[condition][0], audit.probed.readings[condition][-1]
+        found[f"features, {condition}"] = (
+            f"error {first.error:.2f} → {last.error:.2f} patches, place named {first.right:.1%} → {last.right:.1%}, "
+            f"from embedding to norm (blind {last.blind_error:.2f}, {last.blind_right:.1%})"
+        )
+    if audit.rows is not None:
+        found["blocks(P s) = P blocks(s)"] = "holds" if audit.rows.status == "holds" else "refused"
+    return found
+
+
+def _readings(section: Section, audit: PositionAudit, pictures: dict[str, bytes]) -> None:
+    probed = audit.probed
+    section.text(
+        f"Linear readers are fitted on the patch features of {probed.fitted} images and read {probed.tested} others, "
+        "at every depth: a ridge regression to row and column, and a linear discriminant over all places."
+        + (
+            " With the positions removed only what the patches show is left; with the patches shuffled under their "
+            "positions, only the positions are."
+            if len(probed.readings) > 1
+            else ""
+        )
+    )
+    for key, label, name in (
+        ("error", "mean error, patches", "error"),
+        ("right", "patches whose place is named, %", "named"),
+    ):
+        scale = 100 if key == "right" else 1
+        series, names = {}, []
+        for condition, readings in probed.readings.items():
+            names = [each.depth.replace("embedding", "embed") for each in readings]
+            values = [scale * (each.error if key == "error" else each.right) for each in readings]
+            series[CONDITIONS[condition]] = (range(len(names)), values)
+        last = next(iter(probed.readings.values()))[-1]
+        level = ("blind", scale * (last.blind_error if key == "error" else last.blind_right))
+        drawn = places.lines_by_name(series, names, "after block", label, level=level)
+        pictures[name] = figures.png(drawn)
+    section.figure(pictures["error"], "How far off a patch's row and column are read, mean of both; low: it is known.")
+    section.figure(pictures["named"], "How often the very place is named, of all there are; high: it is known.")
+    rows: list[list[Cell]] = []
+    header = ["after"]
+    for condition in probed.readings:
+        header += [f"{SHORT[condition]} error", "R²", "named"]
+    for group in zip(*probed.readings.values(), strict=True):
+        row: list[Cell] = [group[0].depth]
+        for each in group:
+            row += [f"{each.error:.2f}", f"{each.r2:.3f}", f"{each.right:.1%}"]
+        rows.append(row)
+    section.table(header, rows, "Error in patches, mean of row and column; R² of both; named: the very place, of all.")
+    if audit.hierarchical:
+        section.note("This model gives its blocks no row of their own, and its end has a coarser grid than its start.")
+
+
+def _vectors(section: Section, audit: PositionAudit, pictures: dict[str, bytes]) -> None:
+    if not audit.looks:
+        section.text(f"There is nothing to see: {audit.no_vectors}.")
+        return
+    for number, look in enumerate(audit.looks, start=1):
+        section.text(
+            f"{look.table.kind.capitalize()} of {look.shape}: 3, 5 and 7 principal components hold "
+            f"{look.spectrum.explained_by(3):.1%}, {look.spectrum.explained_by(5):.1%} and "
+            f"{look.spectrum.explained_by(7):.1%} of its variance, and {look.spectrum.components_for(0.9)} hold 90 %. "
+            f"Cross-validated regression reads row and column with a mean error of {look.decoded.two.mean:.3f} patches "
+            f"(blind: {look.decoded.chance_two:.2f}). `situs analyze positions` shows more."
+        )
+        labels = tuple(
+            f"{nth} component ({share:.0%})" for nth, share in zip(("1st", "2nd"), look.components.shares, strict=False)
+        )
+        panels = [
+            places.Sheet("principal components", look.components.points[:, :2], labels, "row"),
+            places.Sheet(
+                "read off by regression",
+                look.decoded.guesses[:, ::-1],
+                ("guessed column", "guessed row"),
+                "row",
+                as_image=True,
+            ),
+        ]
+        name = "vectors" if number == 1 else f"vectors-{number}"
+        pictures[name] = figures.png(places.sheets(panels, look.table.grid))
+        section.figure(pictures[name], "The places with neighbours joined; lines along a row share a colour.")
+        shares = [100 * share for share in look.spectrum.explained[:20]]
+        numbers = [str(number) for number in range(1, len(shares) + 1)]
+        series = {look.table.kind: (range(len(shares)), shares)}
+        drawn = places.lines_by_name(series, numbers, "principal component", "share of the variance, %")
+        pictures[f"spectrum{name.removeprefix('vectors')}"] = figures.png(drawn)
+        section.figure(figures.png(drawn), "The spectrum: how much each principal component holds.")
+
+
+def _shuffled(section: Section, audit: PositionAudit) -> None:
+    section.text(
+        f"A share γ of the patches, in a block mask, is shuffled. Diff.Norm is how far the {audit.reads} moves, as a "
+        "mean over the images. Not told: every place keeps its position and holds a wrong patch. Told: the masked "
+        "places are forgotten. `situs evaluate consistency` shows more."
+    )
+    answers = any(row.consistency is not None for row in audit.shuffled)
+    header = ["γ", "mask", "patches", "Diff.Norm", "of its length"] + ["answers that stay"] * answers
+    rows: list[list[Cell]] = []
+    for row in audit.shuffled:
+        share = row.diff_norm / row.clean_norm if row.clean_norm else None
+        cells: list[Cell] = [f"{row.ratio:g}", "told" if row.told else "not told", row.masked, f"{row.diff_norm:.3g}"]
+        cells.append(None if share is None else f"{share:.1%}")
+        rows.append(cells + ([None if row.consistency is None else f"{row.consistency:.1%}"] if answers else []))
+    section.table(header, rows)
+    if not answers:
+        section.note("It has no trained classifier, so there are no answers to compare.")
+
+
+def _law(section: Section, audit: PositionAudit) -> None:
+    if audit.rows is None:
+        section.text("Not measured (--no-equivariance).")
+        return
+    section.text(
+        "`blocks(P s) = P blocks(s)`: permute the tokens that enter the blocks, their rotation with them, and the same "
+        "tokens must come out permuted, forward and in the gradients of every weight."
+    )
+    facts: dict[str, Cell] = {"verdict": audit.rows.status}
+    if audit.rows.reason:
+        facts["reason" if audit.rows.status == "refused" else "but"] = audit.rows.reason
+    facts |= {f"error in float64, {check}": f"{error:.1e}" for check, error in audit.rows.errors.items()}
+    section.facts(facts)
+
+
+def _meaning(section: Section, audit: PositionAudit) -> None:
+    first = audit.probed.readings[OWN][0]
+    if audit.rows is not None and audit.rows.status == "holds" and first.right > 10 * first.blind_right:
+        section.text(
+            "Permuting the tokens (split learning) hides their order from the blocks and not from who runs them: with "
+            f"{audit.probed.fitted} images of one's own and this embedding, a linear reader names the place of "
+            f"{first.right:.0%} of the tokens that are sent."
+        )
+    if any(look.table.kind == "learned table" for look in audit.looks):
+        section.text(
+            "A learned table has a gradient of its own, from which the pixels of a training step can be solved for: "
+            "`situs audit gradients` measures it."
+        )
+    section.text(
+        "A linear reader gives a lower bound: what it cannot read, another may. Few images give it little to learn "
+        "from; with more of them (`--count`) it reads no worse."
+    )

@@ -1,0 +1,62 @@
+"""How much a model knows and gives away of position: its vectors, its features, its answers, its blocks; one page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from situs.cli.result import LookingAtImages
+
+NAME = "positions-audit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(LookingAtImages):
+    """What a model knows of position."""
+
+    count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = 64
+    """So many of the images, chosen at random and the same every time; half fit the readers, half are read."""
+
+    batch: int = 16
+    """Images at a time."""
+
+    ratios: Annotated[tuple[float, ...], tyro.conf.arg(metavar="γ γ …")] = (0.15, 0.5, 0.9)
+    """Shares of the patches to shuffle; the verdict speaks of the first."""
+
+    equivariance: bool = True
+    """Measure whether the blocks treat tokens as a set; in float64, which takes a while for a large model."""
+
+
+def run(args: Args) -> None:
+    """Audits, prints the verdict, and writes the page."""
+    from situs.audit.positions import audit_positions, to_dict, verdict
+    from situs.audit.positions_page import at_a_glance, make_page
+    from situs.cli.result import open_looked_at, write_result
+    from situs.cli.tables import print_table
+    from situs.errors import SitusError
+    from situs.evaluate.subject import load_set, made_with
+    from situs.report.html import show
+
+    if not args.ratios:
+        raise SitusError("ratios: must name at least one share of the patches to shuffle (--ratios)")
+    subject = open_looked_at(args)
+    subject.backbone.require("tokens")
+    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count)
+    audit = audit_positions(
+        subject.name,
+        subject.method or subject.backbone,
+        loader,
+        positions=subject.positions,
+        classifier=subject.classifier,
+        ratios=args.ratios,
+        equivariance=args.equivariance,
+        seed=args.seed,
+    )
+    facts = made_with(subject, loader, args.seed)
+    page, pictures = make_page(audit, facts)
+    print_table(subject.name, [(name, show(value)) for name, value in at_a_glance(audit).items()])
+    print(verdict(audit))
+    numbers = {**facts, **to_dict(audit)}
+    print(f"{write_result(args.out, NAME, numbers, page, pictures)}: the page; beside it the numbers and figures")
