@@ -50,11 +50,11 @@ def glass_blur(images: Tensor, glass: Glass, draw: Draw) -> Tensor:
 def fetch(places: Tensor, size: tuple[int, int], reach: int, noise: Tensor) -> Tensor:
     """Pixel by pixel, from the last to the first, takes what now stands at a random offset in [−reach, reach).
 
-    places: [B, H · W], what stands where. noise: [B, 2, H, W] uniform, one (y, x) a pixel. A pixel sees what later
-    pixels have fetched, so the order matters; pixels 2 · reach columns apart in neighbouring rows cannot see each other, and
-    all of one slanted line are fetched at once with the same result.
+    places: [B, H · W], what stands where. noise: [B, 2, H, W] uniform, one (y, x) a pixel. A pixel sees what
+    later pixels have fetched, so the order matters; but pixels 2 · reach columns apart in neighbouring rows cannot
+    see each other, and all of one slanted line are fetched at once with the same result.
     """
-    height, width = size
+    width = size[1]
     places = places.clone()
     offsets = (noise * (2 * reach)).floor().long() - reach
     jumps = (offsets[:, 0] * width + offsets[:, 1]).flatten(1)

@@ -76,9 +76,7 @@ def convolve(images: Tensor, kernels: Tensor, edge: Edge) -> Tensor:
     """
     reach = kernels.shape[-1] // 2
     height, width = images.shape[-2:]
-    y, x = (
-        beyond(torch.arange(-reach, size + reach, device=images.device), size, edge) for size in (height, width)
-    )
+    y, x = (beyond(torch.arange(-reach, size + reach, device=images.device), size, edge) for size in (height, width))
     padded = images[..., y, :][..., x]
     sizes = [-(-side // 8) * 8 for side in padded.shape[-2:]]  # lengths that the transform is fast on
     spectrum = torch.fft.rfft2(padded, s=sizes) * torch.fft.rfft2(kernels, s=sizes)

@@ -74,4 +74,3 @@ def ice(draw: Draw, size: tuple[int, int]) -> Tensor:
     relief = (needles - needles.mean((2, 3), keepdim=True)) / spread
     haze = clouds(draw, "haze", size, 1.7) - 0.5
     return shade + 0.08 * relief + 0.12 * tone + 0.25 * haze
-
