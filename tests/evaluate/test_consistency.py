@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from situs.backbones import Backbone, create_backbone
+from situs.core.jigsaw import move_patches
 from situs.core.masking import count_of
 from situs.errors import SitusError
 from situs.evaluate.consistency import Consistency, measure_consistency, shuffled
@@ -187,6 +188,31 @@ def test_rotary_tokens_can_be_told() -> None:
     assert view.untellable is None
     assert "no rotation" in view.unknown
     assert [row.told for row in measure_consistency(backbone, batches(3), (0.5,))] == [True, False]
+
+
+def test_a_transformers_model_is_read_by_its_cls() -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, image_size=8, patch_size=2,
+        num_labels=3,  # pyright: ignore[reportCallIssue]
+    )  # fmt: skip
+    model = ViTForImageClassification(config).double()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    backbone = create_backbone(model)
+    (batch,) = batches(3, pixels=(8, 8))
+    told, untold = measure_consistency(backbone, [batch], (0.5,))
+    view = shuffled(backbone.eval(), size=(8, 8))
+    with torch.no_grad():
+        mask, index = view.puzzle(batch.ids, 0.5, 0)
+        moved = move_patches(batch.images, (4, 4), index)
+        clean, after = (model.vit(images).last_hidden_state[:, 0] for images in (batch.images, moved))
+    assert untold.diff_norm == pytest.approx((clean - after).norm(dim=1).mean().item())
+    assert told.told
+    assert told.diff_norm != untold.diff_norm
+    assert int(mask.sum()) == 3 * 8
 
 
 def test_without_classifier_or_fitting_labels_the_norms_stay() -> None:

@@ -43,9 +43,12 @@ def make_page(
 ) -> tuple[Page, dict[str, bytes]]:
     """The page and its pictures. no_top1: why there is no top-1. example: an image [C, H, W] in [0, 1]."""
     page = Page(f"{name}: consistency under shuffled patches", lead=finding(rows, view))
-    pictures = {"shares": figures.png(_shares(rows)), "norms": figures.png(_norms(rows, view))}
+    pictures = {"norms": figures.png(_norms(rows, view))}
     section = page.section("Over the share of shuffled patches")
-    section.figure(pictures["shares"], "Share of images over γ: those whose answer stays the same, and right answers.")
+    if any(row.consistency is not None for row in rows):
+        pictures["shares"] = figures.png(_shares(rows))
+        caption = "Share of images over γ: those whose answer stays the same, and right answers."
+        section.figure(pictures["shares"], caption)
     section.figure(pictures["norms"], f"Diff.Norm over γ: how far the {view.backbone.reads} moves, as a mean.")
     _table(page.section("Numbers"), rows)
     notes = [f"Mask told: {view.untellable}." if view.untellable else f"Told, a masked place gets {view.unknown}."]
