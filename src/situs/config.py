@@ -270,17 +270,18 @@ def _replace_at(config: Any, keys: list[str], value: Any, path: str) -> Any:
 
 def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
     """The fields in which two configs differ: path -> (old, new), None where one has no such field."""
-    before, after = _flat(to_dict(old)), _flat(to_dict(new))
+    before, after = flat(to_dict(old)), flat(to_dict(new))
     paths = [*before, *(path for path in after if path not in before)]
     pairs = {path: (before.get(path), after.get(path)) for path in paths}
     return {path: pair for path, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def _flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """A table of tables as one: {"a": {"b": 1}} -> {"a.b": 1}."""
+    found: dict[str, Any] = {}
     for key, value in table.items():
-        flat |= _flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {path + key: value}
-    return flat
+        found |= flat(value, f"{path}{key}.") if isinstance(value, Mapping) else {path + key: value}
+    return found
 
 
 # --- checks for __post_init__ -------------------------------------------------------------------------------

@@ -142,6 +142,12 @@ def test_paragraphs_and_code() -> None:
     ]
 
 
+def test_folded_lines_are_escaped_and_need_no_script() -> None:
+    assert Section("s").fold("12 `fields`", "\na < b\n").blocks == [
+        "<details><summary>12 <code>fields</code></summary><pre><code>a &lt; b</code></pre></details>"
+    ]
+
+
 @pytest.mark.parametrize(
     ("value", "shown"), [(None, "–"), (True, "yes"), (False, "no"), (12345, "12,345"), (1 / 3, "0.3333"), ("t", "t")]
 )

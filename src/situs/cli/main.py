@@ -33,6 +33,10 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "evaluate knn": ("situs.cli.evaluate_knn", "nearest neighbours on the features of each layer"),
         "evaluate probe": ("situs.cli.evaluate_probe", "places or classes that a linear classifier reads off features"),
+        "evaluate robustness": (
+            "situs.cli.evaluate_robustness",
+            "corrupted, adversarial and strange images: mCE, ImageNet-A, ImageNet-O",
+        ),
         "evaluate ensemble": ("situs.cli.evaluate_ensemble", "several fine-tuned runs, each alone and together"),
     },
     "Analyze": {
@@ -57,6 +61,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "audit gradients": ("situs.cli.audit_gradients", "what a model's gradients give away, with a gate for CI"),
     },
     "Look": {
+        "report": ("situs.cli.report", "several runs side by side on one page, finished or still going"),
         "info": ("situs.cli.info", "what a model is made of, and which methods and locks apply to it"),
         "doctor": ("situs.cli.doctor", "what is installed here, what is missing and how to get it"),
     },

@@ -57,6 +57,11 @@ class Section:
         """Verbatim lines."""
         return self._add(f"<pre><code>{html.escape(code.strip(chr(10)))}</code></pre>")
 
+    def fold(self, summary: str, code: str) -> Section:
+        """Verbatim lines that are shown when the reader opens them."""
+        lines = f"<pre><code>{html.escape(code.strip(chr(10)))}</code></pre>"
+        return self._add(f"<details><summary>{_inline(summary)}</summary>{lines}</details>")
+
     def table(self, header: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str = "") -> Section:
         """A table; a column of numbers is set flush right with equal digits."""
         for row in rows:

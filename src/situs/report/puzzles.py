@@ -22,8 +22,8 @@ _SIDE = 0.85  # inches left of a grid, for the names of its rows
 class Panel:
     """One picture: image [C, H, W] in [0, 1] and, each [N] bool on the grid or None, places to mark.
 
-    outlined: a green line around them. empty: light and hatched, nothing is there. hidden: black with a grey stroke,
-    so that it is told from a dark patch. wrong: white with a red edge.
+    outlined: a green line around them. empty: light and hatched, nothing is there. hidden: black and hatched, so that
+    it is told from a dark patch. wrong: white with a red edge.
     """
 
     image: Any
@@ -62,23 +62,30 @@ def _draw(axis: Axes, panel: Panel, grid: tuple[int, int]) -> None:
     height, width = panel.image.shape[-2:]
     step = np.array([width / grid[1], height / grid[0]])
     _draw_image(axis, panel.image, panel.title)
-    for places, face, edge, hatch in (
-        (panel.empty, "#f2f4f5", FAINT, "////"),
-        (panel.hidden, "black", "#5f6a72", "//"),
-        (panel.wrong, "white", RED, ""),
+    for places, face, edge, stroke in (
+        (panel.empty, "#f4f6f7", None, FAINT),
+        (panel.hidden, "black", None, "#6b767e"),
+        (panel.wrong, "white", RED, None),
     ):
-        for place in () if places is None else np.flatnonzero(np.asarray(places)):
-            corner = np.array([place % grid[1], place // grid[1]]) * step
-            axis.add_patch(
-                Rectangle(
-                    (corner[0], corner[1]),
-                    *step,
-                    facecolor=face,
-                    edgecolor=edge,
-                    hatch=hatch,
-                    linewidth=0.6 * (not hatch),
-                )
-            )
+        if places is not None:
+            _mark(axis, _corners(places, grid) * step, step, face, edge, stroke)
     if panel.outlined is not None:
         lines = outline(np.asarray(panel.outlined, dtype=bool).reshape(grid)) * step
         axis.add_collection(LineCollection(list(lines), colors=GREEN, linewidths=1.3, clip_on=False, capstyle="round"))
+
+
+def _corners(places: Any, grid: tuple[int, int]) -> np.ndarray:
+    """The top left corners (x, y) of places, in patches, [n, 2]."""
+    index = np.flatnonzero(np.asarray(places))
+    return np.stack([index % grid[1], index // grid[1]], axis=-1)
+
+
+def _mark(axis: Axes, corners: np.ndarray, step: np.ndarray, face: str, edge: str | None, stroke: str | None) -> None:
+    """Patches of one colour, with an edge or with two strokes across each."""
+    width, height = step
+    for x, y in corners:
+        axis.add_patch(Rectangle((x, y), width, height, facecolor=face, edgecolor=edge, linewidth=0.6 * bool(edge)))
+    if stroke is not None:
+        ends = np.array([[[0.0, 0.5], [0.5, 0.0]], [[0.5, 1.0], [1.0, 0.5]]]) * step  # so that neighbours' strokes meet
+        lines = (corners[:, None, None] + ends).reshape(-1, 2, 2)
+        axis.add_collection(LineCollection(list(lines), colors=stroke, linewidths=0.7))

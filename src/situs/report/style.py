@@ -49,6 +49,8 @@ pre {
   overflow-x: auto;
 }
 pre code { font-size: .85rem; line-height: 1.5; }
+details { margin: 0 0 1.5rem; }
+summary { cursor: pointer; color: var(--accent); margin-bottom: .5rem; }
 figure { margin: 0 0 1.75rem; }
 figure img {
   display: block; max-width: 100%; height: auto; background: #ffffff;

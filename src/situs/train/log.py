@@ -196,6 +196,15 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"
 
 
+def machine(device: torch.device, precision: str) -> dict[str, str]:
+    """What a run is trained on, for who compares runs later: the device by name, no host."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{device.type} ({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads)"
+    return {"device": name, "precision": precision, "torch": torch.__version__}
+
+
 def memory_gib(device: torch.device) -> float:
     """The most memory held so far: on the GPU by torch, or of this process."""
     if device.type == "cuda":

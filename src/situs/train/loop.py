@@ -25,7 +25,7 @@ from situs.train import distributed
 from situs.train.checkpoint import Checkpoint, RunFolder
 from situs.train.contract import Hook, Loader, Result, RunState
 from situs.train.interrupt import Interrupt
-from situs.train.log import TRACKERS, Log, memory_gib
+from situs.train.log import TRACKERS, Log, machine, memory_gib
 from situs.train.nan import Watch, save_bad_step
 from situs.train.optim import OptimConfig, peak_rate, rate_at
 from situs.train.state import capture, restore, seed_generators
@@ -280,6 +280,7 @@ class _Loop:
                 "epoch": epoch, "offset": offset, "total_steps": self.total, "steps_per_epoch": self.per_epoch,
                 "global_batch": self.loader.global_batch, "peak_rate": self.peak, "world": distributed.world(),
                 "seconds": self.before + time.perf_counter() - self.began,
+                "machine": machine(stepper.device, stepper.precision),
                 "log": {"names": stepper.names, "steps": self.window.steps, "images": self.images},
                 "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
             }  # fmt: skip

@@ -1,0 +1,228 @@
+"""What run folders hold: curves, configs, how far they came, how fast, on what machine, and results left in them.
+
+Nothing is trained or loaded here: a run that is still going, that was killed or that broke is read like any other,
+and says which of these it is.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from situs.config import flat, read_json
+from situs.errors import SitusError
+from situs.train.checkpoint import RunFolder, read_metrics
+from situs.train.run import is_run
+
+PLACES = ("step", "epoch")
+"""What a record may be ordered by."""
+
+ASIDE = ("seconds", "images_per_second", "data_wait", "memory_gib", "loss_scale")
+"""Numbers of a record that say how a run went, not what it learned."""
+
+_NO_RESULTS = ("checkpoints", "nan", "tensorboard", "wandb")
+
+Curve = tuple[list[float], list[float]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A result that a verb left in a run's folder: NAME.json, NAME.html, NAME-PICTURE.png."""
+
+    name: str
+    numbers: dict[str, Any]
+    pictures: dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder as it stands. name: short, and its own among the runs read together.
+
+    records: the lines of its log. state: the facts of its newest checkpoint, {} where there is none. stopped: whether
+    a step that was not finite ended it.
+    """
+
+    name: str
+    config: dict[str, Any]
+    records: list[dict[str, Any]]
+    state: dict[str, Any]
+    stopped: bool
+    results: list[Result]
+
+    @property
+    def method(self) -> str:
+        """The method's name."""
+        return str(self.config.get("method", {}).get("name", "unknown"))
+
+    @property
+    def step(self) -> int:
+        """The last step in the log."""
+        return max((record["step"] for record in self.records), default=0)
+
+    @property
+    def total(self) -> int | None:
+        """The step at which it ends, as far as that is known."""
+        if "total_steps" in self.state:
+            return self.state["total_steps"]
+        train = self.config.get("train", {})
+        ends = [train["max_steps"]] if train.get("max_steps") else []
+        dated = [record for record in self.records if record.get("epoch")]
+        if dated and train.get("epochs"):
+            ends.append(train["epochs"] * round(dated[-1]["step"] / dated[-1]["epoch"]))
+        return min(ends) if ends else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether its log reaches its end."""
+        return self.total is not None and self.step >= self.total and not self.stopped
+
+    @property
+    def status(self) -> str:
+        """One clause about how far it came."""
+        if not self.records:
+            return "has logged nothing yet"
+        if self.stopped:
+            return f"ended after step {self.step:,} by a step that was not finite"
+        if self.finished:
+            return f"finished, {self.step:,} steps"
+        end = "" if self.total is None else f" of {self.total:,}"
+        return f"not finished: step {self.step:,}{end} (it may be running, or was stopped)"
+
+
+def read_runs(paths: Sequence[str | Path]) -> list[Run]:
+    """The runs at `paths`, each once, in this order; refuses what is no run, a broken log, and logs all empty."""
+    folders = list({Path(path).resolve(): Path(path) for path in paths}.values())
+    if not folders:
+        raise SitusError("name at least one run folder (RUN)")
+    for folder in folders:
+        if not is_run(folder):
+            raise SitusError(f"{folder}: holds no run, there is no config.json with checkpoints beside it (RUN)")
+    runs = [_read(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
+    if not any(run.records for run in runs):
+        these = "this run has" if len(runs) == 1 else "these runs have"
+        raise SitusError(f"{', '.join(map(str, folders))}: {these} logged nothing yet, metrics.jsonl is empty (RUN)")
+    return runs
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """As much of the end of each path as tells them apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(part[-length:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return ["/".join(part) for part in parts]
+
+
+def _read(folder: Path, name: str) -> Run:
+    config = read_json(folder / "config.json")
+    records = read_metrics(folder / "metrics.jsonl")
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise SitusError(f"{folder / 'metrics.jsonl'}: line {number} is no record of a step (RUN)")
+    return Run(name, config, records, _state(folder, config), (folder / "nan").is_dir(), find_results(folder))
+
+
+def _state(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """The facts of the newest checkpoint that has some. Its tensors are not read, so a torn one may be among them."""
+    run = RunFolder(folder, config, resumed=False, writer=False)
+    for step in sorted(run.steps(), reverse=True):
+        try:
+            state = json.loads((run.checkpoints / f"step-{step:08d}" / "state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if isinstance(state, dict):
+            return state
+    return {}
+
+
+def find_results(folder: Path) -> list[Result]:
+    """Results in a run's folder or one folder below: a NAME.json with its NAME.html beside it."""
+    below = sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in _NO_RESULTS)
+    found = []
+    for place in (folder, *below):
+        for page in sorted(place.glob("*.html")):
+            numbers = page.with_suffix(".json")
+            if numbers.is_file():
+                name = page.stem if place == folder else f"{place.name}/{page.stem}"
+                start = len(page.stem) + 1
+                pictures = {path.stem[start:]: path.read_bytes() for path in sorted(place.glob(f"{page.stem}-*.png"))}
+                found.append(Result(name, read_json(numbers), pictures))
+    return found
+
+
+# --- numbers -------------------------------------------------------------------------------------------------
+
+
+def metric_names(runs: Iterable[Run]) -> list[str]:
+    """What the runs logged beside `PLACES` and `ASIDE`, losses first, the rate last, else in the logs' order."""
+    names = dict.fromkeys(name for run in runs for record in run.records for name in record)
+    shown = [name for name in names if name not in (*PLACES, *ASIDE)]
+    return sorted(shown, key=lambda name: (name == "lr") - ("loss" in name))
+
+
+def curve(run: Run, metric: str, over: str = "epoch") -> Curve:
+    """A metric over epochs or steps; lines where it is missing or was not finite are left out."""
+    lines = [record for record in run.records if _number(record.get(metric)) and _number(record.get(over))]
+    return [record[over] for record in lines], [record[metric] for record in lines]
+
+
+def last(run: Run, metric: str) -> float | None:
+    """A metric's last value."""
+    values = curve(run, metric, "step")[1]
+    return values[-1] if values else None
+
+
+def best(run: Run, metric: str) -> tuple[float, int] | None:
+    """A metric's best value, the lowest of a loss and the highest of others, and its step."""
+    steps, values = curve(run, metric, "step")
+    if not values:
+        return None
+    index = (min if "loss" in metric else max)(range(len(values)), key=values.__getitem__)
+    return values[index], int(steps[index])
+
+
+def speed(run: Run) -> dict[str, Any]:
+    """How fast, how large and where: what the log and the checkpoints tell, None where they do not."""
+
+    def median(name: str) -> float | None:
+        values = curve(run, name, "step")[1]
+        return statistics.median(values) if values else None
+
+    memory = curve(run, "memory_gib", "step")[1]
+    machine = run.state.get("machine") or {}
+    return {
+        "images_per_second": median("images_per_second"),
+        "data_wait": median("data_wait"),
+        "memory_gib": max(memory) if memory else None,
+        "seconds": last(run, "seconds"),
+        "global_batch": run.state.get("global_batch"),
+        "processes": run.state.get("world"),
+        "device": machine.get("device"),
+        "precision": machine.get("precision"),
+        "torch": machine.get("torch"),
+    }
+
+
+def split_configs(runs: Sequence[Run]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """(fields in which the runs differ -> a value for each run, None where it has no such field; fields they share)."""
+    tables = [flat(run.config) for run in runs]
+    fields = dict.fromkeys(field for table in tables for field in table)
+    differing: dict[str, list[Any]] = {}
+    shared: dict[str, Any] = {}
+    for field in fields:
+        values = [table.get(field) for table in tables]
+        same = all(field in table and table[field] == values[0] for table in tables)
+        if same:
+            shared[field] = values[0]
+        else:
+            differing[field] = values
+    return differing, shared
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

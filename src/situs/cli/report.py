@@ -1,0 +1,37 @@
+"""Several runs side by side on one page: curves, tables, configs, machine, and results left in their folders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from situs.cli.result import write_result
+
+
+@dataclass(frozen=True)
+class Args:
+    """Runs side by side."""
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN…")]
+    """Run folders: finished, going on or broken off."""
+
+    over: Literal["epoch", "step"] = "epoch"
+    """What the curves run over."""
+
+    out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("look")
+    """Where the numbers (.json), the page (.html) and the figures (.png) go."""
+
+
+def run(args: Args) -> None:
+    """Reads, prints a line for each run, and writes the page."""
+    from situs.analyze.runs import read_runs
+    from situs.analyze.runs_page import runs_numbers, runs_page, status_rows
+    from situs.cli.tables import print_table
+
+    found = read_runs(args.runs)
+    page, pictures = runs_page(found, args.over)
+    print_table("Runs", status_rows(found))
+    print(write_result(args.out, "report", runs_numbers(found), page, pictures))

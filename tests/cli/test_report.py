@@ -1,0 +1,31 @@
+"""`situs report` on real tiny runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from situs.cli.main import main
+
+
+def test_runs_side_by_side(trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(trained.one), str(trained.two), str(trained.mp3), "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[:2] for line in printed[1:4]] == [["one", "supervised"], ["two", "supervised"], ["mp3", "mp3"]]
+    assert printed[-1] == str(tmp_path / "report.html")
+    numbers = json.loads((tmp_path / "report.json").read_text())
+    assert [run["finished"] for run in numbers["runs"]] == [True] * 3
+    assert numbers["config_differences"]["train.seed"] == [0, 1, 0]
+    assert numbers["runs"][0]["speed"]["device"].startswith("cpu (")
+    assert numbers["runs"][0]["speed"]["precision"] == "fp32"
+    assert (tmp_path / "report-curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("words", [["{folder}"], []])
+def test_what_is_no_run_is_one_sentence(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled = [word.format(folder=tmp_path) for word in words]
+    assert main(["report", *filled, "--out", str(tmp_path / "x")]) == 2
+    assert "(RUN)" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
