@@ -189,7 +189,7 @@ def page_of(name: str) -> tuple[str, dict[str, Any], dict[str, bytes]]:
     images = batches()[0].images
     shown = Shown(images.clamp(0, 1), image_maps(backbone, images, 1), 1, cls="reg4" not in name)
     found = survey(backbone, batches())
-    page, pictures = attention_page("tiny", found, shown)
+    page, pictures = attention_page("tiny", found, shown, {"seed": 0})
     assert [row[0] for row in layer_rows(found)] == ["1", "2"]
     return page.render(), attention_numbers(found, shown), pictures
 
@@ -210,6 +210,7 @@ def test_page_says_in_words_what_the_numbers_say(name: str, said: str) -> None:
     assert f"{numbers['uniform_entropy']:.2f} nats" in text
     assert set(pictures) == {"images", "heads", "relative"}
     assert text.count("<figure>") == 3
+    assert "<dt>seed</dt>" in text
     assert numbers["maps"]["layer"] == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from situs.analyze.attention import Survey, top_share, uniform_distance
 from situs.report.attention import attention_over_images, head_tables, relative_maps
 from situs.report.figures import png
-from situs.report.html import Page, Section
+from situs.report.html import Cell, Page, Section
 
 LOCAL = 0.5
 """A head is called local where it looks less than this share as far as one that looks everywhere alike."""
@@ -76,8 +77,8 @@ def layer_rows(found: Survey) -> list[list[str]]:
 LAYER_HEADER = ("layer", "mean entropy", "lowest", "highest", "distance", "to prefix tokens")
 
 
-def attention_page(name: str, found: Survey, shown: Shown) -> tuple[Page, dict[str, bytes]]:
-    """The page, and its figures by name."""
+def attention_page(name: str, found: Survey, shown: Shown, facts: Mapping[str, Cell]) -> tuple[Page, dict[str, bytes]]:
+    """The page, and its figures by name. facts: how it was made."""
     pictures = {
         "images": png(attention_over_images(shown.images.numpy(), shown.maps.numpy())),
         "heads": png(
@@ -94,6 +95,7 @@ def attention_page(name: str, found: Survey, shown: Shown) -> tuple[Page, dict[s
     _images(page.section("Over images"), shown, pictures["images"])
     _heads(page.section("Layer by head"), found, pictures["heads"])
     _relative(page.section("By relative offset"), found, pictures["relative"])
+    page.section("How this page was made").facts(facts)
     return page, pictures
 
 

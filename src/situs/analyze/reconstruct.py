@@ -8,6 +8,7 @@ together (14 and 15); DropPos sees some patches and is told where a few of these
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -180,6 +181,7 @@ def solve(method: Method, batch: Batch, setting: Setting, *, seed: int = 0) -> P
     assert isinstance(method, DropPos)
     assert setting.position_ratio is not None
     some = method.at(setting.ratio, setting.position_ratio)
+    some.config = replace(some.config, affinity=None)  # the loss is not asked for, and its weights cost a forward
     draws = some.draw(batch.ids, seed=seed, epoch=0, progress=1.0)
     guesses = some(batch, draws).extras["logits"].argmax(dim=-1)
     told = draws["visible"][:, : some.anchors]

@@ -26,7 +26,7 @@ from situs.core.tokens import mask_of
 from situs.methods.base import Method
 from situs.methods.droppos import DropPos
 from situs.report.figures import png
-from situs.report.html import Page
+from situs.report.html import Cell, Page
 from situs.report.puzzles import Panel, panels
 
 Solved = Mapping[Setting, Puzzle]
@@ -59,14 +59,17 @@ def reconstruct_numbers(found: Study) -> dict[str, Any]:
     }
 
 
-def reconstruct_page(name: str, found: Study, trained: str, *, seed: int = 0) -> tuple[Page, dict[str, bytes]]:
-    """The page, and its figures by name. trained: the setting of the training, in words."""
+def reconstruct_page(
+    name: str, found: Study, trained: str, facts: Mapping[str, Cell], *, seed: int = 0
+) -> tuple[Page, dict[str, bytes]]:
+    """The page, and its figures by name. trained: the setting of the training, in words. facts: how it was made."""
     grid = next(iter(found.solved.values())).grid
     page = Page(f"What {name} makes of loose patches", lead=_lead(found, trained))
     section = page.section("How many patches are put right")
     section.table(SCORE_HEADER, score_rows(found.scores, grid[0] * grid[1]), _SCORES_CAPTION)
     told = next(iter(found.scores)).position_ratio is not None
     pictures = _droppos_sections(page, found) if told else _mp3_sections(page, found, seed)
+    page.section("How this page was made").facts(facts)
     return page, pictures
 
 

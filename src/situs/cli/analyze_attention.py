@@ -32,14 +32,14 @@ def run(args: Args) -> None:
     from situs.cli.tables import print_table
     from situs.config import check_range
     from situs.data.augment import denormalise
-    from situs.evaluate.subject import load_set
+    from situs.evaluate.subject import load_set, made_with
 
     check_range("show", args.show, 1, flag="--show")
     subject = open_looked_at(args)
     backbone = subject.backbone
     check_attention_maps(backbone)
     layer = check_layer(backbone, args.layer)
-    loader = load_set(subject, args.data, args.split, args.batch, next(backbone.parameters()).device, count=args.count)
+    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count)
     found = survey(backbone, loader, positions=subject.positions)
     images = next(iter(loader)).images[: args.show]
     shown = Shown(
@@ -49,7 +49,8 @@ def run(args: Args) -> None:
         cls=has_cls(backbone),
         positions=subject.positions,
     )
-    page, pictures = attention_page(subject.name, found, shown)
-    numbers = {**subject.facts, "data": loader.source.name, **attention_numbers(found, shown)}
+    facts = made_with(subject, loader, args.seed)
+    page, pictures = attention_page(subject.name, found, shown, facts)
+    numbers = {**facts, **attention_numbers(found, shown)}
     print_table(f"{subject.name}: attention over {found.images:,} images", [LAYER_HEADER, *layer_rows(found)])
     print(write_result(args.out, "attention", numbers, page, pictures))

@@ -43,7 +43,7 @@ def run(args: Args) -> None:
     from situs.cli.tables import print_table
     from situs.config import check_range
     from situs.data.augment import denormalise
-    from situs.evaluate.subject import load_set
+    from situs.evaluate.subject import load_set, made_with
 
     check_range("show", args.show, 1, flag="--show")
     check_range("pairs", args.pairs, 0, flag="--pairs")
@@ -51,8 +51,7 @@ def run(args: Args) -> None:
     settings = settings_of(subject.method, subject.name, args.ratios, args.position_ratios)
     method = subject.method
     assert method is not None  # settings_of has refused the others
-    device = next(method.parameters()).device
-    loader = load_set(subject, args.data, args.split, args.batch, device, count=args.count)
+    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count)
     found = study(
         method,
         loader,
@@ -62,8 +61,9 @@ def run(args: Args) -> None:
         pairs=args.pairs,
         seed=args.seed,
     )
-    page, pictures = reconstruct_page(subject.name, found, trained_with(method), seed=args.seed)
-    numbers = {**subject.facts, "data": loader.source.name, "seed": args.seed, **reconstruct_numbers(found)}
+    facts = made_with(subject, loader, args.seed)
+    page, pictures = reconstruct_page(subject.name, found, trained_with(method), facts, seed=args.seed)
+    numbers = {**facts, **reconstruct_numbers(found)}
     rows = score_rows(found.scores, method.backbone.num_tokens)
     print_table(f"{subject.name}: puzzles of {loader.source.name}", [SCORE_HEADER, *rows])
     print(write_result(args.out, "reconstruct", numbers, page, pictures))
