@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import fields
 
 from situs.audit.april import April
+from situs.audit.april_optimise import AprilOptimisation
 from situs.audit.attack import Attack, Knowledge, Recovery
+from situs.audit.matching import Matching
 from situs.audit.patchembed import PatchEmbedding
+from situs.audit.search import MatchingConfig
 from situs.audit.threat import (
     Clip,
     Defence,
@@ -21,6 +24,8 @@ from situs.errors import SitusError, unknown_name
 
 ATTACKS: dict[str, type[Attack]] = {
     "april": April,
+    "april-optimisation": AprilOptimisation,
+    "matching": Matching,
     "patchembed": PatchEmbedding,
 }
 """Every attack by name. The command line and the contract tests read this dict."""
@@ -35,11 +40,12 @@ DEFENCES: dict[str, type[Defence]] = {
 """Every defence by name; `create_defence("noise=1e-4")` sets its first setting."""
 
 
-def create_attack(name: str) -> Attack:
-    """An attack by name."""
+def create_attack(name: str, search: MatchingConfig | None = None) -> Attack:
+    """An attack by name. search: how the optimisation attacks go about it."""
     if name not in ATTACKS:
         raise unknown_name("attack", name, ATTACKS)
-    return ATTACKS[name]()
+    kind = ATTACKS[name]
+    return kind(search) if issubclass(kind, Matching) else kind()
 
 
 def create_defence(text: str) -> Defence:
@@ -62,12 +68,15 @@ def create_defence(text: str) -> Defence:
 __all__ = [
     "ATTACKS",
     "DEFENCES",
+    "AprilOptimisation",
     "Attack",
     "Clip",
     "Defence",
     "Gradients",
     "Knowledge",
     "MaskedJigsaw",
+    "Matching",
+    "MatchingConfig",
     "NoDefence",
     "NoPositionGradient",
     "Noise",

@@ -24,7 +24,8 @@ class Knowledge:
 
     labels: [uploads, batch], where the server is told them. method: what was trained with its own tokens and heads,
     where it is a run's and not the defence's own. local_steps: steps of plain SGD behind an upload. epoch: of the run,
-    for the method's schedules. size: height and width of the images, where the model takes any.
+    for the method's schedules. size: height and width of the images, where the model takes any. normalisation: mean and
+    deviation of the channels, which bound what a pixel can be.
     """
 
     defence: Defence = field(default_factory=NoDefence)
@@ -35,6 +36,7 @@ class Knowledge:
     local_steps: int = 1
     epoch: int = 0
     size: tuple[int, int] | None = None
+    normalisation: tuple[Sequence[float], Sequence[float]] | None = None
 
     def trained(self, backbone: Backbone) -> Method:
         """What made the gradients: the run's own method, or the defence's."""

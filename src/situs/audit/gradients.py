@@ -153,7 +153,7 @@ class _Trial:
         step, (height, width) = self.step, self.images.shape[2:]
         labels = self.labels.view(-1, step.batch)[:uploads] if step.labels_known else None
         method = None if isinstance(self.victim, Backbone) else method_of(defence, self.victim, step.seed)
-        fields = (labels, method, step.local_steps, step.epoch, (height, width))
+        fields = (labels, method, step.local_steps, step.epoch, (height, width), self.normalisation)
         return Knowledge(defence, step.batch, step.seed, *fields)
 
 

@@ -1,0 +1,42 @@
+"""APRIL's optimisation form (Lu et al., CVPR 2022, arXiv 2112.14087): matching, with the position table counted again.
+
+The paper adds the cosine distance of ∂l/∂E_pos to the squared distance of all gradients, because that one gradient has
+a row for each patch. Here it stands beside the distance of `matching`, table included, with a weight of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from torch import Tensor
+
+from situs.audit.matching import Matching
+from situs.audit.search import gradient_distances
+from situs.audit.stem import find_stem, require_stem
+from situs.audit.threat import Gradients
+from situs.backbones.base import Backbone
+
+
+class AprilOptimisation(Matching):
+    """Gradient matching with a second, weighted term for ∂l/∂E_pos."""
+
+    name: ClassVar[str] = "april-optimisation"
+    about: ClassVar[str] = "gradient matching that counts the gradient of the position table a second time"
+
+    def applies(self, backbone: Backbone) -> str | None:
+        stem = find_stem(backbone)
+        return stem if isinstance(stem, str) else super().applies(backbone)
+
+    def reads(self, backbone: Backbone) -> tuple[str, ...]:
+        return (require_stem(backbone).table,)
+
+    def measure(self, target: Gradients, backbone: Backbone) -> Callable[[Gradients], Tensor]:
+        table, plain = require_stem(backbone).table, super().measure(target, backbone)
+        sent = {table: target[table]}
+
+        def distance(guess: Gradients) -> Tensor:
+            rows = gradient_distances({table: guess[table]}, sent, "cosine").mean(dim=1)
+            return plain(guess) + self.config.table * rows
+
+        return distance

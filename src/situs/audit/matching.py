@@ -1,0 +1,183 @@
+"""Gradient matching: look for images whose gradients are those that were sent.
+
+The idea of DLG (Zhu et al., arXiv 1906.08935) with the signed Adam and total variation of Geiping et al. (arXiv
+2003.14053) and the smooth patch borders of GradViT (Hatamizadeh et al., arXiv 2203.11894). It needs no structure: any
+model, any batch, gradients with names left out. It promises nothing either: an optimisation ends where it ends.
+
+Deviation: both distances are taken for each named gradient by itself, relative to its size, and averaged over the
+names. Over all of them together the classifier's gradient, the largest, drowns the others: the distance falls to
+almost nothing while the images stay noise (measured).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from situs.audit.attack import Attack, Fact, Knowledge, Recovery
+from situs.audit.labels import find_classifier, infer_labels
+from situs.audit.search import Found, MatchingConfig, border_steps, gradient_distances, optimise, variation
+from situs.audit.simulate import Simulation, guessed_draws, simulation
+from situs.audit.threat import Gradients, parameter_names
+from situs.audit.watch import Watch
+from situs.backbones.base import Backbone
+from situs.errors import SitusError
+from situs.methods.base import Draws, Method
+
+
+class Matching(Attack):
+    """Images whose gradients match, by double backward."""
+
+    name: ClassVar[str] = "matching"
+    about: ClassVar[str] = "an optimiser moves noise until its gradients match those that were sent"
+    reads_all: ClassVar[bool] = True
+
+    def __init__(self, config: MatchingConfig | None = None) -> None:
+        self.config = MatchingConfig() if config is None else config
+
+    def applies(self, backbone: Backbone) -> str | None:
+        return None if backbone.in_chans else "it takes no images"
+
+    def reads(self, backbone: Backbone) -> tuple[str, ...]:  # noqa: ARG002  (it takes what it gets)
+        return ()
+
+    def caveat(self, backbone: Backbone, batch: int) -> str | None:  # noqa: ARG002
+        return "an optimisation: it ends where it ends, and more iterations or restarts may find more"
+
+    def missing(self, backbone: Backbone, upload: Gradients, known: Knowledge | None = None) -> str | None:
+        known = Knowledge() if known is None else known
+        lacking = super().missing(backbone, upload, known)
+        if lacking is None and known.labels is None and _infer(backbone, [upload], known) is None:
+            return "no gradient of a classifier was sent that would give the labels away (--labels known gives them)"
+        return lacking
+
+    def recover(
+        self,
+        backbone: Backbone,
+        uploads: Sequence[Gradients],
+        known: Knowledge | None = None,
+        watch: Watch | None = None,
+    ) -> Recovery:
+        known, watch = known or Knowledge(), watch or Watch()
+        config, method = self.config, known.trained(backbone)
+        inferred = None if known.labels is not None else _infer(backbone, uploads, known)
+        labels = known.labels if inferred is None else inferred
+        assert labels is not None, "`missing` has asked"
+        each = max(1, config.parallel // config.restarts)
+        images, facts, partial = [], [], None
+        with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+            for first in range(0, len(uploads), each):
+                if first and watch.over():
+                    break
+                group = range(first, min(first + each, len(uploads)))
+                watch.say(f"{self.name}: uploads {first + 1} to {group[-1] + 1} of {len(uploads)}")
+                found = self._search(method, uploads, labels, group, known, watch)
+                images.append(found.images)
+                facts += _facts(found, config)
+                if found.done < config.iterations:
+                    partial = f"{found.done:,} of {config.iterations:,} iterations"
+        told = None if inferred is None else inferred[: len(facts)]
+        return Recovery(torch.cat(images).flatten(0, 1), facts, told, partial)
+
+    def _search(
+        self,
+        method: Method,
+        uploads: Sequence[Gradients],
+        labels: Tensor,
+        group: range,
+        known: Knowledge,
+        watch: Watch,
+    ) -> Found:
+        """For each upload of a group the best of all restarts, searched for at once."""
+        restarts, backbone, like = self.config.restarts, method.backbone, next(method.parameters())
+        problems = [(number, restart) for number in group for restart in range(restarts)]
+        names = [name for name in parameter_names(method) if name in uploads[group[0]]]
+        target = {
+            name: torch.stack([uploads[i][name].to(like.dtype).nan_to_num(0.0, 0.0, 0.0) for i, _ in problems])
+            for name in names
+        }
+        guesses = {i: guessed_draws(method, uploads[i], known) for i in group}
+        draws = {name: torch.stack([guesses[i][name] for i, _ in problems]) for name in guesses[group[0]]}
+        told = torch.stack([labels[i] for i, _ in problems]).to(like.device)
+        start = torch.stack([_noise(backbone, known, *problem) for problem in problems]).to(like.device, like.dtype)
+        simulate = _mapped(simulation(method, known, names), start, told, draws)
+
+        measure = self.measure(target, backbone)
+
+        def objective(images: Tensor) -> tuple[Tensor, Tensor]:
+            distance = measure(simulate(images))
+            prior = self.config.smooth * variation(images)
+            if backbone.num_tokens:
+                prior = prior + self.config.border * border_steps(images, backbone.grid)
+            return distance + prior, distance
+
+        found = optimise(objective, start, self.config, watch, self.name, _bounds(known, start))
+        best = found.loss.view(-1, restarts).argmin(dim=1)
+        pick = torch.arange(len(group), device=best.device) * restarts + best
+        return Found(found.loss[pick], found.distance[pick], found.images[pick], found.done)
+
+    def measure(self, target: Gradients, backbone: Backbone) -> Callable[[Gradients], Tensor]:  # noqa: ARG002
+        """The distance [P] of guessed gradients from those that were sent."""
+        return lambda guess: gradient_distances(guess, target, self.config.distance).mean(dim=1)
+
+
+def _infer(backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -> Tensor | None:
+    """Labels [uploads, batch] from the classifier's gradients; None where they were not sent."""
+    classifier, noise = find_classifier(backbone, _size(backbone, known)), known.defence.noise_level(known.batch)
+    found = [infer_labels(upload, classifier, known.batch, noise) for upload in uploads]
+    there = [labels for labels in found if labels is not None]
+    return torch.stack(there) if len(there) == len(found) else None
+
+
+def _size(backbone: Backbone, known: Knowledge) -> tuple[int, int]:
+    size = known.size or backbone.img_size
+    if size is None:
+        raise SitusError(f"{backbone.name} takes images of any size: say which was used (Knowledge.size)")
+    return size
+
+
+def _noise(backbone: Backbone, known: Knowledge, upload: int, restart: int) -> Tensor:
+    """Where a search begins, [B, C, H, W]: noise that only the seed, the upload and the restart decide."""
+    chance = torch.Generator().manual_seed((known.seed * 1_000_003 + upload) * 1_009 + restart)
+    return torch.randn(known.batch, backbone.in_chans, *_size(backbone, known), generator=chance)
+
+
+def _bounds(known: Knowledge, like: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Black and white, normalised, [C, 1, 1] each; None where the attacker does not know them."""
+    if known.normalisation is None:
+        return None
+    mean, std = (torch.tensor(part).view(-1, 1, 1).to(like) for part in known.normalisation)
+    return (0 - mean) / std, (1 - mean) / std
+
+
+def _mapped(simulate: Simulation, images: Tensor, labels: Tensor, draws: Draws) -> Callable[[Tensor], Gradients]:
+    """The simulation over P searches at once, images [P, B, C, H, W] -> gradients [P, ...]; in turn where a model's
+    operations cannot be mapped."""
+
+    def together(images: Tensor) -> Gradients:
+        return vmap(simulate)(images, labels, draws)
+
+    def in_turn(images: Tensor) -> Gradients:
+        each = [
+            simulate(image, label, {name: value[i] for name, value in draws.items()})
+            for i, (image, label) in enumerate(zip(images, labels, strict=True))
+        ]
+        return {name: torch.stack([found[name] for found in each]) for name in each[0]}
+
+    if len(images) == 1:
+        return in_turn
+    try:
+        together(images)
+    except RuntimeError:
+        return in_turn
+    return together
+
+
+def _facts(found: Found, config: MatchingConfig) -> list[dict[str, Fact]]:
+    fixed: dict[str, Fact] = {"iterations": found.done, "restarts": config.restarts}
+    return [{"distance": distance, **fixed} for distance in found.distance.tolist()]
