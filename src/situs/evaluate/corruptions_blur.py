@@ -66,10 +66,10 @@ def fetch(places: Tensor, size: tuple[int, int], reach: int, noise: Tensor) -> T
 def _slanted_lines(size: tuple[int, int], reach: int, device: torch.device) -> tuple[Tensor, ...]:
     """The pixels at least `reach` from the border, as flat indices, in lines of those that may be fetched at once."""
     height, width = size
+    if min(size) <= 2 * reach:
+        return ()
     y = torch.arange(height - reach, reach, -1)
     x = torch.arange(width - reach, reach, -1)
-    if not len(y) or not len(x):
-        return ()
     step = (y[0] - y)[:, None] * (2 * reach) + (x[0] - x)
     flat = (y[:, None] * width + x).flatten()[step.flatten().argsort(stable=True)]
     return flat.to(device).split([count for count in torch.bincount(step.flatten()).tolist() if count])
