@@ -52,6 +52,13 @@ def test_words_are_those_of_plain_integers(seed: int, epoch: int, sample: int, s
     assert numbers == [(x >> 40) / 2**24 for x in expected]
 
 
+def test_no_numbers_are_asked_of_no_kernel(monkeypatch: pytest.MonkeyPatch):
+    """A kernel cannot be launched over nothing, and γ = 0 asks for that."""
+    monkeypatch.setattr(random, "runs_kernels", lambda _: True)
+    assert uniform(0, 0, torch.arange(3), "s", (0,)).shape == (3, 0)
+    assert uniform(0, 0, torch.arange(3), "s", (2, 0)).shape == (3, 2, 0)
+
+
 @given(st.permutations(range(12)), st.integers(1, 12))
 def test_a_sample_keeps_its_numbers_in_any_batch(order: list[int], size: int):
     ids = torch.arange(100, 112)
@@ -155,4 +162,5 @@ def test_the_gpu_draws_the_same_bits():
     ids = torch.tensor([0, 1, 5, 10**12, -3])
     here = bits(-7, 3, ids, "s", (1000,))
     assert torch.equal(bits(-7, 3, ids.cuda(), "s", (1000,)).cpu(), here)
-    assert torch.equal(uniform(-7, 3, ids.cuda(), "s", (9,)).cpu(), uniform(-7, 3, ids, "s", (9,)))
+    for shape in ((9,), (0,), (3, 0), (2, 700)):
+        assert torch.equal(uniform(-7, 3, ids.cuda(), "s", shape).cpu(), uniform(-7, 3, ids, "s", shape))

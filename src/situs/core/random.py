@@ -77,10 +77,10 @@ def uniform(seed: int, epoch: int, sample_ids: Tensor, stream: str, shape: Seque
 
     sample_ids: [B]. stream: a name such as "mp3.context"; two streams of one sample are independent.
     """
-    if runs_kernels(sample_ids):
+    if runs_kernels(sample_ids) and (count := math.prod(shape)):
         from situs.core.random_kernel import draw_uniform
 
-        numbers = draw_uniform(sample_ids, shared_hash(seed, epoch, stream), math.prod(shape))
+        numbers = draw_uniform(sample_ids, shared_hash(seed, epoch, stream), count)
         return numbers.view(sample_ids.shape[0], *shape)
     return _shift(bits(seed, epoch, sample_ids, stream, shape), 40).to(torch.float32).mul_(2.0**-24)
 
