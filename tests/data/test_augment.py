@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as tv
 
-from situs.data.augment import RECIPES, AugmentConfig, apply, apply_mix, draw, recipe
+from situs.data.augment import RECIPES, AugmentConfig, apply, apply_mix, denormalise, draw, normalise, recipe
 from situs.errors import SitusError
 
 MEAN, STD = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.2, 0.25, 0.3])
@@ -52,6 +52,14 @@ def test_nothing_but_normalising():
     assert torch.allclose(views(images, torch.arange(4), recipe("none")), wanted, atol=1e-6)
     floats = images.float() / 255
     assert torch.equal(views(floats, torch.arange(4), recipe("none")), views(images, torch.arange(4), recipe("none")))
+
+
+def test_denormalising_gives_the_picture_back_and_cuts_what_lies_outside():
+    mean, std = torch.tensor([0.4, 0.5, 0.6]), torch.tensor([0.2, 0.25, 0.3])
+    images = torch.rand(2, 3, 4, 5)
+    torch.testing.assert_close(denormalise(normalise(images, mean, std), mean, std), images)
+    far = denormalise(torch.tensor([9.0, -9.0, 0.0]).view(1, 3, 1, 1), mean, std)
+    torch.testing.assert_close(far.flatten(), torch.tensor([1.0, 0.0, 0.6]))
 
 
 def test_flips_half_of_them():

@@ -1,0 +1,43 @@
+"""Marks stand on the places they are for."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.colors import to_rgb
+
+from situs.report.figures import GREEN, RED, png
+from situs.report.puzzles import Panel, panels
+
+GRID = (2, 3)
+
+
+def places(*chosen: int) -> np.ndarray:
+    return np.isin(np.arange(6), chosen)
+
+
+def test_marks_cover_their_patches_and_no_others() -> None:
+    image = np.full((3, 8, 12), 0.5)
+    panel = Panel(image, "title", outlined=places(0, 1), empty=places(2), hidden=places(3), wrong=places(5))
+    figure = panels([[panel, Panel(image)]], GRID, ["row"])
+    png(figure)
+    axis = figure.axes[0]
+    assert axis.get_title() == "title"
+    found = {(*patch.get_xy(), patch.get_width(), patch.get_height()): patch for patch in axis.patches}
+    assert set(found) == {(8, 0, 4, 4), (0, 4, 4, 4), (8, 4, 4, 4)}
+    assert found[0, 4, 4, 4].get_facecolor()[:3] == (0, 0, 0)
+    assert found[8, 4, 4, 4].get_facecolor()[:3] == (1, 1, 1)
+    assert found[8, 4, 4, 4].get_edgecolor()[:3] == to_rgb(RED)
+    (outline,) = [lines for lines in axis.collections if tuple(lines.get_color()[0][:3]) == to_rgb(GREEN)]
+    segments = np.array(outline.get_segments())
+    assert len(segments) == 6  # around two cells side by side, the line between them left out
+    assert segments[..., 0].max() == 8
+    assert segments[..., 1].max() == 4
+    assert not figure.axes[1].patches
+
+
+def test_gaps_are_left_blank() -> None:
+    image = np.zeros((1, 4, 6))
+    figure = panels([[Panel(image), Panel(image)], [None, Panel(image)]], GRID)
+    png(figure)
+    assert [bool(axis.images) for axis in figure.axes] == [True, True, False, True]
+    assert not any(axis.axison for axis in figure.axes)
