@@ -61,7 +61,7 @@ def test_stays_in_range_on_256_levels_and_changes_something(name: str) -> None:
     for severity in (1, 5):
         changed = corrupt(images, name, severity, torch.tensor([3, 9]))
         assert changed.shape == images.shape and changed.dtype == torch.float32
-        assert 0.0 <= changed.min() and changed.max() <= 1.0
+        assert changed.min() >= 0.0 and changed.max() <= 1.0
         assert torch.equal((changed * 255).round() / 255, changed)
         assert (changed - images).abs().mean() > 1e-4
 

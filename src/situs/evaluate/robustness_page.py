@@ -13,6 +13,7 @@ from situs.evaluate.robustness import ALEXNET, score
 from situs.evaluate.robustness_run import Robustness
 from situs.report import figures
 from situs.report.html import Cell, Page, Section
+from situs.report.mosaic import mosaic
 from situs.report.value_grid import value_grid
 
 IMAGENET_CLASSES, IMAGENET_SIDE = 1000, 224
@@ -86,7 +87,7 @@ def finding(found: Robustness) -> str:
                     f"{_percent(scores.raw)}.")  # fmt: skip
         if worst != best:
             said.append(
-                f"{_name(worst).capitalize()} hurts most ({_percent(1 - scores.errors[worst])} right), "
+                f"{_name(worst)[0].upper()}{_name(worst)[1:]} hurts most ({_percent(1 - scores.errors[worst])} right), "
                 f"{_name(best)} least ({_percent(1 - scores.errors[best])})."
             )
     if (natural := found.natural) is not None:
@@ -102,7 +103,7 @@ def cells_table(found: Robustness) -> tuple[list[str], list[list[Cell]]]:
     scores = score(found.cells, found.clean)
     severities = list(next(iter(found.cells.values())))
     normal = scores.normalised is not None
-    header = ["top-1, %", *(f"severity {severity}" for severity in severities), "mean error"]
+    header = ["top-1 at severity", *map(str, severities), "mean error"]
     rows: list[list[Cell]] = []
     if found.clean is not None:
         blank: list[Cell] = [None] * len(severities)
@@ -111,6 +112,20 @@ def cells_table(found: Robustness) -> tuple[list[str], list[list[Cell]]]:
         over = [_points(scores.errors[name] / ALEXNET[name])] if normal else []
         rows.append([_name(name), *(_points(cell.top1) for cell in row.values()), _points(scores.errors[name]), *over])
     return header + (["error / AlexNet's"] if normal else []), rows
+
+
+def _errors_table(found: Robustness) -> tuple[list[str], list[list[Cell]]]:
+    """Header, and a row a corruption: kind, error, AlexNet's, the one over the other."""
+    scores = score(found.cells, found.clean)
+    kinds = {name: kind for kind, members in GROUPS.items() for name in members}
+    rows: list[list[Cell]] = [
+        [_name(name), kinds[name], _points(error), _points(ALEXNET[name]), _points(error / ALEXNET[name])]
+        for name, error in scores.errors.items()
+    ]
+    header = ["corruption", "kind", "error", "AlexNet's on ImageNet-C", "error / AlexNet's"]
+    if scores.normalised is not None:
+        return header, rows
+    return header[:3], [row[:3] for row in rows]
 
 
 def summary(found: Robustness, facts: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -129,7 +144,8 @@ def summary(found: Robustness, facts: Mapping[str, Any]) -> list[tuple[str, str,
         else:
             rows.append(("mCE, AlexNet-normalised", _percent(scores.normalised), note))
         if scores.relative is not None:
-            rows.append(("relative mCE, AlexNet-normalised", _percent(scores.relative), note))
+            added = "the same of what corruption adds to the clean error"
+            rows.append(("relative mCE, AlexNet-normalised", _percent(scores.relative), added))
     if (natural := found.natural) is not None:
         kind = f"{natural.name}, {natural.count:,} images, among its {natural.classes} classes"
         rows += [("ImageNet-A, top-1", _percent(natural.accuracy), kind)]
@@ -175,16 +191,25 @@ def _corruption_sections(page: Page, found: Robustness, facts: Mapping[str, Any]
     chance = 100 / found.outputs
     pictures["accuracy"] = figures.png(
         value_grid(
-            values, names, [str(each) for each in severities], "severity", "", "top-1 accuracy, %", limits=(0.0, 100.0)
+            values,
+            names,
+            [str(each) for each in severities],
+            "severity",
+            "",
+            "top-1 accuracy, %",
+            limits=(0.0, 100.0),
+            cell_height=0.36,
         )
     )
     section = page.section("Accuracy at every corruption and severity")
-    section.figure(pictures["accuracy"], f"Top-1 accuracy in percent; chance is {chance:.3g} %. {_error_bar(found)}")
+    beside = "" if found.clean is None else f", {_percent(found.clean.top1)} on clean images"
+    section.figure(
+        pictures["accuracy"], f"Top-1 accuracy in percent{beside}; chance is {chance:.3g} %. {_error_bar(found)}"
+    )
     if len(severities) > 1:
         pictures["severity"] = figures.png(_severity_curves(found, severities))
         section.figure(pictures["severity"], "The mean accuracy of each kind of corruption, over severity.")
-    header, rows = cells_table(found)
-    section.table(header, rows, "In percent. Mean error: over the severities.")
+    section.table(*_errors_table(found), "Top-1 error in percent, the mean over the severities.")
     section.text(MEANING)
     if (note := caveat(found, facts)) is not None:
         section.note(f"Not to be compared with published mCE: {note}.")
@@ -200,10 +225,7 @@ def _picture_section(
         shown = shown[:, :, :1]
     titles = [f"severity {severity}" for severity in severities]
     titles = ["clean", *titles] if found.given is None else titles
-    grid = figures.image_grid(
-        shown.flatten(0, 1), titles, columns=len(titles), row_titles=[_name(name) for name in found.cells]
-    )
-    pictures["corruptions"] = figures.png(grid)
+    pictures["corruptions"] = figures.png(mosaic(shown, [_name(name) for name in found.cells], titles))
     if found.given is not None:
         section.figure(pictures["corruptions"], f"The first image of each folder of {found.given}.")
         return
@@ -240,7 +262,7 @@ def _fact(value: Any) -> Cell:
 
 
 def _name(name: str) -> str:
-    return name.replace("_", " ")
+    return name.replace("_", " ").replace("jpeg", "JPEG").replace("gaussian", "Gaussian")
 
 
 def _percent(share: float) -> str:

@@ -21,11 +21,15 @@ def value_grid(
     *,
     limits: tuple[float, float],
     digits: str = ".1f",
+    cell_height: float = 0.62,
 ) -> Figure:
-    """values: [len(rows), len(columns)]; NaN leaves a cell grey with a dash. limits: ends of the colour scale."""
+    """values: [len(rows), len(columns)]; NaN leaves a cell grey with a dash. limits: ends of the colour scale.
+
+    cell_height: in inches; a cell is 0.95 wide.
+    """
     array = np.asarray(values, dtype=np.float64)
     height, width = array.shape
-    figure, (axis,) = _canvas(1, 1, 2.2 + 0.95 * width, 1.1 + 0.62 * height)
+    figure, (axis,) = _canvas(1, 1, 2.2 + 0.95 * width, 1.1 + cell_height * height)
     drawn = axis.imshow(np.ma.masked_invalid(array), cmap="cividis", vmin=limits[0], vmax=limits[1], aspect="auto")
     axis.set_facecolor(FAINT)
     axis.set_xticks(np.arange(width + 1) - 0.5, minor=True)
