@@ -158,7 +158,8 @@ def test_a_subset_keeps_its_own_places(name: str) -> None:
     backbone = make(name)
     x = images(backbone)
     index = random_index(backbone, backbone.num_tokens // 2)
-    ours = backbone.encode(take(backbone.embed(x), index), backbone.positions().take(index))
+    assert error(backbone.embed_at(x, index), take(backbone.embed(x), index)) < TOLERANCE
+    ours = backbone.encode(backbone.embed_at(x, index), backbone.positions().take(index))
     with only_keys(visible_keys(backbone, index)):
         reference = backbone.model.forward_features(x)
     p = backbone.num_prefix

@@ -93,6 +93,10 @@ class Backbone(nn.Module, ABC):
     def embed(self, x: Tensor) -> Tensor:
         """Images [B, C, H, W] (or token ids [B, N]) -> patch tokens [B, N, D]: no position, no prefix tokens."""
 
+    def embed_at(self, x: Tensor, index: Tensor) -> Tensor:
+        """The tokens at places index [B, K] alone, [B, K, D]: `take(embed(x), index)`, without embedding the others."""
+        return take(self.embed(x), index)
+
     @abstractmethod
     def positions(self) -> Positions:
         """The model's own positions for its whole grid."""

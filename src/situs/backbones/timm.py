@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from situs.backbones.attention import check_blocks, run_block
 from situs.backbones.base import Backbone, Features, Stream, join
 from situs.core.position import PairBias, Positions
-from situs.core.tokens import patchify
+from situs.core.tokens import patchify, take
 from situs.errors import SitusError
 
 
@@ -35,14 +35,23 @@ class FlatBackbone(Backbone):
         raise NotImplementedError
 
     def embed(self, x: Tensor) -> Tensor:
+        return self._embed(x, None)
+
+    def embed_at(self, x: Tensor, index: Tensor) -> Tensor:
+        return self._embed(x, index)
+
+    def _embed(self, x: Tensor, index: Tensor | None) -> Tensor:
         check_images(self.name, x, self.in_chans, self.img_size)
         stem = self.model.patch_embed
         if type(stem) is not PatchEmbed or stem.proj.kernel_size != stem.proj.stride:
-            return stem(x).reshape(x.shape[0], -1, self.dim)
+            tokens = stem(x).reshape(x.shape[0], -1, self.dim)
+            return tokens if index is None else take(tokens, index)
         # A kernel as large as its stride sees each patch once: one matrix product, without the layouts that a
-        # convolution asks for on its way there and back.
+        # convolution asks for on its way there and back, and over the patches that are asked for alone.
+        patches = patchify(x, self.patch_size)
+        patches = patches if index is None else take(patches, index)
         weight = stem.proj.weight.permute(0, 2, 3, 1).flatten(1)
-        return stem.norm(F.linear(patchify(x, self.patch_size), weight, stem.proj.bias))
+        return stem.norm(F.linear(patches, weight, stem.proj.bias))
 
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
         places = Positions() if positions is None else positions

@@ -203,20 +203,21 @@ class DropPos(Method):
     def forward(self, batch: Batch, draws: Draws) -> Output:
         visible, anchors = draws["visible"], self.anchors
         places = visible[:, anchors:]
-        tokens, positions = self.backbone.embed(batch.images), self.backbone.positions()
+        positions = self.backbone.positions()
         # Anchors stand in front, so "dropped" is the same slice for every sample, in the decoder and the loss too.
         dropped = torch.arange(self.visible, device=visible.device) >= anchors
         if self.by_cells:
+            tokens = self.backbone.embed(batch.images)
             features = encode_cells(self.backbone, tokens, visible, dropped, self.mask_token)
         else:
             known = positions.take(visible).forget(dropped, self.mask_token)
-            features = self.backbone.encode(take(tokens, visible), known)
+            features = self.backbone.encode(self.backbone.embed_at(batch.images, visible), known)
         logits = self.decoder(join(features), start=self.backbone.num_prefix + anchors)
         weights = None
         if self.config.affinity == "full":
             # In the model's own mode: where the backbone has drop path, these features have it too.
             with torch.no_grad():
-                whole = self.backbone.encode(tokens.detach(), positions)
+                whole = self.backbone.encode(self.backbone.embed(batch.images), positions)
                 weights = attentive_weights(whole, self.config.tau, visible)
         elif self.config.affinity == "visible":
             weights = attentive_weights(features, self.config.tau)

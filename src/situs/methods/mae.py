@@ -75,7 +75,7 @@ class MAE(Method):
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         kept, dropped = draws["kept"], draws["dropped"]
-        tokens = take(self.backbone.embed(batch.images), kept)
+        tokens = self.backbone.embed_at(batch.images, kept)
         features = self.backbone.encode(tokens, self.backbone.positions().take(kept))
         guesses = decode_pixels(self.decoder, features, self.mask_token, self.places, kept, dropped)
         target = patchify_on(batch.images, self.backbone.grid)
