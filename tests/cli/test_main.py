@@ -101,13 +101,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("ends --how mistake", 2, "situs: ratio=3: must be in [0, 1) (--ratio)\n"),
         ("ends --how ctrl-c", 130, "situs: interrupted\n"),
         ("group two --how one", 1, ""),
-        ("end", 2, "situs: unknown verb 'end'; did you mean 'ends'? verbs: ends, group one, group two\n"),
-        ("xyzzy", 2, "situs: unknown verb 'xyzzy'; verbs: ends, group one, group two\n"),
+        ("end", 2, "situs: unknown verb 'end'; did you mean 'ends'? (situs --help)\n"),
+        ("xyzzy", 2, "situs: unknown verb 'xyzzy'; verbs: ends, group one, group two (situs --help)\n"),
         (
             "group tow",
             2,
-            "situs: unknown verb 'group tow'; did you mean 'group two'? verbs: ends, group one, group two\n",
+            "situs: unknown verb 'group tow'; did you mean 'group two'? (situs --help)\n",
         ),
+        ("gruop two", 2, "situs: unknown verb 'gruop'; did you mean 'group two'? (situs --help)\n"),
     ],
 )
 def test_status_and_complaint(line: str, status: int, err: str, capsys: pytest.CaptureFixture[str]) -> None:

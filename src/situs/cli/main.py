@@ -116,7 +116,7 @@ def find_verb(words: Sequence[str]) -> tuple[str, list[str]]:
     group = any(verb.startswith(f"{words[0]} ") for verb in VERBS)
     if group and (len(words) == 1 or words[1] in HELP):
         return words[0], list(words[1:])
-    raise _unknown_verb(" ".join(words[: 1 + group]))
+    raise _unknown_verb(words, group)
 
 
 def run_verb(verb: str, rest: list[str]) -> int:
@@ -149,9 +149,12 @@ def overview(group: str = "") -> str:
     return "\n".join(lines)
 
 
-def _unknown_verb(verb: str) -> SitusError:
+def _unknown_verb(words: Sequence[str], group: bool) -> SitusError:
+    """group: whether the first word is one, so that the second is what nobody knows."""
     from difflib import get_close_matches
 
-    close = get_close_matches(verb, VERBS, n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else ";"
-    return SitusError(f"unknown verb {verb!r}{hint} verbs: {', '.join(sorted(VERBS))}")
+    said = " ".join(words[: 1 + group])
+    tried = (" ".join(words[:2]), words[0])
+    close = next((found[0] for text in tried if (found := get_close_matches(text, VERBS, n=1))), None)
+    hint = "; verbs: " + ", ".join(sorted(VERBS)) if close is None else f"; did you mean {close!r}?"
+    return SitusError(f"unknown verb {said!r}{hint} (situs --help)")
