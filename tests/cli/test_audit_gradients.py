@@ -78,7 +78,7 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--attack", "magic"], "april, patchembed"),
+        (["--attack", "magic"], "matching, patchembed"),
         (["--defence", "fog"], "no-pe-gradient"),
         (["--fail-above", "beauty=3", "--count", "1", "--img-size", "64"], "psnr"),
         (["--count", "0"], "--count"),

@@ -103,7 +103,7 @@ def _pixels(z: Tensor, own: dict[str, Tensor], stem: Stem) -> Tensor:
     tokens = z - table_rows(own[stem.table], stem).double()
     if stem.bias is not None:
         tokens = tokens - own[stem.bias].double()
-    return tokens @ torch.linalg.pinv(flat_weight(own[stem.weight]).double()).T
+    return tokens @ torch.linalg.pinv(flat_weight(own[stem.weight], stem).double()).T
 
 
 def _facts(rank: Tensor, condition: Tensor, residual: Tensor, unknowns: int) -> dict[str, float | int | str | None]:

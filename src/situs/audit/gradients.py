@@ -12,7 +12,7 @@ from torch import Tensor
 from situs.audit.attack import Attack, Fact, Knowledge
 from situs.audit.metrics import HIGHER_IS_CLOSER, Mean, baselines, denormalise, mean_of
 from situs.audit.scoring import Lpips, Normalisation, Scores, facts_of, measure, pictures_of
-from situs.audit.threat import Defence, Gradients, method_of, victim_gradients
+from situs.audit.threat import Defence, Gradients, lower_bound_of, method_of, victim_gradients
 from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
 from situs.config import check_range
@@ -165,9 +165,11 @@ def _attack_all(
     able = [attack for attack in attacks if refused[attack.name] is None]
     left = len(attacks) * len(defences)
     for defence in defences:
-        uploads = _uploads(trial, defence, able, watch) if able and not watch.spent() else []
+        impossible = defence.refuses(trial.backbone)
+        wanted = able and impossible is None and not watch.spent()
+        uploads = _uploads(trial, defence, able, watch) if wanted else []
         for attack in attacks:
-            reason = refused[attack.name]
+            reason = refused[attack.name] or impossible
             if reason is None and watch.spent():
                 return
             watch.begin(left)
@@ -189,11 +191,11 @@ def _pair(
     pictures = pictures_of(found, trial.real, step.batch, trial.normalisation)
     scores = measure(pictures, trial.real, backbone, trial.lpips)
     facts = facts_of(found, trial.labels, step.batch)
-    caveat = "; ".join(filter(None, (attack.caveat(backbone, step.batch), defence.lower_bound))) or None
+    bound = lower_bound_of(defence, known.trained(backbone))
+    caveat = "; ".join(filter(None, (attack.caveat(backbone, step.batch), bound))) or None
     fewer = None if len(pictures) == len(trial.real) else f"{len(pictures)} of {len(trial.real)} images"
     partial = ", ".join(filter(None, (found.partial, fewer))) or None
-    bounded = bool(defence.lower_bound)
-    return Pair(attack.name, defence.label, None, caveat, scores, facts, pictures, bounded, partial)
+    return Pair(attack.name, defence.label, None, caveat, scores, facts, pictures, bool(bound), partial)
 
 
 def _measure_baselines(trial: _Trial) -> dict[str, Scores]:
@@ -239,7 +241,7 @@ def verdict(audit: Audit) -> str:
     if not worked:
         return (
             "No attack of this audit applies to what this model sends: see the reasons below. That is not a proof of "
-            "privacy, only of the absence of a closed form."
+            "privacy; gradient matching applies to any model (--attack matching)."
         )
     lines = []
     for defence in audit.about:

@@ -28,13 +28,14 @@ COLUMNS = {
 """metric -> the head of its column."""
 
 REMEDIES = """
-Do not send the gradient of the position table, or freeze it: the closed forms then have nothing to solve with. This
-audit runs no optimisation attack, so it does not say that nothing else is left.
+Do not send the gradient of the position table, or freeze it: the closed forms then have nothing to solve with. Gradient
+matching works with whatever is sent; what it gets stands in the table above if it was run (--attack matching).
 
 Use fixed (sin-cos) or rotary positions instead of a learned table: no row holds a patch's own gradient.
 
-Aggregate securely over several images, so that only sums over a batch are seen: the closed forms fail from two images
-on. A batch of one is always exposed, and several local steps on one image do not help.
+Aggregate securely over many images, so that only sums over a batch are seen: the closed forms fail from two images on,
+gradient matching does not, and gets harder with every image. A batch of one is always exposed, and several local steps
+on one image do not help.
 
 Train with differential privacy and a noise multiplier that means something (0.5 and more), not with clipping alone:
 clipping multiplies all gradients by one number, and the solution does not change.
@@ -42,13 +43,21 @@ clipping multiplies all gradients by one number, and the solution does not chang
 """What would reduce the leak, each with its limit."""
 
 
-def make_page(audit: Audit, facts: Mapping[str, Cell], leaks: list[str] | None = None) -> Page:
-    """The page. facts: where the model and the images come from. leaks: the gate's findings, None without a gate."""
+def make_page(
+    audit: Audit,
+    facts: Mapping[str, Cell],
+    leaks: list[str] | None = None,
+    notes: Mapping[str, Cell] | None = None,
+) -> Page:
+    """The page. facts: where the model and the images come from. leaks: the gate's findings, None without a gate.
+
+    notes: what is special about the victim (a lock, its own method); they stand beside the threat.
+    """
     page = Page(
         f"Gradient audit of {audit.model}",
         lead="What someone who sees this model's training gradients can see of the images behind them.",
     )
-    page.section("Threat model").facts(THREAT).facts(audit.about)
+    page.section("Threat model").facts({**THREAT, **(notes or {})}).facts(audit.about)
     section = page.section("Verdict").note(verdict(audit))
     section.text(
         f"Exactly means a PSNR of {EXACT:g} dB or more: the mean error is below half a grey level of 255, so that the "
@@ -95,6 +104,20 @@ def _stopped(pair: Pair) -> str | None:
     return None if pair.partial is None else f"stopped after {pair.partial}"
 
 
+def _searched(pair: Pair, batch: int) -> str | None:
+    """What an optimisation attack can say of its search and of the labels it inferred."""
+    facts = pair.facts[::batch]  # one an upload
+    if not facts or "distance" not in facts[0]:
+        return None
+    values: list[Any] = [fact["distance"] for fact in facts]
+    rights: list[Any] = [fact["labels_right"] for fact in facts if "labels_right" in fact]
+    told = f"{sum(rights)} of {len(rights) * batch} labels inferred rightly" if rights else "labels given"
+    return (
+        f"{pair.attack} against {pair.defence}: {facts[0]['iterations']:,} iterations from {facts[0]['restarts']} "
+        f"start(s), mean distance of the gradients {sum(values) / len(values):.2g}, {told}."
+    )
+
+
 def _tables(page: Page, audit: Audit) -> None:
     section = page.section("Attacks and defences")
     if any(pair.reason is None for pair in audit.pairs):
@@ -103,6 +126,9 @@ def _tables(page: Page, audit: Audit) -> None:
             f"Means over {len(audit.images)} images and their 95 % intervals. MSE, FFT2D and LPIPS are distances. "
             f"Re-identified: the nearest of the {len(audit.images)} originals is the right one.",
         )
+        for pair in audit.pairs:
+            if said := _searched(pair, audit.step.batch):
+                section.text(said)
     else:
         section.text("No attack applies, so there is no table of results.")
     if said := reasons(audit):

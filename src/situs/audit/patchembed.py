@@ -100,7 +100,7 @@ class PatchEmbedding(Attack):
             if extra is not None:
                 table[index] -= extra.double()
         sent = uploads[0][stem.table].dtype
-        weight = flat_weight(stack(uploads, stem.weight))
+        weight = flat_weight(stack(uploads, stem.weight), stem)
         found = solve_pixels(weight, table, sent, known.defence.noise_level(known.batch))
         facts = [
             {

@@ -7,6 +7,7 @@ a parameter holds the table if the table's gradient arrives in its rows unchange
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,17 +19,35 @@ from situs.errors import SitusError
 
 @dataclass(frozen=True)
 class Stem:
-    """Names of what an image meets first. first: the row of the table parameter that belongs to patch 0."""
+    """Names of what an image meets first. first: the row of the table parameter that belongs to patch 0.
+
+    layout: how the weight holds a patch: as a convolution, or as a matrix [D, K] whose columns run (row, column,
+    channel) or plane by plane (channel, row, column).
+    """
 
     weight: str
     bias: str | None
     table: str
     first: int
     patch_size: tuple[int, int]
+    layout: Literal["convolution", "pixels", "planes"] = "convolution"
 
 
-def flat_weight(weight: Tensor) -> Tensor:
-    """A patch convolution [..., D, C, P_h, P_w] as the matrix [..., D, K] on the patches of `patchify`."""
+class StemBackbone(Backbone):
+    """A backbone that names its stem itself, or the reason why it has none: a user's own module."""
+
+    stem: Stem | str
+
+
+def flat_weight(weight: Tensor, stem: Stem | None = None) -> Tensor:
+    """A patch embedding's weight (or its gradient) as the matrix [..., D, K] on the patches of `patchify`.
+
+    weight: a convolution [..., D, C, P_h, P_w], or as the stem's layout says.
+    """
+    if stem is not None and stem.layout == "pixels":
+        return weight
+    if stem is not None and stem.layout == "planes":
+        weight = weight.unflatten(-1, (-1, *stem.patch_size))
     return weight.movedim(-3, -1).flatten(-3)
 
 
@@ -45,6 +64,8 @@ def to_images(patches: Tensor, backbone: Backbone, stem: Stem) -> Tensor:
 
 def find_stem(backbone: Backbone) -> Stem | str:
     """The names, or the reason why pixels cannot be solved for: one sentence for a reader."""
+    if isinstance(backbone, StemBackbone):
+        return backbone.stem
     if "tokens" in backbone.refusals:
         return f"{backbone.refusals['tokens']}, so there is no patch embedding to solve for"
     if backbone.img_size is None or not backbone.in_chans:

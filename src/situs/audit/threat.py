@@ -21,6 +21,7 @@ from situs.config import check_range
 from situs.errors import SitusError
 from situs.methods.base import Batch, Method
 from situs.methods.mjp import MJP, MJPConfig
+from situs.methods.mjp_dal import require_table
 from situs.methods.supervised import Supervised, SupervisedConfig
 
 Gradients = dict[str, Tensor]
@@ -64,6 +65,10 @@ class Defence:
     def method(self, backbone: Backbone, seed: int = 0) -> Method:
         """What is trained; what it adds to the backbone is the same for a seed, since the attacker has it too."""
         return Supervised(backbone, SupervisedConfig(label_smoothing=0.0))
+
+    def refuses(self, backbone: Backbone) -> str | None:
+        """None, or the reason why this defence cannot be had on a backbone."""
+        return None
 
     def retrain(self, method: Method, seed: int = 0) -> Method:
         """What is trained where a run brings its own method: that method, unless the defence is one itself."""
@@ -197,6 +202,15 @@ class MaskedJigsaw(Defence):
         like = next(backbone.parameters())
         return method.to(like.device, like.dtype)
 
+    def refuses(self, backbone: Backbone) -> str | None:
+        if "tokens" in backbone.refusals:
+            return f"no masked jigsaw is played with {backbone.name}: {backbone.refusals['tokens']}"
+        try:
+            require_table(backbone)
+        except SitusError as error:
+            return str(error)
+        return None
+
     def retrain(self, method: Method, seed: int = 0) -> Method:
         """MJP with this γ: over a run of MJP its own trained tokens and heads, over another's backbone new ones."""
         if not isinstance(method, MJP):
@@ -209,6 +223,11 @@ class MaskedJigsaw(Defence):
 def method_of(defence: Defence, victim: Backbone | Method, seed: int = 0) -> Method:
     """What is trained under a defence: cross entropy or the defence's own on a backbone, else a run's own method."""
     return defence.method(victim, seed) if isinstance(victim, Backbone) else defence.retrain(victim, seed)
+
+
+def lower_bound_of(defence: Defence, method: Method) -> str:
+    """Why a figure is a lower bound; that of MJP for a run that was trained with it, whatever stands on top."""
+    return MaskedJigsaw.lower_bound if isinstance(method, MJP) else defence.lower_bound
 
 
 def victim_gradients(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -9,12 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import tyro
 
 if TYPE_CHECKING:
+    from situs.audit.attack import Attack
     from situs.audit.gradients import Audit
+    from situs.audit.victim import Victim
+    from situs.audit.watch import Watch
     from situs.data.batch import Batch
-    from situs.evaluate.subject import Subject
 
 GATE_FAILED = 3
 """Exit status of an audit whose gate is not passed."""
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C; what was found until then is written."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +28,7 @@ class Args:
     """What a model's gradients give away."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A run folder, an export folder, or a timm name."""
+    """A run folder, an export or locked folder, a timm name, or your own module as package.module:function."""
 
     images: Annotated[str, tyro.conf.arg(metavar="FOLDER")]
     """Images to attack; any layout that training reads."""
@@ -31,7 +37,7 @@ class Args:
     """For a timm name: a weight file or those timm publishes; random where nothing is said."""
 
     img_size: Annotated[int | tuple[int, int] | None, tyro.conf.arg(metavar="SIDE|HEIGHT WIDTH")] = None
-    """For a timm name: image size in pixels, where it differs from the model's own."""
+    """For a timm name or your own module: image size in pixels, where it differs from the model's own."""
 
     classes: int = 1000
     """Classes of the new classifier that a model without one gets; labels are the images' own, or count through."""
@@ -40,10 +46,11 @@ class Args:
     """How many images, from the first on."""
 
     attack: str = "patchembed,april"
-    """Attacks by name, apart by commas."""
+    """Attacks by name, apart by commas; matching and april-optimisation search, which takes minutes."""
 
     defence: str = "none,noise,clip,no-pe-gradient"
-    """Defences by name, apart by commas; a setting stands behind "=": noise=1e-4, clip=0.5, mjp=0.27."""
+    """Defences by name, apart by commas; a setting stands behind "=": noise=1e-4, clip=0.5, mjp=0.27. A run of MJP
+    brings it along: none is then the run's own method."""
 
     batch: int = 1
     """Images in the audited step."""
@@ -53,6 +60,21 @@ class Args:
 
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The type gradients are sent in."""
+
+    labels: Literal["known", "inferred"] = "inferred"
+    """matching: whether the attacker is given the labels, or reads them off the classifier's gradient."""
+
+    distance: Literal["l2", "cosine"] = "l2"
+    """matching: how two gradients are compared."""
+
+    iterations: int = 1000
+    """matching: steps of the optimiser."""
+
+    restarts: int = 1
+    """matching: starts; the one whose gradients match best is kept."""
+
+    time_limit: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
+    """For the whole audit, shared evenly by the attacks still to come; what is found until then is reported."""
 
     lpips: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """LPIPS weights (AlexNet, checked by sha256); without them LPIPS is not reported."""
@@ -72,34 +94,44 @@ class Args:
 
 def run(args: Args) -> int:
     """Audits, prints the table, writes the files, and says by its status whether the gate is passed."""
-    from situs.audit import create_attack, create_defence
+    from situs.audit import MatchingConfig, create_attack, create_defence
     from situs.audit.gradients import Step, audit_gradients, gate
     from situs.audit.lpips import Lpips
     from situs.audit.threat import DTYPES
+    from situs.audit.victim import labels_for, open_victim
     from situs.config import check_range
+    from situs.core.tokens import pair
     from situs.train.distributed import start
 
     for name in ("count", "batch", "local_steps", "classes"):
         check_range(name, getattr(args, name), 1, flag=f"--{name.replace('_', '-')}")
-    attacks = [create_attack(name) for name in _names(args.attack)]
+    search = MatchingConfig(distance=args.distance, iterations=args.iterations, restarts=args.restarts)
+    attacks = [create_attack(name, search) for name in _names(args.attack)]
     defences = [create_defence(name) for name in _names(args.defence)]
     lpips = None if args.lpips is None else Lpips(args.lpips)
-    device = start(args.device).device
-    subject = _open(args, device)
-    batch, names = _load(args, subject, device)
+    device, size = start(args.device).device, None if args.img_size is None else pair(args.img_size)
+    watch = _watch(args, attacks)
+    victim = open_victim(
+        args.model, weights=args.weights, img_size=size, classes=args.classes, seed=args.seed, device=device
+    )
+    batch, names = _load(args, victim, device)
+    known = args.labels == "known"
     audit = audit_gradients(
-        subject.backbone,
+        victim.trains,
         batch.images,
-        _labels(subject, batch),
+        labels_for(victim.subject, batch.labels, len(batch.images)),
         attacks,
         defences,
-        normalisation=subject.data.normalisation,
-        step=Step(args.batch, args.local_steps, DTYPES[args.precision], args.seed),
+        normalisation=victim.subject.data.normalisation,
+        step=Step(args.batch, args.local_steps, DTYPES[args.precision], args.seed, known, victim.epoch),
         names=names,
         lpips=lpips,
+        watch=watch,
     )
     leaks = None if args.fail_above is None else gate(audit, args.fail_above)
-    _report(args, audit, subject, leaks)
+    _report(args, audit, victim, leaks)
+    if watch.interrupted:
+        return INTERRUPTED
     return GATE_FAILED if leaks else 0
 
 
@@ -107,59 +139,29 @@ def _names(text: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
 
 
-def _open(args: Args, device: Any) -> Subject:
-    """The model; a new classifier where it has none, because a client's loss needs one."""
-    import torch
+def _watch(args: Args, attacks: list[Attack]) -> Watch:
+    """The clock; it speaks where an attack takes long."""
+    from situs.audit.watch import Watch
 
-    from situs.backbones import create_backbone
-    from situs.core.tokens import pair
-    from situs.evaluate.subject import PUBLISHED, RANDOM, open_subject
-    from situs.train.run import is_run
+    def say(line: str) -> None:
+        if any(attack.reads_all for attack in attacks):
+            print(line, file=sys.stderr, flush=True)
 
-    size = None if args.img_size is None else pair(args.img_size)
-    named = not is_run(args.model) and not (Path(args.model) / "config.json").is_file()
-    weights = args.weights or (RANDOM if named else None)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(args.seed)
-        subject = open_subject(args.model, weights=weights, img_size=size, device=device)
-        if is_run(args.model) or weights == PUBLISHED or _outputs(subject) != subject.backbone.out_dim:
-            return subject
-        # As many outputs as channels: pooled features, and no classes.
-        file = None if weights == RANDOM else weights
-        backbone = create_backbone(args.model, img_size=size, weights=file, num_classes=args.classes)
-    return replace(subject, backbone=backbone.to(device).eval())
+    return Watch(say, args.time_limit)
 
 
-def _outputs(subject: Subject) -> int:
-    import torch
-
-    shape = (1, subject.backbone.in_chans, *subject.data.size)
-    with torch.no_grad():
-        return subject.backbone(torch.zeros(shape, device=next(subject.backbone.parameters()).device)).shape[-1]
-
-
-def _load(args: Args, subject: Subject, device: Any) -> tuple[Batch, list[str]]:
+def _load(args: Args, victim: Victim, device: Any) -> tuple[Batch, list[str]]:
     """The first images, prepared as the model sees them, and their names."""
     from situs.data.loader import make_loader
     from situs.data.sources import open_source
 
-    source = open_source(args.images, None, channels=subject.data.channels)
-    config = replace(subject.data, path=args.images, batch=args.count, workers=0, resident="never")
+    source = open_source(args.images, None, channels=victim.subject.data.channels)
+    config = replace(victim.subject.data, path=args.images, batch=args.count, workers=0, resident="never")
     batch = next(iter(make_loader(config, None, device, source=source)))
     return batch, [f"{source.name} {number}" for number in batch.ids.tolist()]
 
 
-def _labels(subject: Subject, batch: Batch) -> Any:
-    """The images' own labels where the classifier has them all, else 0, 1, 2 … through its classes."""
-    import torch
-
-    classes = _outputs(subject)
-    if batch.labels is not None and int(batch.labels.max()) < classes:
-        return batch.labels
-    return torch.arange(len(batch.images), device=batch.images.device) % classes
-
-
-def _report(args: Args, audit: Audit, subject: Subject, leaks: list[str] | None) -> None:
+def _report(args: Args, audit: Audit, victim: Victim, leaks: list[str] | None) -> None:
     from situs import __version__
     from situs.audit.gradients import to_json, verdict
     from situs.audit.page import make_page, reasons, table
@@ -167,12 +169,14 @@ def _report(args: Args, audit: Audit, subject: Subject, leaks: list[str] | None)
     from situs.cli.tables import print_table
     from situs.report.html import show
 
-    height, width = audit.images.shape[2:]
+    (height, width), found = audit.images.shape[2:], victim.subject.facts
     facts = {
         "model": audit.model,
-        "weights": str(subject.facts.get("weights", subject.facts["kind"])),
+        "weights": str(found.get("weights", found["kind"])),
         "images": f"{len(audit.images)} of {Path(args.images).name}, {height} × {width} pixels",
         "gradients": f"{args.precision}, batch {args.batch}, local steps {args.local_steps}",
+        "labels": args.labels,
+        "search": f"{args.distance}, {args.iterations:,} iterations, {args.restarts} start(s)",
         "seed": args.seed,
         "situs": __version__,
     }
@@ -183,8 +187,8 @@ def _report(args: Args, audit: Audit, subject: Subject, leaks: list[str] | None)
     if said := reasons(audit):
         print_table("Does not apply, or is not exact", said)
     print(verdict(audit))
-    write_scores(args.out / "gradients.json", {**facts, "gate": leaks, **to_json(audit)})
-    page = make_page(audit, facts, leaks).write(args.out / "report.html")
+    write_scores(args.out / "gradients.json", {**facts, **victim.notes, "gate": leaks, **to_json(audit)})
+    page = make_page(audit, facts, leaks, victim.notes).write(args.out / "report.html")
     print(f"{page}: the page; {page.with_name('gradients.json').name} has every image's numbers")
     for leak in leaks or ():
         print(f"gate {args.fail_above} not passed: {leak}")

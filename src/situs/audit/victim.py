@@ -1,0 +1,141 @@
+"""Who is audited: a run with its own method, an export, a locked folder, a timm name, or a user's own module."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from situs.audit.adapter import OwnModule, adapt
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone
+from situs.data.loader import DataConfig
+from situs.errors import SitusError
+from situs.evaluate.subject import PUBLISHED, RANDOM, Subject, open_subject
+from situs.locks.manifest import NAME as MANIFEST
+from situs.locks.manifest import read_manifest
+from situs.methods.base import Method
+from situs.train.checkpoint import read_config
+from situs.train.run import is_run
+
+
+@dataclass(frozen=True)
+class Victim:
+    """subject: the model and how its images are prepared. trains: what makes the gradients, the bare backbone or a
+    run's own method. epoch: the run's last, for its method's schedules. notes: what a reader must know, by name."""
+
+    subject: Subject
+    trains: Backbone | Method
+    epoch: int = 0
+    notes: dict[str, str] = field(default_factory=dict)
+
+
+def open_victim(
+    source: str,
+    *,
+    weights: str | None = None,
+    img_size: tuple[int, int] | None = None,
+    classes: int = 1000,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> Victim:
+    """The victim by name, on its device and in eval mode.
+
+    classes: of the new classifier that a model without one gets, because a client's loss needs one. seed: of random
+    weights.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if names_factory(source):
+            subject = _open_factory(source, weights, img_size, device)
+        else:
+            subject = _open_model(source, weights, img_size, classes, device)
+    notes = {}
+    if (Path(source) / MANIFEST).is_file():
+        manifest = read_manifest(Path(source), None)
+        notes["lock"] = (
+            f"locked with the key {manifest.key_id}: the channels between the blocks are permuted; the patch embedding "
+            "and the positions, which the closed forms read, are not"
+        )
+    method = subject.method
+    if method is None or not method.needs_labels:
+        return Victim(subject, subject.backbone, 0, notes)
+    name = str(subject.facts["method"])
+    notes["trained by"] = f"the run's own method, {name}, with all that it trained; defences stand on top of it"
+    return Victim(subject, method, _last_epoch(source), notes)
+
+
+def outputs_of(subject: Subject) -> int:
+    """How many classes the model has."""
+    shape = (1, subject.backbone.in_chans, *subject.data.size)
+    with torch.no_grad():
+        return subject.backbone(torch.zeros(shape, device=next(subject.backbone.parameters()).device)).shape[-1]
+
+
+def labels_for(subject: Subject, labels: Tensor | None, count: int) -> Tensor:
+    """The images' own labels where the classifier has them all, else 0, 1, 2 … through its classes; [count]."""
+    classes = outputs_of(subject)
+    if labels is not None and int(labels.max()) < classes:
+        return labels
+    return torch.arange(count, device=next(subject.backbone.parameters()).device) % classes
+
+
+def names_factory(source: str) -> bool:
+    """Whether `source` is package.module:function, and not a folder or a name of a library ("hf:…")."""
+    module, colon, function = source.partition(":")
+    return bool(colon) and all(part.isidentifier() for part in (*module.split("."), function)) and module != "hf"
+
+
+def _open_factory(
+    source: str, weights: str | None, img_size: tuple[int, int] | None, device: torch.device | str
+) -> Subject:
+    if weights is not None:
+        raise SitusError(f"weights={weights}: {source} brings its own (--weights)")
+    module, _, function = source.partition(":")
+    here = str(Path.cwd())
+    if here not in sys.path:  # as python -m does
+        sys.path.insert(0, here)
+    try:
+        make = getattr(import_module(module), function)
+    except (ImportError, AttributeError) as error:
+        raise SitusError(f"{source}: cannot be had as package.module:function: {error} (MODEL)") from error
+    made: Any = make()
+    if isinstance(made, nn.Module) and not isinstance(made, Backbone):
+        if img_size is None:
+            raise SitusError(f"{source}: gives a bare module, whose image size must be said (--img-size)")
+        made = adapt(made, img_size)
+    if not isinstance(made, Backbone):
+        raise SitusError(f"{source}: gives {type(made).__name__}, and must give an nn.Module or situs.audit.adapt(…)")
+    if made.img_size is None or not made.in_chans:
+        raise SitusError(f"{source}: gives a model that takes no images of one size")
+    if img_size not in (None, made.img_size):
+        raise SitusError(f"img_size={img_size}: {source} takes {made.img_size} (--img-size)")
+    mean, std = (made.normalisation if isinstance(made, OwnModule) else None) or ((), ())
+    data = DataConfig(img_size=made.img_size, channels=made.in_chans, mean=tuple(mean), std=tuple(std))
+    facts = {"kind": "module", "model": source, "weights": "its own"}
+    return Subject(source, made.to(device).eval(), True, True, data, None, facts)
+
+
+def _open_model(
+    source: str, weights: str | None, img_size: tuple[int, int] | None, classes: int, device: torch.device | str
+) -> Subject:
+    """A run, a folder or a timm name; a new classifier where it has none."""
+    named = not is_run(source) and not (Path(source) / "config.json").is_file()
+    weights = weights or (RANDOM if named else None)
+    subject = open_subject(source, weights=weights, img_size=img_size, device=device)
+    if is_run(source) or weights == PUBLISHED or outputs_of(subject) != subject.backbone.out_dim:
+        return subject
+    # As many outputs as channels: pooled features, and no classes.
+    file = None if weights == RANDOM else weights
+    backbone = create_backbone(source, img_size=img_size, weights=file, num_classes=classes)
+    return replace(subject, backbone=backbone.to(device).eval())
+
+
+def _last_epoch(run: str) -> int:
+    """The run's last epoch: its method's schedules stand where they ended."""
+    return max(0, int(read_config(Path(run))["train"]["epochs"]) - 1)
