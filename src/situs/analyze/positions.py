@@ -56,20 +56,20 @@ def look_at_references(table: PositionTable, *, folds: int = FOLDS, seed: int = 
     ]
 
 
+def grasp(look: Look) -> str:
+    """How well the vectors know the grid, as a predicate."""
+    left = look.decoded.left
+    return "knows the grid" if left < TAUGHT else "knows the grid roughly" if left < ROUGH else "does not know the grid"
+
+
 def in_words(look: Look) -> str:
     """What the numbers of one table say."""
     found, three = look.decoded, look.spectrum.explained_by(3)
     most = look.spectrum.components_for(0.9)
-    if found.left < TAUGHT:
-        said = "so the table knows the grid"
-    elif found.left < ROUGH:
-        said = "so the table knows roughly where a place is"
-    else:
-        said = "so no linear map finds the grid in it"
     return (
         f"`{look.name}`, {look.table.kind} of {look.shape}: its three largest principal components hold {three:.1%} of "
         f"the variance, and it takes {most} to hold 90 %. Row and column of a place are read off its vector with a "
-        f"mean error of {found.two.mean:.2f} patches (a blind guess: {found.chance_two:.2f}), {said}."
+        f"mean error of {found.two.mean:.2f} patches (a blind guess: {found.chance_two:.2f}): it {grasp(look)}."
         + (f" {look.note}" if look.note else "")
     )
 

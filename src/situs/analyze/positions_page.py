@@ -163,12 +163,8 @@ def _decoded(section: Section, looks: Sequence[Look], references: Sequence[Look]
         "figures on a grid of 14: raw indices, mean of both axes. Scaled to [0, 1] they would be 180 times."
     )
     for look in looks:
-        channels = look.table.rows.shape[1]
-        if look.decoded.fitted <= channels:
-            section.note(
-                f"`{look.name}`: {look.decoded.fitted} places to fit {channels} channels: many maps fit them without "
-                "error, and the one of least norm was taken."
-            )
+        if said := few_places(look):
+            section.note(said)
     for number, look in enumerate(looks, start=1):
         guesses = look.decoded.guesses[:, ::-1]
         panels = [
@@ -185,6 +181,20 @@ PAPER = (
     ("DeiT-S + MJP (DAL-NLN)", "1.301\u202f±\u202f.035", ".134\u202f±\u202f.003"),
 )
 """MJP's Table 8, on 14 × 14 places."""
+
+
+def few_places(look: Look) -> str:
+    """What to know of a fit on hardly more places than channels, or nothing."""
+    count, channels = look.decoded.fitted, look.table.rows.shape[1]
+    said = f"`{look.name}`: {count} places to fit {channels} channels"
+    if count <= channels:
+        return f"{said}: many maps fit them without error, and the one of least norm was taken."
+    if count < 2 * channels:
+        return (
+            f"{said}: hardly enough, so that the map makes the most of every accident; a table that knows nothing is "
+            "read worse than blindly."
+        )
+    return ""
 
 
 def _row_name(look: Look) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from situs.analyze.positions import Look, look_at, to_json
+from situs.analyze.positions import Look, grasp, look_at, to_json
 from situs.analyze.tables import tables_of
 from situs.audit.positions_probe import OWN, REMOVED, SHUFFLED, Probed, Reading, probe_places
 from situs.backbones.base import Backbone
@@ -121,9 +121,8 @@ def _has(audit: PositionAudit) -> str:
 
 def _vectors(audit: PositionAudit) -> list[str]:
     return [
-        f"Its {look.table.kind} {'knows' if look.decoded.left < SURE else 'hardly knows'} the grid: row and column are "
-        f"read off a place's vector with a mean error of {look.decoded.two.mean:.2f} patches (a blind guess: "
-        f"{look.decoded.chance_two:.2f})."
+        f"Its {look.table.kind} {grasp(look)}: row and column are read off a place's vector with a mean error "
+        f"of {look.decoded.two.mean:.2f} patches (a blind guess: {look.decoded.chance_two:.2f})."
         for look in audit.looks
     ]
 
@@ -132,7 +131,13 @@ def _features(audit: PositionAudit) -> str:
     first, last = audit.reading(OWN, 0), audit.reading(OWN, -1)
     assert first is not None
     assert last is not None
-    how = "give the place away" if last.left < SURE else "say where a patch is" if last.left < UNSURE else "hide it"
+    how = (
+        "give the place away"
+        if last.left < SURE or last.right > 0.5
+        else "say where a patch is"
+        if last.left < UNSURE
+        else "hide it"
+    )
     return (
         f"Its features {how}: a linear reader names the very place of {first.right:.0%} of the patches that enter the "
         f"blocks and of {last.right:.0%} after the final norm (chance: {last.blind_right:.1%}), where it errs by "
@@ -145,7 +150,7 @@ def _source(audit: PositionAudit) -> str:
     if content is None or told is None:
         last = audit.reading(OWN, -1)
         assert last is not None
-        return "" if last.left >= UNSURE else "Whatever that is, it comes from what the patches show and their company."
+        return "" if last.left >= UNSURE else "All of that comes from what the patches show and their company."
     if content.left >= UNSURE:
         return (
             f"Without the positions it errs by {content.error:.2f}: what the features know of place was told, and no "

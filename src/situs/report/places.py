@@ -131,9 +131,10 @@ def mosaics(
     """
     arrays = {title: np.asarray(values, dtype=np.float64) for title, values in panels.items()}
     h, w = next(iter(arrays.values())).shape[2:]
-    side = min(5.2, PAGE_WIDTH / len(arrays) - 0.95)
+    shape = (len(rows) * h) / (len(columns) * w)
+    side = max(1.4, min(5.2, PAGE_WIDTH / len(arrays) - 0.95, 7.0 / shape))
     bar = 0.8 * (len(arrays) if limits is None else 1)
-    figure = _figure(side * len(arrays) + bar + 0.3, side * (len(rows) * h) / (len(columns) * w) + 0.5)
+    figure = _figure(side * len(arrays) + bar + 0.3, max(side * shape, 1.4) + 0.5)
     axes = figure.subplots(1, len(arrays), squeeze=False)[0]
     drawn = []
     for axis, (title, maps) in zip(axes, arrays.items(), strict=True):
@@ -172,16 +173,15 @@ def _mosaic(
 ) -> Any:
     h, w = maps.shape[2:]
     step_y, step_x = h * (1 + GAP), w * (1 + GAP)
-    drawn = None
+    drawn, rings = None, []
     for r, row in enumerate(rows):
         for c, column in enumerate(columns):
             x, y = c * step_x, r * step_y
             extent = (x, x + w, y + h, y)
             drawn = axis.imshow(maps[r, c], cmap=colours, norm=norm, interpolation="nearest", extent=extent)
-            centre = (x + column + 0.5, y + row + 0.5)
-            # White under black: seen on either end of a scale.
-            axis.scatter(*centre, s=18, facecolors="none", edgecolors="white", linewidths=2.0)
-            axis.scatter(*centre, s=18, facecolors="none", edgecolors=BLACK, linewidths=0.9)
+            rings.append((x + column + 0.5, y + row + 0.5))
+    for colour, width in (("white", 2.0), (BLACK, 0.9)):  # seen on either end of a scale
+        axis.scatter(*zip(*rings, strict=True), s=18, facecolors="none", edgecolors=colour, linewidths=width)
     axis.set(xlim=(-0.5, len(columns) * step_x - w * GAP + 0.5), ylim=(len(rows) * step_y - h * GAP + 0.5, -0.5))
     axis.set_xticks([c * step_x + w / 2 for c in range(len(columns))], [str(column) for column in columns])
     axis.set_yticks([r * step_y + h / 2 for r in range(len(rows))], [str(row) for row in rows])

@@ -1,0 +1,91 @@
+"""A look at a table, its words and its page."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from situs.analyze import positions_page
+from situs.analyze.positions import Look, grasp, in_words, look_at, look_at_references, to_json
+from situs.analyze.positions_page import few_places, make_page, overview
+from situs.analyze.tables import PositionTable
+from situs.core.position import sincos_2d
+
+
+def table(name: str = "sincos", grid: tuple[int, int] = (4, 5), dim: int = 16) -> PositionTable:
+    noise = torch.randn(grid[0] * grid[1], dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return PositionTable("learned table", sincos_2d(grid, dim).double() if name == "sincos" else noise, grid)
+
+
+@pytest.fixture(scope="module")
+def looks() -> list[Look]:
+    return [look_at("knows", table()), look_at("knows nothing", table("noise"), note="Its note.")]
+
+
+def test_words_follow_the_numbers(looks: list[Look]) -> None:
+    knows, nothing = looks
+    assert grasp(knows) == "knows the grid"
+    assert grasp(nothing) == "does not know the grid"
+    said = in_words(nothing)
+    assert said.startswith("`knows nothing`, learned table of 4 × 5 places, 16 channels:")
+    assert f"{nothing.decoded.two.mean:.2f} patches" in said
+    assert said.endswith("it does not know the grid. Its note.")
+
+
+def test_numbers_are_all_there(looks: list[Look]) -> None:
+    numbers = json.loads(json.dumps(to_json(looks[1])))
+    assert (numbers["grid"], numbers["channels"], numbers["note"]) == ([4, 5], 16, "Its note.")
+    assert sum(numbers["explained_variance"]) == pytest.approx(1)
+    assert numbers["explained_variance_of"]["3"] == pytest.approx(sum(numbers["explained_variance"][:3]))
+    assert numbers["accumulated_singular_energy"][-1] == pytest.approx(1)
+    assert numbers["regression"]["mae_2d"]["mean"] == looks[1].decoded.two.mean
+
+
+def test_references_are_known(looks: list[Look]) -> None:
+    sincos, random = look_at_references(looks[0].table)
+    assert sincos.decoded.left < 0.1 < 0.9 < random.decoded.left
+    header, rows = overview(looks, [sincos, random])
+    assert [row[0] for row in rows] == [
+        "knows, learned table",
+        "knows nothing, learned table",
+        "sin-cos of the same shape",
+        "random of the same shape",
+    ]
+    assert all(len(row) == len(header) for row in rows)
+
+
+def test_page_shows_each_model_and_says_how_to_get_umap(looks: list[Look], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(positions_page, "has_umap", lambda: False)
+    page, pictures = make_page(looks, look_at_references(looks[0].table), {"seed": 0})
+    text = page.render()
+    each = {"pca-2d", "pca-3d", "cosine", "guesses"}
+    assert set(pictures) == each | {f"{name}-2" for name in each} | {"energy"}
+    assert text.count("<figure>") == len(pictures)
+    assert "pip install 'situs[umap]'" in text
+    assert text.index("it knows the grid.") < text.index("<table")
+    assert "`" not in text.split("</style>")[1]
+
+
+def test_page_draws_umap_where_it_is_installed(looks: list[Look], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(positions_page, "has_umap", lambda: True)
+    monkeypatch.setattr(positions_page, "umap_points", lambda rows, seed: rows[:, :2].numpy())
+    page, pictures = make_page(looks[:1], [], {})
+    assert "umap" in pictures
+    text = page.render()
+    assert "UMAP with 15 neighbours" in text
+    assert "pip install" not in text
+
+
+@pytest.mark.parametrize(("dim", "said"), [(16, "least norm was taken"), (12, "hardly enough"), (4, "")])
+def test_few_places_are_owned_up_to(dim: int, said: str) -> None:
+    note = few_places(look_at("few", table("noise", dim=dim)))
+    assert note.startswith(f"`few`: 16 places to fit {dim} channels") if said else note == ""
+    assert said in note
+
+
+def test_a_single_row_of_places_has_a_page() -> None:
+    page, pictures = make_page([look_at("small", table("noise", grid=(1, 6), dim=8))], [], {})
+    assert "cosine" in pictures
+    assert "<h1>Positions of small</h1>" in page.render()
