@@ -37,7 +37,7 @@ def test_the_words_hold_the_figures() -> None:
     assert "50.0 % of corrupted images rightly instead of 80.0 % on clean ones: a raw mCE of 50.0 %" in said
     assert "On a it is right on 12.5 % (AURRA 25.0 %)" in said
     assert "o apart with an AUPR of 40.0 %, chance being 25.0 %" in said
-    rows = dict((row[0], row[1:]) for row in summary(result, FACTS))
+    rows = {row[0]: row[1:] for row in summary(result, FACTS)}
     assert rows["mCE, raw"][0] == "50.0 %" and rows["mCE, AlexNet-normalised"][0] == "64.7 %"
     assert rows["ImageNet-A, AURRA"][0] == "25.0 %" and rows["ImageNet-O, AUPR"][0] == "40.0 %"
 
