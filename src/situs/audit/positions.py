@@ -10,6 +10,7 @@ from situs.analyze.positions import Look, grasp, look_at, to_json
 from situs.analyze.tables import tables_of
 from situs.audit.positions_probe import OWN, REMOVED, SHUFFLED, Probed, Reading, probe_places
 from situs.backbones.base import Backbone
+from situs.config import check_range
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.evaluate.consistency import Consistency, measure_consistency
@@ -20,6 +21,8 @@ RATIOS = (0.15, 0.5, 0.9)
 """γ of the shuffles: MJP's Table 1, half, nearly all."""
 SURE, UNSURE = 0.2, 0.9
 """Below the first share of a blind reader's error a place is known well, above the second not at all."""
+ROUNDING = 1e-5
+"""A share of a vector's length that float32 loses on its way through a model."""
 
 KINDS = {
     "table": "a vector added to each token",
@@ -69,6 +72,8 @@ def audit_positions(
     """
     backbone = model.backbone if isinstance(model, Method) else model
     backbone.require("tokens")
+    for ratio in ratios:  # before the long part
+        check_range("ratios", ratio, 0, 1, flag="--ratios")
     positions = model.sees_positions if isinstance(model, Method) else positions
     looks, no_vectors = _look(name, backbone, positions, seed)
     probed = probe_places(backbone, batches, positions=positions, seed=seed)
@@ -163,9 +168,13 @@ def _source(audit: PositionAudit) -> str:
 
 
 def _answers(audit: PositionAudit) -> str:
-    row = next(each for each in audit.shuffled if not each.told)
-    moved = row.diff_norm / row.clean_norm if row.clean_norm else 0.0
-    if moved < 1e-4:
+    # A mask of one patch has nothing to shuffle.
+    rows = [each for each in audit.shuffled if not each.told and each.masked > 1 and each.clean_norm]
+    if not rows:
+        return ""
+    row = rows[0]
+    moved = row.diff_norm / row.clean_norm
+    if max(each.diff_norm / each.clean_norm for each in rows) < ROUNDING:
         return f"Shuffled patches move its {audit.reads} not at all: the order of its patches is nothing to it."
     said = f"With {row.ratio:.0%} of the patches shuffled its {audit.reads} moves by {moved:.0%} of its length"
     return said + ("." if row.consistency is None else f", and {row.consistency:.0%} of its answers stay the same.")
