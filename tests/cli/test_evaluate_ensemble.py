@@ -26,10 +26,13 @@ def slow_mean(trained: Any) -> float:
 
 
 def test_two_runs(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "e.json"
-    assert main(["evaluate", "ensemble", str(trained.one), str(trained.two), "--out", str(out)]) == 0
+    folder = tmp_path / "look"
+    out = folder / "ensemble.json"
+    assert main(["evaluate", "ensemble", str(trained.one), str(trained.two), "--out", str(folder)]) == 0
     rows = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert rows == ["data", "top-1", "one", "two", "together"]
+    assert rows == ["data", "top-1,", "one", "two", "together", "Together", str(folder / "ensemble.html")]
+    assert sorted(path.suffix for path in folder.iterdir()) == [".html", ".json", ".png", ".png"]
+    assert "at least one is right on" in (folder / "ensemble.html").read_text()
     found = json.loads(out.read_text())
     assert found["together"]["top1"] == slow_mean(trained)
     assert (found["average"], list(found["alone"])) == ("softmax", ["one", "two"])
@@ -37,7 +40,7 @@ def test_two_runs(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
         single = tmp_path / f"{name}.json"
         assert main(["evaluate", "accuracy", str(getattr(trained, name)), "--out", str(single)]) == 0
         assert json.loads(single.read_text())["top1"] == found["alone"][name]["top1"]
-    words = [str(trained.one), str(trained.two), "--average", "logits", "--out", str(out)]
+    words = [str(trained.one), str(trained.two), "--average", "logits", "--out", str(folder)]
     assert main(["evaluate", "ensemble", *words]) == 0
     assert json.loads(out.read_text())["together"]["loss"] != found["together"]["loss"]
 

@@ -44,6 +44,20 @@ def test_it_is_the_mean_of_the_probabilities_by_hand() -> None:
     assert found.alone == {"a": evaluate_accuracy(sharp, batches()), "b": evaluate_accuracy(turned, batches())}
 
 
+def test_agreement_and_the_share_any_has_right_by_hand() -> None:
+    found = evaluate_ensemble({"a": sharp, "b": turned, "c": lambda x: -sharp(x)}, batches())
+    said = [[model(batch.images).argmax(-1) for batch in batches()] for model in (sharp, turned, lambda x: -sharp(x))]
+    a, b, c = (torch.cat(parts).tolist() for parts in said)
+    labels = torch.cat([batch.labels for batch in batches()]).tolist()
+    for i, one in enumerate((a, b, c)):
+        for j, two in enumerate((a, b, c)):
+            assert found.agreement[i][j] == pytest.approx(sum(x == y for x, y in zip(one, two, strict=True)) / 11)
+    assert found.agreement[0][2] == 0
+    right = sum(truth in answers for truth, *answers in zip(labels, a, b, c, strict=True))
+    assert found.any_right == pytest.approx(right / 11)
+    assert 0 < found.any_right < 1
+
+
 def test_softmax_and_logits_are_different_averages() -> None:
     sure, two = torch.tensor([10.0, 0.0, 0.0]), torch.tensor([-30.0, 1.0, 0.0])
     logits = torch.stack([sure, two])[:, None]

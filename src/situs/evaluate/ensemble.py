@@ -22,10 +22,16 @@ Average = Literal["softmax", "logits"]
 
 @dataclass(frozen=True)
 class Ensemble:
-    """The accuracy of each model by name, and of all together."""
+    """The accuracy of each model by name, and of all together.
+
+    agreement: the share of images on which two models give the same answer, [M][M] in the order of `alone`. any_right:
+    the share that at least one model has right, which no choice among their answers can pass.
+    """
 
     alone: dict[str, Accuracy]
     together: Accuracy
+    agreement: tuple[tuple[float, ...], ...]
+    any_right: float
 
 
 def combine(logits: Tensor, average: Average = "softmax") -> Tensor:
@@ -55,6 +61,7 @@ def evaluate_ensemble(
         raise SitusError("an ensemble needs at least one model")
     alone, together = {name: Tally() for name in models}, Tally()
     strangers: Tensor | None = None
+    shared: Tensor | None = None
     with evaluating(*models.values()):
         for given in _rows(models, batches):
             first = next(iter(given.values()))
@@ -66,10 +73,24 @@ def evaluate_ensemble(
                 other = _differs(first, batch)
                 strangers = other if strangers is None else strangers + other
             _check_classes(models, said)
-            together.add(combine(torch.stack(said), average), labels_of(first))
+            logits = torch.stack(said)
+            together.add(combine(logits, average), labels_of(first))
+            found = _agree(logits.argmax(dim=-1), labels_of(first))
+            shared = found if shared is None else shared + found
     if strangers is not None and sum_over_ranks(strangers).item():
         raise SitusError("the models of an ensemble were given different samples or labels: their data differs")
-    return Ensemble({name: tally.result() for name, tally in alone.items()}, together.result())
+    result = together.result()
+    assert shared is not None  # `result` has refused an empty set
+    agreement, any_right = sum_over_ranks(shared)[:-1] / result.count, float(shared[-1]) / result.count
+    pairs = tuple(map(tuple, agreement.view(len(models), -1).tolist()))
+    return Ensemble({name: tally.result() for name, tally in alone.items()}, result, pairs, any_right)
+
+
+def _agree(answers: Tensor, labels: Tensor) -> Tensor:
+    """answers: [M, B] -> [M * M + 1] float64: samples on which two models agree, and those that any has right."""
+    truth = labels if labels.dim() == 1 else labels.argmax(dim=-1)
+    same = (answers[:, None] == answers[None]).sum(dim=-1)
+    return torch.cat([same.flatten(), (answers == truth).any(dim=0).sum()[None]]).double()
 
 
 def _rows(models: Mapping[str, Model], batches: Any) -> Iterator[dict[str, Batch]]:
