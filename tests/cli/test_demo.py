@@ -27,7 +27,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 def test_progress_is_plain_lines_where_nobody_watches(ran: tuple[str, str]) -> None:
-    from situs.cli.demo_training import SECTIONS
+    from situs.cli.demo_learned import SECTIONS
 
     printed, _ = ran
     for number, name in enumerate(SECTIONS, start=1):
@@ -54,6 +54,24 @@ def test_the_page_shows_each_section_with_pictures(ran: tuple[str, str]) -> None
     assert [section.count("<figure>") > 0 for section in sections] == [False, *[True] * (len(sections) - 2), False]
     assert "situs demo --quick --seed 0" in page
     assert "Zalando SE" in page
+
+
+def test_the_page_carries_a_reconstruction_a_projection_a_grid_and_attention(ran: tuple[str, str]) -> None:
+    """Each with numbers of its own, below in the printed table too."""
+    printed, page = ran
+    sections = dict(re.findall(r"<h2>(.*?)</h2>(.*?)</section>", page, re.DOTALL))
+    assert sections["Jigsaw puzzles"].count("<figure>") == 3
+    assert sections["Who knows where a patch was"].count("<figure>") == 3
+    assert "principal components" in sections["Position embeddings and their PCA"]
+    assert "principal components" in sections["A map of the image that nobody drew"]
+    assert sections["Where the classifier looks"].count("<figure>") == 2
+    for line in (
+        r"MP3, puzzles without a mask\s+\d+\.\d % of patches right",
+        r"DropPos, mean of the position grid\s+\d+\.\d % \(chance 2\.0 %\)",
+        r"row and column read off MP3's position head\s+error \d\.\d\d patches",
+        r"sharpest head of the classifier\s+\d\.\d\d nats of 3\.91",
+    ):
+        assert re.search(line, printed), line
 
 
 def test_equivariance_holds_and_the_control_fails(ran: tuple[str, str]) -> None:

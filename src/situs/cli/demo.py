@@ -34,8 +34,8 @@ def run(args: Args) -> None:
         raise SitusError(f"out={args.out}: cannot make this folder ({error.strerror}) (--out)") from error
     progress = _Progress()
     with progress.step("loading torch and timm"):
+        from situs.cli.demo_learned import SECTIONS
         from situs.cli.demo_sections import Stage, summarise
-        from situs.cli.demo_training import SECTIONS
         from situs.report.html import Page
     stage = Stage(
         Page("Situs demo", lead="Position in transformers: what there is to see, on real images, in one page."),

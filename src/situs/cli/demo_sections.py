@@ -1,22 +1,22 @@
 """The sections of `situs demo`: each runs one thing that exists on the embedded images, and tells what it found.
 
 A section is a function of a `Stage`. It writes into `stage.page`, tells of long steps through `stage.say`, and
-returns its lines for the table printed at the end. Adding one is a function and a line in `LOOKS`, or in the dict of
-`demo_training` where it trains.
+returns its lines for the table printed at the end. Those here need no training; `demo_training` trains, and
+`demo_learned` looks at what was learned and holds the dict of all of them, `SECTIONS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from situs.analyze.projection import principal
 from situs.backbones import Backbone, Features, create_backbone
 from situs.core.masking import BlockRule, block_mask, block_noise_shape, count_of, jigsaw
 from situs.core.permutation import permute_rows, random_permutation
@@ -24,6 +24,7 @@ from situs.core.position import sincos_2d
 from situs.core.random import uniform
 from situs.core.tokens import patchify, take, unpatchify
 from situs.data.samples import Samples, load_samples
+from situs.methods.base import Method
 from situs.report import figures
 from situs.report.html import Page, Section
 
@@ -40,12 +41,13 @@ Lines = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Stage:
-    """What the sections share."""
+    """What the sections share. models: what they have trained, by name, for those that come after."""
 
     page: Page
     seed: int
     quick: bool
     say: Callable[[str], None]
+    models: dict[str, Method] = field(default_factory=dict)
 
     @cached_property
     def samples(self) -> Samples:
@@ -162,14 +164,7 @@ def show_positions(stage: Stage) -> Lines:
     table = stage.backbone.positions().table
     assert table is not None, f"{MODEL} has a position table"
     tables = {"sin-cos, fixed": sincos_2d(GRID, stage.backbone.dim), "learned, before training": table.detach()}
-    panels = {name: _project(values) for name, values in tables.items()}
-    drawn = figures.projections(
-        [
-            figures.Projection(name, points, *(f"{nth} component ({share:.0%} of variance)" for nth, share in axes))
-            for name, (points, axes) in panels.items()
-        ],
-        GRID,
-    )
+    drawn, shares = project(tables)
     section.figure(
         figures.png(drawn),
         f"The {PLACES} position vectors in the plane of their two largest principal components, neighbours in a "
@@ -184,18 +179,20 @@ def show_positions(stage: Stage) -> Lines:
         "How alike each place's vector is to the middle place's, (3, 3); the mean vector is subtracted.",
     )
     return [
-        (f"position table {name}", f"2 components hold {sum(share for _, share in axes):.0%} of its variance")
-        for name, (_, axes) in panels.items()
+        (f"position table {name}", f"2 components hold {share:.0%} of its variance") for name, share in shares.items()
     ]
 
 
-def _project(table: Tensor) -> tuple[Any, list[tuple[str, float]]]:
-    """A table [N, D] in its two largest components: points [N, 2], and each axis' name and share of variance."""
-    from sklearn.decomposition import PCA
-
-    pca = PCA(n_components=2, svd_solver="full")
-    points = pca.fit_transform(table.double().numpy())
-    return points, list(zip(("1st", "2nd"), pca.explained_variance_ratio_.tolist(), strict=True))
+def project(tables: dict[str, Tensor]) -> tuple[figures.Figure, dict[str, float]]:
+    """Position tables [N, D] in the plane of their two largest principal components, and the shares these hold."""
+    found = {name: principal(table, 2) for name, table in tables.items()}
+    panels = []
+    for name, (points, shares) in found.items():
+        labels = (
+            f"{nth} component ({share:.0%} of variance)" for nth, share in zip(("1st", "2nd"), shares, strict=True)
+        )
+        panels.append(figures.Projection(name, points, *labels))
+    return figures.projections(panels, GRID), {name: sum(shares) for name, (_, shares) in found.items()}
 
 
 def show_equivariance(stage: Stage) -> Lines:

@@ -1,4 +1,4 @@
-"""The demo's training section: MP3 on the embedded images, then a classifier with it and without it."""
+"""The demo's training: MP3 on the embedded images, then a classifier with it and without it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from situs.backbones import BackboneConfig
-from situs.cli.demo_sections import GRID, LOOKS, MODEL, PATCH, PLACES, Lines, Stage
-from situs.core.tokens import patchify, put_at, take, unpatchify
+from situs.backbones.config import PositionKind
+from situs.cli.demo_sections import GRID, MODEL, PATCH, PLACES, Lines, Stage
 from situs.data.augment import AugmentConfig
 from situs.data.loader import DataConfig, Loader, make_loader
 from situs.data.sources import open_source
 from situs.data.subset import Subset
 from situs.evaluate.hooks import Validation
-from situs.methods import MP3, Batch, MP3Config, SupervisedConfig
+from situs.methods import MP3Config, SupervisedConfig
 from situs.methods.base import Method
 from situs.report import figures
 from situs.train.checkpoint import RunFolder
@@ -50,7 +49,7 @@ QUICK = Length(images=512, epochs=1, labelled=100, finetune_epochs=2)
 
 
 def show_training(stage: Stage) -> Lines:
-    """Pretrains, fine-tunes with and without it, and lets the pretrained model solve jigsaw puzzles."""
+    """Pretrains, and fine-tunes with it and without it."""
     length = QUICK if stage.quick else Length()
     section = stage.page.section("MP3 learns where patches were, and that helps")
     section.text(
@@ -60,7 +59,7 @@ def show_training(stage: Stage) -> Lines:
         "and once from random weights, everything else being equal."
     )
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
-        pretrained, history = _pretrain(stage, length, Path(folder))
+        history = _pretrain(stage, length, Path(folder))
         curves = {
             name: _finetune(stage, length, Path(folder), name, source)
             for name, source in (("after MP3", Path(folder) / "mp3"), ("from random weights", None))
@@ -83,71 +82,66 @@ def show_training(stage: Stage) -> Lines:
         [[name, f"{100 * top:.1f} %"] for name, top in final.items()],
         "On 2,000 test images that neither training saw.",
     )
-    solved, right_share = _puzzles(stage, pretrained)
-    section.figure(
-        solved,
-        "Jigsaw puzzles of test images: the patches come in random order and without positions; each is put where the "
-        "model thinks it was, and patches that meet are averaged.",
-    )
     return [
         ("MP3, patches placed right", f"{100 * history[-1]['position_accuracy']:.1f} % (chance {100 / PLACES:.1f} %)"),
-        ("MP3, puzzles without a mask", f"{100 * right_share:.1f} % of patches right"),
         *((f"top-1 {name}", f"{100 * top:.1f} %") for name, top in final.items()),
     ]
 
 
-def _config(stage: Stage, method: Any, **fields: Any) -> RunConfig:
+def config_of(stage: Stage, method: Any, positions: PositionKind | None = None, **fields: Any) -> RunConfig:
+    """A run of the demo's small ViT on the embedded images."""
+    shape = {"embed_dim": 64, "depth": 3, "num_heads": 4}
     return RunConfig(
         method=method,
-        backbone=BackboneConfig(MODEL, patch_size=PATCH, model_args={"embed_dim": 64, "depth": 3, "num_heads": 4}),
+        backbone=BackboneConfig(MODEL, patch_size=PATCH, positions=positions, model_args=shape),
         data=DataConfig(path="samples", img_size=GRID[0] * PATCH, channels=1, batch=128, seed=stage.seed),
         augment=AugmentConfig(crop="pad", pad=2),
         **fields,
     )
 
 
-def _loader(config: RunConfig, count: int, split: str = "train") -> Loader:
+def load(config: RunConfig, count: int, split: str = "train", batch: int | None = None) -> Loader:
+    """`count` images: augmented for training, as they are for tests."""
+    data = config.data if batch is None else replace(config.data, batch=batch)
     source = Subset(open_source("samples", split, channels=1), count)
-    return make_loader(config.data, config.augment if split == "train" else None, source=source)
+    return make_loader(data, config.augment if split == "train" else None, source=source)
 
 
-def _pretrain(stage: Stage, length: Length, folder: Path) -> tuple[MP3, list[dict[str, Any]]]:
-    config = _config(
+def _pretrain(stage: Stage, length: Length, folder: Path) -> list[dict[str, Any]]:
+    config = config_of(
         stage,
         MP3Config(mask_ratio=0.5),
         optim=OptimConfig(lr=2e-3, warmup_epochs=1, min_lr=1e-5, clip=1.0),
         train=TrainConfig(epochs=length.epochs, log_every=2 if stage.quick else 35, seed=stage.seed),
     )
-    method = make_method(config, None)
-    assert isinstance(method, MP3)
-    history = _fit(stage, "pretraining", config, method, _loader(config, length.images), folder / "mp3")
-    return method, [row for row in history if "position_accuracy" in row]
+    stage.models["mp3"] = method = make_method(config, None)
+    history = train(stage, "pretraining", config, method, load(config, length.images), folder / "mp3")
+    return [row for row in history if "position_accuracy" in row]
 
 
 def _finetune(
     stage: Stage, length: Length, folder: Path, name: str, source: Path | None
 ) -> tuple[list[int], list[float]]:
     """Epochs and test accuracies."""
-    config = _config(
+    config = config_of(
         stage,
         SupervisedConfig(),
         optim=OptimConfig(lr=1e-3, warmup_epochs=2, clip=1.0),
         train=TrainConfig(epochs=length.finetune_epochs, log_every=100, seed=stage.seed),
     )
-    config = replace(config, data=replace(config.data, batch=50))
-    loader = _loader(config, length.labelled)
-    method = make_method(config, loader.classes)
+    loader = load(config, length.labelled, batch=50)
+    stage.models[name] = method = make_method(config, loader.classes)
     if source is not None:
         initialise(method.backbone, str(source), positions=False)
-    test = _loader(replace(config, data=replace(config.data, batch=500)), 2000, "test")
+    test = load(config, 2000, "test", batch=500)
     every = max(1, length.finetune_epochs // 6)
     look = Validation(test, every, "fp32")
-    history = _fit(stage, f"classifier {name}", config, method, loader, folder / name.replace(" ", "-"), look)
+    history = train(stage, f"classifier {name}", config, method, loader, folder / name.replace(" ", "-"), look)
     rows = [row for row in history if "val_top1" in row]
     return [round(row["epoch"]) for row in rows], [row["val_top1"] for row in rows]
 
 
-def _fit(
+def train(
     stage: Stage, what: str, config: RunConfig, method: Method, loader: Loader, folder: Path, *hooks: Any
 ) -> list[dict[str, Any]]:
     """Trains through the engine, quietly, and gives the log."""
@@ -173,34 +167,3 @@ class _Told:
         epochs = max(1, state.total // state.steps_per_epoch)
         if (state.epoch + 1) % max(1, epochs // 4) == 0:
             self.tell(state)
-
-
-@torch.no_grad()
-def _puzzles(stage: Stage, method: MP3) -> tuple[bytes, float]:
-    """A picture of puzzles and their solutions, and the share of patches put right over the test images."""
-    whole = method.at(0.0)
-    config = _config(stage, MP3Config(mask_ratio=0.0))
-    batch = next(iter(_loader(replace(config, data=replace(config.data, batch=500)), 500, "test")))
-    draws = whole.draw(batch.ids, seed=stage.seed, epoch=0)
-    guesses = whole(batch, draws).extras["logits"].argmax(dim=-1)
-    share = float((guesses == draws["order"]).float().mean())
-    images = stage.images[:8]
-    shown = Batch((images - 0.5) / 0.25, torch.arange(len(images)))
-    draws = whole.draw(shown.ids, seed=stage.seed, epoch=1)
-    guesses = whole(shown, draws).extras["logits"].argmax(dim=-1)
-    patches = take(patchify(images, PATCH), draws["order"])
-    solved, _ = put_at(patches, guesses, PLACES)
-    rows: list[Tensor] = [images, unpatchify(patches, GRID, PATCH), unpatchify(solved, GRID, PATCH)]
-    correct = (guesses == draws["order"]).float().mean(dim=1).tolist()
-    titles = [""] * (2 * len(images)) + [f"{100 * each:.0f} % right" for each in correct]
-    picture = figures.image_grid(
-        torch.cat(rows).numpy(),
-        titles,
-        columns=len(images),
-        row_titles=["image", "puzzle", "solution"],
-    )
-    return figures.png(picture), share
-
-
-SECTIONS: dict[str, Callable[[Stage], Lines]] = {**LOOKS, "MP3, and a classifier with and without it": show_training}
-"""All that the demo shows, in this order: the name that progress shows -> the section."""
