@@ -121,5 +121,5 @@ def test_defences_by_name(text: str, said: str) -> None:
 
 def test_attacks_by_name() -> None:
     assert create_attack("april").name == "april"
-    with pytest.raises(SitusError, match="april, .*matching, patchembed"):
+    with pytest.raises(SitusError, match=r"april, .*matching, patchembed"):
         create_attack("magic")

@@ -29,7 +29,7 @@ class MatchingConfig:
     """Of a guessed gradient from the one sent: its relative squared error, or the cosine distance; mean over names."""
 
     iterations: int = 1000
-    """Steps of the optimiser. The step size falls to a tenth after 3/8, 5/8 and 7/8 of them."""
+    """Steps of the optimiser. The step size falls to a tenth after 3/8, 5/8 and 7/8 of them, or of the time limit."""
 
     restarts: int = 1
     """Starts from other noise; the one with the least loss is kept, and nobody looks at the truth for that."""
@@ -128,7 +128,7 @@ def optimise(
                 loss, distance = objective(images)
                 [gradient] = torch.autograd.grad(loss.sum(), [images])
             best = _better(best, Found(loss.detach(), distance.detach(), images.detach(), done))
-            optimiser.param_groups[0]["lr"] = config.lr * _decay(done / config.iterations)
+            optimiser.param_groups[0]["lr"] = config.lr * _decay(max(done / config.iterations, watch.progress()))
             gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
             images.grad = gradient.sign() if config.signed else gradient
             optimiser.step()

@@ -30,17 +30,23 @@ class Watch:
         self.say, self.seconds, self.interrupted = say, seconds, False
         self._clock = clock
         self._end = None if seconds is None else clock() + seconds
-        self._turn = self._end
+        self._begun, self._turn = clock(), self._end
 
     def begin(self, left: int) -> None:
         """Opens a turn: one of `left` that are still to come, itself among them."""
         if self._end is not None:
-            now = self._clock()
+            now = self._begun = self._clock()
             self._turn = now + max(0.0, self._end - now) / left
 
     def over(self) -> bool:
         """Whether the turn is over; an attack asks this as often as it can."""
         return self.interrupted or (self._turn is not None and self._clock() >= self._turn)
+
+    def progress(self) -> float:
+        """The share of the turn's time that is gone; 0 without a time limit."""
+        if self._turn is None:
+            return 0.0
+        return (self._clock() - self._begun) / max(1e-9, self._turn - self._begun)
 
     def spent(self) -> bool:
         """Whether the whole audit must stop."""

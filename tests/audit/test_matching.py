@@ -1,0 +1,188 @@
+"""Gradient matching brings images back: one and several, with labels inferred, under defences; and what it costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from situs.audit import (
+    AprilOptimisation,
+    Clip,
+    Defence,
+    Knowledge,
+    MaskedJigsaw,
+    Matching,
+    MatchingConfig,
+    NoDefence,
+    NoPositionGradient,
+)
+from situs.audit.metrics import psnr
+from situs.audit.scoring import pictures_of
+from situs.audit.threat import victim_gradients
+from situs.audit.watch import Watch
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+
+SHAPE = {"depth": 2, "embed_dim": 32, "num_heads": 2}
+NORMALISATION = ((0.5,), (0.25,))
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Any:
+    """torch's own initialisation and places of unit spread, as the published MJP begins: gradients that tell much."""
+    torch.manual_seed(0)
+    given = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 10, "model_args": SHAPE}
+    made = create_backbone("vit_tiny_patch16_224", **given).eval()
+    for module in made.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
+            module.reset_parameters()
+    torch.nn.init.normal_(made.model.pos_embed)
+    return made
+
+
+def pictures(count: int, seed: int = 1) -> torch.Tensor:
+    """Smooth grey pictures in [0, 1], [count, 1, 8, 8]."""
+    coarse = torch.rand(count, 1, 3, 3, generator=torch.Generator().manual_seed(seed))
+    return torch.nn.functional.interpolate(coarse, size=8, mode="bilinear", align_corners=True)
+
+
+def attack(
+    backbone: Any,
+    real: torch.Tensor,
+    kind: type[Matching] = Matching,
+    defence: Defence | None = None,
+    batch: int = 1,
+    labels: list[int] | None = None,
+    watch: Watch | None = None,
+    local_steps: int = 1,
+    **settings: Any,
+) -> Any:
+    defence = defence or NoDefence()
+    x, y = (real - 0.5) / 0.25, torch.tensor(labels or [(3 * i + 1) % 10 for i in range(len(real))])
+    parts = zip(x.split(batch), y.split(batch), torch.arange(len(x)).split(batch), strict=True)
+    uploads = [victim_gradients(backbone, a, b, defence=defence, ids=i, local_steps=local_steps) for a, b, i in parts]
+    known = Knowledge(defence, batch, normalisation=NORMALISATION, local_steps=local_steps)
+    assert kind().missing(backbone, uploads[0], known) is None
+    return kind(MatchingConfig(**{"iterations": 120, **settings})).recover(backbone, uploads, known, watch)
+
+
+def quality(found: Any, real: torch.Tensor, batch: int = 1) -> float:
+    return float(psnr(pictures_of(found, real, batch, NORMALISATION), real[: len(found.facts) * batch]).min())
+
+
+@pytest.mark.parametrize("distance", ["l2", "cosine"])
+def test_one_image(backbone: Any, distance: str) -> None:
+    real = pictures(1)
+    found = attack(backbone, real, distance=distance)
+    assert quality(found, real) > 18
+    assert found.labels.tolist() == [[1]]
+    assert found.partial is None
+    assert found.facts[0]["iterations"] == 120 and found.facts[0]["distance"] < 1e-3
+
+
+def test_a_batch_whose_closed_form_fails(backbone: Any) -> None:
+    real = pictures(2)
+    found = attack(backbone, real, batch=2, iterations=200)
+    assert found.images.shape == (2, 1, 8, 8)
+    assert quality(found, real, 2) > float(psnr(real.flip(0), real).max()) + 5
+    assert found.labels.tolist() == [[1, 4]]
+
+
+def test_more_restarts_never_match_worse_and_change_nothing_else(backbone: Any) -> None:
+    real = pictures(2)
+    once, thrice = (attack(backbone, real, restarts=r, iterations=15, parallel=1) for r in (1, 3))
+    for one, three in zip(once.facts, thrice.facts, strict=True):
+        assert float(three["distance"]) < float(one["distance"]) * 1.01
+    assert len(thrice.images) == 2
+
+
+def test_together_as_in_turn(backbone: Any) -> None:
+    real = pictures(3)
+    single, mapped = (attack(backbone, real, iterations=3, signed=False, parallel=p) for p in (1, 8))
+    # Adam's first steps turn on the sign of a slope that may be all rounding: a few pixels go the other way.
+    apart = (single.images - mapped.images).abs()
+    assert float((apart > 1e-3).double().mean()) < 0.05
+    for one, other in zip(single.facts, mapped.facts, strict=True):
+        assert float(one["distance"]) == pytest.approx(float(other["distance"]), rel=0.01)
+
+
+def test_same_seed_same_images(backbone: Any) -> None:
+    first, second = (attack(backbone, pictures(1), iterations=5) for _ in range(2))
+    assert torch.equal(first.images, second.images)
+
+
+def test_without_the_table_it_still_finds_the_image(backbone: Any) -> None:
+    real = pictures(1)
+    assert quality(attack(backbone, real, defence=NoPositionGradient()), real) > 17
+
+
+@pytest.mark.parametrize("case", [{"defence": Clip(0.05, 0.0), "batch": 2}, {"local_steps": 3}], ids=["clip", "steps"])
+def test_clipping_and_local_steps_are_part_of_what_is_matched(backbone: Any, case: dict[str, Any]) -> None:
+    """That the gradients are the victim's own is settled in test_simulate; here they are descended on."""
+    real, batch = pictures(2), case.get("batch", 1)
+    found = attack(backbone, real, iterations=1, **case)
+    later = attack(backbone, real, iterations=8, **case)
+    for first, last in zip(found.facts, later.facts, strict=True):
+        assert float(last["distance"]) < float(first["distance"])
+    assert found.images.shape == real.shape and len(found.facts) == 2 // batch
+
+
+def test_mjp_hides_the_order_alone(backbone: Any) -> None:
+    """Every patch comes back; those of the mask in some order."""
+    from situs.audit.metrics import match_patches
+
+    real = pictures(1)
+    found = attack(backbone, real, defence=MaskedJigsaw(0.5))
+    seen = pictures_of(found, real, 1, NORMALISATION)
+    assert float(match_patches(seen, real.double(), 4).psnr) > 18
+
+
+def test_april_optimisation(backbone: Any) -> None:
+    real = pictures(1)
+    assert quality(attack(backbone, real, AprilOptimisation), real) > 17
+    sincos = create_backbone("vit_tiny_patch16_224", positions="sincos", model_args={"depth": 1})
+    assert "fixed or frozen" in str(AprilOptimisation().applies(sincos))
+    upload = victim_gradients(backbone, real, torch.tensor([1]), defence=NoPositionGradient())
+    assert "model.pos_embed is not sent" in str(AprilOptimisation().missing(backbone, upload))
+
+
+def test_the_second_term_is_the_cosine_of_the_table(backbone: Any) -> None:
+    table = "model.pos_embed"
+    guess, target = ({table: torch.randn(2, 1, 5, 32), "model.norm.weight": torch.randn(2, 32)} for _ in range(2))
+    plain, more = (kind(MatchingConfig(table=2.5)).measure(target, backbone) for kind in (Matching, AprilOptimisation))
+    cosine = torch.nn.functional.cosine_similarity(guess[table].flatten(1), target[table].flatten(1))
+    torch.testing.assert_close(more(guess), plain(guess) + 2.5 * (1 - cosine))
+
+
+def test_a_time_limit_keeps_the_uploads_done_so_far(backbone: Any) -> None:
+    real = pictures(3)
+    watch = Watch(seconds=0.05)
+    found = attack(backbone, real, watch=watch, parallel=1, iterations=5000)
+    assert len(found.facts) == len(found.images) == len(found.labels) == 1
+    assert found.partial is not None and found.partial.endswith("of 5,000 iterations")
+
+
+def test_without_labels_there_is_a_reason(backbone: Any) -> None:
+    upload = victim_gradients(backbone, pictures(1), torch.tensor([1]))
+    bare = {name: g for name, g in upload.items() if "head" not in name}
+    assert "labels" in str(Matching().missing(backbone, bare, Knowledge()))
+    assert Matching().missing(backbone, bare, Knowledge(labels=torch.tensor([[1]]))) is None
+
+
+def test_models_without_tokens_and_with_windows() -> None:
+    """A convolutional network, and Swin: any size that they take."""
+    torch.manual_seed(0)
+    for name, size in (("resnet10t", 32), ("swin_tiny_patch4_window7_224", 56)):
+        shape = {"depths": (1, 1, 1, 1), "embed_dim": 24} if name.startswith("swin") else {}
+        given = {"img_size": size, "model_args": {**shape, "window_size": 7}} if shape else {}
+        other = create_backbone(name, num_classes=5, **given).eval()
+        x = torch.randn(1, 3, size, size)
+        upload = victim_gradients(other, x, torch.tensor([2]))
+        known = Knowledge(size=(size, size))
+        found = Matching(MatchingConfig(iterations=2)).recover(other, [upload], known)
+        assert found.images.shape == x.shape and found.images.isfinite().all()
+        assert found.labels is not None and found.labels.tolist() == [[2]]
+    with pytest.raises(SitusError, match=r"Knowledge\.size"):
+        Matching().recover(create_backbone("resnet10t", num_classes=5), [upload])

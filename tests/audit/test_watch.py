@@ -1,0 +1,52 @@
+"""The clock: an even share for each turn, what is left goes on, Ctrl-C ends all."""
+
+from __future__ import annotations
+
+import pytest
+
+from situs.audit.watch import Watch
+from situs.errors import SitusError
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_turns_share_what_is_left() -> None:
+    clock = Clock()
+    watch = Watch(seconds=12, clock=clock)
+    watch.begin(3)
+    clock.now += 3.9
+    assert not watch.over()
+    assert watch.progress() == pytest.approx(3.9 / 4)
+    clock.now += 0.2
+    assert watch.over()
+    assert not watch.spent()
+    watch.begin(2)  # 7.9 s left for two
+    assert watch.progress() == 0
+    clock.now += 1  # a quick one
+    watch.begin(1)
+    clock.now += 6.8
+    assert not watch.over()
+    clock.now += 0.2
+    assert watch.over() and watch.spent()
+    watch.begin(1)
+    assert watch.over()
+    assert watch.reason == "the time limit of 12 s"
+
+
+def test_without_a_limit_only_ctrl_c_stops() -> None:
+    watch = Watch()
+    watch.begin(2)
+    assert not watch.over() and not watch.spent() and watch.progress() == 0
+    watch.interrupt()
+    assert watch.over() and watch.spent()
+    assert watch.reason == "Ctrl-C"
+
+
+def test_no_time_at_all_is_a_mistake() -> None:
+    with pytest.raises(SitusError, match="--time-limit"):
+        Watch(seconds=0)
