@@ -50,8 +50,8 @@ def test_references_are_known(looks: list[Look]) -> None:
     assert [row[0] for row in rows] == [
         "knows, learned table",
         "knows nothing, learned table",
-        "sin-cos of the same shape",
-        "random of the same shape",
+        "sin-cos (reference)",
+        "random (reference)",
     ]
     assert all(len(row) == len(header) for row in rows)
 

@@ -96,4 +96,4 @@ def test_references_have_the_shape_asked_for_and_are_the_same_twice() -> None:
     first, again = reference_tables(12, (3, 4), 26), reference_tables(12, (3, 4), 26)
     assert [tuple(table.shape) for table in first.values()] == [(12, 24), (12, 26)]
     assert all(torch.equal(first[name], again[name]) for name in first)
-    assert not torch.equal(first["random of the same shape"], reference_tables(12, (3, 4), 26, 1)[[*first][1]])
+    assert not torch.equal(first["random (reference)"], reference_tables(12, (3, 4), 26, 1)[[*first][1]])

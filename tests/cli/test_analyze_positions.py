@@ -24,7 +24,7 @@ def test_two_runs_side_by_side(trained: Any, tmp_path: Path, capsys: pytest.Capt
     assert (one["name"], one["kind"], one["grid"], one["note"]) == ("one", "learned table", [2, 2], None)
     assert mp3["note"] == "Its positions took no part in its training."
     assert one["regression"]["folds"] == 4  # as many as there are places
-    assert [each["name"] for each in numbers["references"]] == ["sin-cos of the same shape", "random of the same shape"]
+    assert [each["name"] for each in numbers["references"]] == ["sin-cos (reference)", "random (reference)"]
     pictures = {path.name for path in out.glob("*.png")}
     assert {"positions-pca-2d.png", "positions-pca-3d-2.png", "positions-energy.png"} <= pictures
     page = (out / "positions.html").read_text()

@@ -59,7 +59,7 @@ def reference_tables(count: int, grid: tuple[int, int], dim: int, seed: int = 0)
     """Tables of the same shape whose answers are known: sines and cosines of row and column, and random numbers."""
     noise = torch.randn(count, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     even = max(dim - dim % 4, 4)
-    return {"sin-cos of the same shape": sincos_2d(grid, even).double(), "random of the same shape": noise * 0.02}
+    return {"sin-cos (reference)": sincos_2d(grid, even).double(), "random (reference)": noise * 0.02}
 
 
 def _kind_of(rows: Tensor, grid: tuple[int, int], learned: bool) -> str:

@@ -158,8 +158,8 @@ def _source(audit: PositionAudit) -> str:
         return "" if last.left >= UNSURE else "All of that comes from what the patches show and their company."
     if content.left >= UNSURE:
         return (
-            f"Without the positions it errs by {content.error:.2f}: what the features know of place was told, and no "
-            "linear reader finds it in what the patches show."
+            f"Without the positions it errs by {content.error:.2f}: what the features know of place was told; in what "
+            f"the patches show, {audit.probed.fitted} images teach a linear reader to find none of it."
         )
     return (
         f"Without the positions it errs by {content.error:.2f}, from what the patches show; with positions under "

@@ -58,7 +58,8 @@ def _readings(section: Section, audit: PositionAudit, pictures: dict[str, bytes]
     probed = audit.probed
     section.text(
         f"Linear readers are fitted on the patch features of {probed.fitted} images and read {probed.tested} others, "
-        "at every depth: a ridge regression to row and column, and a linear discriminant over all places."
+        "at every depth: a ridge regression to row and column, and a linear discriminant over all places. Unlike the "
+        "regression on the places' vectors below, they have seen every place before, in other images."
         + (
             " With the positions removed only what the patches show is left; with the patches shuffled under their "
             "positions, only the positions are."
@@ -85,11 +86,11 @@ def _readings(section: Section, audit: PositionAudit, pictures: dict[str, bytes]
     rows: list[list[Cell]] = []
     header = ["after"]
     for condition in probed.readings:
-        header += [f"{SHORT[condition]} error", "R²", "named"]
+        header += [f"{SHORT[condition]} error", *["R²"] * (condition == OWN), "named"]
     for group in zip(*probed.readings.values(), strict=True):
         row: list[Cell] = [group[0].depth]
-        for each in group:
-            row += [f"{each.error:.2f}", f"{each.r2:.3f}", f"{each.right:.1%}"]
+        for condition, each in zip(probed.readings, group, strict=True):
+            row += [f"{each.error:.2f}", *[f"{each.r2:.3f}"] * (condition == OWN), f"{each.right:.1%}"]
         rows.append(row)
     section.table(header, rows, "Error in patches, mean of row and column; R² of both; named: the very place, of all.")
     if audit.hierarchical:

@@ -85,12 +85,14 @@ def _solid_sheet(axis: Any, panel: Sheet, points: np.ndarray, grid: tuple[int, i
     along, across, colours = _lines(points, grid, panel.colour)
     axis.add_collection3d(Line3DCollection(across, colors=PALE, linewidths=0.5))
     axis.add_collection3d(Line3DCollection(along, colors=list(colours), linewidths=1.2))
+    if len(points) <= DOTS:
+        axis.scatter(*points.T, s=6, color=INK, depthshade=False)
     low, high = points.min(axis=0), points.max(axis=0)
     pad = 0.03 * np.where(high > low, high - low, 1.0)
     axis.set(xlim=(low[0] - pad[0], high[0] + pad[0]), ylim=(low[1] - pad[1], high[1] + pad[1]))
     axis.set_zlim(low[2] - pad[2], high[2] + pad[2])
     axis.view_init(elev=24, azim=-58)
-    axis.set_box_aspect((1, 1, 0.85), zoom=1.12)
+    axis.set_box_aspect((1, 1, 0.85), zoom=1.06)
     for each, label in zip((axis.xaxis, axis.yaxis, axis.zaxis), panel.labels, strict=True):
         each.set_label_text(label, fontsize=LABEL, color=INK)
         each.set_ticklabels([])  # components have no unit, and the numbers would cover the sheet
@@ -213,8 +215,8 @@ def lines_by_name(
     axis.grid(color=FAINT, linewidth=0.6)
     if title:
         axis.set_title(title, fontsize=TITLE, color=INK, pad=8)
-    # Beside the lines, never on them.
-    axis.legend(frameon=False, fontsize=TICK, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    if len(series) > 1 or level is not None:  # beside the lines, never on them
+        axis.legend(frameon=False, fontsize=TICK, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
