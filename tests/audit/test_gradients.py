@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from situs.audit import create_attack, create_defence
+from situs.audit import Attack, Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
 from situs.audit.gradients import Audit, Step, audit_gradients, gate, summary, to_json, verdict
+from situs.audit.page import make_page
+from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.errors import SitusError
 
@@ -28,7 +30,7 @@ def audit(
         backbone,
         images,
         torch.arange(4),
-        [create_attack(name) for name in attacks.split(",")],
+        [create_attack(name, MatchingConfig(iterations=2)) for name in attacks.split(",")],
         [create_defence(name) for name in defences.split(",")],
         normalisation=NORMALISATION,
         step=Step(batch=batch),
@@ -115,3 +117,85 @@ def test_the_file_has_every_image_and_is_json() -> None:
     assert set(told["baselines"]) == {"mean image", "random pair"}
     made = {"batch": 1, "local_steps": 1, "dtype": "float32", "seed": 0, "labels_known": False, "epoch": 0}
     assert told["step"] == made
+
+
+class Slow(Matching):
+    """Interrupted in the midst of its search."""
+
+    def measure(self, target: Any, backbone: Any) -> Any:
+        plain, looks = super().measure(target, backbone), iter(range(100))
+
+        def distance(guess: Any) -> Any:
+            if next(looks) == 3:
+                raise KeyboardInterrupt
+            return plain(guess)
+
+        return distance
+
+
+class Cut(PatchEmbedding):
+    """Ctrl-C where nothing can be kept."""
+
+    def recover(self, *_: Any) -> Any:
+        raise KeyboardInterrupt
+
+
+def partial(attacks: list[Attack], watch: Watch, batch: int = 2) -> Audit:
+    torch.manual_seed(0)
+    fields = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": SHAPE}
+    backbone = create_backbone("vit_tiny_patch16_224", **fields).eval()
+    images = (torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
+    defences = [create_defence(name) for name in ("none", "noise")]
+    step = Step(batch=batch)
+    return audit_gradients(
+        backbone, images, torch.arange(4), attacks, defences, normalisation=NORMALISATION, step=step, watch=watch
+    )
+
+
+def test_ctrl_c_in_a_search_keeps_what_it_has() -> None:
+    watch = Watch()
+    found = partial([PatchEmbedding(), Slow(MatchingConfig(parallel=1))], watch)
+    assert watch.interrupted
+    assert [(p.attack, p.count) for p in found.pairs] == [("patchembed", 4), ("matching", 2)]
+    assert found.pairs[1].partial == "3 of 1,000 iterations, 2 of 4 images"
+    assert found.stopped == "Ctrl-C, after 1 of 4 pairs of attack and defence"
+    assert found.undone == [("patchembed", "noise σ=0.001"), ("matching", "noise σ=0.001")]
+    told = json.loads(json.dumps(to_json(found), allow_nan=False))
+    assert told["partial"] and told["pairs"][1]["partial"].startswith("3 of 1,000")
+    assert [row["image"] for row in told["pairs"][1]["images"]] == ["0", "1"]
+    assert told["not_attacked"][0] == {"attack": "patchembed", "defence": "noise σ=0.001"}
+    assert verdict(found).startswith("A partial result: stopped by Ctrl-C")
+    assert "noise σ=0.001: not attacked" in verdict(found)
+    page = make_page(found, {}).render()
+    assert "stopped after 3 of 1,000 iterations, 2 of 4 images" in page
+    assert "not attacked before the stop" in page
+
+
+def test_ctrl_c_in_a_closed_form_keeps_those_before() -> None:
+    found = partial([PatchEmbedding(), Cut()], Watch())
+    assert len(found.pairs) == 1 and len(found.undone) == 3
+    nothing = partial([Cut()], Watch())
+    assert nothing.pairs == [] and "before anything was attacked" in verdict(nothing)
+    assert to_json(nothing)["partial"] and "Verdict" in make_page(nothing, {}).render()
+
+
+def test_a_time_limit_is_shared() -> None:
+    """Both searches get a part of it, and neither all."""
+    found = partial([Matching(MatchingConfig(iterations=10**6))], Watch(seconds=1.5), batch=4)
+    assert [pair.count for pair in found.pairs] == [4, 4]
+    assert all("of 1,000,000 iterations" in str(pair.partial) for pair in found.pairs)
+    assert found.undone == []
+    assert str(found.stopped).startswith("the time limit of 1.5 s, after 0 of 2 pairs")
+
+
+def test_a_batch_of_matching_is_scored_in_the_best_order() -> None:
+    torch.manual_seed(0)
+    [pair] = audit("matching", "none", batch=2).pairs
+    assert pair.images is not None and pair.images.shape[0] == 4
+    assert not torch.equal(pair.images[0], pair.images[1])
+    assert [fact["labels_right"] for fact in pair.facts] == [2, 2, 2, 2]
+
+
+def test_images_must_fill_their_batches() -> None:
+    with pytest.raises(SitusError, match="4 images do not make whole batches of 3"):
+        audit("patchembed", "none", batch=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from situs.audit.adapter import adapt
 from situs.audit.april import April
 from situs.audit.april_optimise import AprilOptimisation
 from situs.audit.attack import Attack, Knowledge, Recovery
@@ -82,6 +83,7 @@ __all__ = [
     "Noise",
     "PatchEmbedding",
     "Recovery",
+    "adapt",
     "create_attack",
     "create_defence",
     "victim_gradients",

@@ -1,0 +1,123 @@
+"""A user's own module: closed forms where its stem is what the names say, matching always, reasons and mistakes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from situs.audit import Knowledge, MaskedJigsaw, Matching, MatchingConfig, NoPositionGradient, PatchEmbedding, adapt
+from situs.audit.gradients import audit_gradients
+from situs.audit.stem import Stem, require_stem
+from situs.audit.threat import NoDefence, victim_gradients
+from situs.errors import SitusError
+
+
+class Own(nn.Module):
+    """A small transformer with nothing of ours or timm's. flat: a matrix over patches; planes: channel by channel."""
+
+    def __init__(self, kind: str = "convolution", norm: bool = False, chans: int = 3) -> None:
+        super().__init__()
+        self.kind, self.side = kind, 4
+        values = self.side * self.side * chans
+        self.patches = nn.Conv2d(chans, 24, 4, 4) if kind == "convolution" else nn.Linear(values, 24)
+        self.norm = nn.LayerNorm(24) if norm else nn.Identity()
+        self.cls, self.places = nn.Parameter(torch.randn(1, 1, 24)), nn.Parameter(torch.randn(1, 5, 24))
+        self.block = nn.TransformerEncoderLayer(24, 2, 48, dropout=0.0, batch_first=True, activation="gelu")
+        self.out = nn.Linear(24, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "convolution":
+            tokens = self.patches(x).flatten(2).transpose(1, 2)
+        else:
+            cells = x.unfold(2, 4, 4).unfold(3, 4, 4)  # [B, C, h, w, 4, 4]
+            order = (0, 2, 3, 4, 5, 1) if self.kind == "pixels" else (0, 2, 3, 1, 4, 5)
+            tokens = self.patches(cells.permute(order).flatten(3).flatten(1, 2))
+        tokens = torch.cat([self.cls.expand(len(x), -1, -1), self.norm(tokens)], dim=1) + self.places
+        return self.out(self.block(tokens)[:, 0])
+
+
+def module(*args: Any, **fields: Any) -> Own:
+    torch.manual_seed(0)
+    return Own(*args, **fields)
+
+
+X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("kind", ["convolution", "pixels", "planes"])
+def test_named_stems_leak_every_pixel(kind: str) -> None:
+    backbone = adapt(module(kind), 8, weight="patches.weight", table="places")
+    assert require_stem(backbone) == Stem("model.patches.weight", "model.patches.bias", "model.places", 1, (4, 4), kind)
+    assert (backbone.grid, backbone.dim, backbone.num_prefix) == ((2, 2), 24, 1)
+    upload = victim_gradients(backbone, X, torch.tensor([2]))
+    found = PatchEmbedding().recover(backbone, [upload])
+    assert float((found.images - X).norm() / X.norm()) < 1e-2
+
+
+def test_gradients_are_those_of_the_module_itself() -> None:
+    own = module()
+    upload = victim_gradients(adapt(own, 8), X, torch.tensor([2]))
+    nn.functional.cross_entropy(own(X), torch.tensor([2])).backward()
+    for name, parameter in own.named_parameters():
+        torch.testing.assert_close(upload[f"model.{name}"], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_matching_needs_no_names() -> None:
+    backbone = adapt(module(), 8)
+    assert "not named" in str(PatchEmbedding().applies(backbone))
+    upload = victim_gradients(backbone, X, torch.tensor([2]))
+    found = Matching(MatchingConfig(iterations=3, restarts=2)).recover(backbone, [upload], Knowledge())
+    assert found.images.shape == X.shape
+    assert found.labels is not None and found.labels.tolist() == [[2]]
+
+
+def test_names_are_measured_and_not_believed() -> None:
+    hidden = adapt(module(norm=True), 8, weight="patches.weight", table="places")
+    assert "not simply added behind a linear patch embedding" in str(PatchEmbedding().applies(hidden))
+    other = adapt(module(), 8, weight="out.weight", table="places")
+    assert "not those of a patch embedding" in str(PatchEmbedding().applies(other))
+    frozen = module()
+    frozen.places.requires_grad_(False)
+    assert "model.places is frozen" in str(
+        PatchEmbedding().applies(adapt(frozen, 8, weight="patches.weight", table="places"))
+    )
+
+
+def test_an_audit_of_it_with_the_defences() -> None:
+    backbone = adapt(module(), 8, weight="patches.weight", table="places")
+    found = audit_gradients(
+        backbone,
+        X.clamp(-1, 1),
+        torch.tensor([2]),
+        [PatchEmbedding()],
+        [NoDefence(), NoPositionGradient(), MaskedJigsaw()],
+        normalisation=((0.5,) * 3, (0.5,) * 3),
+    )
+    plain, withheld, jigsaw = found.pairs
+    assert plain.exact == 1
+    assert "model.places is not sent" in str(withheld.reason)
+    assert "runs only as a whole" in str(jigsaw.reason)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"weight": "patches.weight"}, "table=None"),
+        ({"weight": "patch.weight", "table": "places"}, "weight=patch.weight"),
+        ({"img_size": 12}, "does not take images"),
+        ({"in_chans": 1}, "does not take images"),
+    ],
+)
+def test_mistakes(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(SitusError, match=said):
+        adapt(module(), **{"img_size": 8, **fields})
+
+
+def test_what_gives_no_logits_is_refused() -> None:
+    with pytest.raises(SitusError, match=r"logits \[1, classes\]"):
+        adapt(nn.Conv2d(3, 4, 3), 8)
+    with pytest.raises(SitusError, match="runs only as a whole"):
+        adapt(module(), 8).embed(X)

@@ -1,0 +1,127 @@
+"""Every attack against every defence: a reason or a recovery, the same each time, finite, with no image in sight."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from situs.audit import ATTACKS, DEFENCES, Attack, Knowledge, MatchingConfig, create_attack, create_defence
+from situs.audit.attack import Recovery
+from situs.audit.gradients import Audit, Step, audit_gradients, gate, to_json, verdict
+from situs.audit.page import make_page, table
+from situs.audit.threat import victim_gradients
+from situs.backbones import create_backbone
+
+SHAPE = {"depth": 2, "embed_dim": 32, "num_heads": 2}
+NORMALISATION = ((0.5,) * 3, (0.25,) * 3)
+QUICK = MatchingConfig(iterations=2)
+IMAGES = (torch.rand(4, 3, 16, 12, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25  # 4 x 3 patches
+LABELS = torch.tensor([4, 0, 2, 2])
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Any:
+    torch.manual_seed(0)
+    given = {"img_size": (16, 12), "patch_size": 4, "num_classes": 5, "model_args": SHAPE}
+    return create_backbone("vit_tiny_patch16_224", **given).eval()
+
+
+def uploads(backbone: Any, defence: str, batch: int) -> list[dict[str, torch.Tensor]]:
+    parts = zip(IMAGES.split(batch), LABELS.split(batch), torch.arange(4).split(batch), strict=True)
+    return [victim_gradients(backbone, x, y, defence=create_defence(defence), ids=i) for x, y, i in parts]
+
+
+def recover(backbone: Any, attack: Attack, defence: str, batch: int) -> Recovery | str:
+    """The recovery of what is sent, or the reason why there is none."""
+    sent = uploads(backbone, defence, batch)
+    known = Knowledge(create_defence(defence), batch, normalisation=NORMALISATION)
+    reason = attack.applies(backbone) or attack.missing(backbone, sent[0], known)
+    return attack.recover(backbone, sent, known) if reason is None else reason
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("defence", DEFENCES)
+@pytest.mark.parametrize("name", ATTACKS)
+def test_reason_or_recovery(name: str, defence: str, batch: int, backbone: Any) -> None:
+    before = {n: p.clone() for n, p in backbone.named_parameters()}
+    found = recover(backbone, create_attack(name, QUICK), defence, batch)
+    if isinstance(found, str):
+        assert found and not found.endswith(".")
+        return
+    count = 4 // batch
+    assert found.images.shape[0] in (count, 4)  # one an upload, or all
+    assert found.images.shape[1:] == IMAGES.shape[1:]
+    assert found.images.isfinite().all()
+    assert not found.images.requires_grad
+    assert len(found.facts) == count
+    assert found.partial is None
+    again = recover(backbone, create_attack(name, QUICK), defence, batch)
+    assert isinstance(again, Recovery)
+    assert torch.equal(found.images, again.images)
+    assert found.facts == again.facts
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in backbone.named_parameters())
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_what_an_attack_is_given(name: str, backbone: Any) -> None:
+    """A model, gradients by name, and what the threat model says: no argument could hold an image."""
+    kind = ATTACKS[name]
+    assert kind.name == name and kind.about and not kind.about.endswith(".")
+    assert list(inspect.signature(kind.recover).parameters) == ["self", "backbone", "uploads", "known", "watch"]
+    told = Knowledge(batch=1)
+    held = [value for value in vars(told).values() if isinstance(value, torch.Tensor)]
+    assert held == []  # not even labels, unless they are given
+    assert set(kind().reads(backbone)) <= {n for n, _ in backbone.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_other_images_with_the_same_gradients_change_nothing(name: str, backbone: Any) -> None:
+    """What comes back depends on what was sent alone: garbage in, the same garbage out, twice."""
+    sent = {n: torch.randn(p.shape, generator=torch.Generator().manual_seed(3)) for n, p in backbone.named_parameters()}
+    attack = create_attack(name, QUICK)
+    one, two = (attack.recover(backbone, [sent], Knowledge(normalisation=NORMALISATION)) for _ in range(2))
+    assert torch.equal(one.images, two.images)
+    assert one.images.isfinite().all()
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def whole(backbone: Any, request: pytest.FixtureRequest) -> Audit:
+    return audit_gradients(
+        backbone,
+        IMAGES,
+        LABELS,
+        [create_attack(name, QUICK) for name in ATTACKS],
+        [create_defence(name) for name in DEFENCES],
+        normalisation=NORMALISATION,
+        step=Step(batch=request.param),
+    )
+
+
+def test_the_whole_audit_is_figures_and_reasons(whole: Audit) -> None:
+    assert len(whole.pairs) == len(ATTACKS) * len(DEFENCES)
+    for pair in whole.pairs:
+        if pair.reason is not None:
+            assert not pair.scores
+            continue
+        assert pair.count == 4 and len(pair.facts) == 4
+        figures = [value for values in pair.scores.values() for value in values or ()]
+        assert torch.tensor(figures).isfinite().all()
+    assert whole.stopped is None and whole.undone == []
+    assert verdict(whole) and gate(whole, "psnr=300") == []
+    header, rows = table(whole)
+    assert all(len(row) == len(header) for row in rows)
+    assert not to_json(whole)["partial"]
+    some = replace(whole, pairs=whole.pairs[:4])  # pictures take time
+    assert "What would reduce the leak" in make_page(some, {}).render()
+
+
+def test_half_precision_is_attacked_too(backbone: Any) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        upload = victim_gradients(backbone, IMAGES[:1], LABELS[:1], dtype=dtype)
+        for name in ATTACKS:
+            found = create_attack(name, QUICK).recover(backbone, [upload], Knowledge(normalisation=NORMALISATION))
+            assert found.images.isfinite().all()
