@@ -107,9 +107,15 @@ def _lead(found: Survey, shown: Shown) -> str:
     return (
         f"In layer {shown.layer + 1} {whose} puts {100 * shown.brightest_tenth:.0f} % of its attention to patches on a "
         f"tenth of them. The sharpest of {layers * heads} heads is {_head(low, heads)} ({_nats(found, low)}), the "
-        f"widest {_head(high, heads)} ({_nats(found, high)}). {local} heads are local: they look less than half as "
-        "far as even attention would."
+        f"widest {_head(high, heads)} ({_nats(found, high)}). {_locals(local)} less than half as far as even "
+        "attention would."
     )
+
+
+def _locals(count: int) -> str:
+    if count == 0:
+        return "No head is local: none looks"
+    return "One head is local: it looks" if count == 1 else f"{count} heads are local: they look"
 
 
 def _head(index: int, heads: int) -> str:
