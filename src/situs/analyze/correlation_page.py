@@ -19,6 +19,12 @@ COLUMNS = {
     "within": "1 image",
     "across_same": "2 images, same place",
     "across": "2 images",
+}
+HEAD = {
+    "within_near": "near",
+    "within": "1 image",
+    "across_same": "same place",
+    "across": "2 images",
     "position": "shared place",
     "image": "shared image",
 }
@@ -72,8 +78,8 @@ def overview(found: Mapping[str, Correlation]) -> tuple[list[str], list[list[Cel
     rows: list[list[Cell]] = []
     for depth, each in found.items():
         summary = each.summary
-        rows.append([depth, *(f"{summary[key]:.3f}" for key in COLUMNS)])
-    return ["after", *COLUMNS.values()], rows
+        rows.append([depth, *(f"{summary[key]:.3f}" for key in HEAD)])
+    return ["after", *HEAD.values()], rows
 
 
 def to_json(found: Mapping[str, Correlation]) -> dict[str, Any]:
@@ -129,10 +135,7 @@ def _distance(section: Section, found: Correlation, depth: str, pictures: dict[s
 
 def _depths(section: Section, found: Mapping[str, Correlation], pictures: dict[str, bytes]) -> None:
     names = [depth.replace("embedding", "embed") for depth in found]
-    series = {
-        COLUMNS[key]: (range(len(names)), [each.summary[key] for each in found.values()])
-        for key in ("within_near", "within", "across_same", "across")
-    }
+    series = {COLUMNS[key]: (range(len(names)), [each.summary[key] for each in found.values()]) for key in COLUMNS}
     drawn = places.lines_by_name(series, names, "after block", "mean Pearson correlation")
     pictures["layers"] = figures.png(drawn)
     section.figure(
@@ -141,8 +144,8 @@ def _depths(section: Section, found: Mapping[str, Correlation], pictures: dict[s
     )
     section.table(
         *overview(found),
-        "Means over pairs of places. Shared place: what two images gain when the place is the same (third less "
-        "fourth). Shared image: what two places gain when the image is the same (second less fourth).",
+        "Near: neighbours in one image. Same place: in two images. Shared place: what two images gain when the "
+        "place is the same (third less fourth). Shared image: what two places gain when the image is the same (second less fourth).",
     )
 
 
