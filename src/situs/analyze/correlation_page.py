@@ -145,7 +145,8 @@ def _depths(section: Section, found: Mapping[str, Correlation], pictures: dict[s
     section.table(
         *overview(found),
         "Near: neighbours in one image. Same place: in two images. Shared place: what two images gain when the "
-        "place is the same (third less fourth). Shared image: what two places gain when the image is the same (second less fourth).",
+        "place is the same (third less fourth). Shared image: what two places gain when the image is the same (second "
+        "less fourth).",
     )
 
 
