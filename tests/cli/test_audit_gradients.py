@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +100,182 @@ def test_a_wrong_lpips_file(photographs: Path, tmp_path: Path, capsys: pytest.Ca
     words = ["audit", "gradients", NAME, "--images", str(photographs), "--lpips", str(tmp_path / "w.safetensors")]
     assert main(words) == 2
     assert "sha256" in capsys.readouterr().err
+
+
+MODULE = """
+import torch
+from torch import nn
+from situs.audit import adapt
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.patch, self.table = nn.Conv2d(3, 24, 4, 4), nn.Parameter(torch.randn(1, 16, 24))
+        self.block, self.out = nn.TransformerEncoderLayer(24, 2, 48, 0.0, batch_first=True), nn.Linear(24, 6)
+
+    def forward(self, x):
+        return self.out(self.block(self.patch(x).flatten(2).transpose(1, 2) + self.table).mean(dim=1))
+
+
+def named():
+    return adapt(Net(), 16, weight="patch.weight", table="table", normalisation=((0.5,) * 3, (0.25,) * 3))
+
+
+def bare():
+    return Net()
+
+
+def number():
+    return 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module of the user's own, importable from the folder the command is run in."""
+    name = f"own_net_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return name
+
+
+def test_a_users_own_module(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", "gradients", f"{own}:named", "--images", str(photographs), "--count", "2"]
+    assert main([*words, "--defence", "none,mjp", "--attack", "patchembed"]) == 0
+    shown = capsys.readouterr().out
+    assert "none: 2 of 2 images recovered exactly" in shown
+    assert "runs only as a whole" in shown
+    told = json.loads(Path("audit/gradients.json").read_text())
+    assert told["model"] == f"{own}:named" and told["weights"] == "its own"
+
+
+def test_a_bare_module_is_matched(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", "gradients", f"{own}:bare", "--images", str(photographs), "--count", "2", "--batch", "2"]
+    settings = ["--attack", "patchembed,matching", "--defence", "none", "--iterations", "2", "--img-size", "16"]
+    assert main([*words, *settings]) == 0
+    shown = capsys.readouterr()
+    assert "are not named" in shown.out
+    assert "matching: iteration 2 of 2" in shown.err
+    first, second = json.loads(Path("audit/gradients.json").read_text())["pairs"]
+    assert not first["applies"] and second["images"][0]["labels_right"] == 2
+    assert "2 of 2 labels inferred rightly" in Path("audit/report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("which", "words", "said"),
+    [
+        ("{own}:bare", [], "--img-size"),
+        ("{own}:number", [], "gives int"),
+        ("{own}:absent", [], "package.module:function"),
+        ("no_such_package.module:make", [], "package.module:function"),
+        ("{own}:named", ["--weights", "x.safetensors"], "--weights"),
+        ("{own}:named", ["--img-size", "32"], "--img-size"),
+        ("{own}:named", ["--count", "3", "--batch", "2"], "--batch"),
+        ("{own}:named", ["--time-limit", "0"], "--time-limit"),
+        ("{own}:named", ["--iterations", "0"], "--iterations"),
+    ],
+)
+def test_mistakes_with_an_own_module(
+    which: str, words: list[str], said: str, own: str, photographs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", "gradients", which.format(own=own), "--images", str(photographs), *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_time_limit_leaves_a_whole_report(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", "gradients", f"{own}:named", "--images", str(photographs), "--count", "2", "--batch", "2"]
+    settings = ["--attack", "matching", "--defence", "none", "--iterations", "1000000", "--time-limit", "2"]
+    assert main([*words, *settings, "--labels", "known"]) == 0
+    assert "A partial result: stopped by the time limit of 2 s" in capsys.readouterr().out
+    told = json.loads(Path("audit/gradients.json").read_text())
+    assert told["partial"] and told["labels"] == "known"
+    assert len(told["pairs"][0]["images"]) == 2
+    assert "labels_right" not in told["pairs"][0]["images"][0]
+    assert "of 1,000,000 iterations" in Path("audit/report.html").read_text()
+
+
+def test_ctrl_c_leaves_a_whole_report(own: str, photographs: Path) -> None:
+    """A real signal to a real process, once its search has begun."""
+    words = ["audit", "gradients", f"{own}:named", "--images", str(photographs), "--count", "2", "--batch", "2"]
+    settings = ["--attack", "patchembed,matching", "--defence", "none,noise", "--iterations", "10000"]
+    command = [sys.executable, "-m", "situs", *words, *settings]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None and process.stdout is not None
+        while "matching: iteration" not in (line := process.stderr.readline()):
+            assert line, "it ended before it began"
+        process.send_signal(signal.SIGINT)
+        shown = process.stdout.read()
+        assert process.wait(60) == 130
+    assert "A partial result: stopped by Ctrl-C, after 1 of 4 pairs" in shown
+    told = json.loads(Path("audit/gradients.json").read_text())
+    assert told["stopped"].startswith("Ctrl-C") and len(told["not_attacked"]) == 2
+    assert [pair["attack"] for pair in told["pairs"]] == ["patchembed", "matching"]
+    assert "stopped after" in Path("audit/report.html").read_text()
+
+
+def test_a_locked_model_leaks_all_the_same(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The lock permutes what lies between the blocks; embedding and positions, which the attack reads, are clear."""
+    pytest.importorskip("cryptography")
+    export, key, locked = (str(tmp_path / name) for name in ("export", "owner.key", "locked"))
+    assert main(["export", str(trained.one), "--to", export]) == 0
+    assert main(["key", "new", "--out", key]) == 0
+    assert main(["lock", export, "--key", key, "--out", locked]) == 0
+    words = ["audit", "gradients", locked, "--images", str(trained.data), "--count", "2", "--defence", "none"]
+    capsys.readouterr()
+    assert main([*words, "--attack", "patchembed", "--out", str(tmp_path / "audit")]) == 0
+    assert "2 of 2 images recovered exactly" in capsys.readouterr().out
+    assert "locked with the key" in (tmp_path / "audit" / "report.html").read_text()
+    assert main(["lock", export, "--key", key, "--out", f"{locked}-sealed", "--seal"]) == 0
+    assert main(["audit", "gradients", f"{locked}-sealed", "--images", str(trained.data)]) == 2
+    assert "is sealed" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def mjp_run(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from situs.config import from_dict
+    from situs.train.run import RunConfig, train_run
+
+    shape = {"depth": 2, "embed_dim": 32, "num_heads": 2}
+    config = from_dict(
+        RunConfig,
+        {
+            # Patches are shuffled from the second epoch on: at epoch 0 nothing is masked.
+            "method": {"name": "mjp", "mask_ratio": 0.4, "start_epoch": 1, "unknown_std": 0.7},
+            "backbone": {"name": "vit_tiny_patch16_224", "patch_size": 2, "model_args": shape},
+            "data": {"path": str(trained.data), "img_size": 8, "batch": 12, "workers": 0},
+            "optim": {"lr": 1e-2, "warmup_epochs": 0},
+            "train": {"epochs": 2, "seed": 0, "precision": "fp32", "log_every": 2},
+        },
+    )
+    out = tmp_path_factory.mktemp("mjp") / "run"
+    train_run(config, out=out, device="cpu")
+    return out
+
+
+def test_a_run_of_mjp_is_audited_with_its_own_method(
+    mjp_run: Path, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What it trained (E_unk, DAL) makes the gradients, at its last epoch; no defence needs to be named for that."""
+    import torch
+
+    from situs.audit.threat import hidden_places, victim_gradients
+    from situs.audit.victim import open_victim
+
+    victim = open_victim(str(mjp_run))
+    method: Any = victim.trains
+    assert victim.epoch == 1 and "own method, mjp" in victim.notes["trained by"]
+    assert method.unknown.std() > 0.3
+    x, y = torch.randn(1, 3, 8, 8), torch.tensor([1])
+    sent = victim_gradients(method, x, y, epoch=victim.epoch)
+    mask = method.draw(torch.tensor([0]), seed=0, epoch=1)["mask"][0]
+    assert mask.any()
+    assert torch.equal(hidden_places(sent["model.pos_embed"][0, 1:]), mask)
+    assert float(sent["unknown"].abs().sum()) > 0
+    words = ["audit", "gradients", str(mjp_run), "--images", str(trained.data), "--count", "2"]
+    assert main([*words, "--attack", "patchembed", "--defence", "none,mjp=0", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "none: at least" in shown  # MJP is at work although no defence is named
+    assert "mjp γ=0: at least 2 of 2 images recovered exactly" in shown  # its own DAL, subtracted
+    assert "own method, mjp" in (tmp_path / "report.html").read_text()

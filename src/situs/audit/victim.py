@@ -49,19 +49,13 @@ def open_victim(
     classes: of the new classifier that a model without one gets, because a client's loss needs one. seed: of random
     weights.
     """
+    notes = _lock_notes(source)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if names_factory(source):
             subject = _open_factory(source, weights, img_size, device)
         else:
             subject = _open_model(source, weights, img_size, classes, device)
-    notes = {}
-    if (Path(source) / MANIFEST).is_file():
-        manifest = read_manifest(Path(source), None)
-        notes["lock"] = (
-            f"locked with the key {manifest.key_id}: the channels between the blocks are permuted; the patch embedding "
-            "and the positions, which the closed forms read, are not"
-        )
     method = subject.method
     if method is None or not method.needs_labels:
         return Victim(subject, subject.backbone, 0, notes)
@@ -135,6 +129,23 @@ def _open_model(
     file = None if weights == RANDOM else weights
     backbone = create_backbone(source, img_size=img_size, weights=file, num_classes=classes)
     return replace(subject, backbone=backbone.to(device).eval())
+
+
+def _lock_notes(source: str) -> dict[str, str]:
+    """What a lock means here, for a folder that `situs lock` wrote; a sealed one is refused."""
+    folder = Path(source)
+    if not (folder / MANIFEST).is_file():
+        return {}
+    manifest = read_manifest(folder, None)
+    if manifest.sealed:
+        raise SitusError(
+            f"{source}: is sealed, and without its key there is no model to train: unlock it first (MODEL)"
+        )
+    said = (
+        f"locked with the key {manifest.key_id}: the channels between the blocks are permuted; the patch embedding and "
+        "the positions, which the closed forms read, are not"
+    )
+    return {"lock": said}
 
 
 def _last_epoch(run: str) -> int:
