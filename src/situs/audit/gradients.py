@@ -254,8 +254,9 @@ def verdict(audit: Audit) -> str:
         mean = mean_of(best.scores["psnr"] or [0.0]).mean
         steps = "one step" if audit.step.local_steps == 1 else f"{audit.step.local_steps} local steps"
         found = "at least " * best.lower_bound + f"{best.exact} of {best.count} images recovered exactly from {steps}"
+        seen = f"{sum(best.scores['reidentified'] or ()):.0f} of {best.count} re-identified"
         open_end = "; a lower bound, see below" * best.lower_bound
-        lines.append(f"{defence}: {found} (best attack {best.attack}, mean PSNR {mean:.1f} dB{open_end}).")
+        lines.append(f"{defence}: {found} (best attack {best.attack}, mean PSNR {mean:.1f} dB, {seen}{open_end}).")
     guesses = [f"{name} {mean_of(s['psnr'] or [0.0]).mean:.1f} dB" for name, s in audit.baselines.items()]
     stopped = [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
     return " ".join([*stopped, *lines, f"Without any gradient: {', '.join(guesses)}."])

@@ -139,7 +139,7 @@ def _lock_notes(source: str) -> dict[str, str]:
     manifest = read_manifest(folder, None)
     if manifest.sealed:
         raise SitusError(
-            f"{source}: is sealed, and without its key there is no model to train: unlock it first (MODEL)"
+            f"{source}: is sealed, and without its key there is no model to train; unlock it first"
         )
     said = (
         f"locked with the key {manifest.key_id}: the channels between the blocks are permuted; the patch embedding and "
