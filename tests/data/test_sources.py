@@ -178,7 +178,12 @@ def test_the_embedded_samples():
         (lambda p: (p / "e").mkdir(), "e", None, r"e: holds no images .*\(--data\)"),
         (lambda p: write(p / "e/readme.md", b""), "e", None, "e: holds no images"),
         (lambda p: write(p / "x.zip", b""), "x.zip", None, r"x.zip: must be a folder, a .parquet or a .tar file"),
-        (lambda p: write(p / "f/a.png", png()), "f", "val", "has no split 'val', it is not split"),
+        (
+            lambda p: write(p / "f/a.png", png()),
+            "f",
+            "val",
+            "has no split 'val', it is not split and 'train' means all of it",
+        ),
         (lambda p: write(p / "f/train/a/a.png", png()), "f", "test", "has no split 'test', it has train"),
         (lambda p: write(p / "f/a.png", png()), "f", "dev", r"split='dev': must be one of train, val, test"),
         (lambda p: write(p / "f/x.parquet", b"PAR1 no"), "f", None, "x.parquet: is not a readable parquet file"),

@@ -135,7 +135,7 @@ def choose_split(available: Iterable[str], split: str | None, where: str) -> str
         return None
     if split is None:
         return names[0]
-    found = f"it has {', '.join(names)}" if names else "it is not split"
+    found = f"it has {', '.join(names)}" if names else "it is not split and 'train' means all of it"
     raise SitusError(f"{where}: has no split {split!r}, {found} (--data.split; in evaluations --split)")
 
 
