@@ -182,7 +182,7 @@ def test_the_embedded_samples():
             lambda p: write(p / "f/a.png", png()),
             "f",
             "val",
-            "has no split 'val', it is not split and 'train' means all of it",
+            "it is not split and 'train' means all of it",
         ),
         (lambda p: write(p / "f/train/a/a.png", png()), "f", "test", "has no split 'test', it has train"),
         (lambda p: write(p / "f/a.png", png()), "f", "dev", r"split='dev': must be one of train, val, test"),
