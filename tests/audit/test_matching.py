@@ -164,6 +164,28 @@ def test_a_time_limit_keeps_the_uploads_done_so_far(backbone: Any) -> None:
     assert found.partial is not None and found.partial.endswith("of 5,000 iterations")
 
 
+def test_ctrl_c_before_the_next_search_keeps_those_before(backbone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, calls = Matching.measure, iter(range(9))
+
+    def measure(self: Any, *given: Any) -> Any:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return plain(self, *given)
+
+    monkeypatch.setattr(Matching, "measure", measure)
+    watch = Watch()
+    found = attack(backbone, pictures(3), watch=watch, parallel=1, iterations=2)
+    assert watch.interrupted and len(found.facts) == 1 and found.partial is None
+    calls = iter(range(1, 9))
+    with pytest.raises(KeyboardInterrupt):  # nothing to keep
+        attack(backbone, pictures(1), iterations=2)
+
+
+def test_a_search_without_a_number_says_none(backbone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Matching, "measure", lambda *_: lambda guess: sum(g.sum() for g in guess.values()) * torch.nan)
+    assert attack(backbone, pictures(1), iterations=2).facts[0]["distance"] is None
+
+
 def test_without_labels_there_is_a_reason(backbone: Any) -> None:
     upload = victim_gradients(backbone, pictures(1), torch.tensor([1]))
     bare = {name: g for name, g in upload.items() if "head" not in name}

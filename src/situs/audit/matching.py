@@ -11,6 +11,7 @@ almost nothing while the images stay noise (measured).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 
@@ -70,17 +71,23 @@ class Matching(Attack):
         assert labels is not None, "`missing` has asked"
         each = max(1, config.parallel // config.restarts)
         images, facts, partial = [], [], None
-        with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
-            for first in range(0, len(uploads), each):
-                if first and watch.over():
-                    break
-                group = range(first, min(first + each, len(uploads)))
-                watch.say(f"{self.name}: uploads {first + 1} to {group[-1] + 1} of {len(uploads)}")
-                found = self._search(method, uploads, labels, group, known, watch)
-                images.append(found.images)
-                facts += _facts(found, config)
-                if found.done < config.iterations:
-                    partial = f"{found.done:,} of {config.iterations:,} iterations"
+        for first in range(0, len(uploads), each):
+            if first and watch.over():
+                break
+            group = range(first, min(first + each, len(uploads)))
+            watch.say(f"{self.name}: uploads {first + 1} to {group[-1] + 1} of {len(uploads)}")
+            try:
+                with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
+                    found = self._search(method, uploads, labels, group, known, watch)
+            except KeyboardInterrupt:  # before this search began: those before it stay
+                if not images:
+                    raise
+                watch.interrupt()
+                break
+            images.append(found.images)
+            facts += _facts(found, config)
+            if found.done < config.iterations:
+                partial = f"{found.done:,} of {config.iterations:,} iterations"
         told = None if inferred is None else inferred[: len(facts)]
         return Recovery(torch.cat(images).flatten(0, 1), facts, told, partial)
 
@@ -106,7 +113,6 @@ class Matching(Attack):
         told = torch.stack([labels[i] for i, _ in problems]).to(like.device)
         start = torch.stack([_noise(backbone, known, *problem) for problem in problems]).to(like.device, like.dtype)
         simulate = _mapped(simulation(method, known, names), start, told, draws)
-
         measure = self.measure(target, backbone)
 
         def objective(images: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,4 +186,5 @@ def _mapped(simulate: Simulation, images: Tensor, labels: Tensor, draws: Draws) 
 
 def _facts(found: Found, config: MatchingConfig) -> list[dict[str, Fact]]:
     fixed: dict[str, Fact] = {"iterations": found.done, "restarts": config.restarts}
-    return [{"distance": distance, **fixed} for distance in found.distance.tolist()]
+    # No number where it was stopped before the first, or where nothing it saw was one.
+    return [{"distance": d if math.isfinite(d) else None, **fixed} for d in found.distance.tolist()]

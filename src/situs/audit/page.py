@@ -109,7 +109,7 @@ def _searched(pair: Pair, batch: int) -> str | None:
     facts = pair.facts[::batch]  # one an upload
     if not facts or "distance" not in facts[0]:
         return None
-    values: list[Any] = [fact["distance"] for fact in facts]
+    values: list[Any] = [fact["distance"] for fact in facts if fact["distance"] is not None] or [math.nan]
     rights: list[Any] = [fact["labels_right"] for fact in facts if "labels_right" in fact]
     told = f"{sum(rights)} of {len(rights) * batch} labels inferred rightly" if rights else "labels given"
     return (
