@@ -208,3 +208,37 @@ def test_models_without_tokens_and_with_windows() -> None:
         assert found.labels is not None and found.labels.tolist() == [[2]]
     with pytest.raises(SitusError, match=r"Knowledge\.size"):
         Matching().recover(create_backbone("resnet10t", num_classes=5), [upload])
+
+
+@pytest.mark.slow
+@pytest.mark.shared_data
+def test_four_cifar_images_of_one_batch(shared_data: Any) -> None:
+    """The whole size, cut short: 32 pixels in 64 patches, 100 classes, labels inferred."""
+    from situs.audit.gradients import Step, audit_gradients, summary
+    from situs.data.loader import DataConfig, make_loader
+
+    torch.manual_seed(0)
+    shape = {"depth": 2, "embed_dim": 192, "num_heads": 6}
+    victim = create_backbone("vit_tiny_patch16_224", img_size=32, patch_size=4, num_classes=100, model_args=shape)
+    for module in victim.modules():
+        if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
+            module.reset_parameters()
+    torch.nn.init.normal_(victim.model.pos_embed)
+    data = DataConfig(
+        path=str(shared_data / "cifar100"), split="val", img_size=32, batch=4, workers=0, resident="never"
+    )
+    batch = next(iter(make_loader(data, None, "cpu")))
+    found = audit_gradients(
+        victim.eval(),
+        batch.images,
+        batch.labels,
+        [Matching(MatchingConfig(iterations=250))],
+        [NoDefence()],
+        normalisation=data.normalisation,
+        step=Step(batch=4),
+    )
+    [pair] = found.pairs
+    reached, guess = (summary(scores)["psnr"] for scores in (pair.scores, found.baselines["random pair"]))
+    assert reached.mean > guess.mean + 6
+    assert pair.scores["reidentified"] == [1.0] * 4
+    assert pair.facts[0]["labels_right"] == 4
