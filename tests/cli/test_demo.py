@@ -22,8 +22,27 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1] == str(out / "report.html")
-    assert [each.name for each in out.iterdir()] == ["report.html"]
+    assert sorted(each.name for each in out.iterdir()) == ["report.html", "runs"]
+    check_runs(out / "runs")
     return done.stdout, (out / "report.html").read_text(encoding="utf-8")
+
+
+def check_runs(folder: Path) -> None:
+    """What the demo trained can be looked at by the other verbs."""
+    from situs.train.run import load_run
+
+    found = {each.name: load_run(each) for each in folder.iterdir() if each.is_dir()}
+    assert sorted(found) == ["after-MP3", "droppos", "from-random-weights", "mp3"]
+    assert found["mp3"].classes is None
+    assert len(found["after-MP3"].classes or ()) == 10
+
+
+def test_a_folder_of_runs_that_is_not_the_demos_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "precious").mkdir(parents=True)
+    with pytest.raises(SitusError, match=r"runs: is there and not of an earlier demo; choose another folder \(--out\)"):
+        demo.run(demo.Args(out=tmp_path))
+    assert [each.name for each in tmp_path.iterdir()] == ["runs"]
+    assert (tmp_path / "runs" / "precious").is_dir()
 
 
 def test_progress_is_plain_lines_where_nobody_watches(ran: tuple[str, str]) -> None:
@@ -82,11 +101,11 @@ def test_equivariance_holds_and_the_control_fails(ran: tuple[str, str]) -> None:
     assert float(errors["control: positions stay"]) > 1e-2
 
 
-def test_equivariance_section_sees_a_broken_encoder() -> None:
+def test_equivariance_section_sees_a_broken_encoder(tmp_path: Path) -> None:
     """A block that looks at a token's place is caught, so the small errors above mean something."""
     from situs.cli.demo_sections import Stage, show_equivariance
 
-    stage = Stage(Page("p"), seed=0, quick=True, say=print)
+    stage = Stage(Page("p"), seed=0, quick=True, say=print, runs=tmp_path)
     ramp = torch.linspace(0, 1, 50 * 64, dtype=torch.float64).reshape(50, 64)  # CLS and 49 places, 64 channels
     ramp[:, ::2] *= -1  # a ramp equal in all channels would vanish in the next norm
     stage.backbone.model.blocks[0].mlp.register_forward_hook(lambda module, inputs, output: output + ramp)
@@ -95,11 +114,11 @@ def test_equivariance_section_sees_a_broken_encoder() -> None:
     assert min(errors.values()) > 1e-3
 
 
-def test_the_same_seed_gives_the_same_page() -> None:
+def test_the_same_seed_gives_the_same_page(tmp_path: Path) -> None:
     from situs.cli.demo_sections import Stage, show_equivariance, show_masks
 
     def page(seed: int) -> str:
-        stage = Stage(Page("p"), seed, quick=True, say=print)
+        stage = Stage(Page("p"), seed, quick=True, say=print, runs=tmp_path)
         show_masks(stage)
         show_equivariance(stage)
         return stage.page.render()

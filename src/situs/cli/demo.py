@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,13 +13,16 @@ from pathlib import Path
 
 from situs.errors import SitusError
 
+MADE_HERE = ".demo"
+"""Marks a folder of runs as the demo's own, which the next demo may replace."""
+
 
 @dataclass(frozen=True)
 class Args:
     """Flags of `situs demo`."""
 
     out: Path = Path("demo")
-    """Folder for report.html; made where it is missing."""
+    """Folder for report.html and the runs it trains (runs/); made where it is missing."""
 
     quick: bool = False
     """Fewer draws and steps: seconds instead of minutes, coarser numbers."""
@@ -32,6 +37,22 @@ def run(args: Args) -> None:
         args.out.mkdir(parents=True, exist_ok=True)  # at once: a folder that cannot be made costs no minutes
     except OSError as error:
         raise SitusError(f"out={args.out}: cannot make this folder ({error.strerror}) (--out)") from error
+    kept = args.out / "runs"
+    if kept.exists() and not (kept / MADE_HERE).exists():
+        raise SitusError(f"{kept}: is there and not of an earlier demo; choose another folder (--out)")
+    with tempfile.TemporaryDirectory(dir=args.out, prefix=".runs-") as aside:
+        runs = Path(aside) / "runs"
+        runs.mkdir()
+        (runs / MADE_HERE).touch()
+        _show(args, runs)
+        if kept.exists():
+            shutil.rmtree(kept)
+        runs.replace(kept)
+    print(args.out / "report.html")
+
+
+def _show(args: Args, runs: Path) -> None:
+    """All sections, the page, and the printed table."""
     progress = _Progress()
     with progress.step("loading torch and timm"):
         from situs.cli.demo_learned import SECTIONS
@@ -42,18 +63,18 @@ def run(args: Args) -> None:
         args.seed,
         args.quick,
         progress.say,
+        runs,
     )
     lines: list[tuple[str, str]] = []
     for number, (name, section) in enumerate(SECTIONS.items(), start=1):
         with progress.step(f"{number}/{len(SECTIONS)} {name}"):
             lines += section(stage)
     summarise(stage, lines)
-    path = stage.page.write(args.out / "report.html")
+    stage.page.write(args.out / "report.html")
     from situs.cli.tables import print_table
 
     print()
     print_table("What the demo found", lines)
-    print(path)
 
 
 class _Progress:

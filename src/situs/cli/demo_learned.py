@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -86,11 +84,11 @@ def _train_droppos(stage: Stage) -> DropPos:
         optim=OptimConfig(lr=2e-3, warmup_epochs=1, min_lr=1e-5, clip=1.0),
         train=TrainConfig(epochs=1 if stage.quick else 10, log_every=100, seed=stage.seed),
     )
-    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):
         method = make_method(config, None)
         assert isinstance(method, DropPos)
         images = 512 if stage.quick else 9000
-        train(stage, "training DropPos", config, method, load(config, images), Path(folder) / "droppos")
+        train(stage, "training DropPos", config, method, load(config, images), "droppos")
     return method
 
 

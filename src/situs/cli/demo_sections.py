@@ -12,6 +12,7 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -41,12 +42,16 @@ Lines = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Stage:
-    """What the sections share. models: what they have trained, by name, for those that come after."""
+    """What the sections share. models: what they have trained, by name, for those that come after.
+
+    runs: the folder of the runs that they train.
+    """
 
     page: Page
     seed: int
     quick: bool
     say: Callable[[str], None]
+    runs: Path
     models: dict[str, Method] = field(default_factory=dict)
 
     @cached_property
@@ -245,9 +250,19 @@ def summarise(stage: Stage, lines: Lines) -> None:
     stage.page.sections.insert(0, head)
     command = "situs demo" + " --quick" * stage.quick + f" --seed {stage.seed}"
     versions = {name: version(name) for name in ("situs", "torch", "timm")}
-    stage.page.section("How this page was made").facts({"command": f"`{command}`", **versions})
+    made = stage.page.section("How this page was made").facts({"command": f"`{command}`", **versions})
+    made.text("The models it trained are beside it in `runs`; verbs that look at a model take them:")
+    made.code("\n".join(f"situs {each}" for each in FURTHER))
     stage.page.footer = "Images: a cut of Fashion-MNIST, copyright 2017 Zalando SE, MIT licence."
 
+
+FURTHER = (
+    "evaluate knn demo/runs/mp3 --count 500 --out look",
+    "evaluate consistency demo/runs/after-MP3 --out look",
+    "analyze reconstruct demo/runs/mp3 --out look",
+    "report demo/runs/mp3 demo/runs/droppos --out look",
+)
+"""What to try with the demo's own runs."""
 
 LOOKS: dict[str, Callable[[Stage], Lines]] = {
     "an image in patches": show_patches,

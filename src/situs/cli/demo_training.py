@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from situs.backbones import BackboneConfig
 from situs.backbones.config import PositionKind
 from situs.cli.demo_sections import GRID, MODEL, PATCH, PLACES, Lines, Stage
+from situs.config import write_text
 from situs.data.augment import AugmentConfig
 from situs.data.loader import DataConfig, Loader, make_loader
 from situs.data.sources import open_source
@@ -26,7 +27,7 @@ from situs.train.contract import RunState
 from situs.train.initialise import initialise
 from situs.train.loop import TrainConfig, fit
 from situs.train.optim import OptimConfig
-from situs.train.run import RunConfig, make_method
+from situs.train.run import CLASSES, RunConfig, make_method
 
 LABELLED = 1000
 """Training images whose labels the classifiers see; MP3 sees all of them without."""
@@ -58,11 +59,11 @@ def show_training(stage: Stage) -> Lines:
         f"{length.images:,} images; then a classifier learns from {length.labelled:,} labelled ones, once on top of it "
         "and once from random weights, everything else being equal."
     )
-    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(devices=[]):
-        history = _pretrain(stage, length, Path(folder))
+    with torch.random.fork_rng(devices=[]):
+        history = _pretrain(stage, length)
         curves = {
-            name: _finetune(stage, length, Path(folder), name, source)
-            for name, source in (("after MP3", Path(folder) / "mp3"), ("from random weights", None))
+            name: _finetune(stage, length, name, source)
+            for name, source in (("after MP3", stage.runs / "mp3"), ("from random weights", None))
         }
     steps = [row["step"] for row in history]
     right = {
@@ -107,7 +108,7 @@ def load(config: RunConfig, count: int, split: str = "train", batch: int | None 
     return make_loader(data, config.augment if split == "train" else None, source=source)
 
 
-def _pretrain(stage: Stage, length: Length, folder: Path) -> list[dict[str, Any]]:
+def _pretrain(stage: Stage, length: Length) -> list[dict[str, Any]]:
     config = config_of(
         stage,
         MP3Config(mask_ratio=0.5),
@@ -115,13 +116,11 @@ def _pretrain(stage: Stage, length: Length, folder: Path) -> list[dict[str, Any]
         train=TrainConfig(epochs=length.epochs, log_every=2 if stage.quick else 35, seed=stage.seed),
     )
     stage.models["mp3"] = method = make_method(config, None)
-    history = train(stage, "pretraining", config, method, load(config, length.images), folder / "mp3")
+    history = train(stage, "pretraining", config, method, load(config, length.images), "mp3")
     return [row for row in history if "position_accuracy" in row]
 
 
-def _finetune(
-    stage: Stage, length: Length, folder: Path, name: str, source: Path | None
-) -> tuple[list[int], list[float]]:
+def _finetune(stage: Stage, length: Length, name: str, source: Path | None) -> tuple[list[int], list[float]]:
     """Epochs and test accuracies."""
     config = config_of(
         stage,
@@ -136,16 +135,19 @@ def _finetune(
     test = load(config, 2000, "test", batch=500)
     every = max(1, length.finetune_epochs // 6)
     look = Validation(test, every, "fp32")
-    history = train(stage, f"classifier {name}", config, method, loader, folder / name.replace(" ", "-"), look)
+    history = train(stage, f"classifier {name}", config, method, loader, name.replace(" ", "-"), look)
     rows = [row for row in history if "val_top1" in row]
     return [round(row["epoch"]) for row in rows], [row["val_top1"] for row in rows]
 
 
 def train(
-    stage: Stage, what: str, config: RunConfig, method: Method, loader: Loader, folder: Path, *hooks: Any
+    stage: Stage, what: str, config: RunConfig, method: Method, loader: Loader, name: str, *hooks: Any
 ) -> list[dict[str, Any]]:
-    """Trains through the engine, quietly, and gives the log."""
-    run = RunFolder.create(folder, config)
+    """Trains through the engine, quietly, as the run `name`, and gives the log."""
+    run = RunFolder.create(stage.runs / name, config)
+    if method.needs_labels:
+        assert loader.classes is not None
+        write_text(run.path / CLASSES, json.dumps(list(loader.classes)) + "\n")
     told = _Told(lambda state: stage.say(f"{what}, epoch {state.epoch + 1} of {config.train.epochs}"))
     result = fit(method, loader, config.train, config.optim, run, hooks=(*hooks, told), quiet=True)
     if result.interrupted:
