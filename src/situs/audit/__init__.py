@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from situs.audit.adapter import adapt
+from situs.audit.adaptive import AdaptiveMJP
 from situs.audit.april import April
 from situs.audit.april_optimise import AprilOptimisation
 from situs.audit.attack import Attack, Knowledge, Recovery
@@ -24,6 +25,7 @@ from situs.audit.threat import (
 from situs.errors import SitusError, unknown_name
 
 ATTACKS: dict[str, type[Attack]] = {
+    "adaptive-mjp": AdaptiveMJP,
     "april": April,
     "april-optimisation": AprilOptimisation,
     "matching": Matching,
@@ -69,6 +71,7 @@ def create_defence(text: str) -> Defence:
 __all__ = [
     "ATTACKS",
     "DEFENCES",
+    "AdaptiveMJP",
     "AprilOptimisation",
     "Attack",
     "Clip",

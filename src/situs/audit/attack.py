@@ -65,6 +65,8 @@ class Attack(ABC):
     about: ClassVar[str]
     reads_all: ClassVar[bool] = False
     """Whether it uses every gradient that is sent, and not only those it cannot do without (`reads`)."""
+    knows_mjp: ClassVar[bool] = False
+    """Whether it separates the patches that MJP hides from the others, so that its figure is no lower bound."""
 
     @abstractmethod
     def applies(self, backbone: Backbone) -> str | None:

@@ -191,7 +191,7 @@ def _pair(
     pictures = pictures_of(found, trial.real, step.batch, trial.normalisation)
     scores = measure(pictures, trial.real, backbone, trial.lpips)
     facts = facts_of(found, trial.labels, step.batch)
-    bound = lower_bound_of(defence, known.trained(backbone))
+    bound = "" if attack.knows_mjp else lower_bound_of(defence, known.trained(backbone))
     caveat = "; ".join(filter(None, (attack.caveat(backbone, step.batch), bound))) or None
     fewer = None if len(pictures) == len(trial.real) else f"{len(pictures)} of {len(trial.real)} images"
     partial = ", ".join(filter(None, (found.partial, fewer))) or None

@@ -1,0 +1,155 @@
+"""The attack on MJP by one who knows it: the mask, the shown patches, the hidden patches, and then their order.
+
+1. Rows of ∂l/∂E_pos that are all zero are the hidden places. Nothing else is subtracted there, since DAL touches only
+   the rows of shown places, and its gradient is known.
+2. Algebra gives every patch up to m - 1 directions that all patches share (`adaptive_algebra`).
+3. The row spaces of the first block's gradients give the rest, for shown and hidden patches alike (`adaptive_spans`,
+   `adaptive_solve`), as long as there are fewer tokens than channels.
+4. The gradients do not depend on the order of the hidden patches. Their borders do: `ordering` solves the puzzle.
+
+Where no row is zero, nothing is hidden and `patchembed` is all that is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from situs.audit.adaptive_algebra import Partly, separate
+from situs.audit.adaptive_solve import SOLVED, Effort, Found, solve_directions
+from situs.audit.adaptive_spans import FirstBlock, first_linears
+from situs.audit.attack import Attack, Fact, Knowledge, Recovery
+from situs.audit.ordering import order_hidden
+from situs.audit.patchembed import PatchEmbedding
+from situs.audit.stem import Stem, find_stem, flat_weight, require_stem, table_rows, to_images
+from situs.audit.threat import Gradients, hidden_places, known_gradient
+from situs.audit.watch import Watch
+from situs.backbones.base import Backbone
+from situs.methods.base import Method
+from situs.methods.mjp import MJP
+from situs.methods.mp3 import MP3
+
+UNKNOWN = "unknown"
+"""E_unk's name in what MJP sends."""
+
+
+class AdaptiveMJP(Attack):
+    """effort: how long it tries for each image. predictor: a trained MP3 that helps with the order."""
+
+    name: ClassVar[str] = "adaptive-mjp"
+    about: ClassVar[str] = (
+        "knows MJP: the mask from rows without gradient, all patches from the patch embedding's gradient and the row "
+        "spaces of the first block's, the hidden ones' order from their borders"
+    )
+    knows_mjp: ClassVar[bool] = True
+
+    def __init__(self, effort: Effort | None = None, predictor: MP3 | None = None) -> None:
+        self.effort = Effort() if effort is None else effort
+        self.predictor = predictor
+
+    def applies(self, backbone: Backbone) -> str | None:
+        found = find_stem(backbone)
+        if isinstance(found, str):
+            return found
+        return backbone.refusals.get("context")
+
+    def reads(self, backbone: Backbone) -> tuple[str, ...]:
+        stem = require_stem(backbone)
+        bias = () if stem.bias is None else (stem.bias,)
+        return stem.weight, stem.table, *bias, UNKNOWN, *first_linears(backbone)
+
+    def missing(self, backbone: Backbone, upload: Gradients, known: Knowledge | None = None) -> str | None:
+        return PatchEmbedding().missing(backbone, upload, known)
+
+    def caveat(self, backbone: Backbone, batch: int) -> str | None:
+        said = PatchEmbedding().caveat(backbone, batch)
+        tokens = backbone.num_tokens + backbone.num_prefix
+        if said is None and tokens >= backbone.dim:
+            return (
+                f"{tokens} tokens are not fewer than {backbone.dim} channels: most row spaces of the first block are "
+                "full and say nothing, so patches are guessed by smoothness where the algebra leaves them open"
+            )
+        return said
+
+    @torch.no_grad()
+    def recover(
+        self,
+        backbone: Backbone,
+        uploads: Sequence[Gradients],
+        known: Knowledge | None = None,
+        watch: Watch | None = None,
+    ) -> Recovery:
+        known, watch = known or Knowledge(), watch or Watch()
+        stem, method = require_stem(backbone), known.trained(backbone)
+        precise = deepcopy(backbone).double().requires_grad_(False).eval()
+        images, facts = [], []
+        partial = None
+        for number, upload in enumerate(uploads):
+            if images and watch.over():
+                partial = f"{number} of {len(uploads)} uploads, {watch.reason}"
+                break
+            hidden = hidden_places(table_rows(upload[stem.table], stem))
+            if known.batch > 1 or not hidden.any() or not isinstance(method, MJP):
+                plain = PatchEmbedding().recover(backbone, [upload], known)
+                images.append(plain.images[0].double())
+                facts.append({**plain.facts[0], "hidden": int(hidden.sum())})
+                continue
+            watch.say(f"{self.name}: upload {number + 1} of {len(uploads)}, {int(hidden.sum())} patches are hidden")
+            image, fact = self._one(precise, stem, method, upload, hidden, known, watch)
+            images.append(image)
+            facts.append(fact)
+        return Recovery(torch.stack(images).float(), facts, partial=partial)
+
+    def _one(
+        self,
+        backbone: Backbone,
+        stem: Stem,
+        method: MJP,
+        upload: Gradients,
+        hidden: Tensor,
+        known: Knowledge,
+        watch: Watch,
+    ) -> tuple[Tensor, dict[str, Fact]]:
+        """One image of an MJP step: [C, H, W], and what the attacker can say of it."""
+        partly = _separate(method, stem, upload, hidden, known)
+        unknown = method.unknown.detach().double() if method.config.unknown else torch.zeros_like(partly.base[0, :1])
+        block = FirstBlock(backbone, stem, upload, hidden, unknown)
+        found = solve_directions(block, partly, backbone.grid, stem.patch_size, self.effort, watch)
+        patches = partly.patches(found.theta)
+        patches = order_hidden(patches, hidden, backbone.grid, stem.patch_size, predictor=self.predictor)
+        return to_images(patches.unsqueeze(0), backbone, stem)[0], _facts(partly, found, block)
+
+
+def _separate(method: Method, stem: Stem, upload: Gradients, hidden: Tensor, known: Knowledge) -> Partly:
+    rows = table_rows(upload[stem.table], stem).double()
+    extra = known_gradient(method, upload, known.seed, known.epoch)
+    if extra is not None:
+        rows = rows - extra.double()
+    total = upload.get(UNKNOWN)
+    if total is None and stem.bias in upload:
+        total = upload[stem.bias].double() - rows.sum(dim=0)  # the bias has the sum over all patches
+    sent, sigma = upload[stem.table].dtype, known.defence.noise_level(known.batch)
+    return separate(rows, flat_weight(upload[stem.weight]), total, hidden, sent, sigma)
+
+
+def _facts(partly: Partly, found: Found, block: FirstBlock) -> dict[str, Fact]:
+    fits = int((found.fit < SOLVED).sum())
+    everything = len(found.fit)
+    if not len(partly.z):
+        said = "nothing is left open: one hidden patch is solved with the others"
+    elif not block.spans:
+        said = f"{len(partly.z)} directions of each patch were guessed by smoothness: no row space of a layer says more"
+    elif fits == everything:
+        said = "every patch agrees with the gradients of the first block up to rounding"
+    else:
+        said = f"{everything - fits} of {everything} patches do not agree with the gradients of the first block"
+    return {
+        "hidden": int(partly.hidden.sum()),
+        "open_directions": len(partly.z),
+        "patches_that_fit": fits if block.spans and len(partly.z) else None,
+        "verdict": said,
+    }

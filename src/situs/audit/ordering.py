@@ -1,0 +1,223 @@
+"""The order of shuffled patches, from what stands beside them: a jigsaw puzzle whose other pieces are in place.
+
+Two neighbours go well together if the step across their border is the step that both lead up to. That gives a cost for
+each patch beside each known neighbour (`fits`), and for each pair of hidden patches side by side; a trained MP3, which
+tells a patch's place from its content, may add its opinion. `solve_puzzle` looks for the order of least cost.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from situs.core.tokens import take, unpatchify
+from situs.methods.mp3 import MP3
+
+SIDES = {"right": (0, 1), "left": (0, -1), "below": (1, 0), "above": (-1, 0)}
+"""side -> the step (rows, columns) to the neighbour there."""
+
+
+class Puzzle(NamedTuple):
+    """m patches for m places. alone [m, m]: cost of patch j at place t beside the known ones. right, below [m, m]: cost
+    of patch k to the right of, or below, patch j. beside, under [·, 2]: pairs (t, t') of hidden places, t' to the
+    right of, or below, t.
+    """
+
+    alone: Tensor
+    right: Tensor
+    below: Tensor
+    beside: Tensor
+    under: Tensor
+
+
+def border_costs(first: Tensor, second: Tensor, size: tuple[int, int], side: str) -> Tensor:
+    """Cost [n, m] of each patch of `second` [m, K] standing at `side` of each of `first` [n, K].
+
+    The mean over the border's pixels of |step - expected| + |step|, where a step is expected to be the mean of the
+    last step on this side and the first on the other.
+    """
+    near, inner = _lines(first, size, side)
+    far, beyond = _lines(second, size, _OPPOSITE[side])
+    step = far.unsqueeze(0) - near.unsqueeze(1)
+    lead = 0.5 * ((near - inner).unsqueeze(1) + (beyond - far).unsqueeze(0))
+    return (step - lead).abs().mean(dim=-1) + step.abs().mean(dim=-1)
+
+
+_OPPOSITE = {"right": "left", "left": "right", "below": "above", "above": "below"}
+
+
+def _lines(patches: Tensor, size: tuple[int, int], side: str) -> tuple[Tensor, Tensor]:
+    """The outermost line of pixels on a side and the next one inside, each [n, pixels · channels]."""
+    cells = patches.view(len(patches), *size, -1)
+    dim = 2 if side in ("right", "left") else 1
+    depth = cells.shape[dim]
+    outer = depth - 1 if side in ("right", "below") else 0
+    inner = min(depth - 1, 1) if outer == 0 else max(depth - 2, 0)
+    return cells.select(dim, outer).flatten(1), cells.select(dim, inner).flatten(1)
+
+
+def make_puzzle(patches: Tensor, hidden: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Puzzle:
+    """Patches [N, K] of which those at `hidden` [N] are in any order; costs in units of what true neighbours have."""
+    places = hidden.nonzero()[:, 0]
+    pieces = patches[places]
+    number = torch.full_like(hidden, -1, dtype=torch.int64)
+    number[places] = torch.arange(len(places), device=hidden.device)
+    alone = patches.new_zeros(len(places), len(places))
+    pairs: dict[str, list[tuple[int, int]]] = {"right": [], "below": []}
+    for t, place in enumerate(places.tolist()):
+        for side, (down, across) in SIDES.items():
+            row, column = place // grid[1] + down, place % grid[1] + across
+            if not (0 <= row < grid[0] and 0 <= column < grid[1]):
+                continue
+            other = row * grid[1] + column
+            if not hidden[other]:
+                alone[:, t] += border_costs(pieces, patches[other : other + 1], size, side)[:, 0]
+            elif side in pairs:
+                pairs[side].append((t, int(number[other])))
+    unit = _usual_cost(patches, hidden, grid, size)
+    right, below = (border_costs(pieces, pieces, size, side) / unit for side in ("right", "below"))
+    beside, under = (torch.tensor(pairs[side], dtype=torch.int64).view(-1, 2) for side in ("right", "below"))
+    return Puzzle(alone / unit, right, below, beside, under)
+
+
+def _usual_cost(patches: Tensor, hidden: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
+    """The mean cost of neighbours that both are known: what a right border costs in this image."""
+    table = torch.arange(len(patches), device=patches.device).view(grid)
+    costs = []
+    for side, (a, b) in (("right", (table[:, :-1], table[:, 1:])), ("below", (table[:-1], table[1:]))):
+        a, b = a.flatten(), b.flatten()
+        known = ~(hidden[a] | hidden[b])
+        near, inner = _lines(patches[a[known]], size, side)
+        far, beyond = _lines(patches[b[known]], size, _OPPOSITE[side])
+        step = far - near
+        costs.append((step - 0.5 * (near - inner + beyond - far)).abs().mean(-1) + step.abs().mean(-1))
+    every = torch.cat(costs)
+    return every.mean().clamp(min=1e-6) if len(every) else patches.new_ones(())
+
+
+def predicted_costs(predictor: MP3, patches: Tensor, hidden: Tensor, size: tuple[int, int]) -> Tensor:
+    """-log p(place t | patch j) by a trained MP3 that sees all patches, [m, m]; it sees no order, so any will do.
+
+    patches: normalised as the predictor's training images were.
+    """
+    backbone = predictor.backbone
+    like = next(predictor.parameters())
+    image = unpatchify(patches.unsqueeze(0), backbone.grid, size).to(like.device, like.dtype)
+    with torch.no_grad():
+        logits = predictor.position_head(backbone.encode(backbone.embed(image), None).patches)[0]
+    places = hidden.nonzero()[:, 0].to(like.device)
+    return -logits.double().log_softmax(dim=-1)[places][:, places].to(patches.device, patches.dtype)
+
+
+def order_hidden(
+    patches: Tensor,
+    hidden: Tensor,
+    grid: tuple[int, int],
+    size: tuple[int, int],
+    *,
+    predictor: MP3 | None = None,
+    weight: float = 1.0,
+    restarts: int = 8,
+) -> Tensor:
+    """Patches [N, K] with the hidden ones brought to the places where they fit best.
+
+    predictor: a trained MP3 with the same patches; weight: of its -log p beside the cost of one border.
+    """
+    places = hidden.nonzero()[:, 0]
+    if len(places) < 2:
+        return patches
+    puzzle = make_puzzle(patches, hidden, grid, size)
+    if predictor is not None:
+        puzzle = puzzle._replace(alone=puzzle.alone + weight * predicted_costs(predictor, patches, hidden, size))
+    order = solve_puzzle(puzzle, restarts)
+    ordered = patches.clone()
+    ordered[places] = take(patches[places].unsqueeze(0), order.to(places.device))[0]
+    return ordered
+
+
+# --- the puzzle -------------------------------------------------------------------------------------------------
+
+
+def total_cost(puzzle: Puzzle, order: Tensor) -> float:
+    """What an order costs; order [m]: the patch at each place."""
+    alone, right, below, beside, under = puzzle
+    cost = alone[order, torch.arange(len(order))].sum()
+    cost = cost + right[order[beside[:, 0]], order[beside[:, 1]]].sum()
+    return float(cost + below[order[under[:, 0]], order[under[:, 1]]].sum())
+
+
+def solve_puzzle(puzzle: Puzzle, restarts: int = 8) -> Tensor:
+    """The patch at each place, [m]: the best of several greedy starts, each improved by exchanges until none helps."""
+    puzzle = Puzzle(*(part.cpu() for part in puzzle))
+    chance = torch.Generator().manual_seed(0)
+    found = []
+    for number in range(restarts):
+        noise = 0.0 if number == 0 else 0.3 * number / restarts
+        start = _grow(puzzle, noise, chance)
+        found.append(_improve(puzzle, start))
+    return min(found, key=lambda order: total_cost(puzzle, order))
+
+
+def _grow(puzzle: Puzzle, noise: float, chance: torch.Generator) -> Tensor:
+    """Greedy: again and again the place with most neighbours gets the patch that fits it by the widest margin."""
+    count = len(puzzle.alone)
+    order = torch.full((count,), -1)
+    cost, known = puzzle.alone.clone(), (puzzle.alone.abs().sum(dim=0) > 0).double()
+    cost = cost * (1 + noise * torch.randn(cost.shape, generator=chance, dtype=cost.dtype))
+    free_patch = torch.ones(count, dtype=torch.bool)
+    links = _links(puzzle)
+    for _ in range(count):
+        open_places = (order < 0).nonzero()[:, 0]
+        patches = free_patch.nonzero()[:, 0]
+        part = cost[patches][:, open_places]
+        best = part.topk(min(2, len(patches)), dim=0, largest=False).values
+        margin = best[-1] - best[0] + 10 * known[open_places]
+        place = int(open_places[margin.argmax()])
+        patch = int(patches[cost[patches, place].argmin()])
+        order[place], free_patch[patch] = patch, False
+        for other, table in links[place]:
+            cost[:, other] += table[patch]
+            known[other] += 1
+    return order
+
+
+def _links(puzzle: Puzzle) -> list[list[tuple[int, Tensor]]]:
+    """For each place its neighbours t' with a table [j, k]: the cost of patch k at t' when patch j stands here."""
+    links: list[list[tuple[int, Tensor]]] = [[] for _ in range(len(puzzle.alone))]
+    for pairs, table in ((puzzle.beside, puzzle.right), (puzzle.under, puzzle.below)):
+        for a, b in pairs.tolist():
+            links[a].append((b, table))
+            links[b].append((a, table.T))
+    return links
+
+
+def _improve(puzzle: Puzzle, order: Tensor) -> Tensor:
+    """Exchanges of two patches, and whole assignments to present neighbours, as long as they lower the cost."""
+    from scipy.optimize import linear_sum_assignment
+
+    links, cost = _links(puzzle), total_cost(puzzle, order)
+    for _ in range(20 * len(order)):
+        local = puzzle.alone.clone()  # what patch j would cost at place t if the others stayed
+        for place, neighbours in enumerate(links):
+            for other, table in neighbours:
+                local[:, place] += table[:, order[other]]
+        here = local[order, torch.arange(len(order))]
+        gain = here.unsqueeze(1) + here.unsqueeze(0) - local[order].T - local[order]
+        tries = [
+            _swapped(order, *divmod(i, len(order))) for i in gain.flatten().topk(min(24, gain.numel())).indices.tolist()
+        ]
+        tries.append(torch.from_numpy(linear_sum_assignment(local.T.numpy())[1]))
+        costs = [total_cost(puzzle, attempt) for attempt in tries]
+        best = min(range(len(tries)), key=costs.__getitem__)
+        if costs[best] >= cost - 1e-9:
+            break
+        order, cost = tries[best], costs[best]
+    return order
+
+
+def _swapped(order: Tensor, a: int, b: int) -> Tensor:
+    other = order.clone()
+    other[a], other[b] = order[b], order[a]
+    return other
