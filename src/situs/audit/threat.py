@@ -184,8 +184,8 @@ class MaskedJigsaw(Defence):
         "other rows is computed and subtracted"
     )
     lower_bound: ClassVar[str] = (
-        "a lower bound, and no credit to MJP: the gradients of the hidden patches blur all others, and this attack does "
-        "not separate them; adaptive-mjp does"
+        "a lower bound, and no credit to MJP: the gradients of the hidden patches blur all others, and this attack "
+        "does not separate them; adaptive-mjp does"
     )
 
     def __post_init__(self) -> None:
