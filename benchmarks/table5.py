@@ -1,0 +1,136 @@
+"""MJP's Table 5 on two models of ours, plain and MJP: settings a, b, c, static attackers and one who knows MJP.
+
+    python benchmarks/table5.py --plain RUN --mjp RUN --images CIFAR --split test --count 64 --device cuda --out table5
+    python benchmarks/table5.py --count 2 --plain random --mjp random --images CIFAR      # a try with random weights
+
+RUN is a run or export folder; an export has no E_unk of its own, so it gets one from the seed. For each γ of --ratio
+it prints the table with 95 % intervals and writes OUT/table5-γ.json (every image) and OUT/table5-γ.html.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from situs.audit.adaptive import AdaptiveMJP
+from situs.audit.adaptive_solve import Effort
+from situs.audit.april import April
+from situs.audit.lpips import Lpips
+from situs.audit.patchembed import PatchEmbedding
+from situs.audit.settings import Attacker, Comparison, Contestant, Plan, compare_settings, to_json, verdict
+from situs.audit.settings_page import settings_page, settings_table
+from situs.audit.watch import Watch
+from situs.backbones import create_backbone
+from situs.config import write_text
+from situs.data.loader import DataConfig
+from situs.evaluate.subject import Subject, load_set, open_subject
+from situs.methods.mjp import MJP
+from situs.methods.mp3 import MP3
+
+CIFAR = DataConfig(img_size=(32, 32), mean=(0.5071, 0.4866, 0.4409), std=(0.2673, 0.2564, 0.2762))
+
+
+def open_model(source: str, device: str, seed: int) -> Subject:
+    """A run, an export, or "random": ViT-S/4 at 32 pixels with 100 classes and random weights."""
+    if source != "random":
+        return open_subject(source, device=device)
+    torch.manual_seed(seed)
+    backbone = create_backbone("vit_small_patch16_224", img_size=32, patch_size=4, num_classes=100).to(device).eval()
+    return Subject("random ViT-S/4", backbone, True, False, CIFAR, None, {"kind": "name", "weights": "random"})
+
+
+def contestant(subject: Subject, mjp: bool) -> Contestant:
+    method = subject.method
+    trained = method is not None and method.needs_labels and isinstance(method, MJP) == mjp
+    return Contestant(method.eval() if trained and method is not None else subject.backbone.eval(), mjp)
+
+
+def attackers(args: argparse.Namespace) -> list[Attacker]:
+    predictor = None
+    if args.predictor is not None:
+        predictor = open_subject(args.predictor, device=args.device).method
+        if not isinstance(predictor, MP3):
+            raise SystemExit(f"{args.predictor}: is no run of MP3 (--predictor)")
+        predictor = predictor.eval()
+    adaptive = AdaptiveMJP(Effort(cycles=args.cycles), predictor)
+    return [Attacker(PatchEmbedding(), False), Attacker(April(), False), Attacker(adaptive, True)]
+
+
+def show(comparison: Comparison, seconds: float) -> None:
+    """The table on the terminal: means alone, intervals are in the files."""
+    header, rows = settings_table(comparison)
+    print(f"\ngamma {comparison.ratio:g}: {comparison.hidden} of {comparison.patches} patches hidden, {seconds:.0f} s")
+    short = [[("" if cell is None else str(cell)) for cell in row] for row in [header, *rows]]
+    widths = [max(len(row[i]) for row in short) for i in range(len(header))]
+    for row in short:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print(verdict(comparison), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plain", help="run or export folder of plain training, or random")
+    parser.add_argument("--mjp", help="run or export folder of MJP, or random")
+    parser.add_argument("--images", required=True)
+    parser.add_argument("--split", default="test")
+    parser.add_argument("--count", type=int, default=64)
+    parser.add_argument("--ratio", type=float, nargs="+", default=[0.27])
+    parser.add_argument("--settings", default="a,b,c")
+    parser.add_argument("--predictor", help="a run of MP3 that helps with the order")
+    parser.add_argument("--cycles", type=int, default=Effort().cycles)
+    parser.add_argument("--lpips", type=Path)
+    parser.add_argument("--time-limit", type=float)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--out", type=Path, default=Path("table5"))
+    args = parser.parse_args()
+    if args.plain is None and args.mjp is None:
+        parser.error("give --plain, --mjp or both")
+    opened = {name: open_model(source, args.device, args.seed) for name, source in _models(args).items()}
+    models = {name: contestant(subject, name == "MJP") for name, subject in opened.items()}
+    first = next(iter(opened.values()))
+    batch = next(iter(load_set(first, args.images, args.split, args.count, args.device, count=args.count)))
+    labels = torch.arange(len(batch.images), device=batch.images.device) % 100 if batch.labels is None else batch.labels
+    lpips = None if args.lpips is None else Lpips(args.lpips)
+    facts: dict[str, Any] = {
+        "models": ", ".join(f"{name}: {subject.name} ({subject.facts['kind']})" for name, subject in opened.items()),
+        "images": f"{len(batch.images)} of {Path(args.images).name} ({args.split})",
+        "order": "borders" + ("" if args.predictor is None else f" and MP3 ({Path(args.predictor).name})"),
+        "gradients": "fp32, batch 1",
+        "machine": torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU",
+        "torch": torch.__version__,
+        "seed": args.seed,
+    }
+    for ratio in args.ratio:
+        begin = time.perf_counter()
+        watch = Watch(lambda line: print(line, file=sys.stderr, flush=True), args.time_limit)
+        found = compare_settings(
+            models,
+            batch.images,
+            labels,
+            attackers(args),
+            normalisation=first.data.normalisation,
+            plan=Plan(tuple(args.settings.split(",")), ratio, args.seed),
+            names=[str(i) for i in batch.ids.tolist()],
+            lpips=lpips,
+            watch=watch,
+        )
+        seconds = time.perf_counter() - begin
+        show(found, seconds)
+        stated = {**facts, "seconds": round(seconds, 1)}
+        write_text(args.out / f"table5-{ratio:g}.json", json.dumps({**stated, **to_json(found)}, indent=1) + "\n")
+        settings_page(found, stated).write(args.out / f"table5-{ratio:g}.html")
+
+
+def _models(args: argparse.Namespace) -> dict[str, str]:
+    return {name: source for name, source in (("plain", args.plain), ("MJP", args.mjp)) if source is not None}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The settings of Table 5 as one page: verdict, the table, shown and hidden patches apart, pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from situs.audit.gradients import EXACT, summary
+from situs.audit.metrics import Mean
+from situs.audit.page import COLUMNS
+from situs.audit.settings import SETTINGS, Comparison, means_of, verdict
+from situs.audit.threat import THREAT
+from situs.report import figures
+from situs.report.html import Cell, Page
+
+TABLE = ("mse", "fft2d", "psnr", "ssim", "lpips", "patch_psnr", "order_accuracy", "reidentified")
+PARTS = {
+    "shown_psnr": "shown patches, PSNR, dB",
+    "hidden_psnr": "hidden patches in any order, PSNR, dB",
+    "hidden_order": "hidden patches at their place",
+}
+PUBLISHED = [
+    ["DeiT-S", "a", 0.0350, 0.0057, 18.94, 0.5182, 0.3767],
+    ["DeiT-S + MJP", "a", 0.1055, 0.0166, 11.52, 0.4053, 0.6545],
+    ["DeiT-S", "b", 0.0391, 0.0024, 17.60, 0.5991, 0.3355],
+    ["DeiT-S + MJP", "b", 0.1043, 0.0059, 11.66, 0.4493, 0.6519],
+    ["DeiT-S + MJP", "c", 0.1706, 0.0338, 8.07, 0.0875, 0.8945],
+]
+"""MJP's Table 5 (γ = 0.27, 1,000 images of ImageNet, APRIL's analytic attack by one who does not know MJP)."""
+
+
+def settings_table(
+    comparison: Comparison, columns: Sequence[str] = TABLE, parts: Sequence[str] = tuple(PARTS)
+) -> tuple[list[str], list[list[Cell]]]:
+    """Header and rows: setting, model, attacker, exact, metrics with 95 % intervals; then the baselines."""
+    count, rows = len(comparison.images), list[list[Cell]]()
+    for setting in SETTINGS:
+        for row in comparison.rows:
+            if row.setting != setting:
+                continue
+            name: list[Cell] = [setting, row.model, row.attacker]
+            if row.reason is not None:
+                rows.append([*name, "does not apply", *[None] * (len(columns) + len(parts))])
+                continue
+            means = means_of(row)
+            cells = [interval(means.get(column)) for column in (*columns, *parts)]
+            rows.append([*name, f"{row.exact} of {count}", *cells])
+        for (where, guess), scores in comparison.guesses.items():
+            if where == setting:
+                means = summary(scores)
+                rows.append(
+                    [setting, "no gradient", guess, None, *(interval(means[c]) for c in columns), *_none(parts)]
+                )
+    head = ["setting", "model", "attacker", "exact"]
+    return [*head, *(COLUMNS[column] for column in columns), *(PARTS[part] for part in parts)], rows
+
+
+def _none(parts: Sequence[str]) -> list[Cell]:
+    return [None] * len(parts)
+
+
+def interval(mean: Mean | None) -> str | None:
+    """A mean and its 95 % interval."""
+    if mean is None:
+        return None
+    if mean.low is None or mean.high is None:
+        return f"{mean.mean:.3g}"
+    return f"{mean.mean:.3g} [{mean.low:.3g}, {mean.high:.3g}]"
+
+
+def settings_page(comparison: Comparison, facts: Mapping[str, Cell]) -> Page:
+    """The page. facts: where models and images come from."""
+    page = Page(
+        "Gradient leakage in the settings of MJP's Table 5",
+        lead="What plain training and MJP give away, to attackers who do not know MJP and to one who does.",
+    )
+    page.section("Verdict").note(verdict(comparison)).text(
+        f"Exactly means a PSNR of {EXACT:g} dB or more: the mean error is below half a grey level of 255."
+    )
+    page.section("Threat model").facts(THREAT).facts({f"setting {name}": said for name, said in SETTINGS.items()})
+    section = page.section("The table")
+    section.table(
+        *settings_table(comparison, parts=()),
+        f"Means over {len(comparison.images)} images and their 95 % intervals. MSE, FFT2D and LPIPS are distances: low "
+        "is a leak; for all others high is a leak. Best-match PSNR compares each patch with the recovered patch that "
+        "fits it, wherever that stands, which shuffling cannot hide from.",
+    )
+    _shown_and_hidden(page, comparison)
+    _pictures(page, comparison)
+    header = ["model", "setting", "MSE", "FFT2D", "PSNR, dB", "SSIM", "LPIPS"]
+    page.section("What the paper reports").table(
+        header,
+        PUBLISHED,
+        "MJP's Table 5: γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack. That attacker does not know MJP: he "
+        "neither subtracts the gradient of DAL nor separates the hidden patches.",
+    )
+    page.section("How this page was made").facts(facts)
+    return page
+
+
+def _shown_and_hidden(page: Page, comparison: Comparison) -> None:
+    rows = []
+    for row in comparison.rows:
+        if row.setting == "a" or row.reason is not None:
+            continue
+        means = means_of(row)
+        rows.append([row.setting, row.model, row.attacker, *(interval(means.get(part)) for part in PARTS)])
+    if rows:
+        page.section("Shown and hidden patches apart").table(
+            ["setting", "model", "attacker", *PARTS.values()],
+            rows,
+            f"{comparison.hidden} of {comparison.patches} patches are hidden (γ = {comparison.ratio:g}). Places are "
+            "those of x̃ in (b) and of x in (c).",
+        )
+
+
+def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
+    """Originals, shuffled, and what each attacker made of the step on x̃."""
+    shown = [row for row in comparison.rows if row.images is not None and row.setting in ("a", "c")]
+    if not shown:
+        return
+    section = page.section("Pictures")
+    for setting in ("a", "c"):
+        rows = [row for row in shown if row.setting == setting]
+        if not rows:
+            continue
+        strips = [("x", comparison.images)] + ([("x̃", comparison.shuffled)] if setting == "c" else [])
+        for row in rows:
+            assert row.images is not None
+            strips.append((f"{row.model}:\n{row.attacker}", row.images))
+        count = min(most, *(len(images) for _, images in strips))
+        stack = torch.cat([images[:count].cpu() for _, images in strips])
+        figure = figures.image_grid(
+            stack if stack.shape[1] in (1, 3) else stack[:, :1],
+            columns=count,
+            row_titles=tuple(name for name, _ in strips),
+        )
+        section.figure(
+            figures.png(figure),
+            f"Setting ({setting}): {SETTINGS[setting]}. What each attacker recovered from one step.",
+        )
