@@ -177,6 +177,7 @@ def test_the_embedded_samples():
         (lambda p: None, "nowhere", None, r"nowhere: no such folder or file \(--data\)"),
         (lambda p: (p / "e").mkdir(), "e", None, r"e: holds no images .*\(--data\)"),
         (lambda p: write(p / "e/readme.md", b""), "e", None, "e: holds no images"),
+        (lambda p: (p / "e").mkdir(), "e", "val", "e: holds no images"),
         (lambda p: write(p / "x.zip", b""), "x.zip", None, r"x.zip: must be a folder, a .parquet or a .tar file"),
         (
             lambda p: write(p / "f/a.png", png()),

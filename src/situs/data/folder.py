@@ -31,12 +31,13 @@ class FolderSource(EncodedSource):
         strict: bool = False,
     ) -> None:
         splits = [name for name in _SPLIT_FOLDERS if (path / name).is_dir()]
+        if not splits and not any(path.iterdir()):
+            raise _no_images(path)  # which is more to the point than that it has no such split
         chosen = choose_split(splits, split, str(path))
         self.root = path / chosen if chosen else path
         self._files = _image_files(self.root)
         if not self._files:
-            kinds = " ".join(sorted(IMAGE_SUFFIXES))
-            raise SitusError(f"{self.root}: holds no images ({kinds}), parquet, tar or CIFAR files (--data)")
+            raise _no_images(self.root)
         classes, self._labels = None, None
         if labels:
             classes, self._labels = self._label_files(path, splits)
@@ -100,3 +101,8 @@ def _image_files(root: Path) -> list[str]:
 
 def _class_folders(root: Path) -> tuple[str, ...]:
     return tuple(sorted(f.name for f in root.iterdir() if f.is_dir() and not f.name.startswith(".")))
+
+
+def _no_images(folder: Path) -> SitusError:
+    kinds = " ".join(sorted(IMAGE_SUFFIXES))
+    return SitusError(f"{folder}: holds no images ({kinds}), parquet, tar or CIFAR files (--data)")
