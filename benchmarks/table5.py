@@ -63,7 +63,7 @@ def attackers(args: argparse.Namespace) -> list[Attacker]:
 
 
 def show(comparison: Comparison, seconds: float) -> None:
-    """The table on the terminal: means alone, intervals are in the files."""
+    """The table on the terminal, with 95 % intervals."""
     header, rows = settings_table(comparison)
     print(f"\ngamma {comparison.ratio:g}: {comparison.hidden} of {comparison.patches} patches hidden, {seconds:.0f} s")
     short = [[("" if cell is None else str(cell)) for cell in row] for row in [header, *rows]]

@@ -46,11 +46,15 @@ class Args:
     """How many images, from the first on."""
 
     attack: str = "patchembed,april"
-    """Attacks by name, apart by commas; matching and april-optimisation search, which takes minutes."""
+    """Attacks by name, apart by commas; matching, april-optimisation and adaptive-mjp search, which takes minutes."""
 
     defence: str = "none,noise,clip,no-pe-gradient"
     """Defences by name, apart by commas; a setting stands behind "=": noise=1e-4, clip=0.5, mjp=0.27. A run of MJP
     brings it along: none is then the run's own method."""
+
+    setting: Annotated[str, tyro.conf.arg(metavar="a,b,c")] = ""
+    """The settings of MJP's Table 5 instead of the defences: attack x and compare with x (a), attack shuffled images and
+    compare with them (b) or with x (c), by attackers who know MJP and who do not; γ by --defence mjp=γ, else 0.27."""
 
     batch: int = 1
     """Images in the audited step."""
@@ -115,6 +119,11 @@ def run(args: Args) -> int:
         args.model, weights=args.weights, img_size=size, classes=args.classes, seed=args.seed, device=device
     )
     batch, names = _load(args, victim, device)
+    if args.setting:
+        from situs.cli.audit_settings import run_settings
+
+        run_settings(args, _names(args.setting), victim, batch, names, attacks, defences, lpips, watch)
+        return INTERRUPTED if watch.interrupted else 0
     known = args.labels == "known"
     audit = audit_gradients(
         victim.trains,
@@ -144,7 +153,7 @@ def _watch(args: Args, attacks: list[Attack]) -> Watch:
     from situs.audit.watch import Watch
 
     def say(line: str) -> None:
-        if any(attack.reads_all for attack in attacks):
+        if args.setting or any(attack.reads_all or attack.knows_mjp for attack in attacks):
             print(line, file=sys.stderr, flush=True)
 
     return Watch(say, args.time_limit)
