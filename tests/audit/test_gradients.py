@@ -122,8 +122,8 @@ def test_the_file_has_every_image_and_is_json() -> None:
 class Slow(Matching):
     """Interrupted in the midst of its search."""
 
-    def measure(self, target: Any, backbone: Any) -> Any:
-        plain, looks = super().measure(target, backbone), iter(range(100))
+    def measure(self, target: Any, backbone: Any, noise: float) -> Any:
+        plain, looks = super().measure(target, backbone, noise), iter(range(100))
 
         def distance(guess: Any) -> Any:
             if next(looks) == 3:

@@ -151,7 +151,9 @@ def test_april_optimisation(backbone: Any) -> None:
 def test_the_second_term_is_the_cosine_of_the_table(backbone: Any) -> None:
     table = "model.pos_embed"
     guess, target = ({table: torch.randn(2, 1, 5, 32), "model.norm.weight": torch.randn(2, 32)} for _ in range(2))
-    plain, more = (kind(MatchingConfig(table=2.5)).measure(target, backbone) for kind in (Matching, AprilOptimisation))
+    plain, more = (
+        kind(MatchingConfig(table=2.5)).measure(target, backbone, 0.0) for kind in (Matching, AprilOptimisation)
+    )
     cosine = torch.nn.functional.cosine_similarity(guess[table].flatten(1), target[table].flatten(1))
     torch.testing.assert_close(more(guess), plain(guess) + 2.5 * (1 - cosine))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from situs.audit.search import MatchingConfig, border_steps, gradient_distances, optimise, variation
+from situs.audit.search import MatchingConfig, border_steps, gradient_distances, name_weights, optimise, variation
 from situs.audit.watch import Watch
 from situs.errors import SitusError
 
@@ -37,9 +37,20 @@ def test_what_is_only_rounding_does_not_count(kind: str) -> None:
     """A key's bias has no gradient but rounding, and both sides round differently."""
     real = chance(1, 50)
     target, guess = ({"a": real, "noise": 1e-9 * chance(1, 50, seed=seed)} for seed in (1, 2))
-    assert float(gradient_distances(guess, target, kind)[0, 1]) < (1e-3 if kind == "l2" else 1.1)
-    found = {"a": real, "noise": torch.zeros(1, 50, dtype=torch.float64)}
-    assert gradient_distances(found, found, kind).isfinite().all()
+    assert float((name_weights(target) * gradient_distances(guess, target, kind))[0, 1]) < 1e-12
+    nothing = {"a": real, "noise": torch.zeros(1, 50, dtype=torch.float64)}
+    assert (name_weights(nothing) * gradient_distances(nothing, nothing, kind)).isfinite().all()
+
+
+def test_weights_by_hand() -> None:
+    target = {"a": torch.full((1, 4), 3.0), "b": torch.full((1, 1), 1.0)}  # squares 36 and 1, five numbers
+    torch.testing.assert_close(name_weights(target), torch.tensor([[36 / 36.36, 1 / 1.36]]))
+    floor = 0.36 + 10 * 0.5**2 * 5
+    torch.testing.assert_close(name_weights(target, 0.5), torch.tensor([[36 / (36 + floor), 1 / (1 + floor)]]))
+    # Where noise swamps all, every number weighs alike: the weighted sum is the plain squared error.
+    guess = {"a": torch.ones(1, 4), "b": torch.zeros(1, 1)}
+    found = name_weights(target, 1e3) * gradient_distances(guess, target, "l2")
+    torch.testing.assert_close(found / found.sum(), torch.tensor([[16 / 17, 1 / 17]]), rtol=1e-4, atol=1e-4)
 
 
 def test_priors_by_hand() -> None:

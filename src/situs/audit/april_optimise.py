@@ -31,8 +31,8 @@ class AprilOptimisation(Matching):
     def reads(self, backbone: Backbone) -> tuple[str, ...]:
         return (require_stem(backbone).table,)
 
-    def measure(self, target: Gradients, backbone: Backbone) -> Callable[[Gradients], Tensor]:
-        table, plain = require_stem(backbone).table, super().measure(target, backbone)
+    def measure(self, target: Gradients, backbone: Backbone, noise: float) -> Callable[[Gradients], Tensor]:
+        table, plain = require_stem(backbone).table, super().measure(target, backbone, noise)
         sent = {table: target[table]}
 
         def distance(guess: Gradients) -> Tensor:

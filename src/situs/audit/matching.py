@@ -4,9 +4,9 @@ The idea of DLG (Zhu et al., arXiv 1906.08935) with the signed Adam and total va
 2003.14053) and the smooth patch borders of GradViT (Hatamizadeh et al., arXiv 2203.11894). It needs no structure: any
 model, any batch, gradients with names left out. It promises nothing either: an optimisation ends where it ends.
 
-Deviation: both distances are taken for each named gradient by itself, relative to its size, and averaged over the
-names. Over all of them together the classifier's gradient, the largest, drowns the others: the distance falls to
-almost nothing while the images stay noise (measured).
+Deviation: both distances are taken for each named gradient by itself, relative to its size, and averaged with weights
+that know the noise (`search.name_weights`). Over all together the classifier's gradient, the largest, drowns the others:
+their cosine distance falls to almost nothing while the images stay noise (measured).
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from situs.audit.attack import Attack, Fact, Knowledge, Recovery
 from situs.audit.labels import find_classifier, infer_labels
-from situs.audit.search import Found, MatchingConfig, border_steps, gradient_distances, optimise, variation
+from situs.audit.search import (
+    Found,
+    MatchingConfig,
+    border_steps,
+    gradient_distances,
+    name_weights,
+    optimise,
+    variation,
+)
 from situs.audit.simulate import Simulation, guessed_draws, simulation
 from situs.audit.threat import Gradients, parameter_names
 from situs.audit.watch import Watch
@@ -113,7 +121,7 @@ class Matching(Attack):
         told = torch.stack([labels[i] for i, _ in problems]).to(like.device)
         start = torch.stack([_noise(backbone, known, *problem) for problem in problems]).to(like.device, like.dtype)
         simulate = _mapped(simulation(method, known, names), start, told, draws)
-        measure = self.measure(target, backbone)
+        measure = self.measure(target, backbone, known.defence.noise_level(known.batch))
 
         def objective(images: Tensor) -> tuple[Tensor, Tensor]:
             distance = measure(simulate(images))
@@ -127,9 +135,10 @@ class Matching(Attack):
         pick = torch.arange(len(group), device=best.device) * restarts + best
         return Found(found.loss[pick], found.distance[pick], found.images[pick], found.done)
 
-    def measure(self, target: Gradients, backbone: Backbone) -> Callable[[Gradients], Tensor]:  # noqa: ARG002
-        """The distance [P] of guessed gradients from those that were sent."""
-        return lambda guess: gradient_distances(guess, target, self.config.distance).mean(dim=1)
+    def measure(self, target: Gradients, backbone: Backbone, noise: float) -> Callable[[Gradients], Tensor]:  # noqa: ARG002
+        """The distance [P] of guessed gradients from those that were sent with noise of a deviation."""
+        weights = name_weights(target, noise)
+        return lambda guess: (weights * gradient_distances(guess, target, self.config.distance)).mean(dim=1)
 
 
 def _infer(backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -> Tensor | None:
