@@ -5,8 +5,8 @@ The idea of DLG (Zhu et al., arXiv 1906.08935) with the signed Adam and total va
 model, any batch, gradients with names left out. It promises nothing either: an optimisation ends where it ends.
 
 Deviation: both distances are taken for each named gradient by itself, relative to its size, and averaged with weights
-that know the noise (`search.name_weights`). Over all together the classifier's gradient, the largest, drowns the others:
-their cosine distance falls to almost nothing while the images stay noise (measured).
+that know the noise (`search.name_weights`). Over all together the classifier's gradient, the largest, drowns the rest:
+the cosine distance falls to almost nothing while the images stay noise (measured).
 """
 
 from __future__ import annotations
