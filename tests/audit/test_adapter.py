@@ -74,6 +74,23 @@ def test_matching_needs_no_names() -> None:
     assert found.labels is not None and found.labels.tolist() == [[2]]
 
 
+class Fork(Own):
+    """Which way it goes depends on the pixels: nothing that can be mapped over searches."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x if float(x.detach().mean()) > -100 else -x)
+
+
+def test_what_cannot_be_mapped_is_searched_in_turn() -> None:
+    torch.manual_seed(0)
+    mapped, forked = adapt(module(), 8), adapt(Fork(), 8)
+    forked.load_state_dict(mapped.state_dict())
+    sent = [victim_gradients(mapped, X * size, torch.tensor([2])) for size in (1.0, 0.5)]
+    search = MatchingConfig(iterations=2, signed=False)
+    one, other = (Matching(search).recover(each, sent, Knowledge()) for each in (mapped, forked))
+    assert float((one.images - other.images).abs().median()) < 1e-4
+
+
 def test_names_are_measured_and_not_believed() -> None:
     hidden = adapt(module(norm=True), 8, weight="patches.weight", table="places")
     assert "not simply added behind a linear patch embedding" in str(PatchEmbedding().applies(hidden))

@@ -196,11 +196,15 @@ def test_without_labels_there_is_a_reason(backbone: Any) -> None:
 
 
 def test_models_without_tokens_and_with_windows() -> None:
-    """A convolutional network, and Swin: any size that they take."""
+    """A convolutional network, Swin, and rotated queries: whatever they are made of."""
     torch.manual_seed(0)
-    for name, size in (("resnet10t", 32), ("swin_tiny_patch4_window7_224", 56)):
-        shape = {"depths": (1, 1, 1, 1), "embed_dim": 24} if name.startswith("swin") else {}
-        given = {"img_size": size, "model_args": {**shape, "window_size": 7}} if shape else {}
+    small = {"depths": (1, 1, 1, 1), "embed_dim": 24}
+    cases = {
+        "resnet10t": (32, {}),
+        "swin_tiny_patch4_window7_224": (56, {"img_size": 56, "model_args": small}),
+        "vit_small_patch16_rope_224": (32, {"img_size": 32, "model_args": {"depth": 1}}),
+    }
+    for name, (size, given) in cases.items():
         other = create_backbone(name, num_classes=5, **given).eval()
         x = torch.randn(1, 3, size, size)
         upload = victim_gradients(other, x, torch.tensor([2]))
