@@ -124,6 +124,7 @@ def main() -> None:
         seconds = time.perf_counter() - begin
         show(found, seconds)
         stated = {**facts, "seconds": round(seconds, 1)}
+        args.out.mkdir(parents=True, exist_ok=True)
         write_text(args.out / f"table5-{ratio:g}.json", json.dumps({**stated, **to_json(found)}, indent=1) + "\n")
         settings_page(found, stated).write(args.out / f"table5-{ratio:g}.html")
 
