@@ -57,16 +57,20 @@ def separate(
     rest = _outside(weight / spread.unsqueeze(-1), basis)
     _, values, directions = torch.linalg.svd(rest, full_matrices=False)
     free = max(rest.shape[0] - basis.shape[0], 1)
-    rank = int((values[:count] > 4 * (free**0.5 + rest.shape[1] ** 0.5)).sum())
+    noise = max(4 * (free**0.5 + rest.shape[1] ** 0.5), 1e-13 * float(values.max()))
+    rank = int((values[:count] > noise).sum())
     span = directions[:rank]
     anchor, z = weight.new_zeros(weight.shape[1]), span
     if unknown is not None and rank:
         total = unknown.double()
         inside = _outside((total / spread).unsqueeze(-1), basis)
-        normal = torch.linalg.lstsq(rest @ span.T, inside).solution[:, 0]
-        anchor = normal @ span / (normal @ normal)
-        z = _across(normal) @ span
-        weight = weight - torch.outer(total, anchor)
+        normal = torch.linalg.pinv(rest @ span.T) @ inside
+        # With more hidden patches than pixels in a patch no hyperplane goes through all of them.
+        if float((rest @ span.T @ normal - inside).norm()) < 1e-2 * float(inside.norm()):
+            normal = normal[:, 0]
+            anchor = normal @ span / (normal @ normal)
+            z = _across(normal) @ span
+            weight = weight - torch.outer(total, anchor)
     across = weight - (weight @ z.T) @ z
     base = anchor.expand(len(rows), -1).clone()
     if len(shown):

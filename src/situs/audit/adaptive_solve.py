@@ -8,6 +8,7 @@ the roots that many starts run into, because E_unk makes them all solutions of t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,8 +21,9 @@ from situs.audit.adaptive_algebra import Partly, Smoothness, conjugate, smoothes
 from situs.audit.adaptive_spans import FirstBlock
 from situs.audit.watch import Watch
 
-SOLVED = 10.0
-"""χ² per number below which every token must be for the search to end; noise alone gives about 1."""
+SOLVED = 100.0
+"""χ² per number below which a token fits; the search ends when all do. Noise alone gives 1 to 10, a wrong patch makes
+thousands."""
 
 MARGIN = 12.0
 """A point is a root if its surprise is within this of the best one's: points that lead nowhere have thousands."""
@@ -52,6 +54,15 @@ def solve_directions(
     block: FirstBlock, partly: Partly, grid: tuple[int, int], size: tuple[int, int], effort: Effort, watch: Watch
 ) -> Found:
     """θ of every patch; the order of the hidden ones among their places means nothing."""
+    with warnings.catch_warnings():
+        # torch scripts some of its forward derivatives, and warns of its own scripts.
+        warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
+        return _solve(block, partly, grid, size, effort, watch)
+
+
+def _solve(
+    block: FirstBlock, partly: Partly, grid: tuple[int, int], size: tuple[int, int], effort: Effort, watch: Watch
+) -> Found:
     hidden, chance = partly.hidden, torch.Generator().manual_seed(0)
     values = partly.base.shape[1]
     theta = smoothest(partly, Smoothness(torch.zeros_like(hidden), grid, size, values))

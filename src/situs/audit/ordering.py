@@ -1,8 +1,8 @@
 """The order of shuffled patches, from what stands beside them: a jigsaw puzzle whose other pieces are in place.
 
 Two neighbours go well together if the step across their border is the step that both lead up to. That gives a cost for
-each patch beside each known neighbour (`fits`), and for each pair of hidden patches side by side; a trained MP3, which
-tells a patch's place from its content, may add its opinion. `solve_puzzle` looks for the order of least cost.
+each patch beside each known neighbour (`border_costs`), and for each pair of hidden patches side by side; a trained
+MP3, which tells a patch's place from its content, may add its opinion. `solve_puzzle` looks for the cheapest order.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _OPPOSITE = {"right": "left", "left": "right", "below": "above", "above": "below
 
 def _lines(patches: Tensor, size: tuple[int, int], side: str) -> tuple[Tensor, Tensor]:
     """The outermost line of pixels on a side and the next one inside, each [n, pixels · channels]."""
-    cells = patches.view(len(patches), *size, -1)
+    cells = patches.view(len(patches), *size, patches.shape[1] // (size[0] * size[1]))
     dim = 2 if side in ("right", "left") else 1
     depth = cells.shape[dim]
     outer = depth - 1 if side in ("right", "below") else 0
@@ -119,7 +119,7 @@ def order_hidden(
     *,
     predictor: MP3 | None = None,
     weight: float = 1.0,
-    restarts: int = 8,
+    restarts: int = 16,
 ) -> Tensor:
     """Patches [N, K] with the hidden ones brought to the places where they fit best.
 
@@ -148,7 +148,7 @@ def total_cost(puzzle: Puzzle, order: Tensor) -> float:
     return float(cost + below[order[under[:, 0]], order[under[:, 1]]].sum())
 
 
-def solve_puzzle(puzzle: Puzzle, restarts: int = 8) -> Tensor:
+def solve_puzzle(puzzle: Puzzle, restarts: int = 16) -> Tensor:
     """The patch at each place, [m]: the best of several greedy starts, each improved by exchanges until none helps."""
     puzzle = Puzzle(*(part.cpu() for part in puzzle))
     chance = torch.Generator().manual_seed(0)

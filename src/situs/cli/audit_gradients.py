@@ -53,8 +53,8 @@ class Args:
     brings it along: none is then the run's own method."""
 
     setting: Annotated[str, tyro.conf.arg(metavar="a,b,c")] = ""
-    """The settings of MJP's Table 5 instead of the defences: attack x and compare with x (a), attack shuffled images and
-    compare with them (b) or with x (c), by attackers who know MJP and who do not; γ by --defence mjp=γ, else 0.27."""
+    """The settings of MJP's Table 5 instead of the defences: attack x and compare with x (a), attack shuffled images
+    and compare with them (b) or with x (c), by attackers who know MJP and who do not; γ by --defence mjp=γ."""
 
     batch: int = 1
     """Images in the audited step."""

@@ -1,0 +1,156 @@
+"""The attack on MJP, end to end: every patch of an image comes back, and what is said of it is true."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from situs.audit import AdaptiveMJP, Clip, Knowledge, MaskedJigsaw, PatchEmbedding, create_attack
+from situs.audit.adaptive_solve import Effort
+from situs.audit.threat import NoDefence, victim_gradients
+from situs.audit.watch import Watch
+from situs.backbones import create_backbone
+from situs.core.tokens import patchify
+from situs.data.samples import load_samples
+from situs.methods.mjp import MJP, VARIANTS
+
+SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 4}
+
+
+def victim(name: str = "vit_tiny_patch16_224", **fields: Any) -> Any:
+    torch.manual_seed(0)
+    given = {"img_size": 28, "patch_size": 7, "in_chans": 1, "num_classes": 10, "model_args": SMALL, **fields}
+    return create_backbone(name, **given).eval()
+
+
+def pictures(count: int = 1) -> torch.Tensor:
+    """Real pictures: noise has no borders that fit."""
+    return (load_samples("test").images[:count].float() / 255 - 0.5) / 0.3
+
+
+def decibels(found: torch.Tensor, real: torch.Tensor) -> float:
+    return -20 * float(((found.double() - real.double()).norm() / real.double().norm()).log10())
+
+
+def attacked(backbone: Any, x: torch.Tensor, ratio: float, number: int = 0, **step: Any) -> tuple[Any, Any, Any]:
+    """The recovery of one image, its true patches [N, K], and the mask."""
+    defence = MaskedJigsaw(ratio)
+    ids = torch.tensor([number])
+    upload = victim_gradients(backbone, x, torch.tensor([3]), defence=defence, ids=ids, **step)
+    method: Any = defence.method(backbone)
+    mask = method.draw(ids, seed=0, epoch=0)["mask"][0]
+    return AdaptiveMJP().recover(backbone, [upload], Knowledge(defence)), patchify(x, 7)[0], mask
+
+
+@pytest.mark.parametrize(("ratio", "number"), [(0.1, 0), (0.2, 1), (0.3, 2)])
+def test_every_patch_comes_back(ratio: float, number: int) -> None:
+    backbone, x = victim(), pictures(3)[number : number + 1]
+    found, real, mask = attacked(backbone, x, ratio, number)
+    patches = patchify(found.images, 7)[0]
+    [fact] = found.facts
+    assert fact["hidden"] == int(mask.sum()) == int(ratio * 16)
+    assert decibels(patches[~mask], real[~mask]) > 40
+    best = torch.cdist(real[mask].double(), patches[mask].double()).amin(dim=1)
+    assert float(best.max()) < 0.05 * float(real[mask].norm(dim=1).max())
+    static = PatchEmbedding().recover(backbone, [upload_of(backbone, x, ratio, number)], Knowledge(MaskedJigsaw(ratio)))
+    if mask.sum() > 1:
+        assert decibels(patchify(static.images, 7)[0][~mask], real[~mask]) < 25
+        assert fact["patches_that_fit"] == 16
+
+
+def upload_of(backbone: Any, x: torch.Tensor, ratio: float, number: int) -> Any:
+    return victim_gradients(backbone, x, torch.tensor([3]), defence=MaskedJigsaw(ratio), ids=torch.tensor([number]))
+
+
+def test_one_hidden_patch_needs_no_search() -> None:
+    found, real, mask = attacked(victim(), pictures(), 0.1)
+    assert mask.sum() == 1
+    assert decibels(patchify(found.images, 7)[0], real) > 60
+    assert found.facts[0]["open_directions"] == 0
+    assert "nothing is left open" in str(found.facts[0]["verdict"])
+
+
+def test_the_order_inside_the_mask_is_not_in_the_gradients() -> None:
+    """Why order is a matter of borders alone: two shuffles of the same patches send the same."""
+    backbone, x = victim(), pictures()
+    method: Any = MaskedJigsaw(0.3).method(backbone)
+    draws = method.draw(torch.tensor([0]), seed=0, epoch=0)
+    mask, index = draws["mask"], draws["index"].clone()
+    places = mask[0].nonzero()[:, 0]
+    index[0, places] = index[0, places.flip(0)]
+
+    def sent(order: torch.Tensor) -> Any:
+        logits = backbone.head(method.encode(x, mask, order))
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor([3]))
+        return torch.autograd.grad(loss, list(backbone.parameters()))
+
+    for one, other in zip(sent(draws["index"]), sent(index), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-6)
+
+
+def test_a_run_of_mjp_is_attacked_with_its_own_tokens() -> None:
+    """E_unk and DAL trained elsewhere: they are part of the weights, so the attacker has them."""
+    backbone = victim()
+    method = MJP(backbone, VARIANTS["J"]).eval()
+    with torch.no_grad():
+        method.unknown.add_(0.1 * torch.randn(64))
+    defence = MaskedJigsaw(0.2)
+    x, ids = pictures(), torch.tensor([0])
+    upload = victim_gradients(method, x, torch.tensor([3]), defence=defence, ids=ids)
+    known = Knowledge(defence, method=defence.retrain(method))
+    found = AdaptiveMJP().recover(backbone, [upload], known)
+    assert found.facts[0]["hidden"] == 3
+    real = patchify(x, 7)[0]
+    close = (
+        torch.cdist(patchify(found.images, 7)[0].double(), real.double()).amin(dim=1) < 0.05 * real.norm(dim=1).max()
+    )
+    assert int(close.sum()) >= 15
+
+
+def test_without_e_unk_in_the_upload_the_bias_has_its_sum() -> None:
+    backbone, x = victim(), pictures()
+    upload = upload_of(backbone, x, 0.1, 0)
+    del upload["unknown"]
+    found = AdaptiveMJP().recover(backbone, [upload], Knowledge(MaskedJigsaw(0.1)))
+    assert decibels(found.images, x) > 50
+
+
+def test_where_nothing_is_hidden_it_is_patchembed() -> None:
+    backbone, x = victim(), pictures(2)
+    uploads = [victim_gradients(backbone, one, torch.tensor([3])) for one in x.split(1)]
+    mine, plain = (kind().recover(backbone, uploads, Knowledge(NoDefence())) for kind in (AdaptiveMJP, PatchEmbedding))
+    torch.testing.assert_close(mine.images, plain.images, rtol=1e-4, atol=1e-4)
+    assert [fact["hidden"] for fact in mine.facts] == [0, 0]
+    clipped = Clip(norm=1e-2, multiplier=0.0)
+    upload = victim_gradients(backbone, x[:1], torch.tensor([3]), defence=clipped)
+    assert decibels(AdaptiveMJP().recover(backbone, [upload], Knowledge(clipped)).images, x[:1]) > 60
+
+
+def test_too_many_tokens_are_said_and_the_algebra_stays() -> None:
+    backbone = victim(model_args={**SMALL, "embed_dim": 16})
+    said = str(AdaptiveMJP().caveat(backbone, 1))
+    assert "17 tokens are not fewer than 16 channels" in said
+    found, _, _ = attacked(backbone, pictures(), 0.2)
+    assert found.images.isfinite().all()
+    assert "guessed by smoothness" in str(found.facts[0]["verdict"])
+
+
+def test_it_stops_when_its_time_is_over() -> None:
+    backbone, x = victim(), pictures()
+    ticks = iter(range(1000))
+    watch = Watch(seconds=2, clock=lambda: float(next(ticks)))
+    uploads = [upload_of(backbone, x, 0.3, 0)] * 3
+    found = AdaptiveMJP(Effort(cycles=2)).recover(backbone, uploads, Knowledge(MaskedJigsaw(0.3)), watch)
+    assert found.images.shape[0] == len(found.facts) == 1
+    assert "1 of 3 uploads, the time limit" in str(found.partial)
+
+
+def test_it_is_in_the_dict_and_refuses_what_it_cannot_read() -> None:
+    attack = create_attack("adaptive-mjp")
+    assert attack.knows_mjp
+    assert "fixed or frozen" in str(attack.applies(victim(positions="sincos")))
+    backbone = victim()
+    assert attack.missing(backbone, {}) is not None
+    assert attack.missing(backbone, upload_of(backbone, pictures(), 0.1, 0)) is None

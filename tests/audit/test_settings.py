@@ -1,0 +1,207 @@
+"""The settings of Table 5: which image is attacked and which compared with, who is told what, and the verdict."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from situs.audit import AdaptiveMJP, April, PatchEmbedding
+from situs.audit.adaptive_solve import Effort
+from situs.audit.attack import Attack, Knowledge, Recovery
+from situs.audit.settings import Attacker, Comparison, Contestant, Plan, compare_settings, to_json, verdict
+from situs.audit.settings_page import settings_page, settings_table
+from situs.audit.watch import Watch
+from situs.backbones import create_backbone
+from situs.core.jigsaw import move_patches
+from situs.data.samples import load_samples
+from situs.errors import SitusError
+from situs.methods.mjp import MJP, MJPConfig
+
+SHAPE = {"depth": 2, "embed_dim": 64, "num_heads": 4}
+NORMALISATION = ((0.5,), (0.3,))
+IMAGES = (load_samples("test").images[:3].float() / 255 - 0.5) / 0.3
+LABELS = torch.tensor([1, 2, 3])
+
+
+def model(**fields: Any) -> Any:
+    torch.manual_seed(0)
+    given = {"img_size": 28, "patch_size": 7, "in_chans": 1, "num_classes": 10, "model_args": SHAPE, **fields}
+    return create_backbone("vit_tiny_patch16_224", **given).eval()
+
+
+class Spy(Attack):
+    """Gives back zeros and remembers what it was told."""
+
+    name, about, knows_mjp = "spy", "looks on", True
+
+    def __init__(self) -> None:
+        self.told: list[Knowledge | None] = []
+        self.sent: list[Any] = []
+
+    def applies(self, backbone: Any) -> str | None:
+        return None
+
+    def reads(self, backbone: Any) -> tuple[str, ...]:
+        return ("model.pos_embed", "unknown")
+
+    def missing(self, backbone: Any, upload: Any, known: Any = None) -> str | None:
+        return None
+
+    def caveat(self, backbone: Any, batch: int) -> str | None:
+        return None
+
+    def recover(self, backbone: Any, uploads: Any, known: Any = None, watch: Any = None) -> Recovery:
+        self.told.append(known)
+        self.sent.append(uploads)
+        return Recovery(torch.zeros(len(uploads), 1, 28, 28), [{} for _ in uploads])
+
+
+def compare(attackers: list[Attacker], plan: Plan | None = None, **fields: Any) -> Comparison:
+    backbone = model()
+    models = {"plain": Contestant(backbone), "MJP": Contestant(backbone, mjp=True)}
+    plan = plan or Plan(ratio=0.2)
+    given = {"normalisation": NORMALISATION, "plan": plan, **fields}
+    return compare_settings(models, IMAGES, LABELS, attackers, **given)
+
+
+@pytest.fixture(scope="module")
+def whole() -> Comparison:
+    adaptive = AdaptiveMJP(Effort(cycles=6, starts=24, retries=4))
+    return compare([Attacker(PatchEmbedding(), False), Attacker(April(), False), Attacker(adaptive, True)])
+
+
+def row(found: Comparison, model: str, setting: str, attacker: str) -> Any:
+    [only] = [r for r in found.rows if (r.model, r.setting) == (model, setting) and r.attacker.startswith(attacker)]
+    return only
+
+
+def psnr(found: Comparison, *where: str) -> float:
+    values = row(found, *where).scores["psnr"]
+    return sum(values) / len(values)
+
+
+def test_every_row_is_there(whole: Comparison) -> None:
+    assert len(whole.rows) == 2 * 3 * 3
+    assert {(r.model, r.setting, r.attacker) for r in whole.rows} == {
+        (m, s, a)
+        for m in ("plain", "MJP")
+        for s in "abc"
+        for a in ("patchembed, static", "april, static", "adaptive-mjp, knows the defence")
+    }
+    assert whole.stopped is None and whole.hidden == 3 and whole.patches == 16
+    assert whole.mjp == ("MJP",)
+
+
+def test_settings_attack_and_compare_with_what_they_say(whole: Comparison) -> None:
+    """On a plain model the static attack is exact, so its pictures say which image was in the step."""
+    for setting, truth in (("a", whole.images), ("b", whole.shuffled), ("c", whole.shuffled)):
+        found = row(whole, "plain", setting, "patchembed").images
+        torch.testing.assert_close(found, truth, atol=1e-3, rtol=0)
+    assert psnr(whole, "plain", "a", "patchembed") > 60
+    assert psnr(whole, "plain", "b", "patchembed") > 60
+    assert psnr(whole, "plain", "c", "patchembed") < 40
+    assert not torch.equal(whole.images, whole.shuffled)
+
+
+def test_one_who_knows_mjp_gets_what_static_attackers_do_not(whole: Comparison) -> None:
+    for setting in "ac":  # in (a) it is DAL's gradient alone that blurs
+        assert psnr(whole, "MJP", setting, "adaptive") > psnr(whole, "MJP", setting, "patchembed") + 15
+    assert psnr(whole, "MJP", "c", "patchembed") < 15
+    parts = row(whole, "MJP", "c", "adaptive").parts
+    assert min(parts["shown_psnr"]) > 40 and min(parts["hidden_psnr"]) > 30
+    said = verdict(whole)
+    assert "MJP: MJP's privacy claim does not survive" in said
+    assert "3 of 16 patches hidden (γ = 0.2)" in said
+
+
+def test_the_shuffle_is_the_one_that_mjp_makes() -> None:
+    spy = Spy()
+    found = compare([Attacker(spy, True)])
+    method = MJP(model(), replace(MJPConfig(), mask_ratio=0.2))
+    draws = method.draw(torch.arange(3), seed=0, epoch=0)
+    real = move_patches(found.images, (4, 4), draws["index"])
+    torch.testing.assert_close(found.shuffled, real)
+    hidden = (spy.sent[3][1]["model.pos_embed"][0, 1:] == 0).all(dim=1)  # MJP's step on x̃, second image
+    assert torch.equal(hidden, draws["mask"][1])
+    assert "unknown" in spy.sent[3][0] and "unknown" not in spy.sent[0][0]
+
+
+def test_only_one_who_knows_is_told() -> None:
+    static, informed = Spy(), Spy()
+    compare([Attacker(static, False), Attacker(informed, True)])
+    assert len(static.told) == len(informed.told) == 4  # two models, x and x̃
+    for told in static.told:
+        assert told is not None and told.method is None and told.defence.name == "none"
+    names = [known.defence.label for known in informed.told if known is not None]
+    assert names == ["none", "none", "mjp γ=0", "mjp γ=0.2"]
+    assert isinstance(informed.told[3].method, MJP)  # type: ignore[union-attr]
+
+
+def test_parts_by_hand() -> None:
+    """A spy that gives grey: shown and hidden patches are scored against the patches themselves."""
+    found = compare([Attacker(Spy(), True)])
+    only = row(found, "MJP", "c", "spy")
+    real = found.images[0].double()
+    grid = real.unfold(1, 7, 7).unfold(2, 7, 7).reshape(16, 49)
+    draws = MJP(model(), replace(MJPConfig(), mask_ratio=0.2)).draw(torch.arange(3), seed=0, epoch=0)
+    shown = grid[~draws["mask"][0]]
+    assert only.parts["shown_psnr"][0] == pytest.approx(-10 * float((shown - 0.5).square().mean().log10()))
+    assert len(only.parts["hidden_order"]) == 3
+
+
+def test_files_and_page(whole: Comparison) -> None:
+    told = json.loads(json.dumps(to_json(whole), allow_nan=False))
+    assert len(told["rows"]) == 18
+    last = next(r for r in told["rows"] if r["model"] == "MJP" and r["setting"] == "c" and "adaptive" in r["attacker"])
+    assert len(last["images"]) == 3 and last["images"][0]["hidden"] == 3
+    assert last["mean"]["shown_psnr"]["low"] is not None
+    assert {b["name"] for b in told["baselines"] if b["setting"] == "c"} == {
+        "mean image",
+        "random pair",
+        "x̃ itself, order not solved",
+    }
+    header, rows = settings_table(whole)
+    assert all(len(r) == len(header) for r in rows)
+    text = settings_page(whole, {"seed": 0}).render()
+    for heading in ("Verdict", "The table", "Shown and hidden patches apart", "Pictures", "What the paper reports"):
+        assert f">{heading}</h2>" in text
+    assert text.count("<img") == 2
+
+
+def test_what_does_not_apply_is_a_reason() -> None:
+    backbone = model(positions="sincos")
+    plan = Plan(("a",))
+    found = compare_settings(
+        {"plain": Contestant(backbone)},
+        IMAGES,
+        LABELS,
+        [Attacker(PatchEmbedding(), False)],
+        normalisation=NORMALISATION,
+        plan=plan,
+    )
+    assert "fixed or frozen" in str(found.rows[0].reason)
+    assert "No model here is trained with MJP" in verdict(found)
+    assert "does not apply" in settings_page(found, {}).render()
+    json.dumps(to_json(found), allow_nan=False)
+
+
+def test_mistakes_are_refused() -> None:
+    with pytest.raises(SitusError, match="setting"):
+        Plan(("d",))
+    with pytest.raises(SitusError, match="must be in"):
+        Plan(ratio=1.0)
+    odd = MJP(model(), replace(MJPConfig(), shuffle="spp", unknown=False, dal="none"))
+    with pytest.raises(SitusError, match="no x̃"):
+        compare_settings({"odd": Contestant(odd)}, IMAGES, LABELS, [], normalisation=NORMALISATION)
+
+
+def test_it_stops_in_time_and_says_so() -> None:
+    ticks = iter(range(10_000))
+    watch = Watch(seconds=1, clock=lambda: float(next(ticks)))
+    found = compare([Attacker(PatchEmbedding(), False)], watch=watch)
+    assert found.stopped is not None and len(found.rows) < 6
+    assert "partial" in verdict(found)
