@@ -25,6 +25,9 @@ SOLVED = 100.0
 """χ² per number below which a token fits; the search ends when all do. Noise alone gives 1 to 10, a wrong patch makes
 thousands."""
 
+ABREAST = {"cpu": 2048, "cuda": 16384}
+"""Tokens that run side by side on a kind of device."""
+
 MARGIN = 12.0
 """A point is a root if its surprise is within this of the best one's: points that lead nowhere have thousands."""
 
@@ -289,16 +292,10 @@ def _search(
     for _ in range(rounds):
         weights = {n: s.variance(inputs[n], levels[n]).rsqrt() for n, s in block.spans.items()}
         here = block.residuals(inputs, weights)
-
-        def function(at: Tensor, weights: Mapping[str, Tensor] = weights) -> Tensor:
-            return block.residuals(inputs_at(at), weights)
-
-        # Tokens do not look at each other, so one derivative serves all of them.
-        axes = torch.eye(theta.shape[1], dtype=theta.dtype, device=theta.device)
-        jacobian = torch.stack([_push(function, theta, axis.expand_as(theta).contiguous()) for axis in axes], dim=-1)
+        jacobian = _jacobian(block, partly, patches, places, theta, weights)
         normal, slope = jacobian.mT @ jacobian, (jacobian.mT @ here.unsqueeze(-1)).squeeze(-1)
         diagonal = normal.diagonal(dim1=1, dim2=2)
-        origin, done = theta, torch.zeros_like(damping, dtype=torch.bool)
+        origin, before, done = theta, surprise, torch.zeros_like(damping, dtype=torch.bool)
         for _ in range(3):
             bend = damping.unsqueeze(-1) * (diagonal + 1e-3 * diagonal.mean(dim=1, keepdim=True)) + 1e-14
             step = torch.linalg.solve(normal + torch.diag_embed(bend), slope)
@@ -313,4 +310,30 @@ def _search(
             damping = torch.where(done, torch.where(better, damping * 0.2, damping), damping * 6).clamp(1e-8, 1e8)
             if float(done.double().mean()) > 0.7:
                 break
+        if float((before - surprise).max()) < 1e-3:
+            break
     return theta, surprise
+
+
+def _jacobian(
+    block: FirstBlock, partly: Partly, patches: Tensor, places: Tensor, theta: Tensor, weights: Mapping[str, Tensor]
+) -> Tensor:
+    """The derivative of each token's residuals by its own θ, [Q, R, r].
+
+    Tokens do not look at each other, so as many copies of all of them as fit run side by side, one for each axis.
+    """
+    count, width = theta.shape
+    side = max(1, ABREAST.get(theta.device.type, 2048) // max(count, 1))
+    found = []
+    for axes in torch.eye(width, dtype=theta.dtype, device=theta.device).split(side):
+        copies = len(axes)
+        owners = places.repeat(copies)
+        scaled = {name: weight.repeat(copies) for name, weight in weights.items()}
+
+        def function(at: Tensor, owners: Tensor = owners, scaled: Mapping[str, Tensor] = scaled) -> Tensor:
+            queries = partly.base[owners] + at @ partly.z, block.table[owners]
+            return block.residuals(block.inputs(patches, queries), scaled)
+
+        tangent = _push(function, theta.repeat(copies, 1), axes.repeat_interleave(count, dim=0))
+        found.append(tangent.view(copies, count, -1))
+    return torch.cat(found).movedim(0, -1)

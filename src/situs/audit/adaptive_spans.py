@@ -47,10 +47,14 @@ class Span:
         column = g.square().mean(dim=0).sqrt()
         # A unit that is nearly dead says nothing, and dividing by its size would let it speak loudest.
         self.column = 1 / column.clamp(min=1e-2 * float(column.square().mean().sqrt()))
-        _, values, vectors = torch.linalg.svd(g * self.column, full_matrices=g.shape[0] < g.shape[1])
-        self.values, self.inside, self.outside = values[:tokens], vectors[:tokens], vectors[tokens:]
+        # Once an image, and on the host: one matrix at a time is no work for a device.
+        _, values, vectors = torch.linalg.svd((g * self.column).cpu(), full_matrices=False)
+        inside = vectors[:tokens]
+        outside = torch.linalg.qr(inside.T, mode="complete")[0][:, tokens:].T
         free = (g.shape[0] - tokens) * (g.shape[1] - tokens)
-        self.noise = (values[tokens:].square().sum() / max(free, 1)).sqrt()
+        noise = (values[tokens:].square().sum() / max(free, 1)).sqrt()
+        parts = (values[:tokens], inside, outside.contiguous(), noise)
+        self.values, self.inside, self.outside, self.noise = (part.to(g.device) for part in parts)
 
     @staticmethod
     def exists(gradient: Tensor, tokens: int) -> bool:
