@@ -2,6 +2,7 @@
 
     python benchmarks/table5.py --plain RUN --mjp RUN --images CIFAR --split test --count 64 --device cuda --out table5
     python benchmarks/table5.py --count 2 --plain random --mjp random --images CIFAR      # a try with random weights
+    python benchmarks/table5.py --mjp vit_small_patch14_dinov2 --weights FILE --size 224 --images PHOTOGRAPHS
 
 RUN is a run or export folder; an export has no E_unk of its own, so it gets one from the seed. For each γ of --ratio
 it prints the table with 95 % intervals and writes OUT/table5-γ.json (every image) and OUT/table5-γ.html.
@@ -25,6 +26,7 @@ from situs.audit.lpips import Lpips
 from situs.audit.patchembed import PatchEmbedding
 from situs.audit.settings import Attacker, Comparison, Contestant, Plan, compare_settings, to_json, verdict
 from situs.audit.settings_page import settings_page, settings_table
+from situs.audit.victim import Victim, labels_for, open_victim
 from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.config import write_text
@@ -33,22 +35,24 @@ from situs.evaluate.subject import Subject, load_set, open_subject
 from situs.methods.mjp import MJP
 from situs.methods.mp3 import MP3
 
-CIFAR = DataConfig(img_size=(32, 32), mean=(0.5071, 0.4866, 0.4409), std=(0.2673, 0.2564, 0.2762))
 
-
-def open_model(source: str, device: str, seed: int) -> Subject:
-    """A run, an export, or "random": ViT-S/4 at 32 pixels with 100 classes and random weights."""
+def open_model(source: str, args: argparse.Namespace) -> Victim:
+    """A run, an export, a timm name, or "random": ViT-S/4 at 32 pixels with 100 classes and random weights."""
     if source != "random":
-        return open_subject(source, device=device)
-    torch.manual_seed(seed)
-    backbone = create_backbone("vit_small_patch16_224", img_size=32, patch_size=4, num_classes=100).to(device).eval()
-    return Subject("random ViT-S/4", backbone, True, False, CIFAR, None, {"kind": "name", "weights": "random"})
+        size = None if args.size is None else (args.size, args.size)
+        return open_victim(source, weights=args.weights, img_size=size, seed=args.seed, device=args.device)
+    torch.manual_seed(args.seed)
+    backbone = create_backbone("vit_small_patch16_224", img_size=32, patch_size=4, num_classes=100)
+    data = DataConfig(img_size=(32, 32), mean=(0.5071, 0.4866, 0.4409), std=(0.2673, 0.2564, 0.2762))
+    facts = {"kind": "name", "weights": "random"}
+    subject = Subject("random ViT-S/4", backbone.to(args.device).eval(), True, False, data, None, facts)
+    return Victim(subject, subject.backbone)
 
 
-def contestant(subject: Subject, mjp: bool) -> Contestant:
-    method = subject.method
-    trained = method is not None and method.needs_labels and isinstance(method, MJP) == mjp
-    return Contestant(method.eval() if trained and method is not None else subject.backbone.eval(), mjp)
+def contestant(victim: Victim, mjp: bool) -> Contestant:
+    """A run with its own method where that is MJP or not, as asked; else its bare backbone."""
+    own = isinstance(victim.trains, MJP) == mjp
+    return Contestant(victim.trains if own else victim.subject.backbone, mjp)
 
 
 def attackers(args: argparse.Namespace) -> list[Attacker]:
@@ -77,6 +81,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--plain", help="run or export folder of plain training, or random")
     parser.add_argument("--mjp", help="run or export folder of MJP, or random")
+    parser.add_argument("--weights", help="for a timm name: a weight file")
+    parser.add_argument("--size", type=int, help="for a timm name: image size in pixels")
     parser.add_argument("--images", required=True)
     parser.add_argument("--split", default="test")
     parser.add_argument("--count", type=int, default=64)
@@ -92,14 +98,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.plain is None and args.mjp is None:
         parser.error("give --plain, --mjp or both")
-    opened = {name: open_model(source, args.device, args.seed) for name, source in _models(args).items()}
-    models = {name: contestant(subject, name == "MJP") for name, subject in opened.items()}
-    first = next(iter(opened.values()))
+    opened = {name: open_model(source, args) for name, source in _models(args).items()}
+    models = {name: contestant(victim, name == "MJP") for name, victim in opened.items()}
+    first = next(iter(opened.values())).subject
     batch = next(iter(load_set(first, args.images, args.split, args.count, args.device, count=args.count)))
-    labels = torch.arange(len(batch.images), device=batch.images.device) % 100 if batch.labels is None else batch.labels
+    labels = labels_for(first, batch.labels, len(batch.images))
     lpips = None if args.lpips is None else Lpips(args.lpips)
     facts: dict[str, Any] = {
-        "models": ", ".join(f"{name}: {subject.name} ({subject.facts['kind']})" for name, subject in opened.items()),
+        "models": ", ".join(
+            f"{name}: {victim.subject.name} ({victim.subject.facts['kind']})" for name, victim in opened.items()
+        ),
         "images": f"{len(batch.images)} of {Path(args.images).name} ({args.split})",
         "order": "borders" + ("" if args.predictor is None else f" and MP3 ({Path(args.predictor).name})"),
         "gradients": "fp32, batch 1",
