@@ -2,7 +2,7 @@
 
     python benchmarks/table5.py --plain RUN --mjp RUN --images CIFAR --split test --count 64 --device cuda --out table5
     python benchmarks/table5.py --count 2 --plain random --mjp random --images CIFAR      # a try with random weights
-    python benchmarks/table5.py --mjp vit_small_patch14_dinov2 --weights FILE --size 224 --images PHOTOGRAPHS
+    python benchmarks/table5.py --mjp vit_small_patch14_dinov2 --weights FILE --size 224 --images FOLDER --split train
 
 RUN is a run or export folder; an export has no E_unk of its own, so it gets one from the seed. For each γ of --ratio
 it prints the table with 95 % intervals and writes OUT/table5-γ.json (every image) and OUT/table5-γ.html.
