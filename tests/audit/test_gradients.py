@@ -88,6 +88,14 @@ def test_mjp_is_given_no_credit_that_an_unfinished_attack_would_give() -> None:
     assert "lower bound" in verdict(found)
 
 
+def test_an_interval_ends_where_its_metric_does() -> None:
+    means = summary({"order_accuracy": [1.0, 0.5, 1.0], "ssim": [0.9, 0.1], "psnr": [0.5, 9.0], "lpips": None})
+    assert means["order_accuracy"] is not None and means["order_accuracy"].high == 1.0
+    assert means["ssim"] is not None and means["ssim"].high == 1.0
+    assert means["psnr"] is not None and (means["psnr"].high or 0) > 9
+    assert means["lpips"] is None
+
+
 def test_the_gate_looks_at_the_worst_image() -> None:
     found = audit("patchembed", "none")
     values = found.pairs[0].scores["psnr"]

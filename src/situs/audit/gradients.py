@@ -228,9 +228,13 @@ def _uploads(trial: _Trial, defence: Defence, attacks: Sequence[Attack], watch: 
 
 
 def summary(scores: Scores) -> dict[str, Mean | None]:
-    """Each metric's mean over the images with its 95 % interval."""
-    shares = ("reidentified",)
-    return {name: None if v is None else mean_of(v, share=name in shares) for name, v in scores.items()}
+    """Each metric's mean over the images with its 95 % interval, which ends where the metric does."""
+    means = {name: None if v is None else mean_of(v, share=name == "reidentified") for name, v in scores.items()}
+    for name in ("ssim", "order_accuracy"):
+        mean = means.get(name)
+        if mean is not None and mean.high is not None:
+            means[name] = mean._replace(high=min(1.0, mean.high))
+    return means
 
 
 def verdict(audit: Audit) -> str:
