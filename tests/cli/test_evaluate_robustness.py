@@ -176,7 +176,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         ([one, "--imagenet-o", tmp_path / "flat", *none, "--in-distribution", tmp_path / "no"], "no such folder"),
         ([one, "--imagenet-a", natural, *none, "--class-list", short], "2 class names are given"),
         ([one, "--imagenet-a", natural, *none, "--class-list", empty], "cannot be read"),
-        ([one, "--data", empty], "has no split 'val'"),
+        ([one, "--data", empty], "empty: holds no images"),
     ):
         assert run(*words, "--out", tmp_path / "x") == 2, words
         printed = capsys.readouterr().err.strip().splitlines()[-1]
