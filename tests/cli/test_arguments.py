@@ -203,13 +203,40 @@ def test_a_mistake_in_a_flag_names_the_flag(line: str, named: str, capsys: pytes
     assert named in refused(line, capsys)
 
 
-def test_help_shows_the_fields_of_the_chosen_method(capsys: pytest.CaptureFixture[str]) -> None:
+def helped(line: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """What is printed before the parser exits with 0."""
     with pytest.raises(SystemExit) as stop:
-        parsed("--preset toy-mae --help")
+        parsed(line)
     assert stop.value.code == 0
-    shown = capsys.readouterr().out
-    for words in ("--preset NAME", "--config FILE", "--method {mae,mp3}", "--method.decoder-depth INT", "default: 8"):
+    return capsys.readouterr().out
+
+
+def test_help_shows_the_everyday_flags_and_names_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = helped("--preset toy-mae --help", capsys)
+    for words in ("--preset NAME", "--config FILE", "--method NAME", "mae, mp3;", "(default: mae)", "--resume PATH"):
         assert words in shown
-    assert "mask-ratio" not in shown
     assert "Images in a step." in shown
     assert "The run's folder." in shown
+    assert "Blocks of the decoder." not in shown
+    assert "  method  --method.decoder-depth\n  optim   --optim.lr, betas\n" in shown
+
+
+@pytest.mark.parametrize("help_words", ["--help method", "--help=method", "-h method --batch 3"])
+def test_help_of_a_group_shows_its_flags_under_that_preset(help_words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = helped(f"--preset toy-mae {help_words}", capsys)
+    assert "--method.decoder-depth INT" in shown
+    assert "Blocks of the decoder. (default: 8)" in shown
+    assert "--preset" not in shown
+    assert "--optim" not in shown
+    assert "mask-ratio" in helped(f"--preset toy-mae --method mp3 {help_words}", capsys)
+
+
+def test_help_all_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = helped("--preset toy-mae --help all", capsys)
+    for words in ("--preset NAME", "--batch INT", "--method.decoder-depth INT", "--optim.betas FLOAT FLOAT"):
+        assert words in shown
+
+
+def test_help_with_an_unknown_topic_names_those_there_are() -> None:
+    with pytest.raises(SitusError, match="unknown topic of --help 'optin'; choose one of: all, method, optim, presets"):
+        parsed("--help optin")

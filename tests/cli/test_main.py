@@ -81,10 +81,17 @@ def test_overview_lists_every_verb_once(words: list[str], capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("verb", sorted(cli.VERBS))
-def test_every_verb_has_its_module_and_help(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_verb_has_its_module_and_a_short_help(
+    verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     assert find_spec(cli.VERBS[verb][0]) is not None
     assert main([*verb.split(), "--help"]) == 0
-    assert f"usage: situs {verb}" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"usage: situs {verb}" in shown
+    assert len(shown.splitlines()) <= 60
+    for noise in ("{None", "default: None"):  # what a flag is that was not given is no reader's concern
+        assert noise not in shown
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import pytest
 import torch
 
 from situs.cli.main import main
+from situs.presets import preset_names
 from situs.train.checkpoint import RunFolder
+from situs.train.run import RunConfig
 
 SMALL = [
     "--backbone.name", "vit_tiny_patch16_224", "--data.img-size", "28", "--data.channels", "1",
@@ -83,17 +86,48 @@ def test_flags_go_before_the_file_and_the_file_before_the_preset(small: list[str
     assert config["train"]["epochs"] == 12
 
 
-def test_help_is_readable_and_names_every_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    from situs.presets import preset_names
-
+def test_help_is_short_and_names_every_flag_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     assert main(["pretrain", "--help"]) == 0
     shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 100
     text = re.sub(r"[\s│]+", " ", shown)
     assert "situs pretrain --preset samples-mp3 --out runs/mp3" in text
-    assert all(name in text for name in preset_names())
     for flag in ("--preset NAME", "--data PATH", "--out DIR", "--resume DIR", "--epochs N", "--steps N", "--batch N"):
         assert flag in text
-    assert max(map(len, shown.splitlines())) <= 160
+    below = text[text.index("--help GROUP") :]
+    for group in ("method", "backbone", "data", "augment", "optim", "train"):
+        named = re.search(rf" {group} --{group}\.(.*?)(?= [a-z]+ --|$)", below)
+        assert named is not None
+        flags = {name.strip().replace("-", "_") for name in named[1].split(",")}
+        held = getattr(RunConfig(), group)
+        assert flags == {f.name if f.name != "model_args" else "model_args.KEY" for f in fields(held)}
+
+
+def test_help_of_each_group_is_in_help_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every flag the parser takes is explained somewhere, and only where it belongs."""
+    assert main(["pretrain", "--help", "all"]) == 0
+    flags = set(re.findall(r"(?m)^[ │]{2}(--[a-z][\w.-]*)", capsys.readouterr().out))
+    found = set()
+    for group in ("method", "backbone", "data", "augment", "optim", "train"):
+        assert main(["pretrain", "--help", group]) == 0
+        shown = capsys.readouterr().out
+        own = set(re.findall(r"(?m)^[ │]{2}(--[a-z][\w.-]*)", shown))
+        assert all(flag.startswith(f"--{group}.") for flag in own)
+        names = {f.name for f in fields(getattr(RunConfig(), group))} - {"model_args"}
+        assert own == {f"--{group}.{name.replace('_', '-')}" for name in names}
+        assert ("--backbone.model-args.KEY" in shown) == (group == "backbone")
+        found |= own
+    assert found == {flag for flag in flags if "." in flag}
+
+
+def test_help_lists_the_presets_and_tells_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pretrain", "--help", "presets"]) == 0
+    assert set(preset_names()) <= set(capsys.readouterr().out.splitlines())
+    assert main(["pretrain", "--preset", "samples-mp3", "--help", "presets"]) == 0
+    assert "Hardware: two CPU cores" in capsys.readouterr().out
 
 
 # --- resuming -----------------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
 
 from situs.cli.result import LookingAtImages, open_looked_at, write_result
 
@@ -11,7 +14,7 @@ from situs.cli.result import LookingAtImages, open_looked_at, write_result
 class Args(LookingAtImages):
     """Where a model's heads look."""
 
-    count: int | None = 64
+    count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = 64
     """So many of the images, chosen at random and the same every time."""
 
     layer: int | None = None

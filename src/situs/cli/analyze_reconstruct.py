@@ -17,10 +17,10 @@ class Args(LookingAtImages):
     count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = 64
     """So many of the images, chosen at random and the same every time."""
 
-    ratios: tuple[float, ...] | None = None
+    ratios: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="SHARE ...")] = None
     """MP3's η, or DropPos's γ; the papers' 0, .25, .5 and .75 where nothing is said."""
 
-    position_ratios: tuple[float, ...] | None = None
+    position_ratios: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="SHARE ...")] = None
     """DropPos's γ_pos; .75 and the paper's .95 where nothing is said."""
 
     show: int = 6

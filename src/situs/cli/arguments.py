@@ -9,7 +9,8 @@ A verb with a config derives from `Recipe` and has one field made by `configured
 
 Every field of the config is then a flag of the verb (`--batch 32`, `--optim.lr 1e-3`, `--method.mask-ratio .5`)
 with the preset's and the user's TOML values as defaults, and each `choice` in it is a flag by itself:
-`--method mae` says whose fields the `--method.*` flags are.
+`--method mae` says whose fields the `--method.*` flags are. `--help` shows the everyday flags, `--help optim` those of
+a group with the values they have under that preset and method, `--help all` all of them.
 """
 
 from __future__ import annotations
@@ -18,12 +19,23 @@ import contextlib
 import io
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import Field, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import Field, dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import tyro
 
+from situs.cli.helptext import (
+    asked_topic,
+    check_topic,
+    everyday,
+    free_flags,
+    free_tables,
+    groups_of,
+    narrowed,
+    other_flags,
+    presets_text,
+)
 from situs.config import Choice, choices_of, from_dict, load_toml, merge, read_json
 from situs.errors import SitusError
 from situs.presets import load_preset
@@ -37,7 +49,7 @@ class Recipe:
     """Where a verb's config starts from: preset < TOML file < flags."""
 
     preset: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """A recipe that comes with situs; every flag below overrides it."""
+    """A recipe that comes with situs (--help presets); flags override it."""
 
     config_file: Annotated[Path | None, tyro.conf.arg(name="config", metavar="FILE")] = None
     """A TOML file of your own, laid over the preset."""
@@ -64,11 +76,36 @@ def parse(args_type: type[T], argv: Sequence[str], prog: str, description: str =
     """The verb's Args. Prints help and exits with 0, or what is wrong and exits with 2."""
     own: tuple[Field[Any], ...] = fields(args_type)  # pyright: ignore[reportArgumentType]
     found = [(f.name, f.metadata["situs.configured"]) for f in own if "situs.configured" in f.metadata]
+    topic = asked_topic(argv)
     if not found:
+        if topic is not None:
+            return _tyro(everyday(args_type), ["--help"], prog, description)
         return _tyro(args_type, argv, prog, description)
     [(name, spec)] = found
-    result = _tyro(_layered_type(args_type, name, spec, argv), argv, prog, description)
+    start = start_of(spec.cls, argv, spec.run_flag, spec.ground)
+    layered = _layered_type(args_type, name, start)
+    if topic is not None:
+        _help(layered, name, start, topic, prog, description, _peek(argv, "--preset"))
+    result = _tyro(layered, argv, prog, description)
     return args_type(**{f.name: getattr(result, f.name) for f in own})
+
+
+def _help(
+    args_type: type[Any], name: str, start: Any, topic: str, prog: str, description: str, preset: str | None
+) -> NoReturn:
+    """Prints what `topic` asks for, with the values that preset, file and chosen method give; exits with 0."""
+    check_topic(topic, start)
+    if topic == "presets":
+        print(presets_text(preset))
+        raise SystemExit(0)
+    text = f"The flags --{topic}.* and their values." if topic in groups_of(start) else description
+    try:
+        _tyro(narrowed(args_type, name, start, topic), ["--help"], prog, text)
+    except SystemExit:
+        if below := free_flags(start, topic) if topic else other_flags(start, prog):
+            print(below)
+        raise
+    raise AssertionError("the parser exits when asked for help")
 
 
 def start_of(cls: type[T], argv: Sequence[str], run_flag: str | None = None, ground: Ground | None = None) -> T:
@@ -94,20 +131,9 @@ def start_of(cls: type[T], argv: Sequence[str], run_flag: str | None = None, gro
     for path in choices:
         if (name := _peek(argv, _flag(path))) is not None:
             layers = merge(layers, _nested(f"{path}.name", name), choices)
-    for path in _free_tables(cls):
+    for path in free_tables(cls):
         layers = merge(_nested_values(path, argv), layers, choices)
     return from_dict(cls, layers, where=" + ".join(sources))
-
-
-def _free_tables(cls: type[Any], path: str = "") -> list[str]:
-    """The paths of a config's tables with keys of any name, such as "backbone.model_args"."""
-    found: list[str] = []
-    for name, kind in get_type_hints(cls).items():
-        if get_origin(kind) is dict:
-            found.append(path + name)
-        elif isinstance(kind, type) and is_dataclass(kind):
-            found += _free_tables(kind, f"{path}{name}.")
-    return found
 
 
 def _nested_values(path: str, argv: Sequence[str]) -> dict[str, Any]:
@@ -129,18 +155,16 @@ def _literal(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def _layered_type(args_type: type[Any], name: str, spec: _Configured, argv: Sequence[str]) -> type[Any]:
+def _layered_type(args_type: type[Any], name: str, start: Any) -> type[Any]:
     """`args_type` with the config's start as its default, and one more flag for each choice in the config."""
-    start = start_of(spec.cls, argv, spec.run_flag, spec.ground)
+    cls: type[Any] = type(start)
     # An empty name keeps the config's own name out of the flags: --batch, not --config.batch.
     whole = (
         name,
-        Annotated[spec.cls, tyro.conf.arg(name="")],
+        Annotated[cls, tyro.conf.arg(name="")],
         field(default_factory=lambda: start, kw_only=True),
     )
-    added = [
-        _choice_field(index, path, chosen, start) for index, (path, chosen) in enumerate(choices_of(spec.cls).items())
-    ]
+    added = [_choice_field(index, path, chosen, start) for index, (path, chosen) in enumerate(choices_of(cls).items())]
     return make_dataclass(args_type.__name__, [whole, *added], bases=(args_type,), frozen=True)
 
 
@@ -148,9 +172,9 @@ def _choice_field(index: int, path: str, chosen: Choice, start: Any) -> tuple[st
     held = start
     for key in path.split("."):
         held = getattr(held, key)
-    text = f"Whose the flags {_flag(path)}.* are: add --help behind it to see them."
+    text = f"{', '.join(sorted(chosen.options))}; --help {path} shows the flags of the one chosen."
     names = Literal[tuple(sorted(chosen.options))]  # pyright: ignore[reportInvalidTypeForm]
-    kind = Annotated[names, tyro.conf.arg(name=_flag(path).removeprefix("--"), help=text)]
+    kind = Annotated[names, tyro.conf.arg(name=_flag(path).removeprefix("--"), metavar="NAME", help=text)]
     return f"choice_{index}", kind, field(default=chosen.name_of(held), kw_only=True)
 
 

@@ -27,8 +27,8 @@ class Args(Training):
     source: Annotated[Path | None, tyro.conf.arg(name="from", metavar="RUN")] = None
     """The pretrained run."""
 
-    positions: PositionKind | None = None
-    """Positions of the fine-tuned model; by default the run's own, and learned ones after MP3, which has none."""
+    positions: Annotated[PositionKind | None, tyro.conf.arg(metavar="KIND")] = None
+    """learned, sincos, learned_sincos, relative or none; by default the run's own, and learned after MP3."""
 
     validate_every: Annotated[int, tyro.conf.arg(metavar="N")] = 5
     """Epochs between two looks at the validation split; 0: none, for data without one."""

@@ -16,20 +16,13 @@ import tyro
 
 from situs.cli.arguments import Recipe, configured
 from situs.methods import METHODS
-from situs.presets import preset_names
 from situs.train.contract import Result
 from situs.train.run import Hooks, RunConfig, train_run
-
-
-def _preset_help() -> str:
-    return f"A recipe that comes with situs, under every flag you give: {', '.join(preset_names())}."
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Recipe):
     """What every training verb takes; a short flag here stands for the longer one it names."""
-
-    preset: Annotated[str | None, tyro.conf.arg(metavar="NAME", help=_preset_help())] = None
 
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """The images: folder, parquet files, WebDataset tars, CIFAR batches, or "samples" for the embedded set."""
@@ -53,7 +46,7 @@ class Training(Recipe):
     """Seed of initial weights, draws, order and augmentation (--train.seed, --data.seed)."""
 
     parallel: Literal["ddp", "fsdp"] | None = None
-    """How torchrun's ranks share the model: a copy each, or sharded (--train.parallel)."""
+    """How torchrun's ranks share the model: copied or sharded (--train.parallel)."""
 
     device: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """cpu, cuda or cuda:N; by default a GPU where there is one."""

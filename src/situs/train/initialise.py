@@ -10,7 +10,6 @@ from pathlib import Path
 from torch import Tensor
 
 from situs.backbones.base import Backbone
-from situs.backbones.timm_create import load_weights, pretrained_state
 from situs.backbones.weights import read_state_dict
 from situs.train.checkpoint import RunFolder
 
@@ -35,6 +34,8 @@ def initialise(backbone: Backbone, source: str, *, positions: bool = True) -> li
     positions: False leaves them as the model was made, whatever the file holds (fine-tuning with `--positions`).
     Prefix tokens stay what they were in the file: `cls_token` takes in the difference of its rows in the tables.
     """
+    from situs.backbones.timm_create import load_weights  # timm takes seconds, which `pretrain --help` would pay
+
     state = {name: value for name, value in _read(source).items() if not METHOD_PARTS.match(name)}
     own = backbone.model.state_dict()
     places = {name for name in {*state, *own} if POSITION_PARTS.search(name)}
@@ -85,4 +86,6 @@ def _read(source: str) -> Mapping[str, Tensor]:
         return {n.removeprefix(BACKBONE): v for n, v in tensors.items() if n.startswith(BACKBONE)}
     if path.exists():
         return read_state_dict(path)
+    from situs.backbones.timm_create import pretrained_state
+
     return pretrained_state(source)
