@@ -3,7 +3,8 @@
 A patch embedding E = X W^T + b followed by an added table has ∂l/∂W = G^T X with G = ∂l/∂E, and ∂l/∂E is also the
 gradient of the table's patch rows. Both are in the upload, so X is solved for: attention, labels and loss do not
 matter. Exact for one image as long as the N patches are no more than the rank of G, at most D. Local steps on one image
-sum both sides over the steps and leave the equation as it is.
+sum both sides over the steps and leave the equation as it is. Who knows how images are normalised also knows that a
+pixel is one of 256 values: `bytes` ends the error that is left where the equations bear that out.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from situs.audit.attack import Attack, Knowledge, Recovery, stack
+from situs.audit.attack import Attack, Fact, Knowledge, Recovery, stack
+from situs.audit.bytes import read_bytes
 from situs.audit.stem import find_stem, flat_weight, require_stem, table_rows, to_images
 from situs.audit.threat import Gradients, known_gradient
 from situs.audit.watch import Watch
@@ -42,18 +44,26 @@ def solve_pixels(weight: Tensor, table: Tensor, sent: torch.dtype = torch.float3
     """
     weight, table = weight.double(), table.double()
     n, d = table.shape[-2:]
-    step = torch.finfo(sent)
-    relative = weight.square().mean(dim=-1) + table.square().sum(dim=-2)
-    absolute = sigma**2 + (step.smallest_normal * step.eps) ** 2 / 12  # below its normal numbers a type errs evenly
-    variance = (step.eps / 2) ** 2 * relative + (1 + n) * absolute
-    scale = torch.where(variance > 0, variance, torch.inf).rsqrt()
-    white, right = table * scale.unsqueeze(-2), weight * scale.unsqueeze(-1)
+    white, right = whiten(weight, table, sent, sigma)
     patches, values = _ridge(white, right)
     rank = (values > (1 + (d / n) ** 0.5) ** 2).sum(dim=-1)
     plain = torch.linalg.eigvalsh(_smaller_square(table))
     condition = torch.where(rank == n, (plain[:, -1] / plain[:, 0].clamp(min=0)).sqrt(), torch.inf)
     left = (table.mT @ patches - weight).flatten(1).norm(dim=1)
     return Solution(patches, rank, condition, left / weight.flatten(1).norm(dim=1).clamp(min=1e-300))
+
+
+def whiten(
+    weight: Tensor, table: Tensor, sent: torch.dtype = torch.float32, sigma: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """G [B, N, D] and ∂l/∂W [B, D, K] in float64, each equation divided by its deviation, as in `solve_pixels`."""
+    weight, table = weight.double(), table.double()
+    step = torch.finfo(sent)
+    relative = weight.square().mean(dim=-1) + table.square().sum(dim=-2)
+    absolute = sigma**2 + (step.smallest_normal * step.eps) ** 2 / 12  # below its normal numbers a type errs evenly
+    variance = (step.eps / 2) ** 2 * relative + (1 + table.shape[-2]) * absolute
+    scale = torch.where(variance > 0, variance, torch.inf).rsqrt()
+    return table * scale.unsqueeze(-2), weight * scale.unsqueeze(-1)
 
 
 def _smaller_square(table: Tensor) -> Tensor:
@@ -124,8 +134,9 @@ class PatchEmbedding(Attack):
                 table[index] -= extra.double()
         sent = uploads[0][stem.table].dtype
         weight = flat_weight(stack(uploads, stem.weight), stem)
-        found = solve_pixels(weight, table, sent, known.defence.noise_level(known.batch))
-        facts = [
+        sigma = known.defence.noise_level(known.batch)
+        found = solve_pixels(weight, table, sent, sigma)
+        facts: list[dict[str, Fact]] = [
             {
                 "rank": int(rank),
                 "unknowns": backbone.num_tokens,
@@ -134,4 +145,10 @@ class PatchEmbedding(Attack):
             }
             for rank, condition, residual in zip(found.rank, found.condition, found.residual, strict=True)
         ]
-        return Recovery(to_images(found.patches, backbone, stem).float(), facts)
+        patches = found.patches
+        if known.normalisation is not None and known.batch == 1:
+            white, right = whiten(weight, table, sent, sigma)
+            patches, read = read_bytes(white, right, patches, found.rank, known.normalisation)
+            for fact, share in zip(facts, read.double().mean(dim=1).tolist(), strict=True):
+                fact.update(bytes=share == 1, bytes_share=share)
+        return Recovery(to_images(patches, backbone, stem).float(), facts)

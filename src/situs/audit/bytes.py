@@ -1,0 +1,297 @@
+"""Pixels as bytes: an image from a file has one of 256 values in every channel, and the attacker knows which.
+
+The patch-embedding attack leaves the pixels X with a normal posterior whose precision over the N patches is the same
+for all K places in a patch: P = G G^T + 1 after whitening. Where G is nearly singular, an error is large and shared by
+all patches. Whole numbers end it: the patch that is known best is rounded to its bytes, what that says about the others
+is taken over, and so on (Babai's nearest plane, in the order of the least conditional deviation). A rounding that is
+not safe by itself is left open between a few numbers, and those that follow choose.
+
+Nothing is believed that the equations do not bear out: see `Limits`. An image off the lattice (float pixels, mixtures,
+augmentation, noise) is told by its distances, and every number of it stays as it was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FLOAT = 2.0**-21
+"""How far a normalised pixel may be from its byte by float32's rounding, in whatever order it was normalised."""
+
+OFFSETS = (0, 1, -1, 2, -2)
+"""The numbers around the nearest one that an open rounding tries."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When the bytes of a place in the patch (N numbers, one a patch) are believed. Distances are in deviations.
+
+    mean_square: of the N distances from the conditional means to the bytes. 1 is expected of bytes, up to 4 was seen
+    where sums in float32 erred unevenly, and numbers off the lattice have 12 if the step is 12 deviations, 830 if it is
+    100. largest: any one distance. margin: by which the
+    next best bytes must fit worse (difference of squared distances; 20 is odds of 22,000 to 1). chance: natural
+    logarithm of the chance, at most, with which N numbers off the lattice pass the first limit. share: of an image's
+    places that must pass, else none is taken. safe: deviations a step must have to be rounded at once. width: how
+    many beginnings an open rounding leaves.
+    """
+
+    mean_square: float = 6.0
+    largest: float = 16.0
+    margin: float = 20.0
+    chance: float = -20.0
+    share: float = 0.5
+    safe: float = 12.0
+    width: int = 16
+
+
+class Reading(NamedTuple):
+    """patches [B, N, K]: as given, with the bytes where they were read. read [B, K]: at which places of the patch."""
+
+    patches: Tensor
+    read: Tensor
+
+
+class Posterior(NamedTuple):
+    """mean [B, N, K], and root [B, N, N] of the covariance root^T root over the patches, the same for all K."""
+
+    mean: Tensor
+    root: Tensor
+
+
+class Order(NamedTuple):
+    """index [B, N]: patches in the order of decision. sigma [B, N]: deviation of each, given those before it.
+
+    gain [B, N, N], strictly upper: what a correction of the s-th decided adds to the mean of the t-th.
+    """
+
+    index: Tensor
+    sigma: Tensor
+    gain: Tensor
+
+
+def byte_values(mean: Sequence[float], std: Sequence[float], device: torch.device | None = None) -> Tensor:
+    """The 256 values of each channel as a loader makes them in float32, [C, 256] float64."""
+    m, s = (torch.tensor(part, dtype=torch.float32, device=device).unsqueeze(1) for part in (mean, std))
+    return ((torch.arange(256, dtype=torch.float32, device=device) / 255 - m) / s).double()
+
+
+def posterior(white: Tensor, right: Tensor, spread: Tensor) -> Posterior:
+    """Of X in white^T X = right with errors of deviation spread [B], prior N(0, 1); white [B, N, D], right [B, D, K].
+
+    By QR of the equations with the prior below them: squares would lose the digits that the worst directions live on.
+    """
+    n, d = white.shape[-2:]
+    above = white.mT / spread[:, None, None]
+    below = torch.eye(n, dtype=white.dtype, device=white.device).expand(len(white), n, n)
+    q, r = torch.linalg.qr(torch.cat([above, below], dim=1))
+    both = torch.cat([q[:, :d].mT @ (right / spread[:, None, None]), below], dim=2)
+    found = torch.linalg.solve_triangular(r, both, upper=True)
+    return Posterior(found[..., :-n], found[..., -n:].mT)
+
+
+def decision_order(root: Tensor) -> Order:
+    """The patch of least deviation first, then that of least deviation given it, and so on; root: [B, N, N]."""
+    root = root.clone()
+    batch, n = root.shape[:2]
+    done = torch.zeros(batch, n, dtype=torch.bool, device=root.device)
+    index, sigma, gain = [], [], []
+    for _ in range(n):
+        norms = root.norm(dim=1).masked_fill(done, torch.inf)
+        least, chosen = norms.min(dim=1, keepdim=True)
+        axis = root.gather(2, chosen.unsqueeze(1).expand(-1, n, -1)) / least.unsqueeze(1)
+        along = axis.mT @ root
+        root -= axis @ along
+        done.scatter_(1, chosen, True)
+        index.append(chosen)
+        sigma.append(least)
+        gain.append(along.squeeze(1).masked_fill(done, 0.0) / least)
+    order = torch.cat(index, dim=1)
+    gains = torch.stack(gain, dim=1)
+    return Order(order, torch.cat(sigma, dim=1), gains.gather(2, order.unsqueeze(1).expand(-1, n, -1)))
+
+
+def read_bytes(
+    white: Tensor,
+    right: Tensor,
+    patches: Tensor,
+    rank: Tensor,
+    normalisation: tuple[Sequence[float], Sequence[float]],
+    limits: Limits | None = None,
+) -> Reading:
+    """The bytes of images from their whitened equations, where these bear them out; else `patches` as they are.
+
+    white [B, N, D] and right [B, D, K]: equations white^T X = right, errors of deviation near 1. patches [B, N, K]:
+    their solution in real numbers, channels last within K. rank [B]: of white. How large the errors are is told by
+    what the equations beyond the rank leave, for each channel by itself: float32's sums err with the brightness.
+    """
+    limits = Limits() if limits is None else limits
+    values = byte_values(*normalisation, device=white.device)
+    result = patches.clone()
+    read = torch.zeros(len(white), patches.shape[2], dtype=torch.bool, device=white.device)
+    at_once = max(1, 2**27 // (patches[0].numel() * limits.width))
+    for rows in torch.arange(len(white), device=white.device).split(at_once):
+        found, fits = _read_channels(white[rows], right[rows], patches[rows], rank[rows], values, limits)
+        fits &= fits.double().mean(dim=1, keepdim=True) >= limits.share
+        result[rows] = torch.where(fits.unsqueeze(1), found, patches[rows])
+        read[rows] = fits
+    return Reading(result, read)
+
+
+def _read_channels(
+    white: Tensor, right: Tensor, patches: Tensor, rank: Tensor, values: Tensor, limits: Limits
+) -> tuple[Tensor, Tensor]:
+    """Bytes [B, N, K] and where they fit [B, K], each channel a system of its own; values: [C, 256]."""
+    channels, d = len(values), right.shape[1]
+    right, patches = (_apart(part, channels) for part in (right, patches))
+    white, rank, values = (
+        white.repeat_interleave(channels, 0),
+        rank.repeat_interleave(channels),
+        values.repeat(len(white), 1),
+    )
+    spare = (d - rank).clamp(min=0) * right.shape[2]
+    left = (right - white.mT @ patches).square().sum(dim=(1, 2))
+    found = posterior(white, right, ((left + 1) / (spare + 1)).sqrt())
+    order = decision_order(found.root)
+    fits = torch.zeros_like(patches[:, 0], dtype=torch.bool)
+    rows = _hopeful(order.sigma, values[:, 1] - values[:, 0], limits).nonzero().flatten()
+    if len(rows):
+        part = Order(*(field[rows] for field in order))
+        where = part.index.unsqueeze(2).expand(-1, -1, patches.shape[2])
+        bytes_, fits[rows] = nearest_bytes(found.mean[rows].gather(1, where), part, values[rows], limits)
+        patches[rows] = torch.empty_like(bytes_).scatter_(1, where, bytes_)
+    return _together(patches, channels), _together(fits.unsqueeze(1), channels).squeeze(1)
+
+
+def _apart(numbers: Tensor, channels: int) -> Tensor:
+    """[B, M, K] with channels last within K -> a copy [B · C, M, K / C]."""
+    return numbers.unflatten(2, (-1, channels)).movedim(3, 1).flatten(0, 1).clone()
+
+
+def _together(numbers: Tensor, channels: int) -> Tensor:
+    """The way back: [B · C, M, K / C] -> [B, M, K]."""
+    return numbers.unflatten(0, (-1, channels)).movedim(1, 3).flatten(2)
+
+
+def _hopeful(sigma: Tensor, step: Tensor, limits: Limits) -> Tensor:
+    """Where the safe roundings can tell bytes from other numbers and the open ones are few enough, [B] bool; step: [B].
+
+    The chance is that of a uniform point in a cell to lie in the ball of `mean_square`, whose volume is at most
+    (2πe · mean_square)^(n/2) with the deviations as units.
+    """
+    n, step = sigma.shape[1], step.unsqueeze(1)
+    sigma = (sigma.square() + FLOAT**2).sqrt()
+    safe = sigma * limits.safe <= step
+    count = safe.sum(dim=1, keepdim=True).clamp(min=1)
+    ball = (2 * math.pi * math.e * limits.mean_square * n / count).sqrt()
+    chance = (sigma * ball / step).log().where(safe, 0.0).sum(dim=1) + math.log(limits.width)
+    numbers = (6 * sigma / step).clamp(min=1).log().where(~safe, 0.0).sum(dim=1)
+    return (chance <= limits.chance) & (numbers <= math.log(50 * limits.width))
+
+
+class _Lines(NamedTuple):
+    """The beginnings that are still tried, L for each place of the patch.
+
+    moved [B, L, N, K]: corrections so far. bytes [B, L, N, K] uint8. cost [B, L, K]: sum of squared distances. peak
+    [B, L, K]: the largest distance. margin [B, L, K]: least cost of any other choice at a safe rounding.
+    """
+
+    moved: Tensor
+    bytes: Tensor
+    cost: Tensor
+    peak: Tensor
+    margin: Tensor
+
+
+def nearest_bytes(mean: Tensor, order: Order, values: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
+    """Values on the lattice [B, N, K] in the order of decision, and where they may be believed [B, K] but for `share`.
+
+    mean: [B, N, K], the posterior's, in the order of decision. values: [B, 256], of the bytes.
+    """
+    batch, n, k = mean.shape
+    low, step = values[:, :1, None], (values[:, 1:2] - values[:, :1]).unsqueeze(2)
+    sigma = (order.sigma.square() + FLOAT**2).sqrt()
+    is_open = (sigma * limits.safe > step.squeeze(2)).any(dim=0).tolist()
+    none = mean.new_zeros(batch, 1, k)
+    empty = mean.new_zeros(batch, 1, n, k)
+    lines = _Lines(empty, empty.to(torch.uint8), none, none, none + torch.inf)
+    for t in range(n):
+        known = order.gain[:, None, None, :t, t] @ lines.moved[:, :, :t]
+        centre = mean[:, None, t] + known.squeeze(2)
+        nearest = ((centre - low) / step).round().clamp(0, 255).long()
+        decide = _open if is_open[t] else _close
+        lines = decide(lines, t, centre, nearest, values, sigma[:, t, None, None], limits)
+    best = lines.cost.argmin(dim=1, keepdim=True)
+    others = lines.cost.scatter(1, best, torch.inf).amin(dim=1)
+    cost, peak, margin = (part.gather(1, best).squeeze(1) for part in (lines.cost, lines.peak, lines.margin))
+    chosen = lines.bytes.gather(1, best.unsqueeze(2).expand(-1, -1, n, -1)).squeeze(1)
+    fits = (cost <= n * limits.mean_square) & (peak <= limits.largest)
+    fits &= torch.minimum(margin, others - cost) >= limits.margin
+    return _look_up(values, chosen.long()), fits
+
+
+def _look_up(values: Tensor, bytes_: Tensor) -> Tensor:
+    """The values [B, ...] of bytes [B, ...]; values: [B, 256]."""
+    return values.gather(1, bytes_.flatten(1)).view(bytes_.shape)
+
+
+def _close(
+    lines: _Lines,
+    t: int,
+    centre: Tensor,
+    nearest: Tensor,
+    values: Tensor,
+    sigma: Tensor,
+    limits: Limits,  # noqa: ARG001
+) -> _Lines:
+    """The t-th patch rounded to the nearest bytes."""
+    step = (values[:, 1:2] - values[:, :1]).unsqueeze(2)
+    moved = _look_up(values, nearest) - centre
+    lines.moved[:, :, t] = moved
+    lines.bytes[:, :, t] = nearest.to(torch.uint8)
+    distance = moved.abs()
+    # The next byte lies on the mean's side of this one, unless that is beyond 0 or 255.
+    beyond = ((moved > 0) & (nearest == 0)) | ((moved < 0) & (nearest == 255))
+    other = torch.where(beyond, step + distance, step - distance)
+    margin = (other.square() - distance.square()) / sigma.square()
+    distance = distance / sigma
+    return _Lines(
+        lines.moved,
+        lines.bytes,
+        lines.cost + distance.square(),
+        torch.maximum(lines.peak, distance),
+        torch.minimum(lines.margin, margin),
+    )
+
+
+def _open(
+    lines: _Lines, t: int, centre: Tensor, nearest: Tensor, values: Tensor, sigma: Tensor, limits: Limits
+) -> _Lines:
+    """The t-th patch with each of the bytes around the nearest; the `width` cheapest beginnings go on."""
+    tried = len(OFFSETS)
+    offsets = torch.tensor(OFFSETS, device=nearest.device).view(1, 1, tried, 1)
+    numbers = nearest.unsqueeze(2) + offsets
+    outside = (numbers < 0) | (numbers > 255)
+    numbers = numbers.clamp(0, 255)
+    moved = _look_up(values, numbers) - centre.unsqueeze(2)
+    distance = moved.abs() / sigma.unsqueeze(2)
+    cost = (lines.cost.unsqueeze(2) + distance.square()).masked_fill(outside, torch.inf).flatten(1, 2)
+    cost, kept = cost.topk(min(limits.width, cost.shape[1]), dim=1, largest=False)
+    parent = kept // tried
+    moved, numbers, distance = (part.flatten(1, 2).gather(1, kept) for part in (moved, numbers, distance))
+    n = lines.moved.shape[2]
+    history = parent.unsqueeze(2).expand(-1, -1, n, -1)
+    found = _Lines(
+        lines.moved.gather(1, history),
+        lines.bytes.gather(1, history),
+        cost,
+        torch.maximum(lines.peak.gather(1, parent), distance),
+        lines.margin.gather(1, parent),
+    )
+    found.moved[:, :, t] = moved
+    found.bytes[:, :, t] = numbers.to(torch.uint8)
+    return found
