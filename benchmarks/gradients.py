@@ -6,7 +6,8 @@
 The victim's step and the attacker's solve are timed apart. The gradients of single-image steps are autograd's own, for
 many images at once (`torch.func.vmap(grad)` over the three tensors that are read); on the first images they are
 compared with those of a step on one image alone, and the largest relative difference is printed. The CPU column solves
-each image by itself with `numpy.linalg.lstsq` in float64, as tools for one image do, on the same gradients.
+each image by itself with `numpy.linalg.lstsq` in float64, as tools for one image do, on the same gradients; it does not
+know that pixels are bytes, which the attack does.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from situs.audit.april import April
-from situs.audit.attack import Attack
+from situs.audit.attack import Attack, Knowledge
 from situs.audit.gradients import EXACT
 from situs.audit.metrics import denormalise, mean_of, psnr
 from situs.audit.patchembed import PatchEmbedding
@@ -113,6 +114,7 @@ def main() -> None:
     )
     data = DataConfig(path=args.images, img_size=(args.size, args.size), batch=args.batch, workers=0, resident="never")
     step, seen = step_of_each(backbone, names), 0
+    known = Knowledge(normalisation=data.normalisation)
     solved: dict[str, list[Result]] = {name: [] for name in ATTACKS}
     single: dict[str, list[Result]] = {name: [] for name in ATTACKS}
     victim, apart = 0.0, None
@@ -133,8 +135,8 @@ def main() -> None:
             if kind().applies(backbone):
                 continue
             if seen == 0:
-                _run(args.device, lambda kind=kind, sent=uploads: kind().recover(backbone, sent))
-            found, seconds = _run(args.device, lambda kind=kind, sent=uploads: kind().recover(backbone, sent))
+                _run(args.device, lambda kind=kind, sent=uploads: kind().recover(backbone, sent, known))
+            found, seconds = _run(args.device, lambda kind=kind, sent=uploads: kind().recover(backbone, sent, known))
             solved[name].append(Result(psnr(denormalise(found.images, *data.normalisation), real).tolist(), seconds))
             for i in range(min(len(images), args.alone - seen)):
                 upload = {key: g.cpu() for key, g in uploads[i].items()}

@@ -158,7 +158,7 @@ def _read_channels(
     found = posterior(white, right, ((left + 1) / (spare + 1)).sqrt())
     order = decision_order(found.root)
     fits = torch.zeros_like(patches[:, 0], dtype=torch.bool)
-    rows = _hopeful(order.sigma, values[:, 1] - values[:, 0], limits).nonzero().flatten()
+    rows = _hopeful(order.sigma, _step(values), limits).nonzero().flatten()
     if len(rows):
         part = Order(*(field[rows] for field in order))
         where = part.index.unsqueeze(2).expand(-1, -1, patches.shape[2])
@@ -213,7 +213,7 @@ def nearest_bytes(mean: Tensor, order: Order, values: Tensor, limits: Limits) ->
     mean: [B, N, K], the posterior's, in the order of decision. values: [B, 256], of the bytes.
     """
     batch, n, k = mean.shape
-    low, step = values[:, :1, None], (values[:, 1:2] - values[:, :1]).unsqueeze(2)
+    low, step = values[:, :1, None], _step(values)[:, None, None]
     sigma = (order.sigma.square() + FLOAT**2).sqrt()
     is_open = (sigma * limits.safe > step.squeeze(2)).any(dim=0).tolist()
     none = mean.new_zeros(batch, 1, k)
@@ -234,6 +234,11 @@ def nearest_bytes(mean: Tensor, order: Order, values: Tensor, limits: Limits) ->
     return _look_up(values, chosen.long()), fits
 
 
+def _step(values: Tensor) -> Tensor:
+    """Between bytes, [B], of values [B, 256]; over the whole range, since each is rounded to float32."""
+    return (values[:, 255] - values[:, 0]) / 255
+
+
 def _look_up(values: Tensor, bytes_: Tensor) -> Tensor:
     """The values [B, ...] of bytes [B, ...]; values: [B, 256]."""
     return values.gather(1, bytes_.flatten(1)).view(bytes_.shape)
@@ -249,7 +254,7 @@ def _close(
     limits: Limits,  # noqa: ARG001
 ) -> _Lines:
     """The t-th patch rounded to the nearest bytes."""
-    step = (values[:, 1:2] - values[:, :1]).unsqueeze(2)
+    step = _step(values)[:, None, None]
     moved = _look_up(values, nearest) - centre
     lines.moved[:, :, t] = moved
     lines.bytes[:, :, t] = nearest.to(torch.uint8)

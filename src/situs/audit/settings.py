@@ -205,9 +205,10 @@ def _attack_model(
     rows = []
     for attacker in attackers:
         reason = refused[id(attacker)]
-        known = Knowledge()
+        known = Knowledge(normalisation=trial.normalisation)
         if attacker.informed:
-            known = Knowledge(defence, seed=trial.plan.seed, method=method, epoch=trial.plan.epoch)
+            fields = {"method": method, "epoch": trial.plan.epoch, "normalisation": trial.normalisation}
+            known = Knowledge(defence, seed=trial.plan.seed, **fields)
         reason = reason or attacker.attack.missing(backbone, uploads[0], known)
         if reason is not None:
             rows += [Row(name, setting, attacker.label, attacker.informed, reason) for setting in settings]
