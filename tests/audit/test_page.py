@@ -6,6 +6,7 @@ import re
 
 import torch
 
+from situs.audit.gate import Limit, Ruling
 from situs.audit.gradients import Audit, Pair, Step
 from situs.audit.metrics import measure_all
 from situs.audit.page import COLUMNS, make_page, reasons, table
@@ -29,7 +30,7 @@ def headings(text: str) -> list[str]:
 
 
 def test_order_of_the_page() -> None:
-    text = make_page(example(WORKED, REFUSED), {"seed": 0}, ["a leak"]).render()
+    text = make_page(example(WORKED, REFUSED), {"seed": 0}, Ruling(Limit("psnr", 20), ["a leak"], True)).render()
     assert headings(text) == [
         "Threat model",
         "Verdict",
@@ -40,16 +41,16 @@ def test_order_of_the_page() -> None:
     ]
     assert "3 of 3 images recovered exactly from one step" in text
     assert "there is &lt;no&gt; table" in text
-    assert "The gate is not passed: a leak." in text
+    assert "The gate psnr=20 is not passed: a leak." in text
     assert text.count("<img") == 1
 
 
 def test_a_model_without_an_attack_has_reasons_and_no_empty_table() -> None:
-    text = make_page(example(REFUSED), {}, []).render()
+    text = make_page(example(REFUSED), {}, Ruling(Limit("psnr", 20), [], False)).render()
     assert "No attack applies" in text
     assert "there is &lt;no&gt; table" in text
     assert "Pictures" not in headings(text)
-    assert "The gate is passed." in text
+    assert "passed only because no attack applies" in text
 
 
 def test_table_and_reasons() -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
-from situs.audit.watch import Watch
+from situs.audit.watch import SECOND, Watch, first_ctrl_c
 from situs.errors import SitusError
 
 
@@ -50,3 +52,19 @@ def test_without_a_limit_only_ctrl_c_stops() -> None:
 def test_no_time_at_all_is_a_mistake() -> None:
     with pytest.raises(SitusError, match="--time-limit"):
         Watch(seconds=0)
+
+
+def test_the_second_ctrl_c_takes_nothing_away(capfd: pytest.CaptureFixture[str]) -> None:
+    before, watch, steps = signal.getsignal(signal.SIGINT), Watch(), []
+    with pytest.raises(KeyboardInterrupt), first_ctrl_c(watch):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            assert watch.interrupted
+        signal.raise_signal(signal.SIGINT)
+        steps.append("goes on")
+        assert capfd.readouterr().err == SECOND.decode()
+        signal.raise_signal(signal.SIGINT)
+        steps.append("never")
+    assert steps == ["goes on"]
+    assert signal.getsignal(signal.SIGINT) is before

@@ -34,7 +34,7 @@ def test_table_page_and_file(photographs: Path, tmp_path: Path, capsys: pytest.C
     words = ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--out", str(out)]
     assert main([*words, "--count", "2"]) == 0
     shown = capsys.readouterr().out
-    assert "none: 2 of 2 images recovered exactly from one step (best attack patchembed" in shown
+    assert "none: 2 of 2 images recovered exactly from one step" in shown and "(best attack patchembed" in shown
     assert "model.pos_embed is not sent" in shown
     told = json.loads((out / "gradients.json").read_text())
     assert {(p["attack"], p["applies"]) for p in told["pairs"]} >= {("patchembed", True), ("patchembed", False)}
@@ -66,6 +66,7 @@ def test_a_model_without_an_attack(
     shown = capsys.readouterr().out
     assert reason in shown
     assert "No attack of this audit applies" in shown
+    assert "The gate psnr=20 is passed only because no attack applies" in shown
     assert reason in (tmp_path / "report.html").read_text()
     assert [p["applies"] for p in json.loads((tmp_path / "gradients.json").read_text())["pairs"]] == [False] * 8
 
@@ -81,16 +82,47 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
     [
         (["--attack", "magic"], "matching, patchembed"),
         (["--defence", "fog"], "no-pe-gradient"),
-        (["--fail-above", "beauty=3", "--count", "1", "--img-size", "64"], "psnr"),
+        (["--attack", ","], "attack=',': must name at least one (--attack)"),
+        (["--defence", ""], "(--defence)"),
+        (["--fail-above", "beauty=3"], "psnr"),
+        (["--fail-above", "lpips=0.1"], "falls as an image leaks"),
         (["--count", "0"], "--count"),
+        (["--images", "absent"], "absent: no such folder or file (--images)"),
+        (["--setting", "a", "--fail-above", "psnr=20"], "(--fail-above, --setting)"),
+        (["--setting", "a", "--batch", "2"], "(--batch, --setting)"),
         (["--lpips", "absent.safetensors"], "no such file"),
     ],
 )
 def test_mistakes(
     words: list[str], said: str, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["audit", "gradients", NAME, "--images", str(photographs), "--out", str(tmp_path), *words]) == 2
-    assert said in capsys.readouterr().err
+    out = tmp_path / "audit"
+    assert main(["audit", "gradients", NAME, "--images", str(photographs), "--out", str(out), *words]) == 2
+    told = capsys.readouterr()
+    assert said in told.err and not told.out  # refused before anything is attacked
+    assert not out.exists()
+
+
+def test_broken_images_are_said(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (folder / "broken.png").write_text("no picture")
+    words = ["audit", "gradients", NAME, "--images", str(folder), "--img-size", "64", "--out", str(tmp_path / "audit")]
+    assert main(words) == 2
+    assert "holds no image that can be read: 1 of 1 images" in capsys.readouterr().err
+    assert not (tmp_path / "audit").exists()
+    (folder / "whole.png").write_bytes((photographs / "0.png").read_bytes())
+    assert main([*words, "--attack", "patchembed", "--defence", "none"]) == 0
+    shown = capsys.readouterr()
+    assert "1 of 2 images of images could not be read and were skipped" in shown.err
+    assert "1 of 1 images recovered exactly" in shown.out
+
+
+def test_a_file_is_no_folder(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "audit").write_text("mine")
+    assert main(["audit", "gradients", NAME, "--images", str(photographs), "--out", str(tmp_path / "audit")]) == 2
+    assert "must be a folder (--out)" in capsys.readouterr().err
+    assert (tmp_path / "audit").read_text() == "mine"
 
 
 def test_a_wrong_lpips_file(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +240,7 @@ def test_ctrl_c_leaves_a_whole_report(own: str, photographs: Path) -> None:
         process.send_signal(signal.SIGINT)
         shown = process.stdout.read()
         assert process.wait(60) == 130
-    assert "A partial result: stopped by Ctrl-C, after 1 of 4 pairs" in shown
+    assert "A partial result: stopped by Ctrl-C, with 1 of 4 pairs" in shown
     told = json.loads(Path("audit/gradients.json").read_text())
     assert told["stopped"].startswith("Ctrl-C") and len(told["not_attacked"]) == 2
     assert [pair["attack"] for pair in told["pairs"]] == ["patchembed", "matching"]

@@ -46,7 +46,7 @@ DEFENCES: dict[str, type[Defence]] = {
 def create_attack(name: str, search: MatchingConfig | None = None) -> Attack:
     """An attack by name. search: how the optimisation attacks go about it."""
     if name not in ATTACKS:
-        raise unknown_name("attack", name, ATTACKS)
+        raise unknown_name("attack (--attack)", name, ATTACKS)
     kind = ATTACKS[name]
     return kind(search) if issubclass(kind, Matching) else kind()
 
@@ -55,7 +55,7 @@ def create_defence(text: str) -> Defence:
     """A defence by name, with its first setting behind "=": "noise=1e-4", "clip=0.5", "mjp=0.27"."""
     name, equals, value = text.partition("=")
     if name not in DEFENCES:
-        raise unknown_name("defence", name, DEFENCES)
+        raise unknown_name("defence (--defence)", name, DEFENCES)
     kind = DEFENCES[name]
     if not equals:
         return kind()

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from situs.audit.attack import Attack, Fact, Knowledge
-from situs.audit.metrics import HIGHER_IS_CLOSER, Mean, baselines, denormalise, mean_of
+from situs.audit.metrics import Mean, baselines, denormalise, mean_of
 from situs.audit.scoring import Lpips, Normalisation, Scores, facts_of, measure, pictures_of
 from situs.audit.threat import Defence, Gradients, lower_bound_of, method_of, victim_gradients
 from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
 from situs.config import check_range
-from situs.errors import SitusError, unknown_name
+from situs.errors import SitusError
 from situs.methods.base import Method
 
 EXACT = 54.15
@@ -65,6 +65,11 @@ class Pair:
     def exact(self) -> int:
         """How many images were recovered exactly."""
         return sum(value >= EXACT for value in self.scores.get("psnr") or ())
+
+    @property
+    def to_the_byte(self) -> int:
+        """Of how many images the attacker himself can say that every byte is right."""
+        return sum(fact.get("bytes") is True for fact in self.facts)
 
     @property
     def count(self) -> int:
@@ -130,7 +135,7 @@ def audit_gradients(
         pairs,
         _measure_baselines(trial) if any(pair.reason is None for pair in pairs) else {},
         {defence.label: f"{defence.about}. The attacker knows: {defence.known}" for defence in defences},
-        f"{watch.reason}, after {done} of {len(todo)} pairs of attack and defence" if halted else None,
+        f"{watch.reason}, with {done} of {len(todo)} pairs of attack and defence finished" if halted else None,
         undone,
     )
 
@@ -237,6 +242,10 @@ def summary(scores: Scores) -> dict[str, Mean | None]:
     return means
 
 
+def _mean_psnr(pair: Pair) -> float:
+    return mean_of(pair.scores["psnr"] or [0.0]).mean
+
+
 def verdict(audit: Audit) -> str:
     """What a manager can read: for each defence what the strongest attack got, and what a mere guess gets."""
     worked = [pair for pair in audit.pairs if pair.reason is None]
@@ -254,35 +263,19 @@ def verdict(audit: Audit) -> str:
             left = any(other == defence for _, other in audit.undone)
             lines.append(f"{defence}: {'not attacked' if left else 'no attack of this audit applies'}.")
             continue
-        best = max(tried, key=lambda pair: sum(pair.scores["psnr"] or ()))
-        mean = mean_of(best.scores["psnr"] or [0.0]).mean
+        # By the mean: a sum would favour the attack that was not stopped.
+        best = max(tried, key=_mean_psnr)
         steps = "one step" if audit.step.local_steps == 1 else f"{audit.step.local_steps} local steps"
         found = "at least " * best.lower_bound + f"{best.exact} of {best.count} images recovered exactly from {steps}"
+        found += f", every pixel of {best.to_the_byte} read to its exact byte" if best.to_the_byte else ""
         seen = f"{sum(best.scores['reidentified'] or ()):.0f} of {best.count} re-identified"
         open_end = "; a lower bound, see below" * best.lower_bound
-        lines.append(f"{defence}: {found} (best attack {best.attack}, mean PSNR {mean:.1f} dB, {seen}{open_end}).")
+        lines.append(
+            f"{defence}: {found} (best attack {best.attack}, mean PSNR {_mean_psnr(best):.1f} dB, {seen}{open_end})."
+        )
     guesses = [f"{name} {mean_of(s['psnr'] or [0.0]).mean:.1f} dB" for name, s in audit.baselines.items()]
     stopped = [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
     return " ".join([*stopped, *lines, f"Without any gradient: {', '.join(guesses)}."])
-
-
-def gate(audit: Audit, limit: str) -> list[str]:
-    """Leaks above a limit such as "psnr=20", one sentence each; the worst image decides, not the mean."""
-    name, _, text = limit.partition("=")
-    if name not in HIGHER_IS_CLOSER:
-        raise unknown_name("metric of a gate (--fail-above)", name, HIGHER_IS_CLOSER)
-    try:
-        bound = float(text)
-    except ValueError:
-        raise SitusError(f"fail_above={limit}: must be METRIC=NUMBER, as psnr=20 (--fail-above)") from None
-    found = []
-    for pair in audit.pairs:
-        values = pair.scores.get(name) or []
-        over = [value for value in values if value > bound]
-        if over:
-            said = f"{len(over)} of {len(values)} images have {name} above {bound:g}, the worst {max(over):.4g}"
-            found.append(f"{pair.attack} against {pair.defence}: {said}")
-    return found
 
 
 def to_json(audit: Audit) -> dict[str, Any]:

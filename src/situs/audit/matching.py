@@ -87,7 +87,7 @@ class Matching(Attack):
             try:
                 with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
                     found = self._search(method, uploads, labels, group, known, watch)
-            except KeyboardInterrupt:  # before this search began: those before it stay
+            except KeyboardInterrupt:  # before this search had made a guess: those before it stay
                 if not images:
                     raise
                 watch.interrupt()
@@ -195,5 +195,5 @@ def _mapped(simulate: Simulation, images: Tensor, labels: Tensor, draws: Draws) 
 
 def _facts(found: Found, config: MatchingConfig) -> list[dict[str, Fact]]:
     fixed: dict[str, Fact] = {"iterations": found.done, "restarts": config.restarts}
-    # No number where it was stopped before the first, or where nothing it saw was one.
+    # No number where nothing it saw was one.
     return [{"distance": d if math.isfinite(d) else None, **fixed} for d in found.distance.tolist()]

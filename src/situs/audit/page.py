@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from situs.audit.gate import Ruling
 from situs.audit.gradients import EXACT, Audit, Pair, Scores, summary, verdict
 from situs.audit.metrics import Mean
 from situs.audit.threat import THREAT
@@ -46,10 +47,10 @@ clipping multiplies all gradients by one number, and the solution does not chang
 def make_page(
     audit: Audit,
     facts: Mapping[str, Cell],
-    leaks: list[str] | None = None,
+    ruling: Ruling | None = None,
     notes: Mapping[str, Cell] | None = None,
 ) -> Page:
-    """The page. facts: where the model and the images come from. leaks: the gate's findings, None without a gate.
+    """The page. facts: where the model and the images come from. ruling: the gate's, None without a gate.
 
     notes: what is special about the victim (a lock, its own method); they stand beside the threat.
     """
@@ -65,8 +66,8 @@ def make_page(
     )
     if audit.undone:
         section.table(["attack", "defence: not attacked before the stop"], audit.undone)
-    if leaks is not None:
-        section.text("The gate is passed." if not leaks else "The gate is not passed: " + "; ".join(leaks) + ".")
+    if ruling is not None:
+        section.text(ruling.sentence)
     _tables(page, audit)
     _pictures(page, audit)
     page.section("What would reduce the leak").text(REMEDIES)

@@ -131,7 +131,7 @@ def optimise(
     """The images with the least loss on the way from `start` [P, B, C, H, W].
 
     objective: images -> loss [P] and, of it, the distance [P]. bounds: what pixels can be. When the watch says so, or
-    on Ctrl-C, it stops with the best guess so far; one iteration is always made.
+    on Ctrl-C, it stops with the best guess so far. One iteration is always made; a Ctrl-C before its end is raised.
     """
     images = start.clone().requires_grad_()
     optimiser = torch.optim.Adam([images], lr=config.lr)
@@ -157,6 +157,8 @@ def optimise(
                 break
     except KeyboardInterrupt:
         watch.interrupt()
+        if not best.done:  # mere noise is no guess
+            raise
     return best
 
 

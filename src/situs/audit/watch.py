@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from situs.config import check_range
+
+SECOND = b"already stopping: what was found is being written (Ctrl-C once more gives it up)\n"
+"""What a second Ctrl-C is told."""
 
 
 def _silent(_: str) -> None:
@@ -60,3 +68,30 @@ class Watch:
     def reason(self) -> str:
         """What made an attack or the audit stop, for a reader."""
         return "Ctrl-C" if self.interrupted else f"the time limit of {self.seconds or 0:g} s"
+
+
+@contextmanager
+def first_ctrl_c(watch: Watch) -> Iterator[None]:
+    """Ctrl-C within: the first ends the search, the second is answered, the third gives up.
+
+    Whoever presses twice in impatience means the first: the second would else hit the scoring or the writing of what
+    the first has kept, and take hours of search away.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals are not for others
+        yield
+        return
+    pressed = 0
+
+    def answer(_: int, __: FrameType | None) -> None:
+        nonlocal pressed
+        pressed += 1
+        watch.interrupt()
+        if pressed != 2:
+            raise KeyboardInterrupt
+        os.write(2, SECOND)  # not print: it may be a print that was interrupted
+
+    before = signal.signal(signal.SIGINT, answer)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -11,7 +11,10 @@ import tyro
 
 if TYPE_CHECKING:
     from situs.audit.attack import Attack
+    from situs.audit.gate import Limit, Ruling
     from situs.audit.gradients import Audit
+    from situs.audit.lpips import Lpips
+    from situs.audit.threat import Defence
     from situs.audit.victim import Victim
     from situs.audit.watch import Watch
     from situs.data.batch import Batch
@@ -32,6 +35,9 @@ class Args:
 
     images: Annotated[str, tyro.conf.arg(metavar="FOLDER")]
     """Images to attack; any layout that training reads."""
+
+    split: str | None = None
+    """train, val or test, where the images are split; the training split where nothing is said."""
 
     weights: Annotated[str | None, tyro.conf.arg(metavar="FILE|pretrained|random")] = None
     """For a timm name: a weight file or those timm publishes; random where nothing is said."""
@@ -84,7 +90,7 @@ class Args:
     """LPIPS weights (AlexNet, checked by sha256); without them LPIPS is not reported."""
 
     fail_above: Annotated[str | None, tyro.conf.arg(metavar="METRIC=NUMBER")] = None
-    """A gate, as psnr=20: exit status 3 if any attack brings any image above it."""
+    """A gate, as psnr=20: exit status 3 if any attack brings any image above it, or was stopped before it saw all."""
 
     seed: int = 0
     """Seed of random weights and of the defences' noise."""
@@ -99,31 +105,56 @@ class Args:
 def run(args: Args) -> int:
     """Audits, prints the table, writes the files, and says by its status whether the gate is passed."""
     from situs.audit import MatchingConfig, create_attack, create_defence
-    from situs.audit.gradients import Step, audit_gradients, gate
+    from situs.audit.gate import parse_limit
     from situs.audit.lpips import Lpips
-    from situs.audit.threat import DTYPES
-    from situs.audit.victim import labels_for, open_victim
-    from situs.config import check_range
+    from situs.audit.victim import open_victim
+    from situs.audit.watch import first_ctrl_c
     from situs.core.tokens import pair
     from situs.train.distributed import start
 
-    for name in ("count", "batch", "local_steps", "classes"):
-        check_range(name, getattr(args, name), 1, flag=f"--{name.replace('_', '-')}")
+    _check(args)
+    limit = None if args.fail_above is None else parse_limit(args.fail_above)
     search = MatchingConfig(distance=args.distance, iterations=args.iterations, restarts=args.restarts)
-    attacks = [create_attack(name, search) for name in _names(args.attack)]
-    defences = [create_defence(name) for name in _names(args.defence)]
+    attacks = [create_attack(name, search) for name in _names("attack", args.attack)]
+    defences = [create_defence(name) for name in _names("defence", args.defence)]
     lpips = None if args.lpips is None else Lpips(args.lpips)
     device, size = start(args.device).device, None if args.img_size is None else pair(args.img_size)
     watch = _watch(args, attacks)
-    victim = open_victim(
-        args.model, weights=args.weights, img_size=size, classes=args.classes, seed=args.seed, device=device
-    )
-    batch, names = _load(args, victim, device)
-    if args.setting:
-        from situs.cli.audit_settings import run_settings
+    with first_ctrl_c(watch):
+        victim = open_victim(
+            args.model, weights=args.weights, img_size=size, classes=args.classes, seed=args.seed, device=device
+        )
+        batch, names = _load(args, victim, device)
+        if args.setting:
+            from situs.cli.audit_settings import run_settings
 
-        run_settings(args, _names(args.setting), victim, batch, names, attacks, defences, lpips, watch)
-        return INTERRUPTED if watch.interrupted else 0
+            settings = _names("setting", args.setting)
+            run_settings(args, settings, victim, batch, names, attacks, defences, lpips, watch)
+            passed = True
+        else:
+            passed = _run_pairs(args, victim, batch, names, attacks, defences, lpips, watch, limit)
+    if watch.interrupted:
+        return INTERRUPTED
+    return 0 if passed else GATE_FAILED
+
+
+def _run_pairs(
+    args: Args,
+    victim: Victim,
+    batch: Batch,
+    names: list[str],
+    attacks: list[Attack],
+    defences: list[Defence],
+    lpips: Lpips | None,
+    watch: Watch,
+    limit: Limit | None,
+) -> bool:
+    """Attacks × defences, printed and written; whether the gate is passed."""
+    from situs.audit.gate import rule
+    from situs.audit.gradients import Step, audit_gradients
+    from situs.audit.threat import DTYPES
+    from situs.audit.victim import labels_for
+
     known = args.labels == "known"
     audit = audit_gradients(
         victim.trains,
@@ -137,15 +168,37 @@ def run(args: Args) -> int:
         lpips=lpips,
         watch=watch,
     )
-    leaks = None if args.fail_above is None else gate(audit, args.fail_above)
-    _report(args, audit, victim, leaks)
-    if watch.interrupted:
-        return INTERRUPTED
-    return GATE_FAILED if leaks else 0
+    ruling = None if limit is None else rule(audit, limit)
+    _report(args, audit, victim, ruling)
+    return ruling is None or ruling.passed
 
 
-def _names(text: str) -> list[str]:
-    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+def _check(args: Args) -> None:
+    """Refuses what would only show when the audit is over, and flags that another flag leaves without effect."""
+    from situs.config import check_range
+    from situs.errors import SitusError
+
+    for name in ("count", "batch", "local_steps", "classes"):
+        check_range(name, getattr(args, name), 1, flag=f"--{name.replace('_', '-')}")
+    if args.out.exists() and not args.out.is_dir():
+        raise SitusError(f"out={args.out}: is a file and must be a folder (--out)")
+    if args.setting:
+        fixed = {"batch": 1, "local_steps": 1, "precision": "fp32", "labels": "inferred", "fail_above": None}
+        for name, value in fixed.items():
+            if getattr(args, name) != value:
+                flag = f"--{name.replace('_', '-')}"
+                said = f"{name}={getattr(args, name)}: has no part in the settings of Table 5"
+                raise SitusError(f"{said}, which are one step on one image in fp32; leave it out ({flag}, --setting)")
+
+
+def _names(what: str, text: str) -> list[str]:
+    """The names between the commas, each once."""
+    from situs.errors import SitusError
+
+    found = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not found:
+        raise SitusError(f"{what}={text!r}: must name at least one (--{what})")
+    return found
 
 
 def _watch(args: Args, attacks: list[Attack]) -> Watch:
@@ -163,14 +216,23 @@ def _load(args: Args, victim: Victim, device: Any) -> tuple[Batch, list[str]]:
     """The first images, prepared as the model sees them, and their names."""
     from situs.data.loader import make_loader
     from situs.data.sources import open_source
+    from situs.errors import SitusError
 
-    source = open_source(args.images, None, channels=victim.subject.data.channels)
+    try:
+        source = open_source(args.images, args.split, channels=victim.subject.data.channels)
+    except SitusError as error:  # training calls the flag by another name
+        raise SitusError(str(error).replace("(--data)", "(--images)")) from None
     config = replace(victim.subject.data, path=args.images, batch=args.count, workers=0, resident="never")
-    batch = next(iter(make_loader(config, None, device, source=source)))
+    batch = next(iter(make_loader(config, None, device, source=source)), None)
+    skipped = source.skip_report()
+    if batch is None:
+        raise SitusError(f"{args.images}: holds no image that can be read: {skipped or 'it is empty'} (--images)")
+    if skipped:
+        print(f"situs: {skipped}", file=sys.stderr)
     return batch, [f"{source.name} {number}" for number in batch.ids.tolist()]
 
 
-def _report(args: Args, audit: Audit, victim: Victim, leaks: list[str] | None) -> None:
+def _report(args: Args, audit: Audit, victim: Victim, ruling: Ruling | None) -> None:
     from situs import __version__
     from situs.audit.gradients import to_json, verdict
     from situs.audit.page import make_page, reasons, table
@@ -196,8 +258,10 @@ def _report(args: Args, audit: Audit, victim: Victim, leaks: list[str] | None) -
     if said := reasons(audit):
         print_table("Does not apply, or is not exact", said)
     print(verdict(audit))
-    write_scores(args.out / "gradients.json", {**facts, **victim.notes, "gate": leaks, **to_json(audit)})
-    page = make_page(audit, facts, leaks, victim.notes).write(args.out / "report.html")
-    print(f"{page}: the page; {page.with_name('gradients.json').name} has every image's numbers")
-    for leak in leaks or ():
-        print(f"gate {args.fail_above} not passed: {leak}")
+    page = make_page(audit, facts, ruling, victim.notes)  # drawn before anything is written
+    gate = None if ruling is None else ruling.to_json()
+    write_scores(args.out / "gradients.json", {**facts, **victim.notes, "gate": gate, **to_json(audit)})
+    path = page.write(args.out / "report.html")
+    print(f"{path}: the page; {path.with_name('gradients.json').name} has every image's numbers")
+    if ruling is not None:
+        print(ruling.sentence)
