@@ -52,7 +52,7 @@ def run(args: Args) -> None:
 
     device = start(args.device).device
     subject = open_subject(args.source, ema=None if args.ema else False, device=device)
-    loader = load_set(subject, args.data, args.split, args.batch, device)
+    loader = load_set(subject, args.data, args.split, args.batch, device, shared=True)
     check_classes(subject, loader)
     count = None if loader.classes is None else len(loader.classes)
     found = evaluate_accuracy(subject.backbone, loader, classes=count, precision=args.precision)

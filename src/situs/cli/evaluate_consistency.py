@@ -37,7 +37,7 @@ def run(args: Args) -> None:
     check_classifier(subject)
     model = subject.method or subject.backbone
     view = shuffled(model, positions=subject.positions, grid=args.grid, size=subject.data.size)
-    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count)
+    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count, shared=True)
     no_top1 = top1_reason(subject, loader)
     rows = measure_consistency(
         model,

@@ -51,7 +51,7 @@ def run(args: Args) -> None:
         subjects[name] = subject
         # All on the first one's data, each with its own preparation: their own might be different sets.
         path = args.data if args.data is not None or not loaders else subjects[next(iter(subjects))].data.path
-        loaders[name] = load_set(subject, path, args.split, args.batch, device, count=args.count)
+        loaders[name] = load_set(subject, path, args.split, args.batch, device, count=args.count, shared=True)
         check_classes(subject, loaders[name])
     models = {name: subject.backbone for name, subject in subjects.items()}
     found = evaluate_ensemble(models, loaders, average=args.average, precision=args.precision)

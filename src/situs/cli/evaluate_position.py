@@ -41,7 +41,7 @@ def run(args: Args) -> None:
 
     subject = open_looked_at(args)
     method = position_method(subject.method, subject.name)
-    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count)
+    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count, shared=True)
     facts = made_with(subject, loader, args.seed, args.precision)
     title, numbers = loader.source.name, {**facts, "places": method.backbone.num_tokens}
     if isinstance(method, DropPos):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
+from situs.cli.ranks import run_on_ranks
 from situs.errors import SitusError
 
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
@@ -127,7 +128,7 @@ def run_verb(verb: str, rest: list[str]) -> int:
         args = parse(module.Args, rest, prog=f"situs {verb}", description=module.__doc__)
     except SystemExit as stop:  # help was asked for, or a flag was wrong and the parser has said so
         return stop.code if isinstance(stop.code, int) else 2
-    return module.run(args) or 0
+    return run_on_ranks(verb, lambda: module.run(args))
 
 
 def overview(group: str = "") -> str:

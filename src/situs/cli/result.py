@@ -84,10 +84,16 @@ def print_cells(title: str, header: Sequence[str], rows: Sequence[Sequence[Cell]
 def write_result(
     folder: Path, name: str, numbers: Mapping[str, Any], page: Page, pictures: Mapping[str, bytes] | None = None
 ) -> Path:
-    """Writes NAME.json, NAME-PICTURE.png for each picture, and NAME.html last; gives the page's path."""
+    """Writes NAME.json, NAME-PICTURE.png for each picture, and NAME.html last; gives the page's path.
+
+    Where several ranks have come to the result, the first one writes it.
+    """
     from situs.config import write_bytes
     from situs.errors import SitusError
+    from situs.train import distributed
 
+    if distributed.rank():
+        return folder / f"{name}.html"
     text = json.dumps(numbers, indent=2, ensure_ascii=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)

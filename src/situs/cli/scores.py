@@ -24,7 +24,11 @@ def print_scores(data: str, scores: Mapping[str, Accuracy]) -> None:
 
 
 def write_scores(path: Path, scores: Mapping[str, Any]) -> None:
-    """The numbers as JSON, written aside and renamed."""
+    """The numbers as JSON, written aside and renamed, by the first rank."""
+    from situs.train import distributed
+
+    if distributed.rank():
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps(scores, indent=2, ensure_ascii=False) + "\n")

@@ -18,6 +18,7 @@ from situs.data.sources import open_source
 from situs.data.subset import Subset
 from situs.errors import SitusError
 from situs.methods.base import Method
+from situs.train import distributed
 from situs.train.card import last_name
 from situs.train.run import is_run, load_run
 
@@ -78,19 +79,26 @@ def load_set(
     device: torch.device | str,
     *,
     count: int | None = None,
+    shared: bool = False,
 ) -> Loader:
     """The images at `path` as the subject was trained to see them: not augmented, in their own order.
 
-    count: at most so many, a uniform choice that is the same every time.
+    count: at most so many over all ranks, a uniform choice that is the same every time. shared: only this rank's part
+    of them, for an evaluation that sums over the ranks; else each rank has them all.
     """
+    rank, world = (distributed.rank(), distributed.world()) if shared else (0, 1)
     if path is None and subject.facts["kind"] != "run":
         raise SitusError(f"{subject.name}: only a run knows its data; say where the images are (--data)")
+    if world > 1:  # each rank takes the same share of a batch
+        batch = max(world, batch - batch % world)
     data = replace(subject.data, path=path or subject.data.path, split=split, batch=batch)
-    if count is None:
-        return make_loader(data, None, device)
-    check_range("count", count, 1, flag="--count")
     source = open_source(data.path, split or "val", channels=data.channels, strict=data.strict)
-    return make_loader(data, None, device, source=Subset(source, count))
+    if count is not None:
+        check_range("count", count, 1, flag="--count")
+        source = Subset(source, count)
+    if world > max(1, len(source)):  # which would leave a rank with nothing to add to the sums
+        raise SitusError(f"{source.name}: {len(source)} images are too few for {world} ranks (--count)")
+    return make_loader(data, None, device, rank=rank, world=world, source=source)
 
 
 def load_bank(

@@ -1,0 +1,43 @@
+"""What torchrun's ranks do: a verb in `SHARED` is the work of all, any other that of the first rank alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stdout
+from importlib import import_module
+from pathlib import Path
+
+SHARED = frozenset(
+    {
+        "pretrain",
+        "finetune",
+        "evaluate accuracy",
+        "evaluate consistency",
+        "evaluate ensemble",
+        "evaluate position",
+    }
+)
+"""Verbs of which each rank takes a part; the first rank prints and writes."""
+
+NAMES = ("RANK", "WORLD_SIZE")
+"""What torchrun leaves in the environment, and a process group is joined by."""
+
+
+def run_on_ranks(verb: str, run: Callable[[], int | None]) -> int:
+    """Runs the verb, or not, as this rank must; gives its exit status."""
+    if not all(name in os.environ for name in NAMES):
+        return run() or 0
+    rank = int(os.environ["RANK"])
+    if verb not in SHARED:
+        if rank:
+            return 0
+        for name in NAMES:  # or the first rank would wait for the others in the group
+            del os.environ[name]
+        return run() or 0
+    with ExitStack() as stack:
+        if rank:
+            stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))))
+        status = run() or 0
+    import_module("situs.train.distributed").stop()
+    return status

@@ -1,0 +1,99 @@
+"""Evaluations under torchrun: two ranks share the images, and come to the numbers of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from situs.cli.main import main
+from situs.cli.ranks import SHARED, run_on_ranks
+
+if TYPE_CHECKING:
+    from conftest import Trained
+
+
+def same(found: Any, expected: Any) -> None:
+    """Equal, but for the last digits of numbers that batches of another size were summed to."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        for key in expected:
+            same(found[key], expected[key])
+    elif isinstance(expected, list):
+        for one, other in zip(found, expected, strict=True):
+            same(one, other)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    else:
+        assert found == expected
+
+
+def on_two_ranks(file: Path) -> str:
+    """What two gloo ranks print over the command lines in the file."""
+    script = Path(__file__).with_name("evaluate_ranks.py")
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with subprocess.Popen(
+        [*words, str(script), str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    ) as process:
+        try:
+            printed, complaints = process.communicate(timeout=120)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks too, which outlive torchrun
+            raise
+    assert process.returncode == 0, complaints
+    return printed
+
+
+def test_two_ranks_count_each_image_once(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--count 7 and batches of 4 leave a last batch of three: one rank takes two of them, the other one."""
+    lines = {
+        "knn": f"evaluate knn {trained.one} --count 7 --bank-count 11 --k 3 --batch 4 --device cpu --out OUT",
+        "accuracy": f"evaluate accuracy {trained.one} --device cpu --batch 4 --out OUT/accuracy.json",
+        "consistency": f"evaluate consistency {trained.one} --count 7 --batch 4 --ratios 0 .5 --device cpu --out OUT",
+        "ensemble": f"evaluate ensemble {trained.one} {trained.two} --count 7 --batch 4 --device cpu --out OUT",
+        "position": f"evaluate position {trained.mp3} --count 7 --batch 5 --device cpu --out OUT",
+    }
+    one, two = tmp_path / "one", tmp_path / "two"
+    for line in lines.values():
+        assert main(line.replace("OUT", str(one)).split()) == 0
+    alone = capsys.readouterr().out
+    file = tmp_path / "lines.txt"
+    file.write_text("\n".join(line.replace("OUT", str(two)) for line in lines.values()))
+    printed = on_two_ranks(file)
+    assert printed.count("7 images") == alone.count("7 images") == 4  # the first rank alone speaks
+    assert printed.count(".html") == alone.count(".html") == 4
+    for name in lines:
+        found, expected = (json.loads((folder / f"{name}.json").read_text()) for folder in (two, one))
+        same(found, expected)
+    assert json.loads((two / "accuracy.json").read_text())["count"] == 15
+    assert [row["count"] for row in json.loads((two / "consistency.json").read_text())["rows"]] == [7] * 4
+    assert json.loads((two / "ensemble.json").read_text())["together"]["count"] == 7
+
+
+def test_a_verb_that_is_not_shared_is_the_first_rank_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "features" not in SHARED
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert run_on_ranks("features", lambda: pytest.fail("is not this rank's work")) == 0
+    monkeypatch.setenv("RANK", "0")
+    assert run_on_ranks("features", lambda: len({"RANK", "WORLD_SIZE"} & os.environ.keys()) or 5) == 5
+
+
+def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert run_on_ranks("evaluate accuracy", lambda: print("heard")) == 0
+    monkeypatch.setenv("RANK", "0")
+    assert run_on_ranks("evaluate accuracy", lambda: print("spoken") or 3) == 3
+    assert capsys.readouterr().out == "spoken\n"
