@@ -13,6 +13,7 @@ from situs.analyze.attention import Survey, top_share, uniform_distance
 from situs.report.attention import attention_over_images, head_tables, relative_maps
 from situs.report.figures import png
 from situs.report.html import Cell, Page, Section
+from situs.report.words import percent
 
 LOCAL = 0.5
 """A head is called local where it looks less than this share as far as one that looks everywhere alike."""
@@ -68,7 +69,7 @@ def layer_rows(found: Survey) -> list[list[str]]:
             f"{nats.min():.2f}",
             f"{nats.max():.2f}",
             f"{far.mean():.1f}",
-            f"{100 * prefix.mean():.1f} %",
+            percent(prefix.mean()),
         ]
         for layer, (nats, far, prefix) in enumerate(zip(found.entropy, found.distance, found.prefix_share, strict=True))
     ]
@@ -105,7 +106,7 @@ def _lead(found: Survey, shown: Shown) -> str:
     local = int((found.distance < LOCAL * uniform_distance(found.grid)).sum())
     whose = "CLS" if shown.cls else "the average patch"
     return (
-        f"In layer {shown.layer + 1} {whose} puts {100 * shown.brightest_tenth:.0f} % of its attention to patches on a "
+        f"In layer {shown.layer + 1} {whose} puts {percent(shown.brightest_tenth, 0)} of its attention to patches on a "
         f"tenth of them. The sharpest of {layers * heads} heads is {_head(low, heads)} ({_nats(found, low)}), the "
         f"widest {_head(high, heads)} ({_nats(found, high)}). {_locals(local)} less than half as far as even "
         "attention would."
@@ -137,7 +138,7 @@ def _images(section: Section, shown: Shown, picture: bytes) -> None:
         f"{whose}, in layer {shown.layer + 1}; what goes to prefix tokens is left out and the rest scaled to sum 1. "
         + ("" if shown.positions else "The model was trained without positions and is run without them here. ")
         + "On the brightest tenth of the patches lies "
-        f"{100 * shown.brightest_tenth:.0f} % of the mean map; even attention would put 10 % there."
+        f"{percent(shown.brightest_tenth, 0)} of the mean map; even attention would put 10 % there."
     )
     section.figure(
         picture,

@@ -9,6 +9,7 @@ from situs.analyze.decode import FOLDS, Decoded, decode_places
 from situs.analyze.projection import Components, principal
 from situs.analyze.spectrum import Spectrum, spectrum
 from situs.analyze.tables import PositionTable, reference_tables
+from situs.report.words import percent
 
 SHOWN = (3, 4, 5, 6, 7)
 """The dimensions of MJP's Table 6."""
@@ -67,10 +68,10 @@ def in_words(look: Look) -> str:
     found, three = look.decoded, look.spectrum.explained_by(3)
     most = look.spectrum.components_for(0.9)
     return (
-        f"`{look.name}`, {look.table.kind} of {look.shape}: its three largest principal components hold {three:.1%} of "
-        f"the variance, and it takes {most} to hold 90 %. Row and column of a place are read off its vector with a "
-        f"mean error of {found.two.mean:.2f} patches (a blind guess: {found.chance_two:.2f}): it {grasp(look)}."
-        + (f" {look.note}" if look.note else "")
+        f"`{look.name}`, {look.table.kind} of {look.shape}: its three largest principal components hold "
+        f"{percent(three)} of the variance, and it takes {most} to hold 90 %. Row and column of a place are "
+        f"read off its vector with a mean error of {found.two.mean:.2f} patches (a blind guess: "
+        f"{found.chance_two:.2f}): it {grasp(look)}." + (f" {look.note}" if look.note else "")
     )
 
 

@@ -11,6 +11,7 @@ from situs.analyze.positions import SHOWN, Look, in_words
 from situs.analyze.projection import FEWEST, NEIGHBOURS, has_umap, similarities, spread_places, umap_points
 from situs.report import figures, places
 from situs.report.html import Cell, Page, Section
+from situs.report.words import percent
 
 NTH = ("1st", "2nd", "3rd")
 
@@ -44,7 +45,7 @@ def overview(looks: Sequence[Look], references: Sequence[Look]) -> tuple[list[st
             [
                 look.title if look in looks else look.name,
                 f"{look.table.grid[0]}×{look.table.grid[1]} × {look.table.rows.shape[1]}",
-                f"{look.spectrum.explained_by(3):.1%}",
+                percent(look.spectrum.explained_by(3)),
                 look.spectrum.components_for(0.9),
                 f"{found.two.mean:.3f}",
                 f"{found.chance_two:.2f}",
@@ -59,7 +60,9 @@ def _projections(section: Section, looks: Sequence[Look], pictures: dict[str, by
         "however bent; where they do not, a tangle."
     )
     for number, look in enumerate(looks, start=1):
-        labels = tuple(f"{nth} component ({share:.0%})" for nth, share in zip(NTH, look.components.shares, strict=True))
+        labels = tuple(
+            f"{nth} component ({percent(share, 0)})" for nth, share in zip(NTH, look.components.shares, strict=True)
+        )
         for dims, what in ((2, "plane"), (3, "space")):
             panels = [
                 places.Sheet(f"lines along each {along}", look.components.points[:, :dims], labels[:dims], along)
@@ -147,7 +150,7 @@ def _decoded(section: Section, looks: Sequence[Look], references: Sequence[Look]
     for look in (*looks, *references):
         found = look.decoded
         one, two = (f"{each.mean:.3f}\u202f±\u202f{each.std:.3f}" for each in (found.one, found.two))
-        told = (f"{found.chance_one:.2f}", f"{found.chance_two:.2f}", f"{found.exact:.0%}")
+        told = (f"{found.chance_one:.2f}", f"{found.chance_two:.2f}", percent(found.exact, 0))
         rows.append([_row_name(look), one, two, f"{found.rows:.3f}", f"{found.columns:.3f}", *told])
     for name, one, two in PAPER:
         rows.append([f"MJP's paper: {name}", one, two, None, None, None, None, None])

@@ -28,6 +28,7 @@ from situs.methods.droppos import DropPos
 from situs.report.figures import png
 from situs.report.html import Cell, Page
 from situs.report.puzzles import Panel, panels
+from situs.report.words import percent
 
 Solved = Mapping[Setting, Puzzle]
 """The puzzles of the images on the page, by setting."""
@@ -40,10 +41,10 @@ def score_rows(scores: Mapping[Setting, Scores], count: int) -> list[list[str]]:
     return [
         [
             setting.text,
-            f"{100 * found.right:.1f} %",
-            f"{100 / count:.1f} %",
+            percent(found.right),
+            percent(1 / count),
             f"{found.off_by:.2f}",
-            f"{100 * found.empty:.1f} %",
+            percent(found.empty),
         ]
         for setting, found in scores.items()
     ]
@@ -88,9 +89,9 @@ _SCORES_CAPTION = (
 def _lead(found: Study, trained: str) -> str:
     best, worst = (choose(found.scores.items(), key=lambda item: item[1].right) for choose in (max, min))
     images = best[1].images
-    text = f"Of {images:,} images, {100 * best[1].right:.1f} % of the patches asked for are put right at {best[0].text}"
+    text = f"Of {images:,} images, {percent(best[1].right)} of the patches asked for are put right at {best[0].text}"
     if worst[0] != best[0]:
-        text += f", and {100 * worst[1].right:.1f} % at {worst[0].text}, {worst[1].off_by:.1f} patches off on average"
+        text += f", and {percent(worst[1].right)} at {worst[0].text}, {worst[1].off_by:.1f} patches off on average"
     return f"{text}. The model was trained with {trained}."
 
 
@@ -127,7 +128,7 @@ _PLACED = (
 
 
 def _stayed(number: int, pair: Mapping[Setting, Mix]) -> str:
-    shares = ", ".join(f"{100 * mix.stayed:.0f} % at {setting.text}" for setting, mix in pair.items())
+    shares = ", ".join(f"{percent(mix.stayed, 0)} at {setting.text}" for setting, mix in pair.items())
     return f"In pair {number} the patches that are put where they stood in their own image are {shares}."
 
 
@@ -196,7 +197,7 @@ def verdict_panel(image: Tensor, puzzle: Puzzle, row: int, title: str = "") -> P
 
 
 def _percent(puzzle: Puzzle, row: int) -> str:
-    return f"{100 * float(puzzle.right[row].double().mean()):.0f} %"
+    return percent(float(puzzle.right[row].double().mean()), 0)
 
 
 def _title(setting: Setting, puzzle: Puzzle, row: int) -> str:

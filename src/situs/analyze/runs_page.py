@@ -10,6 +10,7 @@ from situs.config import flat
 from situs.report.figures import png
 from situs.report.html import Cell, Page, Section
 from situs.report.runs import curve_panels
+from situs.report.words import percent
 from situs.train.log import clock
 
 _JUDGED = ("val_", "knn", "accuracy")
@@ -186,7 +187,7 @@ def _speed_cell(key: str, value: Any) -> Cell:
         return None
     forms = {
         "images_per_second": lambda v: f"{v:,.0f}",
-        "data_wait": lambda v: f"{100 * v:.0f} %",
+        "data_wait": lambda v: percent(v, 0),
         "memory_gib": lambda v: f"{v:.2f} GiB",
         "seconds": clock,
     }

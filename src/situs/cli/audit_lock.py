@@ -15,6 +15,7 @@ import tyro
 
 from situs.cli.tables import print_table
 from situs.errors import SitusError, unknown_name
+from situs.report.words import percent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -250,7 +251,7 @@ def header(target: Target) -> tuple[str, ...]:
 
 def row_of(result: Recovery, target: Target) -> tuple[str, ...]:
     """One attack as text."""
-    share = "unknown" if result.share is None else f"{100 * result.share:.1f} % ({result.right} of {result.size})"
+    share = "unknown" if result.share is None else f"{percent(result.share)} ({result.right} of {result.size})"
     bits = "unknown" if result.bits is None else f"{result.bits:.0f}"
     scores = [_percent(value) for value in (result.before, result.after, result.owner)]
     if result.control is not None:
@@ -260,7 +261,7 @@ def row_of(result: Recovery, target: Target) -> tuple[str, ...]:
 
 
 def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{100 * value:.1f} %"
+    return "–" if value is None else percent(value)
 
 
 def verdict(strength: float, results: list[Recovery]) -> str:

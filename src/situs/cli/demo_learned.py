@@ -20,6 +20,7 @@ from situs.evaluate.position_page import curve_page, grid_page
 from situs.methods import MP3, DropPos, DropPosConfig, SupervisedConfig
 from situs.report import figures
 from situs.report.attention import attention_over_images, relative_maps
+from situs.report.words import percent
 from situs.train.loop import TrainConfig
 from situs.train.optim import OptimConfig
 from situs.train.run import make_method
@@ -45,7 +46,7 @@ def show_puzzles(stage: Stage) -> Lines:
         "The patches of two images, shuffled together and dealt out in two sets: of each the model builds one image.",
     )
     whole = found.scores[Setting(0.0)]
-    return [("MP3, puzzles without a mask", f"{100 * whole.right:.1f} % of patches right")]
+    return [("MP3, puzzles without a mask", f"{percent(whole.right)} of patches right")]
 
 
 def show_places(stage: Stage) -> Lines:
@@ -65,7 +66,7 @@ def show_places(stage: Stage) -> Lines:
     grid = position_grid(droppos, _test_images(stage))
     section.figure(
         grid_page(grid, droppos, "DropPos", {})[1]["grid"],
-        f"DropPos, trained with γ = γ_pos = 0.75: right guesses in percent. Chance is {100 / PLACES:.1f} %.",
+        f"DropPos, trained with γ = γ_pos = 0.75: right guesses in percent. Chance is {percent(1 / PLACES)}.",
     )
     tried = [Setting(gamma, 0.75) for gamma in (0.0, 0.25, 0.5, 0.75)]
     found = study(droppos, [next(iter(_test_images(stage)))], tried, _look, show=4)
@@ -73,7 +74,7 @@ def show_places(stage: Stage) -> Lines:
         figures.png(verdict_figure(found.images, found.solved)),
         "DropPos at γ_pos = 0.75. Black and hatched: not seen. Green: told where it is. White: guessed wrong.",
     )
-    return [("DropPos, mean of the position grid", f"{100 * grid.mean:.1f} % (chance {100 / PLACES:.1f} %)")]
+    return [("DropPos, mean of the position grid", f"{percent(grid.mean)} (chance {percent(1 / PLACES)})")]
 
 
 def _train_droppos(stage: Stage) -> DropPos:
@@ -129,7 +130,7 @@ def show_attention(stage: Stage) -> Lines:
     layer, head = divmod(int(found.entropy.argmin()), found.entropy.shape[1])
     section = stage.page.section("Where the classifier looks")
     section.text(
-        f"What CLS takes from each patch in the last layer: {100 * shown.brightest_tenth:.0f} % of it lies on a tenth "
+        f"What CLS takes from each patch in the last layer: {percent(shown.brightest_tenth, 0)} of it lies on a tenth "
         "of the patches. Below, what a patch takes on average from the patch at each offset from it: the sharpest "
         f"head is head {head + 1} of layer {layer + 1}, with {found.entropy.min():.2f} nats of entropy (all alike: "
         f"{found.uniform_entropy:.2f})."

@@ -28,6 +28,7 @@ from situs.data.samples import Samples, load_samples
 from situs.methods.base import Method
 from situs.report import figures
 from situs.report.html import Page, Section
+from situs.report.words import percent
 
 PATCH = 4
 GRID = (7, 7)
@@ -140,7 +141,7 @@ def _count_masks(stage: Stage, section: Section) -> Lines:
         paper, official = _masked(stage, ratio, "paper", draws), _masked(stage, ratio, "official", draws)
         exact = exact and bool((paper == target).all())
         empty = (official == 0).double().mean()
-        rows.append([f"{ratio:.2f}", target, f"{paper.mean():.2f}", f"{official.mean():.2f}", f"{empty:.1%}"])
+        rows.append([f"{ratio:.2f}", target, f"{paper.mean():.2f}", f"{official.mean():.2f}", percent(empty)])
     section.table(
         ["γ", "target int(γN)", "`paper`, mean", "`official`, mean", "`official`, empty masks"],
         rows,
@@ -184,7 +185,8 @@ def show_positions(stage: Stage) -> Lines:
         "How alike each place's vector is to the middle place's, (3, 3); the mean vector is subtracted.",
     )
     return [
-        (f"position table {name}", f"2 components hold {share:.0%} of its variance") for name, share in shares.items()
+        (f"position table {name}", f"2 components hold {percent(share, 0)} of its variance")
+        for name, share in shares.items()
     ]
 
 
@@ -194,7 +196,8 @@ def project(tables: dict[str, Tensor]) -> tuple[figures.Figure, dict[str, float]
     panels = []
     for name, (points, shares) in found.items():
         labels = (
-            f"{nth} component ({share:.0%} of variance)" for nth, share in zip(("1st", "2nd"), shares, strict=True)
+            f"{nth} component ({percent(share, 0)} of variance)"
+            for nth, share in zip(("1st", "2nd"), shares, strict=True)
         )
         panels.append(figures.Projection(name, points, *labels))
     return figures.projections(panels, GRID), {name: sum(shares) for name, (_, shares) in found.items()}

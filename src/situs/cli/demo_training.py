@@ -22,6 +22,7 @@ from situs.evaluate.hooks import Validation
 from situs.methods import MP3Config, SupervisedConfig
 from situs.methods.base import Method
 from situs.report import figures
+from situs.report.words import percent
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
 from situs.train.initialise import initialise
@@ -80,12 +81,12 @@ def show_training(stage: Stage) -> Lines:
     final = {name: found[-1] for name, (_, found) in curves.items()}
     section.table(
         ["classifier", "test accuracy"],
-        [[name, f"{100 * top:.1f} %"] for name, top in final.items()],
+        [[name, percent(top)] for name, top in final.items()],
         "On 2,000 test images that neither training saw.",
     )
     return [
-        ("MP3, patches placed right", f"{100 * history[-1]['position_accuracy']:.1f} % (chance {100 / PLACES:.1f} %)"),
-        *((f"top-1 {name}", f"{100 * top:.1f} %") for name, top in final.items()),
+        ("MP3, patches placed right", f"{percent(history[-1]['position_accuracy'])} (chance {percent(1 / PLACES)})"),
+        *((f"top-1 {name}", percent(top)) for name, top in final.items()),
     ]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from situs.cli.tables import print_table
 from situs.config import write_text
 from situs.errors import SitusError
+from situs.report.words import percent
 
 if TYPE_CHECKING:
     from situs.evaluate.accuracy import Accuracy
@@ -19,7 +20,7 @@ def print_scores(data: str, scores: Mapping[str, Accuracy]) -> None:
     """One row a model: top-1, top-5, loss."""
     count = next(iter(scores.values())).count
     rows = [("", "top-1", "top-5", "loss")]
-    rows += [(name, f"{100 * s.top1:.2f} %", f"{100 * s.top5:.2f} %", f"{s.loss:.4f}") for name, s in scores.items()]
+    rows += [(name, percent(s.top1, 2), percent(s.top5, 2), f"{s.loss:.4f}") for name, s in scores.items()]
     print_table(f"{data}, {count:,} images", rows)
 
 

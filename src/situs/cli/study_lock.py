@@ -14,6 +14,7 @@ import tyro
 
 from situs.cli.tables import print_table
 from situs.locks.study import StudyConfig
+from situs.report.words import percent
 
 if TYPE_CHECKING:
     from situs.locks.study import Study
@@ -66,7 +67,7 @@ def run(args: Args) -> None:
 
 def _rows(study: Study) -> list[tuple[str, ...]]:
     return [
-        (way, f"{100 * curve.accuracy[-1]:.2f} %", f"{curve.loss[-1]:.4f}", PAPER[way])
+        (way, percent(curve.accuracy[-1], 2), f"{curve.loss[-1]:.4f}", PAPER[way])
         for way, curve in study.curves.items()
     ]
 
@@ -76,7 +77,7 @@ def agreement(study: Study) -> str:
     return (
         f"Normal and authorised differ by rounding alone: logits by at most {study.logits_gap:.1e}, weights by "
         f"{study.weights_gap:.1e} after {study.curves['normal'].steps[-1]} float32 steps. Chance is "
-        f"{100 * study.chance:.1f} %."
+        f"{percent(study.chance)}."
     )
 
 

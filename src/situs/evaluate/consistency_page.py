@@ -11,6 +11,7 @@ from situs.core.jigsaw import move_patches
 from situs.evaluate.consistency import Consistency, Shuffled
 from situs.report import figures
 from situs.report.html import Cell, Page, Section
+from situs.report.words import percent
 
 TELLING = {True: "mask told", False: "mask not told"}
 TABLE_1 = 0.15
@@ -74,14 +75,14 @@ def finding(rows: Sequence[Consistency], view: Shuffled) -> str:
     ratio = min((row.ratio for row in shown), key=lambda ratio: abs(ratio - TABLE_1))
     at = {row.told: row for row in rows if row.ratio == ratio}
     row = at[False]
-    part = f"{100 * row.diff_norm / row.clean_norm:.1f} % of its length" if row.clean_norm else "from a length of 0"
-    said = f"With {100 * ratio:g} % of the patches shuffled and the model not told, "
+    part = f"{percent(row.diff_norm / row.clean_norm)} of its length" if row.clean_norm else "from a length of 0"
+    said = f"With {percent(ratio, None)} of the patches shuffled and the model not told, "
     if row.consistency is not None:
-        said += f"{100 * row.consistency:.1f} % of {row.count:,} answers stay the same, and "
+        said += f"{percent(row.consistency)} of {row.count:,} answers stay the same, and "
     said += f"the {view.backbone.reads} moves by {row.diff_norm:.3g} ({part})."
     if True in at:
         told = at[True]
-        same = "" if told.consistency is None else f"{100 * told.consistency:.1f} % stay the same and "
+        same = "" if told.consistency is None else f"{percent(told.consistency)} stay the same and "
         said += f" Told which places to distrust, {same}it moves by {told.diff_norm:.3g}."
     return said
 

@@ -8,6 +8,7 @@ from situs.evaluate.ensemble import Ensemble
 from situs.report import figures
 from situs.report.html import Cell, Page
 from situs.report.value_grid import value_grid
+from situs.report.words import percent
 
 MEANING = """
 Every model answers each image, prepared as that model was trained to see it; their probabilities (or logits) are
@@ -47,8 +48,8 @@ def finding(found: Ensemble) -> str:
     gain = 100 * (found.together.top1 - best.top1)
     side = "above" if gain >= 0 else "below"
     return (
-        f"Together {100 * found.together.top1:.2f} % right, {abs(gain):.2f} points {side} the best alone ({name}, "
-        f"{100 * best.top1:.2f} %); at least one is right on {100 * found.any_right:.2f} %."
+        f"Together {percent(found.together.top1, 2)} right, {abs(gain):.2f} points {side} the best alone ({name}, "
+        f"{percent(best.top1, 2)}); at least one is right on {percent(found.any_right, 2)}."
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from situs.evaluate.knn_layers import LayerKnn
 from situs.report import figures
 from situs.report.html import Cell, Page
+from situs.report.words import percent
 
 POOLS = {"cls": "CLS token", "mean": "mean of the patches"}
 
@@ -41,11 +42,11 @@ def finding(found: LayerKnn, chance: float) -> str:
     """The result in words."""
     last = max(row.layer for row in found.rows)
     ends = {row.pool: row.accuracy for row in found.rows if row.layer == last}
-    said = " and ".join(f"{100 * share:.2f} % by the {POOLS[pool]}" for pool, share in ends.items())
-    said = f"After the last block the neighbours name the right class of {said} (chance {100 * chance:.2f} %)."
+    said = " and ".join(f"{percent(share, 2)} by the {POOLS[pool]}" for pool, share in ends.items())
+    said = f"After the last block the neighbours name the right class of {said} (chance {percent(chance, 2)})."
     best = max(found.rows, key=lambda row: row.accuracy)
     if best.accuracy > max(ends.values()):
-        said += f" The best is block {best.layer}'s {POOLS[best.pool]}: {100 * best.accuracy:.2f} %."
+        said += f" The best is block {best.layer}'s {POOLS[best.pool]}: {percent(best.accuracy, 2)}."
     return said
 
 

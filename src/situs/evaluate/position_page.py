@@ -12,6 +12,7 @@ from situs.methods.mp3 import MP3
 from situs.report import figures
 from situs.report.html import Cell, Page
 from situs.report.value_grid import value_grid
+from situs.report.words import percent
 
 GRID_MEANING = """
 The encoder is shown a share 1 − γ of the patches of an image; of those, a share γ_pos has lost its place and carries
@@ -57,8 +58,8 @@ def grid_finding(grid: PositionGrid) -> str:
     chance = 1 / grid.places
     cells = f"the {len(found)} cells" if len(found) == len(grid.cells) else f"{len(found)} of {len(grid.cells)} cells"
     return (
-        f"The mean position accuracy over {cells} is {100 * grid.mean:.2f} %, {grid.mean / chance:.1f} times chance "
-        f"({100 * chance:.2f} %): from {_at(worst)} to {_at(best)}."
+        f"The mean position accuracy over {cells} is {percent(grid.mean, 2)}, {grid.mean / chance:.1f} times chance "
+        f"({percent(chance, 2)}): from {_at(worst)} to {_at(best)}."
     )
 
 
@@ -91,7 +92,7 @@ def curve_page(
     section.table(header, rows, f"Over {count:,} images of {places} patches.")
     anchors = method.config.anchor_ratio
     if anchors:
-        section.note(f"This run tells {100 * anchors:g} % of the patches their place, here too.")
+        section.note(f"This run tells {percent(anchors, None)} of the patches their place, here too.")
     page.section("What the numbers mean").text(CURVE_MEANING)
     page.section("How this page was made").facts(facts)
     return page, {"curve": picture}
@@ -102,8 +103,8 @@ def curve_finding(found: Mapping[float, float], method: MP3) -> str:
     eta = min(found, key=lambda ratio: abs(ratio - method.config.mask_ratio))
     chance = 1 / method.backbone.num_tokens
     return (
-        f"At η = {eta:g} (trained at {_trained(method)}) the place of {100 * found[eta]:.2f} % of all patches is "
-        f"guessed right, {found[eta] / chance:.1f} times chance ({100 * chance:.2f} %)."
+        f"At η = {eta:g} (trained at {_trained(method)}) the place of {percent(found[eta], 2)} of all patches is "
+        f"guessed right, {found[eta] / chance:.1f} times chance ({percent(chance, 2)})."
     )
 
 
@@ -117,7 +118,7 @@ def _trained(method: MP3) -> str:
 
 
 def _at(cell: GridCell) -> str:
-    return f"{100 * (cell.accuracy or 0.0):.2f} % (γ = {cell.mask_ratio:g}, γ_pos = {cell.position_mask_ratio:g})"
+    return f"{percent(cell.accuracy or 0.0, 2)} (γ = {cell.mask_ratio:g}, γ_pos = {cell.position_mask_ratio:g})"
 
 
 def _missing(grid: PositionGrid) -> str | None:

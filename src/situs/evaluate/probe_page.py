@@ -11,6 +11,7 @@ from situs.evaluate.probe_class import ClassProbe
 from situs.evaluate.probe_position import Blindfold, PositionProbe
 from situs.report import figures
 from situs.report.html import Cell, Page
+from situs.report.words import percent
 
 POSITION_MEANING = """
 Every patch is seen, but most have lost their position. From the final feature of each patch without a position, a
@@ -56,12 +57,12 @@ def position_finding(probes: Mapping[str, tuple[PositionProbe, Blindfold]]) -> s
     names, found = list(probes), [probe for probe, _ in probes.values()]
     first, chance = found[0], 1 / len(found[0].score.counts)
     said = (
-        f"A linear classifier names the place of {100 * first.score.accuracy:.2f} % of the patches whose position was "
-        f"taken away (chance {100 * chance:.2f} %), and is {first.distance:.2f} patches off on average."
+        f"A linear classifier names the place of {percent(first.score.accuracy, 2)} of the patches whose position was "
+        f"taken away (chance {percent(chance, 2)}), and is {first.distance:.2f} patches off on average."
     )
     if len(found) > 1:
         last = found[-1]
-        said += f" In {names[-1]} it is {100 * last.score.accuracy:.2f} % and {last.distance:.2f} patches."
+        said += f" In {names[-1]} it is {percent(last.score.accuracy, 2)} and {last.distance:.2f} patches."
     return said
 
 
@@ -102,10 +103,10 @@ def class_finding(probes: Mapping[str, ClassProbe]) -> str:
     chance = 1 / len(first.score.counts)
     words = {"mean": "the mean of its patches", "cls": "its CLS token"}[first.pool]
     said = (
-        f"A linear classifier on {words} recognises {100 * first.score.accuracy:.2f} % of {first.score.count:,} images "
-        f"in {name} (chance {100 * chance:.2f} %)."
+        f"A linear classifier on {words} recognises {percent(first.score.accuracy, 2)} of {first.score.count:,} images "
+        f"in {name} (chance {percent(chance, 2)})."
     )
-    return said + "".join(f" In {other} it is {100 * probe.score.accuracy:.2f} %." for other, probe in rest)
+    return said + "".join(f" In {other} it is {percent(probe.score.accuracy, 2)}." for other, probe in rest)
 
 
 def class_table(probes: Mapping[str, ClassProbe]) -> tuple[list[str], list[list[Cell]]]:

@@ -15,6 +15,7 @@ from situs.report import figures
 from situs.report.html import Cell, Page, Section
 from situs.report.mosaic import mosaic
 from situs.report.value_grid import value_grid
+from situs.report.words import percent
 
 IMAGENET_CLASSES, IMAGENET_SIDE = 1000, 224
 
@@ -82,19 +83,19 @@ def finding(found: Robustness) -> str:
         scores = score(found.cells, found.clean)
         ranked = sorted(scores.errors, key=scores.errors.__getitem__)
         best, worst = ranked[0], ranked[-1]
-        beside = "" if found.clean is None else f" instead of {_percent(found.clean.top1)} on clean ones"
-        said.append(f"It answers {_percent(1 - scores.raw)} of corrupted images rightly{beside}: a raw mCE of "
-                    f"{_percent(scores.raw)}.")  # fmt: skip
+        beside = "" if found.clean is None else f" instead of {percent(found.clean.top1)} on clean ones"
+        said.append(f"It answers {percent(1 - scores.raw)} of corrupted images rightly{beside}: a raw mCE of "
+                    f"{percent(scores.raw)}.")  # fmt: skip
         if worst != best:
             said.append(
-                f"{_name(worst)[0].upper()}{_name(worst)[1:]} hurts most ({_percent(1 - scores.errors[worst])} right), "
-                f"{_name(best)} least ({_percent(1 - scores.errors[best])})."
+                f"{_name(worst)[0].upper()}{_name(worst)[1:]} hurts most ({percent(1 - scores.errors[worst])} right), "
+                f"{_name(best)} least ({percent(1 - scores.errors[best])})."
             )
     if (natural := found.natural) is not None:
-        said.append(f"On {natural.name} it is right on {_percent(natural.accuracy)} (AURRA {_percent(natural.aurra)}).")
+        said.append(f"On {natural.name} it is right on {percent(natural.accuracy)} (AURRA {percent(natural.aurra)}).")
     if (strange := found.anomalies) is not None:
-        said.append(f"It tells {strange.name} apart with an AUPR of {_percent(strange.aupr)}, chance being "
-                    f"{_percent(strange.chance)}.")  # fmt: skip
+        said.append(f"It tells {strange.name} apart with an AUPR of {percent(strange.aupr)}, chance being "
+                    f"{percent(strange.chance)}.")  # fmt: skip
     return " ".join(said)
 
 
@@ -132,27 +133,27 @@ def summary(found: Robustness, facts: Mapping[str, Any]) -> list[tuple[str, str,
     """(measure, value, what to know of it)."""
     rows: list[tuple[str, str, str]] = []
     if found.clean is not None:
-        rows.append(("top-1, clean", _percent(found.clean.top1), f"{found.data}, {found.clean.count:,} images"))
+        rows.append(("top-1, clean", percent(found.clean.top1), f"{found.data}, {found.clean.count:,} images"))
     if found.cells:
         scores = score(found.cells, found.clean)
         count = next(iter(next(iter(found.cells.values())).values())).count
         several = f"{len(found.cells)} corruptions, {count:,} images each"
-        rows.append(("mCE, raw", _percent(scores.raw), f"mean error over {several}"))
+        rows.append(("mCE, raw", percent(scores.raw), f"mean error over {several}"))
         note = caveat(found, facts) or "as published models are compared"
         if scores.normalised is None:
             rows.append(("mCE, AlexNet-normalised", "–", "needs all five severities, as AlexNet's errors do"))
         else:
-            rows.append(("mCE, AlexNet-normalised", _percent(scores.normalised), note))
+            rows.append(("mCE, AlexNet-normalised", percent(scores.normalised), note))
         if scores.relative is not None:
             added = "the same of what corruption adds to the clean error"
-            rows.append(("relative mCE, AlexNet-normalised", _percent(scores.relative), added))
+            rows.append(("relative mCE, AlexNet-normalised", percent(scores.relative), added))
     if (natural := found.natural) is not None:
         kind = f"{natural.name}, {natural.count:,} images, among its {natural.classes} classes"
-        rows += [("ImageNet-A, top-1", _percent(natural.accuracy), kind)]
-        rows += [("ImageNet-A, AURRA", _percent(natural.aurra), "accuracy over response rates, most confident first")]
+        rows += [("ImageNet-A, top-1", percent(natural.accuracy), kind)]
+        rows += [("ImageNet-A, AURRA", percent(natural.aurra), "accuracy over response rates, most confident first")]
     if (strange := found.anomalies) is not None:
         kind = f"{strange.anomalies:,} anomalies against {strange.normal:,} of {strange.normal_name}"
-        rows.append(("ImageNet-O, AUPR", _percent(strange.aupr), f"{kind}; chance {_percent(strange.chance)}"))
+        rows.append(("ImageNet-O, AUPR", percent(strange.aupr), f"{kind}; chance {percent(strange.chance)}"))
     return rows
 
 
@@ -202,7 +203,7 @@ def _corruption_sections(page: Page, found: Robustness, facts: Mapping[str, Any]
         )
     )
     section = page.section("Accuracy at every corruption and severity")
-    beside = "" if found.clean is None else f", {_percent(found.clean.top1)} on clean images"
+    beside = "" if found.clean is None else f", {percent(found.clean.top1)} on clean images"
     section.figure(
         pictures["accuracy"], f"Top-1 accuracy in percent{beside}; chance is {chance:.3g} %. {_error_bar(found)}"
     )
@@ -263,10 +264,6 @@ def _fact(value: Any) -> Cell:
 
 def _name(name: str) -> str:
     return name.replace("_", " ").replace("jpeg", "JPEG").replace("gaussian", "Gaussian")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
 
 
 def _points(share: float) -> str:

@@ -36,6 +36,7 @@ from situs.locks.members import Group
 from situs.locks.owner import with_key
 from situs.methods import Supervised, SupervisedConfig
 from situs.methods.base import Method
+from situs.report.words import percent
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
 from situs.train.loop import TrainConfig, fit
@@ -192,7 +193,7 @@ def _train(
         raise KeyboardInterrupt
     curve.seconds = time.perf_counter() - began
     method.eval()
-    say(f"{way}: {100 * curve.accuracy[-1]:.1f} % after {curve.steps[-1]} steps")
+    say(f"{way}: {percent(curve.accuracy[-1])} after {curve.steps[-1]} steps")
     return curve
 
 

@@ -1,0 +1,20 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from situs.report.words import percent
+
+
+@pytest.mark.parametrize(
+    ("share", "digits", "text"),
+    [(0.656, 1, "65.6 %"), (0.9, 0, "90 %"), (0.12345, 2, "12.35 %"), (0.15, None, "15 %"), (0.125, None, "12.5 %")],
+)
+def test_the_unit_stands_apart_from_its_number(share: float, digits: int | None, text: str) -> None:
+    assert percent(share, digits) == text
+
+
+@given(st.floats(-2, 2), st.integers(0, 4))
+def test_it_reads_back(share: float, digits: int) -> None:
+    assert float(percent(share, digits).removesuffix(" %")) == pytest.approx(100 * share, abs=0.51 * 10**-digits)
