@@ -55,6 +55,13 @@ def test_fft2d_by_hand() -> None:
     torch.testing.assert_close(fft2d(x, y), torch.tensor([3 / 13], dtype=torch.float64))
 
 
+def test_a_black_image_has_a_distance() -> None:
+    """0 / 0 would stand as NaN in the file, which is then no JSON."""
+    black = torch.zeros_like(PAIR[0])
+    assert fft2d(black, PAIR[0]).tolist() == fft2d(PAIR[0], black).tolist() == [1.0] * 4
+    assert fft2d(black, black).tolist() == [0.0] * 4
+
+
 def test_fft2d_by_numpy() -> None:
     found, real = PAIR
     for value, f, r in zip(fft2d(found, real), found.numpy(), real.numpy(), strict=True):
@@ -99,7 +106,9 @@ def test_denormalise_is_the_inverse() -> None:
         ((PAIR[0] * 255).to(torch.uint8), "uint8.*divide grey levels by 255"),
         (PAIR[0] * 255, "divide grey levels by 255"),
         (PAIR[0] * 4 - 2, "look normalised"),
-        (PAIR[0] * math.nan, "floats in"),
+        (PAIR[0] * math.nan, "hold NaN or infinity"),
+        (PAIR[0] / 0, "hold NaN or infinity"),
+        (PAIR[0][:0], "nothing to measure"),
         (PAIR[0][0], r"\[n, C, H, W\]"),
     ],
 )

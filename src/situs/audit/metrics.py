@@ -46,8 +46,12 @@ def check_pictures(images: Tensor, what: str) -> None:
         raise SitusError(f"{what} of shape {list(images.shape)}: metrics take [n, C, H, W]")
     if not images.is_floating_point():
         raise SitusError(f"{what} are {images.dtype}: metrics take floats in [0, 1]; divide grey levels by 255")
+    if not images.numel():
+        raise SitusError(f"{what} of shape {list(images.shape)}: there is nothing to measure")
+    if not bool(images.isfinite().all()):
+        raise SitusError(f"{what} hold NaN or infinity: metrics take floats in [0, 1]")
     low, high = float(images.min()), float(images.max())
-    if not (low >= -1e-6 and high <= 1 + 1e-6):  # NaN fails too
+    if low < -1e-6 or high > 1 + 1e-6:
         hint = "divide grey levels by 255" if high > 30 else "they look normalised: denormalise them first"
         raise SitusError(f"{what} reach from {low:.3g} to {high:.3g}: metrics take floats in [0, 1]; {hint}")
 
@@ -79,11 +83,14 @@ def fft2d(found: Tensor, real: Tensor) -> Tensor:
     """|1 - u·v / √(u·u v·v)| of the flattened 2-D spectra u, v, without conjugation, as published; [n].
 
     Without conjugation u·v = Σ x(p) y(-p): each image is compared with the other one turned by half a circle. With it,
-    u·v would be the plain cosine of the pixels (Parseval).
+    u·v would be the plain cosine of the pixels (Parseval). Where a spectrum has no length (a black image) it is 0
+    for equal images and 1 for others: 0 / 0 would be no number.
     """
     u, v = (torch.fft.fft2(images.double()).flatten(1) for images in (found, real))
     uv, uu, vv = ((a * b).sum(dim=1) for a, b in ((u, v), (u, u), (v, v)))
-    return (1 - uv / (uu * vv).sqrt()).abs()
+    distance = (1 - uv / (uu * vv).sqrt()).abs()
+    differ = (found != real).flatten(1).any(dim=1).to(distance.dtype)
+    return torch.where((uu == 0) | (vv == 0), differ, distance)
 
 
 class Matched(NamedTuple):

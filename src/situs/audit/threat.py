@@ -303,6 +303,10 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
     if images.dim() != 4 or labels.shape != images.shape[:1]:
         shapes = f"images {list(images.shape)} and labels {list(labels.shape)}"
         raise SitusError(f"{shapes}: must be [B, C, H, W] and [B]")
+    if not bool(images.isfinite().all()):
+        raise SitusError("images hold NaN or infinity: the victim takes normalised floats, (x / 255 - mean) / std")
+    if labels.is_floating_point():
+        raise SitusError(f"labels are {labels.dtype}: the victim takes the numbers of classes, as integers")
     if float(images.abs().max()) > 30:
         raise SitusError(
             f"images reach {float(images.abs().max()):.0f}: these are grey levels and not normalised; "
