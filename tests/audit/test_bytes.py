@@ -328,3 +328,23 @@ def test_float_images_stay_exactly_as_they_were(dtype: torch.dtype) -> None:
     found = PatchEmbedding().recover(backbone, sent, known)
     assert torch.equal(found.images, PatchEmbedding().recover(backbone, sent).images)
     assert [(fact["bytes"], fact["bytes_share"]) for fact in found.facts] == [(False, 0.0)] * 2
+
+
+def test_the_audit_says_in_words_that_bytes_were_read_and_stays_in_range() -> None:
+    import json
+
+    from situs.audit.gradients import audit_gradients, summary, to_json
+    from situs.audit.threat import NoDefence
+
+    x = photographs(3)
+    x[2] += 0.3 * STEP * torch.rand(x[2].shape, generator=torch.Generator().manual_seed(6))
+    defences = [NoDefence()]
+    found = audit_gradients(victim(), x, torch.arange(3), [PatchEmbedding()], defences, normalisation=NORMALISATION)
+    [pair] = found.pairs
+    written = json.loads(json.dumps(to_json(found), allow_nan=False))
+    assert [image["bytes"] for image in written["pairs"][0]["images"]] == [True, True, False]
+    assert "every pixel of 2 read to its exact byte" in written["verdict"]
+    assert [value == 200 for value in pair.scores["psnr"] or ()] == [True, True, False]
+    means = summary(pair.scores)
+    assert means["psnr"] is not None
+    assert means["psnr"].high == 200

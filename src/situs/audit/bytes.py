@@ -31,16 +31,18 @@ OFFSETS = (0, 1, -1, 2, -2)
 class Limits:
     """When the bytes of a place in the patch (N numbers, one a patch) are believed. Distances are in deviations.
 
-    mean_square: of the N distances from the conditional means to the bytes. 1 is expected of bytes, up to 4 was seen
-    where sums in float32 erred unevenly, and numbers off the lattice have 12 if the step is 12 deviations, 830 if it is
-    100. largest: any one distance. margin: by which the
-    next best bytes must fit worse (difference of squared distances; 20 is odds of 22,000 to 1). chance: natural
-    logarithm of the chance, at most, with which N numbers off the lattice pass the first limit. share: of an image's
-    places that must pass, else none is taken. safe: deviations a step must have to be rounded at once. width: how
-    many beginnings an open rounding leaves.
+    mean_square: of the N distances from the conditional means to the bytes. 1 is expected of bytes, and numbers off the
+    lattice have 12 if the step is 12 deviations, 830 if it is 100. Sums in float32 err unevenly, up to 6 was seen:
+    where a step is far more than the deviation of the least known patch, its `fine`-th part is allowed, up to
+    mean_square_fine. largest: any one distance, growing likewise. margin: by which the next best bytes must fit worse
+    (difference of squared distances; 20 is odds of 22,000 to 1). chance: natural logarithm of the chance, at most, with
+    which N numbers off the lattice pass the first limit. share: of an image's places that must pass, else none is
+    taken. safe: deviations a step must have to be rounded at once. width: how many beginnings an open rounding leaves.
     """
 
     mean_square: float = 6.0
+    mean_square_fine: float = 100.0
+    fine: float = 50.0
     largest: float = 16.0
     margin: float = 20.0
     chance: float = -20.0
@@ -229,7 +231,9 @@ def nearest_bytes(mean: Tensor, order: Order, values: Tensor, limits: Limits) ->
     others = lines.cost.scatter(1, best, torch.inf).amin(dim=1)
     cost, peak, margin = (part.gather(1, best).squeeze(1) for part in (lines.cost, lines.peak, lines.margin))
     chosen = lines.bytes.gather(1, best.unsqueeze(2).expand(-1, -1, n, -1)).squeeze(1)
-    fits = (cost <= n * limits.mean_square) & (peak <= limits.largest)
+    square = (step.squeeze(2) / sigma.amax(dim=1, keepdim=True) / limits.fine).square()
+    square = square.clamp(limits.mean_square, limits.mean_square_fine)
+    fits = (cost <= n * square) & (peak <= limits.largest * (square / limits.mean_square).sqrt())
     fits &= torch.minimum(margin, others - cost) >= limits.margin
     return _look_up(values, chosen.long()), fits
 

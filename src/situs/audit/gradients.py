@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from situs.audit.attack import Attack, Fact, Knowledge
-from situs.audit.metrics import Mean, baselines, denormalise, mean_of
+from situs.audit.metrics import BEST_PSNR, Mean, baselines, denormalise, mean_of
 from situs.audit.scoring import Lpips, Normalisation, Scores, facts_of, measure, pictures_of
 from situs.audit.threat import Defence, Gradients, lower_bound_of, method_of, victim_gradients
 from situs.audit.watch import Watch
@@ -235,10 +235,11 @@ def _uploads(trial: _Trial, defence: Defence, attacks: Sequence[Attack], watch: 
 def summary(scores: Scores) -> dict[str, Mean | None]:
     """Each metric's mean over the images with its 95 % interval, which ends where the metric does."""
     means = {name: None if v is None else mean_of(v, share=name == "reidentified") for name, v in scores.items()}
-    for name in ("ssim", "order_accuracy"):
+    ends = {"ssim": 1.0, "order_accuracy": 1.0, "psnr": BEST_PSNR, "patch_psnr": BEST_PSNR}
+    for name, end in ends.items():
         mean = means.get(name)
         if mean is not None and mean.high is not None:
-            means[name] = mean._replace(high=min(1.0, mean.high))
+            means[name] = mean._replace(high=min(end, mean.high))
     return means
 
 
