@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import torch
 
 from situs.audit.gate import Limit, Ruling
-from situs.audit.gradients import Audit, Pair, Step
+from situs.audit.gradients import Audit, Pair, Step, verdict
 from situs.audit.metrics import measure_all
 from situs.audit.page import COLUMNS, make_page, reasons, table
 
@@ -65,3 +66,42 @@ def test_table_and_reasons() -> None:
         ("patchembed against none", "a caveat"),
         ("april against none", "there is <no> table"),
     ]
+
+
+def test_the_same_reason_of_several_defences_is_said_once() -> None:
+    refused = [Pair("april", defence, "no table") for defence in ("none", "noise")]
+    assert reasons(example(*refused, REFUSED)) == [
+        ("april against none | noise", "no table"),
+        ("april against none", "there is <no> table"),
+    ]
+
+
+def test_an_attack_that_solves_a_system_for_some_images_only() -> None:
+    """adaptive-mjp: rank and condition where nothing is hidden, other facts where something is."""
+    facts = [{"hidden": 3}, {"rank": 3, "unknowns": 4, "condition": 7.0}, {"hidden": 2}]
+    _, rows = table(example(Pair("adaptive-mjp", "mjp", None, None, SCORES, facts, REAL)))
+    assert rows[0][-2:] == ["3 of 4", "7"]
+    _, rows = table(example(Pair("adaptive-mjp", "mjp", None, None, SCORES, facts[:1] * 3, REAL)))
+    assert rows[0][-2:] == [None, None]
+
+
+def test_a_pair_that_was_stopped() -> None:
+    """Its count in the table, its iterations as a range, and no vote for the attack that merely saw more images."""
+    short = {name: None if values is None else values[:1] for name, values in SCORES.items()}
+    searched = [{"distance": 0.5, "iterations": done, "restarts": 2} for done in (9, 4, 4)]
+    poor = Pair("matching", "none", None, None, measure_all(REAL.flip(0), REAL, 8), searched, REAL.flip(0))
+    cut = Pair("patchembed", "none", None, None, short, FACTS[:1], REAL[:1], partial="1 of 3 images")
+    found = replace(example(poor, cut), stopped="Ctrl-C", undone=[("april", "none")])
+    assert "1 of 1 images recovered exactly from one step (best attack patchembed" in verdict(found)
+    assert table(found)[1][1][2] == "1 of 1, stopped"
+    text = make_page(found, {}).render()
+    assert "4 to 9 iterations from 2 starts" in text
+    assert "Of a pair that was stopped they are over the images it had come to" in text
+    assert "Stopped after 1 of 3 images." in text
+    assert "not attacked before the stop: april against none." in text
+
+
+def test_remedies_are_for_what_was_found() -> None:
+    assert "gradient of the position table" in make_page(example(WORKED), {}).render()
+    none = make_page(example(REFUSED), {}).render()
+    assert "gradient of the position table" not in none and "differential privacy" in none

@@ -11,7 +11,8 @@ import torch
 
 from situs.audit import ATTACKS, DEFENCES, Attack, Knowledge, MatchingConfig, create_attack, create_defence
 from situs.audit.attack import Recovery
-from situs.audit.gradients import Audit, Step, audit_gradients, gate, to_json, verdict
+from situs.audit.gate import Limit, rule
+from situs.audit.gradients import Audit, Step, audit_gradients, to_json, verdict
 from situs.audit.page import make_page, table
 from situs.audit.threat import victim_gradients
 from situs.backbones import create_backbone
@@ -112,7 +113,7 @@ def test_the_whole_audit_is_figures_and_reasons(whole: Audit) -> None:
         figures = [value for values in pair.scores.values() for value in values or ()]
         assert torch.tensor(figures).isfinite().all()
     assert whole.stopped is None and whole.undone == []
-    assert verdict(whole) and gate(whole, "psnr=300") == []
+    assert verdict(whole) and rule(whole, Limit("psnr", 300.0)).passed
     header, rows = table(whole)
     assert all(len(row) == len(header) for row in rows)
     assert not to_json(whole)["partial"]

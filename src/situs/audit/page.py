@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from situs.audit.gate import Ruling
 from situs.audit.gradients import EXACT, Audit, Pair, Scores, summary, verdict
-from situs.audit.metrics import Mean
+from situs.audit.metrics import BEST_PSNR, Mean
 from situs.audit.threat import THREAT
 from situs.report import figures
 from situs.report.html import Cell, Page
@@ -28,20 +28,33 @@ COLUMNS = {
 }
 """metric -> the head of its column."""
 
-REMEDIES = """
+REFUSED = "does not apply"
+EXACTLY = (
+    f"Exactly means a PSNR of {EXACT:g} dB or more: the mean error is below half a grey level of 255, so that the "
+    "recovered picture and the original are the same to any eye and to nearly any file."
+)
+
+BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips", "patch_psnr")
+CERTAIN = ("psnr", "ssim", "order_accuracy", "reidentified")
+"""The metrics of the first table, and of the one with intervals: all of them with intervals are too wide to read."""
+
+REMEDIES = {
+    "closed forms": """
 Do not send the gradient of the position table, or freeze it: the closed forms then have nothing to solve with. Gradient
 matching works with whatever is sent; what it gets stands in the table above if it was run (--attack matching).
 
 Use fixed (sin-cos) or rotary positions instead of a learned table: no row holds a patch's own gradient.
-
+""",
+    "any attack": """
 Aggregate securely over many images, so that only sums over a batch are seen: the closed forms fail from two images on,
 gradient matching does not, and gets harder with every image. A batch of one is always exposed, and several local steps
 on one image do not help.
 
 Train with differential privacy and a noise multiplier that means something (0.5 and more), not with clipping alone:
 clipping multiplies all gradients by one number, and the solution does not change.
-"""
-"""What would reduce the leak, each with its limit."""
+""",
+}
+"""What would reduce the leak, each with its limit; by what it is a remedy against."""
 
 
 def make_page(
@@ -58,47 +71,51 @@ def make_page(
         f"Gradient audit of {audit.model}",
         lead="What someone who sees this model's training gradients can see of the images behind them.",
     )
-    page.section("Threat model").facts({**THREAT, **(notes or {})}).facts(audit.about)
-    section = page.section("Verdict").note(verdict(audit))
-    section.text(
-        f"Exactly means a PSNR of {EXACT:g} dB or more: the mean error is below half a grey level of 255, so that the "
-        "recovered picture and the original are the same to any eye and to nearly any file."
-    )
+    defences = {f"defence {name}": said for name, said in audit.about.items()}
+    page.section("Threat model").facts({**THREAT, **(notes or {})}).facts(defences)
+    section, worked = page.section("Verdict").note(verdict(audit)), any(pair.reason is None for pair in audit.pairs)
+    if worked:
+        section.text(EXACTLY)
     if audit.undone:
-        section.table(["attack", "defence: not attacked before the stop"], audit.undone)
+        left = ", ".join(f"{attack} against {defence}" for attack, defence in audit.undone)
+        section.text(f"These were not attacked before the stop: {left}.")
     if ruling is not None:
         section.text(ruling.sentence)
     _tables(page, audit)
     _pictures(page, audit)
-    page.section("What would reduce the leak").text(REMEDIES)
+    remedies = REMEDIES.values() if worked else [REMEDIES["any attack"]]
+    page.section("What would reduce the leak").text("\n\n".join(remedies))
     page.section("How this page was made").facts(facts)
     return page
 
 
-def table(audit: Audit, columns: Sequence[str] = tuple(COLUMNS)) -> tuple[list[str], list[list[Cell]]]:
-    """Header, and a row for each attack × defence and baseline: exact, metrics with intervals, rank, condition."""
+def table(
+    audit: Audit, columns: Sequence[str] = tuple(COLUMNS), cell: Callable[[Mean | None], Cell] | None = None
+) -> tuple[list[str], list[list[Cell]]]:
+    """Header, and a row for each attack × defence and baseline: exact, metrics, rank, condition. cell: shows a mean."""
+    cell = cell or interval
     rows: list[list[Cell]] = []
     for pair in audit.pairs:
         name: list[Cell] = [pair.attack, pair.defence]
         if pair.reason is not None:
-            rows.append([*name, "does not apply", *[None] * (len(columns) + 2)])
+            rows.append([*name, REFUSED, *[None] * (len(columns) + 2)])
             continue
-        rows.append([*name, f"{pair.exact} of {pair.count}", *_cells(pair.scores, columns), *_system(pair)])
+        exact = f"{pair.exact} of {pair.count}" + ", stopped" * (pair.partial is not None)
+        rows.append([*name, exact, *_cells(pair.scores, columns, cell), *_system(pair)])
     for guess, scores in audit.baselines.items():
-        rows.append(["baseline", guess, None, *_cells(scores, columns), None, None])
+        rows.append(["baseline", guess, None, *_cells(scores, columns, cell), None, None])
     return ["attack", "defence", "exact", *(COLUMNS[name] for name in columns), "rank of G", "condition of G"], rows
 
 
 def reasons(audit: Audit) -> list[tuple[str, str]]:
-    """(attack against defence, why it does not apply or is not exact)."""
-    return [
-        (f"{pair.attack} against {pair.defence}", said)
-        for pair in audit.pairs
-        for said in dict.fromkeys(
-            [pair.reason, _stopped(pair), pair.caveat, *(str(f.get("verdict") or "") for f in pair.facts)]
-        )
-        if said
-    ]
+    """(attack against defences, why it does not apply or is not exact); the same said of several defences, once."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for pair in audit.pairs:
+        verdicts = [str(fact.get("verdict") or "") for fact in pair.facts]
+        for said in dict.fromkeys([pair.reason, _stopped(pair), pair.caveat, *verdicts]):
+            if said:
+                found.setdefault((pair.attack, said), []).append(pair.defence)
+    return [(f"{attack} against {' | '.join(defences)}", said) for (attack, said), defences in found.items()]
 
 
 def _stopped(pair: Pair) -> str | None:
@@ -110,53 +127,81 @@ def _searched(pair: Pair, batch: int) -> str | None:
     facts = pair.facts[::batch]  # one an upload
     if not facts or "distance" not in facts[0]:
         return None
-    values: list[Any] = [fact["distance"] for fact in facts if fact["distance"] is not None] or [math.nan]
+    values: list[Any] = [fact["distance"] for fact in facts if fact["distance"] is not None]
+    distance = f"{sum(values) / len(values):.2g}" if values else "unknown"
     rights: list[Any] = [fact["labels_right"] for fact in facts if "labels_right" in fact]
     told = f"{sum(rights)} of {len(rights) * batch} labels inferred rightly" if rights else "labels given"
     return (
-        f"{pair.attack} against {pair.defence}: {facts[0]['iterations']:,} iterations from {facts[0]['restarts']} "
-        f"start(s), mean distance of the gradients {sum(values) / len(values):.2g}, {told}."
+        f"{pair.attack} against {pair.defence}: {_range([fact['iterations'] for fact in facts])} iterations from "
+        f"{facts[0]['restarts']} {'start' if facts[0]['restarts'] == 1 else 'starts'}, mean distance of the gradients "
+        f"{distance}, {told}."
     )
+
+
+def _range(numbers: Sequence[Any]) -> str:
+    """The number, or the least and the greatest: uploads are searched in groups, and the last may have been stopped."""
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _tables(page: Page, audit: Audit) -> None:
     section = page.section("Attacks and defences")
     if any(pair.reason is None for pair in audit.pairs):
+        some = " Of a pair that was stopped they are over the images it had come to." if audit.stopped else ""
         section.table(
-            *table(audit),
-            f"Means over {len(audit.images)} images and their 95 % intervals. MSE, FFT2D and LPIPS are distances. "
-            f"Re-identified: the nearest of the {len(audit.images)} originals is the right one.",
+            *table(audit, BRIEF, alone),
+            f"Means over {len(audit.images)} images.{some} MSE, FFT2D and LPIPS are distances: low is a leak; of the "
+            "others high is one. Best-match PSNR compares each patch with the recovered one that fits it, wherever "
+            "that stands. G is the gradient of the position table: with its full rank the pixels have one solution, "
+            "and the lower its condition, the less rounding spoils it. Baselines saw no gradient.",
+        )
+        header, rows = table(audit, CERTAIN)
+        section.table(
+            [header[i] for i in (0, 1, 3, 4, 5, 6)],
+            [[row[i] for i in (0, 1, 3, 4, 5, 6)] for row in rows if row[2] != REFUSED],
+            "Means and their 95 % intervals. Order: the share of patches at their own place. Re-identified: the share "
+            f"of images whose nearest of the {len(audit.images)} originals is the right one.",
         )
         for pair in audit.pairs:
             if said := _searched(pair, audit.step.batch):
                 section.text(said)
     else:
-        section.text("No attack applies, so there is no table of results.")
+        section.text(f"No attack {'was made' if audit.undone else 'applies'}, so there is no table of results.")
     if said := reasons(audit):
-        section.table(["attack", "why it does not apply, or is not exact"], said)
+        section.table(["attack and defences", "why it does not apply, or is not exact"], said)
 
 
-def _cells(scores: Scores, columns: Sequence[str]) -> list[Cell]:
+def _cells(scores: Scores, columns: Sequence[str], cell: Callable[[Mean | None], Cell]) -> list[Cell]:
     found = summary(scores)
-    return [_interval(found[name]) for name in columns]
+    return [cell(found[name]) for name in columns]
 
 
-def _interval(mean: Mean | None) -> str | None:
-    if mean is None:
-        return None
-    if mean.low is None or mean.high is None:
-        return f"{mean.mean:.3g}"
+def interval(mean: Mean | None) -> str | None:
+    """A mean and its 95 % interval."""
+    if mean is None or mean.low is None or mean.high is None:
+        return alone(mean)
     return f"{mean.mean:.3g} [{mean.low:.3g}, {mean.high:.3g}]"
 
 
+def alone(mean: Mean | None) -> str | None:
+    """A mean; what is nearly nothing is said so."""
+    if mean is None:
+        return None
+    return "< 1e-6" if 0 < mean.mean < 1e-6 else f"{mean.mean:.3g}"
+
+
 def _system(pair: Pair) -> tuple[Cell, Cell]:
-    """Rank and condition over the images: the least rank and the median condition, infinite below full rank."""
-    if "rank" not in pair.facts[0]:
+    """Rank and condition over the images that have them: the least rank and the median condition, infinite below full.
+
+    An attack may solve one system for some images and search for the others (adaptive-mjp, by whether any is hidden).
+    """
+    solved = [fact for fact in pair.facts if "rank" in fact]
+    if not solved:
         return None, None
-    ranks: list[Any] = [fact["rank"] for fact in pair.facts]
-    sizes: list[Any] = [fact["condition"] for fact in pair.facts]
+    ranks: list[Any] = [fact["rank"] for fact in solved]
+    sizes: list[Any] = [fact["condition"] for fact in solved]
     middle = sorted(math.inf if size is None else size for size in sizes)[len(sizes) // 2]
-    rank = f"{min(ranks)} of {pair.facts[0]['unknowns']}"
+    rank = f"{min(ranks)} of {solved[0]['unknowns']}"
     return rank, "∞" if middle == math.inf else f"{middle:.3g}"
 
 
@@ -177,7 +222,7 @@ def _pictures(page: Page, audit: Audit, most: int = 4) -> None:
         section.figure(
             figures.png(figure),
             f"{pair.attack} against {pair.defence}: originals, what was recovered from the gradients, and the absolute "
-            "difference.",
+            f"difference (black: none).{'' if pair.partial is None else f' Stopped after {pair.partial}.'}",
         )
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
-from situs.audit.gradients import EXACT, summary
+from situs.audit.gradients import summary
 from situs.audit.metrics import Mean
-from situs.audit.page import COLUMNS
+from situs.audit.page import COLUMNS, EXACTLY, REFUSED, alone, interval
 from situs.audit.settings import SETTINGS, Comparison, means_of, verdict
 from situs.audit.threat import THREAT
 from situs.report import figures
 from situs.report.html import Cell, Page
 
-TABLE = ("mse", "fft2d", "psnr", "ssim", "lpips", "patch_psnr", "order_accuracy", "reidentified")
+TABLE = ("mse", "fft2d", "psnr", "ssim", "lpips")
 CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
+"""The paper's own metrics, and those that a shuffle cannot hide from beside PSNR, with intervals."""
+
+SHUFFLED = "an image, and the same image with the patches of a block mask shuffled, as MJP trains on it"
 PARTS = {
     "shown_psnr": "shown patches, PSNR, dB",
     "hidden_psnr": "hidden patches in any order, PSNR, dB",
@@ -33,21 +37,22 @@ PUBLISHED = [
 
 def settings_table(
     comparison: Comparison,
-    columns: Sequence[str] = (*TABLE, *PARTS),
+    columns: Sequence[str] = (*COLUMNS, *PARTS),
     cell: Callable[[Mean | None], Cell] | None = None,
 ) -> tuple[list[str], list[list[Cell]]]:
     """Header and rows: setting, model, attacker, exact, metrics; then who saw no gradient. cell: shows a mean."""
-    cell, count, rows = cell or interval, len(comparison.images), list[list[Cell]]()
+    cell, rows = cell or interval, list[list[Cell]]()
     for setting in SETTINGS:
         for row in comparison.rows:
             if row.setting != setting:
                 continue
             name: list[Cell] = [setting, row.model, row.attacker]
             if row.reason is not None:
-                rows.append([*name, "does not apply", *[None] * len(columns)])
+                rows.append([*name, REFUSED, *[None] * len(columns)])
                 continue
-            means = means_of(row)
-            rows.append([*name, f"{row.exact} of {count}", *(cell(means.get(column)) for column in columns)])
+            means, done = means_of(row), len(row.facts)
+            exact = f"{row.exact} of {done}" + ", stopped" * (done < len(comparison.images))
+            rows.append([*name, exact, *(cell(means.get(column)) for column in columns)])
         for (where, guess), scores in comparison.guesses.items():
             if where == setting:
                 means = summary(scores)
@@ -56,38 +61,28 @@ def settings_table(
     return ["setting", "model", "attacker", "exact", *(heads[column] for column in columns)], rows
 
 
-def interval(mean: Mean | None) -> str | None:
-    """A mean and its 95 % interval."""
-    if mean is None or mean.low is None or mean.high is None:
-        return alone(mean)
-    return f"{mean.mean:.3g} [{mean.low:.3g}, {mean.high:.3g}]"
-
-
-def alone(mean: Mean | None) -> str | None:
-    """A mean; what is nearly nothing is said so."""
-    if mean is None:
-        return None
-    return "< 1e-6" if 0 < mean.mean < 1e-6 else f"{mean.mean:.3g}"
-
-
 def settings_page(comparison: Comparison, facts: Mapping[str, Cell]) -> Page:
     """The page. facts: where models and images come from."""
     page = Page(
         "Gradient leakage in the settings of MJP's Table 5",
         lead="What plain training and MJP give away, to attackers who do not know MJP and to one who does.",
     )
-    page.section("Verdict").note(verdict(comparison)).text(
-        f"Exactly means a PSNR of {EXACT:g} dB or more: the mean error is below half a grey level of 255."
-    )
-    page.section("Threat model").facts(THREAT).facts({f"setting {name}": said for name, said in SETTINGS.items()})
+    shown = {f"setting {name}": said for name, said in SETTINGS.items()}
+    page.section("Threat model").facts(THREAT).facts({"x and x̃": SHUFFLED, **shown})
+    page.section("Verdict").note(verdict(comparison)).text(EXACTLY)
     section = page.section("The table")
+    some = "" if comparison.stopped is None else " Of a row that was stopped they are over the images it had come to."
     section.table(
         *settings_table(comparison, TABLE, alone),
-        f"Means over {len(comparison.images)} images. MSE, FFT2D and LPIPS are distances: low is a leak; for all the "
-        "others high is one. Best-match PSNR compares each patch with the recovered patch that fits it, wherever that "
-        "stands, which shuffling cannot hide from.",
+        f"Means over {len(comparison.images)} images, in the paper's metrics.{some} MSE, FFT2D and LPIPS are "
+        "distances: low is a leak; of PSNR and SSIM high is one.",
     )
-    section.table(*settings_table(comparison, CERTAIN), "The same with 95 % intervals, for four of the metrics.")
+    section.table(
+        *settings_table(comparison, CERTAIN),
+        "What shuffling cannot hide, with 95 % intervals: best-match PSNR compares each patch with the recovered one "
+        "that fits it, wherever that stands; order is the share of patches at their own place; re-identified the share "
+        "of images whose nearest original is the right one.",
+    )
     _shown_and_hidden(page, comparison)
     _pictures(page, comparison)
     header = ["model", "setting", "MSE", "FFT2D", "PSNR, dB", "SSIM", "LPIPS"]
@@ -131,8 +126,8 @@ def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
         for row in rows:
             assert row.images is not None
             strips.append((f"{row.model}:\n{row.attacker}", row.images))
-        count = min(most, *(len(images) for _, images in strips))
-        stack = torch.cat([images[:count].cpu() for _, images in strips])
+        count = min(most, len(comparison.images))
+        stack = torch.cat([_padded(images[:count].cpu(), count) for _, images in strips])
         figure = figures.image_grid(
             stack if stack.shape[1] in (1, 3) else stack[:, :1],
             columns=count,
@@ -142,3 +137,8 @@ def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
             figures.png(figure),
             f"Setting ({setting}): {SETTINGS[setting]}. What each attacker recovered from one step.",
         )
+
+
+def _padded(images: Tensor, count: int) -> Tensor:
+    """White pictures where an attacker was stopped before he came to them."""
+    return torch.cat([images, images.new_ones(count - len(images), *images.shape[1:])])
