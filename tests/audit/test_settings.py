@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from situs.audit import AdaptiveMJP, April, PatchEmbedding
+from situs.audit import AdaptiveMJP, April, Matching, MatchingConfig, PatchEmbedding, adapt
 from situs.audit.adaptive_solve import Effort
 from situs.audit.attack import Attack, Knowledge, Recovery
 from situs.audit.settings import Attacker, Comparison, Contestant, Plan, compare_settings, to_json, verdict
@@ -205,3 +205,45 @@ def test_it_stops_in_time_and_says_so() -> None:
     found = compare([Attacker(PatchEmbedding(), False)], watch=watch)
     assert found.stopped is not None and len(found.rows) < 6
     assert "partial" in verdict(found)
+
+
+class Stopped(Spy):
+    """Has one image when Ctrl-C comes, or none."""
+
+    def __init__(self, images: int) -> None:
+        super().__init__()
+        self.images = images
+
+    def recover(self, backbone: Any, uploads: Any, known: Any = None, watch: Any = None) -> Recovery:
+        if not self.images:
+            raise KeyboardInterrupt
+        return Recovery(torch.zeros(self.images, 1, 28, 28), [{}] * self.images, partial="1 of 3 uploads")
+
+
+def test_ctrl_c_keeps_the_rows_before_it_and_a_short_row_is_shown_as_one() -> None:
+    watch, attackers = Watch(), [Attacker(attack, True) for attack in (Spy(), Stopped(1), Stopped(0))]
+    models = {"mjp": Contestant(model(), mjp=True)}
+    found = compare_settings(
+        models, IMAGES, LABELS, attackers, normalisation=NORMALISATION, plan=Plan(("c",), 0.2), watch=watch
+    )
+    assert watch.interrupted and found.stopped == "Ctrl-C"
+    assert [len(row.facts) for row in found.rows] == [3, 1]
+    assert [row[3] for row in settings_table(found)[1][:2]] == ["0 of 3", "0 of 1, stopped"]
+    told = json.loads(json.dumps(to_json(found), allow_nan=False))
+    assert told["partial"] and told["rows"][1]["partial"] == "1 of 3 uploads"
+    page = settings_page(found, {}).render()
+    assert "Of a row that was stopped" in page and page.count("<img") == 1
+
+
+def test_an_attack_that_reads_all_is_given_all() -> None:
+    attackers = [Attacker(Matching(MatchingConfig(iterations=1)), False)]
+    plain = {"plain": Contestant(model())}
+    found = compare_settings(plain, IMAGES, LABELS, attackers, normalisation=NORMALISATION, plan=Plan(("a",), 0.2))
+    assert found.rows[0].reason is None and len(found.rows[0].facts) == 3
+
+
+def test_what_has_no_patches_to_shuffle_is_refused() -> None:
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
+    own = {"own": Contestant(adapt(net, 28, in_chans=1))}
+    with pytest.raises(SitusError, match=r"cannot be shuffled: .*--setting"):
+        compare_settings(own, IMAGES, LABELS, [], normalisation=NORMALISATION)

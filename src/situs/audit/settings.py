@@ -90,6 +90,7 @@ class Row:
 
     parts: in (b) and (c) per image: `shown_psnr` over the shown patches, `hidden_psnr` over the hidden ones matched to
     the recovered ones whatever their order, `hidden_order` the share of them at its place. images: [n, C, H, W].
+    partial: how far he came where he was stopped; n may then be less than the images compared, and they are the first.
     """
 
     model: str
@@ -101,6 +102,7 @@ class Row:
     parts: dict[str, list[float]] = field(default_factory=dict)
     facts: list[dict[str, Fact]] = field(default_factory=list)
     images: Tensor | None = None
+    partial: str | None = None
 
     @property
     def exact(self) -> int:
@@ -144,19 +146,22 @@ def compare_settings(
     plan, watch = plan or Plan(), watch or Watch()
     settings = plan.settings
     backbone = next(iter(models.values())).backbone
+    if "tokens" in backbone.refusals:
+        raise SitusError(f"{backbone.name}: its patches cannot be shuffled: {backbone.refusals['tokens']} (--setting)")
     mask, index = (part.to(images.device) for part in _puzzle(models, len(images), plan))
     shuffled = move_patches(images, backbone.grid, index)
     trial = _Trial(images, shuffled, labels, mask, normalisation, plan, lpips)
     rows: list[Row] = []
+    groups = [[setting for setting in steps if setting in settings] for steps in (("a",), ("b", "c"))]
+    steps = [(name, asked) for name in models for asked in groups if asked]
     try:
-        for name, model in models.items():
-            for steps in (("a",), ("b", "c")):
-                asked = [setting for setting in steps if setting in settings]
-                if asked and not watch.spent():
-                    rows += _attack_model(trial, name, model, attackers, asked, watch)
+        for done, (name, asked) in enumerate(steps):
+            if not watch.spent():
+                left = (len(steps) - done) * len(attackers)
+                _attack_model(trial, name, models[name], attackers, asked, watch, rows, left)
     except KeyboardInterrupt:
         watch.interrupt()
-    whole = len(rows) == len(models) * len(attackers) * len(settings) and all(_count(row, trial) for row in rows)
+    whole = len(rows) == len(models) * len(attackers) * len(settings) and all(_is_whole(row, trial) for row in rows)
     real, moved = (denormalise(part, *normalisation) for part in (images, shuffled))
     return Comparison(
         rows,
@@ -185,25 +190,38 @@ class _Trial:
     lpips: Lpips | None
 
 
-def _count(row: Row, trial: _Trial) -> bool:
-    return row.reason is not None or len(row.facts) == len(trial.images)
+def _is_whole(row: Row, trial: _Trial) -> bool:
+    """Whether a row is whole: refused, or all images attacked to the end."""
+    return row.reason is not None or (row.partial is None and len(row.facts) == len(trial.images))
 
 
 def _attack_model(
-    trial: _Trial, name: str, model: Contestant, attackers: Sequence[Attacker], settings: Sequence[str], watch: Watch
-) -> list[Row]:
-    """The rows of one model on x (a), or on x̃ (b and c share its gradients and the attacks)."""
+    trial: _Trial,
+    name: str,
+    model: Contestant,
+    attackers: Sequence[Attacker],
+    settings: Sequence[str],
+    watch: Watch,
+    rows: list[Row],
+    left: int,
+) -> None:
+    """Adds to `rows` those of one model on x (a), or on x̃ (b and c share its gradients and the attacks).
+
+    left: turns still to come in the whole comparison.
+    """
     moved = settings[0] != "a"
     defence = model.defence(trial.plan.ratio if moved else 0.0)
     method = method_of(defence, model.trains, trial.plan.seed)
     backbone = model.backbone
     refused = {id(a): a.attack.applies(backbone) for a in attackers}
     able = [a for a in attackers if refused[id(a)] is None]
-    wanted = {read for a in able for read in a.attack.reads(backbone)}
+    wanted = None if any(a.attack.reads_all for a in able) else {n for a in able for n in a.attack.reads(backbone)}
     watch.say(f"{name}: gradients on {'x̃' if moved else 'x'}")
     uploads = _uploads(trial, model, defence, moved, wanted) if able else []
-    rows = []
-    for attacker in attackers:
+    for number, attacker in enumerate(attackers):
+        if watch.spent():
+            return
+        watch.begin(left - number)
         reason = refused[id(attacker)]
         known = Knowledge(normalisation=trial.normalisation)
         if attacker.informed:
@@ -220,10 +238,8 @@ def _attack_model(
             pictures, real = (denormalise(part, *trial.normalisation) for part in (found.images, truth))
             scores = measure(pictures, real, backbone, trial.lpips)
             parts = _parts(pictures, real, trial, backbone) if moved else {}
-            rows.append(
-                Row(name, setting, attacker.label, attacker.informed, None, scores, parts, found.facts, pictures)
-            )
-    return rows
+            made = (scores, parts, found.facts, pictures, found.partial)
+            rows.append(Row(name, setting, attacker.label, attacker.informed, None, *made))
 
 
 def _puzzle(models: Mapping[str, Contestant], count: int, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -248,15 +264,17 @@ def _puzzle(models: Mapping[str, Contestant], count: int, plan: Plan) -> tuple[T
     return (mask, index) if drawn is None else (drawn[0], drawn[1])
 
 
-def _uploads(trial: _Trial, model: Contestant, defence: Defence, moved: bool, wanted: set[str]) -> list[Gradients]:
-    """What is sent for each image alone. MJP shuffles by itself, so it is given x."""
+def _uploads(
+    trial: _Trial, model: Contestant, defence: Defence, moved: bool, wanted: set[str] | None
+) -> list[Gradients]:
+    """What is sent for each image alone, of it what is wanted (None: all). MJP shuffles by itself, so it is given x."""
     images = trial.shuffled if moved and not model.mjp else trial.images
     sent = []
     for number in range(len(images)):
         one = slice(number, number + 1)
         fields = {"seed": trial.plan.seed, "epoch": trial.plan.epoch, "ids": torch.tensor([number])}
         upload = victim_gradients(model.trains, images[one], trial.labels[one], defence=defence, **fields)
-        sent.append({name: g for name, g in upload.items() if name in wanted})
+        sent.append({name: g for name, g in upload.items() if wanted is None or name in wanted})
     return sent
 
 
@@ -300,7 +318,7 @@ def _guesses(
 def best_row(comparison: Comparison, model: str, setting: str, informed: bool) -> Row | None:
     """The row of the attacker who got most by PSNR."""
     rows = [r for r in comparison.rows if (r.model, r.setting, r.informed) == (model, setting, informed) and r.scores]
-    return max(rows, key=lambda row: sum(row.scores["psnr"] or ()), default=None)
+    return max(rows, key=lambda row: mean_of(row.scores["psnr"] or [0.0]).mean, default=None)
 
 
 def verdict(comparison: Comparison) -> str:
@@ -328,7 +346,9 @@ def _sentence(comparison: Comparison, model: str, known: Row, share: float) -> s
         figures.append(f"{100 * (parts['hidden_order'] or 0):.0f} % of them at their place")
     whole = mean_of(known.scores["psnr"] or [0.0]).mean
     static = best_row(comparison, model, known.setting, False)
-    blind = "" if static is None else f"; the best static attack gets {mean_of(static.scores['psnr'] or [0]).mean:.1f}"
+    blind = ""
+    if static is not None:
+        blind = f"; the best static attack gets {mean_of(static.scores['psnr'] or [0.0]).mean:.1f} dB"
     return (
         f"{model}: MJP's privacy claim {survives} an attacker who knows MJP. With {comparison.hidden} of "
         f"{comparison.patches} patches hidden (γ = {comparison.ratio:g}) he recovers: {', '.join(figures)}; the whole "
@@ -350,11 +370,14 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             {"image": name, **{k: v[i] if v is not None and i < len(v) else None for k, v in every.items()}, **fact}
             for i, (name, fact) in enumerate(zip(comparison.names, row.facts, strict=False))
         ]
-        rows.append({**shown, "applies": True, "exact": row.exact, "mean": means, "images": images})
+        rows.append(
+            {**shown, "applies": True, "partial": row.partial, "exact": row.exact, "mean": means, "images": images}
+        )
     return {
         "ratio": comparison.ratio,
         "hidden": comparison.hidden,
         "patches": comparison.patches,
+        "partial": comparison.stopped is not None,
         "stopped": comparison.stopped,
         "verdict": verdict(comparison),
         "rows": rows,

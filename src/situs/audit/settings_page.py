@@ -51,7 +51,7 @@ def settings_table(
                 rows.append([*name, REFUSED, *[None] * len(columns)])
                 continue
             means, done = means_of(row), len(row.facts)
-            exact = f"{row.exact} of {done}" + ", stopped" * (done < len(comparison.images))
+            exact = f"{row.exact} of {done}" + ", stopped" * (row.partial is not None or done < len(comparison.images))
             rows.append([*name, exact, *(cell(means.get(column)) for column in columns)])
         for (where, guess), scores in comparison.guesses.items():
             if where == setting:
