@@ -31,7 +31,9 @@ COLUMNS = {
 REFUSED = "does not apply"
 EXACTLY = (
     f"Exactly means a PSNR of {EXACT:g} dB or more: the mean error is below half a grey level of 255, so that the "
-    "recovered picture and the original are the same to any eye and to nearly any file."
+    "recovered picture and the original are the same to any eye and to nearly any file. "
+    f"{BEST_PSNR:g} dB stands for no error at all. Where every pixel was read to its exact byte, the attacker knows it "
+    "without the original: his equations fit these bytes and no others."
 )
 
 BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips", "patch_psnr")

@@ -113,7 +113,7 @@ class PatchEmbedding(Attack):
         if backbone.num_tokens > backbone.dim:
             return (
                 f"{backbone.num_tokens} patches are more than {backbone.dim} channels: the system is under-determined, "
-                "and of all its solutions the one of least norm is shown"
+                "and of all its solutions the one of least norm is shown, unless just one consists of bytes"
             )
         return None
 
