@@ -86,14 +86,18 @@ def posterior(white: Tensor, right: Tensor, spread: Tensor) -> Posterior:
     """Of X in white^T X = right with errors of deviation spread [B], prior N(0, 1); white [B, N, D], right [B, D, K].
 
     By QR of the equations with the prior below them: squares would lose the digits that the worst directions live on.
+    Only R is made, and the mean by solving with it, then again for what is left, which is as exact as with Q.
     """
-    n, d = white.shape[-2:]
-    above = white.mT / spread[:, None, None]
-    below = torch.eye(n, dtype=white.dtype, device=white.device).expand(len(white), n, n)
-    q, r = torch.linalg.qr(torch.cat([above, below], dim=1))
-    both = torch.cat([q[:, :d].mT @ (right / spread[:, None, None]), below], dim=2)
-    found = torch.linalg.solve_triangular(r, both, upper=True)
-    return Posterior(found[..., :-n], found[..., -n:].mT)
+    n = white.shape[-2]
+    table, given = white / spread[:, None, None], right / spread[:, None, None]
+    one = torch.eye(n, dtype=white.dtype, device=white.device).expand(len(white), n, n)
+    _, r = torch.linalg.qr(torch.cat([table.mT, one], dim=1), mode="r")
+    mean = torch.zeros(len(white), n, right.shape[2], dtype=white.dtype, device=white.device)
+    for _ in range(3):
+        left = table @ (given - table.mT @ mean) - mean
+        half = torch.linalg.solve_triangular(r.mT, left, upper=False)
+        mean = mean + torch.linalg.solve_triangular(r, half, upper=True)
+    return Posterior(mean, torch.linalg.solve_triangular(r.mT, one, upper=False))
 
 
 def decision_order(root: Tensor) -> Order:
