@@ -13,7 +13,8 @@ from situs.cli.main import main
 def test_runs_side_by_side(trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(trained.one), str(trained.two), str(trained.mp3), "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in printed[1:4]] == [["one", "supervised"], ["two", "supervised"], ["mp3", "mp3"]]
+    assert printed[1].split() == ["run", "method", "how", "far", "time", "last", "loss"]
+    assert [line.split()[:2] for line in printed[2:5]] == [["one", "supervised"], ["two", "supervised"], ["mp3", "mp3"]]
     assert printed[-1] == str(tmp_path / "report.html")
     numbers = json.loads((tmp_path / "report.json").read_text())
     assert [run["finished"] for run in numbers["runs"]] == [True] * 3

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
+from situs.backbones.timm_create import pretrained_state
 from situs.core.position import resample_table
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
@@ -242,6 +243,16 @@ def test_a_table_that_is_no_square_is_refused(tmp_path: Path) -> None:
     torch.save(state | {"pos_embed": torch.randn(1, 1 + 8, 16)}, tmp_path / "odd.pth")
     said = refusal(vit(1), tmp_path / "odd.pth")
     assert "its position table of 9 rows is no square grid with 1 prefix rows" in said
+
+
+@pytest.mark.parametrize("flag", ["--init", "--weights"])
+def test_published_weights_out_of_reach_are_one_sentence(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr("timm.create_model", unreachable)
+    with pytest.raises(SitusError, match=rf"^vit_tiny_patch16_224: .*\(ConnectionError\).*\({flag} FILE\)$"):
+        pretrained_state("vit_tiny_patch16_224", flag)
 
 
 def test_neither_a_file_nor_a_name(tmp_path: Path) -> None:

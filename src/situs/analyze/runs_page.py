@@ -56,6 +56,10 @@ def runs_numbers(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
+STATUS = ("run", "method", "how far", "time", "last loss")
+"""What the columns of `status_rows` are."""
+
+
 def status_rows(runs: Sequence[Run]) -> list[list[str]]:
     """Run, method, how far it came, time and its last loss, as text."""
     rows = []
@@ -69,8 +73,7 @@ def runs_page(runs: Sequence[Run], over: str = "epoch") -> tuple[Page, dict[str,
     """The page, and its figures by name. over: "epoch" or "step"."""
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs side by side"
     page = Page(f"Report: {title}", lead=_lead(runs))
-    header = ["run", "method", "how far", "time", "last loss"]
-    section = page.section("Runs").table(header, [[cell or None for cell in row] for row in status_rows(runs)])
+    section = page.section("Runs").table(STATUS, [[cell or None for cell in row] for row in status_rows(runs)])
     if len({run.method for run in runs}) > 1:
         section.note("These runs learn by different methods: their losses measure different things.")
     pictures = _curves(page.section("Curves"), runs, over)

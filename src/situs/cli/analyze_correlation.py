@@ -52,4 +52,4 @@ def run(args: Args) -> None:
     )
     print(in_words(found))
     numbers = {**facts, **to_json(found)}
-    print(f"{write_result(args.out, NAME, numbers, page, pictures)}: the page; beside it the numbers and figures")
+    print(write_result(args.out, NAME, numbers, page, pictures))

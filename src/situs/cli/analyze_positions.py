@@ -72,7 +72,7 @@ def run(args: Args) -> None:
     }
     header, rows = overview(looks, references)
     print_table("Position vectors", [[show(cell) for cell in row] for row in (header, *rows)])
-    print(f"{write_result(args.out, NAME, numbers, page, pictures)}: the page; beside it the numbers and figures")
+    print(write_result(args.out, NAME, numbers, page, pictures))
 
 
 def open_all(args: Args) -> dict[str, Subject]:

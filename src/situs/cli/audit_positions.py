@@ -59,4 +59,4 @@ def run(args: Args) -> None:
     print_table(subject.name, [(name, show(value)) for name, value in at_a_glance(audit).items()])
     print(verdict(audit))
     numbers = {**facts, **to_dict(audit)}
-    print(f"{write_result(args.out, NAME, numbers, page, pictures)}: the page; beside it the numbers and figures")
+    print(write_result(args.out, NAME, numbers, page, pictures))

@@ -75,6 +75,10 @@ def _show(args: Args, runs: Path) -> None:
 
     print()
     print_table("What the demo found", lines)
+    if args.quick:
+        print(
+            "After the few steps of --quick the models know next to nothing; without it they are trained for minutes."
+        )
 
 
 class _Progress:

@@ -28,10 +28,10 @@ class Args:
 def run(args: Args) -> None:
     """Reads, prints a line for each run, and writes the page."""
     from situs.analyze.runs import read_runs
-    from situs.analyze.runs_page import runs_numbers, runs_page, status_rows
+    from situs.analyze.runs_page import STATUS, runs_numbers, runs_page, status_rows
     from situs.cli.tables import print_table
 
     found = read_runs(args.runs)
     page, pictures = runs_page(found, args.over)
-    print_table("Runs", status_rows(found))
+    print_table("Runs", [STATUS, *status_rows(found)])
     print(write_result(args.out, "report", runs_numbers(found), page, pictures))

@@ -224,7 +224,7 @@ def _open_name(name: str, weights: str | None, img_size: tuple[int, int] | None,
     file = None if weights in (PUBLISHED, RANDOM) else weights
     backbone = create_backbone(name, img_size=img_size, weights=file)
     if weights == PUBLISHED:
-        load_weights(backbone, pretrained_state(name), f"weights={weights}")
+        load_weights(backbone, pretrained_state(name, "--weights"), f"weights={weights}")
     backbone.to(device).eval()
     described = backbone.model.pretrained_cfg if backbone.source["library"] == "timm" else {}
     facts = {"kind": "name", "model": name, "weights": last_name(weights)}

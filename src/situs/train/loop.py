@@ -264,7 +264,9 @@ class _Loop:
         self.method.train()
         if numbers:
             self.log.keep({"step": self.step, "epoch": self.step / self.per_epoch, **numbers})
-            self.log.say(f"step {self.step}: " + ", ".join(f"{k} {v:.4g}" for k, v in numbers.items()))
+            self.log.say(
+                f"step {self.step}: " + ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in numbers.items())
+            )
             self.metrics = self.metrics | numbers
 
     # --- checkpoints ----------------------------------------------------------------------------------------
