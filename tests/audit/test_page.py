@@ -10,7 +10,7 @@ import torch
 from situs.audit.gate import Limit, Ruling
 from situs.audit.gradients import Audit, Pair, Step, verdict
 from situs.audit.metrics import measure_all
-from situs.audit.page import COLUMNS, make_page, reasons, table
+from situs.audit.page import COLUMNS, grid, make_page, reasons, table
 
 REAL = torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -94,7 +94,16 @@ def test_a_pair_that_was_stopped() -> None:
     found = replace(example(poor, cut), stopped="Ctrl-C", undone=[("april", "none")])
     assert "1 of 1 images recovered exactly from one step (best attack patchembed" in verdict(found)
     assert table(found)[1][1][2] == "1 of 1, stopped"
+    assert grid(found) == (
+        ["attack", "none"],
+        [
+            ["matching", f"{poor.mean_psnr:.3g} dB, 1 of 3"],
+            ["patchembed", "200 dB, 1 of 1, stopped"],
+            ["april", "not attacked"],
+        ],
+    )
     text = make_page(found, {}).render()
+    assert "The worst that was found: 1 of 1 images recovered exactly (patchembed against none)." in text
     assert "4 to 9 iterations from 2 starts" in text
     assert "Of a pair that was stopped they are over the images it had come to" in text
     assert "Stopped after 1 of 3 images." in text

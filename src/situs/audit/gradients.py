@@ -72,6 +72,11 @@ class Pair:
         return sum(fact.get("bytes") is True for fact in self.facts)
 
     @property
+    def mean_psnr(self) -> float:
+        """Mean PSNR in dB; 0 where nothing was attacked."""
+        return mean_of(self.scores.get("psnr") or [0.0]).mean
+
+    @property
     def count(self) -> int:
         """How many images were attacked."""
         return len(self.scores.get("psnr") or ())
@@ -243,40 +248,47 @@ def summary(scores: Scores) -> dict[str, Mean | None]:
     return means
 
 
-def _mean_psnr(pair: Pair) -> float:
-    return mean_of(pair.scores["psnr"] or [0.0]).mean
-
-
 def verdict(audit: Audit) -> str:
     """What a manager can read: for each defence what the strongest attack got, and what a mere guess gets."""
-    worked = [pair for pair in audit.pairs if pair.reason is None]
-    if not worked and audit.stopped is not None:
-        return f"Stopped by {audit.stopped}, before anything was attacked: this page says nothing about the model."
-    if not worked:
+    return " ".join([opening(audit), *(f"{name}: {said}" for name, said in findings(audit).items())]).strip()
+
+
+def opening(audit: Audit) -> str:
+    """What is not as it should be: nothing was attacked, or not all; else ""."""
+    if not any(pair.reason is None for pair in audit.pairs):
+        if audit.undone:
+            return f"Stopped by {audit.stopped}, before anything was attacked: this page says nothing about the model."
         return (
-            "No attack of this audit applies to what this model sends: see the reasons below. That is not a proof of "
-            "privacy; gradient matching applies to any model (--attack matching)."
+            "No attack of this audit applies to what this model sends: see the reasons. That is no proof of privacy; "
+            "gradient matching applies to any model (--attack matching)."
         )
-    lines = []
+    return "" if audit.stopped is None else f"A partial result: stopped by {audit.stopped}."
+
+
+def findings(audit: Audit) -> dict[str, str]:
+    """For each defence what the strongest attack got, and last what a guess gets; empty where nothing was attacked."""
+    worked = [pair for pair in audit.pairs if pair.reason is None]
+    if not worked:
+        return {}
+    found = {}
     for defence in audit.about:
         tried = [pair for pair in worked if pair.defence == defence]
-        if not tried:
-            left = any(other == defence for _, other in audit.undone)
-            lines.append(f"{defence}: {'not attacked' if left else 'no attack of this audit applies'}.")
-            continue
+        left = any(other == defence for _, other in audit.undone)
         # By the mean: a sum would favour the attack that was not stopped.
-        best = max(tried, key=_mean_psnr)
-        steps = "one step" if audit.step.local_steps == 1 else f"{audit.step.local_steps} local steps"
-        found = "at least " * best.lower_bound + f"{best.exact} of {best.count} images recovered exactly from {steps}"
-        found += f", every pixel of {best.to_the_byte} read to its exact byte" if best.to_the_byte else ""
-        seen = f"{sum(best.scores['reidentified'] or ()):.0f} of {best.count} re-identified"
-        open_end = "; a lower bound, see below" * best.lower_bound
-        lines.append(
-            f"{defence}: {found} (best attack {best.attack}, mean PSNR {_mean_psnr(best):.1f} dB, {seen}{open_end})."
-        )
+        best = max(tried, key=lambda pair: pair.mean_psnr, default=None)
+        refused = "not attacked." if left else "no attack of this audit applies."
+        found[defence] = refused if best is None else _finding(best, audit.step)
     guesses = [f"{name} {mean_of(s['psnr'] or [0.0]).mean:.1f} dB" for name, s in audit.baselines.items()]
-    stopped = [] if audit.stopped is None else [f"A partial result: stopped by {audit.stopped}."]
-    return " ".join([*stopped, *lines, f"Without any gradient: {', '.join(guesses)}."])
+    return {**found, "Without any gradient": f"{', '.join(guesses)}."}
+
+
+def _finding(best: Pair, step: Step) -> str:
+    steps = "one step" if step.local_steps == 1 else f"{step.local_steps} local steps"
+    found = "at least " * best.lower_bound + f"{best.exact} of {best.count} images recovered exactly from {steps}"
+    found += f", every pixel of {best.to_the_byte} read to its exact byte" if best.to_the_byte else ""
+    seen = f"{sum(best.scores['reidentified'] or ()):.0f} of {best.count} re-identified"
+    open_end = "; a lower bound, see below" * best.lower_bound
+    return f"{found} (best attack {best.attack}, mean PSNR {best.mean_psnr:.1f} dB, {seen}{open_end})."
 
 
 def to_json(audit: Audit) -> dict[str, Any]:

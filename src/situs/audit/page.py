@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from situs.audit.gate import Ruling
-from situs.audit.gradients import EXACT, Audit, Pair, Scores, summary, verdict
+from situs.audit.gradients import EXACT, Audit, Pair, Scores, findings, opening, summary
 from situs.audit.metrics import BEST_PSNR, Mean
 from situs.audit.threat import THREAT
 from situs.report import figures
-from situs.report.html import Cell, Page
+from situs.report.html import Cell, Page, Section
 
 COLUMNS = {
     "psnr": "PSNR, dB",
@@ -36,9 +36,9 @@ EXACTLY = (
     "without the original: his equations fit these bytes and no others."
 )
 
-BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips", "patch_psnr")
-CERTAIN = ("psnr", "ssim", "order_accuracy", "reidentified")
-"""The metrics of the first table, and of the one with intervals: all of them with intervals are too wide to read."""
+BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips")
+CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
+"""The metrics of the table of means, and of the one with intervals: all of them in one are too wide for a page."""
 
 REMEDIES = {
     "closed forms": """
@@ -75,9 +75,11 @@ def make_page(
     )
     defences = {f"defence {name}": said for name, said in audit.about.items()}
     page.section("Threat model").facts({**THREAT, **(notes or {})}).facts(defences)
-    section, worked = page.section("Verdict").note(verdict(audit)), any(pair.reason is None for pair in audit.pairs)
+    section, worked = page.section("Verdict"), any(pair.reason is None for pair in audit.pairs)
+    if said := opening(audit):
+        section.note(said)
     if worked:
-        section.text(EXACTLY)
+        section.note(_headline(audit)).facts(findings(audit)).text(EXACTLY)
     if audit.undone:
         left = ", ".join(f"{attack} against {defence}" for attack, defence in audit.undone)
         section.text(f"These were not attacked before the stop: {left}.")
@@ -89,6 +91,15 @@ def make_page(
     page.section("What would reduce the leak").text("\n\n".join(remedies))
     page.section("How this page was made").facts(facts)
     return page
+
+
+def _headline(audit: Audit) -> str:
+    """The worst that was found, in one sentence."""
+    worst = max((pair for pair in audit.pairs if pair.reason is None), key=lambda pair: (pair.exact, pair.mean_psnr))
+    found = f"{worst.exact} of {worst.count} images recovered exactly"
+    if not worst.exact:
+        found = f"no image recovered exactly; at most a mean PSNR of {worst.mean_psnr:.1f} dB"
+    return f"The worst that was found: {found} ({worst.attack} against {worst.defence})."
 
 
 def table(
@@ -149,28 +160,55 @@ def _range(numbers: Sequence[Any]) -> str:
 def _tables(page: Page, audit: Audit) -> None:
     section = page.section("Attacks and defences")
     if any(pair.reason is None for pair in audit.pairs):
-        some = " Of a pair that was stopped they are over the images it had come to." if audit.stopped else ""
-        section.table(
-            *table(audit, BRIEF, alone),
-            f"Means over {len(audit.images)} images.{some} MSE, FFT2D and LPIPS are distances: low is a leak; of the "
-            "others high is one. Best-match PSNR compares each patch with the recovered one that fits it, wherever "
-            "that stands. G is the gradient of the position table: with its full rank the pixels have one solution, "
-            "and the lower its condition, the less rounding spoils it. Baselines saw no gradient.",
-        )
-        header, rows = table(audit, CERTAIN)
-        section.table(
-            [header[i] for i in (0, 1, 3, 4, 5, 6)],
-            [[row[i] for i in (0, 1, 3, 4, 5, 6)] for row in rows if row[2] != REFUSED],
-            "Means and their 95 % intervals. Order: the share of patches at their own place. Re-identified: the share "
-            f"of images whose nearest of the {len(audit.images)} originals is the right one.",
-        )
-        for pair in audit.pairs:
-            if said := _searched(pair, audit.step.batch):
-                section.text(said)
+        _results(section, audit)
     else:
         section.text(f"No attack {'was made' if audit.undone else 'applies'}, so there is no table of results.")
     if said := reasons(audit):
         section.table(["attack and defences", "why it does not apply, or is not exact"], said)
+
+
+def _results(section: Section, audit: Audit) -> None:
+    """At a glance, then every metric, intervals, the systems that were solved, and how the searches went."""
+    count = len(audit.images)
+    some = " Of a pair that was stopped they are over the images it had come to." if audit.stopped else ""
+    section.table(*grid(audit), "At a glance: mean PSNR in dB, and how many images were recovered exactly.")
+    header, rows = table(audit, BRIEF, alone)
+    section.table(
+        header[:-2],
+        [row[:-2] for row in rows if row[2] != REFUSED],
+        f"Means over {count} images.{some} MSE, FFT2D and LPIPS are distances: low is a leak; of PSNR and SSIM high is "
+        "one. Baselines saw no gradient.",
+    )
+    header, rows = table(audit, CERTAIN)
+    section.table(
+        [*header[:2], *header[3:-2]],
+        [[*row[:2], *row[3:-2]] for row in rows if row[2] != REFUSED],
+        "Means and their 95 % intervals. Best-match PSNR compares each patch with the recovered one that fits it, "
+        "wherever that stands. Order: the share of patches at their own place. Re-identified: the share of images "
+        f"whose nearest of the {count} originals is the right one.",
+    )
+    if solved := [[*row[:2], *row[-2:]] for row in rows if row[-2] is not None]:
+        section.table(
+            [*header[:2], *header[-2:]],
+            solved,
+            "The linear systems: G is the gradient of the position table. With its full rank the pixels have one "
+            "solution; the lower its condition, the less rounding spoils it. Least rank, median condition.",
+        )
+    for pair in audit.pairs:
+        if said := _searched(pair, audit.step.batch):
+            section.text(said)
+
+
+def grid(audit: Audit) -> tuple[list[str], list[list[Cell]]]:
+    """Attacks down, defences across: mean PSNR and how many images were recovered exactly."""
+    attacks = dict.fromkeys([*(pair.attack for pair in audit.pairs), *(attack for attack, _ in audit.undone)])
+    cells: dict[tuple[str, str], str] = dict.fromkeys(audit.undone, "not attacked")
+    for pair in audit.pairs:
+        psnr = summary(pair.scores)["psnr"] if pair.reason is None else None
+        said = f"{alone(psnr)} dB, {pair.exact} of {pair.count}" + ", stopped" * (pair.partial is not None)
+        cells[pair.attack, pair.defence] = REFUSED if psnr is None else said
+    rows: list[list[Cell]] = [[attack, *(cells.get((attack, name)) for name in audit.about)] for attack in attacks]
+    return ["attack", *audit.about], rows
 
 
 def _cells(scores: Scores, columns: Sequence[str], cell: Callable[[Mean | None], Cell]) -> list[Cell]:
