@@ -56,4 +56,5 @@ def run(args: Args) -> None:
     page, pictures = attention_page(subject.name, found, shown, facts)
     numbers = {**facts, **attention_numbers(found, shown)}
     print_table(f"{subject.name}: attention over {found.images:,} images", [LAYER_HEADER, *layer_rows(found)])
+    print(page.lead)
     print(write_result(args.out, "attention", numbers, page, pictures))

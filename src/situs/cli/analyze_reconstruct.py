@@ -66,4 +66,5 @@ def run(args: Args) -> None:
     numbers = {**facts, **reconstruct_numbers(found)}
     rows = score_rows(found.scores, method.backbone.num_tokens)
     print_table(f"{subject.name}: puzzles of {loader.source.name}", [SCORE_HEADER, *rows])
+    print(page.lead)
     print(write_result(args.out, "reconstruct", numbers, page, pictures))
