@@ -98,7 +98,7 @@ def test_more_patches_than_channels_are_read_where_the_rest_decides() -> None:
     found = attack(on, table, 1e-6)
     assert int(found[0].rank) == 36
     assert (found[0].patches - on).abs().max() > 30 * STEP
-    assert not read(found, Limits(width=1)).read.all()
+    assert not read(found, Limits(width=1, wide=1)).read.all()
     result = read(found)
     assert result.read.all()
     assert torch.equal(result.patches, on)

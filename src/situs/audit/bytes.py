@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -22,9 +22,6 @@ from torch import Tensor
 
 FLOAT = 2.0**-21
 """How far a normalised pixel may be from its byte by float32's rounding, in whatever order it was normalised."""
-
-OFFSETS = (0, 1, -1, 2, -2)
-"""The numbers around the nearest one that an open rounding tries."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,9 @@ class Limits:
     mean_square_fine. largest: any one distance, growing likewise. margin: by which the next best bytes must fit worse
     (difference of squared distances; 20 is odds of 22,000 to 1). chance: natural logarithm of the chance, at most, with
     which N numbers off the lattice pass the first limit. share: of an image's places that must pass, else none is
-    taken. safe: deviations a step must have to be rounded at once. width: how many beginnings an open rounding leaves.
+    taken. safe: deviations a step must have to be rounded at once. width: how many beginnings an open rounding leaves,
+    and reach: how many bytes up and down it tries; wide, far: the same in a second attempt at the places that did not
+    pass, in a channel of which some did.
     """
 
     mean_square: float = 6.0
@@ -49,6 +48,9 @@ class Limits:
     share: float = 0.5
     safe: float = 12.0
     width: int = 16
+    reach: int = 2
+    wide: int = 256
+    far: int = 5
 
 
 class Reading(NamedTuple):
@@ -168,9 +170,24 @@ def _read_channels(
     if len(rows):
         part = Order(*(field[rows] for field in order))
         where = part.index.unsqueeze(2).expand(-1, -1, patches.shape[2])
-        bytes_, fits[rows] = nearest_bytes(found.mean[rows].gather(1, where), part, values[rows], limits)
+        mean = found.mean[rows].gather(1, where)
+        bytes_, fitted = nearest_bytes(mean, part, values[rows], limits)
+        _try_again(bytes_, fitted, mean, part, values[rows], limits)
+        fits[rows] = fitted
         patches[rows] = torch.empty_like(bytes_).scatter_(1, where, bytes_)
     return _together(patches, channels), _together(fits.unsqueeze(1), channels).squeeze(1)
+
+
+def _try_again(bytes_: Tensor, fits: Tensor, mean: Tensor, order: Order, values: Tensor, limits: Limits) -> None:
+    """A wider search at the places that did not pass, written into bytes_ [B, N, K] and fits [B, K]."""
+    wider = replace(limits, width=limits.wide, reach=limits.far)
+    share = fits.double().mean(dim=1)
+    for i in ((share >= 0.05) & (share < 1)).nonzero().flatten().tolist():
+        one, left = slice(i, i + 1), (~fits[i]).nonzero().flatten()
+        part = Order(*(field[one] for field in order))
+        found, fitted = nearest_bytes(mean[one, :, left], part, values[one], wider)
+        bytes_[i, :, left] = found[0]
+        fits[i, left] = fitted[0]
 
 
 def _apart(numbers: Tensor, channels: int) -> Tensor:
@@ -194,9 +211,10 @@ def _hopeful(sigma: Tensor, step: Tensor, limits: Limits) -> Tensor:
     safe = sigma * limits.safe <= step
     count = safe.sum(dim=1, keepdim=True).clamp(min=1)
     ball = (2 * math.pi * math.e * limits.mean_square * n / count).sqrt()
-    chance = (sigma * ball / step).log().where(safe, 0.0).sum(dim=1) + math.log(limits.width)
-    numbers = (6 * sigma / step).clamp(min=1).log().where(~safe, 0.0).sum(dim=1)
-    return (chance <= limits.chance) & (numbers <= math.log(50 * limits.width))
+    chance = (sigma * ball / step).log().where(safe, 0.0).sum(dim=1) + math.log(limits.wide)
+    # A normal number of deviation sigma is about as open as (2πe)^(1/2) sigma / step equally likely bytes.
+    numbers = ((2 * math.pi * math.e) ** 0.5 * sigma / step).clamp(min=1).log().where(~safe, 0.0).sum(dim=1)
+    return (chance <= limits.chance) & (numbers <= math.log(50 * limits.wide))
 
 
 class _Lines(NamedTuple):
@@ -285,8 +303,8 @@ def _open(
     lines: _Lines, t: int, centre: Tensor, nearest: Tensor, values: Tensor, sigma: Tensor, limits: Limits
 ) -> _Lines:
     """The t-th patch with each of the bytes around the nearest; the `width` cheapest beginnings go on."""
-    tried = len(OFFSETS)
-    offsets = torch.tensor(OFFSETS, device=nearest.device).view(1, 1, tried, 1)
+    tried = 2 * limits.reach + 1
+    offsets = torch.arange(tried, device=nearest.device).view(1, 1, tried, 1) - limits.reach
     numbers = nearest.unsqueeze(2) + offsets
     outside = (numbers < 0) | (numbers > 255)
     numbers = numbers.clamp(0, 255)
