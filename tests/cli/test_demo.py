@@ -73,6 +73,15 @@ def test_the_page_shows_each_section_with_pictures(ran: tuple[str, str]) -> None
     assert [section.count("<figure>") > 0 for section in sections] == [False, *[True] * (len(sections) - 2), False]
     assert "situs demo --quick --seed 0" in page
     assert "Zalando SE" in page
+    assert "After the few steps of --quick the models know next to nothing" in page
+
+
+def test_the_title_claims_only_what_was_found(ran: tuple[str, str]) -> None:
+    printed, page = ran
+    tops = [float(found) for found in re.findall(r"top-1 (?:after MP3|from random weights) +([\d.]+) %", printed)]
+    assert len(tops) == 2
+    if tops[0] != tops[1]:  # as printed, to a tenth
+        assert ("and that helps" in page) == (tops[0] > tops[1])
 
 
 def test_the_page_carries_a_reconstruction_a_projection_a_grid_and_attention(ran: tuple[str, str]) -> None:

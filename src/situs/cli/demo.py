@@ -56,7 +56,7 @@ def _show(args: Args, runs: Path) -> None:
     progress = _Progress()
     with progress.step("loading torch and timm"):
         from situs.cli.demo_learned import SECTIONS
-        from situs.cli.demo_sections import Stage, summarise
+        from situs.cli.demo_sections import QUICK_NOTE, Stage, summarise
         from situs.report.html import Page
     stage = Stage(
         Page("Situs demo", lead="Position in transformers: what there is to see, on real images, in one page."),
@@ -76,9 +76,7 @@ def _show(args: Args, runs: Path) -> None:
     print()
     print_table("What the demo found", lines)
     if args.quick:
-        print(
-            "After the few steps of --quick the models know next to nothing; without it they are trained for minutes."
-        )
+        print(QUICK_NOTE)
 
 
 class _Progress:

@@ -247,9 +247,14 @@ def _largest(straight: Features, moved: Features, p: Tensor) -> tuple[float, flo
     return float(patches), float((straight.prefix - moved.prefix).abs().max())
 
 
+QUICK_NOTE = "After the few steps of --quick the models know next to nothing; without it they are trained for minutes."
+
+
 def summarise(stage: Stage, lines: Lines) -> None:
     """Puts the findings at the head of the page and how it was made at its end."""
     head = Section("At a glance").table(["what", "found"], lines)
+    if stage.quick:
+        head.note(QUICK_NOTE)
     stage.page.sections.insert(0, head)
     command = "situs demo" + " --quick" * stage.quick + f" --seed {stage.seed}"
     versions = {name: version(name) for name in ("situs", "torch", "timm")}
