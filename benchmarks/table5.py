@@ -62,7 +62,7 @@ def attackers(args: argparse.Namespace) -> list[Attacker]:
         if not isinstance(predictor, MP3):
             raise SystemExit(f"{args.predictor}: is no run of MP3 (--predictor)")
         predictor = predictor.eval()
-    adaptive = AdaptiveMJP(Effort(cycles=args.cycles), predictor)
+    adaptive = AdaptiveMJP(Effort(rounds=args.rounds), predictor)
     return [Attacker(PatchEmbedding(), False), Attacker(April(), False), Attacker(adaptive, True)]
 
 
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, nargs="+", default=[0.27])
     parser.add_argument("--settings", default="a,b,c")
     parser.add_argument("--predictor", help="a run of MP3 that helps with the order")
-    parser.add_argument("--cycles", type=int, default=Effort().cycles)
+    parser.add_argument("--rounds", type=int, default=Effort().rounds)
     parser.add_argument("--lpips", type=Path)
     parser.add_argument("--time-limit", type=float)
     parser.add_argument("--seed", type=int, default=0)

@@ -51,9 +51,9 @@ def test_every_patch_comes_back(ratio: float, number: int) -> None:
     patches = patchify(found.images, 7)[0]
     [fact] = found.facts
     assert fact["hidden"] == int(mask.sum()) == int(ratio * 16)
-    assert decibels(patches[~mask], real[~mask]) > 40
+    assert decibels(patches[~mask], real[~mask]) > 60
     best = torch.cdist(real[mask].double(), patches[mask].double()).amin(dim=1)
-    assert float(best.max()) < 0.05 * float(real[mask].norm(dim=1).max())
+    assert float(best.max()) < 0.005 * float(real[mask].norm(dim=1).max())
     static = PatchEmbedding().recover(backbone, [upload_of(backbone, x, ratio, number)], Knowledge(MaskedJigsaw(ratio)))
     if mask.sum() > 1:
         assert decibels(patchify(static.images, 7)[0][~mask], real[~mask]) < 25
@@ -104,9 +104,9 @@ def test_a_run_of_mjp_is_attacked_with_its_own_tokens() -> None:
     assert found.facts[0]["hidden"] == 3
     real = patchify(x, 7)[0]
     close = (
-        torch.cdist(patchify(found.images, 7)[0].double(), real.double()).amin(dim=1) < 0.05 * real.norm(dim=1).max()
+        torch.cdist(patchify(found.images, 7)[0].double(), real.double()).amin(dim=1) < 0.005 * real.norm(dim=1).max()
     )
-    assert int(close.sum()) >= 15
+    assert close.all()
 
 
 def test_without_e_unk_in_the_upload_the_bias_has_its_sum() -> None:
@@ -142,7 +142,7 @@ def test_it_stops_when_its_time_is_over() -> None:
     ticks = iter(range(1000))
     watch = Watch(seconds=2, clock=lambda: float(next(ticks)))
     uploads = [upload_of(backbone, x, 0.3, 0)] * 3
-    found = AdaptiveMJP(Effort(cycles=2)).recover(backbone, uploads, Knowledge(MaskedJigsaw(0.3)), watch)
+    found = AdaptiveMJP(Effort(rounds=2)).recover(backbone, uploads, Knowledge(MaskedJigsaw(0.3)), watch)
     assert found.images.shape[0] == len(found.facts) == 1
     assert "1 of 3 uploads, the time limit" in str(found.partial)
 

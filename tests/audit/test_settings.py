@@ -70,7 +70,7 @@ def compare(attackers: list[Attacker], plan: Plan | None = None, **fields: Any) 
 
 @pytest.fixture(scope="module")
 def whole() -> Comparison:
-    adaptive = AdaptiveMJP(Effort(cycles=6, starts=24, retries=4))
+    adaptive = AdaptiveMJP(Effort(rounds=6, starts=24, retries=4))
     return compare([Attacker(PatchEmbedding(), False), Attacker(April(), False), Attacker(adaptive, True)])
 
 

@@ -4,7 +4,7 @@
    the rows of shown places, and its gradient is known.
 2. Algebra gives every patch up to m - 1 directions that all patches share (`adaptive_algebra`).
 3. The row spaces of the first block's gradients give the rest, for shown and hidden patches alike (`adaptive_spans`,
-   `adaptive_solve`), as long as there are fewer tokens than channels.
+   `adaptive_block`, `adaptive_solve`), as long as there are fewer tokens than channels.
 4. The gradients do not depend on the order of the hidden patches. Their borders do: `ordering` solves the puzzle.
 
 Where no row is zero, nothing is hidden and `patchembed` is all that is needed.
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from situs.audit.adaptive_algebra import Partly, separate
+from situs.audit.adaptive_block import FirstBlock, first_linears
 from situs.audit.adaptive_solve import SOLVED, Effort, Found, solve_directions
-from situs.audit.adaptive_spans import FirstBlock, first_linears
 from situs.audit.attack import Attack, Fact, Knowledge, Recovery
 from situs.audit.ordering import order_hidden
 from situs.audit.patchembed import PatchEmbedding
@@ -53,9 +53,7 @@ class AdaptiveMJP(Attack):
 
     def applies(self, backbone: Backbone) -> str | None:
         found = find_stem(backbone)
-        if isinstance(found, str):
-            return found
-        return backbone.refusals.get("context")
+        return found if isinstance(found, str) else None
 
     def reads(self, backbone: Backbone) -> tuple[str, ...]:
         stem = require_stem(backbone)
@@ -119,7 +117,7 @@ class AdaptiveMJP(Attack):
         unknown = method.unknown.detach().double() if method.config.unknown else torch.zeros_like(partly.base[0, :1])
         block = FirstBlock(backbone, stem, upload, hidden, unknown)
         found = solve_directions(block, partly, backbone.grid, stem.patch_size, self.effort, watch)
-        patches = partly.patches(found.theta)
+        patches = partly.patches(found.at)
         patches = order_hidden(patches, hidden, backbone.grid, stem.patch_size, predictor=self.predictor)
         return to_images(patches.unsqueeze(0), backbone, stem)[0], _facts(partly, found, block)
 
@@ -137,12 +135,12 @@ def _separate(method: Method, stem: Stem, upload: Gradients, hidden: Tensor, kno
 
 
 def _facts(partly: Partly, found: Found, block: FirstBlock) -> dict[str, Fact]:
-    fits = int((found.fit < SOLVED).sum())
+    fits = int((found.fit <= SOLVED).sum())
     everything = len(found.fit)
     if not len(partly.z):
         said = "nothing is left open: one hidden patch is solved with the others"
-    elif not block.spans:
-        said = f"{len(partly.z)} directions of each patch were guessed by smoothness: no row space of a layer says more"
+    elif block.reason is not None:
+        said = f"{len(partly.z)} directions of each patch were guessed by smoothness: {block.reason}"
     elif fits == everything:
         said = "every patch agrees with the gradients of the first block up to rounding"
     else:
@@ -150,6 +148,6 @@ def _facts(partly: Partly, found: Found, block: FirstBlock) -> dict[str, Fact]:
     return {
         "hidden": int(partly.hidden.sum()),
         "open_directions": len(partly.z),
-        "patches_that_fit": fits if block.spans and len(partly.z) else None,
+        "patches_that_fit": fits if block.reason is None and len(partly.z) else None,
         "verdict": said,
     }

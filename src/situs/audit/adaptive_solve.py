@@ -1,339 +1,316 @@
-"""Along Z: every patch, shown and hidden, from the row spaces of the first block's gradients.
+"""Along Z: every patch, shown and hidden, token by token, from the first block's gradients.
 
-Two moves take turns. `together` is a Gauss-Newton step over all patches at once, with smoothness as a prior that fades
-as the residuals do, and with little weight on tokens that do not fit. `alone` lets each token look for its own
-solution while the others stand still: shown tokens that do not fit try from many places, and hidden ones are found as
-the roots that many starts run into, because E_unk makes them all solutions of the same equations.
+What enters a layer lies in the row space of its gradient. Of the first block's layers two are linear in what is not
+known: o lies in the span of the attention's last layer, and norm(z + A o + b) in that of the MLP's first. Together
+they leave a token a family of as many dimensions as Z has (`family_of`), with no word of the other tokens: attention
+is not computed, it is eliminated. Adding differences of hidden tokens never leaves a family, which is why nothing
+linear can do better. The MLP's activation is not linear: a token's a = late(m) must lie in the row space of the last
+layer's gradient, some thousand equations for a handful of unknowns, which Levenberg-Marquardt solves (`search`).
+
+The hidden tokens share E_unk, so they are the m roots of one and the same equations. Roots found are kept out by the
+functionals that vanish on them and on the shown tokens: dividing residuals by those leaves only the other roots.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.autograd.forward_ad as forward
 from torch import Tensor
+from torch.func import jvp, vmap
 
-from situs.audit.adaptive_algebra import Partly, Smoothness, conjugate, smoothest
-from situs.audit.adaptive_spans import FirstBlock
+from situs.audit.adaptive_algebra import Partly, Smoothness, smoothest
+from situs.audit.adaptive_block import FirstBlock
 from situs.audit.watch import Watch
 
-SOLVED = 100.0
-"""χ² per number below which a token fits; the search ends when all do. Noise alone gives 1 to 10, a wrong patch makes
-thousands."""
+SOLVED = 10.0
+"""A token fits if no more of it sticks out than this many times what noise explains. At the truth it is about once; a
+wrong solution has thousands."""
 
-ABREAST = {"cpu": 2048, "cuda": 16384}
-"""Tokens that run side by side on a kind of device."""
+WEAK = 1e-2
+"""Equations that say less than this share of what the strongest says are left out, and their direction is searched."""
 
-MARGIN = 12.0
-"""A point is a root if its surprise is within this of the best one's: points that lead nowhere have thousands."""
+COPIED = 1e-3
+"""A copy is believed if the solved tokens' streams come out as near as this."""
+
+ABREAST = 2**25
+"""Numbers of a Jacobian that are held at a time."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How long the attacker tries: cycles of both moves, rounds of each, conjugate gradients in a round, starts
-    of hidden and of ill-fitting shown patches, and cycles without progress that it bears."""
+    """How long the attacker tries: rounds for the shown and for the hidden patches, steps of a search, starts of
+    hidden patches in a round and of each shown patch that does not fit yet."""
 
-    cycles: int = 24
-    together: int = 5
-    gradients: int = 40
-    alone: int = 12
-    starts: int = 96
-    retries: int = 16
-    idle: int = 8
+    rounds: int = 12
+    steps: int = 24
+    starts: int = 48
+    retries: int = 6
+    loose: int = 16
+    """Weak directions that are searched at most."""
 
 
 class Found(NamedTuple):
-    """theta [N, r], and the χ² per number of each token, [N]."""
+    """What is known of each token, [N, ·]: θ, or φ of its family; and its fit [N]: how many times more of it sticks
+    out than noise explains, infinite where nobody tried."""
 
-    theta: Tensor
+    at: Tensor
     fit: Tensor
+
+    def solved(self, among: Tensor) -> Tensor:
+        """Which of these places fit."""
+        return among[self.fit[among] <= SOLVED]
+
+
+class Family(NamedTuple):
+    """The tokens that everything linear allows: m = fixed + φ along, θ = start + φ turn, for φ [f] of each token."""
+
+    fixed: Tensor
+    along: Tensor
+    start: Tensor
+    turn: Tensor
+
+    def theta(self, places: Tensor, phi: Tensor) -> Tensor:
+        return self.start[places] + phi @ self.turn
+
+    def phi(self, places: Tensor, theta: Tensor) -> Tensor:
+        """The φ whose θ is nearest."""
+        return (theta - self.start[places]) @ torch.linalg.pinv(self.turn)
+
+    def streams(self, places: Tensor, phi: Tensor) -> Tensor:
+        return self.fixed[places] + phi @ self.along
 
 
 def solve_directions(
     block: FirstBlock, partly: Partly, grid: tuple[int, int], size: tuple[int, int], effort: Effort, watch: Watch
 ) -> Found:
     """θ of every patch; the order of the hidden ones among their places means nothing."""
+    count, values = partly.base.shape
+    theta = smoothest(partly, Smoothness(torch.zeros_like(partly.hidden), grid, size, values))
+    if not len(partly.z):
+        return Found(theta, theta.new_zeros(count))
+    found = Found(theta, theta.new_full((count,), torch.inf))
+    if block.reason is not None:
+        return found
+    everywhere, chance = torch.arange(count, device=theta.device), torch.Generator().manual_seed(0)
+    family = family_of(block, partly, effort.loose)
+    found = Found(family.phi(everywhere, theta), found.fit)
+    smooth = Smoothness(partly.hidden, grid, size, values)
+    found = solve_shown(block, family, partly, smooth, found, effort, chance, watch)
+    found = solve_hidden(block, family, partly, found, effort, chance, watch)
+    return Found(family.theta(everywhere, found.at), found.fit)
+
+
+def family_of(block: FirstBlock, partly: Partly, loose: int = Effort.loose) -> Family:
+    """What is left open when attention is eliminated.
+
+    The unknowns of a token are θ [r], its o as coordinates c in the span of the attention's last layer, and the
+    deviation s that its norm divides by. norm(m) = w (m - mean) / s + β lies in the span of the MLP's first layer, so
+    w (m - mean) + s β does, which is linear in all three; its solutions are a flat with θ free along it.
+    """
+    weight, bias = block.norm.weight, block.norm.bias
+    width = block.into.shape[1]
+    weight = block.shift.new_ones(width) if weight is None else weight
+    biased = bias is not None and bool(bias.any())
+
+    def outside(m: Tensor) -> Tensor:
+        return block.fc1.outside((m - m.mean(dim=-1, keepdim=True)) * weight * block.fc1.column)
+
+    mixing = (block.proj.inside / block.proj.column) @ block.into  # [T, D]: c -> A o
+    streams = torch.cat([partly.z @ block.weight.T, mixing])
+    scale = outside(streams)[:0] if bias is None or not biased else block.fc1.outside(bias * block.fc1.column)[None]
+    left, values, right = torch.linalg.svd(torch.cat([outside(streams), scale]), full_matrices=True)
+    # Theory says how many are independent (without β all are centred, the span too); of the weak among those some are
+    # better searched than believed.
+    independent = min(block.tokens + biased, width - block.tokens - (not biased))
+    strong = int((values > WEAK * values[0]).sum())
+    rank = min(independent, max(strong, independent - loose))
+    flat = left[:, rank:].T
+    known = block.embed(partly.base) + block.shift
+    given = outside(known) @ right[:rank].T / values[:rank]
+    solution = -given @ left[:, :rank].T
+    r, u = len(partly.z), len(streams)
+    return Family(known + solution[:, :u] @ streams, flat[:, :u] @ streams, solution[:, :r], flat[:, :r])
+
+
+# --- shown patches ------------------------------------------------------------------------------------------------
+
+
+def solve_shown(
+    block: FirstBlock,
+    family: Family,
+    partly: Partly,
+    smooth: Smoothness,
+    found: Found,
+    effort: Effort,
+    chance: torch.Generator,
+    watch: Watch,
+) -> Found:
+    """Each shown token by itself: from the smoothest image, then from that beside the patches that are solved and
+    from patches like those. Found holds φ."""
+    phi, fit = found.at.clone(), found.fit.clone()
+    shown = (~partly.hidden).nonzero()[:, 0]
+    everywhere = torch.arange(len(phi), device=phi.device)
+    for number in range(effort.rounds):
+        lacking = shown[fit[shown] > SOLVED]
+        if not len(lacking) or (number and watch.over()):
+            break
+        places, starts = lacking, phi[lacking]
+        if number:
+            theta = family.theta(everywhere, phi)
+            free = torch.zeros_like(partly.hidden).scatter(0, lacking, True)
+            pool = theta[Found(phi, fit).solved(shown)]
+            places = lacking.repeat(1 + effort.retries)
+            others = _like(pool if len(pool) > 1 else theta[shown], len(places) - len(lacking), chance)
+            starts = family.phi(places, torch.cat([smoothest(partly, smooth, theta, free)[lacking], others]))
+        at, sticks = search(block, family, places, starts, effort.steps)
+        best = sticks.view(-1, len(lacking)).min(dim=0)
+        better = best.values < fit[lacking]
+        chosen = at.view(-1, len(lacking), at.shape[1])[best.indices, torch.arange(len(lacking), device=at.device)]
+        phi[lacking[better]], fit[lacking[better]] = chosen[better], best.values[better]
+        watch.say(f"adaptive-mjp: round {number + 1}, {len(Found(phi, fit).solved(shown))} of {len(shown)} shown fit")
+    return Found(phi, fit)
+
+
+def _like(pool: Tensor, count: int, chance: torch.Generator) -> Tensor:
+    """Starts [count, r]: half of them rows of the pool, half drawn from a normal twice as wide as it."""
+    rows = pool[torch.randint(len(pool), (count - count // 2,), generator=chance).to(pool.device)]
+    away = pool - pool.mean(dim=0)
+    mix = torch.randn(count // 2, len(pool), generator=chance, dtype=torch.float64).to(pool.device)
+    return torch.cat([rows, pool.mean(dim=0) + 2 * mix @ away / len(pool) ** 0.5])
+
+
+# --- hidden patches -----------------------------------------------------------------------------------------------
+
+
+def solve_hidden(
+    block: FirstBlock,
+    family: Family,
+    partly: Partly,
+    found: Found,
+    effort: Effort,
+    chance: torch.Generator,
+    watch: Watch,
+) -> Found:
+    """The roots that many starts run into, put at the hidden places in any order."""
+    phi, fit = found.at.clone(), found.fit.clone()
+    hidden, shown = partly.hidden.nonzero()[:, 0], (~partly.hidden).nonzero()[:, 0]
+    one, solved = hidden[:1], found.solved(shown)
+    pool = solved if len(solved) > 1 else shown
+    pool = family.theta(pool, phi[pool])
+    apart = 1e-2 * float((pool - pool.mean(dim=0)).norm(dim=1).median())
+    known = block.late(family.streams(solved, phi[solved]))
+    roots, sticks = phi[:0], fit[:0]
+    for number in range(effort.rounds):
+        if len(roots) == len(hidden) or watch.over():
+            break
+        places = one.expand(effort.starts)
+        seen = torch.cat([known, block.late(family.streams(one.expand(len(roots)), roots))])
+        starts = family.phi(places, _like(pool, len(places), chance))
+        at, stuck = search(block, family, places, starts, effort.steps, _functionals(block, seen))
+        for index in stuck.argsort().tolist():
+            away = family.theta(one, roots) - family.theta(one, at[index])
+            if stuck[index] <= SOLVED and len(roots) < len(hidden) and bool((away.norm(dim=1) > apart).all()):
+                roots, sticks = torch.cat([roots, at[index : index + 1]]), torch.cat([sticks, stuck[index : index + 1]])
+        watch.say(f"adaptive-mjp: round {number + 1}, {len(roots)} of {len(hidden)} hidden found")
+    # Any of the hidden places stands for all: their bases and rows of the table are the same.
+    phi[hidden[: len(roots)]], fit[hidden[: len(roots)]] = roots, sticks
+    found, lacking = Found(phi, fit), hidden[len(roots) :]
+    return _copied(block, family, partly, found, solved, lacking) if len(roots) and len(solved) else found
+
+
+def _functionals(block: FirstBlock, seen: Tensor) -> Tensor:
+    """A basis of the functionals on the last layer's span that vanish on inputs that were seen [k, H]: [T - k, T]."""
+    inside = (seen * block.fc2.column) @ block.fc2.inside.T
+    if not len(inside):
+        return torch.eye(block.tokens).to(inside)
+    inside = inside / inside.norm(dim=1, keepdim=True)
+    return torch.linalg.svd(inside, full_matrices=True)[2][min(len(inside), block.tokens - 1) :]
+
+
+def _copied(block: FirstBlock, family: Family, partly: Partly, found: Found, solved: Tensor, lacking: Tensor) -> Found:
+    """Hidden patches that are equal are one root. Which of them stands twice shows in the attention that it draws: of
+    all copies that one is taken with which the block's own forward pass gives the solved tokens their streams."""
+    phi, fit = found.at.clone(), found.fit.clone()
+    everywhere = torch.arange(len(phi), device=phi.device)
+    hidden = partly.hidden.nonzero()[:, 0]
+    roots = hidden[: len(hidden) - len(lacking)]
+    truth = family.streams(solved, phi[solved])
+    for number, place in enumerate(lacking.tolist()):
+        errors = []
+        for root in roots.tolist():
+            phi[lacking[number:]] = phi[root].clone()
+            middle = block.middle(partly.patches(family.theta(everywhere, phi)))
+            errors.append(float((middle[solved] - truth).norm() / truth.norm()))
+        best = roots[min(range(len(errors)), key=errors.__getitem__)]
+        phi[place] = phi[best].clone()
+        fit[place] = fit[best] if min(errors) < COPIED else torch.inf
+    return Found(phi, fit)
+
+
+# --- one token among many starts ----------------------------------------------------------------------------------
+
+
+def search(
+    block: FirstBlock, family: Family, places: Tensor, phi: Tensor, steps: int, functionals: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Levenberg-Marquardt for many tokens at once, each with its own f unknowns: φ [Q, f], and its fit [Q].
+
+    places: [Q], whose family a token is of. functionals: [k, T]; the residual is divided by their size at the token,
+    which lets no token come to rest where they vanish. Without them, by the token's own size.
+    """
+    side = max(1, ABREAST // (phi.shape[1] * block.fc2.column.shape[0]))
     with warnings.catch_warnings():
         # torch scripts some of its forward derivatives, and warns of its own scripts.
         warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
-        return _solve(block, partly, grid, size, effort, watch)
-
-
-def _solve(
-    block: FirstBlock, partly: Partly, grid: tuple[int, int], size: tuple[int, int], effort: Effort, watch: Watch
-) -> Found:
-    hidden, chance = partly.hidden, torch.Generator().manual_seed(0)
-    values = partly.base.shape[1]
-    theta = smoothest(partly, Smoothness(torch.zeros_like(hidden), grid, size, values))
-    smooth = Smoothness(hidden, grid, size, values)
-    best = Found(theta, torch.full_like(partly.base[:, 0], torch.inf))
-    if not block.spans or not len(partly.z):
-        return best
-    idle, least = 0, float("inf")
-    for cycle in range(effort.cycles):
-        theta = together(block, partly, smooth, theta, effort)
-        theta = alone(block, partly, smooth, theta, effort, chance)
-        inputs = block.inputs(partly.patches(theta))
-        fit, error = block.fit(inputs), block.error(inputs)
-        watch.say(f"adaptive-mjp: cycle {cycle + 1}, {int((fit < SOLVED).sum())} of {len(fit)} patches fit")
-        idle = 0 if error < least else idle + 1
-        if idle == 0:
-            best, least = Found(theta, fit), error
-        if float(fit.max()) < SOLVED or idle >= effort.idle or watch.over():
-            break
-    return best
-
-
-# --- all patches at once ------------------------------------------------------------------------------------------
-
-
-def together(block: FirstBlock, partly: Partly, smooth: Smoothness, theta: Tensor, effort: Effort) -> Tensor:
-    """Gauss-Newton rounds on all θ: residuals weighted by their variance, plus a prior on neighbouring pixels."""
-    damping = 1e-3
-    z = partly.z
-    for number in range(effort.together):
-        inputs = block.inputs(partly.patches(theta))
-        weights = {}
-        for name, span in block.spans.items():
-            excess = span.excess(inputs[name])
-            size = (inputs[name] * span.column).square().mean(dim=-1)
-            # A token's own excess in its variance: those that do not fit are not allowed to bend the others.
-            weights[name] = (span.variance(inputs[name], excess.median().sqrt()) + excess * size).rsqrt()
-
-        def residuals(at: Tensor, weights: Mapping[str, Tensor] = weights) -> Tensor:
-            return block.residuals(block.inputs(partly.patches(at)), weights)
-
-        with torch.enable_grad():
-            free = theta.clone().requires_grad_()
-            out = residuals(free)
-        here, energy = out.detach(), smooth.energy(partly.patches(theta))
-        cost = here.square().sum()
-        prior = cost / here.numel() * smooth.count / energy
-        slope = _pull(out, free, here) + prior * smooth.gradient(partly.patches(theta)) @ z.T
-        step = _newton_step(residuals, out, free, theta, slope, prior, smooth, z, damping, effort.gradients)
-        total, better = cost + prior * energy, False
-        for _ in range(6):
-            moved = theta + step
-            after = residuals(moved).square().sum() + prior * smooth.energy(partly.patches(moved))
-            better = bool(after < total)
-            if better:
-                break
-            step, damping = step * 0.3, damping * 5
-        if not better:
-            break
-        theta, damping = theta + step, max(damping * 0.1, 1e-12)
-        if number and float(1 - after / total) < 1e-2:
-            break
-    return theta
-
-
-def _pull(out: Tensor, free: Tensor, v: Tensor) -> Tensor:
-    """J^T v of the graph that made `out` from `free`."""
-    return torch.autograd.grad(out, free, v, retain_graph=True)[0]
-
-
-def _push(function: Callable[[Tensor], Tensor], at: Tensor, v: Tensor) -> Tensor:
-    """J v by forward differentiation."""
-    with forward.dual_level():
-        tangent = forward.unpack_dual(function(forward.make_dual(at, v))).tangent
-    assert tangent is not None
-    return tangent
-
-
-def _newton_step(
-    residuals: Callable[[Tensor], Tensor],
-    out: Tensor,
-    free: Tensor,
-    theta: Tensor,
-    slope: Tensor,
-    prior: Tensor,
-    smooth: Smoothness,
-    z: Tensor,
-    damping: float,
-    rounds: int,
-) -> Tensor:
-    """The damped Gauss-Newton step by conjugate gradients: no Jacobian is ever held."""
-
-    def curvature(v: Tensor) -> Tensor:
-        return _pull(out, free, _push(residuals, theta, v)) + prior * smooth.gradient(v @ z) @ z.T
-
-    probe = torch.randn(theta.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(theta.device)
-    scale = damping * (probe * curvature(probe)).sum() / probe.square().sum()
-    return conjugate(lambda v: curvature(v) + scale * v, -slope, rounds, 1e-5)
-
-
-# --- each token alone ---------------------------------------------------------------------------------------------
-
-
-def alone(
-    block: FirstBlock, partly: Partly, smooth: Smoothness, theta: Tensor, effort: Effort, chance: torch.Generator
-) -> Tensor:
-    """θ after each token looked for its own solution among several starts; hidden places hold the roots found."""
-    hidden = partly.hidden
-    patches = partly.patches(theta)
-    inputs = block.inputs(patches)
-    levels, before = block.levels(inputs), block.surprise(inputs, block.levels(inputs))
-    shown = (~hidden).nonzero()[:, 0]
-    misfits = shown[_outliers(before[shown])]
-    pool = theta[shown] if len(shown) else theta
-    usual = before[hidden][~_outliers(before[hidden])]
-    held = theta[hidden][before[hidden] <= usual.max()]
-
-    owner = torch.cat([shown, misfits, misfits.repeat_interleave(effort.retries)])
-    likely = smoothest(partly, smooth, theta, _flags(misfits, len(hidden)))[misfits]
-    again = _draw(pool, len(misfits) * effort.retries, chance)
-    fresh = _elsewhere(pool, held, effort.starts, chance)
-    starts = torch.cat([theta[shown], likely, again, theta[hidden], fresh])
-    some = hidden.nonzero()[:1, 0]
-    places = torch.cat([owner, some.expand(len(starts) - len(owner))])
-    at, surprise = _search(block, partly, patches, places, starts, levels, effort.alone)
-    moved = theta.clone()
-    for place in shown.tolist():
-        mine = (owner == place).nonzero()[:, 0]
-        moved[place] = at[mine[surprise[mine].argmin()]]
-    roots, surprise = at[len(owner) :], surprise[len(owner) :]
-    fits = surprise < surprise.min() + MARGIN
-    found = _distinct(roots[fits], surprise[fits], int(hidden.sum()), 0.005 * float(pool.std(0).norm()))
-    while len(found) < int(hidden.sum()):
-        found = _one_more(block, partly, moved, found, _draw(pool, int(hidden.sum()) - len(found) + 7, chance), levels)
-    moved[hidden] = found
-    return moved
-
-
-def _draw(pool: Tensor, count: int, chance: torch.Generator) -> Tensor:
-    """Rows of the pool, chosen at random."""
-    return pool[torch.randint(len(pool), (count,), generator=chance).to(pool.device)]
-
-
-def _elsewhere(pool: Tensor, found: Tensor, count: int, chance: torch.Generator) -> Tensor:
-    """Starts for roots that are still lacking: rows of the pool, every other one drawn out across the roots found.
-
-    The m hidden patches are affinely independent, so those that lack lie off the flat through those found.
-    """
-    starts = _draw(pool, count, chance)
-    if len(found) > 1:
-        centre = found.mean(dim=0)
-        flat = torch.linalg.svd(found[1:] - found[0], full_matrices=False)[2]
-        off = starts - centre
-        off = off - (off @ flat.T) @ flat
-        stretch = 1 + 3 * torch.rand(count, 1, generator=chance, dtype=torch.float64).to(pool.device)
-        odd = torch.arange(count, device=pool.device).unsqueeze(-1) % 2 == 1
-        starts = torch.where(odd, centre + stretch * off, starts)
-    return starts
-
-
-def _one_more(
-    block: FirstBlock, partly: Partly, theta: Tensor, found: Tensor, fresh: Tensor, levels: Mapping[str, Tensor]
-) -> Tensor:
-    """The roots and one more, as fits best: a new start, or a copy of a root where the algebra says that m - 1
-    directions were not needed, as with equal hidden patches."""
-    lacking = int(partly.hidden.sum()) - len(found)
-    equal = int(partly.hidden.sum()) - 1 - len(partly.z)
-    trials = []
-    for candidate in torch.cat([found, fresh]) if lacking <= equal else fresh:
-        guess = theta.clone()
-        guess[partly.hidden] = torch.cat([found, candidate.unsqueeze(0), fresh[: lacking - 1]])
-        surprise = block.surprise(block.inputs(partly.patches(guess)), levels)
-        trials.append((float(surprise.median()), candidate))
-    return torch.cat([found, min(trials, key=lambda trial: trial[0])[1].unsqueeze(0)])
-
-
-def _outliers(surprise: Tensor) -> Tensor:
-    """Tokens that fit far worse than the median one, [T] bool."""
-    if not len(surprise):
-        return surprise.bool()
-    middle = surprise.median()
-    return surprise > middle + 5 * (surprise - middle).abs().median() + 0.5
-
-
-def _flags(places: Tensor, count: int) -> Tensor:
-    flags = torch.zeros(count, dtype=torch.bool, device=places.device)
-    flags[places] = True
-    return flags
-
-
-def _distinct(points: Tensor, surprise: Tensor, most: int, apart: float) -> Tensor:
-    """The most likely points that are farther than `apart` from each other, at most `most` of them."""
-    chosen: list[int] = []
-    far = torch.cdist(points, points) > apart
-    for index in surprise.argsort().tolist():
-        if bool(far[index, chosen].all()):
-            chosen.append(index)
-        if len(chosen) == most:
-            break
-    return points[chosen]
+        parts = [
+            _search(block, family, p, f, steps, functionals)
+            for p, f in zip(places.split(side), phi.split(side), strict=True)
+        ]
+    return torch.cat([at for at, _ in parts]), torch.cat([fit for _, fit in parts])
 
 
 def _search(
-    block: FirstBlock,
-    partly: Partly,
-    patches: Tensor,
-    places: Tensor,
-    theta: Tensor,
-    levels: Mapping[str, Tensor],
-    rounds: int,
+    block: FirstBlock, family: Family, places: Tensor, phi: Tensor, steps: int, functionals: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Levenberg-Marquardt for many tokens at once, each with its own r unknowns: θ [Q, r] and surprise [Q].
-
-    places: [Q], whose base and row of the table a token has. patches: [N, K], the image they look at.
-    """
-    base, rows = partly.base[places], block.table[places]
-
-    def inputs_at(at: Tensor) -> dict[str, Tensor]:
-        return block.inputs(patches, (base + at @ partly.z, rows))
-
-    damping = torch.full_like(theta[:, 0], 1e-3)
-    inputs = inputs_at(theta)
-    surprise = block.surprise(inputs, levels)
-    for _ in range(rounds):
-        weights = {n: s.variance(inputs[n], levels[n]).rsqrt() for n, s in block.spans.items()}
-        here = block.residuals(inputs, weights)
-        jacobian = _jacobian(block, partly, patches, places, theta, weights)
-        normal, slope = jacobian.mT @ jacobian, (jacobian.mT @ here.unsqueeze(-1)).squeeze(-1)
+    damping = torch.full_like(phi[:, 0], 1e-2)
+    out, jacobian = _residuals(block, family, places, phi, functionals)
+    cost = out.square().sum(dim=1)
+    for _ in range(steps):
+        normal, slope = jacobian @ jacobian.mT, (jacobian @ out.unsqueeze(-1)).squeeze(-1)
         diagonal = normal.diagonal(dim1=1, dim2=2)
-        origin, before, done = theta, surprise, torch.zeros_like(damping, dtype=torch.bool)
-        for _ in range(3):
-            bend = damping.unsqueeze(-1) * (diagonal + 1e-3 * diagonal.mean(dim=1, keepdim=True)) + 1e-14
-            step = torch.linalg.solve(normal + torch.diag_embed(bend), slope)
-            moved = torch.where(done.unsqueeze(-1), theta, origin - step)
-            after = inputs_at(moved)
-            likelihood = block.surprise(after, levels)
-            better = likelihood < surprise
-            theta = torch.where(better.unsqueeze(-1), moved, theta)
-            surprise = torch.where(better, likelihood, surprise)
-            inputs = {n: torch.where(better.unsqueeze(-1), after[n], inputs[n]) for n in inputs}
-            done = done | better
-            damping = torch.where(done, torch.where(better, damping * 0.2, damping), damping * 6).clamp(1e-8, 1e8)
-            if float(done.double().mean()) > 0.7:
-                break
-        if float((before - surprise).max()) < 1e-3:
-            break
-    return theta, surprise
+        bend = damping.unsqueeze(-1) * (diagonal + 1e-3 * diagonal.mean(dim=1, keepdim=True))
+        floor = 1e-14 * diagonal.amax(dim=1, keepdim=True) + 1e-300
+        moved = phi - torch.linalg.solve(normal + torch.diag_embed(bend + floor), slope)
+        after, turned = _residuals(block, family, places, moved, functionals)
+        better = (after.square().sum(dim=1) < cost).unsqueeze(-1)
+        phi, out = torch.where(better, moved, phi), torch.where(better, after, out)
+        jacobian = torch.where(better.unsqueeze(-1), turned, jacobian)
+        cost = out.square().sum(dim=1)
+        damping = torch.where(better[:, 0], damping * 0.2, damping * 5).clamp(1e-9, 1e6)
+    late = block.late(family.streams(places, phi))
+    return phi, (block.fc2.residual(late) / block.fc2.expected(late)).nan_to_num(torch.inf)
 
 
-def _jacobian(
-    block: FirstBlock, partly: Partly, patches: Tensor, places: Tensor, theta: Tensor, weights: Mapping[str, Tensor]
-) -> Tensor:
-    """The derivative of each token's residuals by its own θ, [Q, R, r].
+def _residuals(
+    block: FirstBlock, family: Family, places: Tensor, phi: Tensor, functionals: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """What sticks out of the last layer's span over the token's size, [Q, H], and its derivative by φ, [Q, f, H]."""
+    span = block.fc2
+    m = family.streams(places, phi)
 
-    Tokens do not look at each other, so as many copies of all of them as fit run side by side, one for each axis.
-    """
-    count, width = theta.shape
-    side = max(1, ABREAST.get(theta.device.type, 2048) // max(count, 1))
-    found = []
-    for axes in torch.eye(width, dtype=theta.dtype, device=theta.device).split(side):
-        copies = len(axes)
-        owners = places.repeat(copies)
-        scaled = {name: weight.repeat(copies) for name, weight in weights.items()}
+    def along(direction: Tensor) -> Tensor:
+        return jvp(block.late, (m,), (direction.expand_as(m),))[1]
 
-        def function(at: Tensor, owners: Tensor = owners, scaled: Mapping[str, Tensor] = scaled) -> Tensor:
-            queries = partly.base[owners] + at @ partly.z, block.table[owners]
-            return block.residuals(block.inputs(patches, queries), scaled)
-
-        tangent = _push(function, theta.repeat(copies, 1), axes.repeat_interleave(count, dim=0))
-        found.append(tangent.view(copies, count, -1))
-    return torch.cat(found).movedim(0, -1)
+    late, turned = block.late(m), vmap(along, out_dims=1)(family.along)
+    a, da = late * span.column, turned * span.column
+    inside, d_inside = a @ span.inside.T, da @ span.inside.T
+    out, d_out = a - inside @ span.inside, da - d_inside @ span.inside
+    if functionals is not None:
+        inside, d_inside = inside @ functionals.T, d_inside @ functionals.T
+    size = inside.norm(dim=1, keepdim=True).clamp(min=1e-300)
+    d_size = (d_inside * (inside / size).unsqueeze(1)).sum(dim=-1, keepdim=True)
+    out = out / size
+    return out, (d_out - d_size * out.unsqueeze(1)) / size.unsqueeze(1)
