@@ -6,8 +6,8 @@
 The victim's step and the attacker's solve are timed apart. The gradients of single-image steps are autograd's own, for
 many images at once (`torch.func.vmap(grad)` over the three tensors that are read); on the first images they are
 compared with those of a step on one image alone, and the largest relative difference is printed. The CPU column solves
-each image by itself with `numpy.linalg.lstsq` in float64, as tools for one image do, on the same gradients; it does not
-know that pixels are bytes, which the attack does.
+each image by itself with `numpy.linalg.lstsq` in float64, as tools for one image do, on the same gradients. The row
+"bytes" is the attack of one who also knows how images are normalised, and so that pixels are bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,14 +32,14 @@ from situs.audit.gradients import EXACT
 from situs.audit.metrics import denormalise, mean_of, psnr
 from situs.audit.patchembed import PatchEmbedding
 from situs.audit.stem import flat_weight, require_stem, table_rows, to_images
-from situs.audit.threat import Gradients, victim_gradients
+from situs.audit.threat import Gradients, full_float32, victim_gradients
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.config import write_text
 from situs.data.loader import DataConfig, make_loader
 from situs.data.sources import open_source
 
-ATTACKS: dict[str, type[Attack]] = {"patchembed": PatchEmbedding, "april": April}
+ATTACKS: dict[str, type[Attack]] = {"patchembed": PatchEmbedding, "patchembed, bytes": PatchEmbedding, "april": April}
 
 
 class Result(NamedTuple):
@@ -62,7 +63,12 @@ def step_of_each(backbone: Backbone, names: Sequence[str]) -> Callable[[Tensor, 
         return F.cross_entropy(logits, label.unsqueeze(0))
 
     each = vmap(grad(loss), in_dims=(None, 0, 0))
-    return lambda images, labels: each(read, images, labels)
+
+    def step(images: Tensor, labels: Tensor) -> Gradients:
+        with full_float32():
+            return each(read, images, labels)
+
+    return step
 
 
 def largest_difference(backbone: Backbone, sent: Gradients, images: Tensor, labels: Tensor) -> float:
@@ -91,7 +97,7 @@ def alone_on_cpu(name: str, backbone: Backbone, upload: Gradients) -> Tensor:
     return (z @ torch.from_numpy(np.linalg.pinv(flat_weight(own[stem.weight]).numpy())).T).unsqueeze(0)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--images", required=True, help="a folder of photographs")
     parser.add_argument("--count", type=int, default=1000)
@@ -101,10 +107,15 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--alone", type=int, default=50, help="images that are also solved one by one on the CPU")
+    parser.add_argument("--bytes", type=int, default=1000, help="images that are also read to the byte")
     parser.add_argument("--check", type=int, default=3, help="images whose gradients are compared with a step alone")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, help="a JSON file")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     torch.manual_seed(0)
     given = {"img_size": args.size, "num_classes": args.classes, "weights": args.weights}
     backbone = create_backbone(args.model, **given).to(args.device).eval()
@@ -114,7 +125,6 @@ def main() -> None:
     )
     data = DataConfig(path=args.images, img_size=(args.size, args.size), batch=args.batch, workers=0, resident="never")
     step, seen = step_of_each(backbone, names), 0
-    known = Knowledge(normalisation=data.normalisation)
     solved: dict[str, list[Result]] = {name: [] for name in ATTACKS}
     single: dict[str, list[Result]] = {name: [] for name in ATTACKS}
     victim, apart = 0.0, None
@@ -132,13 +142,16 @@ def main() -> None:
         uploads = [{name: g[i] for name, g in sent.items()} for i in range(len(images))]
         real = denormalise(images, *data.normalisation)
         for name, kind in ATTACKS.items():
-            if kind().applies(backbone):
+            reads = name.endswith("bytes")
+            if kind().applies(backbone) or (reads and seen >= args.bytes):
                 continue
+            known = Knowledge(normalisation=data.normalisation if reads else None)
+            solve = partial(kind().recover, backbone, uploads, known)
             if seen == 0:
-                _run(args.device, lambda kind=kind, sent=uploads: kind().recover(backbone, sent, known))
-            found, seconds = _run(args.device, lambda kind=kind, sent=uploads: kind().recover(backbone, sent, known))
+                _run(args.device, solve)
+            found, seconds = _run(args.device, solve)
             solved[name].append(Result(psnr(denormalise(found.images, *data.normalisation), real).tolist(), seconds))
-            for i in range(min(len(images), args.alone - seen)):
+            for i in range(0 if reads else min(len(images), args.alone - seen)):
                 upload = {key: g.cpu() for key, g in uploads[i].items()}
                 patches, seconds = _run("cpu", lambda n=name, u=upload: alone_on_cpu(n, backbone, u))
                 image = denormalise(to_images(patches, backbone, stem), *data.normalisation)
@@ -173,7 +186,7 @@ def report(
     print(f"{machine}, torch {torch.__version__}, {torch.get_num_threads()} CPU threads, batches of {args.batch}")
     print(f"victim: {seen} single-image steps in {victim:.2f} s, {seen / victim:.1f} images/s; against a step on one")
     print(f"image alone its gradients differ by {apart:.1e} at most (relative, {args.check} images)")
-    print(f"{'attack':12} {'where':28} {'images':>7} {'images/s':>10} {'mean PSNR':>10} {'exact':>7}")
+    print(f"{'attack':18} {'where':28} {'images':>7} {'images/s':>10} {'mean PSNR':>10} {'exact':>7}")
     rows = []
     for where, results in ((f"{machine}, batched", solved), ("CPU, numpy lstsq, one by one", single)):
         for name, parts in results.items():
@@ -191,7 +204,7 @@ def report(
             }
             rows.append(row)
             rate, mean = row["images_per_s"], row["psnr"]["mean"]
-            print(f"{name:12} {where[:28]:28} {len(values):7d} {rate:10.1f} {mean:7.1f} dB {exact / len(values):7.3f}")
+            print(f"{name:18} {where[:28]:28} {len(values):7d} {rate:10.1f} {mean:7.1f} dB {exact / len(values):7.3f}")
     if args.out is not None:
         facts = {
             "model": args.model,

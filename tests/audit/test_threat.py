@@ -125,3 +125,17 @@ def test_attacks_by_name() -> None:
     assert create_attack("april").name == "april"
     with pytest.raises(SitusError, match=r"april, .*matching, patchembed"):
         create_attack("magic")
+
+
+def test_steps_are_made_in_full_float32_and_leave_the_users_choice(
+    backbone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's TF32 would pass for a defence."""
+    seen = []
+    backbone.model.head.register_forward_hook(
+        lambda *_: seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
+    )
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    victim_gradients(backbone, X, Y)
+    assert seen == [(False, False)]
+    assert torch.backends.cudnn.allow_tf32

@@ -35,6 +35,9 @@ WEAK = 1e-2
 COPIED = 1e-3
 """A copy is believed if the solved tokens' streams come out as near as this."""
 
+APART = (1e-2, 1e-3)
+"""Two roots are two if they are this share of the patches' spread apart: ends of one round, and of different ones."""
+
 ABREAST = 2**25
 """Numbers of a Jacobian that are held at a time."""
 
@@ -200,7 +203,7 @@ def solve_hidden(
     one, solved = hidden[:1], found.solved(shown)
     pool = solved if len(solved) > 1 else shown
     pool = family.theta(pool, phi[pool])
-    apart = 1e-2 * float((pool - pool.mean(dim=0)).norm(dim=1).median())
+    spread = float((pool - pool.mean(dim=0)).norm(dim=1).median())
     known = block.late(family.streams(solved, phi[solved]))
     roots, sticks = phi[:0], fit[:0]
     for number in range(effort.rounds):
@@ -210,10 +213,13 @@ def solve_hidden(
         seen = torch.cat([known, block.late(family.streams(one.expand(len(roots)), roots))])
         starts = family.phi(places, _like(pool, len(places), chance))
         at, stuck = search(block, family, places, starts, effort.steps, _functionals(block, seen))
+        # Two ends of one round may be one root, not quite reached; a root of an earlier round is kept out anyway.
+        apart = torch.full_like(sticks, APART[1] * spread)
         for index in stuck.argsort().tolist():
-            away = family.theta(one, roots) - family.theta(one, at[index])
-            if stuck[index] <= SOLVED and len(roots) < len(hidden) and bool((away.norm(dim=1) > apart).all()):
+            away = (family.theta(one, roots) - family.theta(one, at[index])).norm(dim=1)
+            if stuck[index] <= SOLVED and len(roots) < len(hidden) and bool((away > apart).all()):
                 roots, sticks = torch.cat([roots, at[index : index + 1]]), torch.cat([sticks, stuck[index : index + 1]])
+                apart = torch.cat([apart, apart.new_full((1,), APART[0] * spread)])
         watch.say(f"adaptive-mjp: round {number + 1}, {len(roots)} of {len(hidden)} hidden found")
     # Any of the hidden places stands for all: their bases and rows of the table are the same.
     phi[hidden[: len(roots)]], fit[hidden[: len(roots)]] = roots, sticks

@@ -8,6 +8,8 @@ who has read about it; `noise_level` and `known_gradient` are that knowledge in 
 # ruff: noqa: ARG002  (every defence is given the same arguments)
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import copy, deepcopy
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -314,6 +316,18 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
         )
 
 
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """float32 with all its digits: a GPU rounds what it convolves to TF32's 10 bits unless told not to, and the audit
+    would count that as protection."""
+    held = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    try:
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = held
+
+
 def _step(method: Method, batch: Batch, defence: Defence, seed: int, epoch: int) -> Gradients:
     """The mean gradient over the batch, each sample bounded first where the defence asks for it."""
     assert batch.labels is not None
@@ -321,7 +335,7 @@ def _step(method: Method, batch: Batch, defence: Defence, seed: int, epoch: int)
     parts = [part.split(size) for part in (batch.images, batch.ids, batch.labels)]
     total: Gradients = {}
     for images, ids, labels in zip(*parts, strict=True):
-        with torch.enable_grad():
+        with torch.enable_grad(), full_float32():
             loss = method(Batch(images, ids, labels), method.draw(ids, seed=seed, epoch=epoch)).loss
             named = parameter_names(method)
             found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
