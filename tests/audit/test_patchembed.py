@@ -203,3 +203,20 @@ def test_the_layout_is_that_of_patchify() -> None:
     found = patchify(attack(backbone, images()).images, 8)
     by_hand = images()[0, :, 8:16, 16:24].permute(1, 2, 0).flatten()
     torch.testing.assert_close(found[0, 6], by_hand, rtol=1e-2, atol=1e-2)
+
+
+def test_a_nearly_singular_system_is_said_to_be_one() -> None:
+    """Two patches whose gradients differ in the last digits, and noise that drowns all of them."""
+    backbone, x = victim(), images()
+    sent = victim_gradients(backbone, x, torch.tensor([0]))
+    assert PatchEmbedding().recover(backbone, [sent]).facts[0]["verdict"] is None
+    table = sent["model.pos_embed"].clone()
+    spread = table[0, 1].norm() / 48**0.5
+    for digits, said in ((3e-6, "nearly singular"), (0.0, "fewer directions")):
+        table[0, 2] = table[0, 1] + digits * spread * torch.randn(48, generator=torch.Generator().manual_seed(0))
+        weight = torch.einsum("nd,nk->dk", table[0, 1:].double(), patchify(x, (8, 8))[0].double())
+        weight = weight.unflatten(1, (8, 8, 3)).movedim(3, 1).float()
+        upload = {"model.pos_embed": table, "model.patch_embed.proj.weight": weight}
+        found = PatchEmbedding().recover(backbone, [upload])
+        assert said in str(found.facts[0]["verdict"])
+        assert error(found.images, x) < 60

@@ -90,6 +90,19 @@ def _ridge(table: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return patches, values
 
 
+def _said(fact: dict[str, Fact], eps: float) -> str | None:
+    """Why a solution that ought to be exact may not be: G is singular up to the rounding of what was sent."""
+    if fact.get("bytes"):
+        return None
+    if fact["rank"] != fact["unknowns"]:
+        return "for some images rounding and noise leave G fewer directions than there are patches"
+    if isinstance(fact["condition"], float) and fact["condition"] * eps > 0.1:
+        return (
+            f"for some images G is nearly singular (condition above {0.1 / eps:.0e}): weak directions drown in rounding"
+        )
+    return None
+
+
 class PatchEmbedding(Attack):
     """∂l/∂W_patch = G^T X, solved for X."""
 
@@ -151,4 +164,7 @@ class PatchEmbedding(Attack):
             patches, read = read_bytes(white, right, patches, found.rank, known.normalisation)
             for fact, share in zip(facts, read.double().mean(dim=1).tolist(), strict=True):
                 fact.update(bytes=share == 1, bytes_share=share)
+        if self.caveat(backbone, known.batch) is None:
+            for fact in facts:
+                fact["verdict"] = _said(fact, torch.finfo(sent).eps)
         return Recovery(to_images(patches, backbone, stem).float(), facts)
