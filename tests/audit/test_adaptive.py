@@ -144,7 +144,28 @@ def test_it_stops_when_its_time_is_over() -> None:
     uploads = [upload_of(backbone, x, 0.3, 0)] * 3
     found = AdaptiveMJP(Effort(rounds=2)).recover(backbone, uploads, Knowledge(MaskedJigsaw(0.3)), watch)
     assert found.images.shape[0] == len(found.facts) == 1
-    assert "1 of 3 uploads, the time limit" in str(found.partial)
+    assert found.partial == "a part of the last image's search"
+
+
+def test_ctrl_c_keeps_the_images_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    backbone, x = victim(), pictures()
+    uploads, known = [upload_of(backbone, x, 0.1, 0)] * 3, Knowledge(MaskedJigsaw(0.1))
+    whole = AdaptiveMJP().recover(backbone, uploads[:1], known)
+    solve, pressed = AdaptiveMJP._one, iter([False, True, True])
+
+    def one(*args: Any) -> Any:
+        if next(pressed):
+            raise KeyboardInterrupt
+        return solve(*args)
+
+    monkeypatch.setattr(AdaptiveMJP, "_one", one)
+    watch = Watch()
+    found = AdaptiveMJP().recover(backbone, uploads, known, watch)
+    assert watch.interrupted
+    assert len(found.facts) == 1
+    torch.testing.assert_close(found.images, whole.images)
+    with pytest.raises(KeyboardInterrupt):  # nothing is there yet
+        AdaptiveMJP().recover(backbone, uploads, known)
 
 
 def test_it_is_in_the_dict_and_refuses_what_it_cannot_read() -> None:

@@ -85,10 +85,8 @@ class AdaptiveMJP(Attack):
         stem, method = require_stem(backbone), known.trained(backbone)
         precise = deepcopy(backbone).double().requires_grad_(False).eval()
         images, facts = [], []
-        partial = None
         for number, upload in enumerate(uploads):
             if images and watch.over():
-                partial = f"{number} of {len(uploads)} uploads, {watch.reason}"
                 break
             hidden = hidden_places(table_rows(upload[stem.table], stem))
             if known.batch > 1 or not hidden.any() or not isinstance(method, MJP):
@@ -97,9 +95,17 @@ class AdaptiveMJP(Attack):
                 facts.append({**plain.facts[0], "hidden": int(hidden.sum())})
                 continue
             watch.say(f"{self.name}: upload {number + 1} of {len(uploads)}, {int(hidden.sum())} patches are hidden")
-            image, fact = self._one(precise, stem, method, upload, hidden, known, watch)
+            try:
+                image, fact = self._one(precise, stem, method, upload, hidden, known, watch)
+            except KeyboardInterrupt:  # of this image there is nothing: those before it stay
+                if not images:
+                    raise
+                watch.interrupt()
+                break
             images.append(image)
             facts.append(fact)
+        cut = watch.over() and facts[-1].get("patches_that_fit") not in (None, backbone.num_tokens)
+        partial = "a part of the last image's search" if cut else None
         return Recovery(torch.stack(images).float(), facts, partial=partial)
 
     def _one(
