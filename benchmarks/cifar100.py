@@ -4,7 +4,8 @@
 
 positions: MP3, DropPos and MAE, each fine-tuned, beside training from scratch at the same number of epochs.
 jigsaw: a plain classifier and MJP's parts added one by one, with their consistency under shuffled patches.
-long: MP3 for 100 epochs and fine-tuning for 60.
+long: MP3 for 100 epochs and fine-tuning for 60, with the recipe for few epochs; beside it the same 60 from scratch,
+plain and with MJP.
 
 Every job is one `situs` command, printed before it runs; its output is in OUT/NAME.log. With --seconds the jobs are
 interrupted in time (a run saves itself) and the same command goes on with them. The tables come last, from the JSON
@@ -25,6 +26,9 @@ from typing import Any
 
 Jobs = dict[str, "Job"]
 
+LIGHT = "--augment.mixup 0 --augment.cutmix 0 --augment.erasing 0"
+"""What the -short presets leave out."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -39,8 +43,8 @@ def pretrain(preset: str, epochs: int, more: str = "") -> Job:
     return Job(f"pretrain --preset {preset} --epochs {epochs} {more}")
 
 
-def finetune(source: str, epochs: int) -> Job:
-    return Job(f"finetune --preset cifar100-finetune --from {{{source}}} --epochs {epochs}", source)
+def finetune(source: str, epochs: int, preset: str = "cifar100-finetune") -> Job:
+    return Job(f"finetune --preset {preset} --from {{{source}}} --epochs {epochs}", source)
 
 
 def look(verb: str, at: str, more: str = "") -> Job:
@@ -67,7 +71,12 @@ def jigsaw_study(epochs: int) -> Jobs:
 
 
 def long_study(pretraining: int, tuning: int) -> Jobs:
-    return {"mp3-long": pretrain("cifar100-mp3", pretraining), "mp3-long-ft": finetune("mp3-long", tuning)}
+    return {
+        "mp3-long": pretrain("cifar100-mp3", pretraining),
+        "mp3-long-ft": finetune("mp3-long", tuning, "cifar100-finetune-short"),
+        "plain-short": pretrain("cifar100-supervised-short", tuning, "--backbone.positions learned"),
+        "mjp-short": pretrain("cifar100-mjp", tuning, LIGHT),
+    }
 
 
 def scored(jobs: Jobs) -> Jobs:

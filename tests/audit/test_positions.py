@@ -46,9 +46,9 @@ def test_verdict_of_a_model_that_is_told(audit: PositionAudit) -> None:
     assert "Its learned table does not know the grid" in said  # its vectors are random
     assert "Its features give the place away" in said
     last = audit.probed.readings[OWN][-1]
-    assert f"of {last.right:.0%} after the final norm (chance: 8.3%)" in said
+    assert f"of {100 * last.right:.0f} % after the final norm (chance: 8.3 %)" in said
     assert "what the features know of place was told" in said
-    assert "With 50% of the patches shuffled its CLS token moves by" in said  # 15 % of 12 is one, which cannot be
+    assert "With 50 % of the patches shuffled its CLS token moves by" in said  # 15 % of 12 is one, which cannot be
     assert "answers" not in said  # its head was never trained
     assert "Its blocks treat tokens as a set" in said
 

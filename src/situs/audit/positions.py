@@ -16,6 +16,7 @@ from situs.errors import SitusError
 from situs.evaluate.consistency import Consistency, measure_consistency
 from situs.locks.equivariance import Finding, verify
 from situs.methods.base import Method
+from situs.report.words import percent
 
 RATIOS = (0.15, 0.5, 0.9)
 """γ of the shuffles: MJP's Table 1, half, nearly all."""
@@ -144,9 +145,9 @@ def _features(audit: PositionAudit) -> str:
         else "hide it"
     )
     return (
-        f"Its features {how}: a linear reader names the very place of {first.right:.0%} of the patches that enter the "
-        f"blocks and of {last.right:.0%} after the final norm (chance: {last.blind_right:.1%}), where it errs by "
-        f"{last.error:.2f} patches (blind: {last.blind_error:.2f})."
+        f"Its features {how}: a linear reader names the very place of {percent(first.right, 0)} of the patches that enter "
+        f"the blocks and of {percent(last.right, 0)} after the final norm (chance: {percent(last.blind_right)}), where it "
+        f"errs by {last.error:.2f} patches (blind: {last.blind_error:.2f})."
     )
 
 
@@ -176,8 +177,10 @@ def _answers(audit: PositionAudit) -> str:
     moved = row.diff_norm / row.clean_norm
     if max(each.diff_norm / each.clean_norm for each in rows) < ROUNDING:
         return f"Shuffled patches move its {audit.reads} not at all: the order of its patches is nothing to it."
-    said = f"With {row.ratio:.0%} of the patches shuffled its {audit.reads} moves by {moved:.0%} of its length"
-    return said + ("." if row.consistency is None else f", and {row.consistency:.0%} of its answers stay the same.")
+    said = f"With {percent(row.ratio, 0)} of the patches shuffled its {audit.reads} moves by {percent(moved, 0)} of its length"
+    return said + (
+        "." if row.consistency is None else f", and {percent(row.consistency, 0)} of its answers stay the same."
+    )
 
 
 def _law(audit: PositionAudit) -> str:

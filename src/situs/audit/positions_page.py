@@ -8,6 +8,7 @@ from situs.audit.positions import KINDS, PositionAudit, verdict
 from situs.audit.positions_probe import OWN, REMOVED, SHUFFLED
 from situs.report import figures, places
 from situs.report.html import Cell, Page, Section
+from situs.report.words import percent
 
 CONDITIONS = {
     OWN: "as it is",
@@ -39,15 +40,15 @@ def at_a_glance(audit: PositionAudit) -> dict[str, Cell]:
     kinds = [KINDS[kind] for kind in audit.kinds] or ["none"]
     found: dict[str, Cell] = {"positions": "; ".join(kinds) + ("" if audit.trained else " (not used in training)")}
     for look in audit.looks:
-        found[f"{look.table.kind}, 3-PCA"] = f"{look.spectrum.explained_by(3):.1%} of the variance"
+        found[f"{look.table.kind}, 3-PCA"] = f"{percent(look.spectrum.explained_by(3))} of the variance"
         found[f"{look.table.kind}, reading error"] = (
             f"{look.decoded.two.mean:.2f} patches (blind {look.decoded.chance_two:.2f})"
         )
     for condition in audit.probed.readings:
         first, last = audit.probed.readings[condition][0], audit.probed.readings[condition][-1]
         found[f"features, {condition}"] = (
-            f"error {first.error:.2f} → {last.error:.2f} patches, place named {first.right:.1%} → {last.right:.1%}, "
-            f"from embedding to norm (blind {last.blind_error:.2f}, {last.blind_right:.1%})"
+            f"error {first.error:.2f} → {last.error:.2f} patches, place named {percent(first.right)} → "
+            f"{percent(last.right)}, from embedding to norm (blind {last.blind_error:.2f}, {percent(last.blind_right)})"
         )
     if audit.rows is not None:
         found["blocks(P s) = P blocks(s)"] = "holds" if audit.rows.status == "holds" else "refused"
@@ -90,7 +91,7 @@ def _readings(section: Section, audit: PositionAudit, pictures: dict[str, bytes]
     for group in zip(*probed.readings.values(), strict=True):
         row: list[Cell] = [group[0].depth]
         for condition, each in zip(probed.readings, group, strict=True):
-            row += [f"{each.error:.2f}", *[f"{each.r2:.3f}"] * (condition == OWN), f"{each.right:.1%}"]
+            row += [f"{each.error:.2f}", *[f"{each.r2:.3f}"] * (condition == OWN), f"{percent(each.right)}"]
         rows.append(row)
     section.table(header, rows, "Error in patches, mean of row and column; R² of both; named: the very place, of all.")
     if audit.hierarchical:
@@ -104,13 +105,14 @@ def _vectors(section: Section, audit: PositionAudit, pictures: dict[str, bytes])
     for number, look in enumerate(audit.looks, start=1):
         section.text(
             f"{look.table.kind.capitalize()} of {look.shape}: 3, 5 and 7 principal components hold "
-            f"{look.spectrum.explained_by(3):.1%}, {look.spectrum.explained_by(5):.1%} and "
-            f"{look.spectrum.explained_by(7):.1%} of its variance, and {look.spectrum.components_for(0.9)} hold 90 %. "
-            f"Cross-validated regression reads row and column with a mean error of {look.decoded.two.mean:.3f} patches "
+            f"{percent(look.spectrum.explained_by(3))}, {percent(look.spectrum.explained_by(5))} and "
+            f"{percent(look.spectrum.explained_by(7))} of its variance, and {look.spectrum.components_for(0.9)} hold "
+            f"90 %. Cross-validated regression reads row and column with a mean error of {look.decoded.two.mean:.3f} patches "
             f"(blind: {look.decoded.chance_two:.2f}). `situs analyze positions` shows more."
         )
         labels = tuple(
-            f"{nth} component ({share:.0%})" for nth, share in zip(("1st", "2nd"), look.components.shares, strict=False)
+            f"{nth} component ({percent(share, 0)})"
+            for nth, share in zip(("1st", "2nd"), look.components.shares, strict=False)
         )
         panels = [
             places.Sheet("principal components", look.components.points[:, :2], labels, "row"),
@@ -145,8 +147,8 @@ def _shuffled(section: Section, audit: PositionAudit) -> None:
     for row in audit.shuffled:
         share = row.diff_norm / row.clean_norm if row.clean_norm else None
         cells: list[Cell] = [f"{row.ratio:g}", "told" if row.told else "not told", row.masked, f"{row.diff_norm:.3g}"]
-        cells.append(None if share is None else f"{share:.1%}")
-        rows.append(cells + ([None if row.consistency is None else f"{row.consistency:.1%}"] if answers else []))
+        cells.append(None if share is None else f"{percent(share)}")
+        rows.append(cells + ([None if row.consistency is None else f"{percent(row.consistency)}"] if answers else []))
     section.table(header, rows)
     if not answers:
         section.note("It has no trained classifier, so there are no answers to compare.")
@@ -173,7 +175,7 @@ def _meaning(section: Section, audit: PositionAudit) -> None:
         section.text(
             "Permuting the tokens (split learning) hides their order from the blocks and not from who runs them: with "
             f"{audit.probed.fitted} images of one's own and this embedding, a linear reader names the place of "
-            f"{first.right:.0%} of the tokens that are sent."
+            f"{percent(first.right, 0)} of the tokens that are sent."
         )
     if any(look.table.kind == "learned table" for look in audit.looks):
         section.text(
