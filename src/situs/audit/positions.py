@@ -145,9 +145,9 @@ def _features(audit: PositionAudit) -> str:
         else "hide it"
     )
     return (
-        f"Its features {how}: a linear reader names the very place of {percent(first.right, 0)} of the patches that enter "
-        f"the blocks and of {percent(last.right, 0)} after the final norm (chance: {percent(last.blind_right)}), where it "
-        f"errs by {last.error:.2f} patches (blind: {last.blind_error:.2f})."
+        f"Its features {how}: a linear reader names the very place of {percent(first.right, 0)} of the patches that "
+        f"enter the blocks and of {percent(last.right, 0)} after the final norm (chance: {percent(last.blind_right)}), "
+        f"where it errs by {last.error:.2f} patches (blind: {last.blind_error:.2f})."
     )
 
 
@@ -177,10 +177,9 @@ def _answers(audit: PositionAudit) -> str:
     moved = row.diff_norm / row.clean_norm
     if max(each.diff_norm / each.clean_norm for each in rows) < ROUNDING:
         return f"Shuffled patches move its {audit.reads} not at all: the order of its patches is nothing to it."
-    said = f"With {percent(row.ratio, 0)} of the patches shuffled its {audit.reads} moves by {percent(moved, 0)} of its length"
-    return said + (
-        "." if row.consistency is None else f", and {percent(row.consistency, 0)} of its answers stay the same."
-    )
+    shuffled, far = percent(row.ratio, 0), percent(moved, 0)
+    said = f"With {shuffled} of the patches shuffled its {audit.reads} moves by {far} of its length"
+    return f"{said}." if row.consistency is None else f"{said}, and {percent(row.consistency, 0)} of its answers stay."
 
 
 def _law(audit: PositionAudit) -> str:

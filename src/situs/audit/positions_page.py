@@ -107,8 +107,8 @@ def _vectors(section: Section, audit: PositionAudit, pictures: dict[str, bytes])
             f"{look.table.kind.capitalize()} of {look.shape}: 3, 5 and 7 principal components hold "
             f"{percent(look.spectrum.explained_by(3))}, {percent(look.spectrum.explained_by(5))} and "
             f"{percent(look.spectrum.explained_by(7))} of its variance, and {look.spectrum.components_for(0.9)} hold "
-            f"90 %. Cross-validated regression reads row and column with a mean error of {look.decoded.two.mean:.3f} patches "
-            f"(blind: {look.decoded.chance_two:.2f}). `situs analyze positions` shows more."
+            f"90 %. Cross-validated regression reads row and column with a mean error of {look.decoded.two.mean:.3f} "
+            f"patches (blind: {look.decoded.chance_two:.2f}). `situs analyze positions` shows more."
         )
         labels = tuple(
             f"{nth} component ({percent(share, 0)})"
