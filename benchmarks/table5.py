@@ -26,14 +26,13 @@ from situs.audit.lpips import Lpips
 from situs.audit.patchembed import PatchEmbedding
 from situs.audit.settings import Attacker, Comparison, Contestant, Plan, compare_settings, to_json, verdict
 from situs.audit.settings_page import settings_page, settings_table
-from situs.audit.victim import Victim, labels_for, open_victim
+from situs.audit.victim import Victim, labels_for, open_predictor, open_victim
 from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.config import write_text
 from situs.data.loader import DataConfig
-from situs.evaluate.subject import Subject, load_set, open_subject
+from situs.evaluate.subject import Subject, load_set
 from situs.methods.mjp import MJP
-from situs.methods.mp3 import MP3
 
 
 def open_model(source: str, args: argparse.Namespace) -> Victim:
@@ -55,13 +54,8 @@ def contestant(victim: Victim, mjp: bool) -> Contestant:
     return Contestant(victim.trains if own else victim.subject.backbone, mjp)
 
 
-def attackers(args: argparse.Namespace) -> list[Attacker]:
-    predictor = None
-    if args.predictor is not None:
-        predictor = open_subject(args.predictor, device=args.device).method
-        if not isinstance(predictor, MP3):
-            raise SystemExit(f"{args.predictor}: is no run of MP3 (--predictor)")
-        predictor = predictor.eval()
+def attackers(args: argparse.Namespace, victim: Victim) -> list[Attacker]:
+    predictor = None if args.predictor is None else open_predictor(args.predictor, victim.subject.backbone, args.device)
     adaptive = AdaptiveMJP(Effort(rounds=args.rounds), predictor)
     return [Attacker(PatchEmbedding(), False), Attacker(April(), False), Attacker(adaptive, True)]
 
@@ -122,7 +116,7 @@ def main() -> None:
             models,
             batch.images,
             labels,
-            attackers(args),
+            attackers(args, next(iter(opened.values()))),
             normalisation=first.data.normalisation,
             plan=Plan(tuple(args.settings.split(",")), ratio, args.seed),
             names=[str(i) for i in batch.ids.tolist()],

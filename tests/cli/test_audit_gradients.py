@@ -311,3 +311,44 @@ def test_a_run_of_mjp_is_audited_with_its_own_method(
     assert "none: at least" in shown  # MJP is at work although no defence is named
     assert "mjp γ=0: at least 2 of 2 images recovered exactly" in shown  # its own DAL, subtracted
     assert "own method, mjp" in (tmp_path / "report.html").read_text()
+
+
+def test_an_mp3_run_is_asked_about_the_order(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from situs.audit import adaptive
+    from situs.methods.mp3 import MP3
+
+    asked, order = [], adaptive.order_hidden
+    monkeypatch.setattr(
+        adaptive, "order_hidden", lambda *args, predictor: asked.append(predictor) or order(*args, predictor=predictor)
+    )
+    words = ["audit", "gradients", str(trained.one), "--images", str(trained.data), "--count", "1"]
+    words += ["--attack", "adaptive-mjp", "--defence", "mjp=0.6", "--out", str(tmp_path / "audit")]
+    assert main([*words, "--predictor", str(trained.mp3)]) == 0
+    assert [type(each) for each in asked] == [MP3]
+    assert not asked[0].training
+
+
+@pytest.mark.parametrize(
+    ("attack", "predictor", "said"),
+    [
+        ("patchembed", "mp3", "only adaptive-mjp asks it"),
+        ("adaptive-mjp", "one", "must be a run of MP3, and is none (--predictor)"),
+        ("adaptive-mjp", "mp3", "sees images of (8, 8) pixels in (2, 2) patches, and the model (64, 64) in (4, 4)"),
+    ],
+)
+def test_a_predictor_that_cannot_be_asked_is_refused(
+    trained: Any,
+    photographs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    attack: str,
+    predictor: str,
+    said: str,
+) -> None:
+    model = str(trained.one) if predictor == "one" else NAME
+    size = [] if predictor == "one" else ["--img-size", "64"]
+    words = ["audit", "gradients", model, "--images", str(photographs), *size, "--attack", attack]
+    words += ["--predictor", str(getattr(trained, predictor)), "--out", str(tmp_path / "audit")]
+    assert main(words) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "audit").exists()

@@ -23,6 +23,7 @@ from situs.audit.threat import (
     victim_gradients,
 )
 from situs.errors import SitusError, unknown_name
+from situs.methods.mp3 import MP3
 
 ATTACKS: dict[str, type[Attack]] = {
     "adaptive-mjp": AdaptiveMJP,
@@ -43,11 +44,14 @@ DEFENCES: dict[str, type[Defence]] = {
 """Every defence by name; `create_defence("noise=1e-4")` sets its first setting."""
 
 
-def create_attack(name: str, search: MatchingConfig | None = None) -> Attack:
-    """An attack by name. search: how the optimisation attacks go about it."""
+def create_attack(name: str, search: MatchingConfig | None = None, predictor: MP3 | None = None) -> Attack:
+    """An attack by name. search: how the optimisation attacks go about it. predictor: what adaptive-mjp asks about the
+    order of patches, beside their borders."""
     if name not in ATTACKS:
         raise unknown_name("attack (--attack)", name, ATTACKS)
     kind = ATTACKS[name]
+    if issubclass(kind, AdaptiveMJP):
+        return kind(predictor=predictor)
     return kind(search) if issubclass(kind, Matching) else kind()
 
 

@@ -20,6 +20,7 @@ from situs.evaluate.subject import PUBLISHED, RANDOM, Subject, open_subject
 from situs.locks.manifest import NAME as MANIFEST
 from situs.locks.manifest import read_manifest
 from situs.methods.base import Method
+from situs.methods.mp3 import MP3
 from situs.train.checkpoint import read_config
 from situs.train.run import is_run
 
@@ -62,6 +63,18 @@ def open_victim(
     name = str(subject.facts["method"])
     notes["trained by"] = f"the run's own method, {name}, with all that it trained; defences stand on top of it"
     return Victim(subject, method, _last_epoch(source), notes)
+
+
+def open_predictor(source: str, victim: Backbone, device: torch.device | str = "cpu") -> MP3:
+    """A trained MP3 that says of patches where they were, for images and patches of the victim's size."""
+    method = open_subject(source, device=device).method
+    if not isinstance(method, MP3):
+        raise SitusError(f"predictor={source}: must be a run of MP3, and is none (--predictor)")
+    own, asked = ((model.img_size, model.grid) for model in (method.backbone, victim))
+    if own != asked:
+        said = f"sees images of {own[0]} pixels in {own[1]} patches, and the model {asked[0]} in {asked[1]}"
+        raise SitusError(f"predictor={source}: {said} (--predictor)")
+    return method.eval()
 
 
 def outputs_of(subject: Subject) -> int:

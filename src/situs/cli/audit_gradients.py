@@ -83,6 +83,9 @@ class Args:
     restarts: int = 1
     """matching: starts; the one whose gradients match best is kept."""
 
+    predictor: Annotated[str | None, tyro.conf.arg(metavar="RUN")] = None
+    """adaptive-mjp: a run of MP3 on images of this size, asked where hidden patches belong, beside their borders."""
+
     time_limit: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
     """For the whole audit, shared evenly by the attacks still to come; what is found until then is reported."""
 
@@ -107,7 +110,7 @@ def run(args: Args) -> int:
     from situs.audit import MatchingConfig, create_attack, create_defence
     from situs.audit.gate import parse_limit
     from situs.audit.lpips import Lpips
-    from situs.audit.victim import open_victim
+    from situs.audit.victim import open_predictor, open_victim
     from situs.audit.watch import first_ctrl_c
     from situs.core.tokens import pair
     from situs.train.distributed import start
@@ -115,24 +118,27 @@ def run(args: Args) -> int:
     _check(args)
     limit = None if args.fail_above is None else parse_limit(args.fail_above)
     search = MatchingConfig(distance=args.distance, iterations=args.iterations, restarts=args.restarts)
-    attacks = [create_attack(name, search) for name in _names("attack", args.attack)]
+    attacks = {name: create_attack(name, search) for name in _names("attack", args.attack)}
     defences = [create_defence(name) for name in _names("defence", args.defence)]
     lpips = None if args.lpips is None else Lpips(args.lpips)
     device, size = start(args.device).device, None if args.img_size is None else pair(args.img_size)
-    watch = _watch(args, attacks)
+    watch = _watch(args, list(attacks.values()))
     with first_ctrl_c(watch):
         victim = open_victim(
             args.model, weights=args.weights, img_size=size, classes=args.classes, seed=args.seed, device=device
         )
+        if args.predictor is not None:
+            predictor = open_predictor(args.predictor, victim.subject.backbone, device)
+            attacks = {name: create_attack(name, search, predictor) for name in attacks}
         batch, names = _load(args, victim, device)
         if args.setting:
             from situs.cli.audit_settings import run_settings
 
             settings = _names("setting", args.setting)
-            run_settings(args, settings, victim, batch, names, attacks, defences, lpips, watch)
+            run_settings(args, settings, victim, batch, names, list(attacks.values()), defences, lpips, watch)
             passed = True
         else:
-            passed = _run_pairs(args, victim, batch, names, attacks, defences, lpips, watch, limit)
+            passed = _run_pairs(args, victim, batch, names, list(attacks.values()), defences, lpips, watch, limit)
     if watch.interrupted:
         return INTERRUPTED
     return 0 if passed else GATE_FAILED
@@ -182,6 +188,8 @@ def _check(args: Args) -> None:
         check_range(name, getattr(args, name), 1, flag=f"--{name.replace('_', '-')}")
     if args.out.exists() and not args.out.is_dir():
         raise SitusError(f"out={args.out}: is a file and must be a folder (--out)")
+    if args.predictor is not None and "adaptive-mjp" not in args.attack:
+        raise SitusError(f"predictor={args.predictor}: only adaptive-mjp asks it (--predictor, --attack)")
     if args.setting:
         fixed = {"batch": 1, "local_steps": 1, "precision": "fp32", "labels": "inferred", "fail_above": None}
         for name, value in fixed.items():
