@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from situs.audit import AdaptiveMJP, Clip, Knowledge, MaskedJigsaw, PatchEmbedding, create_attack
-from situs.audit.adaptive_solve import Effort
+from situs.audit import AdaptiveMJP, Clip, Knowledge, MaskedJigsaw, PatchEmbedding, adaptive, create_attack
+from situs.audit.adaptive_solve import SOLVED, Effort
 from situs.audit.threat import NoDefence, victim_gradients
 from situs.audit.watch import Watch
 from situs.backbones import create_backbone
@@ -175,3 +175,35 @@ def test_it_is_in_the_dict_and_refuses_what_it_cannot_read() -> None:
     backbone = victim()
     assert attack.missing(backbone, {}) is not None
     assert attack.missing(backbone, upload_of(backbone, pictures(), 0.1, 0)) is None
+
+
+@pytest.mark.parametrize(("dtype", "ratio"), [(torch.float16, 0.2), (torch.bfloat16, 0.1), (torch.float32, 0.5)])
+def test_what_is_said_to_fit_is_right(dtype: torch.dtype, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded numbers explain wrong solutions too: those are not said to fit, and no pixel runs away."""
+    seen: list[Any] = []
+    solve = adaptive.solve_directions
+    monkeypatch.setattr(
+        adaptive, "solve_directions", lambda *given: seen.append((given[1], solve(*given))) or seen[-1][1]
+    )
+    backbone, x = victim(), pictures()
+    defence = MaskedJigsaw(ratio)
+    upload = victim_gradients(backbone, x, torch.tensor([3]), defence=defence, dtype=dtype)
+    recovered = AdaptiveMJP(Effort(rounds=3)).recover(backbone, [upload], Knowledge(defence))
+    assert float(recovered.images.abs().max()) < 30
+    [(partly, found)] = seen
+    fits = found.fit <= SOLVED
+    assert recovered.facts[0]["patches_that_fit"] == int(fits.sum())
+    assert dtype != torch.float32 or int(fits.sum()) >= 13
+    real = patchify(x, 7)[0].double()
+    off = torch.cdist(partly.patches(found.at), real)
+    off = torch.where(partly.hidden, off.amin(dim=1), off.diagonal())
+    assert (off[fits] < 0.03 * real.norm(dim=1).mean()).all()
+
+
+def test_a_model_without_places_hides_every_patch() -> None:
+    backbone, x = victim(), pictures()
+    method = MJP(backbone, VARIANTS["B"]).eval()
+    upload = victim_gradients(method, x, torch.tensor([3]))
+    found = AdaptiveMJP(Effort(rounds=2)).recover(backbone, [upload], Knowledge(method=method))
+    assert found.facts[0]["hidden"] == 16
+    assert found.images.isfinite().all()

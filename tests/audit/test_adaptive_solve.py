@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 from situs.audit import adaptive_solve as solve
 from situs.audit.adaptive_algebra import Partly, separate
 from situs.audit.adaptive_block import FirstBlock
-from situs.audit.adaptive_solve import Effort, Family, family_of, search, solve_directions
+from situs.audit.adaptive_solve import Effort, Family, Trial, family_of, search, solve_directions
 from situs.audit.stem import flat_weight, require_stem, table_rows
 from situs.audit.threat import MaskedJigsaw, known_gradient, victim_gradients
 from situs.audit.watch import Watch
@@ -110,13 +111,17 @@ def test_derivatives_are_those_of_differences(usual: Scene) -> None:
         assert float(out.norm()) > 1e-3
 
 
+def trial(of: Scene) -> Trial:
+    return Trial(of.block, of.family, of.partly, 1e3, Effort(steps=30), Watch())
+
+
 @torch.no_grad()
 def test_a_search_ends_at_the_truth(usual: Scene) -> None:
     shown = (~usual.partly.hidden).nonzero()[:, 0]
     spread = usual.theta.std(dim=0)
     start = usual.theta[shown] + 0.3 * spread * torch.randn(len(shown), len(spread), dtype=torch.float64)
     family = usual.family
-    at, fit = search(usual.block, family, shown, family.phi(shown, start), 30)
+    at, fit = search(trial(usual), shown, family.phi(shown, start))
     right = (family.theta(shown, at) - usual.theta[shown]).norm(dim=1) < 1e-3 * usual.theta[shown].norm(dim=1)
     assert int(right.sum()) >= len(shown) - 2
     assert (right == (fit <= solve.SOLVED)).all()  # the attacker knows which
@@ -176,3 +181,45 @@ def test_who_has_no_time_keeps_the_smoothest_guess(usual: Scene) -> None:
     hidden = usual.partly.hidden
     assert found.fit[hidden].isinf().all()
     assert found.at.isfinite().all()
+
+
+@torch.no_grad()
+def test_what_is_no_picture_or_proves_nothing_is_no_fit(usual: Scene) -> None:
+    """Where rounding lets everything stick out, no solution tells itself from another."""
+    family, places = family_of(usual.block, usual.partly, loose=0), everywhere(usual)
+    phi = family.phi(places, usual.theta)
+    attempt = trial(usual._replace(family=family))
+    assert float(solve._fit(attempt, places, phi).max()) <= solve.SOLVED
+    quiet = replace(attempt, loud=1e-3 * float(usual.theta.norm(dim=1).min()))
+    assert solve._fit(quiet, places, phi).isinf().all()
+    held, usual.block.fc2.noise = usual.block.fc2.noise, usual.block.fc2.noise + 1e6
+    off = phi + torch.randn_like(phi) * usual.theta.std()
+    fit, sticks = (
+        solve._fit(attempt, places, off),
+        usual.block.fc2.residual(usual.block.late(family.streams(places, off))),
+    )
+    usual.block.fc2.noise = held
+    assert (sticks > solve.TELLING).any()
+    assert (fit[sticks > solve.TELLING] > solve.SOLVED).all()
+    assert fit.isfinite().all()
+
+
+@torch.no_grad()
+def test_all_patches_may_be_hidden() -> None:
+    of = scene(ratio=1.0)
+    assert of.partly.hidden.all()
+    found = solve_directions(of.block, of.partly, of.grid, SIZE, Effort(rounds=3), Watch())
+    fits = found.fit <= solve.SOLVED
+    assert int(fits.sum()) >= 12
+    near = torch.cdist(of.partly.patches(found.at)[fits], of.patches).amin(dim=1)
+    assert float(near.max()) < 1e-3 * float(of.patches.norm(dim=1).max())
+
+
+@torch.no_grad()
+def test_copies_are_not_believed_while_roots_are_missing(usual: Scene) -> None:
+    """All four hidden patches differ: with two of them found, nothing may stand twice and be said to fit."""
+    family, hidden = usual.family, usual.partly.hidden.nonzero()[:, 0]
+    found = solve.Found(family.phi(everywhere(usual), usual.theta), torch.ones(16, dtype=torch.float64))
+    copied = solve._copied(trial(usual), found, hidden[2:])
+    assert copied.fit[hidden[2:]].isinf().all()
+    assert (copied.fit[hidden[:2]] == 1).all()

@@ -14,7 +14,7 @@ functionals that vanish on them and on the shown tokens: dividing residuals by t
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -29,14 +29,25 @@ SOLVED = 10.0
 """A token fits if no more of it sticks out than this many times what noise explains. At the truth it is about once; a
 wrong solution has thousands."""
 
+TELLING = 1e-2
+"""Nor more than this share, whatever noise explains: wrong solutions stick out by little more, and where rounding alone
+lets as much stick out (fp16, tokens of weak gradients) nobody can tell them from the right one."""
+
+LOUD = 3.0
+"""Nor may a patch be larger than this many times one of pixels ±1, or the largest of the smoothest image: normalised
+pixels do not reach that far."""
+
 WEAK = 1e-2
 """Equations that say less than this share of what the strongest says are left out, and their direction is searched."""
 
 COPIED = 1e-3
-"""A copy is believed if the solved tokens' streams come out as near as this."""
+"""A copy is believed if the solved tokens' streams come out as near as this, and nearer by `NEARER` than with any other
+root in its place."""
 
-APART = (1e-2, 1e-3)
-"""Two roots are two if they are this share of the patches' spread apart: ends of one round, and of different ones."""
+NEARER = 3.0
+
+APART = 1e-3
+"""Two roots are two if they are this share of the patches' spread apart."""
 
 ABREAST = 2**25
 """Numbers of a Jacobian that are held at a time."""
@@ -86,6 +97,33 @@ class Family(NamedTuple):
         return self.fixed[places] + phi @ self.along
 
 
+@dataclass(frozen=True)
+class Trial:
+    """What stays the same while the tokens of one image are solved for. loud: the size of θ that no picture has."""
+
+    block: FirstBlock
+    family: Family
+    partly: Partly
+    loud: float
+    effort: Effort
+    watch: Watch
+    chance: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
+
+    @property
+    def hidden(self) -> Tensor:
+        """The hidden places, [m]."""
+        return self.partly.hidden.nonzero()[:, 0]
+
+    @property
+    def shown(self) -> Tensor:
+        """The shown places, [N - m]."""
+        return (~self.partly.hidden).nonzero()[:, 0]
+
+    @property
+    def everywhere(self) -> Tensor:
+        return torch.arange(len(self.partly.base), device=self.partly.base.device)
+
+
 def solve_directions(
     block: FirstBlock, partly: Partly, grid: tuple[int, int], size: tuple[int, int], effort: Effort, watch: Watch
 ) -> Found:
@@ -97,13 +135,14 @@ def solve_directions(
     found = Found(theta, theta.new_full((count,), torch.inf))
     if block.reason is not None:
         return found
-    everywhere, chance = torch.arange(count, device=theta.device), torch.Generator().manual_seed(0)
-    family = family_of(block, partly, effort.loose)
-    found = Found(family.phi(everywhere, theta), found.fit)
+    loud = LOUD * max(values**0.5, float(partly.patches(theta).norm(dim=1).max()))
+    trial = Trial(block, family_of(block, partly, effort.loose), partly, loud, effort, watch)
     smooth = Smoothness(partly.hidden, grid, size, values)
-    found = solve_shown(block, family, partly, smooth, found, effort, chance, watch)
-    found = solve_hidden(block, family, partly, found, effort, chance, watch)
-    return Found(family.theta(everywhere, found.at), found.fit)
+    found = Found(trial.family.phi(trial.everywhere, theta), found.fit)
+    found = solve_hidden(trial, solve_shown(trial, smooth, found))
+    at = trial.family.theta(trial.everywhere, found.at)
+    silent = at.norm(dim=1, keepdim=True) <= loud  # of what is no picture the smoothest guess is better
+    return Found(torch.where(silent, at, theta), found.fit)
 
 
 def family_of(block: FirstBlock, partly: Partly, loose: int = Effort.loose) -> Family:
@@ -141,39 +180,30 @@ def family_of(block: FirstBlock, partly: Partly, loose: int = Effort.loose) -> F
 # --- shown patches ------------------------------------------------------------------------------------------------
 
 
-def solve_shown(
-    block: FirstBlock,
-    family: Family,
-    partly: Partly,
-    smooth: Smoothness,
-    found: Found,
-    effort: Effort,
-    chance: torch.Generator,
-    watch: Watch,
-) -> Found:
+def solve_shown(trial: Trial, smooth: Smoothness, found: Found) -> Found:
     """Each shown token by itself: from the smoothest image, then from that beside the patches that are solved and
     from patches like those. Found holds φ."""
+    family, effort, shown = trial.family, trial.effort, trial.shown
     phi, fit = found.at.clone(), found.fit.clone()
-    shown = (~partly.hidden).nonzero()[:, 0]
-    everywhere = torch.arange(len(phi), device=phi.device)
     for number in range(effort.rounds):
         lacking = shown[fit[shown] > SOLVED]
-        if not len(lacking) or (number and watch.over()):
+        if not len(lacking) or (number and trial.watch.over()):
             break
         places, starts = lacking, phi[lacking]
         if number:
-            theta = family.theta(everywhere, phi)
-            free = torch.zeros_like(partly.hidden).scatter(0, lacking, True)
+            theta = family.theta(trial.everywhere, phi)
+            free = torch.zeros_like(trial.partly.hidden).scatter(0, lacking, True)
             pool = theta[Found(phi, fit).solved(shown)]
             places = lacking.repeat(1 + effort.retries)
-            others = _like(pool if len(pool) > 1 else theta[shown], len(places) - len(lacking), chance)
-            starts = family.phi(places, torch.cat([smoothest(partly, smooth, theta, free)[lacking], others]))
-        at, sticks = search(block, family, places, starts, effort.steps)
+            others = _like(pool if len(pool) > 1 else theta[shown], len(places) - len(lacking), trial.chance)
+            starts = family.phi(places, torch.cat([smoothest(trial.partly, smooth, theta, free)[lacking], others]))
+        at, sticks = search(trial, places, starts)
         best = sticks.view(-1, len(lacking)).min(dim=0)
         better = best.values < fit[lacking]
         chosen = at.view(-1, len(lacking), at.shape[1])[best.indices, torch.arange(len(lacking), device=at.device)]
         phi[lacking[better]], fit[lacking[better]] = chosen[better], best.values[better]
-        watch.say(f"adaptive-mjp: round {number + 1}, {len(Found(phi, fit).solved(shown))} of {len(shown)} shown fit")
+        solved = len(Found(phi, fit).solved(shown))
+        trial.watch.say(f"adaptive-mjp: round {number + 1}, {solved} of {len(shown)} shown fit")
     return Found(phi, fit)
 
 
@@ -188,43 +218,46 @@ def _like(pool: Tensor, count: int, chance: torch.Generator) -> Tensor:
 # --- hidden patches -----------------------------------------------------------------------------------------------
 
 
-def solve_hidden(
-    block: FirstBlock,
-    family: Family,
-    partly: Partly,
-    found: Found,
-    effort: Effort,
-    chance: torch.Generator,
-    watch: Watch,
-) -> Found:
+def solve_hidden(trial: Trial, found: Found) -> Found:
     """The roots that many starts run into, put at the hidden places in any order."""
-    phi, fit = found.at.clone(), found.fit.clone()
-    hidden, shown = partly.hidden.nonzero()[:, 0], (~partly.hidden).nonzero()[:, 0]
-    one, solved = hidden[:1], found.solved(shown)
-    pool = solved if len(solved) > 1 else shown
-    pool = family.theta(pool, phi[pool])
-    spread = float((pool - pool.mean(dim=0)).norm(dim=1).median())
-    known = block.late(family.streams(solved, phi[solved]))
-    roots, sticks = phi[:0], fit[:0]
-    for number in range(effort.rounds):
-        if len(roots) == len(hidden) or watch.over():
+    block, family, hidden = trial.block, trial.family, trial.hidden
+    one, solved = hidden[:1], found.solved(trial.shown)
+    pool = _pool(trial, found)
+    apart = APART * float((pool - pool.mean(dim=0)).norm(dim=1).median())
+    known = block.late(family.streams(solved, found.at[solved]))
+    roots, sticks = found.at[:0], found.fit[:0]
+    for number in range(trial.effort.rounds):
+        if len(roots) == len(hidden) or trial.watch.over():
             break
-        places = one.expand(effort.starts)
+        places = one.expand(trial.effort.starts)
         seen = torch.cat([known, block.late(family.streams(one.expand(len(roots)), roots))])
-        starts = family.phi(places, _like(pool, len(places), chance))
-        at, stuck = search(block, family, places, starts, effort.steps, _functionals(block, seen))
-        # Two ends of one round may be one root, not quite reached; a root of an earlier round is kept out anyway.
-        apart = torch.full_like(sticks, APART[1] * spread)
+        starts = family.phi(places, _like(pool, len(places), trial.chance))
+        at, stuck = search(trial, places, starts, _functionals(block, seen))
+        if (stuck <= SOLVED).any():
+            # Without functionals an end that was only held beside a root slides back into it.
+            at, stuck = search(trial, places[stuck <= SOLVED], at[stuck <= SOLVED])
         for index in stuck.argsort().tolist():
             away = (family.theta(one, roots) - family.theta(one, at[index])).norm(dim=1)
             if stuck[index] <= SOLVED and len(roots) < len(hidden) and bool((away > apart).all()):
                 roots, sticks = torch.cat([roots, at[index : index + 1]]), torch.cat([sticks, stuck[index : index + 1]])
-                apart = torch.cat([apart, apart.new_full((1,), APART[0] * spread)])
-        watch.say(f"adaptive-mjp: round {number + 1}, {len(roots)} of {len(hidden)} hidden found")
+        trial.watch.say(f"adaptive-mjp: round {number + 1}, {len(roots)} of {len(hidden)} hidden found")
     # Any of the hidden places stands for all: their bases and rows of the table are the same.
+    phi, fit = found.at.clone(), found.fit.clone()
     phi[hidden[: len(roots)]], fit[hidden[: len(roots)]] = roots, sticks
-    found, lacking = Found(phi, fit), hidden[len(roots) :]
-    return _copied(block, family, partly, found, solved, lacking) if len(roots) and len(solved) else found
+    lacking = hidden[len(roots) :]
+    return _copied(trial, Found(phi, fit), lacking) if len(roots) and len(solved) and len(lacking) else Found(phi, fit)
+
+
+def _pool(trial: Trial, found: Found) -> Tensor:
+    """θ of patches such as the hidden ones may be, [·, r]: the shown ones; where there are none, noise of as much
+    energy as normalised pixels have."""
+    shown, solved = trial.shown, found.solved(trial.shown)
+    among = solved if len(solved) > 1 else shown
+    if len(among) > 1:
+        return trial.family.theta(among, found.at[among])
+    r, values = trial.partly.z.shape
+    noise = torch.randn(trial.effort.starts, r, generator=trial.chance, dtype=torch.float64)
+    return noise.to(trial.partly.z) * (values / r) ** 0.5
 
 
 def _functionals(block: FirstBlock, seen: Tensor) -> Tensor:
@@ -236,55 +269,63 @@ def _functionals(block: FirstBlock, seen: Tensor) -> Tensor:
     return torch.linalg.svd(inside, full_matrices=True)[2][min(len(inside), block.tokens - 1) :]
 
 
-def _copied(block: FirstBlock, family: Family, partly: Partly, found: Found, solved: Tensor, lacking: Tensor) -> Found:
-    """Hidden patches that are equal are one root. Which of them stands twice shows in the attention that it draws: of
-    all copies that one is taken with which the block's own forward pass gives the solved tokens their streams."""
+def _copied(trial: Trial, found: Found, lacking: Tensor) -> Found:
+    """Hidden patches that are equal are one root. Which stands twice shows in the attention that it draws: those copies
+    are taken with which the block's own forward pass gives the solved tokens their streams.
+
+    Z is as wide as the hidden patches that differ, less one: with fewer roots some are missing, and no copy is right.
+    """
+    family, solved = trial.family, found.solved(trial.shown)
     phi, fit = found.at.clone(), found.fit.clone()
-    everywhere = torch.arange(len(phi), device=phi.device)
-    hidden = partly.hidden.nonzero()[:, 0]
-    roots = hidden[: len(hidden) - len(lacking)]
+    roots = trial.hidden[: len(trial.hidden) - len(lacking)]
     truth = family.streams(solved, phi[solved])
-    for number, place in enumerate(lacking.tolist()):
-        errors = []
+    phi[lacking] = phi[roots[0]].clone()
+
+    def errors(place: int) -> Tensor:
+        """How far the streams are off with each root at a place, [roots]."""
+        off, tried = [], phi.clone()
         for root in roots.tolist():
-            phi[lacking[number:]] = phi[root].clone()
-            middle = block.middle(partly.patches(family.theta(everywhere, phi)))
-            errors.append(float((middle[solved] - truth).norm() / truth.norm()))
-        best = roots[min(range(len(errors)), key=errors.__getitem__)]
-        phi[place] = phi[best].clone()
-        fit[place] = fit[best] if min(errors) < COPIED else torch.inf
+            tried[place] = phi[root]
+            middle = trial.block.middle(trial.partly.patches(family.theta(trial.everywhere, tried)))
+            off.append((middle[solved] - truth).norm() / truth.norm())
+        return torch.stack(off)
+
+    for _ in range(len(lacking) if len(roots) > 1 else 0):
+        before = phi.clone()
+        for place in lacking.tolist():
+            phi[place] = phi[roots[errors(place).argmin()]].clone()
+        if torch.equal(before, phi) or trial.watch.over():
+            break
+    for place in lacking.tolist():
+        off = errors(place).sort().values
+        clear = off[0] < COPIED and bool((off[1:] > NEARER * off[0]).all())
+        fit[place] = fit[roots].max() if clear and len(roots) > len(trial.partly.z) else torch.inf
     return Found(phi, fit)
 
 
 # --- one token among many starts ----------------------------------------------------------------------------------
 
 
-def search(
-    block: FirstBlock, family: Family, places: Tensor, phi: Tensor, steps: int, functionals: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def search(trial: Trial, places: Tensor, phi: Tensor, functionals: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Levenberg-Marquardt for many tokens at once, each with its own f unknowns: φ [Q, f], and its fit [Q].
 
     places: [Q], whose family a token is of. functionals: [k, T]; the residual is divided by their size at the token,
     which lets no token come to rest where they vanish. Without them, by the token's own size.
     """
-    side = max(1, ABREAST // (phi.shape[1] * block.fc2.column.shape[0]))
+    side = max(1, ABREAST // (phi.shape[1] * trial.block.fc2.column.shape[0]))
     with warnings.catch_warnings():
         # torch scripts some of its forward derivatives, and warns of its own scripts.
         warnings.filterwarnings("ignore", message=".*torch.jit.script", category=FutureWarning)
-        parts = [
-            _search(block, family, p, f, steps, functionals)
-            for p, f in zip(places.split(side), phi.split(side), strict=True)
-        ]
+        parts = [_search(trial, p, f, functionals) for p, f in zip(places.split(side), phi.split(side), strict=True)]
     return torch.cat([at for at, _ in parts]), torch.cat([fit for _, fit in parts])
 
 
-def _search(
-    block: FirstBlock, family: Family, places: Tensor, phi: Tensor, steps: int, functionals: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _search(trial: Trial, places: Tensor, phi: Tensor, functionals: Tensor | None) -> tuple[Tensor, Tensor]:
+    block, family = trial.block, trial.family
     damping = torch.full_like(phi[:, 0], 1e-2)
     out, jacobian = _residuals(block, family, places, phi, functionals)
     cost = out.square().sum(dim=1)
-    for _ in range(steps):
+    for _ in range(trial.effort.steps):
         normal, slope = jacobian @ jacobian.mT, (jacobian @ out.unsqueeze(-1)).squeeze(-1)
         diagonal = normal.diagonal(dim1=1, dim2=2)
         bend = damping.unsqueeze(-1) * (diagonal + 1e-3 * diagonal.mean(dim=1, keepdim=True))
@@ -296,8 +337,18 @@ def _search(
         jacobian = torch.where(better.unsqueeze(-1), turned, jacobian)
         cost = out.square().sum(dim=1)
         damping = torch.where(better[:, 0], damping * 0.2, damping * 5).clamp(1e-9, 1e6)
-    late = block.late(family.streams(places, phi))
-    return phi, (block.fc2.residual(late) / block.fc2.expected(late)).nan_to_num(torch.inf)
+    return phi, _fit(trial, places, phi)
+
+
+def _fit(trial: Trial, places: Tensor, phi: Tensor) -> Tensor:
+    """How many times more of tokens sticks out than noise explains, [Q]; infinite where that proves nothing."""
+    late = trial.block.late(trial.family.streams(places, phi))
+    residual = trial.block.fc2.residual(late)
+    picture = trial.family.theta(places, phi).norm(dim=1) <= trial.loud
+    fit = (residual / trial.block.fc2.expected(late)).nan_to_num(torch.inf)
+    # What proves nothing is no fit, but it keeps its rank among the others that are none.
+    fit = torch.where(residual <= TELLING, fit, SOLVED * (1 + fit))
+    return torch.where(picture, fit, torch.inf)
 
 
 def _residuals(
