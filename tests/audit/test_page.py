@@ -74,6 +74,9 @@ def test_the_same_reason_of_several_defences_is_said_once() -> None:
         ("april against none | noise", "no table"),
         ("april against none", "there is <no> table"),
     ]
+    labels = ("none", "noise", "clip")
+    audit = replace(example(*(Pair("april", name, "no table") for name in labels)), about=dict.fromkeys(labels, ""))
+    assert reasons(audit) == [("april against every defence", "no table")]
 
 
 def test_an_attack_that_solves_a_system_for_some_images_only() -> None:
@@ -103,11 +106,32 @@ def test_a_pair_that_was_stopped() -> None:
         ],
     )
     text = make_page(found, {}).render()
-    assert "The worst that was found: 1 of 1 images recovered exactly (patchembed against none)." in text
+    assert (
+        "The worst that was found: 1 of 1 images recovered exactly from one step (patchembed, no defence added)."
+        in text
+    )
     assert "4 to 9 iterations from 2 starts" in text
     assert "Of a pair that was stopped they are over the images it had come to" in text
     assert "Stopped after 1 of 3 images." in text
     assert "not attacked before the stop: april against none." in text
+
+
+def test_what_was_not_measured_has_no_column() -> None:
+    text = make_page(example(WORKED), {}).render()
+    assert "LPIPS was not measured" in text and ">LPIPS</th>" not in text
+    scores = {**SCORES, "lpips": [0.0, 0.1, 0.2]}
+    text = make_page(example(replace(WORKED, scores=scores)), {}).render()
+    assert "LPIPS was not measured" not in text and ">LPIPS</th>" in text
+
+
+def test_the_headline_names_bytes_or_what_is_left_to_see() -> None:
+    read = replace(WORKED, facts=[{**fact, "bytes": True} for fact in FACTS])
+    assert "3 of 3 images recovered exactly from one step, all to the last byte (patchembed, no defence added)" in (
+        make_page(example(read), {}).render()
+    )
+    poor = Pair("matching", "noise", None, None, measure_all(REAL * 0.5, REAL, 8), [{}] * 3, REAL * 0.5)
+    text = make_page(example(poor), {}).render()
+    assert "no image recovered exactly from one step; mean PSNR" in text and "(matching, against noise)" in text
 
 
 def test_remedies_are_for_what_was_found() -> None:

@@ -13,7 +13,7 @@ from situs.audit import AdaptiveMJP, April, Matching, MatchingConfig, PatchEmbed
 from situs.audit.adaptive_solve import Effort
 from situs.audit.attack import Attack, Knowledge, Recovery
 from situs.audit.settings import Attacker, Comparison, Contestant, Plan, compare_settings, to_json, verdict
-from situs.audit.settings_page import settings_page, settings_table
+from situs.audit.settings_page import glance, settings_page, settings_table
 from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.core.jigsaw import move_patches
@@ -90,7 +90,7 @@ def test_every_row_is_there(whole: Comparison) -> None:
         (m, s, a)
         for m in ("plain", "MJP")
         for s in "abc"
-        for a in ("patchembed, static", "april, static", "adaptive-mjp, knows the defence")
+        for a in ("patchembed, static", "april, static", "adaptive-mjp, knows MJP")
     }
     assert whole.stopped is None and whole.hidden == 3 and whole.patches == 16
     assert whole.mjp == ("MJP",)
@@ -114,7 +114,7 @@ def test_one_who_knows_mjp_gets_what_static_attackers_do_not(whole: Comparison) 
     parts = row(whole, "MJP", "c", "adaptive").parts
     assert min(parts["shown_psnr"]) > 40 and min(parts["hidden_psnr"]) > 30
     said = verdict(whole)
-    assert "MJP: MJP's privacy claim does not survive" in said
+    assert said.startswith("MJP's privacy claim does not survive an attacker who knows MJP.")
     assert "3 of 16 patches hidden (γ = 0.2)" in said
 
 
@@ -170,6 +170,14 @@ def test_files_and_page(whole: Comparison) -> None:
     for heading in ("Verdict", "The table", "Shown and hidden patches apart", "Pictures", "What the paper reports"):
         assert f">{heading}</h2>" in text
     assert text.count("<img") == 2
+    assert text.index("does not survive an attacker who knows MJP") < text.index("<img")
+    header, rows = glance(whole)
+    assert header[2:] == [
+        "(a) step on x, compared with x",
+        "(b) step on x̃, compared with x̃",
+        "(c) step on x̃, compared with x",
+    ]
+    assert len(rows) == 2 * 3 + 3 and rows[0][:3] == ["plain", "patchembed, static", "200 dB, 3 of 3"]
 
 
 def test_what_does_not_apply_is_a_reason() -> None:

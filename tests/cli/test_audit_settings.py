@@ -38,7 +38,7 @@ def test_table_verdict_and_files(photographs: Path, tmp_path: Path, capsys: pyte
     told = json.loads((tmp_path / "settings.json").read_text())
     rows = {(r["model"], r["setting"], r["attacker"]): r for r in told["rows"]}
     assert len(rows) == 2 * 2 * 2  # one who knows MJP is always among the attackers
-    known = rows["test_vit with MJP's step", "c", "adaptive-mjp, knows the defence"]
+    known = rows["test_vit with MJP's step", "c", "adaptive-mjp, knows MJP"]
     static = rows["test_vit with MJP's step", "c", "patchembed, static"]
     assert known["exact"] == 2 and static["exact"] == 0
     page = (tmp_path / "settings.html").read_text()

@@ -282,9 +282,14 @@ def findings(audit: Audit) -> dict[str, str]:
     return {**found, "Without any gradient": f"{', '.join(guesses)}."}
 
 
+def steps_of(step: Step) -> str:
+    """What was sent: "one step", "3 local steps"."""
+    return "one step" if step.local_steps == 1 else f"{step.local_steps} local steps"
+
+
 def _finding(best: Pair, step: Step) -> str:
-    steps = "one step" if step.local_steps == 1 else f"{step.local_steps} local steps"
-    found = "at least " * best.lower_bound + f"{best.exact} of {best.count} images recovered exactly from {steps}"
+    found = "at least " * best.lower_bound
+    found += f"{best.exact} of {best.count} images recovered exactly from {steps_of(step)}"
     found += f", every pixel of {best.to_the_byte} read to its exact byte" if best.to_the_byte else ""
     seen = f"{sum(best.scores['reidentified'] or ()):.0f} of {best.count} re-identified"
     open_end = "; a lower bound, see below" * best.lower_bound

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from situs.audit import ATTACKS
 from situs.audit.gate import Ruling
-from situs.audit.gradients import EXACT, Audit, Pair, Scores, findings, opening, summary
+from situs.audit.gradients import EXACT, Audit, Pair, Scores, findings, opening, steps_of, summary
 from situs.audit.metrics import BEST_PSNR, Mean
 from situs.audit.threat import THREAT
 from situs.report import figures
 from situs.report.html import Cell, Page, Section
+
+if TYPE_CHECKING:
+    from situs.audit.settings import Row
 
 COLUMNS = {
     "psnr": "PSNR, dB",
@@ -30,10 +34,9 @@ COLUMNS = {
 
 REFUSED = "does not apply"
 EXACTLY = (
-    f"Exactly means a PSNR of {EXACT:g} dB or more: the mean error is below half a grey level of 255, so that the "
-    "recovered picture and the original are the same to any eye and to nearly any file. "
-    f"{BEST_PSNR:g} dB stands for no error at all. Where every pixel was read to its exact byte, the attacker knows it "
-    "without the original: his equations fit these bytes and no others."
+    f"Exactly means a PSNR of {EXACT:g} dB or more: the mean error is below half a grey level of 255, which no eye "
+    f"sees; {BEST_PSNR:g} dB stands for no error at all. Where every pixel was read to its exact byte, the attacker "
+    "knows it without the original: his equations fit these bytes and no others."
 )
 
 BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips")
@@ -74,7 +77,8 @@ def make_page(
         lead="What someone who sees this model's training gradients can see of the images behind them.",
     )
     defences = {f"defence {name}": said for name, said in audit.about.items()}
-    page.section("Threat model").facts({**THREAT, **(notes or {})}).facts(defences)
+    attacks = dict.fromkeys([*(pair.attack for pair in audit.pairs), *(attack for attack, _ in audit.undone)])
+    page.section("Threat model").facts({**THREAT, **(notes or {}), **described(attacks), **defences})
     section, worked = page.section("Verdict"), any(pair.reason is None for pair in audit.pairs)
     if said := opening(audit):
         section.note(said)
@@ -94,12 +98,21 @@ def make_page(
 
 
 def _headline(audit: Audit) -> str:
-    """The worst that was found, in one sentence."""
+    """The worst that was found, in one sentence. No defence is added where a run brings its own method, too."""
     worst = max((pair for pair in audit.pairs if pair.reason is None), key=lambda pair: (pair.exact, pair.mean_psnr))
-    found = f"{worst.exact} of {worst.count} images recovered exactly"
+    found = f"{worst.exact} of {worst.count} images recovered exactly from {steps_of(audit.step)}"
+    if worst.to_the_byte:
+        found += f", {'all' if worst.to_the_byte == worst.count else worst.to_the_byte} to the last byte"
     if not worst.exact:
-        found = f"no image recovered exactly; at most a mean PSNR of {worst.mean_psnr:.1f} dB"
-    return f"The worst that was found: {found} ({worst.attack} against {worst.defence})."
+        seen = f"{sum(worst.scores['reidentified'] or ()):.0f} of {worst.count} re-identified"
+        found = f"no image recovered exactly from {steps_of(audit.step)}; mean PSNR {worst.mean_psnr:.1f} dB, {seen}"
+    defence = "no defence added" if worst.defence == "none" else f"against {worst.defence}"
+    return f"The worst that was found: {found} ({worst.attack}, {defence})."
+
+
+def described(attacks: Iterable[str]) -> dict[str, Cell]:
+    """What the attacks of these names do, for the threat model."""
+    return {f"attack {name}": ATTACKS[name].about for name in attacks if name in ATTACKS}
 
 
 def table(
@@ -128,7 +141,12 @@ def reasons(audit: Audit) -> list[tuple[str, str]]:
         for said in dict.fromkeys([pair.reason, _stopped(pair), pair.caveat, *verdicts]):
             if said:
                 found.setdefault((pair.attack, said), []).append(pair.defence)
-    return [(f"{attack} against {' | '.join(defences)}", said) for (attack, said), defences in found.items()]
+    every = len(audit.about) > 2
+    names = {
+        key: "every defence" if every and set(defences) == set(audit.about) else " | ".join(defences)
+        for key, defences in found.items()
+    }
+    return [(f"{attack} against {names[attack, said]}", said) for attack, said in found]
 
 
 def _stopped(pair: Pair) -> str | None:
@@ -172,12 +190,12 @@ def _results(section: Section, audit: Audit) -> None:
     count = len(audit.images)
     some = " Of a pair that was stopped they are over the images it had come to." if audit.stopped else ""
     section.table(*grid(audit), "At a glance: mean PSNR in dB, and how many images were recovered exactly.")
-    header, rows = table(audit, BRIEF, alone)
+    header, rows = table(audit, measured(BRIEF, audit.pairs), alone)
     section.table(
         header[:-2],
         [row[:-2] for row in rows if row[2] != REFUSED],
         f"Means over {count} images.{some} MSE, FFT2D and LPIPS are distances: low is a leak; of PSNR and SSIM high is "
-        "one. Baselines saw no gradient.",
+        f"one. Baselines saw no gradient.{unmeasured(audit.pairs)}",
     )
     header, rows = table(audit, CERTAIN)
     section.table(
@@ -197,6 +215,17 @@ def _results(section: Section, audit: Audit) -> None:
     for pair in audit.pairs:
         if said := _searched(pair, audit.step.batch):
             section.text(said)
+
+
+def measured(columns: Sequence[str], rows: Iterable[Pair | Row]) -> tuple[str, ...]:
+    """Those of the metrics that some row has: LPIPS needs a file."""
+    rows = list(rows)
+    return tuple(name for name in columns if any(row.scores.get(name) is not None for row in rows))
+
+
+def unmeasured(rows: Iterable[Pair | Row]) -> str:
+    """That LPIPS is missing, and how to have it; else ""."""
+    return "" if measured(("lpips",), rows) else " LPIPS was not measured (it needs `--lpips FILE`)."
 
 
 def grid(audit: Audit) -> tuple[list[str], list[list[Cell]]]:
@@ -255,14 +284,15 @@ def _pictures(page: Page, audit: Audit, most: int = 4) -> None:
         values = (pair.scores["psnr"] or [])[:most]
         figure = figures.image_grid(
             _strip(audit.images[: len(values)], pair.images[: len(values)]),
-            [f"{value:.1f} dB" for value in values],
+            ["no error" if value >= BEST_PSNR else f"{value:.1f} dB" for value in values],
             columns=len(values),
             row_titles=("original", "recovered", "difference"),
         )
         section.figure(
             figures.png(figure),
             f"{pair.attack} against {pair.defence}: originals, what was recovered from the gradients, and the absolute "
-            f"difference (black: none).{'' if pair.partial is None else f' Stopped after {pair.partial}.'}",
+            "difference (black: none); over each its PSNR."
+            f"{'' if pair.partial is None else f' Stopped after {pair.partial}.'}",
         )
 
 

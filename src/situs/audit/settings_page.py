@@ -9,17 +9,24 @@ from torch import Tensor
 
 from situs.audit.gradients import summary
 from situs.audit.metrics import Mean
-from situs.audit.page import COLUMNS, EXACTLY, REFUSED, alone, interval
-from situs.audit.settings import SETTINGS, Comparison, means_of, verdict
+from situs.audit.page import COLUMNS, EXACTLY, REFUSED, alone, described, interval, measured, unmeasured
+from situs.audit.settings import SETTINGS, Comparison, Row, means_of, verdict
 from situs.audit.threat import THREAT
 from situs.report import figures
 from situs.report.html import Cell, Page
 
-TABLE = ("mse", "fft2d", "psnr", "ssim", "lpips")
 CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
-"""The paper's own metrics, and those that a shuffle cannot hide from beside PSNR, with intervals."""
+"""The metrics shown with intervals: PSNR, and those that a shuffle cannot hide from."""
 
 SHUFFLED = "an image, and the same image with the patches of a block mask shuffled, as MJP trains on it"
+STATIC = "does not know that MJP is at work, as in the paper; who knows MJP has its method and its weights"
+READING = """
+In (b) one who knows MJP is compared with x̃ although he puts the patches in the order of x; that he has them all is
+shown by the best-match PSNR below, and by (c).
+
+In (c) a plain model gives away x̃, and x̃ is not x: nothing in its gradients says which patches were moved, so that
+nobody puts them back.
+"""
 PARTS = {
     "shown_psnr": "shown patches, PSNR, dB",
     "hidden_psnr": "hidden patches in any order, PSNR, dB",
@@ -68,23 +75,19 @@ def settings_page(comparison: Comparison, facts: Mapping[str, Cell]) -> Page:
         lead="What plain training and MJP give away, to attackers who do not know MJP and to one who does.",
     )
     shown = {f"setting {name}": said for name, said in SETTINGS.items()}
-    page.section("Threat model").facts(THREAT).facts({"x and x̃": SHUFFLED, **shown})
-    page.section("Verdict").note(verdict(comparison)).text(EXACTLY)
-    section = page.section("The table")
-    some = "" if comparison.stopped is None else " Of a row that was stopped they are over the images it had come to."
-    section.table(
-        *settings_table(comparison, TABLE, alone),
-        f"Means over {len(comparison.images)} images, in the paper's metrics.{some} MSE, FFT2D and LPIPS are "
-        "distances: low is a leak; of PSNR and SSIM high is one.",
+    attacks = dict.fromkeys(row.attacker.split(",")[0] for row in comparison.rows)
+    page.section("Threat model").facts(
+        {**THREAT, "x and x̃": SHUFFLED, **shown, **described(attacks), "a static attacker": STATIC}
     )
-    section.table(
-        *settings_table(comparison, CERTAIN),
-        "What shuffling cannot hide, with 95 % intervals: best-match PSNR compares each patch with the recovered one "
-        "that fits it, wherever that stands; order is the share of patches at their own place; re-identified the share "
-        "of images whose nearest original is the right one.",
-    )
-    _shown_and_hidden(page, comparison)
+    section = page.section("Verdict").note(verdict(comparison))
+    if any(row.reason is None for row in comparison.rows):
+        section.table(
+            *glance(comparison), "At a glance: mean PSNR in dB, and how many images were recovered exactly, by setting."
+        ).text(READING if {"b", "c"} <= {row.setting for row in comparison.rows} else "")
+    section.text(EXACTLY)
     _pictures(page, comparison)
+    _tables(page, comparison)
+    _shown_and_hidden(page, comparison)
     header = ["model", "setting", "MSE", "FFT2D", "PSNR, dB", "SSIM", "LPIPS"]
     page.section("What the paper reports").table(
         header,
@@ -94,6 +97,45 @@ def settings_page(comparison: Comparison, facts: Mapping[str, Cell]) -> Page:
     )
     page.section("How this page was made").facts(facts)
     return page
+
+
+def glance(comparison: Comparison) -> tuple[list[str], list[list[Cell]]]:
+    """Models and attackers down, settings across: mean PSNR and how many images were recovered exactly."""
+    settings = [setting for setting in SETTINGS if any(row.setting == setting for row in comparison.rows)]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in comparison.rows:
+        psnr = means_of(row).get("psnr")
+        said = REFUSED if row.reason is not None else f"{alone(psnr)} dB, {row.exact} of {len(row.facts)}"
+        cells.setdefault((row.model, row.attacker), {})[row.setting] = said
+    for (setting, guess), scores in comparison.guesses.items():
+        cells.setdefault(("no gradient", guess), {})[setting] = f"{alone(summary(scores)['psnr'])} dB"
+    header = ["model", "attacker", *(f"({setting}) {_short(setting)}" for setting in settings)]
+    return header, [[*name, *(found.get(setting) for setting in settings)] for name, found in cells.items()]
+
+
+def _short(setting: str) -> str:
+    """ "step on x̃, compared with x"."""
+    return SETTINGS[setting].removeprefix("attack a ").replace("compare with", "compared with")
+
+
+def _tables(page: Page, comparison: Comparison) -> None:
+    """All means, a table for each setting; then the intervals."""
+    section = page.section("The table")
+    some = "" if comparison.stopped is None else " Of a row that was stopped they are over the images it had come to."
+    section.text(
+        f"Means over {len(comparison.images)} images.{some} MSE, FFT2D and LPIPS are distances: low is a leak; of the "
+        "others high is one. Best-match PSNR compares each patch with the recovered one that fits it, wherever that "
+        "stands; order is the share of patches at their own place; re-identified the share of images whose nearest "
+        f"original is the right one.{unmeasured(comparison.rows)}"
+    )
+    header, rows = settings_table(comparison, measured(tuple(COLUMNS), comparison.rows) or ("psnr",), alone)
+    for setting, said in SETTINGS.items():
+        if chosen := [row[1:] for row in rows if row[0] == setting]:
+            section.table(header[1:], chosen, f"Setting ({setting}): {said}.")
+    header, rows = settings_table(comparison, CERTAIN)
+    chosen = [[*row[:3], *row[4:]] for row in rows if row[3] not in (None, REFUSED)]
+    if chosen:
+        section.table([*header[:3], *header[4:]], chosen, "The same means with their 95 % intervals.")
 
 
 def _shown_and_hidden(page: Page, comparison: Comparison) -> None:
@@ -113,19 +155,21 @@ def _shown_and_hidden(page: Page, comparison: Comparison) -> None:
 
 
 def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
-    """Originals, shuffled, and what each attacker made of the step on x̃."""
+    """Originals, shuffled, and what each attacker made of the step on x̃; then of the step on x."""
     shown = [row for row in comparison.rows if row.images is not None and row.setting in ("a", "c")]
     if not shown:
         return
     section = page.section("Pictures")
-    for setting in ("a", "c"):
-        rows = [row for row in shown if row.setting == setting]
+    for setting in ("c", "a"):
+        # MJP's models first, and in a model those who do not know MJP first: the order of the argument.
+        rows = sorted((row for row in shown if row.setting == setting), key=lambda row: row.model not in comparison.mjp)
         if not rows:
             continue
-        strips = [("x", comparison.images)] + ([("x̃", comparison.shuffled)] if setting == "c" else [])
+        strips = [("original x", comparison.images)]
+        strips += [("x̃, in the step", comparison.shuffled)] if setting == "c" else []
         for row in rows:
             assert row.images is not None
-            strips.append((f"{row.model}:\n{row.attacker}", row.images))
+            strips.append((_label(row), row.images))
         count = min(most, len(comparison.images))
         stack = torch.cat([_padded(images[:count].cpu(), count) for _, images in strips])
         figure = figures.image_grid(
@@ -135,8 +179,15 @@ def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
         )
         section.figure(
             figures.png(figure),
-            f"Setting ({setting}): {SETTINGS[setting]}. What each attacker recovered from one step.",
+            f"Setting ({setting}): {SETTINGS[setting]}. What each attacker recovered from one step on the first "
+            f"{count} images; beside each row the mean PSNR against x over all {len(comparison.images)}.",
         )
+
+
+def _label(row: Row) -> str:
+    """Model, attack, what he knows, mean PSNR: each on a line, since a row of pictures leaves little room beside it."""
+    model = row.model if len(row.model) < 16 else "with MJP's step" if row.model.endswith("MJP's step") else "the model"
+    return f"{model}:\n" + row.attacker.replace(", ", "\n") + f"\n{alone(summary(row.scores)['psnr'])} dB"
 
 
 def _padded(images: Tensor, count: int) -> Tensor:

@@ -255,7 +255,7 @@ def _report(args: Args, audit: Audit, victim: Victim, ruling: Ruling | None) -> 
         "images": f"{len(audit.images)} of {Path(args.images).name}, {height} × {width} pixels",
         "gradients": f"{args.precision}, batch {args.batch}, local steps {args.local_steps}",
         "labels": args.labels,
-        "search": f"{args.distance}, {args.iterations:,} iterations, {args.restarts} start(s)",
+        "search": f"{args.distance}, {args.iterations:,} iterations, starts: {args.restarts}",
         "seed": args.seed,
         "situs": __version__,
     }
@@ -266,7 +266,9 @@ def _report(args: Args, audit: Audit, victim: Victim, ruling: Ruling | None) -> 
     if said := reasons(audit):
         print_table("Does not apply, or is not exact", said)
     print(verdict(audit))
-    page = make_page(audit, facts, ruling, victim.notes)  # drawn before anything is written
+    searched = any("distance" in fact for pair in audit.pairs for fact in pair.facts)
+    used = {name: fact for name, fact in facts.items() if searched or name not in ("labels", "search")}
+    page = make_page(audit, used, ruling, victim.notes)  # drawn before anything is written
     gate = None if ruling is None else ruling.to_json()
     write_scores(args.out / "gradients.json", {**facts, **victim.notes, "gate": gate, **to_json(audit)})
     path = page.write(args.out / "report.html")

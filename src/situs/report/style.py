@@ -33,14 +33,15 @@ dt { color: var(--soft); }
 dd { margin: 0; font-variant-numeric: tabular-nums; overflow-wrap: anywhere; }
 .wide { overflow-x: auto; margin: 0 0 1.5rem; }
 table { border-collapse: collapse; font-size: .925rem; }
-caption { caption-side: top; text-align: left; color: var(--soft); padding-bottom: .5rem; }
+caption { min-width: min(30rem, 85vw); caption-side: top; text-align: left; color: var(--soft); padding-bottom: .5rem; }
 th, td {
-  text-align: left; vertical-align: baseline; padding: .4rem 1.75rem .4rem 0;
+  text-align: left; vertical-align: baseline; padding: .4rem 1.25rem .4rem 0;
   border-bottom: 1px solid var(--line);
 }
 th:last-child, td:last-child { padding-right: 0; }
 th { font-weight: 600; color: var(--soft); border-bottom-color: var(--soft); }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
+th.number { white-space: normal; vertical-align: bottom; }
 code {
   font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .9em;
 }
