@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from situs.audit import AdaptiveMJP, Clip, Knowledge, MaskedJigsaw, PatchEmbedding, adaptive, create_attack
+from situs.audit import AdaptiveMJP, Clip, Knowledge, MaskedJigsaw, Noise, PatchEmbedding, adaptive, create_attack
 from situs.audit.adaptive_solve import SOLVED, Effort
-from situs.audit.threat import NoDefence, victim_gradients
+from situs.audit.threat import Defence, NoDefence, victim_gradients
 from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
@@ -207,3 +208,35 @@ def test_a_model_without_places_hides_every_patch() -> None:
     found = AdaptiveMJP(Effort(rounds=2)).recover(backbone, [upload], Knowledge(method=method))
     assert found.facts[0]["hidden"] == 16
     assert found.images.isfinite().all()
+
+
+def run_of_mjp(backbone: Any, ratio: float = 0.2, variant: str = "J") -> MJP:
+    return MJP(backbone, replace(VARIANTS[variant], mask_ratio=ratio)).eval()
+
+
+@pytest.mark.parametrize(("defence", "least"), [(Noise(1e-9), 50), (Clip(norm=0.01, multiplier=0.0), 60)])
+def test_noise_and_clipping_on_top_of_mjp_are_known_too(defence: Defence, least: float) -> None:
+    """Rows of noise alone are the mask, and clipping shrinks DAL's gradient as all others."""
+    backbone, x = victim(), pictures()
+    method = run_of_mjp(backbone)
+    upload = victim_gradients(method, x, torch.tensor([3]), defence=defence)
+    found = AdaptiveMJP().recover(backbone, [upload], Knowledge(defence, method=method))
+    assert found.facts[0]["hidden"] == 3
+    assert decibels(found.images, x) > least
+
+
+def test_what_drowns_in_noise_is_not_said_to_be_known() -> None:
+    backbone, x, defence = victim(), pictures(), Noise(1e-2)
+    method = run_of_mjp(backbone)
+    upload = victim_gradients(method, x, torch.tensor([3]), defence=defence)
+    found = AdaptiveMJP().recover(backbone, [upload], Knowledge(defence, method=method))
+    assert found.facts[0]["hidden"] is None
+    assert "rounding and noise leave G fewer directions" in str(found.facts[0]["verdict"])
+
+
+def test_hidden_patches_that_are_alike_leave_nothing_open() -> None:
+    backbone = victim()
+    for grey, said in ((0.7, "all hidden patches are alike"), (0.0, "nothing of the hidden patches stands out")):
+        found, _, _ = attacked(backbone, torch.full((1, 1, 28, 28), grey), 0.3)
+        assert said in str(found.facts[0]["verdict"])
+        torch.testing.assert_close(found.images, torch.full_like(found.images, grey), rtol=0, atol=1e-3)

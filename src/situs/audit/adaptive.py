@@ -1,7 +1,7 @@
 """The attack on MJP by one who knows it: the mask, the shown patches, the hidden patches, and then their order.
 
-1. Rows of ∂l/∂E_pos that are all zero are the hidden places. Nothing else is subtracted there, since DAL touches only
-   the rows of shown places, and its gradient is known.
+1. Rows of ∂l/∂E_pos that are all zero, or nothing but the noise that a defence adds, are the hidden places. DAL touches
+   only the rows of shown places, and its gradient is known: it is subtracted.
 2. Algebra gives every patch up to m - 1 directions that all patches share (`adaptive_algebra`).
 3. The row spaces of the first block's gradients give the rest, for shown and hidden patches alike (`adaptive_spans`,
    `adaptive_block`, `adaptive_solve`), as long as there are fewer tokens than channels.
@@ -26,7 +26,7 @@ from situs.audit.attack import Attack, Fact, Knowledge, Recovery
 from situs.audit.ordering import order_hidden
 from situs.audit.patchembed import PatchEmbedding
 from situs.audit.stem import Stem, find_stem, flat_weight, require_stem, table_rows, to_images
-from situs.audit.threat import Gradients, hidden_places, known_gradient
+from situs.audit.threat import Defence, Gradients, hidden_places, known_gradient
 from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
 from situs.methods.base import Method
@@ -88,11 +88,14 @@ class AdaptiveMJP(Attack):
         for number, upload in enumerate(uploads):
             if images and watch.over():
                 break
+            if isinstance(method, MJP) and known.batch == 1:
+                upload = _without_noise(upload, stem, known.defence.noise_level(1))
             hidden = hidden_places(table_rows(upload[stem.table], stem))
             if known.batch > 1 or not hidden.any() or not isinstance(method, MJP):
                 plain = PatchEmbedding().recover(backbone, [upload], known)
                 images.append(plain.images[0].double())
-                facts.append({**plain.facts[0], "hidden": int(hidden.sum())})
+                told = known.batch == 1 and known.defence.noise_level(1) == 0  # else none need not mean that
+                facts.append({**plain.facts[0], "hidden": int(hidden.sum()) if told else None})
                 continue
             watch.say(f"{self.name}: upload {number + 1} of {len(uploads)}, {int(hidden.sum())} patches are hidden")
             try:
@@ -128,11 +131,41 @@ class AdaptiveMJP(Attack):
         return to_images(patches.unsqueeze(0), backbone, stem)[0], _facts(partly, found, block)
 
 
+def _without_noise(upload: Gradients, stem: Stem, sigma: float) -> Gradients:
+    """The upload with zeros in those rows of the table's gradient that noise of deviation σ explains.
+
+    Where it explains all of them, the mask is not in them, and they stay.
+    """
+    if sigma == 0:
+        return upload
+    table = upload[stem.table].clone()
+    rows = table_rows(table, stem)
+    size = rows.double().square().mean(dim=-1).sqrt()
+    noise = size <= sigma * (1 + 4 / (2 * rows.shape[-1]) ** 0.5)  # four deviations of what noise alone has
+    if noise.all():
+        return upload
+    rows[noise] = 0
+    return {**upload, stem.table: table}
+
+
+def _clipping(extra: Tensor, rows: Tensor, stem: Stem, upload: Gradients, defence: Defence) -> float:
+    """The factor that clipping left on every gradient, DAL's own among them.
+
+    The patch embedding's bias has the sum over all tokens; what the table and E_unk have beyond it is DAL's, which is
+    known but for the factor. extra: DAL's gradient as it was before, [N, D]. rows: the table's, [N, D].
+    """
+    if not defence.per_sample or stem.bias not in upload or UNKNOWN not in upload:
+        return 1.0
+    known = extra.sum(dim=0)
+    left = rows.sum(dim=0) + upload[UNKNOWN].double() - upload[stem.bias].double()
+    return float((known @ left / (known @ known).clamp(min=1e-300)).clamp(0, 1))
+
+
 def _separate(method: Method, stem: Stem, upload: Gradients, hidden: Tensor, known: Knowledge) -> Partly:
     rows = table_rows(upload[stem.table], stem).double()
     extra = known_gradient(method, upload, known.seed, known.epoch)
     if extra is not None:
-        rows = rows - extra.double()
+        rows = rows - _clipping(extra.double(), rows, stem, upload, known.defence) * extra.double()
     total = upload.get(UNKNOWN)
     if total is None and stem.bias in upload:
         total = upload[stem.bias].double() - rows.sum(dim=0)  # the bias has the sum over all patches
@@ -143,14 +176,18 @@ def _separate(method: Method, stem: Stem, upload: Gradients, hidden: Tensor, kno
 def _facts(partly: Partly, found: Found, block: FirstBlock) -> dict[str, Fact]:
     fits = int((found.fit <= SOLVED).sum())
     everything = len(found.fit)
-    if not len(partly.z):
+    if not len(partly.z) and not partly.base[partly.hidden].any():
+        said = "nothing of the hidden patches stands out of rounding and noise: they are left grey"
+    elif not len(partly.z) and int(partly.hidden.sum()) > 1:
+        said = "nothing is left open: up to rounding and noise all hidden patches are alike"
+    elif not len(partly.z):
         said = "nothing is left open: one hidden patch is solved with the others"
     elif block.reason is not None:
         said = f"{len(partly.z)} directions of each patch were guessed by smoothness: {block.reason}"
     elif fits == everything:
         said = "every patch agrees with the gradients of the first block up to rounding"
     else:
-        said = f"{everything - fits} of {everything} patches do not agree with the gradients of the first block"
+        said = f"{everything - fits} of {everything} patches are not proven right by the gradients of the first block"
     return {
         "hidden": int(partly.hidden.sum()),
         "open_directions": len(partly.z),
