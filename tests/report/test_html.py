@@ -133,10 +133,14 @@ def test_columns_of_numbers_are_set_as_numbers() -> None:
         Section("s").table(["a", "b"], [[1, 2, 3]])
 
 
-def test_numbers_with_their_intervals_are_numbers_and_other_brackets_are_not() -> None:
-    rows = [["12.6 [12.1, 13.2]", "a [1, 2]"], [None, "3"], ["0.0156 [0.00276, 0.0833]", "3"]]
-    block = Section("s").table(["psnr", "name"], rows).blocks[0]
-    assert Reader(block).values("class").count("number") == 1 * 4
+def test_numbers_with_their_intervals_and_shares_are_numbers_and_other_brackets_are_not() -> None:
+    rows = [
+        ["12.6 [12.1, 13.2]", "a [1, 2]", "59 of 64"],
+        [None, "3", None],
+        ["0.0156 [0.00276, 0.0833]", "3", "1 of 64"],
+    ]
+    block = Section("s").table(["psnr", "name", "exact"], rows).blocks[0]
+    assert Reader(block).values("class").count("number") == 2 * 4
 
 
 def test_paragraphs_and_code() -> None:

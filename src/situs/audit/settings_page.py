@@ -20,10 +20,11 @@ CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 
 SHUFFLED = "an image, and the same image with the patches of a block mask shuffled, as MJP trains on it"
 STATIC = "does not know that MJP is at work, as in the paper; who knows MJP has its method and its weights"
-READING = """
+ORDERED = """
 In (b) one who knows MJP is compared with x̃ although he puts the patches in the order of x; that he has them all is
 shown by the best-match PSNR below, and by (c).
-
+"""
+UNORDERED = """
 In (c) a plain model gives away x̃, and x̃ is not x: nothing in its gradients says which patches were moved, so that
 nobody puts them back.
 """
@@ -79,11 +80,15 @@ def settings_page(comparison: Comparison, facts: Mapping[str, Cell]) -> Page:
     page.section("Threat model").facts(
         {**THREAT, "x and x̃": SHUFFLED, **shown, **described(attacks), "a static attacker": STATIC}
     )
-    section = page.section("Verdict").note(verdict(comparison))
-    if any(row.reason is None for row in comparison.rows):
+    section, done = page.section("Verdict").note(verdict(comparison)), [r for r in comparison.rows if r.reason is None]
+    if done:
         section.table(
             *glance(comparison), "At a glance: mean PSNR in dB, and how many images were recovered exactly, by setting."
-        ).text(READING if {"b", "c"} <= {row.setting for row in comparison.rows} else "")
+        )
+    if any(row.setting == "b" and row.informed and row.model in comparison.mjp for row in done):
+        section.text(ORDERED)
+    if any(row.setting == "c" and row.model not in comparison.mjp for row in done):
+        section.text(UNORDERED)
     section.text(EXACTLY)
     _pictures(page, comparison)
     _tables(page, comparison)

@@ -31,6 +31,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _PIXELS_PER_POINT = 2  # pictures are drawn at twice the page's resolution, so that they are sharp on fine screens
 _INTERVAL = re.compile(r" \[[^\[\]]+\]$")  # behind a number: its ends
 _NUMBER = re.compile(r"[-+−±<>≈]?\s?\d[\d.,   ]*(e[-+−]?\d+)?\s?(%|×|dB|s|ms|MB|B)?")
+_SHARE = re.compile(r"\d[\d,]* of \d[\d,]*")  # 59 of 64
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Section:
         return self._add(f"<details><summary>{_inline(summary)}</summary>{lines}</details>")
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str = "") -> Section:
-        """A table; a column of numbers, or of numbers and [their, intervals], is set flush right with equal digits."""
+        """A table; columns of numbers, of numbers [with, intervals] and of shares (59 of 64) are set flush right."""
         for row in rows:
             if len(row) != len(header):
                 raise SitusError(f"a table row has {len(row)} cells and the header {len(header)}: {list(row)!r}")
@@ -146,7 +147,7 @@ def _inline(text: str) -> str:
 
 def _is_numeric(column: Sequence[Cell]) -> bool:
     shown = [show(cell) for cell in column if cell is not None]
-    return bool(shown) and all(_NUMBER.fullmatch(_INTERVAL.sub("", text)) for text in shown)
+    return bool(shown) and all(_NUMBER.fullmatch(_INTERVAL.sub("", text)) or _SHARE.fullmatch(text) for text in shown)
 
 
 def _cells(tag: str, cells: Sequence[Cell], attributes: Sequence[str]) -> str:

@@ -39,9 +39,9 @@ th, td {
   border-bottom: 1px solid var(--line);
 }
 th:last-child, td:last-child { padding-right: 0; }
-th { font-weight: 600; color: var(--soft); border-bottom-color: var(--soft); }
+th { vertical-align: bottom; font-weight: 600; color: var(--soft); border-bottom-color: var(--soft); }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-th.number { white-space: normal; vertical-align: bottom; }
+th.number { white-space: normal; }
 code {
   font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: .9em;
 }
