@@ -170,7 +170,7 @@ def _separate(method: Method, stem: Stem, upload: Gradients, hidden: Tensor, kno
     if total is None and stem.bias in upload:
         total = upload[stem.bias].double() - rows.sum(dim=0)  # the bias has the sum over all patches
     sent, sigma = upload[stem.table].dtype, known.defence.noise_level(known.batch)
-    return separate(rows, flat_weight(upload[stem.weight]), total, hidden, sent, sigma)
+    return separate(rows, flat_weight(upload[stem.weight], stem), total, hidden, sent, sigma)
 
 
 def _facts(partly: Partly, found: Found, block: FirstBlock) -> dict[str, Fact]:

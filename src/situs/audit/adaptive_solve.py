@@ -25,9 +25,9 @@ from situs.audit.adaptive_algebra import Partly, Smoothness, smoothest
 from situs.audit.adaptive_block import FirstBlock
 from situs.audit.watch import Watch
 
-SOLVED = 10.0
+SOLVED = 3.0
 """A token fits if no more of it sticks out than this many times what noise explains. At the truth it is about once; a
-wrong solution has thousands."""
+wrong solution has thousands, and four at least where its gradients are weak."""
 
 TELLING = 1e-2
 """Nor more than this share, whatever noise explains: wrong solutions stick out by little more, and where rounding alone
