@@ -33,8 +33,11 @@ TELLING = 1e-2
 """Nor more than this share, whatever noise explains: wrong solutions stick out by little more, and where rounding alone
 lets as much stick out (fp16, tokens of weak gradients) nobody can tell them from the right one."""
 
+DOUBTFUL = SOLVED * (1 + SOLVED)
+"""Up to this fit a token is one that noise explains, though nothing proves it: a guess, but better than smoothness."""
+
 LOUD = 3.0
-"""Nor may a patch be larger than this many times one of pixels ±1, or the largest of the smoothest image: normalised
+"""Nor may θ be larger than this many times one of pixels ±1, or the largest of the smoothest image: normalised
 pixels do not reach that far."""
 
 WEAK = 1e-2
@@ -45,6 +48,9 @@ COPIED = 1e-3
 root in its place."""
 
 NEARER = 3.0
+
+PASSES = 3
+"""Times that each copy is chosen anew beside the others as they are then."""
 
 APART = 1e-3
 """Two roots are two if they are this share of the patches' spread apart."""
@@ -140,9 +146,9 @@ def solve_directions(
     smooth = Smoothness(partly.hidden, grid, size, values)
     found = Found(trial.family.phi(trial.everywhere, theta), found.fit)
     found = solve_hidden(trial, solve_shown(trial, smooth, found))
-    at = trial.family.theta(trial.everywhere, found.at)
-    silent = at.norm(dim=1, keepdim=True) <= loud  # of what is no picture the smoothest guess is better
-    return Found(torch.where(silent, at, theta), found.fit)
+    wrong = found.fit > DOUBTFUL
+    theta = torch.where(wrong.unsqueeze(-1), theta, trial.family.theta(trial.everywhere, found.at))
+    return Found(smoothest(partly, smooth, theta, wrong), found.fit)
 
 
 def family_of(block: FirstBlock, partly: Partly, loose: int = Effort.loose) -> Family:
@@ -225,27 +231,35 @@ def solve_hidden(trial: Trial, found: Found) -> Found:
     pool = _pool(trial, found)
     apart = APART * float((pool - pool.mean(dim=0)).norm(dim=1).median())
     known = block.late(family.streams(solved, found.at[solved]))
-    roots, sticks = found.at[:0], found.fit[:0]
+    roots = ends = Found(found.at[:0], found.fit[:0])
     for number in range(trial.effort.rounds):
-        if len(roots) == len(hidden) or trial.watch.over():
+        if len(roots.at) == len(hidden) or trial.watch.over():
             break
         places = one.expand(trial.effort.starts)
-        seen = torch.cat([known, block.late(family.streams(one.expand(len(roots)), roots))])
+        seen = torch.cat([known, block.late(family.streams(one.expand(len(roots.at)), roots.at))])
         starts = family.phi(places, _like(pool, len(places), trial.chance))
-        at, stuck = search(trial, places, starts, _functionals(block, seen))
-        if (stuck <= SOLVED).any():
+        ends = Found(*search(trial, places, starts, _functionals(block, seen)))
+        fits = ends.fit <= SOLVED
+        if fits.any():
             # Without functionals an end that was only held beside a root slides back into it.
-            at, stuck = search(trial, places[stuck <= SOLVED], at[stuck <= SOLVED])
-        for index in stuck.argsort().tolist():
-            away = (family.theta(one, roots) - family.theta(one, at[index])).norm(dim=1)
-            if stuck[index] <= SOLVED and len(roots) < len(hidden) and bool((away > apart).all()):
-                roots, sticks = torch.cat([roots, at[index : index + 1]]), torch.cat([sticks, stuck[index : index + 1]])
-        trial.watch.say(f"adaptive-mjp: round {number + 1}, {len(roots)} of {len(hidden)} hidden found")
-    # Any of the hidden places stands for all: their bases and rows of the table are the same.
+            roots = _with_others(trial, roots, Found(*search(trial, places[fits], ends.at[fits])), SOLVED, apart)
+        trial.watch.say(f"adaptive-mjp: round {number + 1}, {len(roots.at)} of {len(hidden)} hidden found")
     phi, fit = found.at.clone(), found.fit.clone()
-    phi[hidden[: len(roots)]], fit[hidden[: len(roots)]] = roots, sticks
-    lacking = hidden[len(roots) :]
-    return _copied(trial, Found(phi, fit), lacking) if len(roots) and len(solved) and len(lacking) else Found(phi, fit)
+    # Any of the hidden places stands for all: their bases and rows of the table are the same. What noise explains and
+    # nothing proves is a better guess than none.
+    every = _with_others(trial, roots, ends, DOUBTFUL, apart)
+    phi[hidden[: len(every.at)]], fit[hidden[: len(every.at)]] = every
+    return _copied(trial, Found(phi, fit), len(roots.at))
+
+
+def _with_others(trial: Trial, roots: Found, ends: Found, most: float, apart: float) -> Found:
+    """The roots, and those ends beside them that fit up to `most` and are `apart` from all before: m at most."""
+    one = trial.hidden[:1]
+    for index in ends.fit.argsort().tolist():
+        away = (trial.family.theta(one, roots.at) - trial.family.theta(one, ends.at[index])).norm(dim=1)
+        if ends.fit[index] <= most and len(roots.at) < len(trial.hidden) and bool((away > apart).all()):
+            roots = Found(*(torch.cat([old, new[index : index + 1]]) for old, new in zip(roots, ends, strict=True)))
+    return roots
 
 
 def _pool(trial: Trial, found: Found) -> Tensor:
@@ -269,17 +283,20 @@ def _functionals(block: FirstBlock, seen: Tensor) -> Tensor:
     return torch.linalg.svd(inside, full_matrices=True)[2][min(len(inside), block.tokens - 1) :]
 
 
-def _copied(trial: Trial, found: Found, lacking: Tensor) -> Found:
+def _copied(trial: Trial, found: Found, count: int) -> Found:
     """Hidden patches that are equal are one root. Which stands twice shows in the attention that it draws: those copies
     are taken with which the block's own forward pass gives the solved tokens their streams.
 
-    Z is as wide as the hidden patches that differ, less one: with fewer roots some are missing, and no copy is right.
+    count: of the roots found. Z is as wide as the hidden patches that differ, less one: with fewer roots some are
+    missing, and no copy is right.
     """
     family, solved = trial.family, found.solved(trial.shown)
+    roots, lacking = trial.hidden[:count], trial.hidden[count:]
+    if count <= len(trial.partly.z) or not len(lacking) or not len(solved):
+        return found
     phi, fit = found.at.clone(), found.fit.clone()
-    roots = trial.hidden[: len(trial.hidden) - len(lacking)]
     truth = family.streams(solved, phi[solved])
-    phi[lacking] = phi[roots[0]].clone()
+    phi[lacking], fit[lacking] = phi[roots[0]].clone(), DOUBTFUL
 
     def errors(place: int) -> Tensor:
         """How far the streams are off with each root at a place, [roots]."""
@@ -290,16 +307,18 @@ def _copied(trial: Trial, found: Found, lacking: Tensor) -> Found:
             off.append((middle[solved] - truth).norm() / truth.norm())
         return torch.stack(off)
 
-    for _ in range(len(lacking) if len(roots) > 1 else 0):
+    for _ in range(PASSES):
         before = phi.clone()
         for place in lacking.tolist():
+            if trial.watch.over():
+                return Found(phi, fit)
             phi[place] = phi[roots[errors(place).argmin()]].clone()
-        if torch.equal(before, phi) or trial.watch.over():
+        if torch.equal(before, phi):
             break
     for place in lacking.tolist():
         off = errors(place).sort().values
-        clear = off[0] < COPIED and bool((off[1:] > NEARER * off[0]).all())
-        fit[place] = fit[roots].max() if clear and len(roots) > len(trial.partly.z) else torch.inf
+        if off[0] < COPIED and bool((off[1:] > NEARER * off[0]).all()):
+            fit[place] = fit[roots].max()
     return Found(phi, fit)
 
 
@@ -326,6 +345,8 @@ def _search(trial: Trial, places: Tensor, phi: Tensor, functionals: Tensor | Non
     out, jacobian = _residuals(block, family, places, phi, functionals)
     cost = out.square().sum(dim=1)
     for _ in range(trial.effort.steps):
+        if trial.watch.over():
+            break
         normal, slope = jacobian @ jacobian.mT, (jacobian @ out.unsqueeze(-1)).squeeze(-1)
         diagonal = normal.diagonal(dim1=1, dim2=2)
         bend = damping.unsqueeze(-1) * (diagonal + 1e-3 * diagonal.mean(dim=1, keepdim=True))
@@ -346,7 +367,7 @@ def _fit(trial: Trial, places: Tensor, phi: Tensor) -> Tensor:
     residual = trial.block.fc2.residual(late)
     picture = trial.family.theta(places, phi).norm(dim=1) <= trial.loud
     fit = (residual / trial.block.fc2.expected(late)).nan_to_num(torch.inf)
-    # What proves nothing is no fit, but it keeps its rank among the others that are none.
+    # What proves nothing is no fit, but it keeps its rank among the others that are none (`DOUBTFUL`).
     fit = torch.where(residual <= TELLING, fit, SOLVED * (1 + fit))
     return torch.where(picture, fit, torch.inf)
 
