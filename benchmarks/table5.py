@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from situs.audit.adaptive import AdaptiveMJP
-from situs.audit.adaptive_solve import Effort
+from situs.audit.adaptive_search import Effort
 from situs.audit.april import April
 from situs.audit.lpips import Lpips
 from situs.audit.patchembed import PatchEmbedding

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from situs.audit import AdaptiveMJP, Clip, Knowledge, MaskedJigsaw, Noise, PatchEmbedding, adaptive, create_attack
-from situs.audit.adaptive_solve import SOLVED, Effort
+from situs.audit.adaptive_search import SOLVED, Effort
 from situs.audit.threat import Defence, NoDefence, victim_gradients
 from situs.audit.watch import Watch
 from situs.backbones import create_backbone

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from situs.audit import adaptive_search as searching
 from situs.audit import adaptive_solve as solve
 from situs.audit.adaptive_algebra import Partly, separate
 from situs.audit.adaptive_block import FirstBlock
-from situs.audit.adaptive_solve import Effort, Family, Trial, family_of, search, solve_directions
+from situs.audit.adaptive_search import SOLVED, TELLING, Effort, Family, Found, Trial, search
+from situs.audit.adaptive_solve import family_of, solve_directions
 from situs.audit.stem import flat_weight, require_stem, table_rows
 from situs.audit.threat import MaskedJigsaw, known_gradient, victim_gradients
 from situs.audit.watch import Watch
@@ -102,11 +104,11 @@ def test_derivatives_are_those_of_differences(usual: Scene) -> None:
     phi = family.phi(places, usual.theta[:5]) + 0.3 * torch.randn(5, len(family.along), dtype=torch.float64)
     functionals = torch.linalg.qr(torch.randn(17, 4, dtype=torch.float64))[0].T
     for given in (None, functionals):
-        out, jacobian = solve._residuals(block, family, places, phi, given)
+        out, jacobian = searching._residuals(block, family, places, phi, given)
         for axis in range(phi.shape[1]):
             step = torch.zeros_like(phi)
             step[:, axis] = 1e-6
-            ahead, behind = (solve._residuals(block, family, places, phi + s, given)[0] for s in (step, -step))
+            ahead, behind = (searching._residuals(block, family, places, phi + s, given)[0] for s in (step, -step))
             torch.testing.assert_close(jacobian[:, axis], (ahead - behind) / 2e-6, rtol=1e-4, atol=1e-6)
         assert float(out.norm()) > 1e-3
 
@@ -124,7 +126,7 @@ def test_a_search_ends_at_the_truth(usual: Scene) -> None:
     at, fit = search(trial(usual), shown, family.phi(shown, start))
     right = (family.theta(shown, at) - usual.theta[shown]).norm(dim=1) < 1e-3 * usual.theta[shown].norm(dim=1)
     assert int(right.sum()) >= len(shown) - 2
-    assert (right == (fit <= solve.SOLVED)).all()  # the attacker knows which
+    assert (right == (fit <= SOLVED)).all()  # the attacker knows which
 
 
 @torch.no_grad()
@@ -150,7 +152,7 @@ def matched(found: Tensor, real: Tensor) -> float:
 def test_all_patches_are_found(dim: int, ratio: float, number: int) -> None:
     of = scene(dim, ratio, number)
     found = solve_directions(of.block, of.partly, of.grid, SIZE, Effort(), Watch())
-    assert float(found.fit.max()) <= solve.SOLVED
+    assert float(found.fit.max()) <= SOLVED
     patches, hidden = of.partly.patches(found.at), of.partly.hidden
     assert float((patches - of.patches)[~hidden].norm() / of.patches[~hidden].norm()) < 1e-4
     assert matched(patches[hidden], of.patches[hidden]) < 1e-4
@@ -169,7 +171,7 @@ def test_equal_hidden_patches_are_one_root_that_stands_twice() -> None:
     hidden = of.partly.hidden
     assert len(of.partly.z) == int(hidden.sum()) - 2
     found = solve_directions(of.block, of.partly, of.grid, SIZE, Effort(rounds=4), Watch())
-    assert float(found.fit.max()) <= solve.SOLVED
+    assert float(found.fit.max()) <= SOLVED
     assert matched(of.partly.patches(found.at)[hidden], of.patches[hidden]) < 1e-4
 
 
@@ -189,18 +191,18 @@ def test_what_is_no_picture_or_proves_nothing_is_no_fit(usual: Scene) -> None:
     family, places = family_of(usual.block, usual.partly, loose=0), everywhere(usual)
     phi = family.phi(places, usual.theta)
     attempt = trial(usual._replace(family=family))
-    assert float(solve._fit(attempt, places, phi).max()) <= solve.SOLVED
+    assert float(searching._fit(attempt, places, phi).max()) <= SOLVED
     quiet = replace(attempt, loud=1e-3 * float(usual.theta.norm(dim=1).min()))
-    assert solve._fit(quiet, places, phi).isinf().all()
+    assert searching._fit(quiet, places, phi).isinf().all()
     held, usual.block.fc2.noise = usual.block.fc2.noise, usual.block.fc2.noise + 1e6
     off = phi + torch.randn_like(phi) * usual.theta.std()
     fit, sticks = (
-        solve._fit(attempt, places, off),
+        searching._fit(attempt, places, off),
         usual.block.fc2.residual(usual.block.late(family.streams(places, off))),
     )
     usual.block.fc2.noise = held
-    assert (sticks > solve.TELLING).any()
-    assert (fit[sticks > solve.TELLING] > solve.SOLVED).all()
+    assert (sticks > TELLING).any()
+    assert (fit[sticks > TELLING] > SOLVED).all()
     assert fit.isfinite().all()
 
 
@@ -209,7 +211,7 @@ def test_all_patches_may_be_hidden() -> None:
     of = scene(ratio=1.0)
     assert of.partly.hidden.all()
     found = solve_directions(of.block, of.partly, of.grid, SIZE, Effort(rounds=3), Watch())
-    fits = found.fit <= solve.SOLVED
+    fits = found.fit <= SOLVED
     assert int(fits.sum()) >= 12
     near = torch.cdist(of.partly.patches(found.at)[fits], of.patches).amin(dim=1)
     assert float(near.max()) < 1e-3 * float(of.patches.norm(dim=1).max())
@@ -221,5 +223,5 @@ def test_copies_are_not_believed_while_roots_are_missing(usual: Scene) -> None:
     family, hidden = usual.family, usual.partly.hidden.nonzero()[:, 0]
     fit = torch.ones(16, dtype=torch.float64)
     fit[hidden[2:]] = torch.inf
-    copied = solve._copied(trial(usual), solve.Found(family.phi(everywhere(usual), usual.theta), fit), 2)
+    copied = solve._copied(trial(usual), Found(family.phi(everywhere(usual), usual.theta), fit), 2)
     assert copied.fit.equal(fit)

@@ -4,7 +4,7 @@
    only the rows of shown places, and its gradient is known: it is subtracted.
 2. Algebra gives every patch up to m - 1 directions that all patches share (`adaptive_algebra`).
 3. The row spaces of the first block's gradients give the rest, for shown and hidden patches alike (`adaptive_spans`,
-   `adaptive_block`, `adaptive_solve`), as long as there are fewer tokens than channels.
+   `adaptive_block`, `adaptive_search`, `adaptive_solve`), as long as there are fewer tokens than channels.
 4. The gradients do not depend on the order of the hidden patches. Their borders do: `ordering` solves the puzzle.
 
 Where no row is zero, nothing is hidden and `patchembed` is all that is needed.
@@ -21,7 +21,8 @@ from torch import Tensor
 
 from situs.audit.adaptive_algebra import Partly, separate
 from situs.audit.adaptive_block import FirstBlock, first_linears
-from situs.audit.adaptive_solve import SOLVED, Effort, Found, solve_directions
+from situs.audit.adaptive_search import SOLVED, Effort, Found
+from situs.audit.adaptive_solve import solve_directions
 from situs.audit.attack import Attack, Fact, Knowledge, Recovery
 from situs.audit.ordering import order_hidden
 from situs.audit.patchembed import PatchEmbedding
