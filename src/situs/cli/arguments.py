@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import sys
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import Field, dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
@@ -36,6 +37,7 @@ from situs.cli.helptext import (
     other_flags,
     presets_text,
 )
+from situs.cli.mistakes import WIDE, sentence
 from situs.config import Choice, choices_of, from_dict, load_toml, merge, read_json
 from situs.errors import SitusError
 from situs.presets import load_preset
@@ -179,19 +181,35 @@ def _choice_field(index: int, path: str, chosen: Choice, start: Any) -> tuple[st
 
 
 def _tyro(args_type: type[T], argv: Sequence[str], prog: str, description: str) -> T:
-    """tyro's parser; a SitusError that a config raised inside it comes out as itself, not in tyro's frame."""
+    """tyro's parser; what is wrong comes out as a SitusError of one sentence, that of a config as itself."""
     complaints = io.StringIO()
+    asks = {"-h", "--help"} & set(argv)
     try:
-        with contextlib.redirect_stderr(complaints):
+        with contextlib.redirect_stderr(complaints), nullcontext() if asks else _columns(WIDE):
             return tyro.cli(args_type, args=list(argv), prog=prog, description=description or None)
     except SystemExit as stop:
+        if asks:
+            raise
         cause: BaseException | None = stop
         while cause is not None:
             if isinstance(cause, SitusError):
                 raise cause from None
             cause = cause.__context__
-        sys.stderr.write(complaints.getvalue())
-        raise
+        raise SitusError(sentence(complaints.getvalue(), argv, prog)) from None
+
+
+@contextlib.contextmanager
+def _columns(count: str) -> Iterator[None]:
+    """The width that the parser takes the terminal to have."""
+    held = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = count
+    try:
+        yield
+    finally:
+        if held is None:
+            del os.environ["COLUMNS"]
+        else:
+            os.environ["COLUMNS"] = held
 
 
 def _peek(argv: Sequence[str], flag: str) -> str | None:

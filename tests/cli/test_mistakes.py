@@ -1,0 +1,49 @@
+"""A wrong word on the command line is answered in one sentence, whatever the parser prints."""
+
+from __future__ import annotations
+
+import pytest
+
+from situs.cli.main import main
+
+GRADIENTS = "audit gradients x --images y"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (f"{GRADIENTS} --precision fp8", "--precision fp8: must be fp32, bf16 or fp16"),
+        (f"{GRADIENTS} --labels", "--labels: needs a value"),
+        (f"{GRADIENTS} --count 1.5", "--count 1.5: must be a whole number"),
+        (f"{GRADIENTS} --count=many --seed 3", "--count many: must be a whole number"),
+        (f"{GRADIENTS} --img-size 3 4 5", "--img-size 3 4 5: must be SIDE or HEIGHT WIDTH"),
+        (f"{GRADIENTS} z", "z: more than situs audit gradients takes"),
+        ("audit gradients x", "--images FOLDER: must be given"),
+        ("evaluate accuracy", "RUN: must be given"),
+        ("pretrain --epoch 3", "--epoch 3: situs pretrain has no such flag; perhaps --epochs, "),
+        ("pretrain --epochs three", "--epochs three: must be a whole number"),
+        ("pretrain --augment.scale 1", "--augment.scale: needs 2 values"),
+        ("pretrain --optim.lr fast", "--optim.lr fast: must be a number"),
+    ],
+)
+def test_one_sentence(
+    line: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")  # however narrow the terminal
+    try:
+        status = main(line.split())
+    except SystemExit as stop:
+        status = stop.code
+    told = capsys.readouterr().err
+    assert status == 2
+    assert told.startswith(f"situs: {said}")
+    assert told.count("\n") == 1
+    assert told.rstrip().endswith("--help)")
+
+
+def test_the_terminals_width_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert main([*GRADIENTS.split(), "--precision", "fp8"]) == 2
+    assert "COLUMNS" not in os.environ
