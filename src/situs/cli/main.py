@@ -126,7 +126,7 @@ def run_verb(verb: str, rest: list[str]) -> int:
     parse: Callable[..., Any] = import_module("situs.cli.arguments").parse
     try:
         args = parse(module.Args, rest, prog=f"situs {verb}", description=module.__doc__)
-    except SystemExit as stop:  # help was asked for, or a flag was wrong and the parser has said so
+    except SystemExit as stop:  # help was asked for
         return stop.code if isinstance(stop.code, int) else 2
     return run_on_ranks(verb, lambda: module.run(args))
 
