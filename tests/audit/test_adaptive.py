@@ -240,3 +240,14 @@ def test_hidden_patches_that_are_alike_leave_nothing_open() -> None:
         found, _, _ = attacked(backbone, torch.full((1, 1, 28, 28), grey), 0.3)
         assert said in str(found.facts[0]["verdict"])
         torch.testing.assert_close(found.images, torch.full_like(found.images, grey), rtol=0, atol=1e-3)
+
+
+def test_a_gate_that_is_still_shut_proves_nothing() -> None:
+    """timm's SwiGLU begins nearly linear: every token of a family fits, so none may be said to be right."""
+    from timm.layers import SwiGLU  # pyright: ignore[reportPrivateImportUsage]
+
+    backbone = victim(model_args={**SMALL, "mlp_layer": SwiGLU})
+    upload = upload_of(backbone, pictures(), 0.2, 0)
+    found = AdaptiveMJP(Effort(rounds=1)).recover(backbone, [upload], Knowledge(MaskedJigsaw(0.2)))
+    assert found.facts[0]["patches_that_fit"] == 0
+    assert float(found.images.abs().max()) < 30

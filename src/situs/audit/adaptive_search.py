@@ -26,6 +26,10 @@ TELLING = 1e-2
 """Nor more than this share, whatever noise explains: wrong solutions stick out by little more, and where rounding alone
 lets as much stick out (fp16, tokens of weak gradients) nobody can tell them from the right one."""
 
+SHARP = 3e-3
+"""Nor does a token prove anything that noise alone moves by more than this share of `Trial.loud`: where the MLP is
+nearly linear (a gate that is still shut), every token of the family fits."""
+
 DOUBTFUL = SOLVED * (1 + SOLVED)
 """Up to this fit a token is one that noise explains, though nothing proves it: a guess, but better than smoothness."""
 
@@ -142,13 +146,24 @@ def _search(trial: Trial, places: Tensor, phi: Tensor, functionals: Tensor | Non
 
 def _fit(trial: Trial, places: Tensor, phi: Tensor) -> Tensor:
     """How many times more of tokens sticks out than noise explains, [Q]; infinite where that proves nothing."""
+    span = trial.block.fc2
     late = trial.block.late(trial.family.streams(places, phi))
-    residual = trial.block.fc2.residual(late)
+    residual, expected = span.residual(late), span.expected(late)
     picture = trial.family.theta(places, phi).norm(dim=1) <= trial.loud
-    fit = (residual / trial.block.fc2.expected(late)).nan_to_num(torch.inf)
+    fit = (residual / expected).nan_to_num(torch.inf)
     # What proves nothing is no fit, but it keeps its rank among the others that are none (`DOUBTFUL`).
-    fit = torch.where(residual <= TELLING, fit, SOLVED * (1 + fit))
-    return torch.where(picture, fit, torch.inf)
+    proves = (residual <= TELLING) & (expected * _blur(trial, places, phi) <= SHARP * trial.loud)
+    return torch.where(picture, torch.where(proves, fit, SOLVED * (1 + fit)), torch.inf)
+
+
+def _blur(trial: Trial, places: Tensor, phi: Tensor) -> Tensor:
+    """How far θ moves for each share of a token that noise makes stick out, [Q]: the deviation of least squares."""
+    span, turn = trial.block.fc2, trial.family.turn
+    jacobian = _residuals(trial.block, trial.family, places, phi, None)[1]
+    values, vectors = torch.linalg.eigh((jacobian @ jacobian.mT).nan_to_num())
+    values = values.clamp(min=1e-14 * values.amax(dim=1, keepdim=True)).clamp(min=1e-300)
+    room = span.column.shape[0] - len(span.inside)
+    return ((vectors.mT @ turn).square().sum(dim=-1) / values).sum(dim=-1).div(room).sqrt()
 
 
 def _residuals(
