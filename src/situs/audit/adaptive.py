@@ -175,23 +175,26 @@ def _separate(method: Method, stem: Stem, upload: Gradients, hidden: Tensor, kno
 
 
 def _facts(partly: Partly, found: Found, block: FirstBlock) -> dict[str, Fact]:
+    """proof: how the attacker knows that he is right; verdict: why he may not be."""
     fits = int((found.fit <= SOLVED).sum())
     everything = len(found.fit)
+    proof = verdict = None
     if not len(partly.z) and not partly.base[partly.hidden].any():
-        said = "nothing of the hidden patches stands out of rounding and noise: they are left grey"
+        verdict = "nothing of the hidden patches stands out of rounding and noise: they are left grey"
     elif not len(partly.z) and int(partly.hidden.sum()) > 1:
-        said = "nothing is left open: up to rounding and noise all hidden patches are alike"
+        proof = "nothing is left open: up to rounding and noise all hidden patches are alike"
     elif not len(partly.z):
-        said = "nothing is left open: one hidden patch is solved with the others"
+        proof = "nothing is left open: one hidden patch is solved with the others"
     elif block.reason is not None:
-        said = f"{len(partly.z)} directions of each patch were guessed by smoothness: {block.reason}"
+        verdict = f"{len(partly.z)} directions of each patch were guessed by smoothness: {block.reason}"
     elif fits == everything:
-        said = "every patch agrees with the gradients of the first block up to rounding"
+        proof = "every patch agrees with the gradients of the first block up to rounding"
     else:
-        said = f"{everything - fits} of {everything} patches are not proven right by the gradients of the first block"
+        verdict = "of some images there are patches that the gradients of the first block do not prove right"
     return {
         "hidden": int(partly.hidden.sum()),
         "open_directions": len(partly.z),
         "patches_that_fit": fits if block.reason is None and len(partly.z) else None,
-        "verdict": said,
+        "proof": proof,
+        "verdict": verdict,
     }
