@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import os
 import signal
 import threading
 
@@ -13,10 +12,10 @@ def test_the_first_is_a_wish_and_the_second_acts() -> None:
     before = signal.getsignal(signal.SIGINT)
     with Interrupt() as interrupt:
         assert not interrupt.asked
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert interrupt.asked
         with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ class StopAt:
 
     def after_step(self, state: RunState) -> None:
         if state.step == self.step:
-            os.kill(os.getpid(), self.number)
+            signal.raise_signal(self.number)
 
     def after_epoch(self, state: RunState) -> None:
         pass

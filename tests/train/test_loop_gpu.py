@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 from pathlib import Path
 
@@ -30,7 +29,7 @@ class StopAt:
     def after_step(self, state) -> None:
         torch.rand(3, device="cuda")
         if state.step == self.step:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
 
     def after_epoch(self, state) -> None:
         pass
