@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from situs.cli.main import main
+from situs.cli.mistakes import sentence
 
 GRADIENTS = "audit gradients x --images y"
 
@@ -43,3 +44,35 @@ def test_the_terminals_width_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("COLUMNS", raising=False)
     assert main([*GRADIENTS.split(), "--precision", "fp8"]) == 2
     assert "COLUMNS" not in os.environ
+
+
+FRAME = """\
+╭─ Unrecognized options ───────────────────────╮
+│ Unrecognized options: --epoch, 3             │
+│ ──────────────────────────────────────────── │
+│ Perhaps you meant:                           │
+│     --epochs N                               │
+│         Passes over the data.                │
+│ ──────────────────────────────────────────── │
+│ For full helptext, run situs pretrain --help │
+╰──────────────────────────────────────────────╯
+"""
+PLAIN = """\
+ Unrecognized options
+ --------------------------------------------
+  Unrecognized options: --epoch, 3
+  --------------------------------------------
+  Perhaps you meant:
+      --epochs N
+          Passes over the data.
+"""
+
+
+@pytest.mark.parametrize("frame", [FRAME, PLAIN], ids=["drawn", "plain"])
+def test_both_frames_are_read(frame: str) -> None:
+    said = sentence(frame, ["--epoch", "3"], "situs pretrain")
+    assert said == "--epoch 3: situs pretrain has no such flag; perhaps --epochs (see situs pretrain --help)"
+
+
+def test_a_complaint_of_another_form_is_passed_on() -> None:
+    assert sentence("something else\nis wrong", [], "situs x") == "something else is wrong (see situs x --help)"
