@@ -61,3 +61,16 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     for name, each in runs.items():
         train_run(each, out=base / name, device="cpu")
     return Trained(base / "data", *(base / name for name in runs))
+
+
+@pytest.fixture(scope="module")
+def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three pictures of noise, which no prior helps to guess."""
+    import numpy as np
+    from PIL import Image
+
+    folder = tmp_path_factory.mktemp("photographs")
+    chance = np.random.default_rng(0)
+    for number in range(3):
+        Image.fromarray(chance.integers(0, 256, (70, 64, 3), dtype="uint8")).save(folder / f"{number}.png")
+    return folder

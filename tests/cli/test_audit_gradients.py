@@ -17,18 +17,6 @@ from situs.cli.main import main
 NAME = "test_vit"  # timm's own tiny model for tests: 160 pixels in patches of 16, 64 channels
 
 
-@pytest.fixture(scope="module")
-def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import numpy as np
-    from PIL import Image
-
-    folder = tmp_path_factory.mktemp("photographs")
-    chance = np.random.default_rng(0)
-    for number in range(3):
-        Image.fromarray(chance.integers(0, 256, (70, 64, 3), dtype="uint8")).save(folder / f"{number}.png")
-    return folder
-
-
 def test_table_page_and_file(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "audit"
     words = ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--out", str(out)]

@@ -12,18 +12,6 @@ from situs.cli.main import main
 NAME = "test_vit"  # timm's own tiny model for tests: here 16 patches, 64 channels
 
 
-@pytest.fixture(scope="module")
-def photographs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    import numpy as np
-    from PIL import Image
-
-    folder = tmp_path_factory.mktemp("photographs")
-    chance = np.random.default_rng(0)
-    for number in range(2):
-        Image.fromarray(chance.integers(0, 256, (64, 64, 3), dtype="uint8")).save(folder / f"{number}.png")
-    return folder
-
-
 def words(photographs: Path, out: Path, *more: str) -> list[str]:
     return ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--out", str(out), *more]
 

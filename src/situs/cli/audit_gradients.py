@@ -105,6 +105,20 @@ class Args:
     """Where gradients.json and report.html go."""
 
 
+@dataclass(frozen=True)
+class Task:
+    """What both kinds of audit are given: attacks × defences, and the settings of Table 5."""
+
+    args: Args
+    victim: Victim
+    batch: Batch
+    names: list[str]
+    attacks: list[Attack]
+    defences: list[Defence]
+    lpips: Lpips | None
+    watch: Watch
+
+
 def run(args: Args) -> int:
     """Audits, prints the table, writes the files, and says by its status whether the gate is passed."""
     from situs.audit import MatchingConfig, create_attack, create_defence
@@ -131,48 +145,39 @@ def run(args: Args) -> int:
             predictor = open_predictor(args.predictor, victim.subject.backbone, device)
             attacks = {name: create_attack(name, search, predictor) for name in attacks}
         batch, names = _load(args, victim, device)
+        task = Task(args, victim, batch, names, list(attacks.values()), defences, lpips, watch)
         if args.setting:
             from situs.cli.audit_settings import run_settings
 
-            settings = _names("setting", args.setting)
-            run_settings(args, settings, victim, batch, names, list(attacks.values()), defences, lpips, watch)
+            run_settings(task, _names("setting", args.setting))
             passed = True
         else:
-            passed = _run_pairs(args, victim, batch, names, list(attacks.values()), defences, lpips, watch, limit)
+            passed = _run_pairs(task, limit)
     if watch.interrupted:
         return INTERRUPTED
     return 0 if passed else GATE_FAILED
 
 
-def _run_pairs(
-    args: Args,
-    victim: Victim,
-    batch: Batch,
-    names: list[str],
-    attacks: list[Attack],
-    defences: list[Defence],
-    lpips: Lpips | None,
-    watch: Watch,
-    limit: Limit | None,
-) -> bool:
+def _run_pairs(task: Task, limit: Limit | None) -> bool:
     """Attacks × defences, printed and written; whether the gate is passed."""
     from situs.audit.gate import rule
     from situs.audit.gradients import Step, audit_gradients
     from situs.audit.threat import DTYPES
     from situs.audit.victim import labels_for
 
+    args, victim, batch = task.args, task.victim, task.batch
     known = args.labels == "known"
     audit = audit_gradients(
         victim.trains,
         batch.images,
         labels_for(victim.subject, batch.labels, len(batch.images)),
-        attacks,
-        defences,
+        task.attacks,
+        task.defences,
         normalisation=victim.subject.data.normalisation,
         step=Step(args.batch, args.local_steps, DTYPES[args.precision], args.seed, known, victim.epoch),
-        names=names,
-        lpips=lpips,
-        watch=watch,
+        names=task.names,
+        lpips=task.lpips,
+        watch=task.watch,
     )
     ruling = None if limit is None else rule(audit, limit)
     _report(args, audit, victim, ruling)

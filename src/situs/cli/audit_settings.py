@@ -7,26 +7,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from situs.audit.attack import Attack
-    from situs.audit.lpips import Lpips
     from situs.audit.settings import Attacker, Contestant
     from situs.audit.threat import Defence
     from situs.audit.victim import Victim
-    from situs.audit.watch import Watch
-    from situs.cli.audit_gradients import Args
-    from situs.data.batch import Batch
+    from situs.cli.audit_gradients import Task
 
 
-def run_settings(
-    args: Args,
-    settings: list[str],
-    victim: Victim,
-    batch: Batch,
-    names: list[str],
-    attacks: list[Attack],
-    defences: list[Defence],
-    lpips: Lpips | None,
-    watch: Watch,
-) -> None:
+def run_settings(task: Task, settings: list[str]) -> None:
     """Attacks, prints the table, writes settings.json and settings.html."""
     from situs import __version__
     from situs.audit.settings import Plan, compare_settings, to_json, verdict
@@ -36,17 +23,18 @@ def run_settings(
     from situs.cli.tables import print_table
     from situs.report.html import show
 
-    ratio = _ratio(defences)
+    args, victim, batch = task.args, task.victim, task.batch
+    ratio = _ratio(task.defences)
     found = compare_settings(
         _contestants(victim),
         batch.images,
         labels_for(victim.subject, batch.labels, len(batch.images)),
-        _attackers(attacks),
+        _attackers(task.attacks),
         normalisation=victim.subject.data.normalisation,
         plan=Plan(tuple(settings), ratio, args.seed, victim.epoch),
-        names=names,
-        lpips=lpips,
-        watch=watch,
+        names=task.names,
+        lpips=task.lpips,
+        watch=task.watch,
     )
     facts = {
         "model": victim.subject.name,
