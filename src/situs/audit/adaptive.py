@@ -46,6 +46,7 @@ class AdaptiveMJP(Attack):
         "knows MJP: the mask from rows without gradient, all patches from the patch embedding's gradient and the row "
         "spaces of the first block's, the hidden ones' order from their borders"
     )
+    closed_form: ClassVar[bool] = True
     knows_mjp: ClassVar[bool] = True
 
     def __init__(self, effort: Effort | None = None, predictor: MP3 | None = None) -> None:

@@ -54,6 +54,7 @@ class April(Attack):
 
     name: ClassVar[str] = "april"
     about: ClassVar[str] = "APRIL: tokens from the gradients of the first attention, pixels by a pseudo-inverse"
+    closed_form: ClassVar[bool] = True
 
     def applies(self, backbone: Backbone) -> str | None:
         stem = find_stem(backbone)

@@ -63,6 +63,9 @@ class Attack(ABC):
 
     name: ClassVar[str]
     about: ClassVar[str]
+    closed_form: ClassVar[bool] = False
+    """Whether it solves equations. Each fact then has `residual`, `expected_residual` (what the stated noise and
+    precision predict) and `fits`: whether the one is what the other says. A search has no such measure of failure."""
     reads_all: ClassVar[bool] = False
     """Whether it uses every gradient that is sent, and not only those it cannot do without (`reads`)."""
     knows_mjp: ClassVar[bool] = False

@@ -108,6 +108,7 @@ class PatchEmbedding(Attack):
 
     name: ClassVar[str] = "patchembed"
     about: ClassVar[str] = "one linear solve with the gradients of the patch embedding and of the position table"
+    closed_form: ClassVar[bool] = True
 
     def applies(self, backbone: Backbone) -> str | None:
         found = find_stem(backbone)
