@@ -82,8 +82,60 @@ def test_several_attackers_with_data_and_key(
 def test_what_nobody_knows_is_not_judged(trained: Any, locked: Locked, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit(locked.plain, "--base", trained.two, "--attacker", "public-base") == 0
     printed = capsys.readouterr().out
-    assert "unknown" in printed
-    assert "Not judged, for nobody told the true key: public-base (--key)" in printed
+    assert "Not judged, for nobody told the true key (--key): public-base. No strength can be given." in printed
+    assert "256" not in printed  # nobody judged the attack, so it proves no strength
+
+
+def test_without_a_key_no_strength_is_claimed(
+    locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert audit(locked.plain, "--out", tmp_path) == 0
+    printed = capsys.readouterr().out
+    assert "Not judged" in printed and "the locked file alone" in printed
+    assert json.loads((tmp_path / "audit.json").read_text())["strength_bits"] is None
+    page = (tmp_path / "report.html").read_text()
+    assert "256" not in printed and "= 256 bits" not in page and "Not judged" in page
+
+
+def test_a_sealed_lock_is_attacked_below_its_seal(
+    locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sealed = tmp_path / "sealed"
+    assert main(["lock", str(locked.export), "--key", str(locked.key), "--out", str(sealed), "--seal"]) == 0
+    capsys.readouterr()
+    before = sorted(path.name for path in sealed.iterdir())
+    assert audit(sealed, "--key", locked.key, "--base", locked.export, "--out", tmp_path / "page") == 0
+    printed = capsys.readouterr().out
+    assert "16 of 16" in printed and "= 0 bits" in printed
+    assert sorted(path.name for path in sealed.iterdir()) == before
+    written = json.loads((tmp_path / "page" / "audit.json").read_text())
+    assert [attack["attacker"] for attack in written["attacks"]] == ["no-base", "public-base"]
+
+
+def spoil(folder: Path, out: Path) -> Path:
+    """A copy of a model whose last tensor holds a NaN."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, out)
+    state = load_file(out / "model.safetensors")
+    name = max(state)
+    state[name].view(-1)[0] = torch.nan
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def test_weights_that_are_no_numbers_are_one_sentence(
+    locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock, base = spoil(locked.plain, tmp_path / "lock"), spoil(locked.export, tmp_path / "base")
+    for words, said in (([lock], f"{lock}: "), ([locked.plain, "--base", base], f"base={base}: ")):
+        assert audit(*words) == 2
+        printed = capsys.readouterr()
+        assert said in printed.err and "holds NaN or infinite numbers" in printed.err
+        assert printed.err.count("\n") == 1 and printed.out == ""
 
 
 def test_mistakes_are_one_sentence(
@@ -100,7 +152,7 @@ def test_mistakes_are_one_sentence(
         ([locked.plain, "--base", locked.export, "--drift", -1], "drift=-1.0"),
         ([locked.plain, "--k", 0], "(--k)"),
         ([locked.export], "holds no manifest.json"),
-        ([sealed], "is sealed"),
+        ([sealed], "the file is encrypted and nothing was attacked"),
     ):
         assert audit(*words) == 2, words
         printed = capsys.readouterr().err

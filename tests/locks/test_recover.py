@@ -21,6 +21,7 @@ from situs.locks.members import Group, Member
 from situs.locks.recover import (
     Recovery,
     bits_left,
+    check_finite,
     drift,
     exact_truth,
     opened,
@@ -29,6 +30,7 @@ from situs.locks.recover import (
     scored,
     settle,
     strength_bits,
+    verdict,
 )
 from situs.locks.recover_adapter import AdapterConfig, accuracy_of, randomised, recover_with_labels, train_adapter
 from situs.locks.recover_blind import graph_match
@@ -130,7 +132,7 @@ def test_an_exact_base_proves_its_own_key_and_a_relative_does_not() -> None:
     found = recover_with_base(locked, relative, groups)
     assert (found.right, found.bits) == (None, None)
     assert exact_truth(locked, relative, groups) is None
-    assert strength_bits([found]) == 256
+    assert strength_bits([found]) is None
 
 
 @pytest.mark.parametrize("cover", [False, True])
@@ -195,6 +197,8 @@ def test_centring_is_found_without_a_base() -> None:
     backbone.model.load_state_dict(permute_state(backbone.model.state_dict(), groups, truth))
     found = recover_blind(backbone, groups, truth=truth, inputs=probes)
     assert found.share is not None and found.share > 0.5
+    assert found.cost == "the locked file and 16 unlabelled samples"
+    assert recover_blind(backbone, groups).cost == "the locked file alone"
 
 
 @pytest.mark.parametrize("name", ["vit", "eva", "swin", "bert", "gpt2", "llama", "hf_vit"])
@@ -227,9 +231,42 @@ def test_strength_is_the_best_attack_and_never_more_than_the_seed() -> None:
     assert strength_bits([result(768, 0)]) == 256
     assert strength_bits([result(768, 768)]) == 0
     assert strength_bits([result(768, 0), result(768, 738)]) == pytest.approx(math.log2(math.factorial(30)))
-    assert strength_bits([]) == strength_bits([result(768, None)]) == 256
+    assert strength_bits([result(768, None), result(768, 768)]) == 0
+    assert strength_bits([]) is strength_bits([result(768, None)]) is None
     with pytest.raises(SitusError, match="right=9"):
         bits_left(8, 9)
+
+
+OPEN, BOUND = "The lock is open to them", "An upper bound: a better attack may exist"
+UNJUDGED = "Not judged, for nobody told the true key (--key): x"
+
+
+@pytest.mark.parametrize(
+    ("rights", "said", "never"),
+    [
+        ((), ["Not attacked: no strength can be given."], ["bits", "Not judged", OPEN, BOUND]),
+        ((None,), [f"{UNJUDGED}. No strength can be given."], ["bits", "Not attacked", OPEN, BOUND]),
+        ((None, None), [f"{UNJUDGED}, x. No strength"], ["bits", "Not attacked", OPEN, BOUND]),
+        ((0,), ["= 256 bits.", BOUND], ["Not", OPEN]),
+        ((766,), ["= 1 bits.", BOUND], ["Not", OPEN]),
+        ((768,), ["= 0 bits.", OPEN], ["Not", BOUND]),
+        ((0, 768), ["= 0 bits.", OPEN], ["Not", BOUND]),
+        ((None, 768), ["= 0 bits.", OPEN, f"{UNJUDGED}."], ["No strength", BOUND]),
+        ((None, 0), ["= 256 bits.", BOUND, f"{UNJUDGED}."], ["No strength", OPEN]),
+    ],
+)
+def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str], never: list[str]) -> None:
+    sentence = verdict([result(768, right) for right in rights])
+    assert all(words in sentence for words in said), sentence
+    assert not any(words in sentence for words in never), sentence
+
+
+def test_weights_that_are_no_numbers_are_refused() -> None:
+    good = {"a": torch.ones(3), "count": torch.tensor(2)}
+    check_finite(good, "locked")
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(SitusError, match=r"locked: b holds NaN or infinite numbers, so no attack can be run"):
+            check_finite({**good, "b": torch.tensor([1.0, bad])}, "locked")
 
 
 def test_a_model_that_works_again_is_broken_whatever_the_key() -> None:

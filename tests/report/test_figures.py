@@ -176,6 +176,12 @@ def test_curves_differ_in_colour_and_dash() -> None:
     assert axis.get_yscale() == "log"
 
 
+def test_an_axis_of_shares_ends_where_shares_end() -> None:
+    (axis,) = figures.curves({"all": ([0, 1], [100, 100])}, "x", "y", y_limits=(0, 100)).axes
+    assert axis.get_ylim() == (0, 100)
+    assert not axis.lines[0].get_clip_on()  # the mark at 100 is whole
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -7,6 +7,9 @@ A lock is obfuscation, not encryption: who has the model it was made from reads 
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from situs.backbones.base import Backbone
+    from situs.locks.key import Key
+    from situs.locks.manifest import Manifest
     from situs.locks.members import Group
     from situs.locks.recover import Recovery
 
@@ -82,7 +87,7 @@ class Target:
 
 def run(args: Args) -> None:
     """Runs the attacks, prints the table and the strength, writes the page."""
-    from situs.locks.recover import strength_bits
+    from situs.locks.recover import verdict
 
     names = attackers_of(args)
     target = _target(args)
@@ -92,10 +97,9 @@ def run(args: Args) -> None:
     inner = sum(g.kind != "residual" for g in target.groups)
     cover = f", {inner} inner groups as cover" if inner else ""
     print_table(f"{target.backbone.name}: {sizes} residual channels{cover}", rows)
-    strength = strength_bits(results)
-    print(verdict(strength, results))
+    print(verdict(results))
     if args.out is not None:
-        _write(args.out, target, results, strength)
+        _write(args.out, target, results)
         print(f"wrote {args.out / 'report.html'} and {args.out / 'audit.json'}")
 
 
@@ -158,7 +162,7 @@ def _target(args: Args) -> Target:
     from situs.locks.folder import names_in_file
     from situs.locks.lock import rename
     from situs.locks.manifest import permutations_of, read_manifest
-    from situs.locks.recover import exact_truth
+    from situs.locks.recover import check_finite, exact_truth
 
     key = None
     if args.key is not None:
@@ -166,28 +170,47 @@ def _target(args: Args) -> Target:
 
         key = read_key(args.key)
     manifest = read_manifest(args.locked, key)
-    if manifest.sealed:
-        raise SitusError(f"{args.locked}: is sealed: its weights cannot be read without the key; audit it unsealed")
     base = None if args.base is None else _base(args)
-    backbone, samples, test = _locked(args)
+    with _readable(args.locked, manifest, key) as folder:
+        backbone, samples, test = _locked(folder, args)
     names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
     groups = rename(manifest.groups, {name: own for own, name in names.items()})
     state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
+    for weights, what in ((state, str(args.locked)), (base or {}, f"base={args.base}")):
+        check_finite(weights, what)
     truth = permutations_of(manifest, key) if key is not None else None
     if truth is None and base is not None:
         truth = exact_truth(state, base, groups)
     return Target(backbone, groups, state, base, truth, samples, test)
 
 
-def _locked(args: Args) -> tuple[Backbone, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+@contextmanager
+def _readable(locked: Path, manifest: Manifest, key: Key | None) -> Iterator[Path]:
+    """The folder whose weights an attacker sees: with a seal, what is under it, as everybody who runs the model has."""
+    if not manifest.sealed:
+        yield locked
+        return
+    if key is None:
+        raise SitusError(
+            f"{locked}: is sealed, so the file is encrypted and nothing was attacked; with the owner's key the audit "
+            "opens the seal and attacks the locked weights under it, which who runs the model has (--key)"
+        )
+    from situs.locks.lock import unseal
+
+    with tempfile.TemporaryDirectory() as place:
+        unseal(locked, manifest, key, Path(place))
+        yield Path(place)
+
+
+def _locked(folder: Path, args: Args) -> tuple[Backbone, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
     """The locked model as anybody loads it, and the labelled images where there are some."""
     from situs.backbones import create_backbone
 
     if args.data is None:
-        return create_backbone(args.locked).eval(), None, None
+        return create_backbone(folder).eval(), None, None
     from situs.evaluate.subject import check_classes, open_subject
 
-    subject = open_subject(str(args.locked))
+    subject = open_subject(str(folder))
     sets = []
     for split, count in (("train", args.k), ("val", args.test)):
         loader = _loader(subject.data, args.data, split, count)
@@ -251,8 +274,8 @@ def header(target: Target) -> tuple[str, ...]:
 
 def row_of(result: Recovery, target: Target) -> tuple[str, ...]:
     """One attack as text."""
-    share = "unknown" if result.share is None else f"{percent(result.share)} ({result.right} of {result.size})"
-    bits = "unknown" if result.bits is None else f"{result.bits:.0f}"
+    share = "not judged" if result.share is None else f"{percent(result.share)} ({result.right} of {result.size})"
+    bits = "not judged" if result.bits is None else f"{result.bits:.0f}"
     scores = [_percent(value) for value in (result.before, result.after, result.owner)]
     if result.control is not None:
         scores[1] += f" (random blocks {_percent(result.control)})"
@@ -264,29 +287,18 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else percent(value)
 
 
-def verdict(strength: float, results: list[Recovery]) -> str:
-    """The strength in one line, and what it means."""
-    unknown = [result.attacker for result in results if result.bits is None]
-    said = f"Strength against these attackers: min(256, best attack) = {strength:.0f} bits."
-    if strength == 0:
-        said += " The lock is open to them: it hides a model only from those who lack what they had."
-    else:
-        said += " An upper bound: a better attack may exist. A lock is obfuscation, not encryption."
-    if unknown:
-        said += f" Not judged, for nobody told the true key: {', '.join(unknown)} (--key)."
-    return said
-
-
-def _write(out: Path, target: Target, results: list[Recovery], strength: float) -> None:
+def _write(out: Path, target: Target, results: list[Recovery]) -> None:
     from situs.cli.scores import write_scores
-    from situs.locks.recover import ATTACKERS
+    from situs.locks.recover import ATTACKERS, strength_bits, verdict
     from situs.report import figures
     from situs.report.html import Page
 
     fields = ("attacker", "size", "right", "share", "bits", "before", "after", "owner", "control", "seconds", "cost")
     held = [{name: getattr(result, name) for name in fields} for result in results]
-    write_scores(out / "audit.json", {"model": target.backbone.name, "strength_bits": strength, "attacks": held})
-    page = Page("Attacks on a lock", lead=f"{target.backbone.name}, locked: {verdict(strength, results)}")
+    write_scores(
+        out / "audit.json", {"model": target.backbone.name, "strength_bits": strength_bits(results), "attacks": held}
+    )
+    page = Page("Attacks on a lock", lead=f"{target.backbone.name}, locked: {verdict(results)}")
     section = page.section("What each attacker got")
     section.table(header(target), [row_of(result, target) for result in results])
     section.facts({name: f"{text}." for name, text in ATTACKERS.items()})
@@ -294,7 +306,8 @@ def _write(out: Path, target: Target, results: list[Recovery], strength: float) 
     if len(drifted) > 1:
         amounts = [float(name.split(", ")[1].removesuffix(" ×")) for name, _ in drifted]
         line = {"key recovered": (amounts, [100 * share for _, share in drifted])}
-        drawn = figures.curves(line, "noise on the base, in standard deviations", "residual channels recovered, %")
+        labels = "noise on the base, in standard deviations", "residual channels recovered, %"
+        drawn = figures.curves(line, *labels, y_limits=(0, 100))
         section.figure(figures.png(drawn), "Linear assignment against a base that drifted.")
     section.note(
         "Bits left: log2 of the orders of those channels that are still wrong, the attacker being taken to know which; "

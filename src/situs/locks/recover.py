@@ -32,7 +32,7 @@ BROKEN = 0.99
 """An attack that gives back this share of what the key is worth has made the key unnecessary."""
 
 ATTACKERS: dict[str, str] = {
-    "no-base": "has the locked file alone, and compares its clear parts with its locked ones",
+    "no-base": "has the locked file, and compares its clear parts with its locked ones",
     "public-base": "has the very model that was locked, and matches its channels with the locked ones",
     "drifted-base": "has a fine-tuned relative of it: the same, with noise on every weight",
     "labels": "has some labelled samples, and trains a linear map before and behind the frozen locked blocks",
@@ -96,12 +96,32 @@ def bits_left(size: int, right: int) -> float:
     return math.lgamma(size - right + 1) / math.log(2)
 
 
-def strength_bits(results: Sequence[Recovery]) -> float:
-    """min(256, the best attack): the strength of a lock in bits, and the only figure ever printed as such.
+def strength_bits(results: Sequence[Recovery]) -> float | None:
+    """min(256, the best attack that was judged): the strength of a lock in bits, the only figure ever printed as such.
 
-    An attack whose success nobody can tell does not lower it; it is an upper bound, for better attacks may exist.
+    None where no attack was run, or where none could be compared with the true key: what nobody judged proves nothing.
+    It is an upper bound, for better attacks may exist.
     """
-    return min([float(SEED_BITS), *(bits for result in results if (bits := result.bits) is not None)])
+    judged = [bits for result in results if (bits := result.bits) is not None]
+    return min(float(SEED_BITS), *judged) if judged else None
+
+
+def verdict(results: Sequence[Recovery]) -> str:
+    """The strength in a line or two, and what it means; bits only where an attack was run and judged."""
+    if not results:
+        return "Not attacked: no strength can be given."
+    strength = strength_bits(results)
+    unjudged = ", ".join(result.attacker for result in results if result.bits is None)
+    if strength is None:
+        return f"Not judged, for nobody told the true key (--key): {unjudged}. No strength can be given."
+    said = f"Strength against these attackers: min(256, best attack) = {strength:.0f} bits."
+    if strength == 0:
+        said += " The lock is open to them: it hides a model only from those who lack what they had."
+    else:
+        said += " An upper bound: a better attack may exist. A lock is obfuscation, not encryption."
+    if unjudged:
+        said += f" Not judged, for nobody told the true key (--key): {unjudged}."
+    return said
 
 
 def settle(recovery: Recovery, groups: Sequence[Group], truth: Mapping[str, Tensor] | None) -> Recovery:
@@ -146,14 +166,24 @@ def recover_blind(
     truth: Mapping[str, Tensor] | None = None,
     inputs: Tensor | None = None,
 ) -> Recovery:
-    """What the locked file alone gives away: its clear parts against its locked ones, see `recover_blind`."""
+    """What the locked file gives away: its clear parts against its locked ones, see `recover_blind`.
+
+    inputs: unlabelled samples that this attacker has as well; None: the locked file alone.
+    """
     began = time.perf_counter()
     keys = match_blind(backbone, groups, inputs)
     whole = {group.name: keys.get(group.name, identity(group.size)) for group in groups}
-    found = Recovery(
-        "no-base", _size(groups), seconds=time.perf_counter() - began, cost="the locked file alone", keys=whole
-    )
+    had = "alone" if inputs is None else f"and {len(inputs)} unlabelled samples"
+    cost = f"the locked file {had}"
+    found = Recovery("no-base", _size(groups), seconds=time.perf_counter() - began, cost=cost, keys=whole)
     return settle(found, groups, truth)
+
+
+def check_finite(state: State, what: str) -> None:
+    """Refuses weights that nothing can be matched by."""
+    for name, value in state.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise SitusError(f"{what}: {name} holds NaN or infinite numbers, so no attack can be run and none was")
 
 
 def exact_truth(locked: State, base: State, groups: Sequence[Group]) -> Keys | None:

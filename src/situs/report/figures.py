@@ -176,17 +176,29 @@ def outline(mask: np.ndarray) -> np.ndarray:
 
 
 def curves(
-    series: Mapping[str, tuple[Any, Any]], x_label: str, y_label: str, *, title: str = "", log_y: bool = False
+    series: Mapping[str, tuple[Any, Any]],
+    x_label: str,
+    y_label: str,
+    *,
+    title: str = "",
+    log_y: bool = False,
+    y_limits: tuple[float, float] | None = None,
 ) -> Figure:
-    """Lines by name, each (x, y); names stand in a legend, and each line has its own colour and dash."""
+    """Lines by name, each (x, y); names stand in a legend, and each line has its own colour and dash.
+
+    y_limits: ends of the axis where the values have some of their own, as shares have; a mark on one is drawn whole.
+    """
     figure, (axis,) = _canvas(1, 1, 6.4, 3.6)
     for index, (name, (x, y)) in enumerate(series.items()):
         x, y = np.asarray(x), np.asarray(y)
         marker = "o" if len(x) <= 20 else None
         (line,) = axis.plot(x, y, label=name, linewidth=1.8, marker=marker, markersize=4)
         line.set(color=PALETTE[index % len(PALETTE)], linestyle=DASHES[index % len(DASHES)])
+        line.set_clip_on(y_limits is None)
     if log_y:
         axis.set_yscale("log")
+    if y_limits is not None:
+        axis.set_ylim(*y_limits)
     _label(axis, title, x_label, y_label)
     axis.grid(color=FAINT, linewidth=0.6)
     if len(series) > 1:
