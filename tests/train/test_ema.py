@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import pytest
 import torch
 from torch import nn
 
@@ -43,3 +46,49 @@ def test_applied_swaps_and_gives_back() -> None:
     assert torch.equal(model.weight, own)
     assert torch.equal(ema.mean["weight"], first)
     assert not torch.equal(first, own)
+
+
+def moved() -> tuple[nn.Linear, Ema, torch.Tensor]:
+    """A model one away from its mean, with the weights it must have again."""
+    model = nn.Linear(2, 2)
+    ema = Ema(model, 0.5, warmup=False)
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    return model, ema, model.weight.detach().clone()
+
+
+def test_the_weights_come_back_after_an_exception() -> None:
+    model, ema, own = moved()
+
+    def evaluation() -> None:
+        with ema.applied():
+            assert torch.equal(model.weight, ema.mean["weight"])
+            raise KeyboardInterrupt("enough")
+
+    with pytest.raises(KeyboardInterrupt, match="enough"):
+        evaluation()
+    assert torch.equal(model.weight, own)
+    assert model.weight.requires_grad
+
+
+def test_the_weights_come_back_when_a_generator_that_holds_them_is_closed() -> None:
+    model, ema, own = moved()
+
+    def evaluation() -> Iterator[None]:
+        with ema.applied():
+            yield
+
+    held = evaluation()
+    next(held)
+    assert torch.equal(model.weight, ema.mean["weight"])
+    held.close()
+    assert torch.equal(model.weight, own)
+
+
+def test_the_evaluation_keeps_the_caller_s_gradient_mode() -> None:
+    model, ema, _ = moved()
+    with ema.applied():
+        model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+    with torch.no_grad(), ema.applied():
+        assert not model(torch.ones(1, 2)).requires_grad

@@ -224,14 +224,15 @@ def _measure(method: Method, test: Loader, step: int, curve: Curve) -> None:
     curve.accuracy.append(right / count)
 
 
-@torch.no_grad()
 def _predictions(method: Method, test: Loader) -> Iterator[tuple[Tensor, Tensor]]:
     """Logits and labels of every batch, in eval mode; the method's own mode comes back."""
     training = method.training
     method.eval()
     for batch in test:
         assert batch.labels is not None
-        yield method.backbone(batch.images), batch.labels
+        with torch.no_grad():
+            logits = method.backbone(batch.images)
+        yield logits, batch.labels
     method.train(training)
 
 

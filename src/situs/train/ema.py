@@ -33,7 +33,6 @@ class Ema:
         _torch._foreach_lerp_(self._means, self.weights, 1.0 - decay_at(step, self.decay, self.warmup))
 
     @contextmanager
-    @torch.no_grad()
     def applied(self) -> Iterator[None]:
         """The model with the mean as its weights, for an evaluation; its own weights come back afterwards."""
         own = [weight.detach().clone() for weight in self.weights]
@@ -43,6 +42,7 @@ class Ema:
         finally:
             self._put(own)
 
+    @torch.no_grad()  # here and not on `applied`: torch throws into a decorated generator in a way Python gives up
     def _put(self, values: list[Tensor]) -> None:
         # One by one: sharded weights have no copy for all at once.
         for weight, value in zip(self.weights, values, strict=True):
