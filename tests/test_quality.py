@@ -1,37 +1,18 @@
-"""The house rules that a machine can hold: style, types, layers, the length of a file, no local paths."""
+"""The rules that a machine can hold and no linter of `make lint` does: lengths, names, mirrors, no local paths."""
 
 from __future__ import annotations
 
 import ast
-import os
 import re
 import subprocess
-import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-BIN = Path(sys.executable).parent
 LONGEST_FILE = 400
 FORBIDDEN_ROOMS = {"utils", "common", "helpers", "misc"}
-
-COMMANDS = {
-    "ruff check": ["ruff", "check", "."],
-    "ruff format": ["ruff", "format", "--check", "."],
-    "lint-imports": ["lint-imports", "--no-logo"],
-    "pyright": ["pyright", "--pythonpath", sys.executable],
-}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_tool_is_content(name: str) -> None:
-    program, *arguments = COMMANDS[name]
-    environment = os.environ | {"PYRIGHT_PYTHON_IGNORE_WARNINGS": "1", "NO_COLOR": "1"}
-    done = subprocess.run(
-        [BIN / program, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, f"{name}:\n{done.stdout}\n{done.stderr}"
 
 
 def sources() -> list[Path]:
@@ -94,3 +75,18 @@ def test_no_path_of_one_machine_is_committed() -> None:
     local = re.compile(r"(?<![\w.])/(?:" + "|".join(("work", "tmp", "root", "home")) + r")/\w")
     found = [name for name, text in tracked_texts().items() if local.search(text)]
     assert found == []
+
+
+def test_the_same_pythons_are_promised_everywhere() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    words = " ".join(project["classifiers"])
+    promised = sorted(map(int, re.findall(r"Python :: 3\.(\d+)", words)))
+    first, last = promised[0], promised[-1]
+    assert promised == list(range(first, last + 1))
+    assert project["requires-python"] == f">=3.{first},<3.{last + 1}"
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"PYTHONS := {' '.join(f'python3.{minor}' for minor in promised)}\n" in makefile
+    assert f"(3, {first}) <= sys.version_info < (3, {last + 1})" in makefile
+    for name in ("README.md", "Makefile"):
+        said = set(re.findall(r"(?i)python 3\.(\d+) to 3\.(\d+)", (ROOT / name).read_text()))
+        assert said == {(str(first), str(last))}, name
