@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import pytest
 from hypothesis import given
@@ -27,6 +28,7 @@ from situs.config import (
     to_dict,
 )
 from situs.errors import SitusError
+from situs.train.run import RunConfig
 
 
 @dataclass(frozen=True)
@@ -346,3 +348,27 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         save_json(Config(2), path)
     assert load_json(Config, path) == Config(1)
     assert [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
+
+
+def configs() -> Iterator[tuple[type[Any], str]]:
+    """Every config class of a run, the methods' own among them, with the flags it stands under."""
+    for name, found in choices_of(RunConfig).items():
+        yield from ((option.Config, f"--{name}") for option in found.options.values())
+    for each, below in get_type_hints(RunConfig).items():
+        if is_dataclass(below):
+            yield below, f"--{each}"
+
+
+WORDS = [
+    pytest.param(kind, group, name, id=f"{kind.__name__}.{name}")
+    for kind, group in configs()
+    for name, hint in get_type_hints(kind).items()
+    if "Literal" in str(hint)
+]
+
+
+@pytest.mark.parametrize(("kind", "group", "name"), WORDS)
+def test_a_config_made_in_python_refuses_a_word_that_is_no_choice(kind: type[Any], group: str, name: str) -> None:
+    with pytest.raises(SitusError, match=rf"^{name}='relativ': must be .+ \({group}\.{name.replace('_', '-')}\)$"):
+        kind(**{name: "relativ"})
+    assert "positions" in {each.values[2] for each in WORDS}

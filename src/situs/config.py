@@ -316,6 +316,18 @@ def check_range(
     require(above and below and not math.isnan(value), name, value, allowed, flag)
 
 
+def check_choices(config: Any, group: str) -> None:
+    """Raises `positions='relativ': must be one of learned, sincos, … (--backbone.positions)` where no `Literal` has it.
+
+    Files and flags are converted strictly anyway: this is for a config made in Python.
+    """
+    for name, (kind, _) in _known(type(config)).items():
+        words = [option for each in (kind, *get_args(kind)) if get_origin(each) is Literal for option in get_args(each)]
+        value = getattr(config, name)
+        ok = not words or value in words or (value is None and types.NoneType in get_args(kind))
+        require(ok, name, value, f"one of {', '.join(map(str, words))}", f"{group}.{name.replace('_', '-')}")
+
+
 def _wrong(path: str, value: Any, allowed: str) -> SitusError:
     return SitusError(f"{path}={value!r}: must be {allowed}")
 

@@ -178,3 +178,10 @@ def test_a_context_saves_the_flops_it_should() -> None:
     full = 12 * (2 * 197 * 12 * 768**2 + 4 * 197 * 197 * 768)
     some = 12 * (2 * (197 * 10 + 50 * 2) * 768**2 + 4 * 197 * 50 * 768)
     assert counts == {None: full, 49: some}
+
+
+def test_a_kind_of_position_that_is_none_is_refused_with_the_choices() -> None:
+    with pytest.raises(SitusError) as caught:
+        tiny(positions="relativ")
+    choices = "learned, sincos, learned_sincos, relative, none"
+    assert str(caught.value) == f"positions='relativ': must be one of {choices} (--backbone.positions)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from situs.config import check_choices
 from situs.errors import SitusError
 
 PositionKind = Literal["learned", "sincos", "learned_sincos", "relative", "none"]
@@ -43,5 +44,6 @@ class BackboneConfig:
     """Further arguments of the model's own constructor."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "--backbone")
         if not 0 <= self.drop_path < 1:
             raise SitusError(f"drop_path={self.drop_path}: must be in [0, 1) (--backbone.drop-path)")

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from situs.config import check_choices
 from situs.core.random import uniform
 from situs.data import colour, erasing, geometry, mix, randaugment
 from situs.errors import SitusError, unknown_name
@@ -64,6 +65,7 @@ class AugmentConfig:
     """Repeated augmentation: differently augmented copies of a sample in one batch."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "--augment")
         shares = ("flip", "operation_probability", "erasing", "mix_probability", "mix_switch")
         for name in shares:
             _check(self, name, 0 <= getattr(self, name) <= 1, "must be in [0, 1]")

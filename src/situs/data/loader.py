@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from situs.config import check_choices
 from situs.data.augment import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
 from situs.data.base import Source, TensorSource
 from situs.data.batch import Batch
@@ -60,6 +61,7 @@ class DataConfig:
     """Stop at a broken image instead of skipping it."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "--data")
         checks = {
             "img_size": (min(self.size) >= 1, "must be positive"),
             "channels": (self.channels >= 1, "must be at least 1"),

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from situs.backbones.base import Backbone, Features, join
 from situs.backbones.cells import enable_cells, encode_cells
-from situs.config import check_range, require
+from situs.config import check_choices, check_range, require
 from situs.core.masking import count_of, one_of_cells
 from situs.core.position import cut_targets, sincos_2d, smoothed_targets
 from situs.core.random import uniform
@@ -94,6 +94,7 @@ class DropPosConfig:
     """Blocks of the pixel decoder; its width and heads are the position decoder's."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "--method")
         check_range("mask_ratio", self.mask_ratio, 0, 1, flag="--method.mask-ratio", high_open=True)
         flag = "--method.position-mask-ratio"
         check_range("position_mask_ratio", self.position_mask_ratio, 0, 1, flag=flag, low_open=True)

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from situs.config import check_range, require
+from situs.config import check_choices, check_range, require
 from situs.core.masking import BlockRule
 from situs.methods.mjp_dal import DalKind
 from situs.methods.schedule import epoch_share
@@ -92,6 +92,7 @@ class MJPConfig:
     """Mass taken from the true class and spread over all; soft labels bring their own and are left as they are."""
 
     def __post_init__(self) -> None:
+        check_choices(self, "--method")
         check_range("mask_ratio", self.mask_ratio, 0, 1, flag="--method.mask-ratio")
         check_range("label_smoothing", self.label_smoothing, 0, 1, flag="--method.label-smoothing", high_open=True)
         check_range("chance", self.chance, 0, 1, flag="--method.chance")
