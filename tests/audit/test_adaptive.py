@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from situs.audit import AdaptiveMJP, Clip, Knowledge, MaskedJigsaw, Noise, PatchEmbedding, adaptive, create_attack
+from situs.audit.adaptive_block import first_linears
 from situs.audit.adaptive_search import SOLVED, Effort
 from situs.audit.threat import Defence, NoDefence, victim_gradients
 from situs.audit.watch import Watch
@@ -55,6 +56,7 @@ def test_every_patch_comes_back(ratio: float, number: int) -> None:
     assert decibels(patches[~mask], real[~mask]) > 60
     best = torch.cdist(real[mask].double(), patches[mask].double()).amin(dim=1)
     assert float(best.max()) < 0.005 * float(real[mask].norm(dim=1).max())
+    assert fact["fits"] is True
     static = PatchEmbedding().recover(backbone, [upload_of(backbone, x, ratio, number)], Knowledge(MaskedJigsaw(ratio)))
     if mask.sum() > 1:
         assert decibels(patchify(static.images, 7)[0][~mask], real[~mask]) < 25
@@ -71,6 +73,33 @@ def test_one_hidden_patch_needs_no_search() -> None:
     assert decibels(patchify(found.images, 7)[0], real) > 60
     assert found.facts[0]["open_directions"] == 0
     assert "nothing is left open" in str(found.facts[0]["proof"])
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.2])
+def test_what_overflowed_is_left_out(ratio: float) -> None:
+    backbone, x = victim(), pictures()
+    upload = {name: g.clone() for name, g in upload_of(backbone, x, ratio, 0).items()}
+    upload["model.patch_embed.proj.weight"][5, 0, 3, 3] = torch.inf
+    upload["model.pos_embed"][0, 4, 17] = torch.inf
+    upload["unknown"].view(-1)[30] = -torch.inf
+    for name in first_linears(backbone):
+        upload[name][2, 7] = torch.inf
+    found = AdaptiveMJP().recover(backbone, [upload], Knowledge(MaskedJigsaw(ratio)))
+    assert found.facts[0]["fits"] is True
+    assert decibels(found.images, x) > 50
+
+
+def test_a_wrong_upload_is_a_failed_attack() -> None:
+    backbone, x = victim(), pictures()
+    upload = upload_of(backbone, x, 0.1, 0)
+    weight = upload["model.patch_embed.proj.weight"]
+    noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
+    other = {**upload, "model.patch_embed.proj.weight": weight + 1e-5 * weight.std() * noise}
+    found = AdaptiveMJP(Effort(rounds=1)).recover(backbone, [upload, other], Knowledge(MaskedJigsaw(0.1)))
+    assert [fact["open_directions"] for fact in found.facts] == [0, 0]
+    assert [fact["fits"] for fact in found.facts] == [True, False]
+    off: Any = found.facts[1]
+    assert off["residual"] > 10 * off["expected_residual"]
 
 
 def test_the_order_inside_the_mask_is_not_in_the_gradients() -> None:
@@ -136,6 +165,7 @@ def test_too_many_tokens_are_said_and_the_algebra_stays() -> None:
     found, _, _ = attacked(backbone, pictures(), 0.2)
     assert found.images.isfinite().all()
     assert "guessed by smoothness" in str(found.facts[0]["verdict"])
+    assert found.facts[0]["fits"] is False
 
 
 def test_it_stops_when_its_time_is_over() -> None:
@@ -232,6 +262,9 @@ def test_what_drowns_in_noise_is_not_said_to_be_known() -> None:
     found = AdaptiveMJP().recover(backbone, [upload], Knowledge(defence, method=method))
     assert found.facts[0]["hidden"] is None
     assert "rounding and noise leave G fewer directions" in str(found.facts[0]["verdict"])
+    assert found.facts[0]["fits"] is True  # noise as stated explains all of it
+    quiet = AdaptiveMJP(Effort(rounds=1)).recover(backbone, [upload], Knowledge(Noise(1e-5), method=method))
+    assert quiet.facts[0]["fits"] is False
 
 
 def test_hidden_patches_that_are_alike_leave_nothing_open() -> None:
@@ -250,4 +283,5 @@ def test_a_gate_that_is_still_shut_proves_nothing() -> None:
     upload = upload_of(backbone, pictures(), 0.2, 0)
     found = AdaptiveMJP(Effort(rounds=1)).recover(backbone, [upload], Knowledge(MaskedJigsaw(0.2)))
     assert found.facts[0]["patches_that_fit"] == 0
+    assert found.facts[0]["fits"] is False
     assert float(found.images.abs().max()) < 30

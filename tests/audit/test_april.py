@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.audit import Knowledge
+from situs.audit import Knowledge, Noise
 from situs.audit.april import April
 from situs.audit.threat import victim_gradients
 from situs.backbones import create_backbone
@@ -80,6 +81,38 @@ def test_exact_on_the_block_of_the_paper() -> None:
     found = attack.recover(backbone, uploads)
     assert relative(found.images, x) < 1e-5
     assert [fact["verdict"] for fact in found.facts] == ["exact: the block-0 equation holds"] * 2
+    assert [fact["fits"] for fact in found.facts] == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_overflowed_is_left_out(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    backbone: Any = PaperBackbone()
+    x = torch.randn(1, 3, 20, 20)
+    upload = victim_gradients(backbone, x, torch.tensor([2]), dtype=dtype)
+    plain = relative(April().recover(backbone, [upload]).images, x)
+    lost = {name: g.clone() for name, g in upload.items()}
+    lost["model.blocks.0.attn.qkv.weight"][17, 5] = torch.inf  # channel 5 of every token has no equation
+    lost["model.pos_embed"][0, 3, 9] = torch.inf  # and equation 9 is gone
+    found = April().recover(backbone, [lost])
+    assert relative(found.images, x) < 3 * plain + 1e-3
+    assert relative(found.images, x) < 0.3
+    assert found.facts[0]["fits"] is True
+
+
+def test_noise_and_batches_do_not_make_a_wrong_equation_right() -> None:
+    torch.manual_seed(0)
+    paper: Any = PaperBackbone()
+    shape = {"depth": 1, "embed_dim": 64, "num_heads": 2}
+    standard = create_backbone("vit_tiny_patch16_224", img_size=20, patch_size=4, num_classes=7, model_args=shape)
+    for backbone, batch, fits in ((paper, 1, True), (paper, 2, False), (standard.eval(), 1, False)):
+        for noise in (Noise(1e-4), Noise(10.0)):
+            x, y = torch.randn(batch, 3, 20, 20), torch.arange(batch)
+            upload = victim_gradients(backbone, x, y, defence=noise)
+            [fact] = April().recover(backbone, [upload], Knowledge(noise, batch=batch)).facts
+            assert fact["fits"] is fits
+    upload = victim_gradients(paper, x, y, defence=Noise(1e-2))
+    assert April().recover(paper, [upload], Knowledge(Noise(1e-5))).facts[0]["fits"] is False
 
 
 def test_not_exact_on_a_standard_block_and_says_so() -> None:

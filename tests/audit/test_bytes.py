@@ -20,7 +20,7 @@ from situs.audit.bytes import (
     posterior,
     read_bytes,
 )
-from situs.audit.patchembed import Solution, solve_pixels, whiten
+from situs.audit.equations import Solution, solve_pixels, whiten
 from situs.audit.threat import victim_gradients
 from situs.backbones import create_backbone
 from situs.data.augment import as_floats, normalise

@@ -83,3 +83,16 @@ def test_a_sure_label_counts_although_it_is_well_known() -> None:
 def test_nothing_sent_nothing_inferred() -> None:
     assert class_gradient({"other": torch.ones(3)}, Classifier("w", "b")) is None
     assert infer_labels({}, Classifier(None, None), 1) is None
+
+
+def test_what_overflowed_keeps_its_sign_and_spoils_no_other(backbone: Any) -> None:
+    names = Classifier("model.head.weight", "model.head.bias")
+    upload = victim_gradients(backbone, images(2), torch.tensor([4, 11]))
+    bias, weight = upload["model.head.bias"].clone(), upload["model.head.weight"].clone()
+    bias[4] = -torch.inf
+    found = infer_labels({"model.head.bias": bias}, names, 2)
+    assert found is not None and found.tolist() == [4, 11]
+    weight[3, 5], weight[9, 20] = torch.inf, torch.nan
+    found = infer_labels({"model.head.weight": weight}, names, 2)
+    assert found is not None and found.tolist() == [4, 11]
+    assert infer_labels({"model.head.weight": weight * torch.nan}, names, 2) is None

@@ -12,6 +12,7 @@ Where no row is zero, nothing is hidden and `patchembed` is all that is needed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from copy import deepcopy
 from typing import ClassVar
@@ -23,19 +24,18 @@ from situs.audit.adaptive_algebra import Partly, separate
 from situs.audit.adaptive_block import FirstBlock, first_linears
 from situs.audit.adaptive_search import SOLVED, Effort, Found
 from situs.audit.adaptive_solve import solve_directions
-from situs.audit.attack import Attack, Fact, Knowledge, Recovery
+from situs.audit.attack import Attack, Fact, Knowledge, Recovery, known_numbers
+from situs.audit.equations import judge, whiten
 from situs.audit.ordering import order_hidden
 from situs.audit.patchembed import PatchEmbedding
+from situs.audit.rows import UNKNOWN, patch_rows
 from situs.audit.stem import Stem, find_stem, flat_weight, require_stem, table_rows, to_images
-from situs.audit.threat import Defence, Gradients, hidden_places, known_gradient
+from situs.audit.threat import Gradients, hidden_places
 from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
 from situs.methods.base import Method
 from situs.methods.mjp import MJP
 from situs.methods.mp3 import MP3
-
-UNKNOWN = "unknown"
-"""E_unk's name in what MJP sends."""
 
 
 class AdaptiveMJP(Attack):
@@ -94,7 +94,7 @@ class AdaptiveMJP(Attack):
                 upload = _without_noise(upload, stem, known.defence.noise_level(1))
             hidden = hidden_places(table_rows(upload[stem.table], stem))
             if known.batch > 1 or not hidden.any() or not isinstance(method, MJP):
-                plain = PatchEmbedding().recover(backbone, [upload], known)
+                plain = PatchEmbedding().recover_shown(backbone, [upload], known)
                 images.append(plain.images[0].double())
                 told = known.batch == 1 and known.defence.noise_level(1) == 0  # else none need not mean that
                 facts.append({**plain.facts[0], "hidden": int(hidden.sum()) if told else None})
@@ -130,7 +130,9 @@ class AdaptiveMJP(Attack):
         found = solve_directions(block, partly, backbone.grid, stem.patch_size, self.effort, watch)
         patches = partly.patches(found.at)
         patches = order_hidden(patches, hidden, backbone.grid, stem.patch_size, predictor=self.predictor)
-        return to_images(patches.unsqueeze(0), backbone, stem)[0], _facts(partly, found, block)
+        told = _facts(partly, found, block)
+        told.update(_fit(partly, found, _equations(method, stem, upload, known), upload[stem.table].dtype, known))
+        return to_images(patches.unsqueeze(0), backbone, stem)[0], told
 
 
 def _without_noise(upload: Gradients, stem: Stem, sigma: float) -> Gradients:
@@ -150,29 +152,24 @@ def _without_noise(upload: Gradients, stem: Stem, sigma: float) -> Gradients:
     return {**upload, stem.table: table}
 
 
-def _clipping(extra: Tensor, rows: Tensor, stem: Stem, upload: Gradients, defence: Defence) -> float:
-    """The factor that clipping left on every gradient, DAL's own among them.
-
-    The patch embedding's bias has the sum over all tokens; what the table and E_unk have beyond it is DAL's, which is
-    known but for the factor. extra: DAL's gradient as it was before, [N, D]. rows: the table's, [N, D].
-    """
-    if not defence.per_sample or stem.bias not in upload or UNKNOWN not in upload:
-        return 1.0
-    known = extra.sum(dim=0)
-    left = rows.sum(dim=0) + upload[UNKNOWN].double() - upload[stem.bias].double()
-    return float((known @ left / (known @ known).clamp(min=1e-300)).clamp(0, 1))
-
-
 def _separate(method: Method, stem: Stem, upload: Gradients, hidden: Tensor, known: Knowledge) -> Partly:
-    rows = table_rows(upload[stem.table], stem).double()
-    extra = known_gradient(method, upload, known.seed, known.epoch)
-    if extra is not None:
-        rows = rows - _clipping(extra.double(), rows, stem, upload, known.defence) * extra.double()
-    total = upload.get(UNKNOWN)
-    if total is None and stem.bias in upload:
-        total = upload[stem.bias].double() - rows.sum(dim=0)  # the bias has the sum over all patches
+    equations = _equations(method, stem, upload, known)
     sent, sigma = upload[stem.table].dtype, known.defence.noise_level(known.batch)
-    return separate(rows, flat_weight(upload[stem.weight], stem), total, hidden, sent, sigma)
+    return separate(*equations, hidden, sent, sigma)
+
+
+def _equations(method: Method, stem: Stem, upload: Gradients, known: Knowledge) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The table's rows [N, D], ∂l/∂W [D, K] and ∂l/∂E_unk [D] on those channels where none of them overflowed."""
+    rows = patch_rows(method, stem, upload, known)
+    weight = flat_weight(known_numbers(upload[stem.weight]), stem)
+    total = None
+    if UNKNOWN in upload:
+        total = known_numbers(upload[UNKNOWN])
+    elif stem.bias in upload:
+        total = known_numbers(upload[stem.bias]) - rows.sum(dim=0)  # the bias has the sum over all patches
+    whole = rows.isfinite().all(dim=0) & weight.isfinite().all(dim=1)
+    whole = whole if total is None else whole & total.isfinite()
+    return rows[:, whole], weight[whole], None if total is None else total[whole]
 
 
 def _facts(partly: Partly, found: Found, block: FirstBlock) -> dict[str, Fact]:
@@ -199,3 +196,29 @@ def _facts(partly: Partly, found: Found, block: FirstBlock) -> dict[str, Fact]:
         "proof": proof,
         "verdict": verdict,
     }
+
+
+def _fit(
+    partly: Partly,
+    found: Found,
+    equations: tuple[Tensor, Tensor, Tensor | None],
+    sent: torch.dtype,
+    known: Knowledge,
+) -> dict[str, Fact]:
+    """Whether everything that was solved meets its equations.
+
+    Where directions were searched: how many times more of the worst token sticks out of the first block's spans than
+    noise explains. Else what is left of ∂l/∂W beside the shown patches and the one that stands for all hidden ones.
+    """
+    if len(partly.z):
+        worst = float(found.fit.max())
+        size = worst if math.isfinite(worst) else None
+        return {"residual": size, "expected_residual": 1.0, "fits": worst <= SOLVED}
+    rows, weight, total = equations
+    shown, patches = rows[~partly.hidden], partly.base[~partly.hidden]
+    if total is not None:
+        shown = torch.cat([shown, total[None]])
+        patches = torch.cat([patches, partly.base[partly.hidden][:1]])
+    white, right = whiten(weight[None], shown[None], sent, known.defence.noise_level(known.batch))
+    residual, expected, fits = (float(part) for part in judge(white, right, patches[None], sent))
+    return {"residual": residual, "expected_residual": expected, "fits": bool(fits)}

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from situs.audit.patchembed import solve_pixels
+from situs.audit.equations import solve_pixels, svd
 from situs.core.tokens import patchify, unpatchify
 
 
@@ -53,9 +53,9 @@ def separate(
     count = int(hidden.sum())
     spread = _deviation(shown, weight, sent, sigma)
     # Each equation (channel) divided by its error's deviation: what then stands out of 1 is no noise.
-    basis = torch.linalg.svd(shown / spread, full_matrices=False)[2]
+    basis = svd(shown / spread)[2]
     rest = _outside(weight / spread.unsqueeze(-1), basis)
-    _, values, directions = torch.linalg.svd(rest, full_matrices=False)
+    _, values, directions = svd(rest)
     free = max(rest.shape[0] - basis.shape[0], 1)
     noise = max(4 * (free**0.5 + rest.shape[1] ** 0.5), 1e-13 * float(values.max()))
     rank = int((values[:count] > noise).sum())
@@ -94,7 +94,7 @@ def _outside(columns: Tensor, basis: Tensor) -> Tensor:
 
 def _across(vector: Tensor) -> Tensor:
     """An orthonormal basis of what is across a vector [r], [r - 1, r]."""
-    return torch.linalg.svd(vector.unsqueeze(0), full_matrices=True)[2][1:]
+    return svd(vector.unsqueeze(0), full=True)[2][1:]
 
 
 # --- neighbouring pixels are alike: a first guess of θ ------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch import Tensor
 from situs.audit.adaptive_algebra import Partly, Smoothness, smoothest
 from situs.audit.adaptive_block import FirstBlock
 from situs.audit.adaptive_search import DOUBTFUL, SOLVED, Effort, Family, Found, Trial, search
+from situs.audit.equations import svd
 from situs.audit.watch import Watch
 
 LOUD = 3.0
@@ -80,7 +81,7 @@ def family_of(block: FirstBlock, partly: Partly, loose: int = Effort.loose) -> F
     mixing = (block.proj.inside / block.proj.column) @ block.into  # [T, D]: c -> A o
     streams = torch.cat([partly.z @ block.weight.T, mixing])
     scale = outside(streams)[:0] if bias is None or not biased else block.fc1.outside(bias * block.fc1.column)[None]
-    left, values, right = torch.linalg.svd(torch.cat([outside(streams), scale]), full_matrices=True)
+    left, values, right = svd(torch.cat([outside(streams), scale]), full=True)
     # Theory says how many are independent (without β all are centred, the span too); of the weak among those some are
     # better searched than believed.
     independent = min(block.tokens + biased, width - block.tokens - (not biased))
@@ -191,7 +192,7 @@ def _functionals(block: FirstBlock, seen: Tensor) -> Tensor:
     if not len(inside):
         return torch.eye(block.tokens).to(inside)
     inside = inside / inside.norm(dim=1, keepdim=True)
-    return torch.linalg.svd(inside, full_matrices=True)[2][min(len(inside), block.tokens - 1) :]
+    return svd(inside, full=True)[2][min(len(inside), block.tokens - 1) :]
 
 
 def _copied(trial: Trial, found: Found, count: int) -> Found:

@@ -6,11 +6,19 @@ sticks out of the row space. What the gradient's own rounding lets stick out is 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from situs.audit.attack import known_numbers
+from situs.audit.equations import svd
 
 FORWARD = 3e-6
 """Relative error of the victim's own forward pass in float32: its h is not exactly ours."""
+
+
+def _whole_rows(gradient: Tensor) -> Tensor:
+    """The rows [·, in] of a gradient in which nothing overflowed: the others span the same."""
+    rows = known_numbers(gradient)
+    return rows[rows.isfinite().all(dim=1)]
 
 
 class Span:
@@ -22,23 +30,22 @@ class Span:
     """
 
     def __init__(self, gradient: Tensor, tokens: int) -> None:
-        g = gradient.double()
+        g = _whole_rows(gradient)
         size = g.square().mean(dim=1, keepdim=True).sqrt()
         g = (g / size)[size[:, 0] > 0]
         column = g.square().mean(dim=0).sqrt()
         # A unit that is nearly dead says nothing, and dividing by its size would let it speak loudest.
         self.column = 1 / column.clamp(min=1e-2 * float(column.square().mean().sqrt()))
-        # Once an image, and on the host: one matrix at a time is no work for a device.
-        _, values, vectors = torch.linalg.svd((g * self.column).cpu(), full_matrices=False)
+        _, values, vectors = svd(g * self.column)
         free = (g.shape[0] - tokens) * (g.shape[1] - tokens)
         noise = (values[tokens:].square().sum() / max(free, 1)).sqrt()
-        parts = (values[:tokens], vectors[:tokens].contiguous(), noise)
-        self.values, self.inside, self.noise = (part.to(g.device) for part in parts)
+        self.values, self.inside, self.noise = values[:tokens], vectors[:tokens].contiguous(), noise
 
     @staticmethod
     def exists(gradient: Tensor, tokens: int) -> bool:
         """Whether the gradient leaves room outside of its row space."""
-        return min(gradient.shape) > tokens and bool(gradient.isfinite().all()) and bool(gradient.any())
+        rows = _whole_rows(gradient)
+        return min(rows.shape) > tokens and bool(rows.any())
 
     def outside(self, scaled: Tensor) -> Tensor:
         """What of scaled inputs [..., in] sticks out, as vectors of the same length."""

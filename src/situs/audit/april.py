@@ -10,31 +10,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from situs.audit.attack import Attack, Knowledge, Recovery, stack
-from situs.audit.patchembed import solve_pixels
+from situs.audit.attack import FAILED, Attack, Fact, Knowledge, Recovery, stack
+from situs.audit.equations import Solution, solve_pixels
+from situs.audit.patchembed import facts_of
 from situs.audit.stem import Stem, find_stem, flat_weight, require_stem, table_rows, to_images
-from situs.audit.threat import Gradients
+from situs.audit.threat import Gradients, victim_gradients
 from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
 
-CONSISTENT = 1e-3
-"""A relative residual below this says that the equations hold; standard blocks leave .1 and more (measured)."""
-
 _FIRST_QKV = re.compile(r"\.(blocks|layers?)\.0\.(.*\.)?(qkv|query|key|value|[qkv]_proj)\.weight$")
-
-
-class Tokens(NamedTuple):
-    """z [B, S, D]: what entered the attention; rank [B], condition [B] and residual [B] of the solve."""
-
-    z: Tensor
-    rank: Tensor
-    condition: Tensor
-    residual: Tensor
 
 
 def solve_tokens(
@@ -43,18 +32,25 @@ def solve_tokens(
     gradients: Sequence[Tensor],
     sent: torch.dtype = torch.float32,
     sigma: float = 0.0,
-) -> Tokens:
-    """z of A^T z = Σ W^T ∂W. table: A, [B, S, D]. weights: [·, D] each. gradients: [B, ·, D] each."""
-    right = sum((w.double().T @ g.double() for w, g in zip(weights, gradients, strict=True)), torch.zeros(()))
-    return Tokens(*solve_pixels(right, table, sent, sigma))
+) -> Solution:
+    """z [B, S, D] of A^T z = Σ W^T ∂W. table: A, [B, S, D]. weights: [·, D] each. gradients: [B, ·, D] each.
+
+    Channels of z with a number that is not finite in any ∂W have no equations: they come out as 0.
+    """
+    pairs = [(w.double(), g.double()) for w, g in zip(weights, gradients, strict=True)]
+    right = sum((w.T @ g for w, g in pairs), torch.zeros(()))
+    # Rounding and noise on each ∂W come through its W.
+    step = torch.finfo(sent).eps / 2
+    errs = [(step**2 * g.square().nanmean(dim=-1) + sigma**2) @ w.square() for w, g in pairs]
+    return solve_pixels(right.nan_to_num(0.0), table, sent, sigma, torch.stack(errs).sum(dim=0))
 
 
 class April(Attack):
     """The closed form with the block-0 equation; exact on the paper's variant, honest on all others."""
 
     name: ClassVar[str] = "april"
-    about: ClassVar[str] = "APRIL: tokens from the gradients of the first attention, pixels by a pseudo-inverse"
     closed_form: ClassVar[bool] = True
+    about: ClassVar[str] = "APRIL: tokens from the gradients of the first attention, pixels by a pseudo-inverse"
 
     def applies(self, backbone: Backbone) -> str | None:
         stem = find_stem(backbone)
@@ -91,37 +87,51 @@ class April(Attack):
         own = {name: p.detach() for name, p in backbone.named_parameters()}
         names = _first_attention(backbone)
         rows = [{stem.table: table_rows(upload[stem.table], stem, prefix=True)} for upload in uploads]
-        table = stack(rows, stem.table)
+        table, gradients = stack(rows, stem.table), [stack(uploads, name) for name in names]
         sent, sigma = uploads[0][stem.table].dtype, known.defence.noise_level(known.batch)
-        found = solve_tokens(table, [own[n] for n in names], [stack(uploads, n) for n in names], sent, sigma)
-        images = to_images(_pixels(found.z[:, stem.first :], own, stem), backbone, stem)
-        facts = [_facts(*each, unknowns=table.shape[1]) for each in zip(*found[1:], strict=True)]
-        return Recovery(images.float(), list(facts))
+        found = solve_tokens(table, [own[name] for name in names], gradients, sent, sigma)
+        there = torch.stack([g.isfinite().all(dim=-2) for g in gradients]).all(dim=0)
+        tokens = found.patches[:, stem.first :]
+        patches = torch.stack([_pixels(z, own, stem, kept) for z, kept in zip(tokens, there, strict=True)])
+        right = known.batch == 1 and _holds(backbone)
+        facts = [_told(facts_of(found, index, table.shape[1]), right) for index in range(len(uploads))]
+        return Recovery(to_images(patches, backbone, stem).float(), facts)
 
 
-def _pixels(z: Tensor, own: dict[str, Tensor], stem: Stem) -> Tensor:
-    """x = E⁺(z - E_pos - bias): tokens [B, N, D] -> patches [B, N, K]."""
+def _pixels(z: Tensor, own: dict[str, Tensor], stem: Stem, kept: Tensor) -> Tensor:
+    """x = E⁺(z - E_pos - bias) by the channels that were solved for, kept [D]: tokens [N, D] -> patches [N, K]."""
     tokens = z - table_rows(own[stem.table], stem).double()
     if stem.bias is not None:
         tokens = tokens - own[stem.bias].double()
-    return tokens @ torch.linalg.pinv(flat_weight(own[stem.weight], stem).double()).T
+    return tokens[:, kept] @ torch.linalg.pinv(flat_weight(own[stem.weight], stem).double()[kept]).T
 
 
-def _facts(rank: Tensor, condition: Tensor, residual: Tensor, unknowns: int) -> dict[str, float | int | str | None]:
-    if int(rank) < unknowns:
-        said = "not unique: there are more tokens than independent equations"
-    elif float(residual) < CONSISTENT:
-        said = "exact: the block-0 equation holds"
+def _holds(backbone: Backbone) -> bool:
+    """Whether the block-0 equation is one of this model: it is tried on noise, where nothing hides a misfit."""
+    like = next(backbone.parameters())
+    stem, names = require_stem(backbone), _first_attention(backbone)
+    assert backbone.img_size is not None
+    images = torch.randn(1, backbone.in_chans, *backbone.img_size, generator=torch.Generator().manual_seed(0))
+    labels = torch.zeros(1, dtype=torch.int64, device=like.device)
+    tried = victim_gradients(backbone, images.to(like.device, like.dtype), labels, dtype=like.dtype)
+    own = dict(backbone.named_parameters())
+    table = table_rows(tried[stem.table], stem, prefix=True)[None]
+    found = solve_tokens(table, [own[n].detach() for n in names], [tried[n][None] for n in names], like.dtype)
+    return bool(found.fits)
+
+
+def _told(fact: dict[str, Fact], right: bool) -> dict[str, Fact]:
+    """The facts with their verdict. right: whether the equation is the model's at all, so that noise cannot hide it."""
+    fact["fits"] = right and bool(fact["fits"])
+    if not right:
+        fact["verdict"] = "not exact: the norm and the residual of block 0 break the equation"
+    elif not fact["fits"]:
+        fact["verdict"] = FAILED
+    elif fact["rank"] != fact["unknowns"]:
+        fact["verdict"] = "not unique: there are more tokens than independent equations"
     else:
-        said = "not exact: the norm and the residual of block 0 break the equation"
-    size = float(condition) if condition.isfinite() else None
-    return {
-        "rank": int(rank),
-        "unknowns": unknowns,
-        "condition": size,
-        "residual": float(residual),
-        "verdict": said,
-    }
+        fact["verdict"] = "exact: the block-0 equation holds"
+    return fact
 
 
 def _first_attention(backbone: Backbone) -> tuple[str, ...]:

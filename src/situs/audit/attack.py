@@ -17,6 +17,9 @@ from situs.methods.base import Method
 
 Fact = float | int | str | None
 
+FAILED = "for some images the equations do not fit the solution: the attack failed, which says nothing of privacy"
+"""The verdict of a closed form on what it could not solve."""
+
 
 @dataclass(frozen=True)
 class Knowledge:
@@ -48,7 +51,9 @@ class Recovery:
     """What came back, for the uploads in their order; for the first of them where the attack was stopped.
 
     images: [n, C, H, W], normalised: one an upload, which then stands for each image behind it, or as many as the batch
-    has, in any order within the upload. facts: once an upload, what the attacker himself can say of it. labels:
+    has, in any order within the upload. facts: once an upload, what the attacker himself can say of it; of a closed
+    form "residual", "expected_residual" (what the stated noise and precision leave of its equations) and "fits"
+    (whether one is the other: where not, the attack has failed, and its picture says nothing about privacy). labels:
     [uploads, batch] as he inferred them. partial: how far he came before he was stopped.
     """
 
@@ -64,8 +69,7 @@ class Attack(ABC):
     name: ClassVar[str]
     about: ClassVar[str]
     closed_form: ClassVar[bool] = False
-    """Whether it solves equations. Each fact then has `residual`, `expected_residual` (what the stated noise and
-    precision predict) and `fits`: whether the one is what the other says. A search has no such measure of failure."""
+    """Whether it solves equations whose residual tells if it succeeded; a search that fails tells nothing."""
     reads_all: ClassVar[bool] = False
     """Whether it uses every gradient that is sent, and not only those it cannot do without (`reads`)."""
     knows_mjp: ClassVar[bool] = False
@@ -95,12 +99,23 @@ class Attack(ABC):
 
     def missing(self, backbone: Backbone, upload: Gradients, known: Knowledge | None = None) -> str | None:  # noqa: ARG002
         """None, or the reason why an upload cannot be used by one who knows `known`."""
-        absent = [name for name in self.reads(backbone) if name not in upload]
-        return (
-            f"the gradient of {' and '.join(absent)} is not sent, so there is nothing to solve with" if absent else None
-        )
+        return absent(upload, self.reads(backbone))
+
+
+def absent(upload: Gradients, names: Sequence[str]) -> str | None:
+    """None where all these gradients were sent, else the reason."""
+    lacking = [name for name in names if name not in upload]
+    return (
+        f"the gradient of {' and '.join(lacking)} is not sent, so there is nothing to solve with" if lacking else None
+    )
 
 
 def stack(uploads: Sequence[Gradients], name: str) -> Tensor:
-    """One gradient of all uploads in float64, [n, ...]; what overflowed its type is 0."""
-    return torch.stack([upload[name].double() for upload in uploads]).nan_to_num(0.0, 0.0, 0.0)
+    """One gradient of all uploads in float64, [n, ...]; what overflowed its type is NaN: no number, and no zero."""
+    return torch.stack([known_numbers(upload[name]) for upload in uploads])
+
+
+def known_numbers(gradient: Tensor) -> Tensor:
+    """A gradient in float64 with NaN where it overflowed its type, be it to infinity or to its largest number."""
+    lost = ~(gradient.abs() < torch.finfo(gradient.dtype).max)
+    return gradient.double().masked_fill(lost, torch.nan)

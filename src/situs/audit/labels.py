@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from situs.audit.attack import known_numbers
+from situs.audit.equations import svd
 from situs.audit.threat import Gradients
 from situs.backbones.base import Backbone
 
@@ -56,12 +58,15 @@ def _follows(gradient: Tensor, probe: Tensor) -> bool:
 def class_gradient(upload: Gradients, classifier: Classifier) -> Tensor | None:
     """mean (p - y) over the batch, up to a positive factor: [K] in float64; None where nothing of it was sent."""
     if classifier.bias in upload:
-        return upload[classifier.bias].double().nan_to_num(0.0, 0.0, 0.0)
+        return upload[classifier.bias].double().nan_to_num(0.0, 1e30, -1e30)  # overflow keeps its sign
     if classifier.weight not in upload:
         return None
-    weight = upload[classifier.weight].double().nan_to_num(0.0, 0.0, 0.0)
+    weight = known_numbers(upload[classifier.weight])
+    weight = weight[:, weight.isfinite().all(dim=0)]
+    if not weight.numel():
+        return None
     # The direction that the batch's features share. Its sign: labels are few and large, the other classes many.
-    u, s, _ = torch.linalg.svd(weight, full_matrices=False)
+    u, s, _ = svd(weight)
     along = u[:, 0] * s[0]
     return -along if along.max() > -along.min() else along
 

@@ -9,90 +9,33 @@ pixel is one of 256 values: `bytes` ends the error that is left where the equati
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
-from torch import Tensor
 
-from situs.audit.attack import Attack, Fact, Knowledge, Recovery, stack
+from situs.audit.attack import FAILED, Attack, Fact, Knowledge, Recovery, absent, stack
 from situs.audit.bytes import read_bytes
-from situs.audit.stem import find_stem, flat_weight, require_stem, table_rows, to_images
-from situs.audit.threat import Gradients, known_gradient
+from situs.audit.equations import Solution, solve_pixels, whiten
+from situs.audit.rows import UNKNOWN, patch_rows
+from situs.audit.stem import find_stem, flat_weight, require_stem, to_images
+from situs.audit.threat import Gradients
 from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
+from situs.methods.mjp import MJP
 
 
-class Solution(NamedTuple):
-    """patches [B, N, K]; rank [B] and condition [B] (infinite below rank N) of G; residual [B], relative."""
+def _said(fact: dict[str, Fact], eps: float, exact: bool) -> str | None:
+    """Why a solution may not be exact: its equations do not fit, or G is singular up to the rounding of what was sent.
 
-    patches: Tensor
-    rank: Tensor
-    condition: Tensor
-    residual: Tensor
-
-
-def solve_pixels(weight: Tensor, table: Tensor, sent: torch.dtype = torch.float32, sigma: float = 0.0) -> Solution:
-    """X of ∂l/∂W = G^T X in float64, for a batch of systems, by ridge regression on whitened equations.
-
-    weight: ∂l/∂W, [B, D, K]. table: G, [B, N, D]. sent: the type they came in, whose rounding errs in proportion to
-    each number; sigma: deviation of noise that was added to each. Equation d then errs with a variance that the
-    attacker knows, normalised pixels have a variance near 1, and dividing each equation by its deviation makes the
-    ridge 1.
-    Directions of G below what noise alone reaches, 1 + √(D/N) after the division, are no part of the rank. Where
-    there are more patches than rank, the solution of least norm comes out.
+    exact: whether it ought to be, so that nobody has said otherwise.
     """
-    weight, table = weight.double(), table.double()
-    n, d = table.shape[-2:]
-    white, right = whiten(weight, table, sent, sigma)
-    patches, values = _ridge(white, right)
-    rank = (values > (1 + (d / n) ** 0.5) ** 2).sum(dim=-1)
-    plain = torch.linalg.eigvalsh(_smaller_square(table))
-    condition = torch.where(rank == n, (plain[:, -1] / plain[:, 0].clamp(min=0)).sqrt(), torch.inf)
-    left = (table.mT @ patches - weight).flatten(1).norm(dim=1)
-    return Solution(patches, rank, condition, left / weight.flatten(1).norm(dim=1).clamp(min=1e-300))
-
-
-def whiten(
-    weight: Tensor, table: Tensor, sent: torch.dtype = torch.float32, sigma: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """G [B, N, D] and ∂l/∂W [B, D, K] in float64, each equation divided by its deviation, as in `solve_pixels`."""
-    weight, table = weight.double(), table.double()
-    step = torch.finfo(sent)
-    relative = weight.square().mean(dim=-1) + table.square().sum(dim=-2)
-    absolute = sigma**2 + (step.smallest_normal * step.eps) ** 2 / 12  # below its normal numbers a type errs evenly
-    variance = (step.eps / 2) ** 2 * relative + (1 + table.shape[-2]) * absolute
-    scale = torch.where(variance > 0, variance, torch.inf).rsqrt()
-    return table * scale.unsqueeze(-2), weight * scale.unsqueeze(-1)
-
-
-def _smaller_square(table: Tensor) -> Tensor:
-    """G G^T or G^T G, whichever is smaller; table: G, [B, N, D]."""
-    return table @ table.mT if table.shape[-2] <= table.shape[-1] else table.mT @ table
-
-
-def _ridge(table: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """X [B, N, K] of G^T X = right with ridge 1, and the squared singular values of G, [B, min(N, D)].
-
-    By eigenvectors of the smaller square: a device finds those of many images at once, and singular vectors one by one.
-    Squares lose half of the digits, which solving twice more for what is left brings back.
-    """
-    wide = table.shape[-2] <= table.shape[-1]
-    square = _smaller_square(table)
-    values, vectors = torch.linalg.eigh(square)
-    lost = 4 * torch.finfo(values.dtype).eps * values.shape[-1] * values[:, -1:]
-    inverse = vectors @ ((values.clamp(min=0) + lost.clamp(min=1)).reciprocal().unsqueeze(-1) * vectors.mT)
-    given = table @ right if wide else right
-    found = inverse @ given
-    for _ in range(2):
-        found = found + inverse @ (given - square @ found - found)
-    patches = found if wide else table @ found
-    return patches, values
-
-
-def _said(fact: dict[str, Fact], eps: float) -> str | None:
-    """Why a solution that ought to be exact may not be: G is singular up to the rounding of what was sent."""
     if fact.get("bytes"):
+        return None
+    if not fact["fits"]:
+        return FAILED
+    if not exact:
         return None
     if fact["rank"] != fact["unknowns"]:
         return "for some images rounding and noise leave G fewer directions than there are patches"
@@ -116,7 +59,12 @@ class PatchEmbedding(Attack):
 
     def reads(self, backbone: Backbone) -> tuple[str, ...]:
         stem = require_stem(backbone)
-        return stem.weight, stem.table
+        bias = () if stem.bias is None else (stem.bias,)
+        return stem.weight, stem.table, *bias, UNKNOWN
+
+    def missing(self, backbone: Backbone, upload: Gradients, known: Knowledge | None = None) -> str | None:  # noqa: ARG002
+        stem = require_stem(backbone)
+        return absent(upload, (stem.weight, stem.table))
 
     def caveat(self, backbone: Backbone, batch: int) -> str | None:
         if batch > 1:
@@ -139,33 +87,44 @@ class PatchEmbedding(Attack):
         watch: Watch | None = None,  # noqa: ARG002  (one solve, no time to stop in)
     ) -> Recovery:
         known = Knowledge() if known is None else known
-        stem = require_stem(backbone)
-        table = stack([{stem.table: table_rows(upload[stem.table], stem)} for upload in uploads], stem.table)
+        found = self.recover_shown(backbone, uploads, known)
         trained = known.trained(backbone)
-        for index, upload in enumerate(uploads):
-            extra = known_gradient(trained, upload, known.seed, known.epoch)
-            if extra is not None:
-                table[index] -= extra.double()
+        if isinstance(trained, MJP) and trained.config.mask_ratio > 0:
+            for fact in found.facts:  # hidden patches are no part of these equations, whatever noise explains
+                fact.update(fits=False, verdict=FAILED)
+        return found
+
+    def recover_shown(self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -> Recovery:
+        """The images behind uploads none of whose patches is hidden."""
+        stem, trained = require_stem(backbone), known.trained(backbone)
+        table = torch.stack([patch_rows(trained, stem, upload, known) for upload in uploads])
         sent = uploads[0][stem.table].dtype
         weight = flat_weight(stack(uploads, stem.weight), stem)
         sigma = known.defence.noise_level(known.batch)
         found = solve_pixels(weight, table, sent, sigma)
-        facts: list[dict[str, Fact]] = [
-            {
-                "rank": int(rank),
-                "unknowns": backbone.num_tokens,
-                "condition": float(condition) if condition.isfinite() else None,
-                "residual": float(residual),
-            }
-            for rank, condition, residual in zip(found.rank, found.condition, found.residual, strict=True)
-        ]
+        facts = [facts_of(found, index, backbone.num_tokens) for index in range(len(uploads))]
         patches = found.patches
         if known.normalisation is not None and known.batch == 1:
             white, right = whiten(weight, table, sent, sigma)
             patches, read = read_bytes(white, right, patches, found.rank, known.normalisation)
             for fact, share in zip(facts, read.double().mean(dim=1).tolist(), strict=True):
                 fact.update(bytes=share == 1, bytes_share=share)
-        if self.caveat(backbone, known.batch) is None:
-            for fact in facts:
-                fact["verdict"] = _said(fact, torch.finfo(sent).eps)
+        exact = self.caveat(backbone, known.batch) is None
+        for fact in facts:
+            # The rows of a batch are sums, so that noise may explain the misfit of what cannot be right.
+            fact["fits"] = known.batch == 1 and bool(fact["fits"] or fact.get("bytes"))
+            fact["verdict"] = _said(fact, torch.finfo(sent).eps, exact)
         return Recovery(to_images(patches, backbone, stem).float(), facts)
+
+
+def facts_of(found: Solution, index: int, unknowns: int) -> dict[str, Fact]:
+    """What a solution says of one upload."""
+    condition = float(found.condition[index])
+    return {
+        "rank": int(found.rank[index]),
+        "unknowns": unknowns,
+        "condition": condition if math.isfinite(condition) else None,
+        "residual": float(found.residual[index]),
+        "expected_residual": float(found.expected[index]),
+        "fits": bool(found.fits[index]),
+    }

@@ -1,0 +1,183 @@
+"""Linear equations G^T X = ∂l/∂W whose every number was rounded, blurred by noise, or lost: solved, and judged.
+
+An entry that overflowed its type is an equation less, not a zero. Whether a solution is one, the attacker sees himself:
+the equations that it does not need must be met as closely as rounding and noise let them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+FIT = 3.0
+"""Equations fit if they are off by no more than this many times what is expected; pixels brighter than the prior's
+deviation of 1 explain that much of noise, and what is wrong by form is off by hundreds (measured)."""
+
+SUMS = 4.0
+"""float32's sums over many patches err by up to this many of its roundings (2.6 was measured)."""
+
+OWN = 1e-11
+"""The share of the right sides that float64 itself leaves over while solving."""
+
+
+class Solution(NamedTuple):
+    """patches [B, N, K]; rank [B] and condition [B] (infinite below rank N) of G.
+
+    residual [B]: the share of the whitened right sides that is left over; expected [B]: the share that rounding and
+    noise leave. fits [B]: whether one is the other, and there are equations that can tell.
+    """
+
+    patches: Tensor
+    rank: Tensor
+    condition: Tensor
+    residual: Tensor
+    expected: Tensor
+    fits: Tensor
+
+
+class Fit(NamedTuple):
+    """residual, expected and fits as in `Solution`, [B] each."""
+
+    residual: Tensor
+    expected: Tensor
+    fits: Tensor
+
+
+def solve_pixels(
+    weight: Tensor,
+    table: Tensor,
+    sent: torch.dtype = torch.float32,
+    sigma: float = 0.0,
+    errs: Tensor | None = None,
+) -> Solution:
+    """X of ∂l/∂W = G^T X in float64, for a batch of systems, by ridge regression on whitened equations.
+
+    weight: ∂l/∂W, [B, D, K]. table: G, [B, N, D]. What is not finite in them makes no equation. sent: the type they
+    came in, whose rounding errs in proportion to each number; sigma: deviation of noise that was added to each. errs:
+    [B, D], variance of what else is wrong with the right sides.
+    Equation d then errs with a variance that the attacker knows, normalised pixels have a variance near 1, and
+    dividing each equation by its deviation makes the ridge 1.
+    Directions of G below what noise alone reaches, 1 + √(D/N) after the division, are no part of the rank. Where
+    there are more patches than rank, the solution of least norm comes out.
+    """
+    weight, table = weight.double(), table.double()
+    if bool(weight.isfinite().all()):
+        return _solve(weight, table, sent, sigma, errs)
+    each = [_by_columns(w, t, sent, sigma) for w, t in zip(weight, table, strict=True)]
+    return Solution(*(torch.cat(part) for part in zip(*each, strict=True)))
+
+
+def _by_columns(weight: Tensor, table: Tensor, sent: torch.dtype, sigma: float) -> Solution:
+    """One system whose columns of ∂l/∂W [D, K] lost different equations: those that lost the same are solved together.
+
+    Of rank and condition the worst is told.
+    """
+    patterns, which = weight.isfinite().T.unique(dim=0, return_inverse=True)
+    patches = weight.new_zeros(1, len(table), weight.shape[1])
+    left = allowed = total = weight.new_zeros(1)
+    parts = []
+    for number in range(len(patterns)):
+        columns = which == number
+        part = _solve(weight[None, :, columns], table[None], sent, sigma, None)
+        patches[..., columns] = part.patches
+        square = whiten(weight[None, :, columns], table[None], sent, sigma)[1].square().sum(dim=(1, 2))
+        left, allowed = left + part.residual**2 * square, allowed + part.expected**2 * square
+        total = total + square
+        parts.append(part)
+    rank, condition = (torch.stack([getattr(p, name) for p in parts]) for name in ("rank", "condition"))
+    fits = torch.stack([part.fits for part in parts]).all(dim=0)
+    share = total.clamp(min=1e-300)
+    return Solution(patches, rank.amin(0), condition.amax(0), (left / share).sqrt(), (allowed / share).sqrt(), fits)
+
+
+def _solve(weight: Tensor, table: Tensor, sent: torch.dtype, sigma: float, errs: Tensor | None) -> Solution:
+    white, right = whiten(weight, table, sent, sigma, errs)
+    n, d = white.shape[-2:]
+    patches, values = _ridge(white, right)
+    rank = (values > (1 + (d / n) ** 0.5) ** 2).sum(dim=-1)
+    plain = torch.linalg.eigvalsh(_smaller_square(torch.where(white != 0, table, 0.0)))
+    condition = torch.where(rank == n, (plain[:, -1] / plain[:, 0].clamp(min=0)).sqrt(), torch.inf)
+    return Solution(patches, rank, condition, *judge(white, right, patches, sent, values))
+
+
+def whiten(
+    weight: Tensor,
+    table: Tensor,
+    sent: torch.dtype = torch.float32,
+    sigma: float = 0.0,
+    errs: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """G [B, N, D] and ∂l/∂W [B, D, K] in float64, each equation divided by its deviation, as in `solve_pixels`.
+
+    An equation with a number in it that is not finite is all zero.
+    """
+    weight, table = weight.double(), table.double()
+    whole = (weight.isfinite().all(dim=-1) & table.isfinite().all(dim=-2)).unsqueeze(-1)
+    weight, table = torch.where(whole, weight, 0.0), torch.where(whole.mT, table, 0.0)
+    step = torch.finfo(sent)
+    relative = weight.square().mean(dim=-1) + table.square().sum(dim=-2)
+    absolute = sigma**2 + (step.smallest_normal * step.eps) ** 2 / 12  # below its normal numbers a type errs evenly
+    variance = (step.eps / 2) ** 2 * relative + (1 + table.shape[-2]) * absolute
+    variance = variance if errs is None else variance + errs
+    scale = torch.where(variance > 0, variance, torch.inf).rsqrt()
+    return table * scale.unsqueeze(-2), weight * scale.unsqueeze(-1)
+
+
+def judge(
+    white: Tensor, right: Tensor, patches: Tensor, sent: torch.dtype = torch.float32, values: Tensor | None = None
+) -> Fit:
+    """How well patches [B, N, K] meet whitened equations white^T X = right, and how well they ought to.
+
+    Errors of deviation 1 and pixels of variance 1 leave, of each column's D equations, Σ 1 / (1 + λ) over the squared
+    singular values λ of white (`values`, where they are known), 0 for each that is missing.
+    """
+    values = torch.linalg.eigvalsh(_smaller_square(white)) if values is None else values
+    values = values.clamp(min=0)
+    used = (white != 0).any(dim=-2).sum(dim=-1)
+    spare = used - (values / (1 + values)).sum(dim=-1)
+    bright = patches.square().mean(dim=(1, 2)).clamp(min=1)
+    coarse = torch.finfo(sent).eps / min(torch.finfo(sent).eps, torch.finfo(torch.float32).eps)
+    # How much of an equation's deviation is rounding: with noise its numbers are small after the division.
+    rounded = (torch.finfo(sent).eps / 2) ** 2 * (right.square().mean(dim=-1) + white.square().sum(dim=-2))
+    uneven = 1 + (SUMS / coarse) ** 2 * rounded.sum(dim=-1) / used.clamp(min=1)
+    size = right.flatten(1).norm(dim=1).clamp(min=1e-300)
+    expected = (spare.clamp(min=0) * right.shape[-1] * bright * uneven + (OWN * size).square()).sqrt()
+    left = (right - white.mT @ patches).flatten(1).norm(dim=1)
+    return Fit(left / size, expected / size, (spare >= 1) & (left <= FIT * expected))
+
+
+def _smaller_square(table: Tensor) -> Tensor:
+    """G G^T or G^T G, whichever is smaller; table: G, [B, N, D]."""
+    return table @ table.mT if table.shape[-2] <= table.shape[-1] else table.mT @ table
+
+
+def _ridge(table: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """X [B, N, K] of G^T X = right with ridge 1, and the squared singular values of G, [B, min(N, D)].
+
+    By eigenvectors of the smaller square: a device finds those of many images at once, and singular vectors one by one.
+    Squares lose half of the digits, which solving twice more for what is left brings back.
+    """
+    wide = table.shape[-2] <= table.shape[-1]
+    square = _smaller_square(table)
+    values, vectors = torch.linalg.eigh(square)
+    lost = 4 * torch.finfo(values.dtype).eps * values.shape[-1] * values[:, -1:]
+    inverse = vectors @ ((values.clamp(min=0) + lost.clamp(min=1)).reciprocal().unsqueeze(-1) * vectors.mT)
+    given = table @ right if wide else right
+    found = inverse @ given
+    for _ in range(2):
+        found = found + inverse @ (given - square @ found - found)
+    patches = found if wide else table @ found
+    return patches, values
+
+
+def svd(matrix: Tensor, full: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """U, S, V^T of one matrix, by NumPy on the host.
+
+    torch's own LAPACK on ARM (NVPL) ends the process on some matrices of rank 1.
+    """
+    parts = np.linalg.svd(matrix.cpu().numpy(), full_matrices=full)
+    u, s, v = (torch.from_numpy(np.ascontiguousarray(part)).to(matrix.device) for part in parts)
+    return u, s, v
