@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from situs.analyze.runs_page import runs_numbers, runs_page, status_rows
 from situs.errors import SitusError
 from situs.report import figures
 from situs.report.html import Page
+from situs.train.folder import FORMAT
+from situs.train.seal import sealed
 
 CONFIG: dict[str, Any] = {
     "method": {"name": "mp3", "mask_ratio": 0.5},
@@ -40,14 +43,16 @@ def write_run(
     state: dict[str, Any] | None = None,
 ) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config or CONFIG))
+    (folder / "config.json").write_text(sealed(config or CONFIG))
+    text = ""
     if records is not None:
         text = records if isinstance(records, str) else "".join(json.dumps(record) + "\n" for record in records)
         (folder / "metrics.jsonl").write_text(text)
     if state is not None:
         place = folder / "checkpoints" / f"step-{state['step']:08d}"
         place.mkdir()
-        (place / "state.json").write_text(json.dumps({"format": 1, "files": {}, **state}))
+        log = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
+        (place / "state.json").write_text(sealed({"format": FORMAT, "files": {}, "metrics": log, **state}))
     return folder
 
 
@@ -209,7 +214,7 @@ def test_an_empty_run_beside_another_is_told(runs: list[Path], tmp_path: Path) -
     [
         ("", "this run has logged nothing yet, metrics.jsonl is empty"),
         (None, "this run has logged nothing yet, metrics.jsonl is empty"),
-        ("{}\nnonsense\n{}\n", "metrics.jsonl: line 2 is no JSON"),
+        ('{"step": 1}\nnonsense\n{"step": 2}\n', "metrics.jsonl: line 2 is no JSON"),
         ('{"step": 1}\n[1, 2]\n', "metrics.jsonl: line 2 is no record of a step"),
         ('{"loss": 1}\n', "metrics.jsonl: line 1 is no record of a step"),
     ],

@@ -11,8 +11,9 @@ import pytest
 
 import situs.presets
 from situs.cli.arguments import Recipe, configured, parse
-from situs.config import check_range, choice, save_json
+from situs.config import check_range, choice, to_dict
 from situs.errors import SitusError
+from situs.train.seal import sealed
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def test_method_by_name_takes_its_own_flags() -> None:
 
 
 def test_resume_starts_from_the_run_s_own_config(tmp_path: Path) -> None:
-    save_json(Config(batch=5, method=Mae.Config(3)), tmp_path / "config.json")
+    (tmp_path / "config.json").write_text(sealed(to_dict(Config(batch=5, method=Mae.Config(3)))))
     args = parsed(f"--data D --resume {tmp_path} --steps 7")
     assert args.config == Config(batch=5, steps=7, method=Mae.Config(3))
     assert json.loads((tmp_path / "config.json").read_text())["method"] == {"name": "mae", "decoder_depth": 3}
@@ -180,7 +181,7 @@ def test_resume_starts_from_the_run_s_own_config(tmp_path: Path) -> None:
         ("--data D --preset toy-wrong", "^preset toy-wrong: batchsize: unknown key; known keys here: batch, "),
         ("--data D --method mp4", "unknown method 'mp4'; choose one of: mae, mp3$"),
         ("--data D --config nosuch.toml", "^nosuch.toml: cannot be read: no such file"),
-        ("--data D --resume nosuch", "config.json: cannot be read: no such file"),
+        ("--data D --resume nosuch", r"nosuch: holds no run, there is no config\.json in it \(--resume\)"),
     ],
 )
 def test_a_mistake_in_the_config_is_one_sentence(line: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

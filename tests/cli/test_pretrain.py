@@ -151,6 +151,28 @@ def test_resume_goes_on_with_the_recorded_config(
     assert [name for name in peace if not torch.equal(peace[name], killed[name])] == []
 
 
+def test_a_run_without_a_whole_checkpoint_starts_over_only_when_asked(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert main([*small, "--steps", "2", "--train.save-every", "1", "--out", str(out)]) == 0
+    before, words = weights(out), ["pretrain", "--resume", str(out), "--device", "cpu"]
+    assert refused([*words, "--start-over"], capsys).startswith(f"{out}: the checkpoint of step 2 is whole, --resume")
+    for torn in (out / "checkpoints").iterdir():
+        (torn / "state.json").write_text((torn / "state.json").read_text().replace('"step": ', '"step": 1'))
+    held = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    assert refused(words, capsys) == (
+        f"{out}: the run has no whole checkpoint left (the checkpoint of step 2 is torn (state.json is not as it was "
+        "written)); --start-over begins it again at step 0 and sets what is there aside"
+    )
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == held
+    assert main([*words, "--start-over"]) == 0
+    assert f"started over: what was there is in {out / 'torn'}" in capsys.readouterr().err
+    assert all(torch.equal(value, before[name]) for name, value in weights(out).items())
+    assert len(list((out / "torn").rglob("state.json"))) == 2
+    assert "--start-over" in refused([*small, "--start-over", "--out", str(tmp_path / "new")], capsys, tmp_path / "new")
+
+
 def test_another_config_on_resume_is_refused(
     small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,7 +279,7 @@ def test_one_corrupt_jpeg_is_skipped_counted_and_told(
 def test_a_full_disk_is_one_sentence_and_the_earlier_checkpoint_is_whole(
     small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import situs.train.checkpoint as room
+    import situs.train.folder as room
 
     real = room.write_tensors
 

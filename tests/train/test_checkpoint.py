@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -10,8 +11,10 @@ import pytest
 import torch
 
 from situs.errors import SitusError
-from situs.train import checkpoint
-from situs.train.checkpoint import RunFolder
+from situs.train import folder
+from situs.train.checkpoint import RunFolder, read_config
+from situs.train.folder import read_folder
+from situs.train.seal import sealed
 
 CONFIG = {"train": {"epochs": 10, "seed": 0, "log_every": 50}, "optim": {"lr": 1e-3, "betas": [0.9, 0.95]}, "out": "a"}
 
@@ -83,8 +86,173 @@ def test_a_torn_newer_one_does_not_count_among_the_kept(run: RunFolder) -> None:
 def test_what_a_crash_left_half_written_is_swept_away(run: RunFolder) -> None:
     run.save(1, files(1.0), {}, keep=2)
     (run.checkpoints / ".writing-step-00000002").mkdir()
+    (run.checkpoints / ".removing-step-00000000").touch()
     again = RunFolder.open(run.path)
-    assert [p.name for p in again.checkpoints.iterdir()] == ["step-00000001"]
+    assert len(list(again.checkpoints.iterdir())) == 3  # a look takes nothing away
+    with again.hold():
+        assert [p.name for p in again.checkpoints.iterdir()] == ["step-00000001"]
+
+
+# --- every file is covered by a hash ------------------------------------------------------------------------
+
+
+def test_each_bit_of_a_checkpoint_counts(run: RunFolder) -> None:
+    """One flipped bit in each file, state.json with all of its bytes: the checkpoint before is used, or the same."""
+    run.save(1, files(1.0), {"epoch": 0, "seconds": 1.5}, keep=3)
+    newest = run.save(2, files(2.0), {"epoch": 1, "seconds": 2.5}, keep=3)
+    intact = read_folder(newest)
+    counts = {"refused": 0, "same": 0}
+    for path in sorted(newest.iterdir()):
+        whole = path.read_bytes()
+        for place in range(0, len(whole), 1 if path.name == "state.json" else 53):
+            path.write_bytes(whole[:place] + bytes([whole[place] ^ (1 << place % 8)]) + whole[place + 1 :])
+            found = run.latest()
+            assert found is not None
+            counts["refused" if found.step == 1 else "same"] += 1
+            assert found.step == 1 or found.state == intact  # only the space between two words may differ
+        path.write_bytes(whole)
+    assert counts["refused"] > 600
+    assert counts["same"] < 40
+
+
+def test_a_checkpoint_that_was_renamed_or_is_another_run_s_is_not_taken(run: RunFolder, tmp_path: Path) -> None:
+    run.save(1, files(1.0), {}, keep=3)
+    shutil.copytree(run.checkpoints / "step-00000001", run.checkpoints / "step-00000031")
+    other = RunFolder.create(tmp_path / "other", changed(optim__lr=0.5))
+    shutil.copytree(other.save(32, files(3.0), {}, keep=1), run.checkpoints / "step-00000032")
+    (run.checkpoints / "step-00000033").write_text("no folder")
+    (run.checkpoints / "step-34").mkdir()
+    assert latest_value(run) == 1.0
+    assert sorted(run.steps()) == [1, 31, 32, 33]
+    assert [note.partition("(")[2] for note in run.notes] == [
+        "state.json is missing) and was passed over",
+        "it is the checkpoint of a run with another config) and was passed over",
+        "it is the checkpoint of step 1) and was passed over",
+    ]
+    run.save(33, files(4.0), {}, keep=2)  # in the place of the file
+    assert latest_value(run) == 4.0
+
+
+def test_a_file_that_was_added_is_not_read(run: RunFolder) -> None:
+    kept = run.save(1, {"model": {"w": torch.ones(3)}}, {}, keep=1)
+    shutil.copy(kept / "model.safetensors", kept / "ema.safetensors")
+    found = run.latest()
+    assert found is not None
+    assert found.tensors("ema") == {}
+
+
+def test_a_checkpoint_of_an_older_version_is_named(run: RunFolder) -> None:
+    old = run.save(1, files(1.0), {}, keep=1) / "state.json"
+    state = json.loads(old.read_text())
+    del state["sha256"]
+    old.write_text(json.dumps(state))
+    with pytest.raises(SitusError, match=r"state\.json has no hash of itself: it is damaged, or of a version before"):
+        run.newest()
+    old.write_text(sealed(state | {"format": 1}))
+    with pytest.raises(SitusError, match=r"state\.json is of format 1, and this version reads format 2"):
+        run.newest()
+
+
+def test_config_and_classes_are_sealed(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", CONFIG, classes=["cat", "dog"])
+    assert run.classes() == ("cat", "dog")
+    for name, old, new in (("config.json", "0.001", "0.002"), ("classes.json", "cat", "bat")):
+        path = run.path / name
+        text = path.read_text()
+        path.write_text(text.replace(old, new))
+        with pytest.raises(SitusError, match=f"{name} is not as it was written"):
+            run.classes() if name == "classes.json" else RunFolder.open(run.path)
+        path.write_text(text.replace("\n", ""))  # the same content
+        assert RunFolder.open(run.path).config == CONFIG
+        assert run.classes() == ("cat", "dog")
+
+
+# --- all of them lost ---------------------------------------------------------------------------------------
+
+
+def test_a_run_that_lost_its_checkpoints_asks_before_it_starts_over(run: RunFolder) -> None:
+    for step in (1, 2):
+        run.append({"step": step})
+        torn = run.save(step, files(step), {}, keep=3)
+        (torn / "model.safetensors").write_bytes(b"cut")
+    held = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    again = RunFolder.open(run.path)
+    with pytest.raises(SitusError, match=r"no whole checkpoint left \(the checkpoint of step 2 is torn .*--start-over"):
+        _ = again.start
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == held
+    again = RunFolder.open(run.path)
+    again.start_over()
+    assert again.start is None
+    assert again.notes == [f"started over: what was there is in {run.path / 'torn'}"]
+    moved = {run.path / "torn" / path.relative_to(run.path).as_posix().removeprefix("checkpoints/"): data
+             for path, data in held.items() if path.name != "config.json"}  # fmt: skip
+    assert {path: path.read_bytes() for path in (run.path / "torn").rglob("*") if path.is_file()} == moved
+    assert again.steps() == []
+    assert not again.metrics.exists()
+    again.append({"step": 1})
+    (again.save(1, files(1), {}, keep=1) / "model.safetensors").unlink()
+    again.start_over()
+    assert (run.path / "torn-2" / "step-00000001" / "state.json").exists()
+
+
+def test_a_whole_checkpoint_is_not_started_over(run: RunFolder) -> None:
+    run.save(7, files(1.0), {}, keep=1)
+    with pytest.raises(SitusError, match="the checkpoint of step 7 is whole, --resume goes on from it"):
+        run.start_over()
+    assert latest_value(run) == 1.0
+
+
+def test_a_log_that_is_longer_than_a_run_without_checkpoints_can_be(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", {"train": {"save_every": 4}})
+    run.append({"step": 3})
+    assert RunFolder.open(run.path).start is None  # killed before its first checkpoint
+    run.append({"step": 4})
+    assert RunFolder.open(run.path, {"train": {"save_every": 4}}).steps() == []
+    with pytest.raises(SitusError, match=r"\(step 4 is logged but none is there\); --start-over"):
+        _ = RunFolder.open(run.path).start
+
+
+# --- what a crash of the machine may take -------------------------------------------------------------------
+
+
+def test_bytes_are_on_the_disk_before_names_and_names_before_the_old_ones_go(
+    run: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of the system's calls: what is not synced before a rename or a removal may be lost with the power."""
+    calls: list[tuple[str, str]] = []
+    real_fsync, real_rmtree = os.fsync, shutil.rmtree
+
+    def name_of(handle: int) -> str:
+        return Path(f"/proc/self/fd/{handle}").readlink().name
+
+    monkeypatch.setattr(os, "fsync", lambda handle: (calls.append(("sync", name_of(handle))), real_fsync(handle))[1])
+    for name in ("rename", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda a, b, real=real, **k: (calls.append(("rename", Path(b).name)), real(a, b, **k))[1]
+        )
+    monkeypatch.setattr(
+        shutil, "rmtree", lambda path, **k: (calls.append(("remove", Path(path).name)), real_rmtree(path, **k))[1]
+    )
+    run.append({"step": 1})
+    run.save(1, files(1.0), {}, keep=1)
+    calls.clear()
+    run.append({"step": 2})
+    run.save(2, files(2.0), {}, keep=1)
+    aside, final = ".writing-step-00000002", "step-00000002"
+    done = [call for call in calls if call != ("remove", aside)]
+    there = done.index(("rename", final))
+    before = done[:there]
+    assert ("sync", "metrics.jsonl") in before
+    for file in ("model.safetensors", "ema.safetensors"):
+        assert ("sync", file) in before
+    state = before.index(("rename", "state.json"))
+    assert before[state - 1][0] == "sync"  # its bytes
+    assert before[state + 1 :] == [("sync", aside)]  # the names in the folder, and then the folder's own name:
+    gone = done.index(("rename", ".removing-step-00000001"))
+    assert done[there + 1] == ("sync", "checkpoints")
+    assert ("sync", "checkpoints") not in done[there + 2 : gone]
+    assert ("remove", ".removing-step-00000001") in done[gone:]
 
 
 # --- a full disk --------------------------------------------------------------------------------------------
@@ -92,14 +260,14 @@ def test_what_a_crash_left_half_written_is_swept_away(run: RunFolder) -> None:
 
 def test_a_full_disk_leaves_the_last_checkpoint(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     run.save(1, files(1.0), {}, keep=2)
-    real = checkpoint.write_tensors
+    real = folder.write_tensors
 
     def full(path: Path, tensors: dict) -> None:
         if path.name == "ema.safetensors":  # the second file: the first is already there
             raise OSError(errno.ENOSPC, "No space left on device")
         real(path, tensors)
 
-    monkeypatch.setattr(checkpoint, "write_tensors", full)
+    monkeypatch.setattr(folder, "write_tensors", full)
     with pytest.raises(SitusError) as caught:
         run.save(2, files(2.0), {}, keep=2)
     sentence = str(caught.value)
@@ -158,7 +326,7 @@ def test_another_config_is_refused_in_one_sentence(run: RunFolder) -> None:
     assert "optim.lr was 0.001 and is now 0.002" in sentence
     assert "epochs" not in sentence
     assert "\n" not in sentence
-    assert json.loads((run.path / "config.json").read_text()) == CONFIG  # nothing was written
+    assert read_config(run.path) == CONFIG  # nothing was written
 
 
 def test_many_differences_are_counted(run: RunFolder) -> None:
@@ -171,7 +339,7 @@ def test_some_fields_may_change_and_are_told(run: RunFolder) -> None:
     other = changed(train__epochs=20, train__log_every=5, out="b")
     again = RunFolder.open(run.path, other)
     assert sorted(again.notes) == ["out: a -> b", "train.epochs: 10 -> 20", "train.log_every: 50 -> 5"]
-    assert json.loads((run.path / "config.json").read_text()) == CONFIG  # the loop may still refuse it
+    assert read_config(run.path) == CONFIG  # the loop may still refuse it
     again.adopt_config()
     assert RunFolder.open(run.path).config == other
 
@@ -185,7 +353,7 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match=r"holds no run.*--resume"):
         RunFolder.open(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(SitusError, match=r"config\.json cannot be read"):
+    with pytest.raises(SitusError, match=r"config\.json is cut short or damaged; a run's settings are"):
         RunFolder.open(tmp_path)
 
 
@@ -198,15 +366,38 @@ def test_another_rank_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_metrics_go_back_to_the_checkpoint(run: RunFolder) -> None:
-    for step in (5, 10, 10, 15):
+    for step in (5, 10, 10):
         run.append({"step": step, "loss": 0.1})
+    run.save(10, files(1.0), {}, keep=2)
+    run.append({"step": 15, "loss": 0.1})
     with run.metrics.open("a") as file:
         file.write('{"step": 20, "lo')  # a crash
     assert [r["step"] for r in run.records()] == [5, 10, 10, 15]
-    run.truncate(10)
+    run.rewind(run.latest())
     assert run.metrics.read_text() == '{"step": 5, "loss": 0.1}\n' + 2 * '{"step": 10, "loss": 0.1}\n'
     run.append({"step": 15})
     assert [r["step"] for r in run.records()] == [5, 10, 10, 15]
+    run.rewind(None)  # a run that died before its first checkpoint
+    assert run.metrics.read_text() == ""
+
+
+def test_a_log_that_was_changed_is_refused(run: RunFolder) -> None:
+    run.append({"step": 5, "loss": 0.125})
+    run.save(5, files(1.0), {}, keep=2)
+    run.append({"step": 6, "loss": 0.1})
+    whole = run.metrics.read_bytes()
+    for damaged in (whole.replace(b"0.125", b"0.225"), whole[:10], b""):
+        run.metrics.write_bytes(damaged)
+        with pytest.raises(SitusError, match=r"metrics\.jsonl: is not as it was written up to step 5; move it away"):
+            run.rewind(run.latest())
+        assert run.metrics.read_bytes() == damaged
+    run.metrics.write_bytes(whole.replace(b"0.125", b"0.225"))
+    with pytest.raises(SitusError, match=r"metrics\.jsonl: is not as it was written up to step 5$"):
+        run.records()
+    run.metrics.unlink()
+    run.rewind(run.latest())
+    assert run.notes == ["metrics.jsonl is gone: the log begins anew"]
+    assert run.records() == []
 
 
 def test_a_broken_line_in_the_middle_is_an_error(run: RunFolder) -> None:

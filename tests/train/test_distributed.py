@@ -12,6 +12,7 @@ from toy import ToyLoader, toy
 from situs.errors import SitusError
 from situs.train import distributed
 from situs.train.checkpoint import Checkpoint, RunFolder
+from situs.train.folder import read_folder
 from situs.train.nan import replay
 
 SCENARIOS = ["plain/ddp/1", *(f"{name}/{kind}/2" for kind in ("ddp", "fsdp") for name in
@@ -37,7 +38,9 @@ def run_ranks(out: Path, scenarios: list[str]) -> Path:
 def last(folder: Path, step: int | None = None) -> Checkpoint:
     run = RunFolder.open(folder)
     if step is not None:
-        return Checkpoint(run.checkpoints / f"step-{step:08d}", step, {})
+        state = read_folder(run.checkpoints / f"step-{step:08d}")
+        assert isinstance(state, dict)
+        return Checkpoint(run.checkpoints / f"step-{step:08d}", step, state)
     found = run.latest()
     assert found is not None
     return found

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from toy import ToyLoader, ToyMethod, toy
 
 from situs.errors import SitusError
 from situs.methods.base import Batch
-from situs.train.checkpoint import RunFolder
+from situs.train.checkpoint import RunFolder, read_config
 from situs.train.contract import Result, RunState
 from situs.train.loop import TrainConfig, fit
 from situs.train.optim import OptimConfig, rate_at
@@ -128,6 +130,50 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path) -
     _, method, run = train(tmp_path / "run")
     assert same(method, peace)
     assert [r["step"] for r in run.records()] == [3, 6, 9, 12, 15, 18, 20]
+
+
+def test_a_run_whose_checkpoints_are_all_torn_is_refused_and_keeps_them(tmp_path: Path) -> None:
+    _, _, run = train(tmp_path / "run", hooks=[StopAt(9)])
+    for torn in run.checkpoints.iterdir():
+        (torn / "state.json").write_text("{}")
+    held = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    with pytest.raises(SitusError, match=r"no whole checkpoint left .* --start-over begins it again at step 0"):
+        train(tmp_path / "run")
+    assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == held
+
+
+def test_a_damaged_log_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    _, _, run = train(tmp_path / "run", hooks=[StopAt(7)])
+    text = run.metrics.read_text()
+    run.metrics.write_text(text.replace('"step": 6', '"step": 5'))
+    with pytest.raises(SitusError, match=r"metrics\.jsonl: is not as it was written up to step 7; move it away"):
+        train(tmp_path / "run", dataclasses.replace(TRAIN, epochs=5))
+    assert read_config(run.path)["train"]["epochs"] == 4
+    run.metrics.write_text(text)
+    assert train(tmp_path / "run")[0].step == 20
+
+
+def test_two_runs_in_one_folder_are_kept_apart(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    class Second:
+        """Resumes the run that it looks on at."""
+
+        def after_step(self, state: RunState) -> None:
+            if state.step == 5:
+                with pytest.raises(SitusError) as caught:
+                    train(tmp_path / "run")
+                refused.append(str(caught.value))
+
+        def after_epoch(self, state: RunState) -> None:
+            pass
+
+    result, method, run = train(tmp_path / "run", hooks=[Second()])
+    holder = f"process {os.getpid()} on {socket.gethostname()}"
+    assert refused == [f"{run.path}: {holder} is at work in this run; wait for it, or stop it first"]
+    assert result.step == 20
+    assert same(method, train(tmp_path / "peace")[1])
+    assert not (run.path / ".lock").exists()
 
 
 def test_more_epochs_compute_the_schedule_anew_and_say_so(tmp_path: Path, capsys) -> None:

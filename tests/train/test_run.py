@@ -13,7 +13,7 @@ import torch
 
 from situs.config import from_dict, merge, replace_at
 from situs.errors import SitusError
-from situs.train.checkpoint import RunFolder
+from situs.train.checkpoint import RunFolder, read_config
 from situs.train.run import RunConfig, is_run, load_run, make_eval_loader, make_method, train_run
 
 BASE: dict[str, Any] = {
@@ -96,8 +96,8 @@ def test_a_run_folder_holds_config_classes_log_and_no_pickle(mp3: Path) -> None:
     assert held == {
         "config.json", "classes.json", "metrics.jsonl", "checkpoints/step-00000003/state.json", *checkpoint,
     }  # fmt: skip
-    assert from_dict(RunConfig, json.loads((mp3 / "config.json").read_text())) == config()
-    classes = json.loads((mp3 / "classes.json").read_text())
+    assert from_dict(RunConfig, read_config(mp3)) == config()
+    classes = json.loads((mp3 / "classes.json").read_text())["classes"]
     assert classes[:2] == ["T-shirt/top", "Trouser"]
     assert len(classes) == 10
     records = RunFolder.open(mp3, writer=False).records()
@@ -135,13 +135,17 @@ def test_a_loaded_run_has_the_trained_weights_and_logits(tmp_path: Path) -> None
 
 
 def test_a_loaded_run_asks_for_none_of_the_files_it_started_from(mp3: Path, tmp_path: Path) -> None:
-    for name, source in (("init", {"init": str(mp3)}), ("weights", {"backbone": {"weights": str(tmp_path / "w.pt")}})):
+    started = tmp_path / "started"
+    for name, source in (
+        ("init", {"init": str(started)}),
+        ("weights", {"backbone": {"weights": str(tmp_path / "w.pt")}}),
+    ):
+        shutil.rmtree(tmp_path / "gone", ignore_errors=True)
+        shutil.copytree(mp3, started)
         torch.save(load_run(mp3).method.backbone.model.state_dict(), tmp_path / "w.pt")
         train_run(config(**source, train={"max_steps": 1}), out=tmp_path / name, device="cpu")
-        gone = json.loads((tmp_path / name / "config.json").read_text())
-        gone["init"] = gone["init"] and str(tmp_path / "gone")
-        (tmp_path / name / "config.json").write_text(json.dumps(gone))
         (tmp_path / "w.pt").unlink()
+        shutil.move(started, tmp_path / "gone")
         assert load_run(tmp_path / name).config.train.max_steps == 1
 
 
@@ -268,12 +272,16 @@ def test_what_a_failed_run_has_reached_stays(tmp_path: Path) -> None:
     assert train_run(own, resume=tmp_path / "run", device="cpu").step == 3
 
 
-def test_somebody_elses_files_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> Any:
-        raise SitusError("no")
-
+def test_a_folder_with_files_in_it_is_no_place_for_a_run(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    monkeypatch.setattr("situs.train.loop._Loop", refuse)
-    with pytest.raises(SitusError, match="no"):
-        train_run(config(), out=tmp_path, device="cpu")
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    said = r"is not empty, it holds notes\.txt; a run needs a new or empty folder \(--out\)"
+    with pytest.raises(SitusError, match=said):
+        train_run(config(data={"path": "nowhere"}), out=tmp_path, device="cpu")  # said before the data is read
+    with pytest.raises(SitusError, match=said):
+        RunFolder.create(tmp_path, config())
+    (tmp_path / "picture.png").touch()
+    with pytest.raises(SitusError, match=r"it holds notes\.txt and 1 more;"):
+        RunFolder.create(tmp_path, config())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "picture.png"]
+    (tmp_path / "empty").mkdir()
+    assert train_run(config(train={"max_steps": 1}), out=tmp_path / "empty", device="cpu").step == 1

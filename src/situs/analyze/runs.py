@@ -6,7 +6,6 @@ and says which of these it is.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 from situs.config import flat, read_json
 from situs.errors import SitusError
-from situs.train.checkpoint import RunFolder, read_metrics
+from situs.train.checkpoint import RunFolder, read_config
 from situs.train.run import is_run
 
 PLACES = ("step", "epoch")
@@ -119,25 +118,9 @@ def short_names(folders: Sequence[Path]) -> list[str]:
 
 
 def _read(folder: Path, name: str) -> Run:
-    config = read_json(folder / "config.json")
-    records = read_metrics(folder / "metrics.jsonl")
-    for number, record in enumerate(records, start=1):
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise SitusError(f"{folder / 'metrics.jsonl'}: line {number} is no record of a step (RUN)")
-    return Run(name, config, records, _state(folder, config), (folder / "nan").is_dir(), find_results(folder))
-
-
-def _state(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """The facts of the newest checkpoint that has some. Its tensors are not read, so a torn one may be among them."""
+    config = read_config(folder)
     run = RunFolder(folder, config, resumed=False, writer=False)
-    for step in sorted(run.steps(), reverse=True):
-        try:
-            state = json.loads((run.checkpoints / f"step-{step:08d}" / "state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(state, dict):
-            return state
-    return {}
+    return Run(name, config, run.records(), run.facts(), (folder / "nan").is_dir(), find_results(folder))
 
 
 def find_results(folder: Path) -> list[Result]:

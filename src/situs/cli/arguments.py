@@ -38,7 +38,7 @@ from situs.cli.helptext import (
     presets_text,
 )
 from situs.cli.mistakes import WIDE, sentence
-from situs.config import Choice, choices_of, from_dict, load_toml, merge, read_json
+from situs.config import Choice, choices_of, from_dict, load_toml, merge
 from situs.errors import SitusError
 from situs.presets import load_preset
 
@@ -120,8 +120,10 @@ def start_of(cls: type[T], argv: Sequence[str], run_flag: str | None = None, gro
     if run is not None:
         if preset or toml:
             raise SitusError(f"--{run_flag} {run} brings the run's own config: leave out --preset and --config")
+        from situs.train.checkpoint import read_config  # torch, which other verbs' flags do without
+
         sources.append(str(Path(run) / "config.json"))
-        layers = read_json(sources[0])
+        layers = read_config(Path(run))
     elif ground is not None and (given := _peek(argv, f"--{ground[0]}")) is not None:
         layers = ground[1](Path(given))
     if preset is not None:

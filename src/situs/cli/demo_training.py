@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 from situs.backbones import BackboneConfig
 from situs.backbones.config import PositionKind
 from situs.cli.demo_sections import GRID, MODEL, PATCH, PLACES, Lines, Stage
-from situs.config import write_text
 from situs.data.augment import AugmentConfig
 from situs.data.loader import DataConfig, Loader, make_loader
 from situs.data.sources import open_source
@@ -28,7 +26,7 @@ from situs.train.contract import RunState
 from situs.train.initialise import initialise
 from situs.train.loop import TrainConfig, fit
 from situs.train.optim import OptimConfig
-from situs.train.run import CLASSES, RunConfig, make_method
+from situs.train.run import RunConfig, make_method
 
 LABELLED = 1000
 """Training images whose labels the classifiers see; MP3 sees all of them without."""
@@ -147,10 +145,7 @@ def train(
     stage: Stage, what: str, config: RunConfig, method: Method, loader: Loader, name: str, *hooks: Any
 ) -> list[dict[str, Any]]:
     """Trains through the engine, quietly, as the run `name`, and gives the log."""
-    run = RunFolder.create(stage.runs / name, config)
-    if method.needs_labels:
-        assert loader.classes is not None
-        write_text(run.path / CLASSES, json.dumps(list(loader.classes)) + "\n")
+    run = RunFolder.create(stage.runs / name, config, classes=loader.classes if method.needs_labels else None)
     told = _Told(lambda state: stage.say(f"{what}, epoch {state.epoch + 1} of {config.train.epochs}"))
     result = fit(method, loader, config.train, config.optim, run, hooks=(*hooks, told), quiet=True)
     if result.interrupted:

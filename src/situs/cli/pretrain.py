@@ -33,6 +33,9 @@ class Training(Recipe):
     resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """A run to go on with, after a crash, a Ctrl-C or a full disk; --epochs or --steps makes it longer."""
 
+    start_over: tyro.conf.FlagCreatePairsOff[bool] = False
+    """With --resume, where no checkpoint is whole any more: begin again at step 0 and set what is there aside."""
+
     epochs: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Passes over the data (--train.epochs)."""
 
@@ -86,7 +89,15 @@ def shortened(args: Training, config: RunConfig) -> RunConfig:
 
 def train(args: Training, config: RunConfig, hooks: Hooks) -> int:
     """Runs the training and says how it ended."""
-    result = train_run(config, out=args.out, resume=args.resume, device=args.device, hooks=hooks, say=_say)
+    result = train_run(
+        config,
+        out=args.out,
+        resume=args.resume,
+        device=args.device,
+        start_over=args.start_over,
+        hooks=hooks,
+        say=_say,
+    )
     if result.interrupted:
         return 130
     if os.environ.get("RANK", "0") == "0":

@@ -1,21 +1,25 @@
 """The run folder: what a training run leaves on disk, and how it is found again after a crash.
 
     config.json                     the resolved config
+    classes.json                    the names of the classes, where the data has labels
     metrics.jsonl                   one line a log step
     checkpoints/step-00001234/      model, optimiser, mean and generators as safetensors, state.json
     nan/                            the step that was not finite, where there was one (see `situs.train.nan`)
+    torn/                           what --start-over set aside
 
-A checkpoint is written under another name and renamed when every byte is on the disk; state.json holds the
-size and digest of its files, so a torn one is known and the newest whole one is used. No pickle anywhere.
+A checkpoint is written under another name and renamed when every byte is on the disk. Its state.json holds the size and
+SHA-256 of each of its files, of the log up to it and of the config; that file, config.json and classes.json end with
+the SHA-256 of themselves. So what is damaged is known, and the newest whole checkpoint is used. No pickle anywhere.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,11 +27,15 @@ from typing import Any
 
 from torch import Tensor
 
-from situs.config import differences, to_dict, write_text
+from situs.config import differences, flat, to_dict, write_bytes, write_text
 from situs.errors import SitusError
-from situs.train.tensors import digest, read_tensors, sync, write_tensors
+from situs.train.folder import FORMAT, delete, read_folder, reason, remove, write_folder
+from situs.train.hold import NAME as LOCK
+from situs.train.hold import only_one
+from situs.train.seal import fingerprint, read_sealed, sealed
+from situs.train.tensors import read_tensors, sync
 
-FORMAT = 1
+CLASSES = "classes.json"
 MAY_CHANGE = frozenset(
     {
         "epochs",
@@ -45,7 +53,7 @@ MAY_CHANGE = frozenset(
 )
 """Names of config fields that a resumed run may change: none of them alters a step that is already done."""
 
-_NAME = re.compile(r"step-(\d+)")
+_NAME = re.compile(r"step-([0-9]{8,})")
 
 
 def _may_change(name: str) -> bool:
@@ -63,8 +71,8 @@ class Checkpoint:
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """The tensors of one file ("model", "optimizer", "ema", "loop"); none where there is no such file."""
-        path = self.path / f"{name}.safetensors"
-        return read_tensors(path) if path.exists() else {}
+        file = f"{name}.safetensors"
+        return read_tensors(self.path / file) if file in self.state["files"] else {}
 
 
 class RunFolder:
@@ -77,15 +85,23 @@ class RunFolder:
         self.path, self.config = path, config
         self.resumed, self.writer = resumed, writer
         self.notes: list[str] = []
+        self._held = False
 
     @classmethod
-    def create(cls, path: str | os.PathLike[str], config: Any, *, writer: bool = True) -> RunFolder:
-        """A new run. A folder that already holds one is refused, never overwritten."""
+    def create(
+        cls, path: str | os.PathLike[str], config: Any, *, classes: Sequence[str] | None = None, writer: bool = True
+    ) -> RunFolder:
+        """A new run, in a folder that is new or empty. classes: the names of the data's classes."""
         run = cls(Path(path), to_dict(config), resumed=False, writer=writer)
-        if writer:
-            if (run.path / "config.json").exists():
-                raise SitusError(f"{path}: already holds a run; go on with --resume {path} or choose another --out")
-            run._write("the run folder", lambda: run.checkpoints.mkdir(parents=True, exist_ok=True))
+        if not writer:
+            return run
+        run._write("the run folder", lambda: run.path.mkdir(parents=True, exist_ok=True))
+        with run.hold():
+            check_target(run.path)
+            run._write("the run folder", run.checkpoints.mkdir)
+            if classes is not None:
+                text = sealed({"classes": list(classes)})
+                run._write(CLASSES, lambda: write_text(run.path / CLASSES, text))
             run._write_config()
         return run
 
@@ -103,10 +119,22 @@ class RunFolder:
             raise SitusError(f"{path}: cannot resume with another config: {listed}{more} (--resume)")
         if changed:
             run.notes += [f"{name}: {old} -> {new}" for name, (old, new) in changed.items()]
-        if writer:
-            for leftover in run.checkpoints.glob(".*"):
-                shutil.rmtree(leftover, ignore_errors=True)
         return run
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keeps other writers out, and sweeps away what a crash left half-written. Within itself it does nothing."""
+        if not self.writer or self._held:
+            yield
+            return
+        with only_one(self.path):
+            self._held = True
+            try:
+                for leftover in self.checkpoints.glob(".*"):
+                    delete(leftover)
+                yield
+            finally:
+                self._held = False
 
     def adopt_config(self) -> None:
         """Writes down the config a resumed run goes on with, once nothing refuses it any more."""
@@ -123,15 +151,23 @@ class RunFolder:
         """The file of the log."""
         return self.path / "metrics.jsonl"
 
+    def classes(self) -> tuple[str, ...] | None:
+        """The names of the classes; None where the data had none."""
+        if not (self.path / CLASSES).exists():
+            return None
+        table = read_sealed(self.path / CLASSES)
+        if isinstance(table, str):
+            raise SitusError(f"{self.path}: {table}")
+        return tuple(table["classes"])
+
     def _write_config(self) -> None:
-        text = json.dumps(self.config, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        self._write("config.json", lambda: write_text(self.path / "config.json", text))
+        self._write("config.json", lambda: write_text(self.path / "config.json", sealed(self.config)))
 
     def _write(self, what: str, action: Any) -> None:
         try:
             action()
         except OSError as error:
-            raise SitusError(f"{self.path}: {what} could not be written: {_reason(error)}") from error
+            raise SitusError(f"{self.path}: {what} could not be written: {reason(error)}") from error
 
     # --- checkpoints ----------------------------------------------------------------------------------------
 
@@ -140,32 +176,38 @@ class RunFolder:
         final = self.checkpoints / f"step-{step:08d}"
         aside = self.checkpoints / f".writing-{final.name}"
         try:
-            shutil.rmtree(aside, ignore_errors=True)
+            delete(aside)
             aside.mkdir(parents=True)
-            write_folder(aside, files, {"step": step, **state})
+            facts = {"step": step, **state, "config": self._fixed_config(), "metrics": self._log_so_far()}
+            write_folder(aside, files, facts)
             if final.exists():  # a torn one of the same step: the run came past it again
-                _remove(final)
+                remove(final)
             aside.rename(final)
             sync(self.checkpoints)
         except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)
+            delete(aside)
             raise SitusError(self._not_saved(step, error)) from error
         # Newer ones than this were torn, or the run would have gone on from them.
         others = sorted(self.steps(), reverse=True)
         kept = [other for other in others if other <= step][:keep]
         for other in set(others) - set(kept):
-            _remove(self.checkpoints / f"step-{other:08d}")
+            remove(self.checkpoints / f"step-{other:08d}")
         return final
 
     def _not_saved(self, step: int, error: OSError) -> str:
-        text = f"{self.path}: the checkpoint of step {step} could not be written: {_reason(error)}"
+        text = f"{self.path}: the checkpoint of step {step} could not be written: {reason(error)}"
         if (whole := self.latest()) is None:
             return f"{text}; there is no earlier one"
         return f"{text}; that of step {whole.step} is whole, go on from it with --resume {self.path}"
 
+    def _fixed_config(self) -> str:
+        """A hash of the settings that no resume may change: a checkpoint is of the run whose config has it."""
+        return fingerprint({name: value for name, value in flat(self.config).items() if not _may_change(name)})
+
     def steps(self) -> list[int]:
         """The steps of which a checkpoint lies here, whole or torn."""
-        return [int(m[1]) for path in self.checkpoints.glob("step-*") if (m := _NAME.fullmatch(path.name))]
+        found = [int(m[1]) for path in self.checkpoints.glob("step-*") if (m := _NAME.fullmatch(path.name))]
+        return [step for step in found if (self.checkpoints / f"step-{step:08d}").exists()]
 
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint. Torn ones on the way to it are told in `notes`."""
@@ -173,7 +215,10 @@ class RunFolder:
             path = self.checkpoints / f"step-{step:08d}"
             state = read_folder(path)
             if not isinstance(state, str):
-                return Checkpoint(path, step, state)
+                if state.get("step") == step and state.get("config") == self._fixed_config():
+                    return Checkpoint(path, step, state)
+                other = "a run with another config" if state.get("step") == step else f"step {state.get('step')}"
+                state = f"it is the checkpoint of {other}"
             self.notes.append(f"the checkpoint of step {step} is torn ({state}) and was passed over")
         return None
 
@@ -183,6 +228,49 @@ class RunFolder:
             said = f"no whole checkpoint: {self.notes[-1]}" if self.steps() else "no checkpoint yet"
             raise SitusError(f"{self.path}: the run has {said}")
         return found
+
+    @cached_property
+    def start(self) -> Checkpoint | None:
+        """The checkpoint that a resumed run goes on from; None for one that was killed before its first.
+
+        A run that has lost its checkpoints is refused: going on would begin it again, and that must be asked for.
+        """
+        told = len(self.notes)
+        found = self.latest()
+        if found is not None:
+            return found
+        torn, self.notes = self.notes[told:], self.notes[:told]
+        due = self.config.get("train", {}).get("save_every")
+        done = max((record["step"] for record in self.records()), default=0)
+        if torn or (due is not None and done >= due):
+            lost = torn[0].removesuffix(" and was passed over") if torn else f"step {done} is logged but none is there"
+            raise SitusError(
+                f"{self.path}: the run has no whole checkpoint left ({lost}); --start-over begins it again at step 0 "
+                "and sets what is there aside"
+            )
+        return None
+
+    def start_over(self) -> None:
+        """Sets checkpoints and log aside in torn/; refused where a checkpoint is whole."""
+        if (whole := self.latest()) is not None:
+            raise SitusError(
+                f"{self.path}: the checkpoint of step {whole.step} is whole, --resume goes on from it; for a new run "
+                "leave out --resume and --start-over and give another --out"
+            )
+        self.notes = [note for note in self.notes if " is torn (" not in note]
+        old = [self.checkpoints / f"step-{step:08d}" for step in self.steps()]
+        old += [path for path in (self.metrics,) if path.exists()]
+        if not self.writer or not old:
+            return
+        aside = next(p for n in range(1, 10**6) if not (p := self.path / f"torn{'' if n == 1 else f'-{n}'}").exists())
+
+        def move() -> None:
+            aside.mkdir()
+            for path in old:
+                path.rename(aside / path.name)
+
+        self._write(aside.name, move)
+        self.notes.append(f"started over: what was there is in {aside}")
 
     # --- metrics --------------------------------------------------------------------------------------------
 
@@ -196,85 +284,89 @@ class RunFolder:
 
         self._write("metrics.jsonl", write)
 
-    def truncate(self, step: int) -> None:
-        """Drops the lines of steps after `step`, and a torn last one: the run will write them again."""
+    def _log_so_far(self) -> dict[str, Any]:
+        """Size and hash of metrics.jsonl, which is on the disk then."""
         if self.metrics.exists():
-            kept = [
-                json.dumps(record, ensure_ascii=False) + "\n" for record in self.records() if record["step"] <= step
-            ]
-            self._write("metrics.jsonl", lambda: write_text(self.metrics, "".join(kept)))
+            sync(self.metrics)
+        data = self._log()
+        return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+
+    def _log(self) -> bytes:
+        return self.metrics.read_bytes() if self.metrics.exists() else b""
+
+    def rewind(self, checkpoint: Checkpoint | None) -> None:
+        """Cuts metrics.jsonl to what it was at the checkpoint: the run will write the rest again."""
+        size = 0
+        if checkpoint is not None:
+            if not self.metrics.exists() and checkpoint.state["metrics"]["bytes"]:
+                self.notes.append("metrics.jsonl is gone: the log begins anew")
+                return
+            self._check_log(checkpoint.step, checkpoint.state, "; move it away to go on without its lines (--resume)")
+            size = checkpoint.state["metrics"]["bytes"]
+        if self.metrics.exists() and self.metrics.stat().st_size > size:
+            self._write("metrics.jsonl", lambda: write_bytes(self.metrics, self._log()[:size]))
+
+    def _check_log(self, step: int, state: Mapping[str, Any], way_out: str = "") -> None:
+        """Refuses a log that is not as it was when the checkpoint of `step` was written."""
+        begun = self._log()[: state["metrics"]["bytes"]]
+        if hashlib.sha256(begun).hexdigest() != state["metrics"]["sha256"]:
+            raise SitusError(f"{self.metrics}: is not as it was written up to step {step}{way_out}")
+
+    def facts(self) -> dict[str, Any]:
+        """The state.json of the newest checkpoint that has one as it was written; its tensors are not read."""
+        for step in sorted(self.steps(), reverse=True):
+            state = read_sealed(self.checkpoints / f"step-{step:08d}" / "state.json")
+            if not isinstance(state, str) and state.get("format") == FORMAT and state.get("step") == step:
+                return state
+        return {}
 
     def records(self) -> list[dict[str, Any]]:
-        """The whole lines of metrics.jsonl."""
-        return read_metrics(self.metrics)
+        """The whole lines of metrics.jsonl, which are those that were written."""
+        state = self.facts()
+        found = read_metrics(self.metrics)
+        if state and found:
+            self._check_log(state["step"], state)
+        return found
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a metrics.jsonl; a last line that a crash cut short is left out."""
-    if not path.exists():
+    if not path.is_file():
         return []
     found = []
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
         try:
-            if line:
-                found.append(json.loads(line))
-        except ValueError:
-            if number < len(lines):
-                raise SitusError(f"{path}: line {number} is no JSON") from None
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            if number == len(lines):
+                break
+            raise SitusError(f"{path}: line {number} is no JSON") from None
+        if not isinstance(record, dict) or type(record.get("step")) is not int:
+            raise SitusError(f"{path}: line {number} is no record of a step")
+        found.append(record)
     return found
 
 
 def read_config(path: Path) -> dict[str, Any]:
     """The recorded config of a run folder."""
-    try:
-        return json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise SitusError(f"{path}: holds no run, there is no config.json in it (--resume)") from None
-    except (OSError, ValueError) as error:
-        raise SitusError(f"{path}: config.json cannot be read: {error} (--resume)") from None
+    table = read_sealed(path / "config.json")
+    if not isinstance(table, str):
+        return table
+    if not (path / "config.json").exists():
+        raise SitusError(f"{path}: holds no run, there is no config.json in it (--resume)")
+    raise SitusError(f"{path}: {table}; a run's settings are changed by flags, never in that file")
 
 
-# --- one folder of tensors and facts ------------------------------------------------------------------------
-
-
-def write_folder(folder: Path, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
-    """Writes safetensors files and, last, a state.json that vouches for them; waits for the disk."""
-    vouched = {}
-    for name, tensors in files.items():
-        path = folder / f"{name}.safetensors"
-        write_tensors(path, tensors)
-        vouched[path.name] = {"bytes": path.stat().st_size, "sha256": digest(path)}
-    text = json.dumps({"format": FORMAT, **state, "files": vouched}, indent=2, allow_nan=False) + "\n"
-    write_text(folder / "state.json", text)
-    sync(folder)
-
-
-def read_folder(folder: Path) -> dict[str, Any] | str:
-    """The state.json of a folder whose files are whole, or else what is wrong with it."""
-    try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return "state.json is missing or cut short"
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        return f"state.json is not of format {FORMAT}"
-    for name, fact in state["files"].items():
-        path = folder / name
-        size = path.stat().st_size if path.exists() else 0
-        if size != fact["bytes"]:
-            return f"{name} has {size:,} of {fact['bytes']:,} bytes"
-        if digest(path) != fact["sha256"]:
-            return f"{name} has other bytes than were written"
-    return state
-
-
-def _remove(folder: Path) -> None:
-    """Takes a checkpoint away: first its name, so that a crash leaves no half of it under that name."""
-    away = folder.with_name(f".removing-{folder.name}")
-    shutil.rmtree(away, ignore_errors=True)
-    folder.rename(away)
-    shutil.rmtree(away, ignore_errors=True)
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
+def check_target(path: Path) -> None:
+    """Refuses a folder for a new run that is a file, a run, or not empty."""
+    if path.exists() and not path.is_dir():
+        raise SitusError(f"{path}: is a file; a run is a folder (--out)")
+    if (path / "config.json").exists() and (path / "checkpoints").is_dir():
+        raise SitusError(f"{path}: already holds a run; go on with --resume {path} or choose another --out")
+    held = sorted(each.name for each in path.iterdir() if each.name != LOCK) if path.is_dir() else []
+    if held:
+        more = f" and {len(held) - 1} more" if len(held) > 1 else ""
+        raise SitusError(f"{path}: is not empty, it holds {held[0]}{more}; a run needs a new or empty folder (--out)")

@@ -109,7 +109,7 @@ def fit(
     Ctrl-C or SIGTERM: the step is finished, a checkpoint written, and `Result.interrupted` is True.
     A loss or gradient that is not finite raises `situs.train.nan.NotFiniteError`.
     """
-    with Interrupt() as interrupt:
+    with run.hold(), Interrupt() as interrupt:
         loop = _Loop(method, loader, config, optim, run, hooks, interrupt, quiet)
         try:
             return loop.run_all()
@@ -292,15 +292,15 @@ class _Loop:
     def _resume(self) -> bool:
         """Goes back to the newest whole checkpoint; False where generators must be started anew."""
         stepper, device = self.stepper, self.stepper.device
-        found = self.run.latest() if self.run.writer else None
+        found = self.run.start if self.run.writer else None
         state = distributed.from_main(None if found is None else {"step": found.step, **found.state}, device)
         if state is not None:
             self._check_resumable(state)
-        self.run.adopt_config()
         if self.run.writer:
-            self.run.truncate(0 if state is None else state["step"])
+            self.run.rewind(found)
+        self.run.adopt_config()
         if state is None:
-            self.run.notes.append("no whole checkpoint: starting at step 0")
+            self.run.notes.append("no checkpoint yet: starting at step 0")
             return False
         held = restore(found, self.method, stepper.optimizer, stepper.ema, device)
         self.step, self.before, self.saved = state["step"], state["seconds"], found.path if found else None

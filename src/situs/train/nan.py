@@ -18,7 +18,8 @@ from torch import Tensor
 from situs.errors import SitusError
 from situs.methods.base import Batch, Method
 from situs.train import distributed
-from situs.train.checkpoint import RunFolder, read_folder, write_folder
+from situs.train.checkpoint import RunFolder
+from situs.train.folder import read_folder, write_folder
 from situs.train.state import check_fit, gathered, set_generators
 from situs.train.step import Part, Step, autocast
 from situs.train.tensors import read_tensors, write_tensors
@@ -132,6 +133,8 @@ def replay(folder: Path, method: Method, rank: int = 0) -> Replay:
     state = read_folder(folder)
     if isinstance(state, str):
         raise SitusError(f"{folder}: holds no step that was not finite: {state}")
+    if f"rank{rank}.safetensors" not in state["files"]:
+        raise SitusError(f"{folder}: holds no part of rank {rank}")
     weights = read_tensors(folder / "model.safetensors")
     check_fit(f"{folder}/model.safetensors", method.state_dict(), weights)
     method.load_state_dict(weights)

@@ -7,7 +7,6 @@ labels) is computed here and never written back.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,21 +15,19 @@ from typing import Any, NamedTuple
 import torch
 
 from situs.backbones import BackboneConfig, create_backbone
-from situs.config import choice, choices_of, from_dict, write_text
+from situs.config import choice, choices_of, from_dict
 from situs.data.augment import AugmentConfig
 from situs.data.loader import DataConfig, Loader, make_loader
 from situs.errors import SitusError
 from situs.methods import METHODS, create_method
 from situs.methods.base import Method
 from situs.train import distributed
-from situs.train.checkpoint import RunFolder, read_config
+from situs.train.checkpoint import CLASSES, RunFolder, check_target, read_config
 from situs.train.contract import Hook, Result
 from situs.train.export import load_checkpoint
 from situs.train.initialise import initialise
 from situs.train.loop import TrainConfig, fit
 from situs.train.optim import OptimConfig
-
-CLASSES = "classes.json"
 
 
 @dataclass(frozen=True)
@@ -129,30 +126,36 @@ def train_run(
     out: str | Path | None = None,
     resume: str | Path | None = None,
     device: str | None = None,
+    start_over: bool = False,
     hooks: Hooks | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Trains what `config` says, in a new folder `out` or going on in `resume`.
 
+    start_over: a resumed run that has no whole checkpoint left begins again, and what it had is set aside.
     hooks: makes the probes, given the config, the training loader and the device. say: receives a few lines.
     """
     if (out is None) == (resume is None):
         raise SitusError("give a new folder (--out) or a run to go on with (--resume), and not both")
-    if out is not None and is_run(out):  # said before the data is read, which may take minutes
-        raise SitusError(f"{out}: already holds a run; go on with --resume {out} or choose another --out")
-    if out is not None and Path(out).is_file():
-        raise SitusError(f"{out}: is a file; a run is a folder (--out)")
+    if out is not None:
+        if start_over:
+            raise SitusError("start_over: is for a run to go on with, and a new one is given (--start-over, --resume)")
+        check_target(Path(out))  # said before the data is read, which may take minutes
     ranks = distributed.start(device)
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     speak = say if ranks.main else lambda _: None
+    held = contextlib.ExitStack()
     try:
         run = None if resume is None else RunFolder.open(resume, config, writer=ranks.main)
+        if run is not None:
+            held.enter_context(run.hold())
+        fresh = _begins(run, start_over, ranks)
         loader = make_training_loader(config, ranks)
         speak(loader.describe())
         told = _tell_skipped(loader, 0, speak)
         method = make_method(config, loader.classes)
-        if config.init is not None and (run is None or _has_no_checkpoint(run)):
+        if config.init is not None and fresh:
             for line in initialise(method.backbone, config.init, positions=config.init_positions):
                 speak(line)
         method.to(ranks.device)
@@ -160,10 +163,8 @@ def train_run(
         speak(describe(config, method, ranks))
         if run is None:
             assert out is not None
-            run = RunFolder.create(out, config, writer=ranks.main)
+            run = RunFolder.create(out, config, classes=loader.classes, writer=ranks.main)
         try:
-            if ranks.main and not run.resumed and loader.classes is not None:
-                write_text(run.path / CLASSES, json.dumps(list(loader.classes), ensure_ascii=False) + "\n")
             result = fit(method, loader, config.train, config.optim, run, hooks=watching)
         except BaseException:
             if ranks.main and not run.resumed:
@@ -172,7 +173,15 @@ def train_run(
         _tell_skipped(loader, told, speak)  # a streamed set is read while it is trained on
         return result
     finally:
+        held.close()
         distributed.stop()
+
+
+def _begins(run: RunFolder | None, start_over: bool, ranks: distributed.Ranks) -> bool:
+    """Whether a run starts at step 0, and so from `init`; refused where one has lost its checkpoints."""
+    if run is not None and ranks.main and start_over:
+        run.start_over()
+    return distributed.from_main(run is None or (ranks.main and run.start is None), ranks.device)
 
 
 def _tell_skipped(loader: Loader, told: int, speak: Callable[[str], None]) -> int:
@@ -181,14 +190,6 @@ def _tell_skipped(loader: Loader, told: int, speak: Callable[[str], None]) -> in
     if found > told:
         speak(str(loader.source.skip_report()))
     return found
-
-
-def _has_no_checkpoint(run: RunFolder) -> bool:
-    """Whether a resumed run starts at step 0, and so from `init` again."""
-    told = len(run.notes)
-    found = run.latest()
-    del run.notes[told:]  # the loop looks too, and tells of torn ones then
-    return found is None
 
 
 def _withdraw(run: RunFolder) -> None:
@@ -224,8 +225,7 @@ def load_run(path: str | Path, device: torch.device | str = "cpu", *, ema: bool 
     config = from_dict(RunConfig, read_config(path), where=f"{path}/config.json")
     run = RunFolder.open(path, writer=False)
     checkpoint = run.newest()
-    names = path / CLASSES
-    classes = tuple(json.loads(names.read_text(encoding="utf-8"))) if names.exists() else None
+    classes = run.classes()
     # The weights are the checkpoint's: the files that the run once started from may be gone.
     bare = replace(config, init=None, backbone=replace(config.backbone, weights=None))
     method = make_method(bare, classes)

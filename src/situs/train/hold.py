@@ -1,0 +1,54 @@
+"""One process at a time in a run folder: a lock that the system takes back when its holder dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from situs.errors import SitusError
+
+NAME = ".lock"
+
+
+@contextlib.contextmanager
+def only_one(folder: Path) -> Iterator[None]:
+    """Holds the folder; where another process does, an error that names it."""
+    handle = _take(folder / NAME)
+    try:
+        yield
+    finally:
+        (folder / NAME).unlink(missing_ok=True)  # before it is let go, or it might be another's by then
+        os.close(handle)
+
+
+def _take(path: Path) -> int:
+    import fcntl
+
+    while True:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise SitusError(f"{path.parent}: cannot be written to: {(error.strerror or str(error)).lower()}") from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
+            os.close(handle)
+            raise SitusError(f"{path.parent}: {holder} is at work in this run; wait for it, or stop it first") from None
+        except OSError:  # a disk that knows no locks: better unlocked than no training
+            pass
+        if _is_at(handle, path):
+            break
+        os.close(handle)  # its holder took the file away between our two calls
+    os.ftruncate(handle, 0)
+    os.write(handle, f"process {os.getpid()} on {socket.gethostname()}".encode())
+    return handle
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(handle), path.stat())
+    return False

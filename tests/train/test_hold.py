@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from situs.errors import SitusError
+from situs.train.hold import NAME, only_one
+
+HOLDER = """
+import sys, time, pathlib
+from situs.train.hold import only_one
+with only_one(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_holder_is_told_of_the_first(tmp_path: Path) -> None:
+    with only_one(tmp_path):
+        said = f"process {os.getpid()} on {socket.gethostname()} is at work in this run; wait for it, or stop it first"
+        with pytest.raises(SitusError, match=said), only_one(tmp_path):
+            pass
+        assert (tmp_path / NAME).exists()  # the one who was refused has not taken it away
+        with pytest.raises(SitusError, match=said), only_one(tmp_path):
+            pass
+    assert list(tmp_path.iterdir()) == []
+    with only_one(tmp_path):
+        pass
+
+
+def test_an_error_lets_go(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="a bug"), only_one(tmp_path):
+        raise RuntimeError("a bug")
+    with only_one(tmp_path):
+        pass
+
+
+def test_a_killed_holder_holds_no_more(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(SitusError, match=f"process {process.pid} on "), only_one(tmp_path):
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert (tmp_path / NAME).exists()  # nobody tidied up
+    with only_one(tmp_path):
+        pass
+
+
+def test_a_lock_that_was_taken_away_meanwhile_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opened before its holder deleted it: the second try makes a new file, which a third process would find."""
+    import fcntl
+
+    real, tries = fcntl.flock, []
+
+    def late(handle: int, how: int) -> None:
+        if not tries:
+            (tmp_path / NAME).unlink()
+        tries.append(handle)
+        real(handle, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with only_one(tmp_path):
+        assert len(tries) == 2
+        assert (tmp_path / NAME).exists()
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    said = "none: cannot be written to: no such file or directory"
+    with pytest.raises(SitusError, match=said), only_one(tmp_path / "none"):
+        pass
