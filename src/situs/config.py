@@ -46,9 +46,10 @@ class Choice:
         return self.options[name].Config
 
     def name_of(self, config: Any) -> str:
-        names = [name for name, option in self.options.items() if option.Config is type(config)]
-        assert len(names) == 1, f"{type(config).__name__} belongs to {names}: each choice needs its own Config"
-        return names[0]
+        for name in self.options:  # one at a time: asking for an option may import another package
+            if self.options[name].Config is type(config):
+                return name
+        raise SitusError(f"{type(config).__name__}: is the config of none of {', '.join(self.options)}")
 
 
 def choice(options: Mapping[str, Any], default: str) -> Any:

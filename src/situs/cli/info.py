@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -89,7 +89,7 @@ def describe(backbone: Backbone) -> Info:
         model=backbone.name,
         facts=_facts(backbone),
         capabilities=[_verdict(backbone, name, about, [name]) for name, about in CAPABILITIES.items()],
-        methods=[_verdict(backbone, name, _first_line(method), method.needs) for name, method in _methods().items()],
+        methods=[_method(backbone, name) for name in _methods()],
         locks=[_verdict(backbone, name, about, ["tokens", name]) for name, about in LOCKS.items()],
     )
 
@@ -127,7 +127,16 @@ def _verdict(backbone: Backbone, name: str, about: str, needs: Iterable[str]) ->
     return Verdict(name, about, not reasons, "; ".join(reasons))
 
 
-def _methods() -> dict[str, Any]:
+def _method(backbone: Backbone, name: str) -> Verdict:
+    """The verdict on a method; one of another package that cannot be imported says so, and harms no other."""
+    try:
+        kind = _methods()[name]
+    except SitusError as error:
+        return Verdict(name, "", holds=False, reason=str(error))
+    return _verdict(backbone, name, _first_line(kind), kind.needs)
+
+
+def _methods() -> Mapping[str, Any]:
     """The visible dict of methods, where this installation has that room."""
     spec = find_spec("situs.methods")
     return {} if spec is None or spec.origin is None else import_module("situs.methods").METHODS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
 from typing import Any
 
 from situs.backbones.base import Backbone
@@ -12,26 +11,27 @@ from situs.methods.droppos import DropPos, DropPosConfig
 from situs.methods.mae import MAE, MAEConfig
 from situs.methods.mjp import MJP, MJPConfig
 from situs.methods.mp3 import MP3, MP3Config
+from situs.methods.registry import Registry
 from situs.methods.supervised import Supervised, SupervisedConfig
 
-METHODS: dict[str, type[Method]] = {
-    "droppos": DropPos,
-    "mae": MAE,
-    "mjp": MJP,
-    "mp3": MP3,
-    "supervised": Supervised,
-}
-"""Every method by name. The command line, the contract tests and the benchmarks read this dict."""
+METHODS = Registry(
+    {
+        "droppos": DropPos,
+        "mae": MAE,
+        "mjp": MJP,
+        "mp3": MP3,
+        "supervised": Supervised,
+    },
+    group="situs.methods",
+)
+"""Every method by name, other packages' too. The command line, the contract tests and the benchmarks read this."""
 
 
 def method_class(name: str) -> type[Method]:
     """A method by name: one of ours, or a third party's under the entry-point group `situs.methods`."""
-    if name in METHODS:
-        return METHODS[name]
-    others = {point.name: point for point in entry_points(group="situs.methods")}
-    if name in others:
-        return others[name].load()
-    raise unknown_name("method", name, [*METHODS, *others])
+    if name not in METHODS:
+        raise unknown_name("method", name, METHODS)
+    return METHODS[name]
 
 
 def create_method(name: str, backbone: Backbone, config: Any = None) -> Method:
