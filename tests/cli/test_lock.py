@@ -67,6 +67,53 @@ def test_the_whole_way(model: Path, key: Path, tmp_path: Path, capsys: pytest.Ca
     assert same_files(model, opened)
 
 
+@pytest.mark.parametrize("flags", [[], ["--seal"]], ids=["plain", "sealed"])
+def test_withheld_parts(
+    model: Path, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list
+) -> None:
+    locked, second, opened = (tmp_path / name for name in ("locked", "second", "open"))
+    words = ["lock", str(model), "--key", str(key), "--out", str(locked), *flags]
+    assert main([*words, "--withheld", str(second)]) == 2
+    assert "say which parts (--withhold)" in capsys.readouterr().err
+    assert main([*words, "--withhold", "head"]) == 2
+    assert "withhold=head: must be embedding or blocks=K" in capsys.readouterr().err
+    assert main([*words, "--withhold", "embedding", "--withhold", "blocks=1", "--withheld", str(second)]) == 0
+    said = capsys.readouterr().out
+    held, total = 0, 0
+    for name, tensor in load_file(model / "model.safetensors").items():
+        total += tensor.numel()
+        held += tensor.numel() * name.startswith(("blocks.0.", "patch_embed.", "pos_embed", "cls_token"))
+    assert (
+        f"the embedding and the first block, {100 * held / total:.1f} %" in said
+        and "Final norm and head are clear" in said
+    )
+    assert f"--withheld {second} --out DIR" in said and second.stat().st_mode & 0o777 == 0o600
+    words = ["unlock", str(locked), "--key", str(key), "--out", str(opened)]
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "were withheld" in error and "--withheld FILE" in error and error.count("\n") == 1
+    assert main([*words, "--withheld", str(second)]) == 0
+    assert same_files(model, opened) and {path.stat().st_mode & 0o777 for path in opened.iterdir()} == {0o600}
+
+
+def test_the_share_that_moved_and_what_is_left_out(
+    model: Path, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = Path(shutil.copytree(model, tmp_path / "source"))
+    (source / "model.safetensors.bak").write_bytes((source / "model.safetensors").read_bytes())
+    assert main(["lock", str(source), "--key", str(key), "--out", str(tmp_path / "locked")]) == 0
+    said = capsys.readouterr().out
+    clear, locked = (load_file(place / "model.safetensors") for place in (source, tmp_path / "locked"))
+    moved = sum(clear[name].numel() for name in clear if not torch.equal(clear[name], locked[name]))
+    same = {name for name in clear if torch.equal(clear[name], locked[name])}
+    # Vectors of ones or zeros do not show whether they moved; the trained ones of a model do.
+    moved += sum(clear[name].numel() for name in same if name.startswith("blocks") and clear[name].shape == (24,))
+    total = sum(tensor.numel() for tensor in clear.values())
+    assert f"{100 * moved / total:.1f} % of the parameters" in said
+    assert "Left out" in said and "model.safetensors.bak" in said
+    assert not (tmp_path / "locked" / "model.safetensors.bak").exists()
+
+
 def test_a_run_is_exported_first_and_then_locked(
     trained: Any, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,10 +10,8 @@ from situs.errors import SitusError
 from situs.locks.folder import (
     INDEX,
     WHOLE,
-    may_hold_weights,
     names_in_file,
     new_folder,
-    other_files,
     structure_of,
     weight_files,
     write_model,
@@ -43,15 +41,6 @@ def test_an_index_that_is_none_is_refused(tmp_path, text):
     (tmp_path / INDEX).write_text(text)
     with pytest.raises(SitusError, match="index"):
         weight_files(tmp_path)
-
-
-def test_other_files_are_all_but_hidden_folders(tmp_path):
-    for name in ("config.json", WHOLE, ".gitattributes", "1_Pooling/config.json", ".git/objects/ab", "a/.cache/b"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    assert other_files(tmp_path, [WHOLE]) == [".gitattributes", "1_Pooling/config.json", "config.json"]
-    assert may_hold_weights("x/model.onnx") and not may_hold_weights("tokenizer.json")
-    assert not may_hold_weights("situs_positions.safetensors")
 
 
 @pytest.mark.parametrize("name", ["vit", "swin", "llama", "hf_vit"])

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
 import filecmp
+import hashlib
+import hmac
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -117,11 +120,42 @@ def test_a_backbone_in_memory_is_locked_as_its_library_saves_it(model_folder, tm
 
 def test_two_locks_share_nothing(model_folder, tmp_path):
     first, second = (lock(model_folder("vit"), KEY, tmp_path / name).manifest for name in "ab")
-    assert first.fingerprint == second.fingerprint and first.lock_id != second.lock_id
+    assert first.fingerprint != second.fingerprint and first.lock_id != second.lock_id
+    assert not {entry.code for entry in first.tensors.values()} & {entry.code for entry in second.tensors.values()}
     p, q = (permutations_of(manifest, KEY)["residual"] for manifest in (first, second))
     assert (p == q).sum() < 12  # of 24; unrelated ones agree in one place on average
     third = lock(model_folder("eva"), KEY, tmp_path / "c").manifest
     assert (p == permutations_of(third, KEY)["residual"]).sum() < 12
+
+
+@pytest.mark.parametrize("withhold", [(), ("embedding", "blocks=1")], ids=["whole", "withheld"])
+@pytest.mark.parametrize("seal", [False, True], ids=["plain", "sealed"])
+def test_the_manifest_confirms_no_guess(model_folder, tmp_path, seal, withhold):
+    """Somebody with the very files and tensors finds no hash of them: not of the clear, not of the locked bytes."""
+    source = copy_of(model_folder("vit"), tmp_path / "source")
+    (source / "vocab.txt").write_text("4711")  # four digits can all be tried
+    locked = lock(source, KEY, tmp_path / "locked", seal=seal, withhold=withhold)
+    plain = lock(source, KEY, tmp_path / "plain").path
+    said = (locked.path / NAME).read_text()
+    guesses = [(source / each).read_bytes() for each in listing(source)]
+    for file in (source / WHOLE, plain / WHOLE):
+        raw = file.read_bytes()
+        guesses += [raw[: 8 + int.from_bytes(raw[:8], "little")]]
+        guesses += [tensor.numpy().tobytes() for tensor in load_file(file).values()]
+    clear = {
+        each: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for each, tensor in load_file(source / WHOLE).items()
+    }
+    layout = json.loads(said)["layout"]
+    guesses.append(json.dumps([layout, sorted(clear.items())], separators=(",", ":")).encode())  # the old fingerprint
+    assert len(guesses) > 60
+    for guess in guesses:
+        for kind in ("sha256", "sha1", "md5", "blake2b"):
+            assert hashlib.new(kind, guess).hexdigest() not in said
+        assert hmac.new(bytes(32), guess, "sha256").hexdigest() not in said
+    again = lock(source, KEY, tmp_path / "again", seal=seal, withhold=withhold)
+    codes = [re.findall("[0-9a-f]{64}", (place / NAME).read_text()) for place in (locked.path, again.path)]
+    assert set(codes[0]) & set(codes[1]) == {layout}  # nor do two locks show that they hold the same
+    assert len(set(codes[0])) == len(codes[0])  # nor one that two of its tensors are alike
 
 
 def test_names_of_older_files_are_found(model_folder, tmp_path):
@@ -264,8 +298,8 @@ def test_sources_that_cannot_be_locked(model_folder, locked_vit, tmp_path):
     with pytest.raises(SitusError, match="groups='head'"):
         lock(model_folder("vit"), KEY, out, groups="head")  # pyright: ignore[reportArgumentType]
     source = copy_of(model_folder("vit"), tmp_path / "source")
-    (source / "pytorch_model.bin").write_bytes(b"the same in clear")
-    with pytest.raises(SitusError, match=r"pytorch_model\.bin may hold the weights in clear"):
+    (source / "pytorch_model.bin").write_bytes(bytes(2 << 20))
+    with pytest.raises(SitusError, match=r"pytorch_model\.bin is of 2\.0 MiB.* may hold the weights in clear"):
         lock(source, KEY, out)
     (source / "pytorch_model.bin").unlink()
     state = load_file(source / WHOLE)

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from situs.errors import SitusError
-from situs.locks.key import Key
+from situs.locks.key import Key, codes_of
 from situs.locks.manifest import (
     NAME,
     Entry,
@@ -44,7 +44,7 @@ GROUPS = (
 def manifest() -> Manifest:
     specs = [Spec(name, entry.dtype, entry.shape) for name, entry in TENSORS.items()]
     return Manifest(
-        version=1,
+        version=2,
         situs="0.1",
         model="vit",
         key_id=KEY.id,
@@ -81,10 +81,17 @@ def test_layout_is_of_names_shapes_and_dtypes_in_any_order():
     assert len({layout_of(each) for each in ([a, b], *others)}) == 5
 
 
-def test_fingerprint_is_of_every_tensor():
-    base = fingerprint_of("a" * 64, {"x": "1", "y": "2"})
-    assert base == fingerprint_of("a" * 64, {"y": "2", "x": "1"})
-    assert base != fingerprint_of("a" * 64, {"x": "2", "y": "1"}) != fingerprint_of("b" * 64, {"x": "1", "y": "2"})
+def test_fingerprint_is_of_every_tensor_and_of_the_key():
+    codes, two = codes_of(KEY, "12" * 16), {"x": "1", "y": "2"}
+    base = fingerprint_of(codes, "a" * 64, two)
+    assert base == fingerprint_of(codes, "a" * 64, {"y": "2", "x": "1"})
+    others = [
+        fingerprint_of(codes, "a" * 64, {"x": "2", "y": "1"}),
+        fingerprint_of(codes, "b" * 64, two),
+        fingerprint_of(codes_of(Key(bytes(32)), "12" * 16), "a" * 64, two),
+        fingerprint_of(codes_of(KEY, "34" * 16), "a" * 64, two),
+    ]
+    assert len({base, *others}) == 5
 
 
 def rewrite(folder: Path, change) -> None:
@@ -109,7 +116,7 @@ LEAVES = [
     ("sealed", True),
     (("shards", "model.safetensors"), "0" * 64),
     (("files", "config.json"), "0" * 64),
-    (("tensors", "head.weight", "sha256"), "0" * 64),
+    (("tensors", "head.weight", "code"), "0" * 64),
     (("groups", 0, "name"), "residual.9"),
     (("groups", 0, "kind"), "hidden"),
     (("groups", 1, "members", 0, "outer"), 1),
@@ -135,8 +142,9 @@ def test_no_field_can_be_altered(folder, where, value):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (dict(version=0), "version is 0, and this Situs reads version 1"),
-        (dict(version=2), "version is 2"),
+        (dict(version=0), "version is 0, and this Situs reads version 2"),
+        (dict(version=1), "version is 1, and this Situs reads version 2: open it with the Situs that locked it"),
+        (dict(version=3), "version is 3"),
         (dict(version=True), "version is True"),
         (dict(format="other"), "not in the format"),
         (dict(extra=1), "unknown key"),
@@ -190,7 +198,7 @@ def test_groups_that_do_not_fit_are_refused(folder, change):
 def test_not_a_locked_folder(tmp_path):
     with pytest.raises(SitusError, match="no locked model"):
         read_manifest(tmp_path, KEY)
-    (tmp_path / NAME).write_bytes(b'{"format": "situs-lock", "version": 1, "version": 1}')
+    (tmp_path / NAME).write_bytes(b'{"format": "situs-lock", "version": 2, "version": 2}')
     with pytest.raises(SitusError, match="no valid JSON"):
         read_manifest(tmp_path, KEY)
     (tmp_path / NAME).write_bytes(b"[" * 200_000)

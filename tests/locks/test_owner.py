@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import json
 import shutil
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 from situs.backbones import Backbone, create_backbone
+from situs.errors import SitusError
 from situs.locks.folder import names_in_file, write_model
 from situs.locks.groups import invert_keys, permute_state
 from situs.locks.key import Key
@@ -150,3 +153,126 @@ def test_the_view_shares_weights_and_keeps_the_context(model_folder, tmp_path):
         assert distance(wanted, got) < 1e-10
         plain = backbone.encode(backbone.embed(x), backbone.positions(), context).patches
         assert distance(wanted, plain) > 0.5
+
+
+# --- every way into the blocks ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["vit", "eva"])
+@torch.no_grad()
+def test_features_of_every_layer_go_through_the_key(wholly_in_float64, model_folder, tmp_path, name):
+    clear = exact(create_backbone(model_folder(name)))
+    locked = lock(model_folder(name), KEY, tmp_path / "locked", groups="all").path
+    owner, plain = exact(keyed_blocks(locked, KEY)), exact(create_backbone(locked))
+    x = inputs(clear)
+
+    def layers(backbone: Backbone) -> list[Tensor]:
+        return [each.z for each in backbone.layers(backbone.assemble(backbone.embed(x), backbone.positions()))]
+
+    wanted, got, wrong = layers(clear), layers(owner), layers(plain)
+    assert len(wanted) == len(got) == clear.depth
+    for depth in range(clear.depth):
+        assert distance(wanted[depth], got[depth]) < 1e-10
+        assert distance(wanted[depth], wrong[depth]) > 0.5
+    torch.testing.assert_close(owner.blocks(owner.assemble(owner.embed(x), owner.positions())).z, got[-1])
+
+
+@torch.no_grad()
+def test_kept_users_of_layers_and_attention_see_the_clear_model(model_folder, tmp_path):
+    """Per-layer features and attention maps as the commands take them."""
+    from situs.backbones.attention_maps import watch_attention
+    from situs.evaluate.features import layer_features
+
+    clear = create_backbone(model_folder("vit")).eval()
+    lock(model_folder("vit"), KEY, tmp_path / "locked", groups="residual")
+    owner, plain = keyed_blocks(tmp_path / "locked", KEY).eval(), create_backbone(tmp_path / "locked").eval()
+    x = inputs(clear).float()
+    features = [layer_features(each, x, "mean") for each in (clear, owner, plain)]
+    assert distance(features[0], features[1]) < 1e-4 < 0.3 < distance(features[0], features[2])
+    maps: list[list[Tensor]] = [[], [], []]
+    for backbone, seen in zip((clear, owner, plain), maps, strict=True):
+        stream = backbone.assemble(backbone.embed(x), backbone.positions())
+        watch_attention(backbone, stream, lambda _, weights, seen=seen: seen.append(weights))
+    for depth in range(clear.depth):
+        assert (maps[0][depth] - maps[1][depth]).abs().max() < 1e-4 < (maps[0][depth] - maps[2][depth]).abs().max()
+
+
+@torch.no_grad()
+def test_a_quarter_of_a_swin_goes_through_the_key(tmp_path):
+    from situs.backbones.cells import enable_cells, encode_cells
+
+    torch.manual_seed(0)
+    sizes = dict(embed_dim=12, depths=(1, 1), num_heads=(2, 2), window_size=4)
+    made = create_backbone("swin_tiny_patch4_window7_224", img_size=64, model_args=sizes)
+    for parameter in made.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    lock(made, KEY, tmp_path / "locked")
+    clear, owner, plain = (
+        made.eval(),
+        keyed_blocks(tmp_path / "locked", KEY).eval(),
+        create_backbone(tmp_path / "locked"),
+    )
+    columns = clear.out_grid[1]
+    cells = torch.arange(clear.out_grid[0] * columns // 4)
+    units = (2 * (cells // (columns // 2)) * columns + 2 * (cells % (columns // 2))).expand(2, -1)
+    x, unknown = torch.randn(2, 3, 64, 64), torch.zeros(12)
+    got = []
+    for backbone in (clear, owner, plain.eval()):
+        enable_cells(backbone)
+        none = torch.zeros(units.shape[1], dtype=torch.bool)
+        got.append(encode_cells(backbone, backbone.embed(x), units, none, unknown).patches)
+    assert distance(got[0], got[1]) < 1e-4 < 0.3 < distance(got[0], got[2])
+
+
+def test_a_copy_of_the_owners_view_has_weights_and_key_of_its_own(model_folder, tmp_path):
+    """What EMA and exports do: a deep copy must run on its own weights, with the key."""
+    lock(model_folder("vit"), KEY, tmp_path / "locked")
+    owner = keyed_blocks(tmp_path / "locked", KEY).eval()
+    twin = copy.deepcopy(owner)
+    x = inputs(owner).float()
+    with torch.no_grad():
+        before = owner(x)
+        assert torch.equal(twin(x), before)
+        for parameter in twin.parameters():
+            parameter.add_(1)
+        assert torch.equal(owner(x), before) and not torch.allclose(twin(x), before)
+    assert set(owner.state_dict()) == set(create_backbone(tmp_path / "locked").state_dict())
+
+
+def test_models_without_layers_say_so_with_a_key_too(model_folder, tmp_path):
+    lock(model_folder("hf_vit"), KEY, tmp_path / "locked")
+    owner = keyed_blocks(tmp_path / "locked", KEY)
+    assert type(owner).layers is Backbone.layers
+    with pytest.raises(SitusError, match="one by one"):
+        owner.layers(owner.assemble(owner.embed(inputs(owner).float()), owner.positions()))
+
+
+@pytest.mark.parametrize("way", [check, open_locked, keyed_blocks])
+@pytest.mark.parametrize("seal", [False, True], ids=["plain", "sealed"])
+def test_no_way_of_the_owner_trusts_an_altered_manifest(model_folder, tmp_path, way, seal):
+    """Fields that nothing but the HMAC covers; and the tensors' codes exchanged for those of other bytes."""
+    locked = lock(model_folder("vit"), KEY, tmp_path / "locked", seal=seal).path
+    tables = json.loads((locked / NAME).read_text())
+    for change in (dict(model="other"), dict(situs="0"), dict(hmac="0" * 64)):
+        (locked / NAME).write_text(json.dumps(tables | change, indent=1) + "\n")
+        with pytest.raises(SitusError, match="HMAC is wrong"):
+            way(locked, KEY)
+    (locked / NAME).write_text(json.dumps(tables, indent=2) + "\n")
+    with pytest.raises(SitusError, match="altered"):
+        way(locked, KEY)
+    (locked / NAME).write_text(json.dumps(tables, indent=1) + "\n")
+    assert way(locked, KEY)
+    with pytest.raises(SitusError, match="locked with the key"):
+        way(locked, Key(bytes(32)))
+
+
+@pytest.mark.parametrize("way", [check, open_locked, keyed_blocks])
+def test_no_way_of_the_owner_takes_an_altered_file(model_folder, tmp_path, way):
+    locked = lock(model_folder("vit"), KEY, tmp_path / "locked").path
+    for name in ("config.json", "README.md", "model.safetensors"):
+        whole = (locked / name).read_bytes()
+        (locked / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(SitusError, match="altered"):
+            way(locked, KEY)
+        (locked / name).write_bytes(whole)
+    assert way(locked, KEY)

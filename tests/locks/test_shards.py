@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import hashlib
+import hmac
 import json
 from pathlib import Path
 
@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from situs.errors import SitusError
 from situs.locks import shards
-from situs.locks.shards import digests, plain_source, read_header, rewrite
+from situs.locks.key import Codes
+from situs.locks.shards import Spec, codes_of, make_header, parse_header, plain_source, read_header, rewrite
 
 STATE = {
     "a": torch.randn(3, 5),
@@ -30,6 +31,19 @@ def path(tmp_path) -> Path:
     return tmp_path / "x.safetensors"
 
 
+SECRET = bytes(range(32))
+
+
+def start(name: str) -> hmac.HMAC:
+    return Codes(SECRET).start("tensor", name)
+
+
+def code(name: str, tensor: torch.Tensor) -> str:
+    """HMAC-SHA256 over kind, name and bytes, each text behind its length, by the standard library alone."""
+    text = b"".join(len(word).to_bytes(4, "big") + word for word in (b"tensor", name.encode()))
+    return hmac.new(SECRET, text + raw_bytes(tensor), "sha256").hexdigest()
+
+
 def raw_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
@@ -44,12 +58,12 @@ def test_header_says_what_safetensors_says(path):
     assert {spec.name for spec in header.tensors} == set(STATE)
 
 
-def test_digests_are_of_each_tensors_bytes(path, monkeypatch):
+def test_codes_are_of_each_tensors_bytes(path, monkeypatch):
     monkeypatch.setattr(shards, "SMALL_CHUNK", 16)
     with plain_source(path) as source:
         header = read_header(source, "x")
-    got = digests(path, header)
-    assert got == {name: hashlib.sha256(raw_bytes(tensor)).hexdigest() for name, tensor in STATE.items()}
+    got = codes_of(path, header, start)
+    assert got == {name: code(name, tensor) for name, tensor in STATE.items()}
 
 
 @pytest.mark.parametrize("largest", [0, 20, 10**9])
@@ -59,18 +73,57 @@ def test_rewrite_changes_what_it_is_told(path, tmp_path, monkeypatch, largest):
     out, seen = tmp_path / "y.safetensors", {}
     with plain_source(path) as source, out.open("wb") as sink:
         header = read_header(source, "x")
-        got = rewrite(
-            source, sink, header, {"a": lambda t: t[:, ::-1], "b.weight": lambda t: t[[2, 0, 1, 3]]}, seen.__setitem__
-        )
+        sink.write(header.raw)
+        changes = {"a": lambda t: t[:, ::-1], "b.weight": lambda t: t[[2, 0, 1, 3]]}
+        got = rewrite(lambda _: source, lambda _: sink, header.tensors, changes, start, seen.__setitem__)
     wanted = STATE | {"a": STATE["a"].flip(1), "b.weight": STATE["b.weight"][[2, 0, 1, 3]]}
     loaded = load_file(out)
     assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
-    assert got == {name: hashlib.sha256(raw_bytes(tensor)).hexdigest() for name, tensor in wanted.items()}
-    assert {spec.name: digest for spec, digest in seen.items()} == {
-        name: hashlib.sha256(raw_bytes(tensor)).hexdigest() for name, tensor in STATE.items()
-    }
-    with plain_source(path) as source:  # nothing to write to: the same digests
-        assert rewrite(source, None, read_header(source, "x"), {})["a"] != got["a"]
+    assert got == {name: code(name, tensor) for name, tensor in wanted.items()}
+    assert {spec.name: each for spec, each in seen.items()} == {name: code(name, STATE[name]) for name in STATE}
+    with plain_source(path) as source:  # nothing to write to: the same codes
+        unchanged = rewrite(lambda _: source, None, read_header(source, "x").tensors, {}, start)
+        assert unchanged == {name: code(name, STATE[name]) for name in STATE}
+
+
+def test_tensors_go_to_the_file_that_is_named_and_come_back_from_it(path, tmp_path):
+    """One file in two, each readable by safetensors, and one again, bit for bit."""
+    held = {"a", "one"}
+    with plain_source(path) as source:
+        whole = read_header(source, "x")
+        parts = [whole.without(held), make_header([spec for spec in whole.tensors if spec.name in held], {})]
+        paths = [tmp_path / "left.safetensors", tmp_path / "held.safetensors"]
+        with paths[0].open("wb") as left, paths[1].open("wb") as apart:
+            left.write(parts[0].raw)
+            apart.write(parts[1].raw)
+            rewrite(lambda _: source, lambda spec: apart if spec.name in held else left, whole.tensors, {}, start)
+    got = [load_file(each) for each in paths]
+    assert set(got[1]) == held and set(got[0]) == set(STATE) - held
+    assert all(torch.equal(tensor, STATE[name]) for each in got for name, tensor in each.items())
+    with safe_open(paths[0], "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    back = tmp_path / "back.safetensors"
+    with plain_source(paths[0]) as left, plain_source(paths[1]) as apart, back.open("wb") as sink:
+        assert [read_header(each, "x") for each in (left, apart)] == parts
+        again = parse_header(whole.raw, "x")
+        assert again == whole and whole.without(()) is whole
+        sink.write(again.raw)
+        rewrite(lambda spec: apart if spec.name in held else left, lambda _: sink, again.tensors, {}, start)
+    assert back.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("raw", [b"", b"1234567", bytes(8) + b"{}", (3).to_bytes(8, "little") + b"{}"])
+def test_a_header_kept_apart_has_its_length(raw):
+    with pytest.raises(SitusError, match="no readable safetensors"):
+        parse_header(raw, "x")
+
+
+def test_a_header_that_is_made_is_aligned_and_says_where_tensors_begin(tmp_path):
+    header = make_header([Spec("a", "F32", (3,)), Spec("b", "U8", ()), Spec("c", "F32", (0, 2))], {"n": "x" * 5})
+    assert len(header.raw) % 8 == 0 and header.notes == {"n": "x" * 5}
+    assert header.places() == {"a": len(header.raw), "b": len(header.raw) + 12, "c": len(header.raw) + 13}
+    (tmp_path / "x.safetensors").write_bytes(header.raw + bytes(13))
+    assert load_file(tmp_path / "x.safetensors")["a"].tolist() == [0, 0, 0]
 
 
 def test_a_check_that_refuses_stops_before_the_change(path, tmp_path):
@@ -81,7 +134,7 @@ def test_a_check_that_refuses_stops_before_the_change(path, tmp_path):
         raise AssertionError("a tensor was used before it was checked")
 
     with plain_source(path) as source, pytest.raises(SitusError, match="no"):
-        rewrite(source, None, read_header(source, "x"), dict.fromkeys(STATE, never), refuse)
+        rewrite(lambda _: source, None, read_header(source, "x").tensors, dict.fromkeys(STATE, never), start, refuse)
 
 
 def header_of(tables: object, body: int = 0) -> bytes:

@@ -61,8 +61,8 @@ def encode_cells(backbone: Backbone, tokens: Tensor, units: Tensor, forgotten: T
     places = Positions(None if table is None else take(table[None], index)).forget(where, unknown)
     z = backbone.assemble(take(tokens, index), places).z
     half = (backbone.grid[0] // 2, backbone.grid[1] // 2)
-    model: Any = backbone.model
-    features = backbone.finish(Stream(model.layers(z.unflatten(1, half)).flatten(1, 2), 0))
+    swin: Any = backbone  # `enable_cells` has refused the others
+    features = backbone.finish(Stream(swin.run_grid(z, half), 0))
     return Features(features.prefix, take(features.patches, layout.argsort(dim=1)))
 
 

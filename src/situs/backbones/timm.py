@@ -216,7 +216,11 @@ class SwinBackbone(Backbone):
 
     def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
         assert keys is None  # `blocks` has refused a context
-        return self.model.layers(stream.z.unflatten(1, self.grid)).flatten(1, 2)
+        return self.run_grid(stream.z, self.grid)
+
+    def run_grid(self, z: Tensor, grid: tuple[int, int]) -> Tensor:
+        """All stages over a grid of tokens, z [B, h * w, D]: the one way into them."""
+        return self.model.layers(z.unflatten(1, grid)).flatten(1, 2)
 
     def finish(self, stream: Stream) -> Features:
         z = self.model.norm(stream.z)

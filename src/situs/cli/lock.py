@@ -1,16 +1,23 @@
 """Locks a model with a key: the channels between its blocks are permuted, so that it is useless without the key.
 
-Embedding, positions, final norm and head stay clear; the blocks' weights are moved, never changed, and unlock gives
-back the same files bit for bit. A lock is obfuscation, not encryption: see situs audit lock.
+Embedding, positions, final norm and head stay clear unless they are withheld; the blocks' weights are moved, never
+changed, and unlock gives back the same files bit for bit. Known small files are taken along (settings, tokenisers,
+README, licence), others left out and named. A lock is obfuscation, not encryption: see situs audit lock.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
+
+from situs.errors import SitusError
+from situs.report.words import percent
+
+if TYPE_CHECKING:
+    from situs.locks.manifest import Manifest
 
 HONEST = (
     "A lock is obfuscation, not encryption: whoever has the model it was made from can match the columns and find the "
@@ -31,8 +38,15 @@ class Args:
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """The folder to write; it must not exist."""
 
+    withhold: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PART")] = ()
+    """Leave a part in a second file for the owner: embedding (all before the blocks) or blocks=K (the first K). Give
+    it again for both."""
+
+    withheld: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """The second file to write (mode 0600); by default beside the locked folder."""
+
     seal: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Encrypt the files at rest as well (AES-256-GCM); the manifest stays readable."""
+    """Encrypt the files at rest as well (AES-256-GCM); the manifest, with names and shapes, stays readable."""
 
     cover: tyro.conf.FlagCreatePairsOff[bool] = False
     """Also move MLP units, heads and their channels: it hinders matching, and is no strength of its own."""
@@ -43,18 +57,44 @@ def run(args: Args) -> None:
     from situs.cli.passphrase import read_key
     from situs.locks.lock import lock
 
+    if args.withheld is not None and not args.withhold:
+        raise SitusError("withheld: there is nothing to write to that file; say which parts (--withhold)")
     key = read_key(args.key)
-    locked = lock(args.model, key, args.out, groups="all" if args.cover else "residual", seal=args.seal)
-    manifest = locked.manifest
+    locked = lock(
+        args.model,
+        key,
+        args.out,
+        groups="all" if args.cover else "residual",
+        seal=args.seal,
+        withhold=args.withhold,
+        withheld=args.withheld,
+    )
+    print(f"{args.out}: {locked.manifest.model} locked with the key {key.id}.")
+    print(_shares(locked.manifest))
+    for note in locked.notes:
+        print(note)
+    if args.seal:
+        print("Every file but manifest.json is encrypted with the same key; the manifest shows names and shapes.")
+    print(HONEST.format(path=args.out))
+    also = "" if locked.withheld is None else f" --withheld {locked.withheld}"
+    print(f"Open it with situs unlock {args.out} --key {args.key}{also} --out DIR.")
+
+
+def _shares(manifest: Manifest) -> str:
+    """How much of the model moved, how much is withheld, and what is clear."""
+    from situs.locks.withhold import words
+
+    held, keyed, total = manifest.held(), manifest.keyed(), manifest.count(manifest.tensors)
     residual = [str(group.size) for group in manifest.groups if group.kind == "residual"]
     inner = len(manifest.groups) - len(residual)
     cover = f" and {inner} inner groups as cover" if inner else ""
-    print(f"{args.out}: {manifest.model} locked with the key {key.id}.")
-    print(
-        f"{len(manifest.keyed())} of {len(manifest.tensors)} tensors moved: {' + '.join(residual)} residual "
-        f"channels{cover}; embedding, positions, final norm and head are clear."
+    moved = percent(manifest.count(keyed - held) / total)
+    said = (
+        f"{len(keyed - held)} of {len(manifest.tensors)} tensors moved, {moved} of the parameters: "
+        f"{' + '.join(residual)} residual channels{cover}."
     )
-    if args.seal:
-        print("Every file but manifest.json is encrypted with the same key; the manifest shows names, shapes, hashes.")
-    print(HONEST.format(path=args.out))
-    print(f"Open it with situs unlock {args.out} --key {args.key} --out DIR.")
+    if manifest.withheld is not None:
+        share = percent(manifest.count(held) / total)
+        said += f" Withheld in the second file, mode 0600: {words(manifest.withheld.parts)}, {share} of the parameters."
+    gone = manifest.withheld is not None and "embedding" in manifest.withheld.parts
+    return f"{said} {'Final' if gone else 'Embedding, positions, final'} norm and head are clear."

@@ -1,7 +1,7 @@
 """Opens a locked model with its key: the files that were locked, bit for bit, or nothing.
 
 The manifest is checked before a tensor is read and each tensor before it is used; the folder appears when all was
-right.
+right, its files readable by you alone (mode 0600).
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ class Args:
     out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """The folder to write; it must not exist."""
 
+    withheld: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """The owner's second file, where parts were withheld."""
+
     retrained: tyro.conf.FlagCreatePairsOff[bool] = False
     """The locked weights were trained since: take new values of the same layout (manifest.json beside them)."""
 
@@ -35,7 +38,7 @@ def run(args: Args) -> None:
     from situs.cli.passphrase import read_key
     from situs.locks.lock import unlock
 
-    opened = unlock(args.locked, read_key(args.key), args.out, retrained=args.retrained)
+    opened = unlock(args.locked, read_key(args.key), args.out, retrained=args.retrained, withheld=args.withheld)
     manifest = opened.manifest
     if args.retrained:
         print(f"{args.out}: {manifest.model}, opened as retrained.")

@@ -23,15 +23,6 @@ if TYPE_CHECKING:
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
-TABLE = "situs_positions.safetensors"
-"""A position table beside the model (Swin's): it stays with the owner, as embedding and head do."""
-
-CLEAR_FORMS = (
-    ".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".npz", ".onnx", ".ot", ".pickle", ".pkl", ".pt", ".pth",
-    ".safetensors", ".tflite",
-)  # fmt: skip
-"""Endings of files that would carry the same weights past the lock, unkeyed."""
-
 
 def check_source(source: str | Path) -> Path:
     """The folder of a model with weights; anything else is refused with what to do instead."""
@@ -77,29 +68,15 @@ def _indexed(index: Path) -> list[str]:
     return names
 
 
-def other_files(folder: Path, weights: list[str]) -> list[str]:
-    """Every other file of the folder and below it, but for hidden folders (.git, .cache: they may keep weights too)."""
-    found = []
-    for place, inside, names in os.walk(folder):
-        inside[:] = [name for name in inside if not name.startswith(".")]
-        found += [(Path(place) / name).relative_to(folder).as_posix() for name in names]
-    return sorted(set(found) - set(weights))
-
-
-def may_hold_weights(name: str) -> bool:
-    """Whether a file beside the weight files may hold weights as well."""
-    return name.endswith(CLEAR_FORMS) and name != TABLE
-
-
 # --- the model ----------------------------------------------------------------------------------------------
 
 
-def structure_of(folder: Path) -> Backbone:
-    """The backbone that the folder's config.json describes, without memory for its weights (on the meta device)."""
+def structure_of(folder: Path, device: str = "meta") -> Backbone:
+    """The backbone that the folder's config.json describes, new: on the meta device without memory for its weights."""
     from situs.backbones import create_backbone
 
     described = read_json(folder / CONFIG)
-    with torch.device("meta"):
+    with torch.device(device):
         if "architecture" not in described:
             return create_backbone(f"hf:{folder / CONFIG}")
         return create_backbone(

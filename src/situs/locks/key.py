@@ -9,7 +9,7 @@ nothing. A passphrase wraps the seed: Argon2id makes a key of it, AES-GCM encryp
 from __future__ import annotations
 
 import base64
-import hashlib
+import hmac
 import json
 import os
 import secrets
@@ -56,9 +56,39 @@ class Key:
             from cryptography.hazmat.primitives.kdf.hkdf import HKDF
         except ImportError as error:
             raise missing_extra("cryptography", "locks", "a key") from error
-        words = [text.encode() for text in (f"situs {purpose} {VERSION}", *parts)]
-        info = b"".join(len(word).to_bytes(4, "big") + word for word in words)
+        info = _words(f"situs {purpose} {VERSION}", *parts)
         return HKDF(algorithm=SHA256(), length=32, salt=None, info=info).derive(self.seed)
+
+
+@dataclass(frozen=True)
+class Codes:
+    """The authentication codes of one lock: HMAC-SHA256 under a key of its own.
+
+    A plain hash of what is secret can be looked up: whoever guesses the text finds it confirmed. These tell nothing to
+    those without the key, not even that two locks hold the same.
+    """
+
+    secret: bytes = field(repr=False)
+
+    def start(self, kind: str, name: str) -> hmac.HMAC:
+        """A code in the making; kind and name are part of it, so that nothing can stand in for anything else."""
+        return hmac.new(self.secret, _words(kind, name), "sha256")
+
+    def of(self, kind: str, name: str, data: bytes) -> str:
+        code = self.start(kind, name)
+        code.update(data)
+        return code.hexdigest()
+
+
+def codes_of(key: Key, lock_id: str) -> Codes:
+    """The codes of the lock with this id."""
+    return Codes(key.subkey("codes", lock_id))
+
+
+def _words(*texts: str) -> bytes:
+    """Texts one behind the other, each behind its length."""
+    words = [text.encode("utf-8", "surrogatepass") for text in texts]
+    return b"".join(len(word).to_bytes(4, "big") + word for word in words)
 
 
 # --- the file -----------------------------------------------------------------------------------------------
@@ -127,6 +157,8 @@ def needs_passphrase(path: str | Path) -> bool:
 def _read(path: Path) -> KeyFile:
     try:
         mode = path.stat().st_mode
+        if not stat.S_ISREG(mode):
+            raise SitusError(f"{path}: is no file, so it cannot be a key (--key)")
         with path.open("rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except OSError as error:
@@ -258,8 +290,3 @@ def _stream(key: Key, group: str, fingerprint: str, lock_id: str) -> Callable[[i
 
     stream = Cipher(ChaCha20(secret, bytes(16)), mode=None).encryptor()
     return lambda count: np.frombuffer(stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64)
-
-
-def sha256(data: Any) -> str:
-    """The SHA-256 of bytes, in hexadecimal."""
-    return hashlib.sha256(data).hexdigest()

@@ -1,13 +1,16 @@
-"""manifest.json: what was locked, by which key, and the hashes that tell whether it is still that.
+"""manifest.json: what was locked, by which key, and the codes that tell whether it is still that.
 
-Everything in it is public but the key: it shows names, shapes, groups and hashes of the locked tensors. An HMAC under
-the owner's key covers all of it; nothing in it is acted on before that HMAC was found to be right.
+Everything in it is public: names, shapes, groups, which parts are withheld. What it says of contents are HMACs under
+the owner's key, which tell nothing to others. One more covers every byte of the file itself; nothing in it is acted on
+before that one was found to be right.
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import json
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -18,34 +21,48 @@ from torch import Tensor
 
 from situs.config import from_dict, write_text
 from situs.errors import SitusError
-from situs.locks.key import ID_DIGITS, Key, derive, sha256
+from situs.locks.key import ID_DIGITS, Codes, Key, derive
 from situs.locks.members import Group
 from situs.locks.shards import WIDTHS, Spec, unique
 
 NAME = "manifest.json"
 FORMAT = "situs-lock"
-VERSION = 1
+VERSION = 2
 LARGEST_FILE = 1 << 26
-LOCK_DIGITS, HASH_DIGITS = 32, 64
+LOCK_DIGITS, CODE_DIGITS = 32, 64
+_PART = re.compile("embedding|blocks=[1-9][0-9]{0,3}")
 _FILE_NAME = re.compile(r"(?!\.{1,2}(?:/|$))[^/\\\0:]{1,255}(?:/(?!\.{1,2}(?:/|$))[^/\\\0:]{1,255})*")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: how it is laid out, and the SHA-256 of its locked bytes."""
+    """One tensor: how it is laid out, and the code of its locked bytes."""
 
     dtype: str
     shape: tuple[int, ...]
-    sha256: str
+    code: str
+
+
+@dataclass(frozen=True)
+class Withheld:
+    """What the owner keeps in a second file.
+
+    parts: "embedding", "blocks=K" (the first K). tensors: their names, in the order of that file. header: the code of
+    its header.
+    """
+
+    parts: tuple[str, ...]
+    tensors: tuple[str, ...]
+    header: str
 
 
 @dataclass(frozen=True)
 class Manifest:
     """What a locked folder says of itself.
 
-    layout: hash of the tensors' names, shapes and dtypes. fingerprint: hash of the clear model. groups: what the key
-    moves, under the names of the tensors in the files. shards: weight file -> hash of its header. files: every other
-    file -> its hash when open.
+    layout: hash of the tensors' names, shapes and dtypes, which stand here. fingerprint: code of the clear model.
+    groups: what the key moves, under the names of the tensors in the files. shards: weight file -> code of its header.
+    tensors: all of the model, those that are withheld too. files: every other file -> its code when open.
     """
 
     version: int
@@ -60,6 +77,7 @@ class Manifest:
     shards: dict[str, str]
     tensors: dict[str, Entry]
     files: dict[str, str]
+    withheld: Withheld | None = None
     format: str = FORMAT
     hmac: str = ""
 
@@ -67,21 +85,23 @@ class Manifest:
         _digits("key_id", self.key_id, ID_DIGITS)
         _digits("lock_id", self.lock_id, LOCK_DIGITS)
         for name in ("layout", "fingerprint"):
-            _digits(name, getattr(self, name), HASH_DIGITS)
-        _digits("hmac", self.hmac or "0" * HASH_DIGITS, HASH_DIGITS)
+            _digits(name, getattr(self, name), CODE_DIGITS)
+        _digits("hmac", self.hmac or "0" * CODE_DIGITS, CODE_DIGITS)
         for name, digest in (self.shards | self.files).items():
-            _digits(f"the hash of {name[:80]!r}", digest, HASH_DIGITS)
+            _digits(f"the code of {name[:80]!r}", digest, CODE_DIGITS)
             if not _FILE_NAME.fullmatch(name) or name == NAME:
                 raise SitusError(f"{name[:80]!r} is no name of a file in this folder")
         if not self.shards or self.shards.keys() & self.files.keys():
             raise SitusError("it names no weight file, or one file twice")
         for name, entry in self.tensors.items():
-            _digits(f"the hash of {name[:80]!r}", entry.sha256, HASH_DIGITS)
+            _digits(f"the code of {name[:80]!r}", entry.code, CODE_DIGITS)
             if entry.dtype not in WIDTHS or not all(0 <= side < 2**48 for side in entry.shape):
                 raise SitusError(f"{name[:80]!r} has no valid dtype and shape")
         if self.layout != layout_of(self.specs()):
             raise SitusError("its layout hash is not that of its tensors")
         _check_groups(self.groups, self.tensors)
+        if self.withheld is not None:
+            _check_withheld(self.withheld, self.tensors)
 
     def specs(self) -> list[Spec]:
         """The tensors' names and layouts."""
@@ -90,6 +110,24 @@ class Manifest:
     def keyed(self) -> set[str]:
         """The names of the tensors that the key moves."""
         return {member.tensor for group in self.groups for member in group.members}
+
+    def held(self) -> frozenset[str]:
+        """The names of the tensors that are not in the locked folder."""
+        return frozenset() if self.withheld is None else frozenset(self.withheld.tensors)
+
+    def count(self, names: Iterable[str]) -> int:
+        """How many numbers these tensors hold."""
+        return sum(math.prod(self.tensors[name].shape) for name in names)
+
+
+def _check_withheld(withheld: Withheld, tensors: Mapping[str, Entry]) -> None:
+    _digits("the code of what is withheld", withheld.header, CODE_DIGITS)
+    names = set(withheld.tensors)
+    if not withheld.parts or not names or len(names) != len(withheld.tensors) or not names < tensors.keys():
+        raise SitusError("what it says is withheld does not fit its tensors")
+    for part in withheld.parts:
+        if not _PART.fullmatch(part):
+            raise SitusError(f"{part[:80]!r} is no part that can be withheld")
 
 
 def _check_groups(groups: tuple[Group, ...], tensors: Mapping[str, Entry]) -> None:
@@ -117,27 +155,32 @@ def _digits(name: str, text: str, count: int) -> None:
         raise SitusError(f"{name} must be {count} hexadecimal digits")
 
 
-# --- hashes -------------------------------------------------------------------------------------------------
+# --- hashes and codes ---------------------------------------------------------------------------------------------
 
 
 def layout_of(specs: Iterable[Spec]) -> str:
     """The hash of names, dtypes and shapes, whatever their order and the files they lie in."""
     rows = sorted([spec.name, spec.dtype, list(spec.shape)] for spec in specs)
-    return sha256(_canonical(rows))
+    return hashlib.sha256(_canonical(rows)).hexdigest()
 
 
-def fingerprint_of(layout: str, digests: Mapping[str, str]) -> str:
-    """The hash of a clear model: its layout and the hash of each tensor's bytes."""
-    return sha256(_canonical([layout, sorted(digests.items())]))
+def fingerprint_of(codes: Codes, layout: str, tensors: Mapping[str, str]) -> str:
+    """The code of a clear model: its layout and the code of each tensor's bytes."""
+    return codes.of("fingerprint", "", _canonical([layout, sorted(tensors.items())]))
 
 
 def _canonical(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False).encode()
 
 
+def _text(manifest: Manifest) -> str:
+    """The very file: a manifest has one spelling."""
+    return json.dumps(asdict(manifest), indent=1, allow_nan=False) + "\n"
+
+
 def _code(manifest: Manifest, key: Key) -> str:
     secret = key.subkey("manifest", manifest.lock_id)
-    return hmac.new(secret, _canonical(asdict(replace(manifest, hmac=""))), "sha256").hexdigest()
+    return hmac.new(secret, _text(replace(manifest, hmac="")).encode(), "sha256").hexdigest()
 
 
 def permutations_of(manifest: Manifest, key: Key) -> dict[str, Tensor]:
@@ -151,7 +194,7 @@ def permutations_of(manifest: Manifest, key: Key) -> dict[str, Tensor]:
 def write_manifest(folder: Path, manifest: Manifest, key: Key) -> Manifest:
     """Writes a manifest with the HMAC of `key`."""
     signed = replace(manifest, hmac=_code(manifest, key))
-    write_text(folder / NAME, json.dumps(asdict(signed), indent=1) + "\n")
+    write_text(folder / NAME, _text(signed))
     return signed
 
 
@@ -162,6 +205,8 @@ def read_manifest(folder: Path, key: Key | None) -> Manifest:
     """
     path = folder / NAME
     try:
+        if path.exists() and not path.is_file():
+            raise SitusError(f"{path}: is no file, so this is no locked model")
         with path.open("rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except FileNotFoundError:
@@ -171,6 +216,8 @@ def read_manifest(folder: Path, key: Key | None) -> Manifest:
     manifest = _parse(path, raw)
     if key is not None:
         verify(manifest, key, path)
+        if raw != _text(manifest).encode():
+            raise SitusError(f"{path}: was altered since it was locked: its text is spelled in another way")
     return manifest
 
 
@@ -191,7 +238,8 @@ def _parse(path: Path, raw: bytes) -> Manifest:
             raise SitusError("it is not in the format of situs lock")
         version = tables.get("version")
         if type(version) is not int or version != VERSION:
-            raise SitusError(f"its version is {version!r:.40}, and this Situs reads version {VERSION}")
+            old = ": open it with the Situs that locked it" if version == 1 else ""
+            raise SitusError(f"its version is {version!r:.40}, and this Situs reads version {VERSION}{old}")
         manifest = from_dict(Manifest, tables)
         if not manifest.hmac:
             raise SitusError("it has no HMAC")

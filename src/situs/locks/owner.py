@@ -7,58 +7,89 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from typing import Any, cast
 
+from safetensors.torch import load_file
 from torch import Tensor
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, Stream
 from situs.core.permutation import invert
-from situs.locks.folder import names_in_file
+from situs.errors import SitusError
+from situs.locks.folder import names_in_file, structure_of, weight_files
 from situs.locks.groups import entrance_and_exit, invert_keys, permute_state
 from situs.locks.key import Key
 from situs.locks.lock import check, rename, unseal
 from situs.locks.manifest import Manifest, permutations_of
 from situs.locks.members import Group
+from situs.locks.store import all_specs, header_of
+from situs.locks.withhold import tensors_of
 
 
-def open_locked(locked: str | Path, key: Key) -> Backbone:
-    """The opened model: an ordinary backbone. The clear weights are in memory only; nothing is written."""
-    backbone, groups, keys = _load(Path(locked), key)
+def open_locked(locked: str | Path, key: Key, withheld: str | Path | None = None) -> Backbone:
+    """The opened model: an ordinary backbone. The clear weights are in memory only; nothing is written.
+
+    withheld: the second file, where parts were withheld.
+    """
+    backbone, groups, keys = _load(Path(locked), key, withheld)
     backbone.model.load_state_dict(permute_state(backbone.model.state_dict(), groups, invert_keys(keys)))
     return backbone
 
 
-def keyed_blocks(locked: str | Path, key: Key) -> Backbone:
+def keyed_blocks(locked: str | Path, key: Key, withheld: str | Path | None = None) -> Backbone:
     """The locked model with its owner around it: the same function as the opened one, from locked weights."""
-    backbone, groups, keys = _load(Path(locked), key)
+    backbone, groups, keys = _load(Path(locked), key, withheld)
     return with_key(backbone, groups, keys)
 
 
 def with_key(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> Backbone:
     """A view of a locked backbone, sharing its weights, whose stream is permuted before the blocks and back after."""
     first, last = entrance_and_exit(groups)
-    into, back = keys[first], invert(keys[last])
     owner = copy.copy(backbone)
-
-    def run_layers(stream: Stream, context: int | None) -> Tensor:
-        z = stream.z.index_select(-1, into.to(stream.z.device))
-        z = backbone.run_layers(replace(stream, z=z), context)
-        return z.index_select(-1, back.to(z.device))
-
-    # Every way through the blocks (blocks, encode, forward) goes by this one step.
-    object.__setattr__(owner, "run_layers", run_layers)
+    owner.__class__ = _keyed_class(type(backbone))
+    # Not as buffers: they belong to the owner, not to the model, and are in no state dict.
+    object.__setattr__(owner, "key_in", keys[first])
+    object.__setattr__(owner, "key_out", invert(keys[last]))
     return owner
 
 
-def _load(locked: Path, key: Key) -> tuple[Backbone, tuple[Group, ...], dict[str, Tensor]]:
+@cache
+def _keyed_class(kind: type[Backbone]) -> type[Backbone]:
+    """The same backbone with the key at every way into its blocks: `run_layers`, `layers`, Swin's `run_grid`."""
+    from situs.backbones.timm import SwinBackbone
+
+    def moved(z: Tensor, key: Tensor) -> Tensor:
+        return z.index_select(-1, key.to(z.device))
+
+    def run_layers(self: Any, stream: Stream, keys: int | None) -> Tensor:
+        z = kind.run_layers(self, replace(stream, z=moved(stream.z, self.key_in)), keys)
+        return moved(z, self.key_out)
+
+    def layers(self: Any, stream: Stream) -> Iterator[Stream]:
+        for after in kind.layers(self, replace(stream, z=moved(stream.z, self.key_in))):
+            yield replace(after, z=moved(after.z, self.key_out))
+
+    def run_grid(self: Any, z: Tensor, grid: tuple[int, int]) -> Tensor:
+        return moved(cast(Any, kind).run_grid(self, moved(z, self.key_in), grid), self.key_out)
+
+    # A backbone with stages goes through `run_grid` wherever it runs them; the others through the first two.
+    ways: dict[str, Any] = {"run_grid": run_grid} if issubclass(kind, SwinBackbone) else {"run_layers": run_layers}
+    if kind.layers is not Backbone.layers:
+        assert "run_grid" not in ways, "the keys of stages differ, so each depth has one of its own"
+        ways["layers"] = layers
+    return cast("type[Backbone]", type(f"Keyed{kind.__name__}", (kind,), ways))
+
+
+def _load(locked: Path, key: Key, withheld: str | Path | None) -> tuple[Backbone, tuple[Group, ...], dict[str, Tensor]]:
     """The locked model as it is, the groups under its own names, and the permutations."""
-    manifest = check(locked, key)
-    if manifest.sealed:
+    manifest = check(locked, key, withheld)
+    if manifest.sealed or manifest.withheld is not None:
         with tempfile.TemporaryDirectory() as place:
-            unseal(locked, manifest, key, Path(place))
+            unseal(locked, manifest, key, Path(place), None if withheld is None else Path(withheld))
             backbone = create_backbone(place)
     else:
         backbone = create_backbone(locked)
@@ -68,3 +99,22 @@ def _load(locked: Path, key: Key) -> tuple[Backbone, tuple[Group, ...], dict[str
 def _own_groups(backbone: Backbone, manifest: Manifest) -> tuple[Group, ...]:
     names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
     return rename(manifest.groups, {name: own for own, name in names.items()})
+
+
+def left_of(locked: Path, manifest: Manifest) -> tuple[Backbone, frozenset[str]]:
+    """What a locked folder gives to those without its second file: a model, and which of its tensors are withheld.
+
+    Those are random, as in a new model; the others are as they lie in the folder, locked.
+    """
+    if manifest.sealed:
+        raise SitusError(f"{locked}: is sealed: its weights cannot be read without the key")
+    if manifest.withheld is None:
+        return create_backbone(locked), frozenset()
+    backbone, weights = structure_of(locked, "cpu"), weight_files(locked)
+    names = names_in_file(backbone, all_specs({name: header_of(locked, name) for name in weights}, locked))
+    state: dict[str, Tensor] = {}
+    for name in weights:
+        state |= load_file(locked / name)
+    backbone.model.load_state_dict({own: state[name] for own, name in names.items()}, strict=False)
+    gone = tensors_of(backbone, manifest.withheld.parts)
+    return backbone, frozenset(gone)

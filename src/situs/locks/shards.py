@@ -1,17 +1,17 @@
 """Safetensors files as streams: the header first, then each tensor's bytes in turn, read and written once.
 
-A permutation changes neither names, shapes nor sizes, so a locked file has the very header of the clear one and its
-tensors in the same places; what comes back is the same file, bit for bit. Memory holds a few tensors, never a shard.
+A permutation changes neither names, shapes nor sizes, so a locked file has the very header of the clear one (less the
+tensors that are withheld) and its tensors in the same order; what comes back is the same file, bit for bit. Memory
+holds a few tensors, never a shard.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ WIDTHS = {
 BITS = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 """Elements are moved as whole numbers of their width: no dtype is interpreted, so no bit can change."""
 
+_NOTES = "__metadata__"
 LARGEST_HEADER = 100_000_000
 LARGEST_WHOLE = 1 << 28
 """Bytes of a tensor that passes through in one piece; a larger one goes by in chunks."""
@@ -62,6 +63,9 @@ class PlainSource:
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self.size = path.stat().st_size
         self._file, self._path = file, path
+
+    def seek(self, place: int) -> None:
+        self._file.seek(place)
 
     def fill(self, into: memoryview) -> None:
         done = 0
@@ -112,8 +116,38 @@ class Header:
     tensors: tuple[Spec, ...]
 
     @property
-    def digest(self) -> str:
-        return hashlib.sha256(self.raw).hexdigest()
+    def notes(self) -> dict[str, str]:
+        """The texts that the file holds beside its tensors."""
+        return json.loads(self.raw[8:]).get(_NOTES, {})
+
+    def without(self, names: Collection[str]) -> Header:
+        """The header of the same file less some of its tensors."""
+        left = [spec for spec in self.tensors if spec.name not in names]
+        return self if len(left) == len(self.tensors) else make_header(left, self.notes)
+
+    def places(self) -> dict[str, int]:
+        """Where in the file each tensor begins."""
+        ends = accumulate((spec.size for spec in self.tensors), initial=len(self.raw))
+        return {spec.name: end for spec, end in zip(self.tensors, ends, strict=False)}
+
+
+def make_header(specs: Sequence[Spec], notes: Mapping[str, str]) -> Header:
+    """The header of a file that holds these tensors in this order."""
+    tables: dict[str, Any] = {_NOTES: dict(notes)} if notes else {}
+    at = 0
+    for spec in specs:
+        tables[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.size]}
+        at += spec.size
+    text = json.dumps(tables, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
+    return Header(len(text).to_bytes(8, "little") + text, tuple(specs))
+
+
+def parse_header(raw: bytes, where: str) -> Header:
+    """A header whose bytes were kept apart from its file."""
+    if len(raw) < 8 or int.from_bytes(raw[:8], "little") != len(raw) - 8:
+        raise _broken(where, "its header has not the length that it says")
+    return Header(raw, tuple(_specs(raw[8:], where)))
 
 
 def read_header(source: Source, where: str) -> Header:
@@ -127,7 +161,15 @@ def read_header(source: Source, where: str) -> Header:
         raise _broken(where, "its header is longer than the file")
     text = bytearray(size)
     source.fill(memoryview(text))
-    tables = _parse(bytes(text), where)
+    specs = _specs(bytes(text), where)
+    if 8 + size + sum(spec.size for spec in specs) != source.size:
+        raise _broken(where, "it is longer or shorter than its header says")
+    return Header(bytes(length + text), tuple(specs))
+
+
+def _specs(text: bytes, where: str) -> list[Spec]:
+    """The tensors in the order of their bytes, which lie without gaps."""
+    tables = _parse(text, where)
     specs, at = [], 0
     for name, entry in sorted(tables.items(), key=lambda item: item[1]["data_offsets"]):
         begin, end = entry["data_offsets"]
@@ -136,9 +178,7 @@ def read_header(source: Source, where: str) -> Header:
             raise _broken(where, f"the bytes of {name[:80]!r} are not where they must be")
         specs.append(spec)
         at = end
-    if 8 + size + at != source.size:
-        raise _broken(where, "it is longer or shorter than its header says")
-    return Header(bytes(length + text), tuple(specs))
+    return specs
 
 
 def _parse(text: bytes, where: str) -> dict[str, dict[str, Any]]:
@@ -149,7 +189,7 @@ def _parse(text: bytes, where: str) -> dict[str, dict[str, Any]]:
         raise _broken(where, "its header is no valid JSON") from None
     if not isinstance(tables, dict):
         raise _broken(where, "its header is no table")
-    notes = tables.pop("__metadata__", {})
+    notes = tables.pop(_NOTES, {})
     if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
         raise _broken(where, "its metadata are no texts")
     for name, entry in tables.items():
@@ -185,32 +225,49 @@ Change = Callable[[np.ndarray], np.ndarray]
 Check = Callable[[Spec, str], None]
 
 
-def copy(source: Source, sink: Sink | None) -> str:
-    """Passes a whole file on; returns its SHA-256."""
-    return _through(source, source.size, sink)
+class Code(Protocol):
+    """An authentication code in the making (HMAC)."""
+
+    def update(self, data: Any, /) -> None: ...
+    def hexdigest(self) -> str: ...
 
 
-def digests(path: Path, header: Header) -> dict[str, str]:
-    """The SHA-256 of each tensor's bytes. Nothing is kept, so that a small buffer stays in the processor's cache."""
+Start = Callable[[str], Code]
+"""Name of a tensor -> the code that its bytes are to go through."""
 
-    def digest(begin: int, size: int) -> str:
-        with open_file(path) as file:
-            file.seek(begin)
-            return _through(PlainSource(file, path), size, None, SMALL_CHUNK)
 
-    ends = list(accumulate((spec.size for spec in header.tensors), initial=len(header.raw)))
+def copy(source: Source, sink: Sink | None, code: Code) -> str:
+    """Passes a whole file on; returns its code."""
+    return _through(source, source.size, sink, code)
+
+
+def codes_of(path: Path, header: Header, start: Start) -> dict[str, str]:
+    """The code of each tensor's bytes. Nothing is kept, so that a small buffer stays in the processor's cache."""
+    places = header.places()
+
+    def code(spec: Spec) -> str:
+        with plain_source(path) as source:
+            source.seek(places[spec.name])
+            return _through(source, spec.size, None, start(spec.name), SMALL_CHUNK)
+
     with ThreadPoolExecutor(WORKERS) as workers:
-        found = workers.map(digest, ends, (spec.size for spec in header.tensors))
-        return dict(zip((spec.name for spec in header.tensors), found, strict=True))
+        found = workers.map(code, header.tensors)
+        return dict(zip(places, found, strict=True))
 
 
 def rewrite(
-    source: Source, sink: Sink | None, header: Header, changes: Mapping[str, Change], check: Check | None = None
+    source: Callable[[Spec], Source],
+    sink: Callable[[Spec], Sink] | None,
+    tensors: Sequence[Spec],
+    changes: Mapping[str, Change],
+    start: Start,
+    check: Check | None = None,
 ) -> dict[str, str]:
-    """Reads each tensor, has it checked by the SHA-256 of its bytes, changes it, and writes it in its old place.
+    """Reads each tensor, has it checked by the code of its bytes, changes it, and writes it where it belongs.
 
-    changes: tensor name -> what is done to it; the others pass through. check: sees every tensor and its SHA-256
-    before it is changed, and raises to refuse it. Returns the SHA-256 of what was written.
+    source, sink: which file a tensor is read from and written to, behind the header. changes: tensor name -> what is
+    done to it; the others pass through. check: sees every tensor and its code before it is changed, and raises to
+    refuse it. Returns the codes of what was written.
 
     Files are read and written in order; hashing and moving, which cost most and free the GIL, are done by workers.
     """
@@ -222,51 +279,56 @@ def rewrite(
             spec, work = waiting.popleft()
             data, found[spec.name] = work.result()
             if sink is not None:
-                sink.write(data)
+                sink(spec).write(data)
 
-    if sink is not None:
-        sink.write(header.raw)
     with ThreadPoolExecutor(WORKERS) as workers:
-        for spec in header.tensors:
+        for spec in tensors:
             if spec.name not in changes and spec.size > LARGEST_WHOLE:
                 settle(0)
-                found[spec.name] = _through(source, spec.size, sink)
+                into = None if sink is None else sink(spec)
+                found[spec.name] = _through(source(spec), spec.size, into, start(spec.name))
                 if check is not None:
                     check(spec, found[spec.name])
                 continue
             values = np.empty(spec.shape, dtype=BITS[WIDTHS[spec.dtype]])
-            source.fill(_bytes(values))
-            waiting.append((spec, workers.submit(_work, spec, values, changes.get(spec.name), check)))
+            source(spec).fill(_bytes(values))
+            waiting.append((spec, workers.submit(_work, spec, values, changes.get(spec.name), start, check)))
             settle(WORKERS)
         settle(0)
     return found
 
 
-def _work(spec: Spec, values: np.ndarray, change: Change | None, check: Check | None) -> tuple[memoryview, str]:
-    """What is to be written of one tensor, and its SHA-256."""
-    digest = ""
+def _work(
+    spec: Spec, values: np.ndarray, change: Change | None, start: Start, check: Check | None
+) -> tuple[memoryview, str]:
+    """What is to be written of one tensor, and its code."""
+    code = ""
     if check is not None or change is None:
-        digest = hashlib.sha256(_bytes(values)).hexdigest()
+        code = _code_of(values, start(spec.name))
     if check is not None:
-        check(spec, digest)
+        check(spec, code)
     if change is None:
-        return _bytes(values), digest
+        return _bytes(values), code
     moved = np.ascontiguousarray(change(values))
-    return _bytes(moved), hashlib.sha256(_bytes(moved)).hexdigest()
+    return _bytes(moved), _code_of(moved, start(spec.name))
 
 
-def _through(source: Source, size: int, sink: Sink | None, chunk: int | None = None) -> str:
-    """Hashes `size` bytes and passes them on."""
-    digest = hashlib.sha256()
+def _code_of(values: np.ndarray, code: Code) -> str:
+    code.update(_bytes(values))
+    return code.hexdigest()
+
+
+def _through(source: Source, size: int, sink: Sink | None, code: Code, chunk: int | None = None) -> str:
+    """Takes `size` bytes into the code and passes them on."""
     buffer = memoryview(bytearray(min(size, chunk or CHUNK)))
     while size:
         part = buffer[: min(size, len(buffer))]
         source.fill(part)
-        digest.update(part)
+        code.update(part)
         if sink is not None:
             sink.write(part)
         size -= len(part)
-    return digest.hexdigest()
+    return code.hexdigest()
 
 
 def _bytes(values: np.ndarray) -> memoryview:

@@ -1,0 +1,162 @@
+"""What of a model's folder a lock takes: files by a list of names, tensors by the layout of the model.
+
+A second copy of the weights, under whatever name, would pass the lock by. So nothing is taken because it looks
+harmless: known small files are, everything else is left out and named, or refused where it is large enough to hold a
+model; and every tensor of a weight file must be one that the model has.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import stat
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from situs.errors import SitusError
+from situs.locks.members import Group
+from situs.locks.shards import Spec, plain_source, read_header
+from situs.locks.withhold import block_tensors
+
+if TYPE_CHECKING:
+    from situs.backbones.base import Backbone
+
+MIB = 1 << 20
+TABLE = "situs_positions.safetensors"
+"""A position table beside the model (Swin's): it stays with the owner, as embedding and head do."""
+
+CONFIGS = (
+    "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "modules.json",
+    "image_processor_config.json", "feature_extractor_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.json", "chat_template.jinja", "sentence_bert_config.json",
+    "config_sentence_transformers.json", ".gitattributes",
+)  # fmt: skip
+TOKENS = ("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "model.safetensors.index.json")
+PIECES = ("tokenizer.model", "spiece.model", "sentencepiece.model", "sentencepiece.bpe.model")
+CARDS = re.compile(
+    r"(readme|model_?card|licen[cs]e|notice|copying|use_policy|citation)(\.(md|txt|rst|cff|bib))?", re.IGNORECASE
+)
+"""Names that a lock takes: settings, words, pieces of words, and what is written for people."""
+
+
+def limit_of(name: str) -> int:
+    """How many bytes a file of this name may have; 0: no such file is taken."""
+    base = name.rpartition("/")[2]
+    if base in CONFIGS or CARDS.fullmatch(base):
+        return MIB
+    if base in TOKENS:
+        return 64 * MIB
+    return 16 * MIB if base in PIECES or name == TABLE else 0
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+
+def sort_files(folder: Path, besides: Collection[str], *, refuse: bool = True) -> tuple[list[str], list[str]]:
+    """The other files of a folder and below it: those to take, and those to leave out (hidden folders end in /).
+
+    besides: names that are dealt with elsewhere. refuse: whether one that is left out may not be large.
+    """
+    taken, left = [], []
+    for name in _listed(folder, left):
+        if name in besides:
+            continue
+        size, limit = (folder / name).stat().st_size, limit_of(name)
+        if size <= limit:
+            _check_content(folder, name)
+            taken.append(name)
+        elif refuse and (limit or size > MIB):
+            known = f"more than the {limit / MIB:.0f} MiB that such a file may have" if limit else "and not known here"
+            raise SitusError(
+                f"{folder}: {name} is of {size / MIB:.1f} MiB, {known}: it may hold the weights in clear beside the "
+                "lock; take it out first"
+            )
+        else:
+            left.append(name)
+    return sorted(taken), sorted(left)
+
+
+def _listed(folder: Path, hidden: list[str]) -> list[str]:
+    """Every file, by its path in the folder. A link is refused: what it points to was never meant to be locked."""
+    found = []
+    for place, inside, names in os.walk(folder):
+        here = Path(place)
+        hidden += [(here / name).relative_to(folder).as_posix() + "/" for name in inside if name.startswith(".")]
+        inside[:] = sorted(name for name in inside if not name.startswith("."))
+        for name in (*inside, *names):
+            path = here / name
+            kind = path.lstat().st_mode
+            if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+                what = "a symbolic link" if stat.S_ISLNK(kind) else "neither a file nor a folder"
+                raise SitusError(
+                    f"{folder}: {path.relative_to(folder)} is {what}: make a copy of the real files first (cp -rL)"
+                )
+        found += [(here / name).relative_to(folder).as_posix() for name in names]
+    return found
+
+
+def _check_content(folder: Path, name: str) -> None:
+    """Texts must be texts, and a table a table: a name alone proves nothing."""
+    path = folder / name
+    if name == TABLE:
+        with plain_source(path) as source:
+            names = [spec.name for spec in read_header(source, str(path)).tensors]
+        if names != ["table"]:
+            raise SitusError(f"{path}: holds more than a position table: {', '.join(names)[:200]}")
+    elif name.rpartition("/")[2] not in PIECES:
+        try:
+            if "\0" in path.read_text(encoding="utf-8"):
+                raise ValueError
+        except ValueError:
+            raise SitusError(f"{path}: is no text, as its name says: it may hold weights; take it out first") from None
+
+
+# --- tensors ------------------------------------------------------------------------------------------------
+
+
+def check_tensors(
+    backbone: Backbone, specs: Mapping[str, Spec], names: Mapping[str, str], groups: Sequence[Group]
+) -> list[str]:
+    """Refuses a weight file in which blocks would stay clear; returns the names of small tensors that are no model's.
+
+    names: in the model -> in the file. groups: those that make the lock, under the names in the file.
+    """
+    keyed = {member.tensor for group in groups for member in group.members}
+    matrix = min(math.prod(specs[name].shape) for name in keyed if len(specs[name].shape) > 1)
+    for own in block_tensors(backbone):
+        name = names.get(own)
+        if name is not None and name not in keyed and len(specs[name].shape) > 1 and not _is_position(name):
+            raise SitusError(f"{backbone.name}: {name} is part of a block, and no group moves it: nothing is locked")
+    known = set(names.values())
+    strangers = {name: spec for name, spec in specs.items() if name not in known}
+    endings = {_ending(name) for name in keyed} - {""}
+    total = 0
+    for name, spec in strangers.items():
+        if _is_mask(backbone, spec):
+            continue
+        size = math.prod(spec.shape)
+        total += size
+        if size >= matrix or _ending(name) in endings or 10 * total >= sum(math.prod(specs[n].shape) for n in keyed):
+            raise SitusError(
+                f"{backbone.name}: the weight file holds {name} {list(spec.shape)}, which the model has no place for "
+                "and which may be a copy of its blocks in clear: save the model alone and lock that"
+            )
+    return sorted(strangers)
+
+
+def _ending(name: str) -> str:
+    """What stands behind the number of a block: blocks.3.attn.qkv.weight -> attn.qkv.weight."""
+    return re.split(r"(?:^|[._/])\d+[._/]", name)[-1] if re.search(r"\d+[._/]", name) else ""
+
+
+def _is_position(name: str) -> bool:
+    return "rel_pos" in name or "relative_position" in name
+
+
+def _is_mask(backbone: Backbone, spec: Spec) -> bool:
+    """A causal mask that older files keep for each layer (GPT-2), as its library says itself."""
+    patterns = getattr(backbone.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    square = len(spec.shape) == 4 and spec.shape[:2] == (1, 1) and spec.shape[2] == spec.shape[3]
+    return (square or not spec.shape) and any(re.search(pattern, spec.name) for pattern in patterns)

@@ -1,0 +1,167 @@
+"""Parts of a model that its owner keeps back: the embedding, the first blocks, in a second file.
+
+Whoever has images and the clear embedding can read the key off the first blocks (`situs audit lock`). Without these
+parts that attack has nothing to start from.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from situs.errors import SitusError
+from situs.locks.shards import Header, make_header, parse_header
+
+if TYPE_CHECKING:
+    from situs.backbones.base import Backbone
+    from situs.locks.manifest import Withheld
+
+NAME = "withheld.safetensors"
+"""What the second file is called where its name is part of a key."""
+
+TIMM_BEFORE = (
+    "patch_embed", "pos_embed", "cls_token", "dist_token", "reg_token", "norm_pre", "rope", "shared_rel_pos",
+)  # fmt: skip
+TIMM_AFTER = ("norm", "fc_norm", "attn_pool", "head", "head_dist")
+HF_BEFORE = ("embeddings", "embed_tokens", "wte", "wpe", "rotary_emb")
+HF_AFTER = ("layernorm", "norm", "ln_f", "pooler")
+_ORIGINAL = "original_headers"
+
+
+def parse_parts(given: Sequence[str], flag: str = "--withhold") -> tuple[str, ...]:
+    """Parts as they are given, in their order in the model: "embedding", "blocks=K"."""
+    embedding, blocks = [], []
+    for part in given:
+        if part == "embedding":
+            embedding.append(part)
+        elif re.fullmatch("blocks=[1-9][0-9]{0,3}", part):
+            blocks.append(part)
+        else:
+            raise SitusError(f"withhold={part}: must be embedding or blocks=K with K at least 1 ({flag})")
+    if len(embedding) > 1 or len(blocks) > 1:
+        raise SitusError(f"withhold={', '.join(given)}: one part is named twice ({flag})")
+    return (*embedding, *blocks)
+
+
+def words(parts: Sequence[str]) -> str:
+    """The parts as one says them: "the embedding and the first 2 blocks"."""
+    said = []
+    for part in parts:
+        count = part.removeprefix("blocks=")
+        said.append(
+            "the embedding" if count == part else "the first block" if count == "1" else f"the first {count} blocks"
+        )
+    return " and ".join(said)
+
+
+# --- which tensors ------------------------------------------------------------------------------------------
+
+
+def tensors_of(backbone: Backbone, parts: Sequence[str]) -> set[str]:
+    """The names, in the model, of the tensors that these parts are."""
+    held: set[str] = set()
+    for part in parts:
+        if part == "embedding":
+            held |= _embedding(backbone)
+            continue
+        count, blocks = int(part.removeprefix("blocks=")), _blocks(backbone)
+        if count >= len(blocks):
+            raise SitusError(
+                f"withhold={part}: {backbone.name} has {len(blocks)} blocks, and one at least must stay (--withhold)"
+            )
+        held |= {name for block in blocks[:count] for name in _tensors(backbone.model, block)}
+    return held | _tied(backbone.model, held)
+
+
+def _blocks(backbone: Backbone) -> list[list[nn.Module]]:
+    """The modules of each block, in the order of the stream; a merge between stages goes with the block behind it."""
+    model: Any = backbone.model
+    if type(model).__module__.startswith("transformers."):
+        from situs.locks.groups_hf import LAYERS
+
+        inner = model.base_model
+        return [[layer] for layer in LAYERS[type(inner).__name__][0](inner)]
+    if type(model).__name__ == "SwinTransformer":
+        stages = [[[block] for block in stage.blocks] for stage in model.layers]
+        for stage, blocks in zip(model.layers, stages, strict=True):
+            blocks[0].insert(0, stage.downsample)
+        return [block for blocks in stages for block in blocks]
+    return [[block] for block in model.blocks]
+
+
+def _embedding(backbone: Backbone) -> set[str]:
+    """Everything before the blocks: patches or words, positions, prefix tokens."""
+    model: Any = backbone.model
+    inside = block_tensors(backbone)
+    outside = [name for name in model.state_dict() if name not in inside]
+    if type(model).__module__.startswith("transformers."):
+        base, before, after = model.base_model, HF_BEFORE, HF_AFTER
+        prefix = "" if base is model else f"{model.base_model_prefix}."
+    else:
+        before, after, prefix = TIMM_BEFORE, TIMM_AFTER, ""
+    held = set()
+    for name in outside:
+        if not name.startswith(prefix):
+            continue  # the head
+        top = name.removeprefix(prefix).split(".")[0]
+        if top in before:
+            held.add(name)
+        elif top not in after:
+            raise SitusError(
+                f"withhold=embedding: whether {name} of {backbone.name} stands before or behind the blocks is not "
+                "known here (--withhold)"
+            )
+    return held
+
+
+def block_tensors(backbone: Backbone) -> set[str]:
+    """The names of all tensors in the blocks."""
+    return {name for block in _blocks(backbone) for name in _tensors(backbone.model, block)}
+
+
+def _tensors(model: nn.Module, block: Sequence[nn.Module]) -> Iterator[str]:
+    paths = {id(module): path for path, module in model.named_modules()}
+    for module in block:
+        yield from (f"{paths[id(module)]}.{own}" for own in module.state_dict())
+
+
+def _tied(model: nn.Module, held: set[str]) -> set[str]:
+    """Other names of the same parameters: a head that is tied to the words would give them away."""
+    named = dict(model.named_parameters(remove_duplicate=False))
+    shared = {id(named[name]) for name in held if name in named}
+    return {name for name, parameter in named.items() if id(parameter) in shared}
+
+
+# --- the second file ----------------------------------------------------------------------------------------
+
+
+def second_header(headers: Mapping[str, Header], held: set[str], lock_id: str) -> Header:
+    """The header of the second file: its tensors shard by shard, whose it is, and the headers of the clear files."""
+    tensors = [spec for header in headers.values() for spec in header.tensors if spec.name in held]
+    original = {name: base64.b64encode(header.raw).decode() for name, header in headers.items()}
+    return make_header(tensors, {"lock_id": lock_id, _ORIGINAL: json.dumps(original)})
+
+
+def original_headers(second: Header, where: str) -> dict[str, Header]:
+    """The headers of the clear files, from the second file's (which must have been found to be the owner's)."""
+    kept = json.loads(second.notes[_ORIGINAL])
+    return {name: parse_header(base64.b64decode(raw), where) for name, raw in kept.items()}
+
+
+def beside(out: str | Path) -> Path:
+    """Where the second file is written unless the owner says where: beside the locked folder, never in it."""
+    return Path(out).with_name(f"{Path(out).name}.{NAME}")
+
+
+def missing(folder: Path, withheld: Withheld) -> SitusError:
+    """What is said where the second file is not given."""
+    return SitusError(
+        f"{folder}: {words(withheld.parts)} were withheld when it was locked: give the owner's second file too "
+        "(--withheld FILE)"
+    )
