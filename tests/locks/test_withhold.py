@@ -123,6 +123,7 @@ def test_two_files_give_back_the_very_folder(model_folder, tmp_path, name, seal)
     folder = model_folder(name)
     locked = lock(folder, KEY, tmp_path / "locked", groups="all", seal=seal, withhold=BOTH)
     second = locked.withheld
+    assert second is not None
     assert second == tmp_path / "locked.withheld.safetensors" and second.stat().st_mode & 0o777 == 0o600
     assert locked.manifest.withheld is not None and locked.manifest.withheld.parts == BOTH
     if not seal:
