@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from situs.errors import SitusError
 from situs.locks.contents import TABLE
 from situs.locks.folder import INDEX, WHOLE, write_model
 from situs.locks.key import Key
-from situs.locks.lock import check, lock, unlock
+from situs.locks.lock import check, lock, unlock, unseal
 from situs.locks.manifest import NAME, read_manifest
 from situs.locks.owner import keyed_blocks, left_of, open_locked
 from situs.locks.withhold import block_tensors, parse_parts, tensors_of, words
@@ -290,6 +291,17 @@ def test_what_is_left_for_others(model_folder, tmp_path, name):
     plain = lock(model_folder(name), KEY, tmp_path / "plain")
     backbone, gone = left_of(plain.path, plain.manifest)
     assert gone == frozenset()
-    sealed = lock(model_folder(name), KEY, tmp_path / "sealed", seal=True)
+
+
+def test_a_sealed_folder_without_its_seal_is_what_is_left(model_folder, tmp_path):
+    """What an auditor with the key attacks: decrypted, still locked, and without what was withheld."""
+    sealed = lock(model_folder("vit"), KEY, tmp_path / "sealed", seal=True, withhold=BOTH)
     with pytest.raises(SitusError, match="sealed"):
         left_of(sealed.path, sealed.manifest)
+    plain = tmp_path / "plain"
+    unseal(sealed.path, sealed.manifest, KEY, plain)
+    backbone, gone = left_of(plain, replace(sealed.manifest, sealed=False))
+    whole = keyed_blocks(sealed.path, KEY, sealed.withheld).model.state_dict()
+    assert gone == tensors_of(backbone, BOTH) and not gone & load_file(plain / WHOLE).keys()
+    state = backbone.model.state_dict()
+    assert all(torch.equal(state[each], whole[each]) for each in whole.keys() - gone)

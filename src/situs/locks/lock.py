@@ -13,7 +13,7 @@ from __future__ import annotations
 import secrets
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -230,7 +230,10 @@ def check(locked: str | Path, key: Key, withheld: str | Path | None = None) -> M
 
 
 def unseal(locked: Path, manifest: Manifest, key: Key, out: Path, withheld: Path | None = None) -> None:
-    """The files of a sealed folder or of one with parts withheld, whole and plain, in `out`; they stay locked."""
+    """The files of a sealed folder, plain, in `out`; their weights stay locked.
+
+    withheld: the second file, to put what was withheld back; None leaves it out, as the folder does.
+    """
     _open(locked, manifest, key, out, withheld, keyed=True)
 
 
@@ -244,7 +247,9 @@ def _open(
     codes, held = codes_of(key, manifest.lock_id), manifest.held()
     changes = {} if keyed else openers(manifest, key)
     clear: dict[str, str] = {}
-    with store.second_source(folder, manifest, key, withheld) as (second, _, originals):
+    alone = keyed and withheld is None
+    opened = nullcontext((None, None, {})) if alone else store.second_source(folder, manifest, key, withheld)
+    with opened as (second, _, originals):
         for name, code in manifest.shards.items():
             with store.source(folder, name, manifest, key) as reader, store.sink(out, name, private=True) as writer:
                 header = shards.read_header(reader, name)
