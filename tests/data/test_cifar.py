@@ -145,3 +145,43 @@ def test_a_torn_binary_file(tmp_path):
     (tmp_path / "train.bin").write_bytes(bytes(3073))
     with pytest.raises(SitusError, match="3073 bytes are no whole number of 3074-byte"):
         open_source(tmp_path)
+
+
+def test_a_number_in_place_of_bytes_makes_no_zeros(tmp_path):
+    """bytes(4 * 10**9) is four gigabytes of zeros, which a damaged or hostile file of 200 bytes could ask for."""
+    dtype = b"cnumpy\ndtype\n(U\x02u1K\x00K\x01tR"
+    count = b"\x8a\x05" + (4 * 10**9).to_bytes(5, "little")
+    array = b"cnumpy.core.numeric\n_frombuffer\n(" + count + dtype + b"(K\x01" + count + b"tU\x01CtR"
+    data = b"\x80\x02}(U\x04data" + array + b"U\x0bfine_labels](K\x00eu."
+    (tmp_path / "train").write_bytes(data)
+    (tmp_path / "meta").write_bytes(pickle.dumps({b"fine_label_names": FINE}, 2))
+    with pytest.raises(SitusError, match="int stands where bytes are expected"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {b"data": np.zeros((2, 3072), np.uint8), b"fine_labels": 7},
+        {b"data": np.zeros((2, 3072), np.uint8), b"fine_labels": [b"a", b"b"]},
+        {b"data": np.zeros((2, 3072), np.uint8), b"fine_labels": [2**70, 0]},
+        {b"data": np.zeros((0, 3072), np.uint8), b"fine_labels": []},
+        {b"data": np.zeros((), np.uint8), b"fine_labels": [1]},
+    ],
+    ids=["a number", "words", "too large", "none", "no rows"],
+)
+def test_labels_and_pixels_of_a_wrong_kind_name_the_file(tmp_path, content):
+    (tmp_path / "train").write_bytes(pickle.dumps(content, 2))
+    (tmp_path / "meta").write_bytes(pickle.dumps({b"fine_label_names": FINE}, 2))
+    with pytest.raises(SitusError, match=r"train: (is not a CIFAR batch|'data' is not uint8)"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize("names", [7, [b"\xff"], b"\x80\x02torn"])
+def test_class_names_of_a_wrong_kind_name_the_file(tmp_path, names):
+    pixels, labels = batch(3)
+    (tmp_path / "train").write_bytes(pickle.dumps({b"data": pixels, b"fine_labels": labels}, 2))
+    torn = names if isinstance(names, bytes) else pickle.dumps({b"fine_label_names": names}, 2)
+    (tmp_path / "meta").write_bytes(torn)
+    with pytest.raises(SitusError, match=r"meta: is not a CIFAR batch"):
+        open_source(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 
 import numpy as np
 import pytest
@@ -124,6 +125,61 @@ def test_broken_images_name_the_file(data):
 def test_an_array_with_a_pickle_inside_is_not_loaded():
     with pytest.raises(BrokenImageError):
         decode(npy(np.array([[{"a": 1}]], dtype=object)), "x")
+
+
+def claimed(header: dict[str, object], body: bytes = b"x" * 16) -> bytes:
+    """A NumPy file whose header says what we like."""
+    text = repr(header).encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + body
+
+
+@pytest.mark.parametrize("shape", [(10**6, 10**6), (-4, -4), (4, 5), (10**18, 10**18), (0,)])
+def test_an_array_is_never_made_larger_than_its_file(shape, monkeypatch):
+    monkeypatch.setattr(np, "load", lambda *_, **__: pytest.fail("makes room for whatever the header claims"))
+    with pytest.raises(BrokenImageError):
+        decode(claimed({"descr": "|u1", "fortran_order": False, "shape": shape}), "x")
+    assert decode(claimed({"descr": "|u1", "fortran_order": True, "shape": (4, 4)}), "x").shape == (1, 4, 4)
+
+
+def test_arrays_in_fortrans_order_are_the_same_picture():
+    assert torch.equal(decode(npy(np.asfortranarray(RGB)), "x"), chw(RGB))
+
+
+@pytest.mark.filterwarnings("ignore:Image size")
+def test_an_image_of_too_many_pixels_is_named_before_it_is_unpacked(monkeypatch):
+    big = encoded(Image.new("L", (20000, 5000)))
+    monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("unpacked"))
+    with pytest.raises(BrokenImageError, match=r"20000 × 5000 pixels are more than the 89,478,485"):
+        decode(big, "x")
+
+
+def test_no_format_that_starts_a_program_is_read():
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 5\n%%EndComments\nshowpage\n"
+    with pytest.raises(BrokenImageError, match="no known format"):
+        decode(postscript, "x.png")
+
+
+@pytest.mark.parametrize(("shape", "size"), [((1, 3_000_000), (32, 32)), ((3_000_000, 1), (32, 48)), ((2, 90), (4, 4))])
+def test_a_thread_of_an_image_takes_no_more_memory_than_a_picture(shape, size, monkeypatch):
+    """Its middle is what is asked for; to resize all of it first would take gigabytes."""
+    from torchvision.transforms.v2 import functional as tv
+
+    resize, largest = tv.resize, []
+    monkeypatch.setattr(tv, "resize", lambda image, to, *a, **k: largest.append(to) or resize(image, to, *a, **k))
+    image = torch.zeros(3, *shape)
+    middle = [slice(max(0, side // 2 - 24), side // 2 + 24) for side in shape]
+    image[:, middle[0], middle[1]] = 1.0
+    torch.testing.assert_close(centre_fit(image, *size), torch.ones(3, *size))
+    assert math.prod(largest[0]) <= 9 * math.prod(size)
+
+
+def test_only_a_very_long_image_is_cut_before_it_is_resized():
+    from torchvision.transforms.v2 import InterpolationMode
+    from torchvision.transforms.v2 import functional as tv
+
+    image = torch.rand(3, 10, 79, generator=torch.Generator().manual_seed(0))
+    wanted = tv.center_crop(tv.resize(image, [5, 39], InterpolationMode.BICUBIC, antialias=True), [5, 5]).clamp(0, 1)
+    assert torch.equal(centre_fit(image, 5, 5), wanted)
 
 
 def test_centre_fit_covers_and_cuts_the_middle():

@@ -183,7 +183,7 @@ def test_the_embedded_samples():
             lambda p: write(p / "f/a.png", png()),
             "f",
             "val",
-            "it is not split and 'train' means all of it",
+            r"it is not split and 'train' means all of it; hold a share of it out.*\(--data.held-out, .*--held-out\)",
         ),
         (lambda p: write(p / "f/train/a/a.png", png()), "f", "test", "has no split 'test', it has train"),
         (lambda p: write(p / "f/a.png", png()), "f", "dev", r"split='dev': must be one of train, val, test"),
@@ -230,3 +230,14 @@ def test_real_photographs(shared_data):
     assert len(source) == 1000
     assert source.classes is None
     assert min(source.read(7)[0].shape[1:]) == 224
+
+
+def test_what_the_system_refuses_is_one_sentence(tmp_path, monkeypatch):
+    write(tmp_path / "a.png", png())
+
+    def refuse(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_dir", refuse)
+    with pytest.raises(SitusError, match=r"cannot be read \(permission denied\) \(--data\)"):
+        open_source(tmp_path)

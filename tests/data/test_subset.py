@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from situs.data.base import Source, TensorSource
 from situs.data.images import BrokenImageError
 from situs.data.loader import DataConfig, make_loader
-from situs.data.subset import Subset
+from situs.data.sources import judged_split, open_source, splits_at
+from situs.data.subset import Subset, hold_out
+from situs.errors import SitusError
 
 
 def numbered(count: int, classes: int, *, turns: bool) -> TensorSource:
@@ -66,3 +70,107 @@ def test_a_loader_reads_a_part_and_skips_what_is_broken() -> None:
     labels = [label for batch in loader if batch.labels is not None for label in batch.labels.tolist()]
     assert labels == good
     assert len(part.skipped) == 10 - len(good) > 0
+
+
+class Named(Source):
+    """Images that are only names."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__("named", None, None, False)
+        self.names = names
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def key(self, index: int) -> str:
+        return self.names[index]
+
+    def read(self, index: int) -> tuple[torch.Tensor, int | None]:
+        return torch.full((1, 2, 2), index % 251, dtype=torch.uint8), None
+
+
+def names(part: Source) -> set[str]:
+    return {part.key(index) for index in range(len(part))}
+
+
+def test_a_held_out_share_is_a_partition_and_stays_when_images_come_and_go() -> None:
+    every = [f"class{number % 7}/{number}.jpg" for number in range(4000)]
+    held, rest = (hold_out(Named(every), 0.1, held=side) for side in (True, False))
+    assert names(held).isdisjoint(names(rest))
+    assert names(held) | names(rest) == set(every)
+    assert 340 < len(held) < 460  # 400 ± 3 deviations
+    other = sorted({*every[::3], *(f"new/{number}.jpg" for number in range(1000))}, reverse=True)
+    again = hold_out(Named(other), 0.1, held=True)
+    assert names(again) & set(every) == names(held) & set(other)
+    assert names(held) < names(hold_out(Named(every), 0.2, held=True))  # a greater share holds the smaller
+    assert held.name == "named, the 0.1 held out"
+    assert rest.name == "named, without the 0.1 held out"
+
+
+def test_a_share_that_leaves_a_side_empty_is_refused() -> None:
+    with pytest.raises(SitusError, match=r"held_out=1e-09: of the 3 images of named no image is held out"):
+        hold_out(Named(["a", "b", "c"]), 1e-9, held=True)
+    with pytest.raises(SitusError, match=r"every image is held out; choose another share \(--data.held-out"):
+        hold_out(Named(["a"]), 1 - 1e-9, held=False)
+
+
+def images_at(folder: Path, count: int = 40) -> Path:
+    from PIL import Image
+
+    folder.mkdir(parents=True)
+    for number in range(count):
+        Image.new("L", (4, 4), number).save(folder / f"{number}.png")
+    return folder
+
+
+def test_data_without_a_split_to_be_judged_on_can_hold_out_a_share(tmp_path: Path) -> None:
+    flat = images_at(tmp_path / "flat")
+    train, val, test = (open_source(flat, split, held_out=0.25) for split in ("train", "val", "test"))
+    assert names(train) | names(val) == names(open_source(flat))
+    assert names(train).isdisjoint(names(val))
+    assert names(val) == names(test)
+    assert names(train) == names(open_source(flat, held_out=0.25))  # what training takes by default
+    with pytest.raises(SitusError, match="split='dev'"):
+        open_source(flat, "dev", held_out=0.25)
+    images_at(tmp_path / "only" / "train")  # a training split alone is divided alike
+    only = open_source(tmp_path / "only", "val", held_out=0.25)
+    assert (names(only), only.name) == (names(val), "only (train), the 0.25 held out")
+
+
+def test_a_split_of_the_datas_own_comes_before_a_held_out_share(tmp_path: Path) -> None:
+    images_at(tmp_path / "train")
+    images_at(tmp_path / "test", 7)
+    assert len(open_source(tmp_path, "train", held_out=0.5)) == 40
+    assert len(open_source(tmp_path, "val", held_out=0.5)) == 7
+    assert len(open_source("samples", "val", held_out=0.5)) == 2000
+
+
+def test_a_share_must_be_one(tmp_path: Path) -> None:
+    for share in (-0.1, 1.0, 7):
+        with pytest.raises(SitusError, match=r"held_out=.*must be in \[0, 1\)"):
+            open_source(tmp_path, held_out=share)
+        with pytest.raises(SitusError, match=r"held_out=.*must be in \[0, 1\) \(--data.held-out\)"):
+            DataConfig(held_out=share)
+
+
+def test_what_an_evaluation_takes_by_itself(tmp_path: Path) -> None:
+    flat = images_at(tmp_path / "flat", 2)
+    images_at(tmp_path / "split" / "train", 2)
+    assert splits_at(tmp_path / "split") == {"train"}
+    assert (judged_split(flat), judged_split(flat, 0.1)) == (None, "val")
+    assert judged_split(tmp_path / "split") == "val"  # which it lacks: training images do not stand in
+    images_at(tmp_path / "split" / "valid", 2)
+    assert splits_at(tmp_path / "split") == {"train", "valid"}
+    assert judged_split(tmp_path / "split") == "val"
+    assert judged_split("samples") == "val"
+    with pytest.raises(SitusError, match="no such folder"):
+        judged_split(tmp_path / "none")
+
+
+def test_training_and_judging_take_the_two_sides_of_a_config(tmp_path: Path) -> None:
+    from situs.data.augment import RECIPES
+
+    config = DataConfig(str(images_at(tmp_path / "flat")), held_out=0.25, img_size=4, channels=1, batch=4, workers=0)
+    train, judged = make_loader(config, RECIPES["none"]), make_loader(config, None)
+    assert names(train.source).isdisjoint(names(judged.source))
+    assert len(train.source) + len(judged.source) == 40

@@ -224,7 +224,7 @@ def _loader(data: Any, path: str, split: str, count: int) -> Any:
     from situs.data.sources import open_source
     from situs.data.subset import Subset
 
-    source = Subset(open_source(path, split, channels=data.channels), count)
+    source = Subset(open_source(path, split, channels=data.channels, held_out=data.held_out), count)
     return make_loader(replace(data, path=path, split=split, batch=min(count, 256)), None, source=source)
 
 

@@ -20,7 +20,9 @@ SPLITS = {
     "val": ("val", "validation", "valid", "test"),
     "test": ("test", "val", "validation", "valid"),
 }
-_SPLIT_WORDS = ("train", "training", "val", "validation", "valid", "test")
+SPLIT_WORDS = ("train", "training", "val", "validation", "valid", "test")
+# A label beyond this is an id or a damaged number; each class costs a name and a row of every classifier.
+_MOST_CLASSES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class Source(ABC):
     classes:  the class names in label order, or None for a set without labels
     strict:   whether a loader stops at a broken image instead of skipping it
     skipped:  the broken images met so far, filled by the loaders
+    notes:    what was left out when the set was opened, a sentence each
     """
 
     def __init__(self, name: str, classes: tuple[str, ...] | None, channels: int | None, strict: bool) -> None:
@@ -46,6 +49,7 @@ class Source(ABC):
         self.channels = channels
         self.strict = strict
         self.skipped: list[Skipped] = []
+        self.notes: list[str] = []
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -53,6 +57,10 @@ class Source(ABC):
     @abstractmethod
     def read(self, index: int) -> tuple[Tensor, int | None]:
         """The image [C, H, W] (uint8, or float32 in [0, 1]) and its label (None without labels)."""
+
+    def key(self, index: int) -> str:
+        """The image's own name, which no image added to the set and no other place of the set changes."""
+        return str(index)
 
     def skip(self, index: int, reason: str) -> None:
         """Note that image `index` is broken; once, however often it is met."""
@@ -65,6 +73,11 @@ class Source(ABC):
             return None
         count = f"{len(self.skipped)} of {len(self)} images of {self.name} could not be read and were skipped"
         return f"{count}; the first: {self.skipped[0].reason}"
+
+    def left_out(self) -> list[str]:
+        """All that was left out so far, a sentence each: files that are no images, and images that are broken."""
+        report = self.skip_report()
+        return [*self.notes, *([report] if report else [])]
 
 
 class EncodedSource(Source):
@@ -131,29 +144,49 @@ def choose_split(available: Iterable[str], split: str | None, where: str) -> str
     for name in wanted:
         if name in names:
             return name
-    if not names and split in {None, "train", "training"}:
+    if not names and split in {None, *SPLITS["train"]}:
         return None
     if split is None:
         return names[0]
     found = f"it has {', '.join(names)}" if names else "it is not split and 'train' means all of it"
-    raise SitusError(f"{where}: has no split {split!r}, {found} (--data.split; in evaluations --split)")
+    raise SitusError(
+        f"{where}: has no split {split!r}, {found}; hold a share of it out, as with 0.1 "
+        "(--data.held-out, in evaluations --held-out), or name another split (--data.split, --split)"
+    )
+
+
+def number_names(most: int, where: str) -> tuple[str, ...]:
+    """The class numbers 0 to `most` as names, for data that names none."""
+    if most >= _MOST_CLASSES:
+        raise SitusError(f"{where}: class number {most:,}: must be below {_MOST_CLASSES:,}; is it no class? (--data)")
+    return tuple(str(number) for number in range(most + 1))
 
 
 def split_of(file: Path) -> str | None:
     """A shard's split, by its folder (`train/1.tar`) or the start of its name (`train-1.tar`), or None."""
-    if file.parent.name in _SPLIT_WORDS:
+    if file.parent.name in SPLIT_WORDS:
         return file.parent.name
     match = re.match(r"(train(?:ing)?|validation|valid|val|test)(?![a-zA-Z])", file.name)
     return match[1] if match else None
 
 
-def find_shards(path: Path, suffix: str, split: str | None) -> list[Path]:
-    """The files of one split ending in `suffix`: `path` itself, or in it, in `data/` or split folders."""
+def list_shards(path: Path, suffix: str) -> list[Path]:
+    """The files of every split ending in `suffix`: `path` itself, or in it, in `data/` or split folders."""
     if path.is_file():
         return [path]
-    folders = [path, path / "data", *(path / word for word in _SPLIT_WORDS)]
-    files = sorted(file for folder in folders for file in folder.glob(f"*{suffix}") if file.is_file())
-    if not files:
-        return []
-    chosen = choose_split({s for file in files if (s := split_of(file))}, split, str(path))
+    folders = [path, path / "data", *(path / word for word in SPLIT_WORDS)]
+    return sorted(file for folder in folders for file in folder.glob(f"*{suffix}") if file.is_file())
+
+
+def splits_of(files: Iterable[Path]) -> set[str]:
+    """The splits that shards name."""
+    return {split for file in files if (split := split_of(file))}
+
+
+def find_shards(path: Path, suffix: str, split: str | None) -> list[Path]:
+    """The shards of one split."""
+    files = list_shards(path, suffix)
+    if not files or path.is_file():
+        return files
+    chosen = choose_split(splits_of(files), split, str(path))
     return [file for file in files if chosen is None or split_of(file) == chosen]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,23 +69,34 @@ def open_cifar(
     assert found is not None, "the caller looks before it opens"
     folder, layout = found
     chosen = choose_split(layout.files, split, str(path)) or "train"
-    images, numbers = zip(*(_read_batch(folder / file, layout) for file in layout.files[chosen]), strict=True)
-    classes = _read_classes(folder / layout.classes, layout)
-    stacked, targets = torch.cat(images), torch.cat(numbers)
+    batches: list[tuple[Tensor, Tensor]] = []
+    for name in layout.files[chosen]:
+        with _reading(folder / name):
+            batches.append(_read_batch(folder / name, layout))
+    with _reading(folder / layout.classes):
+        classes = _read_classes(folder / layout.classes, layout)
+    stacked, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
     if int(targets.min()) < 0 or int(targets.max()) >= len(classes):
         raise SitusError(f"{folder}: a label lies outside the {len(classes)} classes of {layout.classes}")
     return TensorSource(stacked, targets if labels else None, classes, f"{layout.name} ({chosen})", channels=channels)
 
 
-def _read_bytes(file: Path) -> bytes:
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """One sentence for whatever is wrong with a file."""
     try:
-        return file.read_bytes()
+        yield
+    except SitusError:
+        raise
     except OSError as error:
         raise SitusError(f"{file}: cannot be read ({error.strerror or error}) (--data)") from error
+    except Exception as error:  # damaged bytes turn up as values of any type, and fail where they are used
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+        raise SitusError(f"{file}: is not a CIFAR batch ({reason}) (--data)") from error
 
 
 def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
-    data = _read_bytes(file)
+    data = file.read_bytes()
     if isinstance(layout.label, int):
         row = layout.bytes_before + _PIXELS
         if not data or len(data) % row:
@@ -93,7 +106,8 @@ def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
     else:
         batch: dict[str, Any] = read_pickled(data, str(file))
         pixels, numbers = _entry(batch, "data", file), _entry(batch, layout.label, file)
-        if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (_PIXELS,):
+        fits = isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 and pixels.shape[1:] == (_PIXELS,)
+        if not fits or not len(pixels):
             raise SitusError(f"{file}: 'data' is not uint8 [n, {_PIXELS}] (--data)")
         if len(numbers) != len(pixels):
             raise SitusError(f"{file}: {len(pixels)} images and {len(numbers)} labels (--data)")
@@ -109,7 +123,7 @@ def _entry(batch: Any, key: str, file: Path) -> Any:
 
 def _read_classes(file: Path, layout: _Layout) -> tuple[str, ...]:
     if isinstance(layout.label, int):
-        return tuple(line for line in _read_bytes(file).decode().splitlines() if line)
+        return tuple(line for line in file.read_bytes().decode().splitlines() if line)
     key = "label_names" if layout.label == "labels" else "fine_label_names"
-    names = _entry(read_pickled(_read_bytes(file), str(file)), key, file)
+    names = _entry(read_pickled(file.read_bytes(), str(file)), key, file)
     return tuple(name.decode() if isinstance(name, bytes) else str(name) for name in names)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
-from situs.data.base import EncodedSource, choose_split
+from situs.data.base import SPLIT_WORDS, EncodedSource, choose_split
 from situs.data.images import IMAGE_SUFFIXES, BrokenImageError
+from situs.data.walk import plain, walk
 from situs.errors import SitusError
 
-_SPLIT_FOLDERS = ("train", "training", "val", "validation", "valid", "test")
 _TINY_IMAGENET_LABELS = "val_annotations.txt"
 
 
@@ -30,36 +29,41 @@ class FolderSource(EncodedSource):
         channels: int | None = None,
         strict: bool = False,
     ) -> None:
-        splits = [name for name in _SPLIT_FOLDERS if (path / name).is_dir()]
+        splits = split_folders(path)
         if not splits and not any(path.iterdir()):
-            raise _no_images(path)  # which is more to the point than that it has no such split
+            raise _no_images(path, [])  # which is more to the point than that it has no such split
         chosen = choose_split(splits, split, str(path))
         self.root = path / chosen if chosen else path
-        self._files = _image_files(self.root)
+        found = walk(self.root)
+        self._files = found.files
+        name = path.name + (f" ({chosen})" if chosen else "")
         if not self._files:
-            raise _no_images(self.root)
+            raise _no_images(self.root, found.notes(name))
         classes, self._labels = None, None
         if labels:
             classes, self._labels = self._label_files(path, splits)
-        super().__init__(path.name + (f" ({chosen})" if chosen else ""), classes, channels, strict)
+        super().__init__(name, classes, channels, strict)
+        self.notes = found.notes(name)
 
     def _label_files(self, path: Path, splits: list[str]) -> tuple[tuple[str, ...] | None, list[int] | None]:
         home = next((path / name for name in ("train", "training") if name in splits), self.root)
         table = self.root / _TINY_IMAGENET_LABELS
         if table.is_file():
-            rows = [line.split("\t") for line in table.read_text(encoding="utf-8").splitlines()]
+            lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
+            rows = [line.split("\t") for line in lines]
             named = {row[0]: row[1] for row in rows if len(row) > 1}
             names = [named.get(Path(file).name, "") for file in self._files]
         elif any("/" not in file for file in self._files):
             return None, None  # an image beside the subfolders: the subfolders are no classes
         else:
             names = [file.split("/")[0] for file in self._files]
-        classes = _class_folders(home) if home != self.root or table.is_file() else tuple(sorted(set(names)))
+        own = names if home == self.root and not table.is_file() else _class_folders(home)
+        classes = tuple(sorted(set(own)))
         number = {name: index for index, name in enumerate(classes)}
         stranger = next((i for i, name in enumerate(names) if name not in number), None)
         if stranger is not None:
             raise SitusError(
-                f"{self.root / self._files[stranger]}: class {names[stranger]!r} is not among the "
+                f"{self.root / plain(self._files[stranger])}: class {names[stranger]!r} is not among the "
                 f"{len(classes)} classes of {home} (--data)"
             )
         return classes, [number[name] for name in names]
@@ -80,29 +84,24 @@ class FolderSource(EncodedSource):
 
     def entry(self, index: int) -> str:
         """The file's path."""
-        return str(self.root / self._files[index])
+        return plain(str(self.root / self._files[index]))
+
+    def key(self, index: int) -> str:
+        """The file's path below the folder of its split."""
+        return self._files[index]
 
 
-def _image_files(root: Path) -> list[str]:
-    """Relative paths of all images below `root`, sorted by code point so that no locale changes the order."""
-    found = []
-    # os.walk and not Path.rglob: on a million files it is several times faster.
-    for folder, subfolders, files in os.walk(root, followlinks=True):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        prefix = Path(folder).relative_to(root).as_posix()
-        prefix = "" if prefix == "." else f"{prefix}/"
-        found += [
-            prefix + name
-            for name in files
-            if not name.startswith(".") and "." + name.rpartition(".")[2].lower() in IMAGE_SUFFIXES
-        ]
-    return sorted(found)
+def split_folders(path: Path) -> list[str]:
+    """The folders of `path` that are splits."""
+    return [name for name in SPLIT_WORDS if (path / name).is_dir()]
 
 
-def _class_folders(root: Path) -> tuple[str, ...]:
-    return tuple(sorted(f.name for f in root.iterdir() if f.is_dir() and not f.name.startswith(".")))
+def _class_folders(root: Path) -> list[str]:
+    """The subfolder of each image below `root` that lies in one."""
+    return [file.partition("/")[0] for file in walk(root).files if "/" in file]
 
 
-def _no_images(folder: Path) -> SitusError:
+def _no_images(folder: Path, notes: list[str]) -> SitusError:
     kinds = " ".join(sorted(IMAGE_SUFFIXES))
-    return SitusError(f"{folder}: holds no images ({kinds}), parquet, tar or CIFAR files (--data)")
+    said = "".join(f"; {note}" for note in notes)
+    return SitusError(f"{folder}: holds no images ({kinds}), parquet, tar or CIFAR files{said} (--data)")

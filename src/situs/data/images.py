@@ -7,7 +7,12 @@ EXIF tag says.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import io
+import math
+import warnings
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +21,23 @@ from torch import Tensor
 from situs.errors import SitusError
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL import Image
 
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".npy"})
+IMAGE_SUFFIXES = frozenset(
+    {
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".avif", ".heic", ".heif", ".jp2", ".gif"),
+        *(".bmp", ".dib", ".tif", ".tiff", ".ppm", ".pgm", ".pbm", ".pnm", ".npy"),
+    }
+)
+_NUMPY = b"\x93NUMPY"
+_MAGIC = (b"\xff\xd8\xff", b"\x89PNG\r\n", b"GIF8", b"BM", b"II*\0", b"MM\0*", b"\0\0\0\x0cjP  ", _NUMPY)
+_HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc")
+_HEIF = (*_HEIC, b"mif1", b"msf1")  # the last two may be AVIF as well
+# Some of Pillow's other plugins start programs (EPS calls Ghostscript) or take anything for an image.
+_FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000")
+# Beyond this many times the size asked for, an image's longer side is cut before it is resized and not after.
+_LONGEST = 8
 # Rec. 601 luma, the weights Pillow and torchvision turn RGB into grey with.
 LUMA = (0.299, 0.587, 0.114)
 _PILLOW_TYPES = {"I;16": torch.uint16, "I": torch.int32, "F": torch.float32}
@@ -37,6 +56,13 @@ def decode(data: bytes, name: str, channels: int | None = None) -> Tensor:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BrokenImageError(f"{name}: cannot be decoded as an image ({reason[:120]})") from error
     return to_channels(image, channels, name)
+
+
+def is_image(start: bytes) -> bool:
+    """Whether a file that opens with these 16 bytes is an image, for those without an ending."""
+    brand = start[8:12] if start[4:8] == b"ftyp" else b""
+    webp = start[:4] == b"RIFF" and start[8:12] == b"WEBP"
+    return start.startswith(_MAGIC) or webp or brand in (b"avif", b"avis", *_HEIF)
 
 
 def to_channels(image: Tensor, channels: int | None, name: str) -> Tensor:
@@ -64,6 +90,8 @@ def centre_fit(image: Tensor, height: int, width: int) -> Tensor:
     have = image.shape[-2:]
     if tuple(have) == (height, width):
         return image
+    image = _shorten(image, height, width)
+    have = image.shape[-2:]
     # Whole numbers and cut, not rounded, as torchvision finds the longer side.
     tall = have[0] * width >= height * have[1]
     covering = [have[0] * width // have[1], width] if tall else [height, have[1] * height // have[0]]
@@ -74,8 +102,21 @@ def centre_fit(image: Tensor, height: int, width: int) -> Tensor:
     return image.clamp(0.0, 1.0) if image.is_floating_point() else image
 
 
+def _shorten(image: Tensor, height: int, width: int) -> Tensor:
+    """The middle of an image [..., H, W] whose shape is far from the one wanted.
+
+    Resized whole, an image of 3,000,000 × 1 pixels would grow to 3,000,000 × `width` times as many.
+    """
+    have = image.shape[-2:]
+    most = max(1, _LONGEST * have[1] * height // width), max(1, _LONGEST * have[0] * width // height)
+    for side, dim in ((0, -2), (1, -1)):
+        if have[side] > most[side]:
+            image = image.narrow(dim, (have[side] - most[side]) // 2, most[side])
+    return image
+
+
 def _decode_native(data: bytes, keep_alpha: bool) -> Tensor:
-    return _decode_array(data) if data.startswith(b"\x93NUMPY") else _decode_pillow(data, keep_alpha)
+    return _decode_array(data) if data.startswith(_NUMPY) else _decode_pillow(data, keep_alpha)
 
 
 def _shallow(image: Tensor) -> Tensor:
@@ -93,7 +134,7 @@ def _decode_array(data: bytes) -> Tensor:
     """A NumPy file of [H, W], [C, H, W] or [H, W, C] (the shorter end is the channels), floats in [0, 1]."""
     import numpy as np
 
-    array = np.load(io.BytesIO(data), allow_pickle=False)
+    array = _read_npy(data)
     if array.ndim not in {2, 3} or 0 in array.shape:
         raise ValueError(f"an array of shape {tuple(array.shape)} is no image")
     if array.ndim == 2:
@@ -106,13 +147,68 @@ def _decode_array(data: bytes) -> Tensor:
     return _shallow(image)
 
 
+def _read_npy(data: bytes) -> np.ndarray:
+    """A NumPy file, as a view of its bytes: `np.load` would first make room for whatever the header claims."""
+    import numpy as np
+
+    stream = io.BytesIO(data)
+    version = np.lib.format.read_magic(stream)
+    if version not in {(1, 0), (2, 0)}:
+        raise ValueError(f"version {version} of NumPy's format holds no plain numbers")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(stream)
+    needed, there = math.prod(shape) * dtype.itemsize, len(data) - stream.tell()
+    if dtype.hasobject or min(shape, default=1) < 0 or needed != there:
+        raise ValueError(f"{there} bytes do not fill an array of {dtype} and shape {shape}")
+    return np.frombuffer(data, dtype, offset=stream.tell()).reshape(shape, order="F" if fortran else "C")
+
+
+@cache
+def _quiet() -> None:
+    """Pillow's warnings name no file. What makes an image unreadable is an error, and that is told."""
+    warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
+@cache
+def _known_formats() -> tuple[str, ...]:
+    """Those of `_FORMATS` that this Pillow was built with."""
+    from PIL import Image
+
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
+@cache
+def _reads_heic() -> bool:
+    """HEIC, what phones write, comes to Pillow by a package of its own."""
+    if importlib.util.find_spec("pillow_heif") is None:
+        return False
+    importlib.import_module("pillow_heif").register_heif_opener()
+    return True
+
+
+def _formats(data: bytes) -> tuple[str, ...]:
+    """What to try. Told the format, Pillow need not ask each of its plugins: a third of the time of a small WebP."""
+    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
+        return ("WEBP",)
+    if data[4:8] != b"ftyp" or data[8:12] not in _HEIF:
+        return _known_formats()
+    if _reads_heic():
+        return ("HEIF", "AVIF")
+    if data[8:12] in _HEIC:
+        raise ValueError("HEIC needs another package: pip install pillow-heif")
+    return ("AVIF",)
+
+
 def _decode_pillow(data: bytes, keep_alpha: bool) -> Tensor:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    # Told the format, Pillow need not ask each of its forty plugins in turn: a third of the time of a small WebP.
-    formats = ("WEBP",) if data[:4] == b"RIFF" and data[8:12] == b"WEBP" else None
+    _quiet()
     try:
-        with Image.open(io.BytesIO(data), formats=formats) as opened:
+        with Image.open(io.BytesIO(data), formats=_formats(data)) as opened:
+            pixels, most = opened.width * opened.height, Image.MAX_IMAGE_PIXELS
+            if most is not None and pixels > most:  # read from the header; the pixels themselves are still packed
+                raise ValueError(f"{opened.width} × {opened.height} pixels are more than the {most:,} that are read")
             opened.load()
             ImageOps.exif_transpose(opened, in_place=True)
             image = _plain_mode(opened, keep_alpha)

@@ -27,6 +27,7 @@ _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # its batch, and a small batch costs the launching of its kernels, not their work.
 _AT_ONCE = 1 << 24
 _PROBES = 16
+_LARGEST = 8  # times the size the model sees
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class DataConfig:
     """Image folder, folder of parquet or tar files, CIFAR batches, or "samples" for the embedded set."""
     split: str | None = None
     """train, val or test; by default the training split where there is one, and val for evaluation."""
+    held_out: float = 0.0
+    """Share of data without a val or test split that is held out as both, by the images' names; train is the rest."""
     img_size: int | tuple[int, int] = 32
     """Side of the square, or height and width, that the model sees."""
     channels: int = 3
@@ -63,6 +66,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         check_choices(self, "--data")
         checks = {
+            "held_out": (0 <= self.held_out < 1, "must be in [0, 1)"),
             "img_size": (min(self.size) >= 1, "must be positive"),
             "channels": (self.channels >= 1, "must be at least 1"),
             "batch": (self.batch >= 1, "must be at least 1"),
@@ -130,7 +134,7 @@ class Loader(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for the log: what the set is and where it lies."""
+        """For the log: what the set is and where it lies, and a line for whatever was left out."""
 
     def iterate(self, epoch: int = 0, start_step: int = 0) -> Iterator[Batch]:
         """The epoch's batches from number `start_step` on."""
@@ -211,7 +215,8 @@ class ResidentLoader(Loader):
         """Count, size and memory."""
         count, channels, height, width = self.held.images.shape
         mib = self.held.images.nbytes / 2**20
-        return f"{self.source.name}: {count} images of {channels} × {height} × {width} on {self.device}, {mib:.0f} MiB"
+        held = f"{count} images of {channels} × {height} × {width} on {self.device}, {mib:.0f} MiB"
+        return "\n".join([f"{self.source.name}: {held}", *self.source.notes])
 
 
 class StreamLoader(Loader):
@@ -245,7 +250,7 @@ class StreamLoader(Loader):
         """Count and workers."""
         count = self.stream.workers
         by = f"by {count} worker{'s' if count > 1 else ''}" if count else "without workers"
-        return f"{self.source.name}: {len(self.source)} images streamed {by}"
+        return "\n".join([f"{self.source.name}: {len(self.source)} images streamed {by}", *self.source.notes])
 
 
 def make_loader(
@@ -266,7 +271,9 @@ def make_loader(
     device = torch.device(device)
     if source is None:
         split = config.split or (None if augment is not None else "val")
-        source = open_source(config.path, split, channels=config.channels, strict=config.strict)
+        source = open_source(
+            config.path, split, channels=config.channels, strict=config.strict, held_out=config.held_out
+        )
     size = _resident_size(source, config)
     held = None
     if size is not None:
@@ -295,7 +302,10 @@ def _resident_size(source: Source, config: DataConfig) -> tuple[int, int] | None
     own = sizes.pop() if len(sizes) == 1 else None
     if config.resident == "always":
         # Images of many sizes are held a little larger than the model sees them, as ImageNet's 256 for 224.
-        return own or (round(config.size[0] * 8 / 7), round(config.size[1] * 8 / 7))
+        # So are large ones of one size: to shrink them anew for each view would cost more than it keeps.
+        if own is not None and max(own[0] / config.size[0], own[1] / config.size[1]) <= _LARGEST:
+            return own
+        return round(config.size[0] * 8 / 7), round(config.size[1] * 8 / 7)
     if own is None or own[0] > 2 * config.size[0] or own[1] > 2 * config.size[1]:
         return None
     fits = len(source) * config.channels * own[0] * own[1] <= config.resident_gib * 2**30

@@ -6,11 +6,13 @@ import json
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from situs.data.base import EncodedSource, find_shards, split_of
+from situs.data.base import EncodedSource, find_shards, number_names, split_of
 from situs.data.images import BrokenImageError
 from situs.errors import SitusError
 
@@ -39,18 +41,21 @@ class ParquetSource(EncodedSource):
         self._files = find_shards(path, ".parquet", split)
         self._image, self._label, classes = _layout(self._files, labels)
         self._groups: list[tuple[Path, int]] = []
-        sizes = []
+        sizes, held = [], 0
         for file in self._files:
-            metadata = _open(file).metadata
-            for group in range(metadata.num_row_groups):
-                self._groups.append((file, group))
-                sizes.append(metadata.row_group(group).num_rows)
+            with _reading(file):
+                metadata = _open(file).metadata
+                for group in range(metadata.num_row_groups):
+                    described = metadata.row_group(group)
+                    self._groups.append((file, group))
+                    sizes.append(described.num_rows)
+                    held += described.total_byte_size  # unpacked: a small file may hold much
         self._ends = list(accumulate(sizes))
         if not self._ends or self._ends[-1] == 0:
             raise SitusError(f"{path}: its parquet files hold no rows (--data)")
         self._lock = threading.Lock()
         self._held: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
-        small = sum(file.stat().st_size for file in self._files) <= held_bytes
+        small = held <= held_bytes
         self._keep = len(self._groups) if small else _GROUPS_KEPT
         chosen = split_of(self._files[0])
         super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, channels, strict)
@@ -75,11 +80,17 @@ class ParquetSource(EncodedSource):
                 return self._held[group]
         file, number = self._groups[group]
         columns = [self._image, *([self._label] if self._label else [])]
-        table = _open(file).read_row_group(number, columns=columns)
-        images = table[self._image].combine_chunks()
-        if images.type.num_fields:
-            images = images.field("bytes")
-        labels = table[self._label].to_numpy() if self._label else None
+        with _reading(file, f"row group {number}"):
+            table = _open(file).read_row_group(number, columns=columns)
+            # Nothing else checks what a damaged page unpacks to, and offsets gone wrong would read anywhere.
+            table.validate(full=True)
+            images = table[self._image].combine_chunks()
+            if images.type.num_fields:
+                images = images.field("bytes")
+            labels = table[self._label].combine_chunks() if self._label else None
+            rows = self._ends[group] - (self._ends[group - 1] if group else 0)
+            if len(images) != rows:
+                raise ValueError(f"{len(images)} rows and not {rows}")
         with self._lock:
             self._held[group] = (images, labels)
             while len(self._held) > self._keep:
@@ -102,7 +113,12 @@ class ParquetSource(EncodedSource):
         """The label of one row."""
         group, row = self._place(index)
         labels = self._load(group)[1]
-        return None if labels is None else int(labels[row])
+        if labels is None:
+            return None
+        number = labels[row].as_py()
+        if number is None:
+            raise BrokenImageError(f"{self.entry(index)}: the row has no label, others have one")
+        return number
 
     def entry(self, index: int) -> str:
         """File and row."""
@@ -110,50 +126,109 @@ class ParquetSource(EncodedSource):
         file, number = self._groups[group]
         return f"{file}, row {row} of row group {number}"
 
+    def key(self, index: int) -> str:
+        """The file's name and the row's number in it."""
+        group, _ = self._place(index)
+        file, number = self._groups[group]
+        first = group - number  # the file's first group
+        return f"{file.name}/{index - (self._ends[first - 1] if first else 0)}"
 
-def _open(file: Path) -> Any:
+
+@contextmanager
+def _reading(file: Path, part: str = "") -> Iterator[None]:
+    """One sentence for whatever Arrow says of a damaged file."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
-        return pq.ParquetFile(file)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise SitusError(f"{file}: is not a readable parquet file ({str(error)[:120]}) (--data)") from error
+        yield
+    except (SitusError, BrokenImageError):
+        raise
+    except (pa.ArrowException, OSError, ValueError, TypeError, LookupError, OverflowError, MemoryError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+        what = f"{part} is damaged" if part else "is not a readable parquet file"
+        raise SitusError(f"{file}: {what} ({reason}) (--data)") from error
+
+
+def _open(file: Path) -> Any:
+    import pyarrow.parquet as pq
+
+    with _reading(file):
+        return pq.ParquetFile(file, page_checksum_verification=True)
 
 
 def _layout(files: list[Path], labels: bool) -> tuple[str, str | None, tuple[str, ...] | None]:
     """Image column, label column and class names, from the schema of the first file or from all labels."""
-    import pyarrow as pa
-
-    file = files[0]
-    schema = _open(file).schema_arrow
-    image = next((name for name in _IMAGE_COLUMNS if name in schema.names), None)
-    if image is None:
-        columns = ", ".join(schema.names)
-        raise SitusError(f"{file}: has no image column, one of {', '.join(_IMAGE_COLUMNS)}, only {columns}")
-    label = next((name for name in _LABEL_COLUMNS if name in schema.names), None) if labels else None
+    schema = _schema(files[0])
+    image, label = _columns(files[0], schema, labels)
+    for file in files[1:]:
+        found = _columns(file, _schema(file), labels)
+        if found != (image, label):
+            said, wanted = (", ".join(repr(name) for name in pair if name) for pair in (found, (image, label)))
+            raise SitusError(f"{file}: its images and labels are {said}, in {files[0].name} {wanted} (--data)")
     if label is None:
         return image, None, None
-    if not pa.types.is_integer(schema.field(label).type):
-        kind = schema.field(label).type
-        raise SitusError(f"{file}: column {label!r} is {kind}, labels must be integers")
     least, most = _label_range(files, label)
-    if least < 0:
+    if least < 0 or most < 0:
         return image, None, None  # the hub marks a withheld label with -1
-    described = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    names = described.get("info", {}).get("features", {}).get(label, {}).get("names")
+    names = _class_names(files[0], schema, label)
     if not names:
-        return image, label, tuple(str(number) for number in range(most + 1))
+        return image, label, number_names(most, f"{files[0]}, column {label!r}")
     if most >= len(names):
-        raise SitusError(f"{file}: names {len(names)} classes, its column {label!r} goes up to {most} (--data)")
-    return image, label, tuple(str(name) for name in names)
+        raise SitusError(f"{files[0]}: names {len(names)} classes, its column {label!r} goes up to {most} (--data)")
+    return image, label, names
+
+
+def _schema(file: Path) -> Any:
+    with _reading(file):
+        return _open(file).schema_arrow
+
+
+def _columns(file: Path, schema: Any, labels: bool) -> tuple[str, str | None]:
+    """The names of the image column and of the label column (None without one), their types checked."""
+    import pyarrow as pa
+
+    image = next((name for name in _IMAGE_COLUMNS if name in schema.names), None)
+    if image is None:
+        columns = ", ".join(schema.names)[:200]
+        raise SitusError(f"{file}: has no image column, one of {', '.join(_IMAGE_COLUMNS)}, only {columns}")
+    with _reading(file):
+        kind = schema.field(image).type
+    if pa.types.is_struct(kind):
+        place = kind.get_field_index("bytes")
+        kind = kind.field(place).type if place >= 0 else kind
+    if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+        raise SitusError(f"{file}: column {image!r} is {str(kind)[:80]}, images must be bytes or {{bytes, path}}")
+    label = next((name for name in _LABEL_COLUMNS if name in schema.names), None) if labels else None
+    if label is not None:
+        with _reading(file):
+            kind = schema.field(label).type
+        if not pa.types.is_integer(kind):
+            raise SitusError(f"{file}: column {label!r} is {str(kind)[:80]}, labels must be integers")
+    return image, label
+
+
+def _class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
+    """The names that Hugging Face writes beside the schema; none where it wrote none."""
+    written = (schema.metadata or {}).get(b"huggingface")
+    if written is None:
+        return ()
+    try:
+        described: Any = json.loads(written)
+        for key in ("info", "features", label, "names"):
+            described = described.get(key) or {}
+        return tuple(str(name) for name in described)
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise SitusError(f"{file}: its 'huggingface' metadata is damaged ({str(error)[:80]}) (--data)") from error
 
 
 def _label_range(files: list[Path], label: str) -> tuple[int, int]:
     """The least and the largest label of all rows: shards may be sorted by class. (0, -1) where there are none."""
     least, most = 0, -1
     for file in files:
-        values = _open(file).read(columns=[label])[label].drop_null().to_numpy()
+        with _reading(file, f"column {label!r}"):
+            column = _open(file).read(columns=[label])[label]
+            column.validate(full=True)
+            values = column.drop_null().to_numpy()
         if len(values):
             least, most = min(least, int(values.min())), max(most, int(values.max()))
     return least, most

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from situs.data.base import Source, TensorSource, choose_split, find_shards
+from situs.data.base import SPLITS, Source, TensorSource, choose_split, list_shards, splits_of
 from situs.data.cifar import find_cifar, open_cifar
-from situs.data.folder import FolderSource
+from situs.data.folder import FolderSource, split_folders
+from situs.data.subset import hold_out
 from situs.errors import SitusError
 
 SAMPLES = "samples"
@@ -19,6 +20,7 @@ def open_source(
     labels: bool = True,
     channels: int | None = None,
     strict: bool = False,
+    held_out: float = 0.0,
 ) -> Source:
     """The images at `path`: image folder, Hugging Face parquet, WebDataset tars, CIFAR batches or "samples".
 
@@ -27,21 +29,62 @@ def open_source(
     labels:   use the labels where there are some; False reads any layout as a flat set.
     channels: convert every image to so many channels, or refuse it; None leaves each as it is.
     strict:   a broken image is an error for the loaders, not skipped.
+    held_out: share of data without a val or test split that is held out as both; train is the rest.
     """
     if channels is not None and channels < 1:
         raise SitusError(f"channels={channels}: must be at least 1 (--data.channels)")
+    if not 0 <= held_out < 1:
+        raise SitusError(f"held_out={held_out}: must be in [0, 1) (--data.held-out, in evaluations --held-out)")
+    try:
+        if not held_out or _is_judged(splits_at(path)):
+            return _open(path, split, labels, channels, strict)
+        choose_split(SPLITS, split, str(path))  # refuses a name that means no split
+        whole = _open(path, None, labels, channels, strict)
+    except OSError as error:
+        raise SitusError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()}) (--data)") from error
+    return hold_out(whole, held_out, held=split in {*SPLITS["val"], *SPLITS["test"]})
+
+
+def judged_split(path: str | Path, held_out: float = 0.0) -> str | None:
+    """The split that an evaluation takes where none is named: val; None, for all of it, where the data is not split."""
+    return "val" if held_out or splits_at(path) else None
+
+
+def splits_at(path: str | Path) -> set[str]:
+    """The splits that the data at `path` is divided into; none for one that is not."""
+    path = _existing(path)
+    if str(path) == SAMPLES:
+        return {"train", "test"}
+    for suffix in (".parquet", ".tar"):
+        if shards := list_shards(path, suffix):
+            return splits_of(shards)
+    return {"train", "test"} if find_cifar(path) else set(split_folders(path))
+
+
+def _is_judged(splits: set[str]) -> bool:
+    return bool(splits & {*SPLITS["val"], *SPLITS["test"]})
+
+
+def _existing(path: str | Path) -> Path:
+    if str(path) != SAMPLES:
+        path = Path(path).expanduser()
+        if not path.exists():
+            raise SitusError(f"{path}: no such folder or file (--data)")
+    return Path(path)
+
+
+def _open(path: str | Path, split: str | None, labels: bool, channels: int | None, strict: bool) -> Source:
     if str(path) == SAMPLES:
         return _open_samples(split, labels, channels)
-    path = Path(path).expanduser()
-    if not path.exists():
-        raise SitusError(f"{path}: no such folder or file (--data)")
-    if path.is_file():
+    path = _existing(path)
+    if not path.is_dir():
         return _open_file(path, split, labels, channels, strict)
-    if any(True for _ in _shards(path, ".parquet")):
+    # Shards of any split: what decides the kind of a folder must not depend on the split asked for.
+    if list_shards(path, ".parquet"):
         from situs.data.parquet import ParquetSource
 
         return ParquetSource(path, split, labels=labels, channels=channels, strict=strict)
-    if any(True for _ in _shards(path, ".tar")):
+    if list_shards(path, ".tar"):
         from situs.data.webdataset import TarSource
 
         return TarSource(path, split, labels=labels, channels=channels, strict=strict)
@@ -50,17 +93,12 @@ def open_source(
     return FolderSource(path, split, labels=labels, channels=channels, strict=strict)
 
 
-def _shards(path: Path, suffix: str) -> list[Path]:
-    """Shards of any split: what decides the kind of a folder must not depend on the split asked for."""
-    return find_shards(path, suffix, None)
-
-
 def _open_file(path: Path, split: str | None, labels: bool, channels: int | None, strict: bool) -> Source:
-    if path.suffix == ".parquet":
+    if path.suffix == ".parquet" and path.is_file():
         from situs.data.parquet import ParquetSource
 
         return ParquetSource(path, split, labels=labels, channels=channels, strict=strict)
-    if path.suffix == ".tar":
+    if path.suffix == ".tar" and path.is_file():
         from situs.data.webdataset import TarSource
 
         return TarSource(path, split, labels=labels, channels=channels, strict=strict)

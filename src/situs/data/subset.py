@@ -1,28 +1,64 @@
-"""A part of a source, drawn once and for all: enough for a probe, and of every class whatever order they stand in."""
+"""Parts of a source: some of its rows, a random choice of so many, or a share that is held out by name."""
 
 from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from situs.data.base import Source
 from situs.data.sampler import epoch_order
+from situs.errors import SitusError
 
 
-class Subset(Source):
+class Rows(Source):
+    """Some images of a source, by their numbers."""
+
+    def __init__(self, source: Source, rows: Sequence[int], name: str | None = None) -> None:
+        super().__init__(name or source.name, source.classes, source.channels, source.strict)
+        self.source = source
+        self.rows: list[int] = list(rows)
+        self.notes = source.notes
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def key(self, index: int) -> str:
+        """The image's name in its source."""
+        return self.source.key(self.rows[index])
+
+    def read(self, index: int) -> tuple[Tensor, int | None]:
+        """Image and label `index` of the part."""
+        return self.source.read(self.rows[index])
+
+
+class Subset(Rows):
     """At most `count` images of `source`: a uniform random choice, the same every time, in the source's order.
 
     Equal distances would be simpler, and wrong for a set whose classes take turns.
     """
 
     def __init__(self, source: Source, count: int) -> None:
-        super().__init__(source.name, source.classes, source.channels, source.strict)
-        self.source = source
-        chosen = epoch_order(0, 0, len(source))[:count]
-        self.rows: list[int] = chosen.sort().values.tolist()
+        super().__init__(source, epoch_order(0, 0, len(source))[:count].sort().values.tolist())
 
-    def __len__(self) -> int:
-        return len(self.rows)
 
-    def read(self, index: int) -> tuple[Tensor, int | None]:
-        """Image and label `index` of the subset."""
-        return self.source.read(self.rows[index])
+def hold_out(source: Source, share: float, *, held: bool) -> Rows:
+    """About a `share` of the images that is held out of `source` (held), or the others.
+
+    Each image's own name decides, by a hash, so that an image stays on its side when others come or go.
+    """
+    bound = int(share * 2**64)
+    rows = [index for index in range(len(source)) if (_hash(source.key(index)) < bound) is held]
+    if not rows:
+        rest = "no image is held out" if held else "every image is held out"
+        raise SitusError(
+            f"held_out={share:g}: of the {len(source)} images of {source.name} {rest}; choose another share "
+            "(--data.held-out, in evaluations --held-out)"
+        )
+    said = f"the {share:.3g} held out" if held else f"without the {share:.3g} held out"
+    return Rows(source, rows, f"{source.name}, {said}")
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode("utf-8", "surrogateescape"), digest_size=8).digest(), "big")

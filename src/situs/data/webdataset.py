@@ -10,10 +10,16 @@ import os
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
-from situs.data.base import EncodedSource, find_shards, split_of
+from situs.data.base import EncodedSource, find_shards, number_names, split_of
 from situs.data.images import IMAGE_SUFFIXES, BrokenImageError
+from situs.data.walk import Found, plain
 from situs.errors import SitusError
+
+_BLOCK = 512
+_END = 2 * _BLOCK  # zeros, at the end of every archive
+_LONGEST_NUMBER = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +49,9 @@ class TarSource(EncodedSource):
         self._shards = find_shards(path, ".tar", split)
         self._members: list[_Member] = []
         numbers: list[int | None] = []
+        left_out = Found()
         for shard, file in enumerate(self._shards):
-            members, found = _index(file, shard, labels)
+            members, found = _index(file, shard, labels, left_out)
             self._members += members
             numbers += found
         if not self._members:
@@ -60,6 +67,7 @@ class TarSource(EncodedSource):
             classes = _class_names(folder / "classes.txt", max(labelled) + 1)
         chosen = split_of(self._shards[0])
         super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, channels, strict)
+        self.notes = left_out.notes(self.name)
 
     def __len__(self) -> int:
         return len(self._members)
@@ -81,17 +89,27 @@ class TarSource(EncodedSource):
     def entry(self, index: int) -> str:
         """Shard and member."""
         member = self._members[index]
-        return f"{self._shards[member.shard]}, {member.key}{member.suffix}"
+        return plain(f"{self._shards[member.shard]}, {member.key}{member.suffix}")
+
+    def key(self, index: int) -> str:
+        """The shard's name and the member's."""
+        member = self._members[index]
+        return f"{self._shards[member.shard].name}/{member.key}{member.suffix}"
 
 
-def _index(file: Path, shard: int, labels: bool) -> tuple[list[_Member], list[int | None]]:
+def _index(file: Path, shard: int, labels: bool, left_out: Found) -> tuple[list[_Member], list[int | None]]:
     """Image members of one shard, and the number in each one's .cls (None without one)."""
     members: list[_Member] = []
     numbers: dict[str, int] = {}
     try:
-        with tarfile.open(file, mode="r:") as tar:
+        with file.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
+            last = -1
             for info in tar:
-                if not info.isreg():
+                if info.offset <= last or info.size < 0:  # a damaged size would lead back, and round for ever
+                    raise tarfile.ReadError(f"{info.name!r} claims {info.size:,} bytes")
+                last = info.offset
+                if not info.isreg() or info.issparse():
+                    left_out.special += [] if info.isdir() else [info.name]
                     continue
                 folder, base = os.path.split(info.name)
                 stem, dot, suffix = base.partition(".")
@@ -99,21 +117,57 @@ def _index(file: Path, shard: int, labels: bool) -> tuple[list[_Member], list[in
                 kind = f".{suffix.lower()}"
                 if kind in IMAGE_SUFFIXES:
                     members.append(_Member(shard, key, dot + suffix, info.offset_data, info.size))
-                elif kind == ".cls" and labels:
-                    stream = tar.extractfile(info)
-                    numbers[key] = int(stream.read()) if stream else -1
-    except (tarfile.TarError, OSError, ValueError) as error:
-        reason = str(error)[:120]
-        raise SitusError(f"{file}: is not a plain tar of images and class numbers ({reason}) (--data)") from error
+                elif kind != ".cls":
+                    left_out.others.append(info.name)
+                elif labels:
+                    numbers[key] = _read_number(tar, info)
+            _check_end(raw, tar.offset, file, len(members))
+    except SitusError:
+        raise
+    except Exception as error:  # each field of a header fails in its own way where it is damaged
+        reason = plain(str(error))[:120]
+        raise SitusError(
+            f"{file}: is not a plain tar of images and class numbers, or is damaged after {len(members):,} images "
+            f"({reason}) (--data)"
+        ) from error
     if any(number < 0 for number in numbers.values()):
         raise SitusError(f"{file}: a .cls holds a negative class number (--data)")
     return members, [numbers.get(member.key) for member in members]
 
 
+def _read_number(tar: tarfile.TarFile, info: tarfile.TarInfo) -> int:
+    if info.size > _LONGEST_NUMBER:
+        raise ValueError(f"{info.name!r} is no class number, it has {info.size:,} bytes")
+    stream = tar.extractfile(info)
+    return int(stream.read()) if stream else -1
+
+
+def _check_end(raw: BinaryIO, end: int, file: Path, images: int) -> None:
+    """Refuses a tar that does not end as one: Python's reader takes whatever it cannot read for the end."""
+    raw.seek(end)
+    mark = raw.read(_END)
+    if len(mark) < _END or any(mark):
+        cut = raw.seek(0, os.SEEK_END) <= end + len(mark) and not any(mark)
+        what = "was cut short" if cut else "is damaged"
+        raise SitusError(
+            f"{file}: {what} after {images:,} images, at byte {end:,}, where neither another member nor the end of "
+            "the archive follows; get it again (--data)"
+        )
+    while part := raw.read(1 << 20):
+        if any(part):
+            raise SitusError(
+                f"{file}: goes on after its end, after {images:,} images: several tar files in one? Join them with "
+                "tar --concatenate, or keep them apart (--data)"
+            )
+
+
 def _class_names(file: Path, count: int) -> tuple[str, ...]:
     if not file.is_file():
-        return tuple(str(number) for number in range(count))
-    names = tuple(line for line in file.read_text(encoding="utf-8").splitlines() if line)
+        return number_names(count - 1, str(file.parent))
+    try:
+        names = tuple(line for line in file.read_text(encoding="utf-8").splitlines() if line)
+    except UnicodeDecodeError as error:
+        raise SitusError(f"{file}: must be UTF-8 text, one class a line ({error.reason})") from error
     if len(names) < count:
         raise SitusError(f"{file}: names {len(names)} classes, the shards use {count}")
     return names

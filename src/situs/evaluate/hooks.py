@@ -79,7 +79,7 @@ def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequ
 
 def _probed(config: RunConfig, split: str, device: torch.device) -> Loader:
     data = replace(config.data, split=split, batch=min(1024, config.data.batch))
-    source = open_source(data.path, split, channels=data.channels, strict=data.strict)
+    source = open_source(data.path, split, channels=data.channels, strict=data.strict, held_out=data.held_out)
     return make_loader(data, None, device, source=Subset(source, PROBED[split]))
 
 

@@ -14,7 +14,7 @@ from situs.config import check_range
 from situs.data.augment import normalise
 from situs.data.base import Source
 from situs.data.loader import Loader, make_loader
-from situs.data.subset import Subset
+from situs.data.subset import Rows, Subset
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, Model, Tally, labels_of
 from situs.evaluate.corruptions import CORRUPTIONS, corrupt
@@ -22,7 +22,6 @@ from situs.evaluate.corruptions_severity import SEVERITIES
 from situs.evaluate.inference import evaluating
 from situs.evaluate.robustness import Anomalies, Cells, Natural, aupr, aurra, response_curve
 from situs.evaluate.robustness_sets import (
-    Rows,
     class_numbers,
     match_classes,
     open_corrupted,
@@ -42,7 +41,7 @@ class Plan:
     """What to measure, and on which images. names: the classes of the outputs where the subject does not know them."""
 
     data: str | None = None
-    split: str = "val"
+    split: str | None = None
     count: int | None = None
     batch: int = 256
     seed: int = 0
@@ -187,7 +186,7 @@ class _Bench:
             blank = torch.zeros(1, subject.data.channels, *subject.data.size, device=self.device)
             self.outputs = subject.backbone(blank).shape[-1]
 
-    def load(self, path: str | None, split: str) -> Loader:
+    def load(self, path: str | None, split: str | None) -> Loader:
         return load_set(self.subject, path, split, self.plan.batch, self.device, count=self.plan.count)
 
     def wrap(self, source: Source, **data: Any) -> Loader:
@@ -202,8 +201,7 @@ class _Bench:
         return torch.tensor(match_classes(loader.classes, self.names, self.outputs, what), device=self.device)
 
     def note(self, loader: Loader) -> None:
-        if (said := loader.source.skip_report()) is not None:
-            self.skipped.append(said)
+        self.skipped += [said for said in loader.source.left_out() if said not in self.skipped]
 
     def plain(self, loader: Loader, tell: Progress) -> Accuracy:
         tell(0, 1, "clean images")
@@ -309,7 +307,8 @@ class _Bench:
         path = self.plan.in_distribution or self.plan.data
         if path is None and self.subject.facts["kind"] != "run":
             raise SitusError("ImageNet-O needs images of the classifier's own classes beside it (--in-distribution)")
-        source = open_normal(path or self.subject.data.path, self.plan.split, self.subject.data.channels)
+        data = self.subject.data
+        source = open_normal(path or data.path, self.plan.split, data.channels, data.held_out)
         meant = match_classes(source.classes, self.names, self.outputs, source.name)
         labels = class_numbers(source)
         rows = [row for row, label in enumerate(labels) if label is not None and meant[label] in outputs]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from situs.data.base import EncodedSource, Source, TensorSource
-from situs.data.folder import FolderSource
-from situs.data.sources import open_source
-from situs.data.subset import Subset
+from situs.data.images import BrokenImageError
+from situs.data.sources import judged_split, open_source
+from situs.data.subset import Rows
 from situs.errors import SitusError
 from situs.evaluate.corruptions import GROUPS
 
@@ -20,36 +20,31 @@ _WNID = re.compile(r"n\d{8}")
 _LABELS = "labels.npy"
 
 
-class Rows(Source):
-    """Some rows of a source."""
-
-    def __init__(self, source: Source, rows: Sequence[int]) -> None:
-        super().__init__(source.name, source.classes, source.channels, source.strict)
-        self.source, self.rows = source, list(rows)
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def read(self, index: int) -> tuple[Tensor, int | None]:
-        """Image and label `index` of the chosen."""
-        return self.source.read(self.rows[index])
-
-
 def row_numbers(source: Source) -> Tensor | None:
     """The rows that a part has in its whole, so that an image is corrupted alike in both; None for a whole."""
-    return torch.tensor(source.rows) if isinstance(source, Subset | Rows) else None
+    if not isinstance(source, Rows):
+        return None
+    rows, whole = torch.tensor(source.rows), row_numbers(source.source)
+    return rows if whole is None else whole[rows]
 
 
 def class_numbers(source: Source) -> list[int | None]:
     """The label of every image, without decoding where the source can tell."""
     if isinstance(source, EncodedSource):
-        return [source.label(index) for index in range(len(source))]
+        return [_label(source, index) for index in range(len(source))]
     if isinstance(source, TensorSource):
         return [None] * len(source) if source.labels is None else source.labels.tolist()
-    if isinstance(source, Subset | Rows):
+    if isinstance(source, Rows):
         whole = class_numbers(source.source)
         return [whole[row] for row in source.rows]
     return [source.read(index)[1] for index in range(len(source))]
+
+
+def _label(source: EncodedSource, index: int) -> int | None:
+    try:
+        return source.label(index)
+    except BrokenImageError:  # it is skipped and counted when it is read
+        return None
 
 
 def read_class_list(path: Path) -> tuple[str, ...]:
@@ -121,17 +116,9 @@ def open_folder(root: Path, channels: int, flag: str) -> Source:
         raise SitusError(str(error).replace("(--data)", f"({flag})")) from None
 
 
-def open_normal(path: str, split: str, channels: int) -> Source:
-    """Images of the classifier's own kind: the split of data that is split, all of a folder that is not."""
-    try:
-        return open_source(path, split, channels=channels)
-    except SitusError:
-        if not Path(path).is_dir():
-            raise
-        whole = open_source(path, None, channels=channels)
-        if isinstance(whole, FolderSource) and whole.root == Path(path).expanduser():
-            return whole
-        raise
+def open_normal(path: str, split: str | None, channels: int, held_out: float = 0.0) -> Source:
+    """Images of the classifier's own kind: the split named, else that which an evaluation takes by itself."""
+    return open_source(path, split or judged_split(path, held_out), channels=channels, held_out=held_out)
 
 
 def _open_array(root: Path, name: str, severity: int, channels: int) -> TensorSource:
@@ -139,7 +126,7 @@ def _open_array(root: Path, name: str, severity: int, channels: int) -> TensorSo
 
     try:
         images, labels = (np.load(root / file, mmap_mode="r", allow_pickle=False) for file in (f"{name}.npy", _LABELS))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, EOFError) as error:
         raise SitusError(f"{root}: {name}.npy and {_LABELS} cannot be read ({error}) (--imagenet-c)") from error
     count, rest = divmod(len(images), 5)
     if images.ndim != 4 or images.dtype != np.uint8 or rest or not count or len(labels) != len(images):

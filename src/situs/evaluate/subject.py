@@ -14,7 +14,7 @@ from situs.backbones.base import Backbone
 from situs.backbones.timm_create import load_weights, pretrained_state
 from situs.config import check_range, read_json
 from situs.data.loader import DataConfig, Loader, make_loader
-from situs.data.sources import open_source
+from situs.data.sources import judged_split, open_source
 from situs.data.subset import Subset
 from situs.errors import SitusError
 from situs.methods.base import Method
@@ -83,6 +83,7 @@ def load_set(
 ) -> Loader:
     """The images at `path` as the subject was trained to see them: not augmented, in their own order.
 
+    split: where none is named, val, or the share that the subject's data holds out; all of data that is not split.
     count: at most so many over all ranks, a uniform choice that is the same every time. shared: only this rank's part
     of them, for an evaluation that sums over the ranks; else each rank has them all.
     """
@@ -92,7 +93,11 @@ def load_set(
     if world > 1:  # each rank takes the same share of a batch
         batch = max(world, batch - batch % world)
     data = replace(subject.data, path=path or subject.data.path, split=split, batch=batch)
-    source = open_source(data.path, split or "val", channels=data.channels, strict=data.strict)
+    chosen = split or judged_split(data.path, data.held_out)
+    source = open_source(data.path, chosen, channels=data.channels, strict=data.strict, held_out=data.held_out)
+    if chosen is None:
+        told = ", those of the training too" if path is None else ""
+        source.notes.append(f"{source.name}: is not split, so that all its images were taken{told} (--held-out)")
     if count is not None:
         check_range("count", count, 1, flag="--count")
         source = Subset(source, count)
@@ -104,7 +109,7 @@ def load_set(
 def load_bank(
     subject: Subject,
     path: str | None,
-    split: str,
+    split: str | None,
     batch: int,
     *,
     bank_count: int | None = None,
@@ -120,7 +125,7 @@ def load_bank(
     if bank_count is not None:
         check_range(flag.removeprefix("--").replace("-", "_"), bank_count, 1, flag=flag)
     bank = load_set(subject, path, "train", batch, subject.device, count=bank_count)
-    test = load_set(subject, path, split, batch, subject.device, count=count)
+    test = load_set(subject, path, split or "val", batch, subject.device, count=count)
     if bank.classes != test.classes:
         raise SitusError(f"{test.source.name}: its classes are not those of the training split (--data)")
     return bank, test
@@ -177,7 +182,8 @@ def made_with(subject: Subject, loader: Loader, seed: int, precision: str = "fp3
 
     size = "x".join(map(str, subject.data.size))
     made = {"data": loader.source.name, "img_size": size, "seed": seed, "precision": precision, "situs": __version__}
-    return {"name": subject.name, **subject.facts, **made}
+    said = loader.source.left_out()
+    return {"name": subject.name, **subject.facts, **made, **({"left out": " ".join(said)} if said else {})}
 
 
 def _refuse(what: str, **given: Any) -> None:

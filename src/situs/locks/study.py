@@ -285,7 +285,13 @@ def from_run(source: str | Path, data: str | None, config: StudyConfig) -> Pretr
     loaded = load_run(source)
     described = loaded.config.data if data is None else replace(loaded.config.data, path=data, split=None)
     sets: dict[str, Any] = {
-        split: open_source(described.path, split, channels=described.channels, strict=described.strict)
+        split: open_source(
+            described.path,
+            split,
+            channels=described.channels,
+            strict=described.strict,
+            held_out=described.held_out,
+        )
         for split in ("train", "val")
     }
     recipe = replace(loaded.config, data=described)

@@ -1,0 +1,137 @@
+"""Parquet files with something wrong in them: each is named in one sentence."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from situs.data.images import BrokenImageError
+from situs.data.loader import DataConfig, make_loader
+from situs.data.sources import open_source
+from situs.errors import SitusError
+
+
+def png(value: int = 0) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (6, 5), (value, value, value)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def table(labels: list[int | None], kind: pa.DataType | None = None, column: str = "label") -> pa.Table:
+    rows = [{"bytes": png(number), "path": None} for number in range(len(labels))]
+    return pa.table({"image": rows, column: pa.array(labels, kind or pa.int64())})
+
+
+def write(path: Path, content: pa.Table, **options: Any) -> Path:
+    pq.write_table(content, path, **options)
+    return path
+
+
+def test_a_row_without_a_label_is_skipped_and_counted(tmp_path):
+    write(tmp_path / "x.parquet", table([0, None, 1]))
+    source = open_source(tmp_path)
+    assert (source.classes, source.read(2)[1]) == (("0", "1"), 1)
+    with pytest.raises(BrokenImageError, match=r"row 1 of row group 0: the row has no label"):
+        source.read(1)
+    loader = make_loader(DataConfig(str(tmp_path), split="train", img_size=4, batch=3), None)
+    [batch] = loader
+    assert batch.labels is not None
+    assert (batch.labels.tolist(), batch.ids.tolist()) == ([0, 1], [0, 2])
+    assert loader.source.left_out()[0].startswith(f"1 of 3 images of {tmp_path.name} could not be read")
+
+
+def test_labels_that_are_all_missing_are_none(tmp_path):
+    write(tmp_path / "x.parquet", table([None, None]))
+    source = open_source(tmp_path)
+    assert source.classes is None
+    assert source.read(0)[1] is None
+
+
+def test_a_corrupt_page_is_named(tmp_path):
+    path = write(tmp_path / "x.parquet", table([0, 1]), compression="zstd")
+    data = bytearray(path.read_bytes())
+    start = pq.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset
+    data[start : start + 60] = b"\xa5" * 60
+    path.write_bytes(bytes(data))
+    with pytest.raises(SitusError, match=r"x\.parquet: row group 0 is damaged \(.*\(--data\)"):
+        open_source(tmp_path)
+
+
+def test_a_checksum_that_does_not_fit_is_named(tmp_path):
+    path = write(tmp_path / "x.parquet", table([0, 1]), compression="none", write_page_checksum=True)
+    data = path.read_bytes()
+    place = data.index(b"IDAT")
+    path.write_bytes(data[:place] + b"X" + data[place + 1 :])
+    with pytest.raises(SitusError, match=r"row group 0 is damaged .*CRC"):
+        open_source(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "written", [b"{torn", b"[1]", b'{"info": 3}', b'{"info": {"features": {"label": 7}}}', b"\xff"]
+)
+def test_bad_metadata_is_named(tmp_path, written):
+    write(tmp_path / "x.parquet", table([0, 1]).replace_schema_metadata({b"huggingface": written}))
+    with pytest.raises(SitusError, match=r"its 'huggingface' metadata is damaged"):
+        open_source(tmp_path)
+
+
+def test_metadata_without_names_leaves_the_numbers(tmp_path):
+    for written in ({}, {"info": {"features": {"label": {"_type": "Value"}}}}, {"info": None}):
+        content = table([0, 1]).replace_schema_metadata({b"huggingface": json.dumps(written).encode()})
+        write(tmp_path / "x.parquet", content)
+        assert open_source(tmp_path).classes == ("0", "1")
+
+
+def test_another_shard_must_have_the_same_columns(tmp_path):
+    write(tmp_path / "0.parquet", table([0, 1]))
+    for other, said in (
+        (table([0], column="cls"), r"1\.parquet: its images and labels are 'image', 'cls', in 0\.parquet"),
+        (table([0]).drop_columns(["label"]), r"1\.parquet: its images and labels are 'image', in 0\.parquet 'image'"),
+        (table([0]).drop_columns(["image"]), r"1\.parquet: has no image column"),
+        (pa.table({"image": table([0])["image"], "label": ["a"]}),
+         r"1\.parquet: column 'label' is string, labels must be integers"),
+        (pa.table({"image": ["a"], "label": [0]}), r"1\.parquet: column 'image' is string, images must be bytes"),
+        (pa.table({"image": [{"path": "a"}], "label": [0]}), r"1\.parquet: column 'image' is struct<path: string>"),
+    ):  # fmt: skip
+        write(tmp_path / "1.parquet", other)
+        with pytest.raises(SitusError, match=said):
+            open_source(tmp_path)
+    write(tmp_path / "1.parquet", pa.table({"image": pa.array([png(9)], pa.large_binary()), "label": [3]}))
+    source = open_source(tmp_path)
+    assert (len(source), source.classes) == (3, ("0", "1", "2", "3"))
+    assert int(source.read(2)[0][0, 0, 0]) == 9
+
+
+def test_a_label_that_is_an_id_makes_no_hundred_million_names(tmp_path):
+    write(tmp_path / "x.parquet", table([0, 10**8]))
+    with pytest.raises(
+        SitusError, match=r"x\.parquet, column 'label': class number 100,000,000: must be below 1,000,000"
+    ):
+        open_source(tmp_path)
+    assert open_source(tmp_path, labels=False).classes is None
+
+
+def test_a_file_that_unpacks_to_much_is_not_held(tmp_path):
+    """Ten million equal bytes pack to almost nothing; what decides is what they unpack to."""
+    from situs.data.parquet import ParquetSource
+
+    rows = [{"bytes": png(1) + bytes(10**6), "path": None}] * 10
+    path = write(tmp_path / "x.parquet", pa.table({"image": rows}), compression="zstd", use_dictionary=False)
+    assert path.stat().st_size < 10**6
+    source = ParquetSource(path, held_bytes=10**6)
+    assert source._held == {}
+    assert int(source.read(3)[0][0, 0, 0]) == 1
+
+
+def test_a_row_is_named_by_its_file_and_number(tmp_path):
+    write(tmp_path / "a.parquet", table([0, 1, 0]), row_group_size=2)
+    write(tmp_path / "b.parquet", table([0, 1, 0]), row_group_size=1)
+    source = open_source(tmp_path)
+    assert [source.key(index) for index in range(6)] == [f"{name}.parquet/{row}" for name in "ab" for row in range(3)]
