@@ -11,10 +11,9 @@ from PIL import Image
 
 from situs.data.base import TensorSource
 from situs.data.sources import open_source
-from situs.data.subset import Subset
+from situs.data.subset import Rows, Subset
 from situs.errors import SitusError
 from situs.evaluate.robustness_sets import (
-    Rows,
     class_numbers,
     match_classes,
     open_corrupted,
@@ -107,6 +106,8 @@ def test_parts_know_their_rows_and_labels(tmp_path: Path) -> None:
     chosen = Rows(folder, [4, 1])
     assert class_numbers(chosen) == [1, 0] and len(chosen) == 2
     assert torch.equal(chosen.read(0)[0], folder.read(4)[0])
+    assert row_numbers(Rows(chosen, [1])).tolist() == [1]  # type: ignore[union-attr]  (in the whole, not in the part)
+    assert row_numbers(Rows(chosen, [0])).tolist() == [4]  # type: ignore[union-attr]
     tensors = TensorSource(torch.zeros(2, 1, 4, 4), torch.tensor([1, 0]), ("a", "b"))
     assert class_numbers(tensors) == [1, 0]
     assert class_numbers(TensorSource(torch.zeros(2, 1, 4, 4), None, None)) == [None, None]
@@ -117,11 +118,14 @@ def test_normal_images_are_the_split_or_the_whole_of_an_unsplit_folder(tmp_path:
     write(tmp_path / "split" / "train", {"cat": 4})
     write(tmp_path / "split" / "val", {"cat": 1})
     write(tmp_path / "trained" / "train", {"cat": 4})
-    assert len(open_normal(str(tmp_path / "whole"), "val", 3)) == 5
-    assert len(open_normal(str(tmp_path / "split"), "val", 3)) == 1
+    assert len(open_normal(str(tmp_path / "whole"), None, 3)) == 5
+    assert len(open_normal(str(tmp_path / "split"), None, 3)) == 1
+    with pytest.raises(SitusError, match="has no split 'val'"):
+        open_normal(str(tmp_path / "whole"), "val", 3)
+    assert len(open_normal(str(tmp_path / "whole"), "val", 3, held_out=0.5)) < 5
     with pytest.raises(SitusError, match="has no split 'val'"):  # and the training images do not stand in
-        open_normal(str(tmp_path / "trained"), "val", 3)
+        open_normal(str(tmp_path / "trained"), None, 3)
     with pytest.raises(SitusError, match="no such folder"):
-        open_normal(str(tmp_path / "none"), "val", 3)
+        open_normal(str(tmp_path / "none"), None, 3)
     with pytest.raises(SitusError, match=r"no such folder \(--imagenet-a\)"):
         open_folder(tmp_path / "none", 3, "--imagenet-a")

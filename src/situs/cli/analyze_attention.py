@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from situs.cli.result import LookingAtImages, open_looked_at, write_result
+from situs.cli.result import LookingAtImages, open_looked_at, tell_left_out, write_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,4 +57,5 @@ def run(args: Args) -> None:
     numbers = {**facts, **attention_numbers(found, shown)}
     print_table(f"{subject.name}: attention over {found.images:,} images", [LAYER_HEADER, *layer_rows(found)])
     print(page.lead)
+    tell_left_out(loader)
     print(write_result(args.out, "attention", numbers, page, pictures))

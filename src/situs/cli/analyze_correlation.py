@@ -30,7 +30,7 @@ def run(args: Args) -> None:
     """Runs the images through the model, prints the means of every depth, and writes the page."""
     from situs.analyze.correlation import correlate
     from situs.analyze.correlation_page import in_words, make_page, overview, to_json
-    from situs.cli.result import open_looked_at, write_result
+    from situs.cli.result import open_looked_at, tell_left_out, write_result
     from situs.cli.tables import print_table
     from situs.errors import unknown_name
     from situs.evaluate.subject import load_set, made_with
@@ -52,4 +52,5 @@ def run(args: Args) -> None:
     )
     print(in_words(found))
     numbers = {**facts, **to_json(found)}
+    tell_left_out(loader)
     print(write_result(args.out, NAME, numbers, page, pictures))

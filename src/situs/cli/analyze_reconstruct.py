@@ -7,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from situs.cli.result import LookingAtImages, open_looked_at, write_result
+from situs.cli.result import LookingAtImages, open_looked_at, tell_left_out, write_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,4 +67,5 @@ def run(args: Args) -> None:
     rows = score_rows(found.scores, method.backbone.num_tokens)
     print_table(f"{subject.name}: puzzles of {loader.source.name}", [SCORE_HEADER, *rows])
     print(page.lead)
+    tell_left_out(loader)
     print(write_result(args.out, "reconstruct", numbers, page, pictures))

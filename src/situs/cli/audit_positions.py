@@ -33,7 +33,7 @@ def run(args: Args) -> None:
     """Audits, prints the verdict, and writes the page."""
     from situs.audit.positions import audit_positions, to_dict, verdict
     from situs.audit.positions_page import at_a_glance, make_page
-    from situs.cli.result import open_looked_at, write_result
+    from situs.cli.result import open_looked_at, tell_left_out, write_result
     from situs.cli.tables import print_table
     from situs.errors import SitusError
     from situs.evaluate.subject import load_set, made_with
@@ -59,4 +59,5 @@ def run(args: Args) -> None:
     print_table(subject.name, [(name, show(value)) for name, value in at_a_glance(audit).items()])
     print(verdict(audit))
     numbers = {**facts, **to_dict(audit)}
+    tell_left_out(loader)
     print(write_result(args.out, NAME, numbers, page, pictures))

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from situs.cli.result import LookingAtImages, open_looked_at, print_cells, write_result
+from situs.cli.result import LookingAtImages, open_looked_at, print_cells, tell_left_out, write_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,4 +67,5 @@ def run(args: Args) -> None:
         "no_top1_why": no_top1,
         "rows": [asdict(row) for row in rows],
     }
+    tell_left_out(loader)
     print(write_result(args.out, "consistency", numbers, page, pictures))

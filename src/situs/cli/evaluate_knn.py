@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from situs.cli.result import LookingAtImages, open_looked_at, print_cells, write_result
+from situs.cli.result import LookingAtImages, open_looked_at, print_cells, tell_left_out, write_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,4 +55,5 @@ def run(args: Args) -> None:
     print_cells(f"{test.source.name}, {found.count:,} images, k = {args.k} of {found.bank:,}", *table(found))
     print(finding(found, chance))
     numbers = {**facts, "k": args.k, "temperature": args.temperature, **asdict(found)}
+    tell_left_out(bank, test)
     print(write_result(args.out, "knn", numbers, page, pictures))

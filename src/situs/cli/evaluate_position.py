@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from situs.cli.result import LookingAtImages, open_looked_at, print_cells, write_result
+from situs.cli.result import LookingAtImages, open_looked_at, print_cells, tell_left_out, write_result
 
 _Ratios = Annotated[tuple[float, ...], tyro.conf.arg(metavar="SHARE …")]
 
@@ -42,20 +42,23 @@ def run(args: Args) -> None:
     subject = open_looked_at(args)
     method = position_method(subject.method, subject.name)
     loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count, shared=True)
-    facts = made_with(subject, loader, args.seed, args.precision)
-    title, numbers = loader.source.name, {**facts, "places": method.backbone.num_tokens}
+    title = loader.source.name
     if isinstance(method, DropPos):
         shares = args.mask_ratios, args.position_mask_ratios
         grid = position_grid(method, loader, *shares, seed=args.seed, precision=args.precision)
+        facts = made_with(subject, loader, args.seed, args.precision)
         page, pictures = pages.grid_page(grid, method, subject.name, facts)
         print_cells(f"{title}, {grid.count:,} images", *pages.grid_table(grid))
         print(pages.grid_finding(grid))
-        numbers |= {**asdict(grid), "mean": grid.mean}
+        numbers = {**asdict(grid), "mean": grid.mean}
     else:
         found = position_accuracy_over(method, loader, args.ratios, seed=args.seed, precision=args.precision)
         count = loader.plan.n
+        facts = made_with(subject, loader, args.seed, args.precision)
         page, pictures = pages.curve_page(found, count, method, subject.name, facts)
         print_cells(f"{title}, {count:,} images", *pages.curve_table(found))
         print(pages.curve_finding(found, method))
-        numbers |= {"count": count, "accuracy": [{"ratio": key, "accuracy": value} for key, value in found.items()]}
+        numbers = {"count": count, "accuracy": [{"ratio": key, "accuracy": value} for key, value in found.items()]}
+    numbers = {**facts, "places": method.backbone.num_tokens, **numbers}
+    tell_left_out(loader)
     print(write_result(args.out, "position", numbers, page, pictures))

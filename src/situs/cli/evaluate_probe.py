@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from situs.cli.result import LookingAtImages, open_looked_at, print_cells, write_result
+from situs.cli.result import LookingAtImages, open_looked_at, print_cells, tell_left_out, write_result
 
 if TYPE_CHECKING:
     from situs.evaluate.probe import Fitted
@@ -47,7 +47,7 @@ def run(args: Args) -> None:
     """Fits, scores, prints the table and writes the page."""
     subject = open_looked_at(args)
     if args.data is None and subject.method is not None:  # a second model is judged on the same images
-        args = replace(args, data=subject.data.path)
+        args = replace(args, data=subject.data.path, held_out=subject.data.held_out)
     subjects = {subject.name: subject}
     if args.after is not None:
         after = open_looked_at(replace(args, model=args.after, weights=None, img_size=None))
@@ -76,6 +76,7 @@ def _position(args: Args, subjects: dict[str, Subject]) -> None:
             blindfold=held,
             weight_decays=args.weight_decays,
         )
+        tell_left_out(train, test)
         probes[name] = found, held
     grids = {subject.backbone.out_grid for subject in subjects.values()}
     if len(grids) > 1:
@@ -118,6 +119,7 @@ def _class(args: Args, subjects: dict[str, Subject]) -> None:
             positions=subject.positions,
             weight_decays=args.weight_decays,
         )
+        tell_left_out(train, test)
     page, pictures = pages.class_page(probes, classes, _shown(facts))
     print_cells(_title(facts), *pages.class_table(probes))
     print(pages.class_finding(probes))

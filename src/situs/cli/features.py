@@ -25,6 +25,9 @@ class Args:
     split: str = "train"
     """train, val or test."""
 
+    held_out: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    """Share of data without val and test that is held out as both; by default what a run held out."""
+
     pool: Literal["mean", "cls"] = "mean"
     """The mean of the patch tokens, or the CLS token."""
 
@@ -50,6 +53,7 @@ class Args:
 def run(args: Args) -> None:
     """Extracts and writes them, and says what was written."""
     from situs import __version__
+    from situs.cli.result import tell_left_out
     from situs.core.tokens import pair
     from situs.evaluate.features import extract, write_features
     from situs.evaluate.subject import load_set, open_subject
@@ -59,6 +63,8 @@ def run(args: Args) -> None:
     size = None if args.img_size is None else pair(args.img_size)
     ema = None if args.ema else False
     subject = open_subject(args.model, weights=args.weights, img_size=size, ema=ema, device=device)
+    if args.held_out is not None:
+        subject = subject.holding_out(args.held_out)
     loader = load_set(subject, args.data, args.split, args.batch, device)
     found = extract(subject.backbone, loader, args.pool, positions=subject.positions, precision=args.precision)
     mean, std = subject.data.normalisation
@@ -77,5 +83,4 @@ def run(args: Args) -> None:
     count, dim = found.features.shape
     labels = "with labels" if found.labels is not None else "without labels"
     print(f"{args.out}: {count} features of {dim} numbers, {labels}")
-    if (skipped := loader.source.skip_report()) is not None:
-        print(skipped)
+    tell_left_out(loader)

@@ -6,6 +6,7 @@ A result is a folder: NAME.json with every number, NAME.html to read, NAME-PICTU
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 if TYPE_CHECKING:
+    from situs.data.loader import Loader
     from situs.evaluate.subject import Subject
     from situs.report.html import Cell, Page
 
@@ -48,8 +50,11 @@ class LookingAtImages(Looking):
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """The images; by default those a run was trained on."""
 
-    split: str = "val"
-    """train, val or test; val and test stand in for each other where one is missing; unsplit data is train."""
+    split: str | None = None
+    """train, val or test; val and test stand in for each other. By default val, or all of data that is not split."""
+
+    held_out: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    """Share of data without val and test that is held out as both; by default what a run held out."""
 
     count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = None
     """So many of the images, chosen at random and the same every time; all where nothing is said."""
@@ -70,7 +75,18 @@ def open_looked_at(args: Looking) -> Subject:
     size = None if args.img_size is None else pair(args.img_size)
     ema = None if args.ema else False
     device = start(args.device).device
-    return open_subject(args.model, weights=args.weights, img_size=size, ema=ema, device=device)
+    subject = open_subject(args.model, weights=args.weights, img_size=size, ema=ema, device=device)
+    held = args.held_out if isinstance(args, LookingAtImages) else None
+    return subject if held is None else subject.holding_out(held)
+
+
+def tell_left_out(*loaders: Loader) -> None:
+    """Says what the evaluation did not see: files that are no images, images that are broken. By the first rank."""
+    from situs.train import distributed
+
+    if not distributed.rank():
+        for said in dict.fromkeys(said for loader in loaders for said in loader.source.left_out()):
+            print(f"situs: {said}", file=sys.stderr)
 
 
 def print_cells(title: str, header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:

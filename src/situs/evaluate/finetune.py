@@ -13,7 +13,18 @@ from situs.methods import METHODS
 from situs.train.checkpoint import read_config
 from situs.train.run import RunConfig, is_run
 
-SAME_IMAGES = ("path", "held_out", "img_size", "channels", "mean", "std", "crop_share", "workers", "resident", "resident_gib")
+SAME_IMAGES = (
+    "path",
+    "held_out",
+    "img_size",
+    "channels",
+    "mean",
+    "std",
+    "crop_share",
+    "workers",
+    "resident",
+    "resident_gib",
+)
 """Fields of `DataConfig` in which fine-tuning follows the pretraining unless told otherwise."""
 
 

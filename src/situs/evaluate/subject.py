@@ -49,6 +49,10 @@ class Subject:
         """Where its weights are."""
         return next(self.backbone.parameters()).device
 
+    def holding_out(self, share: float) -> Subject:
+        """The same, with another share held out of data without a split to be judged on."""
+        return replace(self, data=replace(self.data, held_out=share))
+
 
 def open_subject(
     source: str,

@@ -1,0 +1,99 @@
+"""One rule for every verb about data without splits, and a held-out share that a run remembers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from situs.cli.main import main
+from situs.errors import SitusError
+from situs.evaluate.subject import load_bank, load_set, made_with, open_subject
+from situs.train.run import load_run, make_eval_loader
+
+MODEL = ["test_vit", "--weights", "random", "--img-size", "32", "--device", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def flat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty pictures of two classes, not split, and a note beside them."""
+    folder = tmp_path_factory.mktemp("data") / "flat"
+    chance = np.random.default_rng(0)
+    for number in range(40):
+        place = folder / ("dark" if number % 2 else "light") / f"{number}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(chance.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(place)
+    (folder / "dark" / "notes.txt").write_text("x")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(flat: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that holds a quarter out."""
+    out = tmp_path_factory.mktemp("run") / "mp3"
+    words = ["--data", str(flat), "--data.held-out", "0.25", "--data.img-size", "8", "--data.batch", "8"]
+    table = 'backbone = {name = "vit_tiny_patch16_224", patch_size = 4, model_args = {depth = 1, embed_dim = 48}}'
+    (out.parent / "tiny.toml").write_text(table)
+    shape = ["--config", str(out.parent / "tiny.toml")]
+    steps = ["--train.epochs", "1", "--train.precision", "fp32", "--device", "cpu"]
+    assert main(["pretrain", "--method", "mp3", *words, *shape, *steps, "--out", str(out)]) == 0
+    return out
+
+
+def names(loader: object) -> set[str]:
+    source = loader.source  # type: ignore[attr-defined]
+    return {source.key(index) for index in range(len(source))}
+
+
+def test_a_run_is_judged_on_what_it_held_out(flat: Path, run: Path) -> None:
+    assert json.loads((run / "config.json").read_text())["data"]["held_out"] == 0.25
+    subject = open_subject(str(run))
+    judged, trained = (load_set(subject, None, split, 8, "cpu") for split in (None, "train"))
+    assert len(names(judged)) + len(names(trained)) == 40
+    assert names(judged).isdisjoint(names(trained))
+    assert names(judged) == names(make_eval_loader(load_run(run).config))
+    assert names(load_set(subject, str(flat), "val", 8, "cpu")) == names(judged)  # the data named anew
+    assert judged.source.name == "flat, the 0.25 held out"
+    bank, test = load_bank(subject, None, None, 8)
+    assert (names(bank), names(test)) == (names(trained), names(judged))
+    assert len(load_set(subject.holding_out(0.0), None, None, 8, "cpu").source) == 40
+    said = made_with(subject, judged, 0)["left out"]
+    assert said == "flat: left out 1 (no images by their names: .txt 1); the first: dark/notes.txt"
+
+
+def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Path) -> None:
+    subject = open_subject(str(run)).holding_out(0.0)
+    loader = load_set(subject, str(flat), None, 8, "cpu")
+    assert len(loader.source) == 40
+    assert loader.source.notes[-1] == "flat: is not split, so that all its images were taken (--held-out)"
+    own = load_set(subject, None, None, 8, "cpu").source.notes[-1]
+    assert "all its images were taken, those of the training too (--held-out)" in own
+    with pytest.raises(SitusError, match=r"has no split 'val', it is not split .*--held-out"):
+        load_set(subject, str(flat), "val", 8, "cpu")
+    with pytest.raises(SitusError, match=r"has no split 'val'"):  # nobody is judged on what was learned from
+        load_bank(subject, str(flat), None, 8)
+
+
+VERBS = {
+    "analyze correlation": ["--count", "4"],
+    "evaluate knn": ["--k", "2"],
+    "evaluate probe": ["--kind", "class", "--weight-decays", "0.1"],
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_follows_the_rule(verb: str, flat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*verb.split(), *MODEL, "--data", str(flat), "--out", str(tmp_path), "--batch", "8", *VERBS[verb]]
+    learns = verb in {"evaluate knn", "evaluate probe"}
+    assert main(words) == (2 if learns else 0)
+    said = capsys.readouterr().err
+    assert ("has no split 'val', it is not split" if learns else "so that all its images were taken") in said
+    assert main([*words, "--split", "val"]) == 2
+    assert "--held-out" in capsys.readouterr().err
+    assert main([*words, "--held-out", "0.4"]) == 0
+    said = capsys.readouterr()
+    assert "flat, the 0.4 held out" in said.out + "".join(path.read_text() for path in tmp_path.glob("*.json"))
+    assert "situs: flat: left out 1 (no images by their names: .txt 1)" in said.err
