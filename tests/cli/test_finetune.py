@@ -72,8 +72,9 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     # Without a validation split the run is refused before it has begun.
     alone = [*told, "--data", str(trained.data / "train")]
     assert refused(alone, capsys) == (
-        f"{trained.data / 'train'}: has no split 'val', it is not split and 'train' means all of it (--data.split; in "
-        "evaluations --split); "
+        f"{trained.data / 'train'}: has no split 'val', it is not split and 'train' means all of it; hold a "
+        "share of it out, as with 0.1 (--data.held-out, in evaluations --held-out), or name another split "
+        "(--data.split, --split); "
         "--validate-every 0 trains without validation"
     )
     flat = [*told, "--data", str(trained.data / "train" / "dark"), "--batch", "4"]
