@@ -159,6 +159,40 @@ def test_a_classifier_for_other_classes_stays_new(tmp_path: Path) -> None:
     assert {"head.weight", "head.bias"} <= same
 
 
+def swin(seed: int, size: int = 32, **fields: Any) -> Backbone:
+    """Swin with a table of its own: 32 pixels are 8 x 8 patches."""
+    torch.manual_seed(seed)
+    args = {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 8, "window_size": 4}
+    made = {"positions": "learned", "num_classes": 0, "model_args": args} | fields
+    return create_backbone("swin_tiny_patch4_window7_224", img_size=size, **made)
+
+
+@pytest.mark.parametrize("way", ["run", "export"])
+def test_swins_table_beside_the_model_comes_along(way: str, tmp_path: Path) -> None:
+    source = swin(0, num_classes=3)
+    method = Supervised(source, SupervisedConfig())
+    if way == "run":
+        save_run(tmp_path / "run", method)
+    else:
+        write_export(method, tmp_path / "export", Story(method="supervised"))
+    target = swin(1, num_classes=3)
+    said = initialise(target, str(tmp_path / way))
+    assert torch.equal(target.table, source.table)
+    assert said[0].endswith(f": {len(source.state_dict())} tensors")
+    larger = swin(1, 64)
+    initialise(larger, str(tmp_path / way))
+    assert torch.equal(larger.table, resample_table(source.table.detach(), (8, 8), (16, 16)))
+    for fields, asked in ((dict(), dict(positions=False)), (dict(positions="sincos"), dict(positions=False))):
+        target, made = swin(1, **fields), swin(1, **fields)
+        said = initialise(target, str(tmp_path / way), **asked)
+        assert torch.equal(target.table, made.table) and said[1] == "left as initialised: table"
+    without = swin(1, positions=None, num_classes=3)
+    assert len(initialise(without, str(tmp_path / way))) == 1
+    plain = MP3(vit(0), MP3Config(0.5))
+    with pytest.raises(SitusError, match="does not fit"):
+        initialise(swin(1), str(save_run(tmp_path / "vit", plain)))
+
+
 # --- an export, a published file ----------------------------------------------------------------------------
 
 

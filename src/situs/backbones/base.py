@@ -13,7 +13,7 @@ Indices count patch tokens only; prefix tokens (CLS, registers, distillation) ap
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -146,6 +146,32 @@ class Backbone(nn.Module, ABC):
         places = self.positions()
         assert places.table is None or not places.table.any(), "the table is no view of the model's own"
         return tuple(kind for kind in places.kinds if kind != "table")
+
+    # --- names in files --------------------------------------------------------------------------------------------
+
+    @property
+    def table_name(self) -> str:
+        """The name of the absolute position table [1, rows, D] in the wrapped model's state dict, where it has one."""
+        return "pos_embed"
+
+    @property
+    def prefix_names(self) -> tuple[str, ...]:
+        """The names of the prefix tokens to which rows of that table may be added, in their order."""
+        return "cls_token", "dist_token", "reg_token"
+
+    @property
+    def table_prefix(self) -> int:
+        """How many prefix tokens have a row in a table that has rows for them."""
+        return self.num_prefix
+
+    @property
+    def table_grid(self) -> tuple[int, int]:
+        """The grid whose places the rows of the model's own table are."""
+        return self.grid
+
+    def renamed(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """A file's tensors under the names of the wrapped model; those it does not know keep theirs."""
+        return dict(state)
 
     # --- what follows from them ----------------------------------------------------------------------------------
 

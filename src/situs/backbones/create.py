@@ -53,6 +53,7 @@ def _create(source: Any, config: BackboneConfig) -> Backbone:
             img_size=config.img_size,
             model_args=_transformers_args(config),
             num_classes=config.num_classes,
+            positions=config.positions,
         )
     from situs.backbones.timm_create import create_timm, create_timm_folder, wrap_timm
 
@@ -65,9 +66,11 @@ def _create(source: Any, config: BackboneConfig) -> Backbone:
 
 def _transformers_args(config: BackboneConfig) -> dict[str, Any]:
     """The fields of `config` as entries of a transformers config; what has no entry there is refused."""
-    for name, wish in (("positions", config.positions), ("drop_path", config.drop_path)):
-        if wish:
-            raise SitusError(f"{name}={wish}: transformers models keep their own; timm's take it (--backbone.name)")
+    if config.drop_path:
+        raise SitusError(
+            f"drop_path={config.drop_path}: transformers models have no stochastic depth that rises from block to "
+            "block; timm's have (--backbone.drop-path)"
+        )
     given = {} if config.patch_size is None else {"patch_size": config.patch_size}
     if config.in_chans != BackboneConfig.in_chans:
         given["num_channels"] = config.in_chans
@@ -75,9 +78,9 @@ def _transformers_args(config: BackboneConfig) -> dict[str, Any]:
 
 
 def _is_transformers(source: Any) -> bool:
-    """A transformers folder, "hf:…", or an object of that library; told without importing it."""
+    """A transformers folder or its config.json, "hf:…", or an object of that library; told without importing it."""
     if isinstance(source, str | Path):
         text = str(source)
-        file = Path(text) / "config.json"
+        file = Path(text) if Path(text).name == "config.json" else Path(text) / "config.json"
         return text.startswith("hf:") or (file.is_file() and "architecture" not in read_json(file))
     return type(source).__module__.startswith("transformers.")

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from situs.backbones import hf_image, hf_text
 from situs.backbones.base import Backbone
+from situs.backbones.config import PositionKind
 from situs.backbones.hf_layers import Head
+from situs.backbones.hf_names import quietly
 from situs.backbones.weights import read_state_dict
 from situs.core.tokens import Size
 from situs.errors import SitusError, missing_extra, unknown_name
@@ -87,6 +89,7 @@ def create_hf_backbone(
     img_size: Size | None = None,
     model_args: Mapping[str, Any] | None = None,
     num_classes: int | None = None,
+    positions: PositionKind | None = None,
 ) -> Backbone:
     """A backbone over a transformers model.
 
@@ -94,13 +97,15 @@ def create_hf_backbone(
     weights), the path of a folder with config.json and weights, or of a config.json alone (fresh weights); a
     path may start with "hf:". weights: a file or folder to load instead. img_size: (H, W) of images, or the
     length of a text model's positions. model_args: config entries to change. num_classes: a classifier;
-    0 for no head.
+    0 for no head. positions: another kind than its own, for image models.
     New models come in training mode, as torch's modules do; a model that was given keeps its mode.
     """
     transformers = _transformers()
     if isinstance(source, transformers.PreTrainedModel):
-        if model_args or weights is not None or num_classes is not None:
-            raise SitusError("model_args, num_classes and weights shape a new model; one that is built has its own")
+        if model_args or weights is not None or num_classes is not None or positions is not None:
+            raise SitusError(
+                "model_args, num_classes, positions and weights shape a new model; one that is built has its own"
+            )
         model = source
     else:
         if isinstance(source, transformers.PreTrainedConfig):
@@ -110,6 +115,10 @@ def create_hf_backbone(
         model = _build(_changed(config, model_args), weights, folder, num_classes)
     family = _family(type(model))
     backbone = family.adapter(model, family.head, img_size)
+    if positions is not None:
+        if not isinstance(backbone, hf_image.ImageBackbone):
+            raise SitusError(f"positions={positions!r}: {backbone.name} reads text and keeps its own (--backbone.name)")
+        backbone.set_positions(positions)
     entries = model.config.to_diff_dict()
     backbone.source = {"library": "transformers", "architecture": backbone.name, "model_args": entries}
     return backbone
@@ -191,22 +200,34 @@ def _build(config: Any, weights: str | Path | None, folder: Path | None, num_cla
     kind = getattr(_transformers(), name)
     if weights is None and folder is None:
         return kind(config, **arguments)
+    state = None if weights is None else read_state_dict(weights)
+    model, found = _load(kind, config, folder, state, arguments)
+    bare, without_pooler = BARE[config.model_type]
+    if name == bare and found["missing_keys"] and all(key.startswith("pooler.") for key in found["missing_keys"]):
+        # Saved without its pooler, which no entry of the config tells.
+        model, found = _load(kind, config, folder, state, without_pooler)
+    # A published folder often keeps a second head beside the one its config names, so leftovers are allowed there.
+    leftovers = found["unexpected_keys"] if folder is None else ()
+    _refuse_misfits(f"weights={weights or folder}", name, found, leftovers, HEADS if num_classes is not None else ())
+    return model.train()
+
+
+def _load(
+    kind: Any, config: Any, folder: Path | None, state: dict[str, Tensor] | None, arguments: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    """A model with a folder's weights, or with `state`, and what from_pretrained says of them."""
     # transformers saves some models under the names of its older releases; from_pretrained knows them all.
-    with _quietly():
-        model, found = kind.from_pretrained(
+    with quietly():
+        return kind.from_pretrained(
             folder,
             config=config,
-            state_dict=None if weights is None else read_state_dict(weights),
+            state_dict=state,
             local_files_only=True,
             dtype=torch.float32,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
             **arguments,
         )
-    # A published folder often keeps a second head beside the one its config names, so leftovers are allowed there.
-    leftovers = found["unexpected_keys"] if folder is None else ()
-    _refuse_misfits(f"weights={weights or folder}", name, found, leftovers, HEADS if num_classes is not None else ())
-    return model.train()
 
 
 def _refuse_misfits(
@@ -222,18 +243,3 @@ def _refuse_misfits(
     said = [f"{len(keys)} {kind} (first: {', '.join(keys[:3])})" for kind, keys in kept.items() if keys]
     if said:
         raise SitusError(f"{what} does not fit {name}: {'; '.join(said)}")
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without transformers' progress bar and load report: what matters of them becomes an error."""
-    logging = _transformers().utils.logging
-    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bar:
-            logging.enable_progress_bar()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import isqrt
 from typing import Any
 
@@ -9,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from situs.backbones.base import Backbone, Features, Stream, join
+from situs.backbones.config import PositionKind
 from situs.backbones.hf_layers import Head, check_attention, fit, run_layers
-from situs.core.position import Positions, resample_table
+from situs.backbones.hf_names import own_state
+from situs.core.position import Positions, resample_table, sincos_2d
 from situs.core.tokens import Size, grid_of, pair
 from situs.errors import SitusError
 
@@ -32,6 +35,7 @@ class ImageBackbone(Backbone):
         self.img_size = new
         self.in_chans = patches.num_channels
         self._head = head
+        self._placeless = False
         check_attention(name, self._attentions())
         self._resize(old, new)
         self.train(model.training)
@@ -65,6 +69,27 @@ class ImageBackbone(Backbone):
         for config in (self.model.config, self._inner.config):
             config.image_size = size[0] if size[0] == size[1] else list(size)
 
+    @torch.no_grad()
+    def erase_positions(self) -> tuple[str, ...]:
+        self._inner.embeddings.position_embeddings[:, 1:].zero_()
+        return ()
+
+    @property
+    def table_name(self) -> str:
+        inside = "" if self.model is self._inner else f"{self.model.base_model_prefix}."
+        return f"{inside}embeddings.position_embeddings"
+
+    @property
+    def prefix_names(self) -> tuple[str, ...]:
+        return (self.table_name.replace("position_embeddings", "cls_token"),)
+
+    @property
+    def table_prefix(self) -> int:
+        return 1  # registers have no rows
+
+    def renamed(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return own_state(self.model, state)
+
     def embed(self, x: Tensor) -> Tensor:
         convolution = self._inner.embeddings.patch_embeddings.projection
         expected = (convolution.in_channels, *self.img_size)
@@ -75,7 +100,29 @@ class ImageBackbone(Backbone):
         return convolution(x.to(convolution.weight.dtype)).flatten(2).transpose(1, 2)
 
     def positions(self) -> Positions:
-        return Positions(table=self._table()[1:])
+        return Positions(table=None if self._placeless else self._table()[1:])
+
+    @torch.no_grad()
+    def set_positions(self, kind: PositionKind) -> None:
+        """Fills the model's own table anew. none: with zeros that stay, which its own forward adds to no effect.
+
+        The row of CLS is no place: it is 0 where the others are fixed, and CLS itself is learned.
+        """
+        table = self._inner.embeddings.position_embeddings
+        if kind == "relative":
+            raise SitusError(f"positions='relative': {self.name} has a table and no relative form (--positions)")
+        if kind in ("sincos", "learned_sincos") and self.table_grid != self.grid:
+            raise SitusError(
+                f"positions={kind!r}: {self.name} keeps a square table, and a resampled one is not the sincos table "
+                f"of {self.grid[0]}x{self.grid[1]} patches; choose learned or none, or a square image (--img-size)"
+            )
+        table.zero_()
+        if kind == "learned":
+            nn.init.trunc_normal_(table, std=0.02)
+        elif kind != "none":
+            table[0, 1:] = sincos_2d(self.grid, self.dim)
+        table.requires_grad_(kind in ("learned", "learned_sincos"))
+        self._placeless = kind == "none"
 
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
         places = fit(positions, tokens.shape[1], None, ("table",), self.name)
@@ -129,6 +176,11 @@ class Dinov2Backbone(ImageBackbone):
 
     def _layers(self) -> Any:
         return self._inner.encoder.layer
+
+    @property
+    def table_grid(self) -> tuple[int, int]:
+        side = isqrt(self._inner.embeddings.position_embeddings.shape[1] - 1)
+        return side, side
 
     def _table(self) -> Tensor:
         shape = torch.empty(1, 1 + self.num_tokens, self.dim, device="meta")

@@ -23,9 +23,9 @@ from situs.backbones.timm import (
     SwinBackbone,
     VitBackbone,
 )
-from situs.backbones.weights import load_into, read_state_dict
+from situs.backbones.weights import load_into, load_weights, read_state_dict
 from situs.config import read_json
-from situs.core.position import resample_table, sincos_2d
+from situs.core.position import sincos_2d
 from situs.core.tokens import grid_of, pair
 from situs.errors import SitusError
 
@@ -223,31 +223,3 @@ def pretrained_state(name: str, flag: str = "--init") -> dict[str, Tensor]:
             f"{name}: its published weights could not be fetched and are not in timm's cache ({type(error).__name__}); "
             f"without a network give a weight file ({flag} FILE)"
         ) from error
-
-
-HEADS = ("head.", "head_dist.", "fc.", "fc_norm.")
-"""A classifier that does not fit is left as it was made: a file without one, or one for other classes."""
-
-
-def load_weights(backbone: Backbone, state: dict[str, Tensor], what: str) -> list[str]:
-    """Loads a state dict under timm's names into the wrapped model; a table of another grid is resampled.
-
-    Returns the names that were left as they were made (a classifier that did not fit).
-    """
-    table = backbone.model.state_dict().get("pos_embed")
-    given = state.get("pos_embed")
-    if table is not None and given is not None and given.shape != table.shape and given.shape[-1] == table.shape[-1]:
-        state = {**state, "pos_embed": _fit_table(given, table, backbone, what)}
-    return load_into(backbone.model, state, what, optional=HEADS)
-
-
-def _fit_table(given: Tensor, table: Tensor, backbone: Backbone, what: str) -> Tensor:
-    """A square table with the model's prefix rows, on the model's own grid."""
-    prefix = table.shape[1] - backbone.num_tokens
-    side = int((given.shape[1] - prefix) ** 0.5)
-    if side * side != given.shape[1] - prefix:
-        raise SitusError(
-            f"{what}: its position table of {given.shape[1]} rows is no square grid with {prefix} prefix rows"
-        )
-    patches = resample_table(given[0, prefix:].float(), (side, side), backbone.grid)
-    return torch.cat([given[0, :prefix].float(), patches])[None].to(given.dtype)

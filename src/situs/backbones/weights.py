@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import isqrt
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from situs.backbones.base import Backbone
+from situs.core.position import resample_table
 from situs.errors import SitusError
 
 CONTAINERS = ("model_ema", "state_dict_ema", "model", "state_dict", "teacher")
@@ -69,6 +72,34 @@ def _strip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if state and all(key.startswith(prefix) for key in state):
             state = {key.removeprefix(prefix): value for key, value in state.items()}
     return dict(state)
+
+
+HEADS = ("head.", "head_dist.", "fc.", "fc_norm.", "classifier.", "pooler.", "vit.pooler.", "bert.pooler.")
+"""A head that does not fit is left as it was made: a file without one, or one for other classes."""
+
+
+def load_weights(backbone: Backbone, state: Mapping[str, Tensor], what: str) -> list[str]:
+    """Loads a state dict under the wrapped model's names into it; a table of another grid is resampled.
+
+    Returns the names that were left as they were made (a head that did not fit).
+    """
+    name = backbone.table_name
+    table, given = backbone.model.state_dict().get(name), state.get(name)
+    if table is not None and given is not None and given.shape != table.shape and given.shape[-1] == table.shape[-1]:
+        state = {**state, name: _fit_table(given, table, backbone.table_grid, what)}
+    return load_into(backbone.model, state, what, optional=HEADS)
+
+
+def _fit_table(given: Tensor, table: Tensor, grid: tuple[int, int], what: str) -> Tensor:
+    """A square table with the prefix rows of `table`, on the grid of `table`."""
+    prefix = table.shape[1] - grid[0] * grid[1]
+    side = isqrt(max(0, given.shape[1] - prefix))
+    if not side or side * side != given.shape[1] - prefix:
+        raise SitusError(
+            f"{what}: its position table of {given.shape[1]} rows is no square grid with {prefix} prefix rows"
+        )
+    patches = resample_table(given[0, prefix:].float(), (side, side), grid)
+    return torch.cat([given[0, :prefix].float(), patches])[None].to(given.dtype)
 
 
 def load_into(module: nn.Module, state: Mapping[str, Tensor], what: str, *, optional: Iterable[str] = ()) -> list[str]:

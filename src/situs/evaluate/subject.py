@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
-from situs.backbones.timm_create import load_weights, pretrained_state
+from situs.backbones.timm_create import pretrained_state
+from situs.backbones.weights import load_weights
 from situs.config import check_range, read_json
 from situs.data.loader import DataConfig, Loader, make_loader
 from situs.data.sources import judged_split, open_source
@@ -20,6 +22,7 @@ from situs.errors import SitusError
 from situs.methods.base import Method
 from situs.train import distributed
 from situs.train.card import last_name
+from situs.train.export import PREPARED
 from situs.train.run import is_run, load_run
 
 PUBLISHED, RANDOM = "pretrained", "random"
@@ -215,14 +218,36 @@ def _open_run(source: str, ema: bool | None, device: torch.device | str) -> Subj
 
 def _open_folder(folder: Path, device: torch.device | str) -> Subject:
     described = read_json(folder / "config.json")
-    backbone = create_backbone(folder).to(device).eval()
     ours = described.get("situs", {})
+    prepared = read_json(folder / PREPARED) if (folder / PREPARED).is_file() else {}
+    crop = prepared.get("crop_size", {})
+    # transformers keeps a square image_size for DINOv2; the images of our export need not be square.
+    size = (crop["height"], crop["width"]) if ours and crop else None
+    backbone = create_backbone(folder, img_size=size).to(device).eval()
+    if backbone.source["library"] == "transformers":
+        described = _as_timm_says(backbone, prepared)
     names = described.get("label_names")
     facts = {"kind": "export", "model": backbone.source["architecture"], "method": ours.get("method")}
     data = _data_of(backbone, described.get("pretrained_cfg", {}))
     classes = tuple(names) if isinstance(names, list) else None
     trained = described.get("num_classes", 1) > 0
     return Subject(_name_of(folder), backbone, ours.get("positions", True), trained, data, classes, facts)
+
+
+def _as_timm_says(backbone: Backbone, prepared: Mapping[str, Any]) -> dict[str, Any]:
+    """A transformers folder in the words of timm's config.json: its classes, and how its images are prepared."""
+    config = backbone.model.config
+    sizes = (prepared.get(key) for key in ("size", "crop_size"))
+    around, crop = (size if isinstance(size, Mapping) else {} for size in sizes)
+    shown, kept = around.get("shortest_edge", around.get("height")), crop.get("height")
+    share = kept / shown if prepared.get("do_center_crop", True) and shown and kept else 1.0
+    images = {"mean": prepared.get("image_mean") or (), "std": prepared.get("image_std") or (), "crop_pct": share}
+    classifies = backbone.name.endswith("ForImageClassification")
+    names = [config.id2label[number] for number in sorted(config.id2label)]
+    described = {"num_classes": len(names) if classifies else 0, "pretrained_cfg": images}
+    if names == [f"LABEL_{number}" for number in range(len(names))]:
+        return described
+    return described | {"label_names": names if classifies else None}
 
 
 def _open_name(name: str, weights: str | None, img_size: tuple[int, int] | None, device: torch.device | str) -> Subject:

@@ -2,7 +2,7 @@
 
 timm:          model.safetensors under timm's own parameter names, config.json in timm's format, README.md;
                `timm.create_model("local-dir:DIR", pretrained=True)` needs nothing of Situs.
-transformers:  what `save_pretrained` writes, and README.md.
+transformers:  what `save_pretrained` writes, preprocessor_config.json (how its images are prepared), and README.md.
 
 What a method added is left out, and so is a classifier that was never trained. A method that never used the
 positions (MP3) leaves the table as it was made, which is noise: its patch rows are zeroed, so that the library's own
@@ -33,6 +33,7 @@ from situs.train.state import check_fit
 from situs.train.tensors import save, sync
 
 WEIGHTS, CONFIG, CARD, POSITIONS = "model.safetensors", "config.json", "README.md", "situs_positions.safetensors"
+PREPARED = "preprocessor_config.json"
 
 TRAINING_ONLY = ("drop_path_rate", "drop_rate", "proj_drop_rate", "attn_drop_rate", "pos_drop_rate")
 """Arguments of the model that belong to its training: whoever loads it gives their own."""
@@ -87,7 +88,7 @@ def write_export(method: Method, folder: str | Path, story: Story, *, force: boo
         if library == "timm":
             notes += _write_timm(aside, backbone, method, story)
         else:
-            backbone.model.save_pretrained(aside)
+            notes += _write_transformers(aside, backbone, method, story)
         write_text(aside / CARD, card(backbone, story, notes))
         for file in aside.iterdir():
             sync(file)
@@ -193,6 +194,36 @@ def _classifiers(model: Any) -> tuple[str, ...]:
 
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save(path, tensors, {"format": "pt"})
+
+
+# --- transformers -------------------------------------------------------------------------------------------
+
+
+def _write_transformers(folder: Path, backbone: Backbone, method: Method, story: Story) -> list[str]:
+    from situs.backbones.hf_names import quietly
+
+    model = backbone.model if method.needs_labels else backbone.model.base_model
+    backbone.source = {**backbone.source, "architecture": type(model).__name__}
+    model.config.situs = {"version": __version__, "method": story.method, "positions": method.sees_positions}
+    if method.needs_labels and story.classes is not None:
+        model.config.id2label = dict(enumerate(story.classes))
+        model.config.label2id = {name: number for number, name in enumerate(story.classes)}
+    with quietly():
+        model.save_pretrained(folder)
+    if backbone.img_size is not None:
+        height, width = backbone.img_size
+        around = [round(side / story.crop) for side in (height, width)]
+        size = {"shortest_edge": around[0]} if height == width else dict(zip(("height", "width"), around, strict=True))
+        prepared = {
+            "image_processor_type": "BitImageProcessor",
+            "size": size,
+            "crop_size": {"height": height, "width": width},
+            "image_mean": list(story.mean or [0.0] * backbone.in_chans),
+            "image_std": list(story.std or [1.0] * backbone.in_chans),
+            "do_convert_rgb": backbone.in_chans == 3,
+        }
+        write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
+    return [] if method.needs_labels else ["It has no classifier: none was trained."]
 
 
 # --- the folder ---------------------------------------------------------------------------------------------

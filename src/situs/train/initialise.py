@@ -10,22 +10,22 @@ from pathlib import Path
 from torch import Tensor
 
 from situs.backbones.base import Backbone
-from situs.backbones.weights import read_state_dict
+from situs.backbones.weights import load_into, load_weights, read_state_dict
+from situs.core.position import resample_table
 from situs.train.checkpoint import RunFolder
+from situs.train.export import POSITIONS
 
 METHOD_PARTS = re.compile(r"^(decoder|mask_token|projector|predictor|position_head|sigma|dino_head|ibot)")
 """Names that published checkpoints keep beside the encoder; they belong to a method, not to the model."""
 
-POSITION_PARTS = re.compile(r"(^|\.)(pos_embed|relative_position_bias_table|rel_pos)(\.|$)")
-"""Parameters that tell a place: left as the model was made where fresh positions are asked for."""
+POSITION_PARTS = re.compile(r"(^|\.)(pos_embed|position_embeddings|rel_pos|shared_rel_pos)(\.|$)")
+"""Parameters that tell a place: left as the model was made where fresh positions are asked for. The bias within
+Swin's windows belongs to its blocks and comes along."""
 
-MAY_BE_NEW = re.compile(r"^(head|head_dist|fc|fc_norm|norm)\.")
+MAY_BE_NEW = re.compile(r"^(head|head_dist|fc|fc_norm|norm|classifier|((vit|bert)\.)?pooler)\.")
 """What a model may have that a file has not: a classifier, and the norm of another way of pooling."""
 
-PREFIX_TOKENS = ("cls_token", "dist_token", "reg_token")
-"""timm's names of them, in the order in which they stand before the patches."""
-
-BACKBONE = "backbone.model."
+BACKBONE, MODEL = "backbone.", "model."
 
 
 def initialise(backbone: Backbone, source: str, *, positions: bool = True) -> list[str]:
@@ -34,23 +34,35 @@ def initialise(backbone: Backbone, source: str, *, positions: bool = True) -> li
     positions: False leaves them as the model was made, whatever the file holds (fine-tuning with `--positions`).
     Prefix tokens stay what they were in the file: `cls_token` takes in the difference of its rows in the tables.
     """
-    from situs.backbones.timm_create import load_weights  # timm takes seconds, which `pretrain --help` would pay
-
-    state = {name: value for name, value in _read(source).items() if not METHOD_PARTS.match(name)}
+    read, beside = _read(source)
+    state = backbone.renamed({name: value for name, value in read.items() if not METHOD_PARTS.match(name)})
     own = backbone.model.state_dict()
     places = {name for name in {*state, *own} if POSITION_PARTS.search(name)}
-    if not positions or "pos_embed" not in own:
+    if not positions or backbone.table_name not in own:
         state |= _keep_prefix(state, own, backbone)
     state = {name: value for name, value in state.items() if name not in places or (positions and name in own)}
     left = {name for name in own if name not in state and (name in places or MAY_BE_NEW.match(name))}
     unused = {name for name in state if name not in own and MAY_BE_NEW.match(name)}
     whole = {**{name: own[name] for name in left}, **{k: v for k, v in state.items() if k not in unused}}
     kept = load_weights(backbone, whole, f"init={source}")
-    lines = [f"started from {source}: {len(whole) - len({*left, *kept})} tensors"]
-    fresh = sorted({*left, *kept})
+    taken, missed = _load_beside(backbone, beside if positions else {}, source)
+    lines = [f"started from {source}: {len(whole) - len({*left, *kept}) + taken} tensors"]
+    fresh = sorted({*left, *kept, *missed})
     if fresh:
         lines.append(f"left as initialised: {', '.join(fresh[:6])}{' …' if len(fresh) > 6 else ''}")
     return lines
+
+
+def _load_beside(backbone: Backbone, given: Mapping[str, Tensor], source: str) -> tuple[int, list[str]]:
+    """The positions that stand beside the wrapped model (Swin's table): how many were taken, which were not there."""
+    own = {name: value for name, value in backbone.state_dict().items() if not name.startswith(MODEL)}
+    found = {name: value for name, value in given.items() if name in own}
+    for name, value in found.items():
+        side = math.isqrt(value.shape[0])
+        if value.shape[0] != own[name].shape[0] and side * side == value.shape[0]:
+            found[name] = resample_table(value, (side, side), backbone.grid)
+    load_into(backbone, found, f"init={source}", optional=(MODEL, *(name for name in own if name not in found)))
+    return len(found), [name for name in own if name not in found]
 
 
 def _keep_prefix(state: Mapping[str, Tensor], own: Mapping[str, Tensor], backbone: Backbone) -> dict[str, Tensor]:
@@ -58,8 +70,9 @@ def _keep_prefix(state: Mapping[str, Tensor], own: Mapping[str, Tensor], backbon
 
     A model adds the table's first rows to them, so those rows are a part of the tokens and tell no place.
     """
-    names = [name for name in PREFIX_TOKENS if name in state and name in own]
-    given, new, count = state.get("pos_embed"), own.get("pos_embed"), backbone.num_prefix
+    names = [name for name in backbone.prefix_names if name in state and name in own]
+    given, new = state.get(backbone.table_name), own.get(backbone.table_name)
+    count = backbone.table_prefix
     if given is None or not names or not _has_prefix_rows(given if new is None else new, backbone):
         return {}
     fits = new is None or new.shape[-1] == given.shape[-1]
@@ -72,20 +85,24 @@ def _keep_prefix(state: Mapping[str, Tensor], own: Mapping[str, Tensor], backbon
 
 def _has_prefix_rows(table: Tensor, backbone: Backbone) -> bool:
     """Whether a table [1, rows, D] for this model, of its own grid or another that is square, opens with such rows."""
-    rows, patches = table.shape[1], table.shape[1] - backbone.num_prefix
+    rows, patches = table.shape[1], table.shape[1] - backbone.table_prefix
     if rows == backbone.num_tokens or patches < 1:
         return False
     return patches == backbone.num_tokens or math.isqrt(patches) ** 2 == patches
 
 
-def _read(source: str) -> Mapping[str, Tensor]:
+def _read(source: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The model's tensors at `source`, and those of positions that stand beside the model."""
     path = Path(source).expanduser()
     if (path / "checkpoints").is_dir():
         checkpoint = RunFolder.open(path, writer=False).newest()
         tensors = {**checkpoint.tensors("model"), **checkpoint.tensors("ema")}
-        return {n.removeprefix(BACKBONE): v for n, v in tensors.items() if n.startswith(BACKBONE)}
+        inside = {n.removeprefix(BACKBONE): v for n, v in tensors.items() if n.startswith(BACKBONE)}
+        model = {n.removeprefix(MODEL): v for n, v in inside.items() if n.startswith(MODEL)}
+        return model, {n: v for n, v in inside.items() if not n.startswith(MODEL)}
     if path.exists():
-        return read_state_dict(path)
-    from situs.backbones.timm_create import pretrained_state
+        table = path / POSITIONS
+        return read_state_dict(path), read_state_dict(table) if table.is_file() else {}
+    from situs.backbones.timm_create import pretrained_state  # timm takes seconds, which `pretrain --help` would pay
 
-    return pretrained_state(source)
+    return pretrained_state(source), {}
