@@ -222,6 +222,21 @@ def test_the_index_table_goes_by_place_or_by_origin() -> None:
             assert torch.allclose(logits[b], slow[0], atol=1e-10)
 
 
+@torch.no_grad()
+def test_without_e_unk_every_place_keeps_its_vector_and_dal_counts_it() -> None:
+    method = make(unknown=False, dal="linear")
+    data = batch()
+    draws = method.draw(data.ids, seed=0, epoch=0)
+    assert draws["mask"].any()
+    [linear] = method.dal.layers  # type: ignore[union-attr]
+    errors = []
+    for place, row in enumerate(method.backbone.model.pos_embed[0, 1:]):
+        guess = linear.weight @ row + linear.bias
+        errors.append(float((guess[0] - place // 4).abs() + (guess[1] - place % 4).abs()))
+    assert float(method(data, draws).metrics["dal"]) == pytest.approx(sum(errors) / 12, rel=1e-9)
+    assert float(method.localise(draws["mask"])) == float(method.localise(None))
+
+
 # --- draws and schedules ------------------------------------------------------------------------------------------
 
 
@@ -280,7 +295,10 @@ def test_official_starts_from_wide_tables() -> None:
         and 0.8 < float(table.detach().std()) < 1.2
         and 0.5 < float(method.unknown.detach().std()) < 1.6
     )
+    assert 0.5 < float(method.backbone.model.pos_embed.detach()[0, 0].std()) < 1.6  # CLS's own row
+    assert float(method.backbone.model.cls_token.detach().std()) < 0.1  # and nothing that is no place
     paper = MJP(vit(), MJPConfig.paper())
+    assert torch.equal(paper.backbone.model.pos_embed, vit().model.pos_embed)
     before = vit().positions().table
     after = paper.backbone.positions().table
     assert before is not None and after is not None and torch.equal(before, after)

@@ -101,6 +101,30 @@ def test_pca_without_a_fit_compares_the_scores_themselves() -> None:
     assert np.allclose(np.abs(ours), np.abs(theirs), atol=1e-6)
 
 
+def test_pca_without_a_fit_takes_its_components_from_the_unmasked_rows() -> None:
+    """What a masked row holds must not matter, and each sample has its own: as scikit-learn says sample by sample."""
+    places = dal_targets(GRID, False, torch.device("cpu")).double()
+    vectors = table() + 9.0 * places[:, :1]
+    vectors[masks().all(0)] *= -30.0
+    assert masks().all(0).any()
+    ours = principal_guesses(vectors, places, 2, fit=False, mask=masks()).numpy()
+    assert ours.shape == (3, 35, 2)
+    for guesses, mask in zip(ours, masks().numpy(), strict=True):
+        theirs = vectors.numpy() @ PCA(2).fit(vectors.numpy()[~mask]).components_.T
+        assert np.allclose(np.abs(guesses), np.abs(theirs), atol=1e-5)
+    model = backbone()
+    loss = [dal_loss(Dal(model, "pca", 2, 2, False)(vectors, places, m), places, m) for m in (masks(), masks()[:1])]
+    errors = np.abs(ours - places.numpy()).sum(-1)
+    slow = [errors[b][~mask].mean() for b, mask in enumerate(masks().numpy())]
+    assert [float(each) for each in loss] == pytest.approx([np.mean(slow), slow[0]], rel=1e-9)
+
+
+def test_principal_axes_of_a_sample_with_one_row_or_none_are_finite() -> None:
+    mask = torch.ones(2, 35, dtype=torch.bool)
+    mask[0, 3] = False
+    assert torch.isfinite(principal_axes(table(), 2, mask=mask)).all()
+
+
 def test_pca_teaches_the_table_and_holds_its_own_map_constant() -> None:
     vectors = (0.02 * torch.randn(35, 24, dtype=torch.float64)).requires_grad_()
     targets = dal_targets(GRID, False, vectors.device)

@@ -40,8 +40,13 @@ def count_of(ratio: float, n: int) -> int:
     return min(n, int(ratio * n + 1e-6))
 
 
-def random_subset(noise: Tensor, ratio: float, *, flag: str = "--ratio") -> Subset:
-    """Drop int(ratio · N) of N places at random, for each sample.
+def kept_of(ratio: float, n: int, *, floor: bool = False) -> int:
+    """How many of n places stay when `ratio` of them go: n - int(ratio · n), or int((1 - ratio) · n) with `floor`."""
+    return count_of(1.0 - ratio, n) if floor else n - count_of(ratio, n)
+
+
+def random_subset(noise: Tensor, ratio: float, *, floor: bool = False, flag: str = "--ratio") -> Subset:
+    """Keep `kept_of(ratio, N)` of N places at random, for each sample.
 
     noise: [B, N]; flag: the command line's name of the ratio, for the error.
     """
@@ -49,7 +54,7 @@ def random_subset(noise: Tensor, ratio: float, *, flag: str = "--ratio") -> Subs
         raise SitusError(f"{_name(flag)}={ratio}: must be in [0, 1) ({flag})")
     n = noise.shape[-1]
     order = noise.argsort(dim=-1, stable=True)
-    keep = n - count_of(ratio, n)
+    keep = kept_of(ratio, n, floor=floor)
     return Subset(order[..., :keep], order[..., keep:])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, Literal
 
 import torch
@@ -99,13 +100,11 @@ def _rows(models: Mapping[str, Model], batches: Any) -> Iterator[dict[str, Batch
         for batch in batches:
             yield {name: batch for name in models}  # noqa: C420  (its type is lost in fromkeys)
         return
-    try:
-        for row in zip(*(batches[name] for name in models), strict=True):
-            yield dict(zip(models, row, strict=True))
-    except ValueError as error:
-        raise SitusError("the models of an ensemble were given different numbers of batches: their data differs") from (
-            error
-        )
+    # Not by what a strict `zip` raises: a source's own error is a `ValueError` too, and says more.
+    for row in zip_longest(*(batches[name] for name in models)):
+        if any(batch is None for batch in row):
+            raise SitusError("the models of an ensemble were given different numbers of batches: their data differs")
+        yield dict(zip(models, row, strict=True))
 
 
 def _differs(one: Batch, two: Batch) -> Tensor:

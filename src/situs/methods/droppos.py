@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from situs.backbones.base import Backbone, Features, join
 from situs.backbones.cells import enable_cells, encode_cells
 from situs.config import check_choices, check_range, require
-from situs.core.masking import count_of, one_of_cells
+from situs.core.masking import kept_of, one_of_cells
 from situs.core.position import cut_targets, sincos_2d, smoothed_targets
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, take
@@ -177,7 +177,7 @@ class DropPos(Method):
         return self._keep(self.visible, self.config.position_mask_ratio)
 
     def _keep(self, count: int, ratio: float) -> int:
-        return count_of(1.0 - ratio, count) if self.config.floor_counts else count - count_of(ratio, count)
+        return kept_of(ratio, count, floor=self.config.floor_counts)
 
     def at(self, mask_ratio: float, position_mask_ratio: float) -> DropPos:
         """The same weights at another γ and γ_pos, for evaluations; only positions are asked for."""

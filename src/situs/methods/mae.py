@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone, Features, join
 from situs.config import check_range
-from situs.core.masking import count_of, random_subset
+from situs.core.masking import kept_of, random_subset
 from situs.core.position import sincos_2d
 from situs.core.random import uniform
 from situs.core.tokens import patchify, take
@@ -29,6 +29,9 @@ class MAEConfig:
 
     mask_ratio: float = 0.75
     """Share of patches hidden from the encoder."""
+
+    floor_counts: bool = False
+    """Keep int((1-γ)N) instead of N - int(γN), as the published code rounds: at .6 of 196 patches 78, not 79."""
 
     decoder_width: int = 512
     """Token width of the decoder."""
@@ -56,9 +59,10 @@ class MAE(Method):
     def __init__(self, backbone: Backbone, config: MAEConfig) -> None:
         super().__init__(backbone)
         self.config = config
-        if not count_of(config.mask_ratio, backbone.num_tokens):
+        count = backbone.num_tokens
+        if not 0 < kept_of(config.mask_ratio, count, floor=config.floor_counts) < count:
             raise SitusError(
-                f"mask_ratio={config.mask_ratio}: must hide at least one of the {backbone.num_tokens} patches"
+                f"mask_ratio={config.mask_ratio}: must hide at least one of the {count} patches and show one"
                 " (--method.mask-ratio)"
             )
         width = config.decoder_width
@@ -70,7 +74,7 @@ class MAE(Method):
 
     def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         noise = uniform(seed, epoch, ids, "mae.mask", (self.backbone.num_tokens,))
-        subset = random_subset(noise, self.config.mask_ratio)
+        subset = random_subset(noise, self.config.mask_ratio, floor=self.config.floor_counts)
         return {"kept": subset.kept, "dropped": subset.dropped}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:

@@ -30,6 +30,9 @@ from situs.methods.supervised import top1
 
 __all__ = ["MJP", "VARIANTS", "MJPConfig"]
 
+_TABLES = ("pos_embed", "position_embeddings", "table")
+"""What timm, transformers and our own Swin call a learned table of positions."""
+
 
 class MJP(Method):
     """`draw` chooses mask and shuffle; `forward` reads like Figure 2(d). Without tokens, pixels are moved."""
@@ -132,25 +135,33 @@ class MJP(Method):
         return places if mask is None else places.forget(mask, self.unknown if self.config.unknown else None)
 
     def localise(self, mask: Tensor | None) -> Tensor:
-        """L_DAL over the places that are not masked. mask: [B, N], or None for all places."""
+        """L_DAL over the places that keep their vector. mask: [B, N], or None for all places.
+
+        Without E_unk every place keeps it, masked or not, and the loss runs over all.
+        """
         assert self.dal is not None
+        mask = mask if self.config.unknown else None
         table = self.backbone.positions().table
         assert table is not None  # `Dal` has refused a backbone without one
         targets = dal_targets(self.grid, self.config.dal_normalise, table.device)
-        return dal_loss(self.dal(table, targets), targets, mask, mean_axes=self.config.dal_mean)
+        return dal_loss(self.dal(table, targets, mask), targets, mask, mean_axes=self.config.dal_mean)
 
     def no_decay(self) -> set[str]:
         held = {"unknown": self.config.unknown, "index_table": self.config.index != "none"}
         return {name for name, there in held.items() if there}
 
     def decayed(self) -> set[str]:
-        tables = {"pos_embed", "position_embeddings", "table", "unknown"}
-        names = {name for name, _ in self.named_parameters() if name.split(".")[-1] in tables}
+        names = {name for name, _ in self.named_parameters() if name.split(".")[-1] in {*_TABLES, "unknown"}}
         return names if self.config.decay_positions else set()
 
 
 @torch.no_grad()
 def _fill_table(backbone: Backbone, std: float) -> None:
+    """The rows of the places, and those of CLS and its like where they stand in the same table."""
     table = backbone.positions().table if backbone.num_tokens else None
-    if table is not None:
-        table.normal_(std=std)
+    if table is None:
+        return
+    table.normal_(std=std)
+    for name, parameter in backbone.named_parameters():
+        if name.split(".")[-1] in _TABLES and parameter.shape[-2] == backbone.num_prefix + backbone.num_tokens:
+            parameter[..., : backbone.num_prefix, :].normal_(std=std)

@@ -51,7 +51,8 @@ class MJPConfig:
     """Principal components of dal="pca"."""
 
     dal_fit: bool = True
-    """dal="pca": bring the components to the grid by least squares; the published code compares them as they are."""
+    """dal="pca": bring the components to the grid by least squares. The published code compares them as they are, and
+    takes them from the unmasked rows alone."""
 
     dal_warmup: int = 0
     """Epochs over which λ rises from 0 to dal_weight; the published code takes 20."""
@@ -76,8 +77,8 @@ class MJPConfig:
     """Spread of E_unk at the start; 1 in the published code."""
 
     table_std: float | None = None
-    """Fills the patches' table anew with this spread; None leaves it as the backbone made it (trunc-normal .02)
-    or loaded it. 1 in the published code."""
+    """Fills the table anew with this spread, CLS's own row too; None leaves it as the backbone made it (trunc-normal
+    .02) or loaded it. 1 in the published code."""
 
     decay_positions: bool = False
     """Whether weight decay acts on the table and E_unk: a slip of the published code."""

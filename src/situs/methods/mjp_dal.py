@@ -33,7 +33,8 @@ def dal_targets(grid: tuple[int, int], normalise: bool, device: torch.device) ->
 def dal_loss(guesses: Tensor, targets: Tensor, mask: Tensor | None, *, mean_axes: bool = False) -> Tensor:
     """The L1 error of the unmasked places: a mean over each sample's, then over the batch.
 
-    guesses, targets: [N, 2]. mask: bool [B, N], True where a place lost its vector; None where none did.
+    guesses: [N, 2], or [B, N, 2] where each sample has its own; targets: [N, 2]. mask: bool [B, N], True where a place
+    lost its vector; None where none did.
     mean_axes: the mean over both axes instead of their sum ‖·‖₁. A sample with every place masked adds 0.
     """
     errors = (guesses - targets.to(guesses.dtype)).abs()
@@ -41,47 +42,57 @@ def dal_loss(guesses: Tensor, targets: Tensor, mask: Tensor | None, *, mean_axes
     if mask is None:
         return errors.mean()
     known = (~mask).to(errors.dtype)
-    return (known @ errors / known.sum(dim=-1).clamp(min=1.0)).mean()
+    return ((known * errors).sum(dim=-1) / known.sum(dim=-1).clamp(min=1.0)).mean()
 
 
 @torch.no_grad()
-def principal_axes(table: Tensor, count: int, rounds: int = _ROUNDS) -> Tensor:
+def principal_axes(table: Tensor, count: int, rounds: int = _ROUNDS, mask: Tensor | None = None) -> Tensor:
     """The first principal directions of a table [N, D], [D, count], orthonormal, the greatest first.
 
     By power iteration with orthogonalisation, so that no solver makes the host wait; it starts from the directions
-    of the largest rows, and a direction's largest entry is positive.
+    of the largest rows, and a direction's largest entry is positive. mask: [B, N], the rows each sample leaves out; then
+    [B, D, count].
     """
-    centred = table - table.mean(dim=0)
-    start = centred[centred.norm(dim=1).topk(count).indices]
+    # The rows each sample has are never copied out: what is linear in them is reckoned on the whole table and masked.
+    known = table.new_ones(table.shape[0]) if mask is None else (~mask).to(table.dtype)
+    table = table - table.mean(dim=0)
+    mean = (known @ table / known.sum(dim=-1, keepdim=True).clamp(min=1.0)).unsqueeze(-2)
+    sizes = (table.square().sum(dim=-1) - 2.0 * (mean @ table.T).squeeze(-2) + mean.square().sum(dim=-1)) * known
+    start = table[sizes.topk(count, dim=-1).indices] - mean
     # Two rows may point the same way: a little of the identity keeps the start from losing a dimension.
-    axes = start.T + 1e-3 * start.norm() * torch.eye(table.shape[1], count, device=table.device, dtype=table.dtype)
+    little = 1e-3 * start.norm(dim=(-2, -1), keepdim=True)
+    axes = start.mT + little * torch.eye(table.shape[1], count, device=table.device, dtype=table.dtype)
     for _ in range(rounds):
-        axes = _orthonormal(centred.T @ (centred @ axes))
-    peak = axes.gather(0, axes.abs().argmax(dim=0, keepdim=True))
+        scores = (table @ axes - mean @ axes) * known.unsqueeze(-1)
+        axes = _orthonormal(table.T @ scores - mean.mT * scores.sum(dim=-2, keepdim=True))
+    peak = axes.gather(-2, axes.abs().argmax(dim=-2, keepdim=True))
     return axes * peak.sign()
 
 
 def _orthonormal(columns: Tensor) -> Tensor:
-    """Gram–Schmidt on the columns of [D, k], k small."""
+    """Gram–Schmidt on the columns of [..., D, k], k small."""
     done: list[Tensor] = []
-    for column in columns.unbind(dim=1):
+    for column in columns.unbind(dim=-1):
         for other in done:
-            column = column - (other @ column) * other
-        done.append(column / column.norm().clamp(min=1e-30))
-    return torch.stack(done, dim=1)
+            column = column - (other * column).sum(dim=-1, keepdim=True) * other
+        done.append(column / column.norm(dim=-1, keepdim=True).clamp(min=1e-30))
+    return torch.stack(done, dim=-1)
 
 
-def principal_guesses(table: Tensor, targets: Tensor, count: int, *, fit: bool = True) -> Tensor:
+def principal_guesses(
+    table: Tensor, targets: Tensor, count: int, *, fit: bool = True, mask: Tensor | None = None
+) -> Tensor:
     """The non-parametric g: places from the table's principal components, [N, 2].
 
     fit: principal component regression: the scores on the first `count` components are brought to the grid by the
     affine map of least squares, found anew from the whole table. Without it the first two scores stand for row and
-    column as they are, which is what the published code compares. Components and map are constants to the gradient:
-    the derivative of a decomposition explodes where two of its values meet, and on a grid rows and columns do.
+    column as they are, on components of the rows that are not masked (mask: [B, N]; then [B, N, 2]), which is what the
+    published code compares. Components and map are constants to the gradient: the derivative of a decomposition
+    explodes where two of its values meet, and on a grid rows and columns do.
     """
-    axes = principal_axes(table.detach(), count if fit else 2)
     if not fit:
-        return table @ axes
+        return table @ principal_axes(table.detach(), 2, mask=mask)
+    axes = principal_axes(table.detach(), count)
     targets = targets.to(table.dtype)
     with torch.no_grad():
         mean, centre = table.mean(dim=0), targets.mean(dim=0)
@@ -110,12 +121,15 @@ class Dal(nn.Module):
                 nn.init.trunc_normal_(layer.weight, std=0.02)
                 nn.init.zeros_(layer.bias)
 
-    def forward(self, table: Tensor, targets: Tensor) -> Tensor:
-        """table [N, D], targets [N, 2] -> guesses [N, 2]; never in half precision, which cannot tell 12 from 12.03."""
+    def forward(self, table: Tensor, targets: Tensor, mask: Tensor | None = None) -> Tensor:
+        """table [N, D], targets [N, 2] -> guesses [N, 2], or [B, N, 2] where they depend on the mask [B, N].
+
+        Never in half precision, which cannot tell 12 from 12.03.
+        """
         with torch.autocast(table.device.type, enabled=False):
             if self.kind == "pca":
                 table = table if table.dtype == torch.float64 else table.float()
-                return principal_guesses(table, targets, self.components, fit=self.fit)
+                return principal_guesses(table, targets, self.components, fit=self.fit, mask=mask)
             first = next(self.layers.parameters())
             return self.layers(table.to(first.dtype))
 
