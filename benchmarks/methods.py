@@ -7,7 +7,7 @@ A case is METHOD, METHOD:RATIO or METHOD:FIELD=VALUE,… of the method's config;
 each case compiles in a process of its own, and a lock lets one of them be timed at a time. The step is
 `situs.train.step.Stepper`'s: draws, forward, backward, clipping and the fused optimiser, everything that a run does but
 its data. Each case is warmed up (compilation included) and then timed with the device synchronised; img/s is the median
-of the repeats, with the spread beside it.
+of the repeats, with the spread beside it. Where a case fails the others are still measured, and the status is 1.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -113,6 +114,19 @@ def alone(folder: str | None, crowd: int) -> Iterator[None]:
         yield
 
 
+def measure_in_turn(cases: list[str], args: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """One case after the other; one that fails is told and the others go on."""
+    rows = {}
+    for case in cases:
+        try:
+            rows[case] = measure(case, args)
+        except Exception:  # noqa: BLE001  (whatever it was: it is printed, and the command fails in the end)
+            traceback.print_exc()
+        else:
+            print(f"{case}: {rows[case]['img/s']:.0f} img/s", flush=True)
+    return rows
+
+
 def measure_at_once(cases: list[str]) -> dict[str, dict[str, float]]:
     """Each case in a process of its own, given the words of this command line and one case."""
     words = [word for word in sys.argv[1:] if word != "--at-once"]
@@ -120,13 +134,11 @@ def measure_at_once(cases: list[str]) -> dict[str, dict[str, float]]:
         command = [sys.executable, __file__, *words, "--lock", folder, "--crowd", str(len(cases)), "--cases"]
         running = {case: subprocess.Popen([*command, case], stdout=subprocess.PIPE, text=True) for case in cases}
         answers = {case: process.communicate()[0].splitlines() for case, process in running.items()}
-    answered = {case: lines[-1] for case, lines in answers.items() if running[case].returncode == 0}
-    for case in answers.keys() - answered.keys():
-        print(f"{case}: failed, see above")
-    return {case: json.loads(line) for case, line in answered.items()}
+    return {case: json.loads(lines[-1]) for case, lines in answers.items() if running[case].returncode == 0}
 
 
-def main() -> None:
+def main() -> int:
+    """0, or 1 where a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["supervised", "mp3:0.75", "mae:0.75"])
     parser.add_argument("--model", default="vit_base_patch16_224")
@@ -153,11 +165,17 @@ def main() -> None:
     print(f"torch {torch.__version__}")
     if args.lock is not None:
         print(json.dumps(measure(args.cases[0], args)))
-        return
-    rows = measure_at_once(args.cases) if args.at_once else {}
-    for case in () if args.at_once else args.cases:
-        rows[case] = measure(case, args)
-        print(f"{case}: {rows[case]['img/s']:.0f} img/s", flush=True)
+        return 0
+    rows = measure_at_once(args.cases) if args.at_once else measure_in_turn(args.cases, args)
+    failed = [case for case in args.cases if case not in rows]
+    if rows:
+        print_rows(rows)
+    if failed:
+        print(f"failed, see above: {', '.join(failed)}")
+    return 1 if failed else 0
+
+
+def print_rows(rows: dict[str, dict[str, float]]) -> None:
     first = next(iter(rows.values()))
     print(f"\n{'case':<28}{'img/s':>8}{'±':>6}{'ms/step':>9}{'GiB':>7}{'time/first':>12}{'warm-up s':>11}")
     for case, row in rows.items():
@@ -169,4 +187,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -109,6 +109,61 @@ def test_draws_belong_to_the_sample_whatever_the_batch(method: str) -> None:
             assert torch.equal(alone[key][0] if value.dim() else alone[key], value[row] if value.dim() else value), key
 
 
+CHANCES: dict[str, tuple[str, dict[str, Any]]] = {
+    "droppos": ("droppos", dict(mae_weight=1.0)),
+    "mae": ("mae", {}),
+    "mjp": ("mjp", dict(chance=0.5)),
+    "mjp-spp": ("mjp", dict(shuffle="spp", unknown=False)),
+    "mp3": ("mp3", dict(anchor_ratio=0.3)),
+}
+"""Settings in which each method draws everything that it can draw."""
+
+
+def chances(case: str, seed: int, epoch: int) -> dict[str, torch.Tensor]:
+    """What 3,000 samples drew, by name, [3000, C]: of a choice of places, each place's rank in it (0 where not)."""
+    method, settings = CHANCES[case]
+    backbone = create_backbone("vit_tiny_patch16_224", num_classes=4, **BACKBONES["vit_tiny_patch16_224"])
+    model = create_method(method, backbone, METHODS[method].Config(**(SETTINGS[method] | settings)))
+    found = {}
+    for name, value in model.draw(torch.arange(3000), seed=seed, epoch=epoch).items():
+        if value.dim() and value.dtype == torch.bool:
+            found[name] = value.double()
+        elif value.dim():
+            ranks = torch.arange(1.0, value.shape[1] + 1, dtype=torch.float64).expand(3000, -1)
+            found[name] = torch.zeros(3000, int(value.max()) + 1, dtype=torch.float64).scatter(1, value, ranks)
+    return found
+
+
+def likeness(a: torch.Tensor, b: torch.Tensor) -> float:
+    """The strongest correlation between a column of one and a column of the other, in its standard deviations."""
+    scores = [(each - each.mean(0)) / each.std(0).clamp(min=1e-9) for each in (a, b)]
+    return float((scores[0].T @ scores[1]).abs().max()) / len(a) ** 0.5
+
+
+@pytest.mark.parametrize("case", CHANCES)
+def test_draws_are_independent_over_samples_epochs_and_seeds(case: str) -> None:
+    base = chances(case, seed=1, epoch=2)
+    others = {
+        "another epoch": chances(case, seed=1, epoch=3),
+        "another seed": chances(case, seed=2, epoch=2),
+        "seed and epoch swapped": chances(case, seed=2, epoch=1),
+        "the next sample": {name: value.roll(1, 0) for name, value in base.items()},
+    }
+    for name, value in base.items():
+        assert (value.std(0) > 0).all(), name
+        assert likeness(value, value) > 50  # the measure itself: a draw is like itself
+        for what, other in others.items():
+            assert likeness(value, other[name]) < 5.5, (name, what)
+
+
+@pytest.mark.parametrize(
+    ("case", "one", "two"), [("mp3", "order", "anchors"), ("mjp-spp", "index", "pixels")], ids=lambda each: each
+)
+def test_two_draws_of_a_sample_are_independent(case: str, one: str, two: str) -> None:
+    found = chances(case, seed=1, epoch=2)
+    assert likeness(found[one], found[two]) < 5.5
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_forward_compiles_as_one_graph(method: str) -> None:
     model = make(method, "vit_tiny_patch16_224").eval()

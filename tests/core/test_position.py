@@ -157,6 +157,28 @@ def test_forget_then_take_is_take_then_forget() -> None:
     assert (a.bias.layer(0)[0, :, 2, 2] != 0).all()
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_forgetting_twice_is_forgetting_both(shared: bool) -> None:
+    first = torch.tensor([1, 0, 0, 1, 0, 0], dtype=torch.bool)
+    second = torch.tensor([0, 0, 1, 1, 0, 0], dtype=torch.bool)
+    if not shared:
+        first, second = torch.stack([first, second]), torch.stack([second, first.roll(1)])
+    unknown = torch.tensor([9.0, 8.0, 7.0, 6.0], dtype=torch.float64)
+    twice = positions().forget(first, unknown).forget(second, unknown)
+    once = positions().forget(first | second, unknown)
+    assert torch.equal(twice.table, once.table)
+    assert torch.equal(twice.rotary, once.rotary)
+    assert torch.equal(twice.bias.layer(1), once.bias.layer(1))
+    assert not torch.equal(once.bias.layer(1), positions().forget(second, unknown).bias.layer(1))
+    # Also with a choice of tokens in between, in whose order the second says which.
+    index = torch.tensor([3, 0, 5, 2])
+    later = positions().forget(first, unknown).take(index).forget(second[..., index], unknown)
+    whole = once.take(index)
+    assert torch.equal(later.table, whole.table)
+    assert torch.equal(later.rotary, whole.rotary)
+    assert torch.equal(later.bias.layer(1), whole.bias.layer(1))
+
+
 def test_forget_adds_the_vector_where_there_is_no_table() -> None:
     rotary_only = Positions(rotary=positions().rotary)
     where = torch.tensor([False, True, False, False, False, False])

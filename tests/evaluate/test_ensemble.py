@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -80,6 +82,15 @@ def test_each_model_may_have_its_own_view_of_the_same_samples() -> None:
     same = evaluate_ensemble({"a": sharp, "b": sharp}, batches())
     assert own.together == same.together
     assert own.alone["b"] == same.alone["a"]
+
+
+def test_what_a_source_complains_of_is_not_taken_for_another_length() -> None:
+    def broken() -> Iterator[Batch]:
+        yield batches()[0]
+        raise SitusError("cat.png: cannot be decoded (--data)")
+
+    with pytest.raises(SitusError, match=r"^cat\.png: cannot be decoded"):
+        evaluate_ensemble({"a": sharp, "b": turned}, {"a": batches(), "b": broken()})
 
 
 @pytest.mark.parametrize(

@@ -251,10 +251,41 @@ def test_paper_draws_are_the_samples_own_and_in_every_epoch() -> None:
     assert torch.equal(whole["index"][~whole["mask"]], torch.arange(12).expand(200, -1)[~whole["mask"]])
 
 
-def official(**fields: Any) -> MJP:
+def test_the_coin_the_mask_and_the_order_know_nothing_of_each_other() -> None:
+    ids, error = torch.arange(8000), 1 / math.sqrt(8000)
+    whole = make(mask_ratio=0.3).draw(ids, seed=0, epoch=0)
+    tossed = make(mask_ratio=0.3, chance=0.5).draw(ids, seed=0, epoch=0)
+    mask = whole["mask"]
+    fires = tossed["mask"].any(1)
+    assert mask.sum(1).tolist() == [3] * 8000 and abs(float(fires.double().mean()) - 0.5) < 4.5 * 0.5 * error
+    for name in ("mask", "index"):  # the coin decides whether, and nothing else
+        assert torch.equal(tossed[name][fires], whole[name][fires])
+    assert torch.equal(tossed["index"][~fires], torch.arange(12).expand(8000, -1)[~fires])
+    places = mask.nonzero()[:, 1].view(8000, 3)
+    ranks = (whole["index"].gather(1, places)[:, :, None] > places[:, None]).sum(-1)
+    both = torch.corrcoef(torch.cat([mask, ranks], dim=1).T.double())[:12, 12:]
+    assert float(both.abs().max()) < 5 * error
+
+
+def test_the_coin_says_nothing_of_the_blocks() -> None:
+    ids = torch.arange(2000)
+    fires = on_meta(MJPConfig(mask_ratio=0.15, chance=0.5)).draw(ids, seed=0, epoch=0)["mask"].any(1)
+    mask = on_meta(MJPConfig(mask_ratio=0.15)).draw(ids, seed=0, epoch=0)["mask"].view(-1, 14, 14)
+    # How the mask is cut tells how large its first blocks were: the more borders, the smaller.
+    borders = (mask.diff(dim=1)).sum((1, 2)) + (mask.diff(dim=2)).sum((1, 2))
+    for what, feature in (("borders", borders), ("rows", mask.any(2).sum(1)), ("columns", mask.any(1).sum(1))):
+        likeness = float(torch.corrcoef(torch.stack([fires, feature]).double())[0, 1])
+        assert abs(likeness) < 4.5 / math.sqrt(2000), what
+
+
+def on_meta(config: MJPConfig) -> MJP:
+    """On 14x14 patches, without values: draws need none."""
     with torch.device("meta"):
-        backbone = create_backbone("vit_tiny_patch16_224", model_args={"depth": 1})
-        return MJP(backbone, replace(MJPConfig.official(), mask_ratio=0.15, **fields))
+        return MJP(create_backbone("vit_tiny_patch16_224", num_classes=5, model_args={"depth": 1}), config)
+
+
+def official(**fields: Any) -> MJP:
+    return on_meta(replace(MJPConfig.official(), mask_ratio=0.15, **fields))
 
 
 def test_official_draws_one_puzzle_a_batch_on_half_of_them_after_the_warmup() -> None:

@@ -25,15 +25,18 @@ def batch() -> Batch:
     return Batch(torch.randn(3, 3, 8, 12, dtype=torch.float64), torch.tensor([5, 900, 31]))
 
 
-def slow_mp3(method: MP3, images: Tensor, context: list[list[int]]) -> Tensor:
+def slow_mp3(
+    method: MP3, images: Tensor, context: list[list[int]], anchors: tuple[list[int], ...] = ([], [], [])
+) -> Tensor:
     """MP3 from the paper's text, one image, one token and one head at a time, in the natural order of the patches."""
     vit = method.backbone.model
     losses = []
-    for image, chosen in zip(images, context, strict=True):
+    for image, chosen, told in zip(images, context, anchors, strict=True):
         patches = [image[:, r : r + 4, c : c + 4] for r in (0, 4) for c in (0, 4, 8)]
         weight, bias = vit.patch_embed.proj.weight, vit.patch_embed.proj.bias
         z = [vit.cls_token[0, 0] + vit.pos_embed[0, 0]]
         z += [(weight * patch).sum(dim=(1, 2, 3)) + bias for patch in patches]
+        z = [token + vit.pos_embed[0, i] if i - 1 in told else token for i, token in enumerate(z)]
         keys = [0] + [1 + place for place in chosen]
         for block in vit.blocks:
             normed = [block.norm1(token) for token in z]
@@ -126,14 +129,32 @@ def test_positions_are_gone_and_masked_patches_are_seen_by_nobody() -> None:
     assert not torch.allclose(after[0, -1], before[0, -1], atol=1e-3)
 
 
-def test_anchors_are_told_their_place() -> None:
-    method = make(0.0, anchor_ratio=0.4)
-    draws = method.draw(batch().ids, seed=0, epoch=0)
-    assert draws["anchors"].sum(1).tolist() == [2, 2, 2]
-    before = method(batch(), draws).extras["logits"]
+@pytest.mark.parametrize("eta", [0.0, 0.5])
+def test_anchors_are_told_their_own_place_and_no_other(eta: float) -> None:
+    method = make(eta, anchor_ratio=0.4)
     with torch.no_grad():
         method.backbone.model.pos_embed[:, 1:].normal_()
-    assert not torch.allclose(method(batch(), draws).extras["logits"], before, atol=1e-3)
+    draws = method.draw(batch().ids, seed=0, epoch=0)
+    assert draws["anchors"].sum(1).tolist() == [2, 2, 2]
+    order = draws["order"].tolist()
+    told = tuple(
+        [row[i] for i in flags.nonzero().flatten()] for row, flags in zip(order, draws["anchors"], strict=True)
+    )
+    slow = slow_mp3(method, batch().images, [row[: method.context] for row in order], told)
+    assert float(method(batch(), draws).loss.detach()) == pytest.approx(float(slow.detach()), abs=1e-6)
+    untold = slow_mp3(method, batch().images, [row[: method.context] for row in order])
+    assert abs(float(slow.detach()) - float(untold.detach())) > 1e-3
+
+
+def test_anchors_are_any_places_and_know_nothing_of_the_context() -> None:
+    method = make(0.5, anchor_ratio=0.34)
+    draws = method.draw(torch.arange(6000), seed=0, epoch=0)
+    told = torch.zeros(6000, 6).scatter(1, draws["order"], draws["anchors"].float())
+    shown = torch.zeros(6000, 6).scatter(1, draws["order"][:, : method.context], 1.0)
+    error = math.sqrt(2 / 9 / 6000)
+    assert torch.allclose(told.mean(0), torch.full((6,), 1 / 3), atol=4.5 * error)
+    # A place is an anchor as often in the context as outside of it.
+    assert torch.allclose((told * shown).mean(0), torch.full((6,), 1 / 6), atol=4.5 * error)
 
 
 def test_accuracy_of_an_untrained_head_is_chance() -> None:

@@ -50,8 +50,8 @@ def principal_axes(table: Tensor, count: int, rounds: int = _ROUNDS, mask: Tenso
     """The first principal directions of a table [N, D], [D, count], orthonormal, the greatest first.
 
     By power iteration with orthogonalisation, so that no solver makes the host wait; it starts from the directions
-    of the largest rows, and a direction's largest entry is positive. mask: [B, N], the rows each sample leaves out; then
-    [B, D, count].
+    of the largest rows, and a direction's largest entry is positive. mask: [B, N], the rows each sample leaves out;
+    then [B, D, count].
     """
     # The rows each sample has are never copied out: what is linear in them is reckoned on the whole table and masked.
     known = table.new_ones(table.shape[0]) if mask is None else (~mask).to(table.dtype)
