@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from situs.audit import Knowledge, MaskedJigsaw, Matching, MatchingConfig, NoPositionGradient, PatchEmbedding, adapt
 from situs.audit.gradients import audit_gradients
-from situs.audit.stem import Stem, require_stem
+from situs.audit.stem import require_stem
 from situs.audit.threat import NoDefence, victim_gradients
 from situs.errors import SitusError
 
@@ -50,10 +50,14 @@ X = torch.randn(1, 3, 8, 8, generator=torch.Generator().manual_seed(1))
 @pytest.mark.parametrize("kind", ["convolution", "pixels", "planes"])
 def test_named_stems_leak_every_pixel(kind: str) -> None:
     backbone = adapt(module(kind), 8, weight="patches.weight", table="places")
-    assert require_stem(backbone) == Stem("model.patches.weight", "model.patches.bias", "model.places", 1, (4, 4), kind)
+    stem = require_stem(backbone)
+    assert (stem.weight, stem.bias, stem.table) == ("model.patches.weight", "model.patches.bias", "model.places")
+    assert (stem.first, stem.count, stem.layout) == (1, 4, "unfolded" if kind == "convolution" else "matrix")
     assert (backbone.grid, backbone.dim, backbone.num_prefix) == ((2, 2), 24, 1)
+    assert require_stem(adapt(module(kind), 8)) == stem  # nobody need name them
     upload = victim_gradients(backbone, X, torch.tensor([2]))
     found = PatchEmbedding().recover(backbone, [upload])
+    assert found.facts[0]["fits"] is True
     assert float((found.images - X).norm() / X.norm()) < 1e-2
 
 
@@ -66,8 +70,9 @@ def test_gradients_are_those_of_the_module_itself() -> None:
 
 
 def test_matching_needs_no_names() -> None:
-    backbone = adapt(module(), 8)
-    assert "not named" in str(PatchEmbedding().applies(backbone))
+    fixed = module(norm=True)
+    backbone = adapt(fixed, 8)
+    assert "no position table that is simply added" in str(PatchEmbedding().applies(backbone))
     upload = victim_gradients(backbone, X, torch.tensor([2]))
     found = Matching(MatchingConfig(iterations=3, restarts=2)).recover(backbone, [upload], Knowledge())
     assert found.images.shape == X.shape
@@ -95,7 +100,7 @@ def test_names_are_measured_and_not_believed() -> None:
     hidden = adapt(module(norm=True), 8, weight="patches.weight", table="places")
     assert "not simply added behind a linear patch embedding" in str(PatchEmbedding().applies(hidden))
     other = adapt(module(), 8, weight="out.weight", table="places")
-    assert "not those of a patch embedding" in str(PatchEmbedding().applies(other))
+    assert "model.places is not simply added" in str(PatchEmbedding().applies(other))
     frozen = module()
     frozen.places.requires_grad_(False)
     assert "model.places is frozen" in str(
@@ -122,7 +127,7 @@ def test_an_audit_of_it_with_the_defences() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"weight": "patches.weight"}, "table=None"),
+        ({"weight": "patches.weight", "table": "place"}, "table=place"),
         ({"weight": "patch.weight", "table": "places"}, "weight=patch.weight"),
         ({"img_size": 12}, "does not take images"),
         ({"in_chans": 1}, "does not take images"),

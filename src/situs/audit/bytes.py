@@ -154,14 +154,15 @@ def _read_channels(
     white: Tensor, right: Tensor, patches: Tensor, rank: Tensor, values: Tensor, limits: Limits
 ) -> tuple[Tensor, Tensor]:
     """Bytes [B, N, K] and where they fit [B, K], each channel a system of its own; values: [C, 256]."""
-    channels, d = len(values), right.shape[1]
+    channels = len(values)
     right, patches = (_apart(part, channels) for part in (right, patches))
     white, rank, values = (
         white.repeat_interleave(channels, 0),
         rank.repeat_interleave(channels),
         values.repeat(len(white), 1),
     )
-    spare = (d - rank).clamp(min=0) * right.shape[2]
+    used = (white != 0).any(dim=1).sum(dim=1)  # what overflowed is no equation
+    spare = (used - rank).clamp(min=0) * right.shape[2]
     left = (right - white.mT @ patches).square().sum(dim=(1, 2))
     found = posterior(white, right, ((left + 1) / (spare + 1)).sqrt())
     order = decision_order(found.root)

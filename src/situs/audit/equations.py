@@ -66,11 +66,12 @@ def solve_pixels(
     weight, table = weight.double(), table.double()
     if bool(weight.isfinite().all()):
         return _solve(weight, table, sent, sigma, errs)
-    each = [_by_columns(w, t, sent, sigma) for w, t in zip(weight, table, strict=True)]
+    errs = weight.new_zeros(weight.shape[:2]) if errs is None else errs
+    each = [_by_columns(*one, sent, sigma) for one in zip(weight, table, errs, strict=True)]
     return Solution(*(torch.cat(part) for part in zip(*each, strict=True)))
 
 
-def _by_columns(weight: Tensor, table: Tensor, sent: torch.dtype, sigma: float) -> Solution:
+def _by_columns(weight: Tensor, table: Tensor, errs: Tensor, sent: torch.dtype, sigma: float) -> Solution:
     """One system whose columns of ∂l/∂W [D, K] lost different equations: those that lost the same are solved together.
 
     Of rank and condition the worst is told.
@@ -81,9 +82,10 @@ def _by_columns(weight: Tensor, table: Tensor, sent: torch.dtype, sigma: float) 
     parts = []
     for number in range(len(patterns)):
         columns = which == number
-        part = _solve(weight[None, :, columns], table[None], sent, sigma, None)
+        system = (weight[None, :, columns], table[None], sent, sigma, errs[None])
+        part = _solve(*system)
         patches[..., columns] = part.patches
-        square = whiten(weight[None, :, columns], table[None], sent, sigma)[1].square().sum(dim=(1, 2))
+        square = whiten(*system)[1].square().sum(dim=(1, 2))
         left, allowed = left + part.residual**2 * square, allowed + part.expected**2 * square
         total = total + square
         parts.append(part)

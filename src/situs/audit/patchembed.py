@@ -16,11 +16,11 @@ from typing import ClassVar
 import torch
 
 from situs.audit.attack import FAILED, Attack, Fact, Knowledge, Recovery, absent, stack
-from situs.audit.bytes import read_bytes
-from situs.audit.equations import Solution, solve_pixels, whiten
+from situs.audit.equations import Solution
 from situs.audit.rows import UNKNOWN, patch_rows
-from situs.audit.stem import find_stem, flat_weight, require_stem, to_images
+from situs.audit.stem import find_stem, flat_weight, patch_count, require_stem, to_images, view_of
 from situs.audit.threat import Gradients
+from situs.audit.through import System, solve_patches, solve_through
 from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
 from situs.methods.mjp import MJP
@@ -72,9 +72,10 @@ class PatchEmbedding(Attack):
                 f"a batch of {batch}: the rows of the table's gradient are sums over the images, and no linear system "
                 "takes them apart; the one solution stands for every image of the batch"
             )
-        if backbone.num_tokens > backbone.dim:
+        patches = patch_count(backbone, require_stem(backbone))
+        if patches > backbone.dim:
             return (
-                f"{backbone.num_tokens} patches are more than {backbone.dim} channels: the system is under-determined, "
+                f"{patches} patches are more than {backbone.dim} channels: the system is under-determined, "
                 "and of all its solutions the one of least norm is shown, unless just one consists of bytes"
             )
         return None
@@ -98,23 +99,24 @@ class PatchEmbedding(Attack):
         """The images behind uploads none of whose patches is hidden."""
         stem, trained = require_stem(backbone), known.trained(backbone)
         table = torch.stack([patch_rows(trained, stem, upload, known) for upload in uploads])
-        sent = uploads[0][stem.table].dtype
         weight = flat_weight(stack(uploads, stem.weight), stem)
-        sigma = known.defence.noise_level(known.batch)
-        found = solve_pixels(weight, table, sent, sigma)
-        facts = [facts_of(found, index, backbone.num_tokens) for index in range(len(uploads))]
-        patches = found.patches
-        if known.normalisation is not None and known.batch == 1:
-            white, right = whiten(weight, table, sent, sigma)
-            patches, read = read_bytes(white, right, patches, found.rank, known.normalisation)
-            for fact, share in zip(facts, read.double().mean(dim=1).tolist(), strict=True):
-                fact.update(bytes=share == 1, bytes_share=share)
+        system = System(weight, table, uploads[0][stem.table].dtype, known.defence.noise_level(known.batch))
+        view = view_of(backbone, stem)
+        normalisation = known.normalisation if known.batch == 1 else None
+        if view is None:
+            found, facts, patches = solve_patches(system, normalisation)
+            images = to_images(patches, backbone, stem)
+        else:
+            found, facts, images = solve_through(view, system, normalisation)
         exact = self.caveat(backbone, known.batch) is None
-        for fact in facts:
+        told: list[dict[str, Fact]] = []
+        for index, more in enumerate(facts):
+            fact = facts_of(found, index, table.shape[1]) | more
             # The rows of a batch are sums, so that noise may explain the misfit of what cannot be right.
             fact["fits"] = known.batch == 1 and bool(fact["fits"] or fact.get("bytes"))
-            fact["verdict"] = _said(fact, torch.finfo(sent).eps, exact)
-        return Recovery(to_images(patches, backbone, stem).float(), facts)
+            fact["verdict"] = more.get("verdict") or _said(fact, torch.finfo(system.sent).eps, exact)
+            told.append(fact)
+        return Recovery(images.float(), told)
 
 
 def facts_of(found: Solution, index: int, unknowns: int) -> dict[str, Fact]:

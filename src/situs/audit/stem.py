@@ -12,6 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from situs.audit.inverse import View
+from situs.audit.products import Feed, Kind
 from situs.backbones.base import Backbone
 from situs.core.tokens import patchify, unpatchify
 from situs.errors import SitusError
@@ -21,8 +23,9 @@ from situs.errors import SitusError
 class Stem:
     """Names of what an image meets first. first: the row of the table parameter that belongs to patch 0.
 
-    layout: how the weight holds a patch: as a convolution, or as a matrix [D, K] whose columns run (row, column,
-    channel) or plane by plane (channel, row, column).
+    layout: how the weight holds a patch: "patches" as a convolution whose patches are those of `patchify`; else what is
+    multiplied with it is the input of product number `product` (`products.Feed`). channels: the table's axis of
+    channels, from the end. count: the patches; 0 for as many as the backbone has tokens.
     """
 
     weight: str
@@ -30,7 +33,10 @@ class Stem:
     table: str
     first: int
     patch_size: tuple[int, int]
-    layout: Literal["convolution", "pixels", "planes"] = "convolution"
+    layout: Literal["patches"] | Kind = "patches"
+    product: int = -1
+    channels: int = -1
+    count: int = 0
 
 
 class StemBackbone(Backbone):
@@ -42,24 +48,41 @@ class StemBackbone(Backbone):
 def flat_weight(weight: Tensor, stem: Stem | None = None) -> Tensor:
     """A patch embedding's weight (or its gradient) as the matrix [..., D, K] on the patches of `patchify`.
 
-    weight: a convolution [..., D, C, P_h, P_w], or as the stem's layout says.
+    weight: a convolution [..., D, C, P_h, P_w], or as the stem's layout says; K is then what its layer is fed.
     """
-    if stem is not None and stem.layout == "pixels":
-        return weight
-    if stem is not None and stem.layout == "planes":
-        weight = weight.unflatten(-1, (-1, *stem.patch_size))
-    return weight.movedim(-3, -1).flatten(-3)
+    layout = "patches" if stem is None else stem.layout
+    if layout == "patches":
+        return weight.movedim(-3, -1).flatten(-3)
+    return weight.flatten(-3) if layout == "unfolded" else weight.mT if layout == "turned" else weight
 
 
 def table_rows(parameter: Tensor, stem: Stem, prefix: bool = False) -> Tensor:
-    """The rows of a table parameter (or of its gradient) that belong to patches, [N, D]; prefix: those before too."""
-    rows = parameter.reshape(-1, parameter.shape[-1])
-    return rows if prefix else rows[stem.first :]
+    """The rows of a table parameter (or of its gradient) that belong to patches, [N, D]; prefix: all it has."""
+    rows = parameter.movedim(stem.channels, -1)
+    rows = rows.reshape(-1, rows.shape[-1])
+    return rows if prefix else rows[stem.first : stem.first + stem.count if stem.count else None]
+
+
+def patch_count(backbone: Backbone, stem: Stem) -> int:
+    """N: how many patches an image has in the patch embedding's equations."""
+    return stem.count or backbone.num_tokens
+
+
+def view_of(backbone: Backbone, stem: Stem) -> View | None:
+    """What the patch embedding sees of an image, where that is not simply its patches."""
+    if stem.layout == "patches":
+        return None
+    assert backbone.img_size is not None
+    device = next(backbone.parameters()).device
+    return View(Feed(backbone, stem.product), (backbone.in_chans, *backbone.img_size), device)
 
 
 def to_images(patches: Tensor, backbone: Backbone, stem: Stem) -> Tensor:
     """Patches [B, N, K] -> normalised images [B, C, H, W]."""
-    return unpatchify(patches, backbone.grid, stem.patch_size)
+    view = view_of(backbone, stem)
+    if view is None:
+        return unpatchify(patches, backbone.grid, stem.patch_size)
+    return torch.stack([view.image(each.double())[0] for each in patches])
 
 
 def find_stem(backbone: Backbone) -> Stem | str:
