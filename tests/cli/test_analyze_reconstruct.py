@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from situs.cli.main import main
@@ -47,6 +48,37 @@ def test_droppos_run(trained, tmp_path: Path) -> None:
     numbers = json.loads((tmp_path / "look" / "reconstruct.json").read_text())
     assert [(each["ratio"], each["position_ratio"]) for each in numbers["settings"]] == [(0.0, 0.5)]
     assert "Black and hatched" in (tmp_path / "look" / "reconstruct.html").read_text()
+
+
+@pytest.mark.parametrize(("method", "channels"), [("mp3", 4), ("droppos", 6), ("mp3", 2)])
+def test_images_of_other_channels(method: str, channels: int, tmp_path: Path) -> None:
+    from situs.config import from_dict
+    from situs.train.run import RunConfig, train_run
+
+    for split, count in (("train", 4), ("val", 3)):
+        for number in range(count):
+            (tmp_path / "data" / split).mkdir(parents=True, exist_ok=True)
+            image = np.random.default_rng(number).random((channels, 8, 8), dtype=np.float32)
+            np.save(tmp_path / "data" / split / f"{number}.npy", image)
+    extra = {"decoder_width": 16, "decoder_heads": 2} if method == "droppos" else {}
+    config = from_dict(
+        RunConfig,
+        {
+            "method": {"name": method, "mask_ratio": 0.5, **extra},
+            "backbone": {
+                "name": "vit_tiny_patch16_224", "patch_size": 4, "positions": "sincos",
+                "model_args": {"depth": 1, "embed_dim": 16, "num_heads": 2},
+            },
+            "data": {
+                "path": str(tmp_path / "data"), "img_size": 8, "channels": channels, "batch": 4, "workers": 0,
+            },
+            "train": {"epochs": 1, "precision": "fp32"},
+        },
+    )  # fmt: skip
+    train_run(config, out=tmp_path / "run", device="cpu")
+    look = [str(tmp_path / "run"), "--out", str(tmp_path / "look"), "--device", "cpu"]
+    assert main(["analyze", "reconstruct", *look, "--show", "2", "--pairs", "1", "--ratios", "0.5"]) == 0
+    assert f"The images have {channels} channels and are drawn" in (tmp_path / "look/reconstruct.html").read_text()
 
 
 @pytest.mark.parametrize(

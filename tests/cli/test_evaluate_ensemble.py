@@ -37,9 +37,9 @@ def test_two_runs(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert found["together"]["top1"] == slow_mean(trained)
     assert (found["average"], list(found["alone"])) == ("softmax", ["one", "two"])
     for name in ("one", "two"):
-        single = tmp_path / f"{name}.json"
+        single = tmp_path / name
         assert main(["evaluate", "accuracy", str(getattr(trained, name)), "--out", str(single)]) == 0
-        assert json.loads(single.read_text())["top1"] == found["alone"][name]["top1"]
+        assert json.loads((single / "accuracy.json").read_text())["top1"] == found["alone"][name]["top1"]
     words = [str(trained.one), str(trained.two), "--average", "logits", "--out", str(folder)]
     assert main(["evaluate", "ensemble", *words]) == 0
     assert json.loads(out.read_text())["together"]["loss"] != found["together"]["loss"]

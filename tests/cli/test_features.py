@@ -30,6 +30,9 @@ def test_of_a_run_and_of_its_export(trained: Any, tmp_path: Path, capsys: pytest
     assert found.labels.tolist() == [0] * 5 + [1] * 5 + [2] * 5
     assert (facts["method"], facts["data"], facts["positions"]) == ("mp3", "data (val)", False)
     assert str(trained.data.parent) not in str(facts)
+    assert found.names == tuple(f"{name}/{number}.png" for name in ("dark", "light", "middle") for number in range(5))
+    table = (tmp_path / "run.names.csv").read_text().splitlines()
+    assert table[6] == "5,5,light/0.png,1,light"
 
     assert main(["export", str(trained.mp3), "--to", str(tmp_path / "x")]) == 0
     words = ["--data", str(trained.data), "--split", "val", "--out", str(tmp_path / "export.safetensors")]
@@ -39,22 +42,23 @@ def test_of_a_run_and_of_its_export(trained: Any, tmp_path: Path, capsys: pytest
 
 def test_cls_is_another_pool(trained: Any, tmp_path: Path) -> None:
     for pool in ("mean", "cls"):
-        assert main(["features", str(trained.one), "--out", str(tmp_path / pool), "--pool", pool]) == 0
-    mean, cls = (read_features(tmp_path / pool)[0] for pool in ("mean", "cls"))
+        assert main(["features", str(trained.one), "--out", str(tmp_path / f"{pool}.safetensors"), "--pool", pool]) == 0
+    mean, cls = (read_features(tmp_path / f"{pool}.safetensors")[0] for pool in ("mean", "cls"))
     assert mean.features.shape == cls.features.shape == (24, 16)
     assert not torch.allclose(mean.features, cls.features)
 
 
 def test_of_a_timm_name(trained: Any, tmp_path: Path) -> None:
-    words = ["--data", str(trained.data), "--out", str(tmp_path / "x"), "--img-size", "32", "--split", "val"]
+    out = tmp_path / "x.safetensors"
+    words = ["--data", str(trained.data), "--out", str(out), "--img-size", "32", "--split", "val"]
     assert main(["features", NAME, *words, "--weights", "random"]) == 0
-    found, facts = read_features(tmp_path / "x")
+    found, facts = read_features(out)
     assert found.features.shape[0] == 15
     assert (facts["model"], facts["weights"], facts["img_size"]) == (NAME, "random", [32, 32])
 
 
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, out = ["--data", str(trained.data)], ["--out", str(tmp_path / "x")]
+    data, out = ["--data", str(trained.data)], ["--out", str(tmp_path / "x.npy")]
     for words, said in (
         ([NAME, *data, *out], "(--weights)"),
         ([NAME, *out, "--weights", "random"], "(--data)"),
@@ -62,6 +66,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         ([str(trained.one), *out, "--weights", "random"], "a run brings its own (--weights)"),
         ([str(trained.one), *out, "--data", str(tmp_path / "none")], "none"),
         ([str(trained.one), *out, "--split", "middle"], "split"),
+        ([str(trained.one), "--out", str(tmp_path / "x.pt")], "must be a file ending in .safetensors, .npz, .npy"),
     ):
         assert main(["features", *words]) == 2
         printed = capsys.readouterr().err

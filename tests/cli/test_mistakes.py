@@ -20,7 +20,7 @@ GRADIENTS = "audit gradients x --images y"
         (f"{GRADIENTS} --img-size 3 4 5", "--img-size 3 4 5: must be SIDE or HEIGHT WIDTH"),
         (f"{GRADIENTS} z", "z: more than situs audit gradients takes"),
         ("audit gradients x", "--images FOLDER: must be given"),
-        ("evaluate accuracy", "RUN: must be given"),
+        ("evaluate accuracy", "MODEL_OR_RUN: must be given"),
         ("pretrain --epoch 3", "--epoch 3: situs pretrain has no such flag; perhaps --epochs, "),
         ("pretrain --epochs three", "--epochs three: must be a whole number"),
         ("pretrain --augment.scale 1", "--augment.scale: needs 2 values"),

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import csv
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,6 +106,47 @@ def test_a_file_gives_them_back(tmp_path: Path, labels: bool) -> None:
     before = path.read_bytes()
     write_features(path, found, {"pool": "mean", "model": "m"})
     assert path.read_bytes() == before
+
+
+NAMED = FeatureSet(torch.rand(3, 2), torch.tensor([4, 7, 9]), torch.tensor([1, 0, 1]), ("a/ü,1.png", 'b"2', "c\udcff"))
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".npy", ".NPY"])
+def test_the_ending_names_the_form_and_a_table_the_images(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"x{suffix}"
+    write_features(path, NAMED, {"pool": "mean"}, ("cat", "dog"))
+    assert sorted(file.name for file in tmp_path.iterdir()) == sorted([path.name, "x.names.csv"])
+    with (tmp_path / "x.names.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.reader(file))
+    assert rows == [
+        ["row", "id", "name", "label", "class"],
+        ["0", "4", "a/ü,1.png", "1", "dog"],
+        ["1", "7", 'b"2', "0", "cat"],
+        ["2", "9", "c\\udcff", "1", "dog"],
+    ]
+    if suffix == ".safetensors":
+        assert read_features(path)[0].names == ("a/ü,1.png", 'b"2', "c\\udcff")
+        return
+    loaded = np.load(path, allow_pickle=False)
+    features = loaded if suffix.lower() == ".npy" else loaded["features"]
+    assert np.array_equal(features, NAMED.features.numpy())
+    if suffix == ".npz":
+        assert (loaded["ids"].tolist(), loaded["labels"].tolist()) == ([4, 7, 9], [1, 0, 1])
+        assert json.loads(str(loaded["metadata"])) == {"pool": "mean"}
+
+
+def test_an_ending_of_no_form_is_refused(tmp_path: Path) -> None:
+    for name in ("x", "x.pt", "x.csv"):
+        with pytest.raises(SitusError, match=r"must be a file ending in \.safetensors, \.npz, \.npy \(--out\)"):
+            write_features(tmp_path / name, NAMED, {})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_of_something_else_is_named(tmp_path: Path) -> None:
+    write_features(tmp_path / "x.safetensors", NAMED, {})
+    (tmp_path / "x.names.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(SitusError, match=r"x\.names\.csv: is not the table of names"):
+        read_features(tmp_path / "x.safetensors")
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

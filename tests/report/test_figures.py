@@ -186,8 +186,8 @@ def test_an_axis_of_shares_ends_where_shares_end() -> None:
     ("call", "message"),
     [
         (lambda: figures.image_grid([]), "no images"),
-        (lambda: figures.image_grid([np.zeros((8, 8))]), r"shape \(8, 8\).*\[1, H, W\]"),
-        (lambda: figures.image_grid([np.zeros((4, 8, 8))]), r"shape \(4, 8, 8\)"),
+        (lambda: figures.image_grid([np.zeros((8, 8))]), r"shape \(8, 8\).*\[C, H, W\]"),
+        (lambda: figures.image_grid([np.zeros((0, 8, 8))]), r"shape \(0, 8, 8\)"),
         (lambda: figures.image_grid([CORNER], masks=[np.zeros(7)], grid=(2, 4)), r"7 places.*\(2, 4\)"),
         (lambda: figures.projections([figures.Projection("t", np.zeros((5, 2)), "", "")], (2, 3)), r"t: .*\(5, 2\)"),
     ],
@@ -195,3 +195,15 @@ def test_an_axis_of_shares_ends_where_shares_end() -> None:
 def test_what_cannot_be_drawn_is_one_sentence(call: object, message: str) -> None:
     with pytest.raises(SitusError, match=message):
         call()  # pyright: ignore[reportCallIssue]
+
+
+def test_images_of_any_number_of_channels_are_drawn_and_that_is_said():
+    image = np.random.default_rng(0).random((6, 4, 5))
+    for channels in (4, 6):
+        assert np.array_equal(figures._picture(image[:channels]), image[:3].transpose(1, 2, 0))
+        assert figures.channels_drawn(channels) == (
+            f"The images have {channels} channels and are drawn by the first three, as red, green and blue."
+        )
+    assert np.allclose(figures._picture(image[:2]), image[:2].mean(0))
+    assert "2 channels and are drawn by the mean of both" in figures.channels_drawn(2)
+    assert (figures.channels_drawn(1), figures.channels_drawn(3)) == ("", "")

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from situs.analyze.attention import Survey, top_share, uniform_distance
 from situs.report.attention import attention_over_images, head_tables, relative_maps
-from situs.report.figures import png
+from situs.report.figures import channels_drawn, png
 from situs.report.html import Cell, Page, Section
 from situs.report.words import percent
 
@@ -94,6 +94,8 @@ def attention_page(name: str, found: Survey, shown: Shown, facts: Mapping[str, C
     }
     page = Page(f"Attention of {name}", lead=_lead(found, shown))
     _images(page.section("Over images"), shown, pictures["images"])
+    if said := channels_drawn(shown.images.shape[1]):
+        page.sections[-1].text(said)
     _heads(page.section("Layer by head"), found, pictures["heads"])
     _relative(page.section("By relative offset"), found, pictures["relative"])
     page.section("How this page was made").facts(facts)

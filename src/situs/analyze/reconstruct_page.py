@@ -25,7 +25,7 @@ from situs.core.random import uniform
 from situs.core.tokens import mask_of
 from situs.methods.base import Method
 from situs.methods.droppos import DropPos
-from situs.report.figures import png
+from situs.report.figures import channels_drawn, png
 from situs.report.html import Cell, Page
 from situs.report.puzzles import Panel, panels
 from situs.report.words import percent
@@ -68,6 +68,8 @@ def reconstruct_page(
     page = Page(f"What {name} makes of loose patches", lead=_lead(found, trained))
     section = page.section("How many patches are put right")
     section.table(SCORE_HEADER, score_rows(found.scores, grid[0] * grid[1]), _SCORES_CAPTION)
+    if said := channels_drawn(found.images.shape[1]):
+        section.text(said)
     told = next(iter(found.scores)).position_ratio is not None
     pictures = _droppos_sections(page, found) if told else _mp3_sections(page, found, seed)
     page.section("How this page was made").facts(facts)

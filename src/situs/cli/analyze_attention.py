@@ -58,4 +58,4 @@ def run(args: Args) -> None:
     print_table(f"{subject.name}: attention over {found.images:,} images", [LAYER_HEADER, *layer_rows(found)])
     print(page.lead)
     tell_left_out(loader)
-    print(write_result(args.out, "attention", numbers, page, pictures))
+    print(write_result(args.out, "attention", numbers, page, pictures, of=[subject]))

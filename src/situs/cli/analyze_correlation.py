@@ -53,4 +53,4 @@ def run(args: Args) -> None:
     print(in_words(found))
     numbers = {**facts, **to_json(found)}
     tell_left_out(loader)
-    print(write_result(args.out, NAME, numbers, page, pictures))
+    print(write_result(args.out, NAME, numbers, page, pictures, of=[subject]))

@@ -57,8 +57,8 @@ def run(args: Args) -> None:
     from situs.cli.tables import print_table
     from situs.report.html import show
 
-    looks = []
-    for name, subject in open_all(args).items():
+    looks, subjects = [], open_all(args)
+    for name, subject in subjects.items():
         note = "" if subject.positions else "Its positions took no part in its training."
         tables = tables_of(subject.backbone)
         looks += [look_at(name, table, folds=args.folds, seed=args.seed, note=note) for table in tables]
@@ -72,7 +72,7 @@ def run(args: Args) -> None:
     }
     header, rows = overview(looks, references)
     print_table("Position vectors", [[show(cell) for cell in row] for row in (header, *rows)])
-    print(write_result(args.out, NAME, numbers, page, pictures))
+    print(write_result(args.out, NAME, numbers, page, pictures, of=[*subjects.values()]))
 
 
 def open_all(args: Args) -> dict[str, Subject]:

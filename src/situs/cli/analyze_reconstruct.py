@@ -68,4 +68,4 @@ def run(args: Args) -> None:
     print_table(f"{subject.name}: puzzles of {loader.source.name}", [SCORE_HEADER, *rows])
     print(page.lead)
     tell_left_out(loader)
-    print(write_result(args.out, "reconstruct", numbers, page, pictures))
+    print(write_result(args.out, "reconstruct", numbers, page, pictures, of=[subject]))

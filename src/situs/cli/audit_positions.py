@@ -60,4 +60,4 @@ def run(args: Args) -> None:
     print(verdict(audit))
     numbers = {**facts, **to_dict(audit)}
     tell_left_out(loader)
-    print(write_result(args.out, NAME, numbers, page, pictures))
+    print(write_result(args.out, NAME, numbers, page, pictures, of=[subject]))

@@ -1,64 +1,41 @@
-"""Top-1, top-5 and loss of a fine-tuned run (or its export) on a whole split."""
+"""Top-1, top-5 and loss of a classifier on a whole split, and which classes it knows.
+
+For example: situs evaluate accuracy runs/ft --out look
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
-import tyro
+from situs.cli.result import LookingAtImages, open_looked_at, print_cells, tell_left_out, write_result
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """What every evaluation of classifiers takes."""
-
-    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """The images; by default those a run was trained on."""
-
-    split: str = "val"
-    """train, val or test; val and test stand in for each other where one is missing."""
-
-    ema: bool = True
-    """The mean of the weights where there is one, or the weights themselves."""
-
-    batch: int = 256
-    """Images at a time."""
+class Args(LookingAtImages):
+    """Accuracy of a classifier."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the forward."""
 
-    device: str | None = None
-    """cpu, cuda or cuda:N; a GPU where there is one."""
-
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the numbers as JSON too."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Args(Evaluation):
-    """Accuracy of a classifier."""
-
-    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
-    """A fine-tuned run, or its export."""
-
 
 def run(args: Args) -> None:
-    """Evaluates and prints one line of numbers."""
-    from situs.cli.scores import print_scores, write_scores
-    from situs.evaluate.accuracy import evaluate_accuracy
-    from situs.evaluate.subject import check_classes, load_set, open_subject
-    from situs.train.distributed import start
+    """Evaluates, prints one line of numbers and writes the page."""
+    from situs.evaluate.accuracy import ClassTally, evaluate_accuracy
+    from situs.evaluate.accuracy_page import by_class, finding, make_page, table
+    from situs.evaluate.subject import check_classes, check_labels, load_set, made_with
 
-    device = start(args.device).device
-    subject = open_subject(args.source, ema=None if args.ema else False, device=device)
-    loader = load_set(subject, args.data, args.split, args.batch, device, shared=True)
+    subject = open_looked_at(args)
+    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count, shared=True)
     check_classes(subject, loader)
-    count = None if loader.classes is None else len(loader.classes)
-    found = evaluate_accuracy(subject.backbone, loader, classes=count, precision=args.precision)
-    print_scores(loader.source.name, {subject.name: found})
-    if (skipped := loader.source.skip_report()) is not None:
-        print(skipped)
-    if args.out is not None:
-        facts = {**subject.facts, "data": loader.source.name, "precision": args.precision}
-        write_scores(args.out, {**facts, **asdict(found)})
+    classes = check_labels(loader)
+    tally = ClassTally(len(classes))
+    found = evaluate_accuracy(subject.backbone, loader, classes=len(classes), precision=args.precision, tally=tally)
+    answers = tally.answers()
+    facts = made_with(subject, loader, args.seed, args.precision)
+    page, pictures = make_page(subject.name, found, answers, classes, facts)
+    print_cells(f"{loader.source.name}, {found.count:,} images", *table(subject.name, found))
+    print(finding(subject.name, found, len(classes)))
+    tell_left_out(loader)
+    numbers = {**facts, **asdict(found), "classes": by_class(answers, classes)}
+    print(write_result(args.out, "accuracy", numbers, page, pictures, of=[subject]))

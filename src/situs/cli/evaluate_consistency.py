@@ -68,4 +68,4 @@ def run(args: Args) -> None:
         "rows": [asdict(row) for row in rows],
     }
     tell_left_out(loader)
-    print(write_result(args.out, "consistency", numbers, page, pictures))
+    print(write_result(args.out, "consistency", numbers, page, pictures, of=[subject]))

@@ -11,12 +11,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from situs.cli.evaluate_accuracy import Evaluation
 from situs.errors import SitusError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(Evaluation):
+class Args:
     """Accuracy of several classifiers together."""
 
     sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN RUN …")]
@@ -28,6 +27,27 @@ class Args(Evaluation):
     count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = None
     """So many of the images, chosen at random and the same every time; all where nothing is said."""
 
+    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    """The images; by default those the first run was trained on."""
+
+    split: str | None = None
+    """train, val or test; val and test stand in for each other. By default val, or all of data that is not split."""
+
+    held_out: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    """Share of data without val and test that is held out as both; by default what the first run held out."""
+
+    ema: bool = True
+    """The mean of the weights where there is one, or the weights themselves."""
+
+    batch: int = 256
+    """Images at a time."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the forward."""
+
+    device: str | None = None
+    """cpu, cuda or cuda:N; a GPU where there is one."""
+
     out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("look")
     """Where the numbers (.json), the page (.html) and the figures (.png) go."""
 
@@ -35,7 +55,7 @@ class Args(Evaluation):
 def run(args: Args) -> None:
     """Evaluates all in one pass, prints a row for each and one for all, and writes the page."""
     from situs import __version__
-    from situs.cli.result import print_cells, write_result
+    from situs.cli.result import check_folder, print_cells, tell_left_out, tell_locked, write_result
     from situs.evaluate.ensemble import evaluate_ensemble
     from situs.evaluate.ensemble_page import finding, make_page, table
     from situs.evaluate.subject import check_classes, load_set, open_subject
@@ -43,14 +63,18 @@ def run(args: Args) -> None:
 
     if len(args.sources) < 2 or len(set(args.sources)) < len(args.sources):
         raise SitusError("an ensemble needs at least two runs, each named once")
+    check_folder(args.out)
     device = start(args.device).device
     subjects, loaders = {}, {}
     for source in args.sources:
         subject = open_subject(source, ema=None if args.ema else False, device=device)
+        tell_locked(subject)
         name = subject.name if subject.name not in subjects else source
-        subjects[name] = subject
         # All on the first one's data, each with its own preparation: their own might be different sets.
-        path = args.data if args.data is not None or not loaders else subjects[next(iter(subjects))].data.path
+        first = next(iter(subjects.values()), subject).data
+        subject = subject.holding_out(first.held_out if args.held_out is None else args.held_out)
+        subjects[name] = subject
+        path = args.data if args.data is not None or not loaders else first.path
         loaders[name] = load_set(subject, path, args.split, args.batch, device, count=args.count, shared=True)
         check_classes(subject, loaders[name])
     models = {name: subject.backbone for name, subject in subjects.items()}
@@ -63,4 +87,5 @@ def run(args: Args) -> None:
     page, pictures = make_page(found, args.average, {**told, **facts})
     members = {name: {**subjects[name].facts, **asdict(score)} for name, score in found.alone.items()}
     numbers = {**facts, **asdict(found), "alone": members}
-    print(write_result(args.out, "ensemble", numbers, page, pictures))
+    tell_left_out(*loaders.values())
+    print(write_result(args.out, "ensemble", numbers, page, pictures, of=list(subjects.values())))

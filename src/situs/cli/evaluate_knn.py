@@ -56,4 +56,4 @@ def run(args: Args) -> None:
     print(finding(found, chance))
     numbers = {**facts, "k": args.k, "temperature": args.temperature, **asdict(found)}
     tell_left_out(bank, test)
-    print(write_result(args.out, "knn", numbers, page, pictures))
+    print(write_result(args.out, "knn", numbers, page, pictures, of=[subject]))

@@ -61,4 +61,4 @@ def run(args: Args) -> None:
         numbers = {"count": count, "accuracy": [{"ratio": key, "accuracy": value} for key, value in found.items()]}
     numbers = {**facts, "places": method.backbone.num_tokens, **numbers}
     tell_left_out(loader)
-    print(write_result(args.out, "position", numbers, page, pictures))
+    print(write_result(args.out, "position", numbers, page, pictures, of=[subject]))

@@ -96,7 +96,16 @@ def _position(args: Args, subjects: dict[str, Subject]) -> None:
         }
         for name, (probe, held) in probes.items()
     }
-    print(write_result(args.out, "probe-position", {"ratio": args.ratio, "models": numbers}, page, pictures))
+    print(
+        write_result(
+            args.out,
+            "probe-position",
+            {"ratio": args.ratio, "models": numbers},
+            page,
+            pictures,
+            of=[*subjects.values()],
+        )
+    )
 
 
 def _class(args: Args, subjects: dict[str, Subject]) -> None:
@@ -134,7 +143,7 @@ def _class(args: Args, subjects: dict[str, Subject]) -> None:
         }
         for name, probe in probes.items()
     }
-    print(write_result(args.out, "probe-class", {"models": numbers}, page, pictures))
+    print(write_result(args.out, "probe-class", {"models": numbers}, page, pictures, of=[*subjects.values()]))
 
 
 def _loaders(args: Args, subject: Subject) -> tuple[Any, Any, dict[str, Any]]:

@@ -86,7 +86,7 @@ def run(args: Args) -> None:
     print_table(subject.name, pages.summary(found, facts))
     for said in (*found.skipped, pages.finding(found)):
         print(said)
-    print(write_result(args.out, "robustness", pages.to_json(found, facts), page, pictures))
+    print(write_result(args.out, "robustness", pages.to_json(found, facts), page, pictures, of=[subject]))
 
 
 @contextmanager

@@ -1,8 +1,8 @@
-"""Pooled features of every image, as one safetensors file: features [n, D], ids, labels and what made them."""
+"""Pooled features of every image, as one file: features [n, D], ids, labels, what made them; their names beside it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,7 +17,7 @@ class Args:
     """A run folder, an export folder, or a timm name with --weights."""
 
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")]
-    """The .safetensors file to write."""
+    """The file to write: .safetensors, .npz or .npy. NAME.names.csv beside it says which image each row is."""
 
     data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
     """The images; by default those a run was trained on."""
@@ -55,10 +55,12 @@ def run(args: Args) -> None:
     from situs import __version__
     from situs.cli.result import tell_left_out
     from situs.core.tokens import pair
-    from situs.evaluate.features import extract, write_features
+    from situs.data.sampler import sample_of
+    from situs.evaluate.features import check_form, extract, write_features
     from situs.evaluate.subject import load_set, open_subject
     from situs.train.distributed import start
 
+    check_form(args.out)
     device = start(args.device).device
     size = None if args.img_size is None else pair(args.img_size)
     ema = None if args.ema else False
@@ -79,7 +81,9 @@ def run(args: Args) -> None:
         "std": std,
         "situs": __version__,
     }
-    write_features(args.out, found, facts)
+    rows = sample_of(found.ids).tolist()
+    found = replace(found, names=tuple(loader.source.key(row) for row in rows))
+    write_features(args.out, found, facts, loader.classes)
     count, dim = found.features.shape
     labels = "with labels" if found.labels is not None else "without labels"
     print(f"{args.out}: {count} features of {dim} numbers, {labels}")

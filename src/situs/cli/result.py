@@ -5,7 +5,9 @@ A result is a folder: NAME.json with every number, NAME.html to read, NAME-PICTU
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +37,9 @@ class Looking:
 
     ema: bool = True
     """For a run: the mean of the weights where there is one, or the weights themselves."""
+
+    key: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """For a locked export: the key it was locked with; without one it is looked at as it is."""
 
     device: str | None = None
     """cpu, cuda or cuda:N; a GPU where there is one."""
@@ -72,12 +77,39 @@ def open_looked_at(args: Looking) -> Subject:
     from situs.evaluate.subject import open_subject
     from situs.train.distributed import start
 
+    check_folder(args.out)
     size = None if args.img_size is None else pair(args.img_size)
     ema = None if args.ema else False
     device = start(args.device).device
     subject = open_subject(args.model, weights=args.weights, img_size=size, ema=ema, device=device)
+    if args.key is not None:
+        subject = _opened(args.model, subject, args.key)
+    tell_locked(subject)
     held = args.held_out if isinstance(args, LookingAtImages) else None
     return subject if held is None else subject.holding_out(held)
+
+
+def _opened(model: str, subject: Subject, key: Path) -> Subject:
+    """The subject of a locked folder with its blocks opened, in memory alone."""
+    from situs.cli.passphrase import read_key
+    from situs.errors import SitusError
+    from situs.locks.owner import open_locked
+
+    if not subject.locked:
+        raise SitusError(f"{model}: is not locked, so that no key opens it (--key)")
+    return subject.unlocked(open_locked(model, read_key(key)))
+
+
+def tell_locked(subject: Subject) -> None:
+    """Says of a locked model that its numbers are not those of the model."""
+    from situs.train import distributed
+
+    if subject.locked and not distributed.rank():
+        print(
+            f"situs: {subject.name}: without the key its blocks are scrambled, and so is what follows; "
+            "open it (--key FILE, or situs unlock)",
+            file=sys.stderr,
+        )
 
 
 def tell_left_out(*loaders: Loader) -> None:
@@ -89,6 +121,14 @@ def tell_left_out(*loaders: Loader) -> None:
             print(f"situs: {said}", file=sys.stderr)
 
 
+def check_folder(folder: Path) -> None:
+    """Refuses what is no folder to write to, before the work is done."""
+    from situs.config import require
+
+    good = folder.is_dir() if folder.exists() else folder.suffix not in (".json", ".html")
+    require(good, "out", str(folder), "a folder", "--out")
+
+
 def print_cells(title: str, header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
     """A page's table on the terminal."""
     from situs.cli.tables import print_table
@@ -98,11 +138,18 @@ def print_cells(title: str, header: Sequence[str], rows: Sequence[Sequence[Cell]
 
 
 def write_result(
-    folder: Path, name: str, numbers: Mapping[str, Any], page: Page, pictures: Mapping[str, bytes] | None = None
+    folder: Path,
+    name: str,
+    numbers: Mapping[str, Any],
+    page: Page,
+    pictures: Mapping[str, bytes] | None = None,
+    *,
+    of: Sequence[Subject] = (),
 ) -> Path:
     """Writes NAME.json, NAME-PICTURE.png for each picture, and NAME.html last; gives the page's path.
 
-    Where several ranks have come to the result, the first one writes it.
+    of: whose result it is. One of other models that stands in the folder is left, and this one goes below, to a folder
+    of its own. Where several ranks have come to the result, the first one writes it.
     """
     from situs.config import write_bytes
     from situs.errors import SitusError
@@ -110,6 +157,9 @@ def write_result(
 
     if distributed.rank():
         return folder / f"{name}.html"
+    if of:
+        numbers = {"of": [subject.identity for subject in of], **numbers}
+        folder = _own_folder(folder, name, of)
     text = json.dumps(numbers, indent=2, ensure_ascii=False) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -119,3 +169,25 @@ def write_result(
     except OSError as error:
         raise SitusError(f"{folder}: could not be written: {(error.strerror or str(error)).lower()} (--out)") from error
     return page.write(folder / f"{name}.html")
+
+
+def _own_folder(folder: Path, name: str, of: Sequence[Subject]) -> Path:
+    """`folder`, or where it holds that result of other models the first folder below it that does not."""
+    told = [subject.identity for subject in of]
+    if _is_free(folder / f"{name}.json", told):
+        return folder
+    label = re.sub(r"[^\w.=-]+", "-", "+".join(subject.name for subject in of))[:100].strip(".-") or "model"
+    tried = (folder / (label if number == 1 else f"{label}-{number}") for number in itertools.count(1))
+    chosen = next(place for place in tried if _is_free(place / f"{name}.json", told))
+    print(f"situs: {folder / name}.html is of another model and stays; this one goes to {chosen}", file=sys.stderr)
+    return chosen
+
+
+def _is_free(file: Path, told: list[str]) -> bool:
+    """Whether there is no result, or one of the same models."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8")).get("of") == told
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, AttributeError):
+        return not file.parent.is_dir()  # what cannot be made is told when it is written to

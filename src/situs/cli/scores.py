@@ -1,27 +1,14 @@
-"""How the evaluations of classifiers print and write their numbers."""
+"""How a verb writes its numbers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from situs.cli.tables import print_table
 from situs.config import write_text
 from situs.errors import SitusError
-from situs.report.words import percent
-
-if TYPE_CHECKING:
-    from situs.evaluate.accuracy import Accuracy
-
-
-def print_scores(data: str, scores: Mapping[str, Accuracy]) -> None:
-    """One row a model: top-1, top-5, loss."""
-    count = next(iter(scores.values())).count
-    rows = [("", "top-1", "top-5", "loss")]
-    rows += [(name, percent(s.top1, 2), percent(s.top5, 2), f"{s.loss:.4f}") for name, s in scores.items()]
-    print_table(f"{data}, {count:,} images", rows)
 
 
 def write_scores(path: Path, scores: Mapping[str, Any]) -> None:

@@ -54,15 +54,42 @@ class Tally:
         return Accuracy(top1 / count, top5 / count, int(count), loss / count)
 
 
+class ClassTally(Tally):
+    """The same, and every answer by class."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.classes = classes
+        self.table: Tensor | None = None
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Takes in logits [B, C] and labels [B]."""
+        super().add(logits, labels)
+        if self.table is None:
+            self.table = torch.zeros(self.classes * self.classes, dtype=torch.float64, device=logits.device)
+        said = labels * self.classes + logits.argmax(dim=-1)
+        self.table.scatter_add_(0, said, torch.ones_like(said, dtype=torch.float64))
+
+    def answers(self) -> Tensor:
+        """[C, C] int64 on the CPU: how many images of class i over all ranks were taken for class j."""
+        assert self.table is not None, "the accuracy is asked for first"
+        return sum_over_ranks(self.table.clone()).view(self.classes, self.classes).long().cpu()
+
+
 def evaluate_accuracy(
-    model: Model, batches: Iterable[Batch], *, classes: int | None = None, precision: str = "fp32"
+    model: Model,
+    batches: Iterable[Batch],
+    *,
+    classes: int | None = None,
+    precision: str = "fp32",
+    tally: Tally | None = None,
 ) -> Accuracy:
     """The accuracy of `model` over all `batches`, summed over the ranks where there are several.
 
     Each rank brings its own part of the set. classes: how many the data has, where the model must have as many.
-    precision: fp32, or bf16 for autocast.
+    precision: fp32, or bf16 for autocast. tally: what keeps the sums, where more than the accuracy is asked for.
     """
-    tally = Tally()
+    tally = tally or Tally()
     with evaluating(model):
         for batch in batches:
             with autocast(batch.images.device, precision):

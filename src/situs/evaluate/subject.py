@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from situs.train.run import is_run, load_run
 
 PUBLISHED, RANDOM = "pretrained", "random"
 """Values of --weights that are no file: those timm publishes, and none."""
+_LOCKED = " (locked)"
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,9 @@ class Subject:
 
     positions: whether its positions took part in training. classifier: whether it has a head that was trained. data:
     how its images are prepared. classes: their names, where they are known. facts: where it comes from, no paths.
-    method: what a run was trained with, its own heads and tokens included; None for an export or a name.
+    method: what a run was trained with, its own heads and tokens included; None for an export or a name. identity:
+    a hash of where it was opened from, by which one model's results are told from another's. locked: whether it is the
+    export of a locked model, opened without its key.
     """
 
     name: str
@@ -46,11 +50,19 @@ class Subject:
     classes: tuple[str, ...] | None
     facts: dict[str, Any]
     method: Method | None = None
+    identity: str = ""
+    locked: bool = False
 
     @property
     def device(self) -> torch.device:
         """Where its weights are."""
         return next(self.backbone.parameters()).device
+
+    def unlocked(self, backbone: Backbone) -> Subject:
+        """The same with the backbone that its key has opened."""
+        name = self.name.removesuffix(_LOCKED)
+        facts = {**self.facts, "locked": "opened with its key"}
+        return replace(self, name=name, backbone=backbone.to(self.device).eval(), facts=facts, locked=False)
 
     def holding_out(self, share: float) -> Subject:
         """The same, with another share held out of data without a split to be judged on."""
@@ -69,13 +81,16 @@ def open_subject(
 
     ema: for a run, the mean of its weights; None takes it where there is one. img_size: for a timm name.
     """
+    origin = Path(source).resolve().as_posix() if Path(source).exists() else f"{source}={weights}"
     if is_run(source):
         _refuse("a run", weights=weights, img_size=img_size)
-        return _open_run(source, ema, device)
-    if (Path(source) / "config.json").is_file():
+        subject = _open_run(source, ema, device)
+    elif (Path(source) / "config.json").is_file():
         _refuse("an export", weights=weights, img_size=img_size)
-        return _open_folder(Path(source), device)
-    return _open_name(source, weights, img_size, device)
+        subject = _open_folder(Path(source), device)
+    else:
+        subject = _open_name(source, weights, img_size, device)
+    return replace(subject, identity=hashlib.sha256(origin.encode("utf-8", "surrogateescape")).hexdigest()[:16])
 
 
 def load_set(
@@ -231,7 +246,18 @@ def _open_folder(folder: Path, device: torch.device | str) -> Subject:
     data = _data_of(backbone, described.get("pretrained_cfg", {}))
     classes = tuple(names) if isinstance(names, list) else None
     trained = described.get("num_classes", 1) > 0
-    return Subject(_name_of(folder), backbone, ours.get("positions", True), trained, data, classes, facts)
+    name, locked = _name_of(folder), _is_locked(folder)
+    if locked:
+        name, facts = f"{name}{_LOCKED}", {**facts, "locked": "yes, and looked at without its key"}
+    return Subject(name, backbone, ours.get("positions", True), trained, data, classes, facts, locked=locked)
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a lock's manifest stands beside the weights."""
+    try:
+        return read_json(folder / "manifest.json").get("format") == "situs-lock"
+    except SitusError:
+        return False
 
 
 def _as_timm_says(backbone: Backbone, prepared: Mapping[str, Any]) -> dict[str, Any]:

@@ -121,11 +121,20 @@ def patches(image: Any, grid: tuple[int, int], title: str = "") -> Figure:
     return figure
 
 
+def channels_drawn(channels: int) -> str:
+    """What a page must say of images whose channels are not grey or red, green and blue; nothing of others."""
+    if channels in (1, 3):
+        return ""
+    drawn = "by the mean of both" if channels == 2 else "by the first three, as red, green and blue"
+    return f"The images have {channels} channels and are drawn {drawn}."
+
+
 def _picture(image: Any) -> np.ndarray:
-    """[C, H, W] -> floats in [0, 1], [H, W] or [H, W, 3]."""
+    """[C, H, W] -> floats in [0, 1], [H, W] or [H, W, 3]; of two channels the mean, of more the first three."""
     array = np.asarray(image)
-    if array.ndim != 3 or array.shape[0] not in (1, 3):
-        raise SitusError(f"an image to draw has shape {array.shape}: must be [1, H, W] or [3, H, W]")
+    if array.ndim != 3 or not array.shape[0]:
+        raise SitusError(f"an image to draw has shape {array.shape}: must be [C, H, W]")
+    array = array.mean(axis=0, keepdims=True).astype(array.dtype) if array.shape[0] == 2 else array[:3]
     array = array / 255.0 if array.dtype == np.uint8 else array.astype(np.float64).clip(0.0, 1.0)
     return array[0] if array.shape[0] == 1 else array.transpose(1, 2, 0)
 
