@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import BertConfig
 
 from situs.backbones import create_backbone
 from situs.backbones.base import CAPABILITIES
 from situs.cli import info
 from situs.cli.main import main
+from situs.errors import SitusError
+from situs.methods import create_method
 
 
 def printed_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -61,11 +64,50 @@ def test_refusals_come_with_their_reason(name: str, capsys: pytest.CaptureFixtur
     assert (rows["holds"], rows["reason"]) == (False, refusals["rows"])
 
 
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("bert", {"droppos", "mae", "mjp", "mp3", "supervised"}),
+        ("resnet18", {"droppos", "mae", "mjp", "mp3"}),
+        ("vit_tiny_patch16_224", set()),
+        ("swin_tiny_patch4_window7_224", {"droppos", "mae", "mjp", "mp3"}),
+        ("vit_small_patch16_rope_224", {"mjp"}),
+    ],
+)
+def test_a_method_applies_where_it_can_be_made_with_its_defaults(name: str, refused: set[str]) -> None:
+    with torch.device("meta"):
+        backbone = create_backbone(BertConfig(num_hidden_layers=1) if name == "bert" else name)
+    verdicts = {each.name: each for each in info.describe(backbone).methods}
+    assert {method for method, verdict in verdicts.items() if not verdict.holds} == refused
+    for method, verdict in verdicts.items():
+        if verdict.holds:
+            small = {"depth": 1} if name.startswith("vit") else {}
+            assert create_method(method, create_backbone(name, model_args=small)).backbone.name == name
+            continue
+        with pytest.raises(SitusError) as caught, torch.device("meta"):
+            create_method(method, backbone)
+        assert verdict.reason in str(caught.value)
+    if name == "resnet18":
+        assert "choose unknown=False, dal='none'" in verdicts["mjp"].reason
+
+
+def test_a_verdict_leaves_the_backbone_as_it_was() -> None:
+    small = {"depths": (1, 1, 1, 1), "embed_dim": 12, "num_heads": (1, 1, 1, 1)}
+    backbone = create_backbone("swin_tiny_patch4_window7_224", img_size=448, positions="sincos", model_args=small)
+    before = [block.dynamic_mask for stage in backbone.model.layers for block in stage.blocks]
+    assert {each.name: each.holds for each in info.describe(backbone).methods}["droppos"]
+    assert [block.dynamic_mask for stage in backbone.model.layers for block in stage.blocks] == before
+
+
 def test_methods_are_judged_by_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     class Needy:
         needs = ("tokens", "context")
+        Config = dict
 
-    class Modest:
+        def __init__(self, backbone: Any, config: Any) -> None:
+            raise RuntimeError("a tensor without values has none")
+
+    class Modest(Needy):
         needs = ()
 
     monkeypatch.setattr(info, "_methods", lambda: {"needy": Needy, "modest": Modest})

@@ -18,7 +18,11 @@ from situs.core.position import Positions
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
 
+TEXT = {"images": "it reads the ids of words"}
+"""What every text model refuses, and why."""
+
 CAUSAL = {
+    **TEXT,
     "rows": "its causal mask would have to move along, P M Pᵀ, and that mask's row sums reveal the order",
     "context": "each token of a causal model has its own context already, the tokens before it",
 }
@@ -32,6 +36,7 @@ class TextBackbone(Backbone):
     """What the text models share: ids in, one row of tokens, positions for the first `length` places."""
 
     kinds: tuple[str, ...] = ("table",)
+    refusals = TEXT
 
     def __init__(self, model: nn.Module, head: Head, size: Size | None = None) -> None:
         name = type(model).__name__

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,7 +83,7 @@ def run(args: Args) -> None:
 
 
 def describe(backbone: Backbone) -> Info:
-    """Facts and verdicts of a backbone; reads shapes and refusals, runs nothing."""
+    """Facts and verdicts of a backbone; reads shapes and refusals, makes methods without values, runs nothing."""
     from situs.backbones.base import CAPABILITIES
 
     return Info(
@@ -128,12 +129,27 @@ def _verdict(backbone: Backbone, name: str, about: str, needs: Iterable[str]) ->
 
 
 def _method(backbone: Backbone, name: str) -> Verdict:
-    """The verdict on a method; one of another package that cannot be imported says so, and harms no other."""
+    """The verdict on a method with its defaults: whether it can be made over this backbone.
+
+    One of another package that cannot be imported says so, and harms no other.
+    """
+    import torch
+
     try:
         kind = _methods()[name]
     except SitusError as error:
         return Verdict(name, "", holds=False, reason=str(error))
-    return _verdict(backbone, name, _first_line(kind), kind.needs)
+    verdict = _verdict(backbone, name, _first_line(kind), kind.needs)
+    if not verdict.holds:
+        return verdict
+    try:
+        with torch.device("meta"):
+            kind(copy.deepcopy(backbone), kind.Config())  # a copy: a method may prepare its backbone
+    except SitusError as error:
+        return replace(verdict, holds=False, reason=str(error))
+    except RuntimeError:  # it computes while it is made, and here nothing has values: what it needs is all we know
+        return verdict
+    return verdict
 
 
 def _methods() -> Mapping[str, Any]:

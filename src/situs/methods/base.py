@@ -31,7 +31,7 @@ class Method(nn.Module, ABC):
     """A training idea over a backbone. What a method adds lives beside `backbone` and is dropped on export."""
 
     Config: ClassVar[type[Any]]
-    needs: ClassVar[tuple[str, ...]] = ("tokens",)
+    needs: ClassVar[tuple[str, ...]] = ("images", "tokens")
     """Capabilities the backbone must not refuse; see `situs.backbones.base.CAPABILITIES`."""
 
     needs_labels: ClassVar[bool] = False

@@ -128,7 +128,7 @@ class DropPos(Method):
 
     places: Tensor
     Config: ClassVar[type[DropPosConfig]] = DropPosConfig
-    needs: ClassVar[tuple[str, ...]] = ("tokens",)
+    needs: ClassVar[tuple[str, ...]] = ("images", "tokens")
 
     def __init__(self, backbone: Backbone, config: DropPosConfig) -> None:
         super().__init__(backbone)

@@ -54,7 +54,7 @@ class MAE(Method):
 
     places: Tensor
     Config: ClassVar[type[MAEConfig]] = MAEConfig
-    needs: ClassVar[tuple[str, ...]] = ("tokens", "take")
+    needs: ClassVar[tuple[str, ...]] = ("images", "tokens", "take")
 
     def __init__(self, backbone: Backbone, config: MAEConfig) -> None:
         super().__init__(backbone)

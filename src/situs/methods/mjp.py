@@ -38,7 +38,7 @@ class MJP(Method):
     """`draw` chooses mask and shuffle; `forward` reads like Figure 2(d). Without tokens, pixels are moved."""
 
     Config: ClassVar[type[MJPConfig]] = MJPConfig
-    needs: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[str, ...]] = ("images",)
     needs_labels: ClassVar[bool] = True
 
     def __init__(self, backbone: Backbone, config: MJPConfig) -> None:

@@ -44,7 +44,7 @@ class MP3(Method):
     """`draw` orders the tokens, context first; `forward` reads like Figure 1."""
 
     Config: ClassVar[type[MP3Config]] = MP3Config
-    needs: ClassVar[tuple[str, ...]] = ("tokens", "context")
+    needs: ClassVar[tuple[str, ...]] = ("images", "tokens", "context")
 
     def __init__(self, backbone: Backbone, config: MP3Config) -> None:
         super().__init__(backbone)

@@ -33,7 +33,7 @@ class Supervised(Method):
     """Cross entropy on the backbone's logits. Works on every backbone, convolutional ones too."""
 
     Config: ClassVar[type[SupervisedConfig]] = SupervisedConfig
-    needs: ClassVar[tuple[str, ...]] = ()
+    needs: ClassVar[tuple[str, ...]] = ("images",)
     needs_labels: ClassVar[bool] = True
 
     def __init__(self, backbone: Backbone, config: SupervisedConfig) -> None:
