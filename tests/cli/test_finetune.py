@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from situs.cli.main import main
 from situs.train.checkpoint import RunFolder
@@ -62,10 +63,50 @@ def test_validation_is_written_and_resuming_goes_on(trained: Any, tmp_path: Path
     assert [record["step"] for record in records if "val_top1" in record] == [2, 4, 6]
 
 
+def test_weights_that_are_no_run_can_be_fine_tuned(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """--init means what it means in pretrain, and positions can be replaced as with --from."""
+    state = load_run(trained.mp3).method.backbone.model.state_dict()
+    torch.save(state, tmp_path / "w.pt")
+    (tmp_path / "tiny.toml").write_text(
+        "[backbone]\nname = 'vit_tiny_patch16_224'\npatch_size = 4\n"
+        "model_args = {depth = 2, embed_dim = 16, num_heads = 2}\n[optim]\nlr = 1e-9\n"
+    )
+    words = ["--init", str(tmp_path / "w.pt"), "--config", str(tmp_path / "tiny.toml"), "--data", str(trained.data)]
+    words += ["--data.img-size", "8", *QUICK]
+    assert main(["finetune", *words, "--out", str(tmp_path / "ft")]) == 0
+    assert f"started from {tmp_path / 'w.pt'}" in capsys.readouterr().out
+    found = load_run(tmp_path / "ft").method.backbone.model.state_dict()
+    name = "blocks.1.attn.qkv.weight"
+    torch.testing.assert_close(found[name], state[name], rtol=0, atol=1e-7)
+    torch.testing.assert_close(found["pos_embed"], state["pos_embed"], rtol=0, atol=1e-7)
+    assert main(["finetune", *words, "--positions", "none", "--out", str(tmp_path / "no")]) == 0
+    assert "pos_embed" not in load_run(tmp_path / "no").method.backbone.model.state_dict()
+    assert "method=mp3: fine-tuning needs" in refused([*words, "--method", "mp3", "--out", str(tmp_path / "x")], capsys)
+    resume = ["--resume", str(tmp_path / "ft")]
+    assert refused([*resume, "--positions", "none"], capsys) == (
+        f"--positions none: is for a new fine-tuning; --resume {tmp_path / 'ft'} goes on as it began"
+    )
+    assert "--from" in refused([*resume, "--from", str(trained.mp3)], capsys)
+
+
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = ["--out", str(tmp_path / "ft")]
     told = [*out, "--from", str(trained.mp3), *QUICK]
-    assert refused(out, capsys) == ("give the pretrained run to start from (--from) or a run to go on with (--resume)")
+    assert refused(out, capsys) == (
+        "give the pretrained run to start from (--from), other weights with their --backbone.name (--init) or a run to "
+        "go on with (--resume)"
+    )
+    assert refused([*told, "--init", "x.pt"], capsys) == (
+        f"give the run to start from (--from {trained.mp3}) or other weights (--init x.pt)"
+    )
+    for_pretrain = ["--resume", str(trained.mp3), "--device", "cpu"]
+    assert refused(for_pretrain, capsys) == (
+        f"{trained.mp3}: is a run of pretrain (method mp3), not of finetune; go on with situs pretrain --resume "
+        f"{trained.mp3}, or start from it with --from {trained.mp3} --out DIR"
+    )
+    assert "is a run of pretrain (method supervised)" in refused(["--resume", str(trained.one)], capsys)
     assert refused([*out, "--from", str(tmp_path / "none")], capsys).startswith(f"{tmp_path / 'none'}: holds no run")
     assert "method=mp3: fine-tuning needs a method with labels" in refused([*told, "--method", "mp3"], capsys)
     assert refused([*told, "--validate-every", "-1"], capsys) == "validate_every=-1: must be >= 0 (--validate-every)"

@@ -37,7 +37,7 @@ model_args = {depth = 1, embed_dim = 16, num_heads = 2}
 def small(tmp_path: Path) -> list[str]:
     """The words of a tiny run on the embedded samples; a model's own arguments come from a TOML file."""
     (tmp_path / "tiny.toml").write_text(RECIPE)
-    return ["pretrain", "--config", str(tmp_path / "tiny.toml"), *SMALL]
+    return ["pretrain", "--config", str(tmp_path / "tiny.toml"), "--data", "samples", *SMALL]
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -216,6 +216,20 @@ def test_flags_that_cannot_be_meant(small: list[str], tmp_path: Path, capsys: py
     assert not out.exists()
 
 
+def test_the_embedded_images_must_be_asked_for(
+    small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    bare = [word for word in small if word not in ("--data", "samples")]
+    said = "give the images, or samples for the embedded set of 9,000 pictures of clothes (--data)"
+    assert refused([*bare, "--out", str(out)], capsys, out) == said
+    for name in preset_names():
+        verb = "finetune" if "finetune" in name else "pretrain"
+        told = [verb, "--preset", name, "--device", "cpu", "--out", str(out)]
+        if verb == "pretrain" and not name.startswith("samples-"):
+            assert refused(told, capsys, out) == said
+
+
 def test_both_out_and_resume(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     assert main([*small, "--steps", "1", "--out", str(out)]) == 0
@@ -351,6 +365,7 @@ def test_two_ranks_under_torchrun_equal_one(small: list[str], tmp_path: Path) ->
     assert process.returncode == 0, complaints
     assert "fp32, 2 x cpu" in printed
     assert printed.count("done: 4 steps") == 1  # rank 0 alone speaks
+    assert "arning" not in complaints
     alone, both = (RunFolder.open(run, writer=False).records() for run in (one, two))
     for a, b in zip(alone, both, strict=True):
         assert b["loss"] == pytest.approx(a["loss"], rel=1e-5)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from situs.cli.main import main
-from situs.cli.ranks import SHARED, run_on_ranks
+from situs.cli.ranks import SHARED, hush, run_on_ranks
 
 if TYPE_CHECKING:
     from conftest import Trained
@@ -79,6 +79,20 @@ def test_two_ranks_count_each_image_once(trained: Trained, tmp_path: Path, capsy
     assert json.loads((two / "accuracy.json").read_text())["count"] == 15
     assert [row["count"] for row in json.loads((two / "consistency.json").read_text())["rows"]] == [7] * 4
     assert json.loads((two / "ensemble.json").read_text())["together"]["count"] == 7
+
+
+def test_torch_is_told_to_be_quiet_on_ranks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCH_CPP_LOG_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    hush()
+    assert "TORCH_CPP_LOG_LEVEL" not in os.environ
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    hush()
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    hush()
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"  # the user's own
 
 
 def test_a_verb_that_is_not_shared_is_the_first_rank_s(monkeypatch: pytest.MonkeyPatch) -> None:

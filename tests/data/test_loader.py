@@ -9,7 +9,7 @@ from PIL import Image
 
 from situs.data.augment import AugmentConfig, recipe
 from situs.data.base import TensorSource
-from situs.data.loader import DataConfig, ResidentLoader, StreamLoader, make_loader
+from situs.data.loader import DataConfig, ResidentLoader, StreamLoader, default_batch, make_loader
 from situs.data.sampler import epoch_order, sample_of
 from situs.data.sources import open_source
 from situs.errors import SitusError
@@ -194,6 +194,18 @@ def test_too_large_a_batch_and_a_missing_split():
         make_loader(replace(SMALL, batch=64), recipe("crop"), source=small())
     with pytest.raises(SitusError, match="nowhere: no such folder"):
         make_loader(replace(SMALL, path="nowhere"), recipe("crop"))
+
+
+def test_a_batch_that_nobody_gave_fits_the_set():
+    assert [default_batch(n, 1, training=True) for n in (9000, 256, 255, 1)] == [256, 256, 255, 1]
+    assert [default_batch(n, 3, training=True) for n in (9000, 100, 2)] == [255, 99, 3]
+    assert [default_batch(n, 3, training=False) for n in (9000, 100)] == [255, 255]
+    open_end = replace(SMALL, batch=None)
+    loader = make_loader(open_end, recipe("crop"), source=small())
+    assert (loader.global_batch, loader.steps_per_epoch) == (50, 1)
+    assert sum(len(batch.ids) for batch in make_loader(open_end, None, source=small())) == 50
+    with pytest.raises(SitusError, match=r"give the images, or samples .* \(--data\)"):
+        make_loader(SMALL, recipe("crop"))
 
 
 @pytest.mark.shared_data

@@ -28,6 +28,22 @@ def test_the_first_is_a_wish_and_the_second_acts() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_a_terminal_that_is_closed_is_a_wish_unless_it_is_to_be_ignored() -> None:
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        with Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+            assert interrupt.asked
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup starts a process
+        with Interrupt() as interrupt:
+            signal.raise_signal(signal.SIGHUP)
+            assert not interrupt.asked
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 def test_another_thread_leaves_the_signals_alone() -> None:
     before = signal.getsignal(signal.SIGTERM)
     seen = []

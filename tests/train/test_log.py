@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -52,9 +53,83 @@ def test_a_live_line_on_a_terminal(run: RunFolder) -> None:
     log.close()
     text = out.getvalue()
     assert "\x1b" in text
-    for part in ("epoch 1.25 step 50/100", "loss 2.346", "position accuracy 0.4123", "3,120 img/s", "data-wait 3 %",
+    for part in ("step 50/100", "epoch 1.25", "loss 2.346", "position accuracy 0.4123", "3,120 img/s", "data-wait 3 %",
                  "17.3 GiB", "left"):  # fmt: skip
         assert part in text
+
+
+def test_at_80_columns_the_bar_and_the_time_left_stay(run: RunFolder) -> None:
+    out = io.StringIO()
+    log = Log(run, 0, 1_000_000, console=Console(file=out, width=80, force_terminal=True))
+    log.step(RECORD | {"step": 500_000})
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue()).split("\r")[-1].splitlines()[-1]
+    log.close()
+    assert len(shown) <= 80
+    assert re.match(r"step 500,000/1,000,000 ━{6}[━╸╺]+ \d:\d\d left epoch 1\.25 · loss 2\.346", shown)
+    assert shown.rstrip().endswith("…")
+
+
+class Clock:
+    """Stands for the time module."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_a_slow_run_is_not_mute(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first words after ten seconds, others after thirty; none of them in the log's file."""
+    clock, out = Clock(), io.StringIO()
+    monkeypatch.setattr("situs.train.log.time", clock)
+    log = Log(run, 0, 100, console=Console(file=out, width=200))
+    said = []
+    for step in range(1, 21):
+        clock.now += 9.0
+        log.pulse(step, lambda: {"epoch": 0.5, "loss": 1.25})
+        said.append(len(out.getvalue().splitlines()))
+    assert [step for step in range(1, 21) if said[step - 1] > (said[step - 2] if step > 1 else 0)] == [2, 6, 10, 14, 18]
+    assert out.getvalue().splitlines()[0] == "step 2/100 · epoch 0.5 · loss 1.25 · 14:42 left".replace("0.5", "0.50")
+    log.step(RECORD)
+    clock.now += 29.0
+    log.pulse(51, lambda: pytest.fail("it was just spoken"))
+    assert [record["step"] for record in run.records()] == [50]
+
+
+def test_a_live_line_moves_every_second(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, out = Clock(), io.StringIO()
+    monkeypatch.setattr("situs.train.log.time", clock)
+    log = Log(run, 0, 100, console=Console(file=out, width=80, force_terminal=True))
+    for step, seconds in ((1, 0.5), (2, 0.5), (3, 0.5)):
+        clock.now += seconds
+        log.pulse(step, dict)
+    text = out.getvalue()
+    log.close()
+    assert "step 2/100" in text
+    assert "0:49 left" in text
+    assert "step 1/100" not in text
+    assert "step 3/100" not in text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_that_is_gone_ends_no_run(run: RunFolder, terminal: bool) -> None:
+    class Gone(io.StringIO):
+        closed_by_user = False
+
+        def write(self, text: str) -> int:
+            if self.closed_by_user:
+                raise OSError(5, "Input/output error")
+            return super().write(text)
+
+    out = Gone()
+    log = Log(run, 0, 100, console=Console(file=out, force_terminal=terminal))
+    log.step(RECORD)
+    out.closed_by_user = True
+    log.step(RECORD | {"step": 60})
+    log.say("stopped")
+    log.close()
+    assert [record["step"] for record in run.records()] == [50, 60]
 
 
 def test_every_record_is_a_line_of_strict_json(run: RunFolder) -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import signal
 import socket
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,7 +92,7 @@ def test_training_learns_and_leaves_a_whole_folder(tmp_path: Path) -> None:
     assert torch.equal(method.spare, torch.ones(3, 3))  # never used, so neither moved nor decayed
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path, number: int, capsys) -> None:
     whole, peace, _ = train(tmp_path / "peace")
     before = signal.getsignal(number)
@@ -108,6 +109,48 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path, number: int
     theirs = [{k: v for k, v in r.items() if k not in drop} for r in RunFolder.open(tmp_path / "peace").records()]
     assert ours == theirs
     assert whole.metrics["loss"] == second.metrics["loss"]
+
+
+def test_a_wish_in_the_last_step_is_not_lost(tmp_path: Path, capsys) -> None:
+    result, method, run = train(tmp_path / "run", hooks=[StopAt(20)])
+    assert (result.step, result.total, result.interrupted) == (20, 20, True)
+    assert "stopped after step 20, which was the last: the run is complete" in capsys.readouterr().err
+    assert 20 in run.steps()
+    assert same(method, train(tmp_path / "peace")[1])
+
+
+def test_a_warm_up_that_would_not_end_is_shortened_and_said(tmp_path: Path, capsys) -> None:
+    long = dataclasses.replace(OPTIM, warmup_epochs=5)
+    _, _, run = train(tmp_path / "run", dataclasses.replace(TRAIN, log_every=1), long)
+    said = "the warm-up of 5 epochs does not end within the run: it is shortened to 2 of the 20 steps (--optim.warmup"
+    assert said in capsys.readouterr().err
+    rates = [record["lr"] for record in run.records()]
+    assert rates == [rate_at(step, 20, 2, 1e-2, long) for step in range(20)]
+    assert max(rates) == 1e-2
+    assert rates[-1] < 2e-4
+    train(tmp_path / "peace")
+    assert "warm-up" not in capsys.readouterr().err
+
+
+def test_a_slow_run_speaks_between_its_log_steps(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step takes four seconds on this clock: words after 12 s and then every 32, and the same file as ever."""
+    _, _, quick = train(tmp_path / "quick", dataclasses.replace(TRAIN, log_every=19))
+    capsys.readouterr()
+    now = [0.0]
+    monkeypatch.setattr("situs.train.log.time", types.SimpleNamespace(perf_counter=lambda: now[0]))
+
+    class Slow(ToyLoader):
+        def iterate(self, epoch: int, start_step: int) -> Iterator[Batch]:
+            for batch in super().iterate(epoch, start_step):
+                now[0] += 4.0
+                yield batch
+
+    _, _, run = train(tmp_path / "run", dataclasses.replace(TRAIN, log_every=19), loader=Slow())
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("step ")]
+    assert [int(line.split("/")[0].removeprefix("step ")) for line in lines] == [3, 11, 19, 20]
+    assert all(" · loss " in line and " · accuracy " in line and line.endswith(" left") for line in lines)
+    assert [r["step"] for r in run.records()] == [19, 20]
+    assert [r["loss"] for r in run.records()] == [r["loss"] for r in quick.records()]
 
 
 def test_a_torn_checkpoint_sends_the_run_back_one(tmp_path: Path, capsys) -> None:

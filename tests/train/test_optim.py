@@ -20,6 +20,7 @@ from situs.train.optim import (
     peak_rate,
     rate_at,
     set_rate,
+    warmup_steps,
 )
 
 
@@ -211,3 +212,9 @@ def test_clipping_is_torchs_own(mode: str) -> None:
 def test_a_loss_that_trains_nothing_is_an_error() -> None:
     with pytest.raises(SitusError, match="no parameter has a gradient"):
         clip_gradients([nn.Parameter(torch.zeros(2))], OptimConfig())
+
+
+def test_a_warm_up_ends_within_the_run() -> None:
+    config = OptimConfig(warmup_epochs=2.5)
+    assert [warmup_steps(config, 10, total) for total in (100, 26, 25, 10, 9)] == [25, 25, 2, 1, 0]
+    assert warmup_steps(OptimConfig(warmup_epochs=0), 10, 1) == 0

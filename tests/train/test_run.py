@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from situs.backbones import BackboneConfig
 from situs.config import from_dict, merge, replace_at
 from situs.errors import SitusError
 from situs.train.checkpoint import RunFolder, read_config
-from situs.train.run import RunConfig, is_run, load_run, make_eval_loader, make_method, train_run
+from situs.train.run import RunConfig, is_run, load_run, make_eval_loader, make_method, own_size, settled, train_run
 
 BASE: dict[str, Any] = {
     "method": {"name": "mp3", "mask_ratio": 0.5},
@@ -74,6 +75,60 @@ def test_labels_are_asked_for_where_they_are_needed() -> None:
         make_method(config(method={"name": "supervised"}), None)
     with pytest.raises(SitusError, match=r"img_size=\(14, 14\): must be the data's \(28, 28\) \(--data.img-size\)"):
         make_method(config(backbone={"img_size": [14, 14]}), None)
+
+
+def test_images_have_the_model_s_own_size_unless_another_is_given() -> None:
+    assert settled(from_dict(RunConfig, {"data": {"path": "samples"}})).data.size == (224, 224)
+    tables = {"backbone": {"name": "vit_small_patch14_dinov2", "patch_size": 14}, "data": {"path": "samples"}}
+    assert settled(from_dict(RunConfig, tables)).data.size == (518, 518)
+    assert settled(from_dict(RunConfig, merge(tables, {"backbone": {"img_size": [28, 42]}}))).data.size == (28, 42)
+    assert settled(from_dict(RunConfig, merge(tables, {"data": {"img_size": 56}}))).data.size == (56, 56)
+    assert own_size(BackboneConfig("resnet18")) == (224, 224)
+    with pytest.raises(SitusError, match=r"^img_size: must be given where no model says it \(--data\.img-size\)$"):
+        _ = from_dict(RunConfig, {}).data.size
+
+
+def test_paths_hold_from_anywhere(mp3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("images", "hf", "vit_tiny_patch16_224"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    (tmp_path / "w.pt").touch()
+    (tmp_path / "link").symlink_to("images")
+    tables = {"data": {"path": "images"}, "init": "w.pt", "backbone": {"weights": "w.pt", "name": "hf"}}
+    found = settled(config(**tables))
+    assert (found.data.path, found.init) == (str(tmp_path / "images"), str(tmp_path / "w.pt"))
+    assert (found.backbone.name, found.backbone.weights) == (str(tmp_path / "hf"), str(tmp_path / "w.pt"))
+    assert settled(found) == found
+    assert settled(config(data={"path": "~/link"})).data.path == str(tmp_path / "link")
+    assert settled(config(backbone={"name": "hf:hf"})).backbone.name == f"hf:{tmp_path / 'hf'}"
+    # A name is no path, and what is not there is left for the error to name.
+    plain = config(data={"path": "nowhere"}, init="vit_small_patch16_224.augreg_in21k")
+    assert settled(plain) == plain
+
+
+def test_a_run_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import Image
+
+    for folder in ("here/images", "there"):
+        (tmp_path / folder).mkdir(parents=True)
+    for number in range(20):
+        Image.new("L", (28, 28), 10 * number).save(tmp_path / "here" / "images" / f"{number}.png")
+    monkeypatch.chdir(tmp_path / "here")
+    said: list[str] = []
+    own = config(data={"path": "images", "batch": None, "workers": 0}, train={"max_steps": 1})
+    train_run(own, out="../run", device="cpu", say=said.append)
+    assert "batch 20: the set has no more images for a step (--batch)" in said
+    monkeypatch.chdir(tmp_path / "there")
+    longer = replace_at(from_dict(RunConfig, read_config(tmp_path / "run")), "train.max_steps", 2)
+    assert train_run(longer, resume="../run", device="cpu").step == 2
+
+
+def test_images_must_be_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(SitusError, match=r"^give the images, or samples for the embedded set of .* \(--data\)$"):
+        train_run(config(data={"path": ""}), out=tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
 
 
 # --- a run and its folder -----------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def _open_factory(
         raise SitusError(f"img_size={img_size}: {source} takes {made.img_size} (--img-size)")
     mean, std = (made.normalisation if isinstance(made, OwnModule) else None) or ((), ())
     made.name = source
-    data = DataConfig(img_size=made.img_size, channels=made.in_chans, mean=tuple(mean), std=tuple(std))
+    data = DataConfig("samples", img_size=made.img_size, channels=made.in_chans, mean=tuple(mean), std=tuple(std))
     facts = {"kind": "module", "model": source, "weights": "its own"}
     return Subject(source, made.to(device).eval(), True, True, data, None, facts)
 

@@ -7,7 +7,7 @@ Backbone and image size are the run's own; the log holds top-1 and top-5 on the 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +17,9 @@ from situs.backbones.config import PositionKind
 from situs.cli.arguments import configured
 from situs.cli.pretrain import Training, shortened, train
 from situs.errors import SitusError
-from situs.evaluate.finetune import FinetuneConfig, finetune_config, images_of
+from situs.evaluate.finetune import FinetuneConfig, check_labelled, finetune_config, images_of
+from situs.methods import METHODS
+from situs.train.run import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +27,7 @@ class Args(Training):
     """Fine-tune a pretrained run with labels."""
 
     source: Annotated[Path | None, tyro.conf.arg(name="from", metavar="RUN")] = None
-    """The pretrained run."""
+    """The pretrained run; --init and --backbone.name instead fine-tune weights that are no run."""
 
     positions: Annotated[PositionKind | None, tyro.conf.arg(metavar="KIND")] = None
     """learned, sincos, learned_sincos, relative or none; by default the run's own, and learned after MP3."""
@@ -41,8 +43,38 @@ def run(args: Args) -> int:
     from situs.evaluate.hooks import validation_hooks
 
     config = shortened(args, args.config)
-    if args.resume is None:
-        if args.source is None:
-            raise SitusError("give the pretrained run to start from (--from) or a run to go on with (--resume)")
-        config = finetune_config(config, args.source, args.positions)
+    config = begun(args, config) if args.resume is None else resumed(args, config)
     return train(args, config, validation_hooks(args.validate_every))
+
+
+def begun(args: Args, config: RunConfig) -> RunConfig:
+    """The config of a new fine-tuning: of a run (--from), or of weights that are no run (--init)."""
+    if args.source is not None:
+        if config.init is not None:
+            raise SitusError(
+                f"give the run to start from (--from {args.source}) or other weights (--init {config.init})"
+            )
+        return finetune_config(config, args.source, args.positions)
+    if config.init is None:
+        raise SitusError(
+            "give the pretrained run to start from (--from), other weights with their --backbone.name (--init) or a "
+            "run to go on with (--resume)"
+        )
+    check_labelled(config)
+    if args.positions is not None:
+        backbone = replace(config.backbone, positions=args.positions)
+        config = replace(config, backbone=backbone, init_positions=False)
+    return config
+
+
+def resumed(args: Args, config: RunConfig) -> RunConfig:
+    """The recorded config of the fine-tuning at --resume; a run of another verb and flags for a new one are refused."""
+    if not METHODS[config.method_name].needs_labels or config.init is None:  # finetune always starts from weights
+        raise SitusError(
+            f"{args.resume}: is a run of pretrain (method {config.method_name}), not of finetune; go on with "
+            f"situs pretrain --resume {args.resume}, or start from it with --from {args.resume} --out DIR"
+        )
+    for flag, value in (("from", args.source), ("positions", args.positions)):
+        if value is not None:
+            raise SitusError(f"--{flag} {value}: is for a new fine-tuning; --resume {args.resume} goes on as it began")
+    return config

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-from situs.cli.ranks import run_on_ranks
+from situs.cli.ranks import hush, run_on_ranks
 from situs.errors import SitusError
 
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
@@ -122,6 +122,7 @@ def find_verb(words: Sequence[str]) -> tuple[str, list[str]]:
 
 def run_verb(verb: str, rest: list[str]) -> int:
     """Imports the verb's module, parses its flags and runs it."""
+    hush()
     module = import_module(VERBS[verb][0])
     parse: Callable[..., Any] = import_module("situs.cli.arguments").parse
     try:

@@ -117,4 +117,9 @@ def ending(config: RunConfig, result: Result, run: Path | None) -> list[str]:
 
 
 def _say(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError:  # the terminal is gone, and the run is saved or goes on
+        pass

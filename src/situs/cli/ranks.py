@@ -24,9 +24,20 @@ NAMES = ("RANK", "WORLD_SIZE")
 """What torchrun leaves in the environment, and a process group is joined by."""
 
 
+def on_ranks() -> bool:
+    """Whether torchrun started this process."""
+    return all(name in os.environ for name in NAMES)
+
+
+def hush() -> None:
+    """Before torch is imported: its C++ parts speak of errors alone, or every rank repeats what none can change."""
+    if on_ranks():
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def run_on_ranks(verb: str, run: Callable[[], int | None]) -> int:
     """Runs the verb, or not, as this rank must; gives its exit status."""
-    if not all(name in os.environ for name in NAMES):
+    if not on_ranks():
         return run() or 0
     rank = int(os.environ["RANK"])
     if verb not in SHARED:

@@ -41,8 +41,7 @@ def finetune_config(config: RunConfig, source: Path, positions: PositionKind | N
 
     positions: None keeps the run's own, and takes learned ones where its method never used any (MP3).
     """
-    if not METHODS[config.method_name].needs_labels:
-        raise SitusError(f"method={config.method_name}: fine-tuning needs a method with labels (--method supervised)")
+    check_labelled(config)
     pretrained = recorded(source)
     if positions is None and not METHODS[pretrained.method_name].uses_positions(pretrained.method):
         positions = "learned"
@@ -56,6 +55,12 @@ def finetune_config(config: RunConfig, source: Path, positions: PositionKind | N
     )
     data = replace(config.data, channels=pretrained.data.channels)
     return replace(config, backbone=backbone, data=data, init=str(source), init_positions=positions is None)
+
+
+def check_labelled(config: RunConfig) -> None:
+    """Refuses a method that learns without labels."""
+    if not METHODS[config.method_name].needs_labels:
+        raise SitusError(f"method={config.method_name}: fine-tuning needs a method with labels (--method supervised)")
 
 
 def recorded(source: Path) -> RunConfig:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from situs.config import check_range
-from situs.data.loader import Loader, make_loader
+from situs.data.loader import BATCH, Loader, make_loader
 from situs.data.sources import open_source
 from situs.data.subset import Subset
 from situs.errors import SitusError
@@ -78,7 +78,7 @@ def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequ
 
 
 def _probed(config: RunConfig, split: str, device: torch.device) -> Loader:
-    data = replace(config.data, split=split, batch=min(1024, config.data.batch))
+    data = replace(config.data, split=split, batch=min(1024, config.data.batch or BATCH))
     source = open_source(data.path, split, channels=data.channels, strict=data.strict, held_out=data.held_out)
     return make_loader(data, None, device, source=Subset(source, PROBED[split]))
 

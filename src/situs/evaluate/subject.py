@@ -307,6 +307,7 @@ def _data_of(backbone: Backbone, described: Any) -> DataConfig:
     fits = len(mean) == len(std) == channels
     crop = described.get("crop_pct") or 1.0
     return DataConfig(
+        path="samples",
         img_size=(size[0], size[1]),
         channels=channels,
         crop_share=min(1.0, crop),

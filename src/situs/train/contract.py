@@ -65,7 +65,7 @@ class Hook(Protocol):
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended. interrupted: it was asked to stop before `total` and can be resumed from `checkpoint`."""
+    """How a run ended. interrupted: it was asked to stop; before `total`, it can be resumed from `checkpoint`."""
 
     step: int
     total: int

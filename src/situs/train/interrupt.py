@@ -1,14 +1,18 @@
-"""Ctrl-C and SIGTERM as a wish that the loop grants between two steps."""
+"""Ctrl-C, SIGTERM and SIGHUP as a wish that the loop grants between two steps."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from typing import Any, Self
 
 
 class Interrupt:
-    """Turns the first Ctrl-C or SIGTERM into a wish to stop; the second acts as it always did."""
+    """Turns the first Ctrl-C, SIGTERM or SIGHUP (the terminal is gone) into a wish; the second acts as it always did.
+
+    A SIGHUP that is ignored stays so: under nohup a run goes on.
+    """
 
     def __init__(self) -> None:
         self.asked = False
@@ -16,7 +20,10 @@ class Interrupt:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if sys.platform != "win32" and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                numbers.append(signal.SIGHUP)
+            for number in numbers:
                 self._old[number] = signal.signal(number, self._ask)
         return self
 

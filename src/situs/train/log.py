@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from situs.errors import missing_extra, unknown_name
 from situs.train.checkpoint import RunFolder
 
 GIB = 2**30
+FIRST, PATIENCE, REDRAW = 10.0, 30.0, 1.0
+"""Seconds without a word: until the first line, between two lines, and between two looks of a live line."""
 
 
 class Tracker(Protocol):
@@ -100,7 +104,7 @@ class Log:
     """Everything a run says. Only rank 0 speaks; the others hold a silent one.
 
     start: the step the run begins at. total: the step it ends at. console: where to speak; stderr by default, so
-    that stdout stays free for results.
+    that stdout stays free for results. A console that is gone (its terminal was closed) ends no run.
     """
 
     def __init__(
@@ -109,7 +113,8 @@ class Log:
         self.run, self.total, self.start = run, total, start
         self.loud = run.writer
         self.console = console or Console(stderr=True, highlight=False, soft_wrap=True)
-        self.began = time.perf_counter()
+        self.began = self.spoke = time.perf_counter()
+        self.patience = FIRST
         self.trackers: list[Tracker] = []
         for name in trackers if self.loud else ():
             if name not in TRACKERS:
@@ -117,32 +122,60 @@ class Log:
             self.trackers.append(TRACKERS[name](run, start))
         self.live: Progress | None = None
         if self.loud and self.console.is_terminal:
-            # Redrawn at log steps: a thread of its own would compete with the loop for the interpreter.
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=20), TextColumn("{task.fields[facts]}"))
-            self.live = Progress(*columns, console=self.console, auto_refresh=False, transient=True)
-            self.task = self.live.add_task("", total=total, completed=start, facts="")
+            # Redrawn between steps: a thread of its own would compete with the loop for the interpreter.
+            facts = TextColumn("{task.fields[facts]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"))
+            columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), TextColumn("{task.fields[left]}"))
+            self.live = Progress(*columns, facts, console=self.console, auto_refresh=False, transient=True, expand=True)
+            self.task = self.live.add_task("", total=total, completed=start, facts="", left="")
+            self.patience = REDRAW
             self.live.start()
 
     def say(self, text: str) -> None:
         """One line for the user."""
         if self.loud:
-            self.console.print(text, markup=False)
+            with self._unheard():
+                self.console.print(text, markup=False)
+
+    @contextlib.contextmanager
+    def _unheard(self) -> Iterator[None]:
+        """Goes on in silence where the console cannot be written to any more; metrics.jsonl still is."""
+        try:
+            yield
+        except OSError:
+            self.console, self.live = Console(quiet=True), None
 
     def step(self, record: Mapping[str, Any]) -> None:
         """The record of a log step: kept, tracked and shown."""
         self.keep(record)
         if not self.loud:
             return
+        self._show(record)
+
+    def pulse(self, step: int, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Shows how far the run is where nothing was said for a while; it goes to the console alone.
+
+        facts: more to show, asked for only then.
+        """
+        if self.loud and time.perf_counter() - self.spoke >= self.patience:
+            self._show({"step": step, **facts()})
+
+    def _show(self, record: Mapping[str, Any]) -> None:
         step = record["step"]
-        spent = time.perf_counter() - self.began
-        left = spent / max(1, step - self.start) * (self.total - step)
-        if self.live is not None:
-            shown = f"{describe(record, skip=('step', 'epoch'))} · {clock(left)} left"
-            title = f"epoch {record['epoch']:.2f} step {step:,}/{self.total:,}"
-            self.live.update(self.task, completed=step, description=title, facts=shown)
-            self.live.refresh()
-        else:
+        self.spoke = time.perf_counter()
+        left = (self.spoke - self.began) / max(1, step - self.start) * (self.total - step)
+        if self.live is None:
+            self.patience = PATIENCE
             self.say(f"step {step}/{self.total} · {describe(record, skip=('step',))} · {clock(left)} left")
+            return
+        with self._unheard():
+            self.live.update(
+                self.task,
+                completed=step,
+                description=f"step {step:,}/{self.total:,}",
+                left=f"{clock(left)} left",
+                facts=describe(record, skip=("step",)),
+            )
+            self.live.refresh()
 
     def keep(self, record: Mapping[str, Any]) -> None:
         """A record for the file and the trackers alone. JSON has no NaN: such a value is null."""
@@ -156,7 +189,8 @@ class Log:
     def close(self) -> None:
         """Gives the terminal back and ends the trackers."""
         if self.live is not None:
-            self.live.stop()
+            with self._unheard():
+                self.live.stop()
         for tracker in self.trackers:
             tracker.close()
 

@@ -27,7 +27,7 @@ from situs.train.contract import Hook, Loader, Result, RunState
 from situs.train.interrupt import Interrupt
 from situs.train.log import TRACKERS, Log, machine, memory_gib
 from situs.train.nan import Watch, save_bad_step
-from situs.train.optim import OptimConfig, peak_rate, rate_at
+from situs.train.optim import OptimConfig, peak_rate, rate_at, warmup_steps
 from situs.train.state import capture, restore, seed_generators
 from situs.train.step import Moment, Step, Stepper
 
@@ -106,7 +106,7 @@ def fit(
     """Trains `method`, which is already on its device, or goes on where the run folder's last checkpoint stands.
 
     quiet: nothing is said; the log file is written all the same.
-    Ctrl-C or SIGTERM: the step is finished, a checkpoint written, and `Result.interrupted` is True.
+    Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint written, and `Result.interrupted` is True.
     A loss or gradient that is not finite raises `situs.train.nan.NotFiniteError`.
     """
     with run.hold(), Interrupt() as interrupt:
@@ -149,7 +149,6 @@ class _Loop:
         self.hooks, self.interrupt = hooks, interrupt
         self.per_epoch = loader.steps_per_epoch
         self.total = config.total_steps(self.per_epoch)
-        self.warmup = round(optim.warmup_epochs * self.per_epoch)
         self.peak = peak_rate(optim, loader.global_batch)
         device = next(method.parameters()).device
         self.stepper = Stepper(
@@ -165,6 +164,11 @@ class _Loop:
         if not held:
             seed_generators(config.seed, self.step)
         self.log = Log(run, self.step, self.total, config.trackers, Console(quiet=True) if quiet else None)
+        if (warmup := warmup_steps(optim, self.per_epoch, self.total)) < round(optim.warmup_epochs * self.per_epoch):
+            run.notes.append(
+                f"the warm-up of {optim.warmup_epochs:g} epochs does not end within the run: it is shortened to "
+                f"{warmup} of the {self.total} steps (--optim.warmup-epochs)"
+            )
         for note in run.notes:
             self.log.say(note)
         self.began = self.mark = time.perf_counter()
@@ -173,7 +177,7 @@ class _Loop:
 
     def rate(self, step: int, total: int) -> float:
         """The schedule's rate for update number `step`."""
-        return rate_at(step, total, self.warmup, self.peak, self.optim)
+        return rate_at(step, total, warmup_steps(self.optim, self.per_epoch, total), self.peak, self.optim)
 
     def run_all(self) -> Result:
         """Runs to the end, or until asked to stop."""
@@ -189,9 +193,13 @@ class _Loop:
                         f"epoch {epoch} ended after {self.step % self.per_epoch} of {self.per_epoch} batches: "
                         "the data gave fewer samples than it announced"
                     )
-        interrupted = self.step < self.total
+        complete = self.step == self.total
+        # Asked in or after the last step, too: who waits for this run, a script say, must not go on as if nothing was.
+        asked = torch.tensor([float(self.interrupt.asked)], device=self.stepper.device)
+        interrupted = not complete or bool(distributed.most(asked))
         if interrupted:
-            self.log.say(f"stopped after step {self.step}; go on with --resume {self.run.path}")
+            after = "which was the last: the run is complete" if complete else f"go on with --resume {self.run.path}"
+            self.log.say(f"stopped after step {self.step}{', ' if complete else '; '}{after}")
         return Result(self.step, self.total, interrupted, self.metrics, self.saved)
 
     def advance(self, batch: Batch, epoch: int) -> None:
@@ -208,6 +216,8 @@ class _Loop:
         if speak := last or self.step % self.config.log_every == 0:
             self._heed(*self.watch.settle())
             self._speak(rate, epoch)
+        else:
+            self.log.pulse(self.step, self._so_far)
         started = time.perf_counter()
         self._call_hooks(epoch)
         self._mind_the_user()
@@ -228,6 +238,14 @@ class _Loop:
         if bad is not None:
             raise save_bad_step(self.run, self.method, bad, self.stepper.precision, self.stepper.names)
         self.stop = self.stop or stop
+
+    def _so_far(self) -> dict[str, float]:
+        """Epoch and means since the last line, as this rank alone knows them; waits for the device."""
+        facts = {"epoch": self.step / self.per_epoch}
+        if distributed.world() > 1 or self.window.sums is None:
+            return facts
+        means = (self.window.sums / self.window.steps).tolist()
+        return facts | dict(zip(self.stepper.names, means, strict=False))
 
     def _speak(self, rate: float, epoch: int) -> None:
         self.metrics = self.window.mean(self.stepper.names)

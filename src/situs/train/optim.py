@@ -109,6 +109,12 @@ def peak_rate(config: OptimConfig, global_batch: int) -> float:
     return config.lr if config.lr is not None else config.base_lr * global_batch / config.lr_reference
 
 
+def warmup_steps(config: OptimConfig, steps_per_epoch: int, total: int) -> int:
+    """How many of a run's `total` steps the rate rises for: a tenth where the warm-up would not end within the run."""
+    asked = round(config.warmup_epochs * steps_per_epoch)
+    return asked if asked < total else total // 10
+
+
 def rate_at(step: int, total: int, warmup: int, peak: float, config: OptimConfig) -> float:
     """The rate of the update number `step` (the first is 0) of `total`, of which the first `warmup` rise."""
     if step < warmup:

@@ -1,12 +1,14 @@
 """A whole run from one config: backbone, data, method, optimiser, loop, folder.
 
-The config holds what the user chose. What follows from it (the model's channels from the data's, the classes from the
-labels) is computed here and never written back.
+The config holds what the user chose, with paths that hold from anywhere and the size of the images, which is the
+model's own unless it is given (`settled`). What else follows (the model's channels from the data's, the classes from
+the labels) is computed here and never written back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,7 +19,8 @@ import torch
 from situs.backbones import BackboneConfig, create_backbone
 from situs.config import choice, choices_of, from_dict
 from situs.data.augment import AugmentConfig
-from situs.data.loader import DataConfig, Loader, make_loader
+from situs.data.loader import BATCH, NO_DATA, DataConfig, Loader, make_loader
+from situs.data.sources import SAMPLES
 from situs.errors import SitusError
 from situs.methods import METHODS, create_method
 from situs.methods.base import Method
@@ -67,6 +70,48 @@ class RunConfig:
         return choices_of(RunConfig)["method"].name_of(self.method)
 
 
+def settled(config: RunConfig) -> RunConfig:
+    """The config with absolute paths, so that a run is found again from anywhere, and with the size of its images."""
+    backbone, data, init = config.backbone, config.data, config.init
+    if not data.path:
+        raise SitusError(NO_DATA)
+    if data.path != SAMPLES:
+        data = replace(data, path=_absolute(data.path))
+    if init is not None:
+        init = _absolute(init)
+    name, mark = backbone.name.removeprefix("hf:"), "hf:" if backbone.name.startswith("hf:") else ""
+    if Path(name).is_file() or (Path(name) / "config.json").is_file():  # and not a timm name
+        backbone = replace(backbone, name=mark + _absolute(name))
+    if backbone.weights is not None:
+        backbone = replace(backbone, weights=_absolute(backbone.weights))
+    if data.img_size is None:
+        data = replace(data, img_size=backbone.img_size or own_size(backbone))
+    return replace(config, backbone=backbone, data=data, init=init)
+
+
+def _absolute(text: str) -> str:
+    """A path that is there, from the root on; other text as it is."""
+    path = Path(text).expanduser()
+    return os.path.abspath(path) if path.exists() else text  # noqa: PTH100  (links stay links)
+
+
+def own_size(config: BackboneConfig) -> tuple[int, int]:
+    """Height and width of the images that a model is made for."""
+    bare = replace(config, img_size=None, weights=None, num_classes=0)
+    try:
+        with torch.device("meta"):  # shapes and no values
+            made = create_backbone(bare)
+    except (SitusError, RuntimeError):  # a family that computes while it is built; a mistake is said below
+        made = create_backbone(bare)
+    described: Any = getattr(made.model, "pretrained_cfg", None) or {}
+    size = made.img_size or tuple(described.get("input_size", ()))[1:]
+    if len(size) != 2 or not made.in_chans:
+        raise SitusError(
+            f"img_size: {config.name} is made for no size of its own, so one must be given (--data.img-size)"
+        )
+    return size
+
+
 class Loaded(NamedTuple):
     """A run that was trained, ready to be used. classes: names in label order, where it has a classifier."""
 
@@ -112,7 +157,7 @@ def make_eval_loader(
     world: int = 1,
 ) -> Loader:
     """The set without augmentation, in its own order, as this run's model sees it; all of it, or this rank's part."""
-    size = batch or min(1024, config.data.batch)
+    size = batch or min(1024, config.data.batch or BATCH)
     data = replace(config.data, path=path or config.data.path, split=split, batch=size - size % world)
     return make_loader(data, None, device, rank=rank, world=world)
 
@@ -141,6 +186,7 @@ def train_run(
         if start_over:
             raise SitusError("start_over: is for a run to go on with, and a new one is given (--start-over, --resume)")
         check_target(Path(out))  # said before the data is read, which may take minutes
+    config = settled(config)
     ranks = distributed.start(device)
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -153,6 +199,8 @@ def train_run(
         fresh = _begins(run, start_over, ranks)
         loader = make_training_loader(config, ranks)
         speak(loader.describe())
+        if config.data.batch is None and loader.global_batch < BATCH:
+            speak(f"batch {loader.global_batch}: the set has no more images for a step (--batch)")
         told = _tell_skipped(loader, 0, speak)
         method = make_method(config, loader.classes)
         if config.init is not None and fresh:
