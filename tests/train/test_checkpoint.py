@@ -391,10 +391,16 @@ def test_a_log_that_was_changed_is_refused(run: RunFolder) -> None:
         with pytest.raises(SitusError, match=r"metrics\.jsonl: is not as it was written up to step 5; move it away"):
             run.rewind(run.latest())
         assert run.metrics.read_bytes() == damaged
-    run.metrics.write_bytes(whole.replace(b"0.125", b"0.225"))
-    with pytest.raises(SitusError, match=r"metrics\.jsonl: is not as it was written up to step 5$"):
-        run.records()
+    for damaged in (whole.replace(b"0.125", b"0.225"), b""):
+        run.metrics.write_bytes(damaged)
+        with pytest.raises(SitusError, match=r"metrics\.jsonl: is not as it was written up to step 5$"):
+            run.records()
     run.metrics.unlink()
+    run.metrics.mkdir()
+    for look in (run.records, lambda: run.rewind(run.latest()), lambda: run.rewind(None)):
+        with pytest.raises(SitusError, match=r"metrics\.jsonl: is no file; move it away"):
+            look()
+    run.metrics.rmdir()
     run.rewind(run.latest())
     assert run.notes == ["metrics.jsonl is gone: the log begins anew"]
     assert run.records() == []

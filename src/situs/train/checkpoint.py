@@ -292,7 +292,12 @@ class RunFolder:
         return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
 
     def _log(self) -> bytes:
-        return self.metrics.read_bytes() if self.metrics.exists() else b""
+        """The bytes of metrics.jsonl, none where there is no such file."""
+        if not self.metrics.exists():
+            return b""
+        if not self.metrics.is_file():
+            raise SitusError(f"{self.metrics}: is no file; move it away (--resume)")
+        return self.metrics.read_bytes()
 
     def rewind(self, checkpoint: Checkpoint | None) -> None:
         """Cuts metrics.jsonl to what it was at the checkpoint: the run will write the rest again."""
@@ -303,8 +308,9 @@ class RunFolder:
                 return
             self._check_log(checkpoint.step, checkpoint.state, "; move it away to go on without its lines (--resume)")
             size = checkpoint.state["metrics"]["bytes"]
-        if self.metrics.exists() and self.metrics.stat().st_size > size:
-            self._write("metrics.jsonl", lambda: write_bytes(self.metrics, self._log()[:size]))
+        data = self._log()
+        if len(data) > size:
+            self._write("metrics.jsonl", lambda: write_bytes(self.metrics, data[:size]))
 
     def _check_log(self, step: int, state: Mapping[str, Any], way_out: str = "") -> None:
         """Refuses a log that is not as it was when the checkpoint of `step` was written."""
@@ -323,10 +329,9 @@ class RunFolder:
     def records(self) -> list[dict[str, Any]]:
         """The whole lines of metrics.jsonl, which are those that were written."""
         state = self.facts()
-        found = read_metrics(self.metrics)
-        if state and found:
+        if state and self.metrics.exists():
             self._check_log(state["step"], state)
-        return found
+        return read_metrics(self.metrics)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
