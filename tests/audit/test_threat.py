@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from situs.audit import DEFENCES, Clip, Noise, create_attack, create_defence
+from situs.audit import DEFENCES, Clip, MaskedJigsaw, Noise, NoPositionGradient, create_attack, create_defence
 from situs.audit.threat import NoDefence, victim_gradients
 from situs.backbones import create_backbone
 from situs.errors import SitusError
@@ -110,6 +111,14 @@ def test_mistakes(backbone: Any, images: torch.Tensor, labels: torch.Tensor, sai
         ("fog", "clip, mjp, no-pe-gradient, noise, none"),
         ("noise=loud", "no number"),
         ("noise=-1", "--defence noise"),
+        ("noise=inf", r"noise=inf: must be in \[0, inf\) \(--defence noise"),
+        ("noise=nan", "--defence noise"),
+        ("noise=-inf", "--defence noise"),
+        ("clip=0", "--defence clip"),
+        ("clip=-2", "--defence clip"),
+        ("clip=inf", "--defence clip"),
+        ("clip=nan", "--defence clip"),
+        ("mjp=nan", "--defence mjp"),
         ("none=3", "has no setting"),
         ("mjp=2", "--defence mjp"),
     ],
@@ -139,3 +148,52 @@ def test_steps_are_made_in_full_float32_and_leave_the_users_choice(
     victim_gradients(backbone, X, Y)
     assert seen == [(False, False)]
     assert torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize("multiplier", [-1.0, float("inf"), float("nan")])
+def test_noise_without_end_is_refused_for_clipping_too(multiplier: float) -> None:
+    with pytest.raises(SitusError, match="multiplier"):
+        Clip(1.0, multiplier)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "withheld"),
+    [
+        ("vit_tiny_patch16_224", {}, {"model.pos_embed"}),
+        # A norm behind the patch embedding: there is no stem, and still the table is not sent.
+        ("vit_tiny_patch16_224", {"model_args": {"embed_norm_layer": nn.LayerNorm}}, {"model.pos_embed"}),
+        ("vit_relpos_small_patch16_224", {}, None),
+        ("eva02_tiny_patch14_224", {}, {"model.pos_embed"}),
+    ],
+)
+def test_every_gradient_of_a_position_is_withheld(name: str, fields: dict[str, Any], withheld: set[str] | None) -> None:
+    args = {"depth": 2, "embed_dim": 48, "num_heads": 4, **fields.get("model_args", {})}
+    given = {"img_size": 32, "patch_size": 8, "num_classes": 5, **fields, "model_args": args}
+    torch.manual_seed(0)
+    model = create_backbone(name, **given).eval()
+    defence = NoPositionGradient()
+    assert defence.refuses(model) is None
+    x = torch.randn(1, 3, 32, 32)
+    everything, sent = (victim_gradients(model, x, torch.tensor([1]), defence=each) for each in (NoDefence(), defence))
+    missing = everything.keys() - sent.keys()
+    assert (
+        missing == withheld if withheld else all("relative_position" in each or "rel_pos" in each for each in missing)
+    )
+    assert missing
+    # Whatever is left, no gradient of a loss on the positions alone arrives in it.
+    places = model.positions()
+    parts = [part for part in (places.table, places.bias and places.bias.values) if part is not None]
+    left = [p for each, p in model.named_parameters() if each in sent]
+    held = torch.autograd.grad(sum(part.sum() for part in parts), left, allow_unused=True)
+    assert all(g is None for g in held)
+
+
+def test_the_vector_of_hidden_patches_is_withheld_too(backbone: Any) -> None:
+    method = MaskedJigsaw(0.2).method(backbone)
+    sent = victim_gradients(method, X, Y, defence=NoPositionGradient())
+    assert not {"model.pos_embed", "unknown"} & sent.keys()
+
+
+def test_where_no_position_is_trained_nothing_can_be_withheld() -> None:
+    fixed = create_backbone("vit_tiny_patch16_224", img_size=32, positions="sincos", model_args={"depth": 1})
+    assert "nothing is withheld" in str(NoPositionGradient().refuses(fixed))

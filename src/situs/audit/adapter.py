@@ -90,6 +90,7 @@ def adapt(
         if given is not None and f"model.{given}" not in parameters:
             raise SitusError(f"{flag}={given}: must name a parameter of {backbone.name} ({flag})")
     names = [None if given is None else f"model.{given}" for given in (weight, table)]
+    backbone.table = names[1]
     frozen = [each for each in names if each is not None and not parameters[each].requires_grad]
     if frozen:
         backbone.stem = f"{frozen[0]} is frozen, so its gradient is neither computed nor sent"

@@ -28,9 +28,9 @@ from situs.audit.attack import Attack, Fact, Knowledge, Recovery, known_numbers
 from situs.audit.equations import judge, whiten
 from situs.audit.ordering import order_hidden
 from situs.audit.patchembed import PatchEmbedding
-from situs.audit.rows import UNKNOWN, patch_rows
+from situs.audit.rows import patch_rows
 from situs.audit.stem import Stem, find_stem, flat_weight, require_stem, table_rows, to_images
-from situs.audit.threat import Gradients, hidden_places
+from situs.audit.threat import UNKNOWN, Gradients, hidden_places
 from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
 from situs.methods.base import Method

@@ -17,9 +17,9 @@ import torch
 
 from situs.audit.attack import FAILED, Attack, Fact, Knowledge, Recovery, absent, stack
 from situs.audit.equations import Solution
-from situs.audit.rows import UNKNOWN, patch_rows
+from situs.audit.rows import patch_rows
 from situs.audit.stem import find_stem, flat_weight, patch_count, require_stem, to_images, view_of
-from situs.audit.threat import Gradients
+from situs.audit.threat import UNKNOWN, Gradients
 from situs.audit.through import System, solve_patches, solve_through
 from situs.audit.watch import Watch
 from situs.backbones.base import Backbone

@@ -14,11 +14,8 @@ from torch import Tensor
 from situs.audit.attack import Knowledge, known_numbers
 from situs.audit.equations import solve_pixels
 from situs.audit.stem import Stem, flat_weight, table_rows
-from situs.audit.threat import Gradients, known_gradient
+from situs.audit.threat import UNKNOWN, Gradients, known_gradient
 from situs.methods.base import Method
-
-UNKNOWN = "unknown"
-"""E_unk's name in what MJP sends."""
 
 
 def patch_rows(method: Method, stem: Stem, upload: Gradients, known: Knowledge) -> Tensor:

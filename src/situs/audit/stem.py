@@ -6,6 +6,7 @@ a parameter holds the table if the table's gradient arrives in its rows unchange
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -40,9 +41,13 @@ class Stem:
 
 
 class StemBackbone(Backbone):
-    """A backbone that names its stem itself, or the reason why it has none: a user's own module."""
+    """A backbone that names its stem itself, or the reason why it has none: a user's own module.
+
+    table: the parameter that its user calls the position table, whether or not the stem is one.
+    """
 
     stem: Stem | str
+    table: str | None = None
 
 
 def flat_weight(weight: Tensor, stem: Stem | None = None) -> Tensor:
@@ -110,6 +115,28 @@ def find_stem(backbone: Backbone) -> Stem | str:
         return "its position table is not simply added to the patch tokens"
     bias = f"{weight.removesuffix('weight')}bias"
     return Stem(weight, bias if bias in parameters else None, table[0], table[1], size)
+
+
+_POSITIONAL = re.compile(r"(^|[._])((abs_|rel_)?pos(ition(s|al)?)?(_|$|\.)|relative_|rope|rotary)")
+
+
+def position_names(backbone: Backbone) -> tuple[str, ...]:
+    """The trained parameters that hold a model's positions, of every kind: those its positions are computed from, and
+    those that are called so."""
+    trained = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
+    found = {name for name in trained if _POSITIONAL.search(name)}
+    if isinstance(backbone, StemBackbone):
+        stem = backbone.stem
+        tables = {backbone.table, None if isinstance(stem, str) or stem.table == stem.bias else stem.table}
+        return tuple(name for name in trained if name in found | tables)
+    with torch.enable_grad():
+        places = backbone.positions()
+        parts = [places.table, places.rotary, None if places.bias is None else places.bias.values]
+        parts = [part.sum() for part in parts if part is not None and part.requires_grad]
+        if parts:
+            held = torch.autograd.grad(torch.stack(parts).sum(), list(trained.values()), allow_unused=True)
+            found |= {name for name, g in zip(trained, held, strict=True) if g is not None}
+    return tuple(name for name in trained if name in found)
 
 
 def require_stem(backbone: Backbone) -> Stem:

@@ -8,6 +8,7 @@ who has read about it; `noise_level` and `known_gradient` are that knowledge in 
 # ruff: noqa: ARG002  (every defence is given the same arguments)
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy, deepcopy
@@ -17,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from situs.audit.stem import find_stem, require_stem, table_rows
+from situs.audit.stem import position_names, require_stem, table_rows
 from situs.backbones.base import Backbone
 from situs.config import check_range
 from situs.errors import SitusError
@@ -31,6 +32,9 @@ Gradients = dict[str, Tensor]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The types gradients may be sent in. They are computed in float32 and rounded on the way out."""
+
+UNKNOWN = "unknown"
+"""E_unk's name in what MJP sends."""
 
 LOCAL_LR = 0.01
 """The learning rate of a client's local steps, which the server sets."""
@@ -106,7 +110,7 @@ class Noise(Defence):
     known: ClassVar[str] = "σ: the attacker damps the directions that the noise drowns (ridge)"
 
     def __post_init__(self) -> None:
-        check_range("noise", self.sigma, 0, flag="--defence noise=σ")
+        check_range("noise", self.sigma, 0, math.inf, flag="--defence noise=σ", high_open=True)
 
     @property
     def label(self) -> str:
@@ -133,12 +137,15 @@ class Clip(Defence):
     about: ClassVar[str] = (
         "each sample's gradient clipped to norm C, then noise of deviation multiplier · C (DP-SGD's form)"
     )
-    known: ClassVar[str] = "C and the noise multiplier; a common factor on all gradients changes no solution"
+    known: ClassVar[str] = (
+        "C and the noise multiplier; a common factor on all gradients changes no solution, and what it leaves of a "
+        "loss on the position table (DAL) is found and subtracted"
+    )
     per_sample: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_range("clip", self.norm, 0, flag="--defence clip=C", low_open=True)
-        check_range("multiplier", self.multiplier, 0, flag="multiplier")
+        check_range("clip", self.norm, 0, math.inf, flag="--defence clip=C", low_open=True, high_open=True)
+        check_range("multiplier", self.multiplier, 0, math.inf, flag="multiplier", high_open=True)
 
     @property
     def label(self) -> str:
@@ -158,16 +165,20 @@ class Clip(Defence):
 
 @dataclass(frozen=True)
 class NoPositionGradient(Defence):
-    """The gradient of the position table stays with the client."""
+    """The gradients of everything that holds positions stay with the client."""
 
     name: ClassVar[str] = "no-pe-gradient"
-    about: ClassVar[str] = "the gradient of the position table is not sent"
-    known: ClassVar[str] = "which name is missing; the closed forms of this audit then have nothing to solve with"
+    about: ClassVar[str] = "the gradients of the parameters that hold positions are not sent"
+    known: ClassVar[str] = "which names are missing; the closed forms of this audit then have nothing to solve with"
+
+    def refuses(self, backbone: Backbone) -> str | None:
+        if position_names(backbone):
+            return None
+        return f"{backbone.name} has no trained parameter that is known to hold positions, so nothing is withheld"
 
     def upload(self, gradients: Gradients, backbone: Backbone, batch: int, chance: torch.Generator) -> Gradients:
-        stem = find_stem(backbone)
-        withheld = None if isinstance(stem, str) else stem.table
-        return {name: g for name, g in gradients.items() if name != withheld}
+        withheld = {*position_names(backbone), UNKNOWN}
+        return {name: g for name, g in gradients.items() if name not in withheld}
 
 
 @dataclass(frozen=True)
