@@ -143,3 +143,45 @@ def test_what_gives_no_logits_is_refused() -> None:
         adapt(nn.Conv2d(3, 4, 3), 8)
     with pytest.raises(SitusError, match="runs only as a whole"):
         adapt(module(), 8).embed(X)
+
+
+def test_half_precision_is_stepped_in_float32_and_the_module_stays_as_it_was() -> None:
+    own = module()
+    half = module().bfloat16()
+    backbone = adapt(half, 8)
+    assert backbone.held == "bfloat16" and adapt(own, 8).held is None
+    assert next(half.parameters()).dtype == torch.bfloat16
+    upload = victim_gradients(backbone, X, torch.tensor([2]))
+    found = PatchEmbedding().recover(backbone, [upload])
+    assert found.facts[0]["fits"] is True
+    assert float((found.images - X).norm() / X.norm()) < 1e-2
+    own.load_state_dict(half.state_dict())
+    nn.functional.cross_entropy(own(X), torch.tensor([2])).backward()
+    torch.testing.assert_close(upload["model.places"], own.places.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_without_parameters_there_is_no_gradient() -> None:
+    with pytest.raises(SitusError, match="Flatten has no parameters"):
+        adapt(nn.Flatten(), 8)
+
+
+class Asking(Own):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x * mask)
+
+
+def test_a_module_that_takes_more_than_images_is_refused() -> None:
+    with pytest.raises(SitusError, match=r"TypeError.*'mask'"):
+        adapt(Asking(), 8)
+
+
+def test_a_table_is_withheld_whether_or_not_a_stem_is_found() -> None:
+    hidden = adapt(module(norm=True), 8, table="places")
+    assert isinstance(hidden.stem, str)
+    sent = victim_gradients(hidden, X, torch.tensor([2]), defence=NoPositionGradient())
+    assert "model.places" not in sent and "model.cls" in sent
+    unknown = adapt(module(norm=True), 8)
+    assert "nothing is withheld" in str(NoPositionGradient().refuses(unknown))
+    torch.manual_seed(0)
+    plain = adapt(nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.GELU(), nn.Linear(32, 6)), 8)
+    assert "nothing is withheld" in str(NoPositionGradient().refuses(plain))  # a bias is no table

@@ -13,6 +13,7 @@ the module does to an image before that layer, be it a factor or several layers,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import ClassVar, NoReturn
 
 import torch
@@ -37,6 +38,8 @@ class OwnModule(StemBackbone):
         super().__init__(module, name, (0, 0), 0, 0, 0)
         self.img_size, self.in_chans = img_size, in_chans
         self.normalisation: tuple[Sequence[float], Sequence[float]] | None = None
+        self.held: str | None = None
+        """The type its weights were held in, where that is less than float32."""
         self.stem = "its patch embedding and position table were not looked for"
 
     def forward(self, x: Tensor) -> Tensor:
@@ -74,15 +77,16 @@ def adapt(
     name: str = "",
     normalisation: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> OwnModule:
-    """The module as a victim, in eval mode.
+    """The module as a victim, in eval mode; one in half precision is copied to float32, in which the step is made.
 
     weight: the patch embedding's weight by its name in the module. table: the position table. Where they are not named,
     they are looked for. normalisation: mean and deviation of the channels that the module expects; ImageNet's where
     None.
     """
     size = pair(img_size)
+    module, held = _promoted(module)
     backbone = OwnModule(module.eval(), name or type(module).__name__, size, in_chans)
-    backbone.normalisation = normalisation
+    backbone.normalisation, backbone.held = normalisation, held
     images = torch.randn(1, in_chans, *size, generator=torch.Generator().manual_seed(0))
     _check_logits(backbone, images)
     parameters = dict(backbone.named_parameters(remove_duplicate=False))
@@ -102,6 +106,17 @@ def adapt(
     return backbone
 
 
+def _promoted(module: nn.Module) -> tuple[nn.Module, str | None]:
+    """The module in float32 where it was held in less, and the type it was held in."""
+    types = [p.dtype for p in module.parameters()]
+    if not types:
+        raise SitusError(f"{type(module).__name__} has no parameters, so there is no gradient to audit (module)")
+    less = [each for each in types if each.is_floating_point and torch.finfo(each).bits < 32]
+    if not less:
+        return module, None
+    return deepcopy(module).float(), str(less[0]).removeprefix("torch.")
+
+
 def _grid(count: int, size: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of so many patches on an image of a size; (0, 0) where no even cut gives them."""
     able = [(h, count // h) for h in range(1, count + 1) if count % h == 0]
@@ -115,9 +130,10 @@ def _check_logits(backbone: OwnModule, images: Tensor) -> None:
     try:
         with torch.no_grad():
             found = backbone(images.to(like.device, like.dtype))
-    except RuntimeError as error:
+    except Exception as error:  # whatever the user's own code raises
         shape = list(images.shape)
-        raise SitusError(f"{backbone.name} does not take images {shape}: {error} (img_size, in_chans)") from error
+        said = error if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
+        raise SitusError(f"{backbone.name} does not take images {shape}: {said} (img_size, in_chans)") from error
     if not isinstance(found, Tensor) or found.dim() != 2 or found.shape[0] != 1:
         said = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise SitusError(f"{backbone.name} gives {said} for one image: an audit takes logits [1, classes]")

@@ -129,6 +129,8 @@ def position_names(backbone: Backbone) -> tuple[str, ...]:
         stem = backbone.stem
         tables = {backbone.table, None if isinstance(stem, str) or stem.table == stem.bias else stem.table}
         return tuple(name for name in trained if name in found | tables)
+    if "tokens" in backbone.refusals:
+        return tuple(name for name in trained if name in found)
     with torch.enable_grad():
         places = backbone.positions()
         parts = [places.table, places.rotary, None if places.bias is None else places.bias.values]

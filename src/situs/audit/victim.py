@@ -21,7 +21,7 @@ from situs.locks.manifest import NAME as MANIFEST
 from situs.locks.manifest import read_manifest
 from situs.methods.base import Method
 from situs.methods.mp3 import MP3
-from situs.train.checkpoint import read_config
+from situs.train.checkpoint import RunFolder
 from situs.train.run import is_run
 
 
@@ -54,7 +54,7 @@ def open_victim(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if names_factory(source):
-            subject = _open_factory(source, weights, img_size, device)
+            subject, notes = _open_factory(source, weights, img_size, device)
         else:
             subject = _open_model(source, weights, img_size, classes, device)
     method = subject.method
@@ -100,7 +100,8 @@ def names_factory(source: str) -> bool:
 
 def _open_factory(
     source: str, weights: str | None, img_size: tuple[int, int] | None, device: torch.device | str
-) -> Subject:
+) -> tuple[Subject, dict[str, str]]:
+    """The subject, and what a reader must know of it."""
     if weights is not None:
         raise SitusError(f"weights={weights}: {source} brings its own (--weights)")
     module, _, function = source.partition(":")
@@ -109,13 +110,14 @@ def _open_factory(
         sys.path.insert(0, here)
     try:
         make = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise SitusError(f"{source}: cannot be had as package.module:function: {error} (MODEL)") from error
-    made: Any = make()
+    except Exception as error:  # whatever the user's own code raises while it is imported
+        said = error if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: {error}"
+        raise SitusError(f"{source}: cannot be had as package.module:function: {said} (MODEL)") from error
+    made = _make(source, make)
     if isinstance(made, nn.Module) and not isinstance(made, Backbone):
         if img_size is None:
             raise SitusError(f"{source}: gives a bare module, whose image size must be said (--img-size)")
-        made = adapt(made, img_size)
+        made = adapt(made, img_size, name=source)
     if not isinstance(made, Backbone):
         raise SitusError(f"{source}: gives {type(made).__name__}, and must give an nn.Module or situs.audit.adapt(…)")
     if made.img_size is None or not made.in_chans:
@@ -124,9 +126,33 @@ def _open_factory(
         raise SitusError(f"img_size={img_size}: {source} takes {made.img_size} (--img-size)")
     mean, std = (made.normalisation if isinstance(made, OwnModule) else None) or ((), ())
     made.name = source
+    held = made.held if isinstance(made, OwnModule) else None
+    if held is None and next(made.parameters()).dtype != torch.float32:
+        held = str(next(made.parameters()).dtype).removeprefix("torch.")
+        made.float()
+    notes = {} if held is None else {"precision": f"held in {held}; the step is made in float32 all the same"}
     data = DataConfig("samples", img_size=made.img_size, channels=made.in_chans, mean=tuple(mean), std=tuple(std))
     facts = {"kind": "module", "model": source, "weights": "its own"}
-    return Subject(source, made.to(device).eval(), True, True, data, None, facts)
+    return Subject(source, made.to(device).eval(), True, True, data, None, facts), notes
+
+
+def _make(source: str, make: Any) -> Any:
+    """What package.module:name stands for: a module as it is, else what calling it gives."""
+    if isinstance(make, nn.Module):
+        return make
+    if not callable(make):
+        raise SitusError(
+            f"{source}: is {type(make).__name__}, and must be a module, or a function that gives one (MODEL)"
+        )
+    try:
+        return make()
+    except SitusError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise SitusError(
+            f"{source}: is called without arguments and ends with {said}; a function of your own can give them (MODEL)"
+        ) from error
 
 
 def _open_model(
@@ -160,5 +186,6 @@ def _lock_notes(source: str) -> dict[str, str]:
 
 
 def _last_epoch(run: str) -> int:
-    """The run's last epoch: its method's schedules stand where they ended."""
-    return max(0, int(read_config(Path(run))["train"]["epochs"]) - 1)
+    """The epoch of the run's last step: its method's schedules stand where they ended."""
+    state = RunFolder.open(run, writer=False).facts()
+    return max(0, state["step"] - 1) // state["steps_per_epoch"] if state else 0

@@ -1,0 +1,110 @@
+"""Own modules however they are given, and the epoch that a run's method stands at."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from situs.audit import PatchEmbedding
+from situs.audit.victim import open_victim
+from situs.config import from_dict
+from situs.errors import SitusError
+from situs.train.run import RunConfig, train_run
+
+MODULE = """
+import torch
+from torch import nn
+from situs.audit import adapt
+
+
+class Net(nn.Module):
+    def __init__(self, width=24):
+        super().__init__()
+        self.patch, self.table = nn.Conv2d(3, width, 4, 4), nn.Parameter(torch.randn(1, 16, width))
+        self.block, self.out = nn.TransformerEncoderLayer(width, 2, 48, 0.0, batch_first=True), nn.Linear(width, 6)
+
+    def forward(self, x):
+        return self.out(self.block(self.patch(x).flatten(2).transpose(1, 2) + self.table).mean(dim=1))
+
+
+class Wide(Net):
+    def __init__(self, width):
+        super().__init__(width)
+
+
+def half():
+    return Net().half()
+
+
+def double():
+    return adapt(Net().double(), 16)
+
+
+def broken():
+    return {}["missing"]
+
+
+instance, number = Net(), 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"own_victim_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(MODULE)
+    (tmp_path / f"{name}_torn.py").write_text("raise ValueError('not today')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return name
+
+
+@pytest.mark.parametrize(
+    ("which", "told"), [("Net", None), ("instance", None), ("half", "held in float16"), ("double", "held in float64")]
+)
+def test_own_modules_of_every_kind(which: str, told: str | None, own: str) -> None:
+    victim = open_victim(f"{own}:{which}", img_size=(16, 16))
+    backbone = victim.subject.backbone
+    assert {p.dtype for p in backbone.parameters()} == {torch.float32}
+    assert PatchEmbedding().applies(backbone) is None
+    assert told is None or victim.notes["precision"].startswith(told)
+    assert told is not None or "precision" not in victim.notes
+    assert backbone(torch.zeros(1, 3, 16, 16)).shape == (1, 6)
+
+
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        (":Wide", "called without arguments and ends with TypeError.*'width'"),
+        (":broken", "ends with KeyError"),
+        (":number", "is int, and must be a module"),
+        ("_torn:Net", "ValueError: not today"),
+    ],
+)
+def test_what_cannot_be_had_is_one_sentence(which: str, said: str, own: str) -> None:
+    with pytest.raises(SitusError, match=said):
+        open_victim(f"{own}{which}", img_size=(16, 16))
+
+
+@pytest.mark.parametrize(("train", "epoch"), [({"epochs": None, "max_steps": 7}, 2), ({"epochs": 2}, 1)])
+def test_a_run_stands_at_the_epoch_of_its_last_step(train: dict[str, Any], epoch: int, tmp_path: Path) -> None:
+    for number in range(36):
+        folder = tmp_path / "data" / "train" / str(number % 2)
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (7 * number, 90, 255 - number)).save(folder / f"{number}.png")
+    config = from_dict(
+        RunConfig,
+        {
+            "method": {"name": "mjp", "mask_ratio": 0.4},
+            "backbone": {"name": "vit_tiny_patch16_224", "patch_size": 4,
+                         "model_args": {"depth": 1, "embed_dim": 16, "num_heads": 2}},
+            "data": {"path": str(tmp_path / "data"), "img_size": 8, "batch": 12, "workers": 0},
+            "train": {**train, "seed": 0, "precision": "fp32"},
+        },
+    )  # fmt: skip
+    train_run(config, out=tmp_path / "run", device="cpu")
+    assert open_victim(str(tmp_path / "run")).epoch == epoch
