@@ -8,6 +8,7 @@ import torch
 from torchvision.transforms.v2 import functional as tv
 
 from situs.data.augment import RECIPES, AugmentConfig, apply, apply_mix, denormalise, draw, normalise, recipe
+from situs.data.sampler import draw_ids
 from situs.errors import SitusError
 
 MEAN, STD = torch.tensor([0.5, 0.4, 0.3]), torch.tensor([0.2, 0.25, 0.3])
@@ -162,3 +163,33 @@ def test_on_a_gpu_there_is_no_sync_and_the_view_is_the_same(name):
     close = (got.cpu() - views(images, ids, config)).abs() < 0.02
     # The two devices' sines and roots differ in the last bit, which may move a pixel across a level.
     assert close.float().mean() > 0.98
+
+
+def test_no_two_numbers_of_any_two_augmentations_are_related(related):
+    """Every number that an image draws is its own: in all augmentations, samples, copies, epochs and seeds."""
+    config = AugmentConfig(operations=2, jitter=0.4, erasing=0.5, mixup=0.8)
+    ids = torch.arange(4000)
+    noise = draw(config, ids, seed=0, epoch=0)
+    assert set(noise) == {"crop", "flip", "jitter", "operations", "erasing", "mix", "table"}
+    own = {
+        f"{name} {place}": column
+        for name, values in noise.items()
+        if name != "table"
+        for place, column in enumerate(values.flatten(1).T if values.ndim > 1 else values[None])
+    }
+    assert len(own) == 22 + 1 + 3 + 2 * 5 + 24 + 5
+    assert related(own) == {}
+    others = {
+        "epoch": draw(config, ids, seed=0, epoch=1),
+        "seed": draw(config, ids, seed=1, epoch=0),
+        "copy": draw(config, draw_ids(ids, torch.ones_like(ids)), seed=0, epoch=0),
+        "next sample": draw(config, ids + 1, seed=0, epoch=0),
+    }
+    for name, values in noise.items():
+        if name != "table":
+            first = {name: values.flatten(1)[:, 0] if values.ndim > 1 else values}
+            rest = {
+                f"{name} of another {what}": (each[name].flatten(1)[:, 0] if values.ndim > 1 else each[name])
+                for what, each in others.items()
+            }
+            assert related(first | rest) == {}

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from situs.core.random import uniform
 from situs.data.sampler import BatchPlan, batches_for, draw_ids, epoch_order, sample_of
 from situs.errors import SitusError
 
@@ -87,3 +88,11 @@ def test_repeats_are_copies_of_one_sample_far_apart_in_one_batch():
 def test_impossible_plans(plan, sentence):
     with pytest.raises(SitusError, match=sentence):
         BatchPlan(**plan)
+
+
+def test_the_orders_of_two_epochs_and_seeds_are_unrelated(related):
+    places = {f"{seed}, {epoch}": epoch_order(seed, epoch, 20000).argsort() for seed in (0, 1) for epoch in (0, 1)}
+    before = {"the place in the set": torch.arange(20000)}
+    assert related({**places, **before}) == {}
+    crop = uniform(0, 0, torch.arange(20000), "augment.crop", (1,))[:, 0]
+    assert related({**places, "the crop": crop}) == {}

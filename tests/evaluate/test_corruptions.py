@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from situs.core.random import uniform
 from situs.data.images import centre_fit, decode
 from situs.data.samples import load_samples
 from situs.errors import SitusError
+from situs.evaluate import corruptions_filters
 from situs.evaluate.corruptions import CORRUPTIONS, GROUPS, corrupt, find_corruptions, find_severities
+from situs.evaluate.corruptions_filters import Draw
 from situs.evaluate.corruptions_severity import CIFAR_C, IMAGENET_C, TINY_IMAGENET_C
 from situs.evaluate.robustness import ALEXNET
 
@@ -97,6 +100,33 @@ def test_noise_of_two_severities_is_not_the_same() -> None:
     grey = torch.full((1, 1, 32, 32), 0.5)
     one, two = (corrupt(grey, "gaussian_noise", severity, torch.tensor([0])) - 0.5 for severity in (1, 2))
     assert abs(torch.corrcoef(torch.stack([one.flatten(), two.flatten()]))[0, 1]) < 0.15
+
+
+@pytest.mark.parametrize("name", sorted(DRAWN))
+def test_everything_that_a_corruption_draws_is_drawn_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No number serves twice, in one corruption or in two: each draw has a stream of its own, with the name in it."""
+    drawn: list[str] = []
+
+    def spy(seed: int, epoch: int, ids: Tensor, stream: str, shape: tuple[int, ...]) -> Tensor:
+        drawn.append(stream)
+        assert (seed, epoch) == (7, 4)
+        return uniform(seed, epoch, ids, stream, shape)
+
+    monkeypatch.setattr(corruptions_filters, "uniform", spy)
+    monkeypatch.setattr(corruptions_filters, "normal", lambda *words: spy(*words[:3], f"{words[3]}/normal", words[4]))
+    corrupt(scene(32), name, 4, torch.tensor([3, 9]), seed=7)
+    assert drawn
+    assert len(set(drawn)) == len(drawn)
+    assert all(name in stream.split(".") for stream in drawn)
+
+
+def test_the_two_ways_that_glass_and_elastic_push_a_pixel_are_two_draws() -> None:
+    """Down and across are unrelated, and so are two samples."""
+    draw = Draw(0, 1, torch.arange(2), "glass_blur")
+    for what in ("offsets.0", "displacement"):
+        down, across = draw.uniform(what, 2, 40, 40).flatten(2).unbind(1)
+        found = torch.corrcoef(torch.cat([down, across]))
+        assert (found - torch.eye(4)).abs().max() < 0.1
 
 
 # The published strengths were set by what they do to a classifier. In the mean distance from the clean image these

@@ -113,3 +113,18 @@ def test_mistakes_are_named() -> None:
         fit_linear(inputs, labels[:9], 4, 0.1)
     with pytest.raises(SitusError, match="no samples"):
         score(fit_linear(inputs, labels, 4, 0.1), [], 4)
+
+
+@pytest.mark.parametrize("decays", [(1e-3, 1.0, 1e-1), (1.0, 1e-1, 1e-3), (1e-3, 1e-1, 1.0)])
+def test_of_equally_good_weight_decays_the_greatest_is_taken(decays: tuple[float, ...]) -> None:
+    """On classes far apart all of them are right on every held row, in whatever order they are given."""
+    labels = torch.arange(60) % 3
+    inputs = 10 * torch.nn.functional.one_hot(labels, 3).float() + 0.1 * torch.randn(60, 3, generator=_generator())
+    fitted = fit_probe(inputs, labels, 3, weight_decays=decays)
+    assert {each.accuracy for each in fitted.tried} == {1.0}
+    assert fitted.weight_decay == 1.0
+    assert torch.equal(fitted.linear.weight, fit_linear(inputs, labels, 3, 1.0).weight)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
