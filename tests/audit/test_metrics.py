@@ -91,6 +91,20 @@ def test_reidentification() -> None:
     noisy = (gallery + 0.05 * torch.randn(gallery.shape)).clamp(0, 1)
     assert reidentify(noisy, gallery, torch.arange(4)).tolist() == [1.0] * 4
     assert reidentify(noisy, gallery, torch.tensor([0, 2, 1, 3])).tolist() == [1.0, 0.0, 0.0, 1.0]
+    twice = torch.cat([gallery, gallery[:1]])
+    assert reidentify(noisy[[0, 0]], twice, torch.tensor([0, 4])).tolist() == [1.0, 1.0]
+
+
+def test_the_gallery_is_all_images_and_one_image_makes_none() -> None:
+    """Noise is nearest to the one image there is; among several of which it saw the first, the others count too."""
+    gallery, noise = PAIR[0], torch.rand(1, *PAIR[0].shape[1:], generator=torch.Generator().manual_seed(9))
+    assert measure_all(noise, gallery[:1], 8)["reidentified"] is None
+    assert measure_all(gallery[:1], gallery[:1], 8)["reidentified"] is None
+    # Nearer to the third than to its own: in a gallery of the attacked alone it would count as re-identified.
+    wrong = 0.1 * gallery[:2] + 0.9 * gallery[[2, 3]]
+    found = measure_all(wrong, gallery, 8)
+    assert found["reidentified"] == [0.0, 0.0]
+    assert found["psnr"] == measure_all(wrong, gallery[:2], 8)["psnr"]
 
 
 def test_denormalise_is_the_inverse() -> None:

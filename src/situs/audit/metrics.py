@@ -119,22 +119,33 @@ def match_patches(found: Tensor, real: Tensor, patch_size: Size) -> Matched:
 
 
 def reidentify(found: Tensor, gallery: Tensor, index: Tensor) -> Tensor:
-    """Whether the nearest image of the gallery [m, C, H, W] is the right one: found[i] is gallery[index[i]]; [n]."""
-    distance = torch.cdist(found.double().flatten(1), gallery.double().flatten(1))
-    return (distance.argmin(dim=1) == index.to(distance.device)).double()
+    """Whether the nearest image of the gallery [m, C, H, W] is the right one: found[i] is gallery[index[i]]; [n].
+
+    An image that is twice in the gallery is right at both places.
+    """
+    found, gallery = found.double().flatten(1), gallery.double().flatten(1)
+    index = index.to(gallery.device)
+    distance, own = torch.cdist(found, gallery), (found - gallery[index]).norm(dim=1)
+    nearest, where = distance.min(dim=1)
+    return ((where == index) | (own <= nearest * (1 + 1e-9))).double()
 
 
 def measure_all(
     found: Tensor,
-    real: Tensor,
+    gallery: Tensor,
     patch_size: Size,
     lpips: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> dict[str, list[float] | None]:
-    """Every metric per image. The gallery is `real` itself. lpips: a verified network, else None is reported."""
+    """Every metric per image: found[i] against gallery[i]; where fewer were found, against the first.
+
+    Re-identification looks through the whole gallery; in one of a single image whatever is found is its nearest, so
+    that None is reported. lpips: a verified network, else None is reported.
+    """
     check_pictures(found, "recovered images")
-    check_pictures(real, "original images")
+    check_pictures(gallery, "original images")
+    real = gallery[: len(found)]
     if found.shape != real.shape:
-        raise SitusError(f"recovered {list(found.shape)} and original {list(real.shape)} images differ in shape")
+        raise SitusError(f"recovered {list(found.shape)} and original {list(gallery.shape)} images differ in shape")
     matched = match_patches(found, real, patch_size)
     values = {
         "mse": mse(found, real),
@@ -144,7 +155,7 @@ def measure_all(
         "lpips": None if lpips is None else lpips(found, real),
         "patch_psnr": matched.psnr,
         "order_accuracy": matched.order,
-        "reidentified": reidentify(found, real, torch.arange(len(real))),
+        "reidentified": reidentify(found, gallery, torch.arange(len(found))) if len(gallery) > 1 else None,
     }
     return {name: None if value is None else value.tolist() for name, value in values.items()}
 

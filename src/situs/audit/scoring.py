@@ -52,9 +52,9 @@ def facts_of(found: Recovery, labels: Tensor, batch: int) -> list[dict[str, Fact
 
 
 def measure(pictures: Tensor, real: Tensor, backbone: Backbone, lpips: Lpips | None) -> Scores:
-    """Every metric per image, against the first of `real`."""
+    """Every metric per image, against the first of `real`, all of which are the gallery."""
     height, width = real.shape[2:]
-    return measure_all(pictures, real[: len(pictures)], patch_size_of(backbone, (height, width)), lpips)
+    return measure_all(pictures, real, patch_size_of(backbone, (height, width)), lpips)
 
 
 def patch_size_of(backbone: Backbone, size: tuple[int, int]) -> tuple[int, int]:
