@@ -336,6 +336,24 @@ def test_json_that_is_torn_or_no_table_is_a_sentence(tmp_path: Path) -> None:
             load_json(Config, path)
 
 
+def test_a_private_file_is_for_its_owner_whatever_stood_there(tmp_path: Path) -> None:
+    from situs.config import write_bytes
+
+    path = tmp_path / "page"
+    path.write_bytes(b"before")
+    path.chmod(0o666)
+    write_bytes(path, b"mine", private=True)
+    assert path.read_bytes() == b"mine" and path.stat().st_mode & 0o777 == 0o600
+    write_bytes(path, b"all's")
+    assert path.stat().st_mode & 0o077 == 0o066 & ~_umask()
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "config.json"
     save_json(Config(1), path)

@@ -360,17 +360,22 @@ def save_json(config: Any, path: str | os.PathLike[str]) -> None:
     write_text(path, json.dumps(to_dict(config), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
+def write_text(path: str | os.PathLike[str], text: str, *, private: bool = False) -> None:
     """`write_bytes` for text, in UTF-8."""
-    write_bytes(path, text.encode())
+    write_bytes(path, text.encode(), private=private)
 
 
-def write_bytes(path: str | os.PathLike[str], content: bytes) -> None:
-    """Writes a file under a temporary name beside it and renames it: readers see the old or the new, whole."""
+def write_bytes(path: str | os.PathLike[str], content: bytes, *, private: bool = False) -> None:
+    """Writes a file under a temporary name beside it and renames it: readers see the old or the new, whole.
+
+    private: for nobody but the owner (mode 0600), from its first byte on.
+    """
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with aside.open("wb") as file:
+            if private:
+                aside.chmod(0o600)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

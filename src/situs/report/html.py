@@ -116,12 +116,15 @@ class Page:
             "</main>\n</body>\n</html>\n"
         )
 
-    def write(self, path: Path | str) -> Path:
-        """Writes the page under a temporary name and renames it; makes the folder where it is missing."""
+    def write(self, path: Path | str, *, private: bool = False) -> Path:
+        """Writes the page under a temporary name and renames it; makes the folder where it is missing.
+
+        private: so that nobody but its owner can read it (mode 0600).
+        """
         path = Path(path)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, self.render())
+            write_text(path, self.render(), private=private)
         except OSError as error:
             raise SitusError(f"{path}: cannot be written ({error.strerror or error}) (--out)") from error
         return path
