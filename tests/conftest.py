@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -64,3 +65,68 @@ def run_python_blocks() -> Callable[[Path], dict[str, Any]]:
         return names
 
     return run
+
+
+# --- JSON Schema (draft 2020-12), as much of it as the schemas in docs/ use -----------------------------------
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+    "integer": int,
+    "number": (int, float),
+}
+_WORDS = {
+    *("$ref", "$schema", "$id", "$defs", "title", "description", "type", "const", "enum", "anyOf", "pattern"),
+    *("minimum", "required", "properties", "additionalProperties", "items"),
+}
+
+
+def _is_a(value: Any, kind: str) -> bool:
+    return isinstance(value, _TYPES[kind]) and isinstance(value, bool) == (kind == "boolean")
+
+
+def _breaks(value: Any, schema: Any, root: Any, path: str) -> list[str]:
+    """Where a value breaks a schema; a keyword that is not known here is a mistake of the schema."""
+    assert set(schema) <= _WORDS, f"{path}: {set(schema) - _WORDS}"
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    if kinds and not any(_is_a(value, kind) for kind in kinds):
+        return [f"{path}: {value!r} is no {kinds}"]
+    found = []
+    if "$ref" in schema:
+        found += _breaks(value, root["$defs"][schema["$ref"].removeprefix("#/$defs/")], root, path)
+    if "anyOf" in schema:
+        each = [_breaks(value, one, root, path) for one in schema["anyOf"]]
+        found += [] if [] in each else [f"{path}: none of {each}"]
+    for word, holds in {
+        "const": lambda asked: value == asked and type(value) is type(asked),
+        "enum": lambda asked: value in asked,
+        "pattern": lambda asked: re.search(asked, value) is not None,
+        "minimum": lambda asked: value >= asked,
+    }.items():
+        if word in schema and not holds(schema[word]):
+            found.append(f"{path}: {value!r} breaks {word} {schema[word]!r}")
+    return found + _members(value, schema, root, path)
+
+
+def _members(value: Any, schema: Any, root: Any, path: str) -> list[str]:
+    if isinstance(value, list):
+        return [x for i, one in enumerate(value) for x in _breaks(one, schema.get("items", {}), root, f"{path}/{i}")]
+    if not isinstance(value, dict):
+        return []
+    found = [f"{path}: lacks {name}" for name in schema.get("required", []) if name not in value]
+    for name, one in value.items():
+        other = schema.get("properties", {}).get(name, schema.get("additionalProperties", {}))
+        said = [f"{path}: {name} is not allowed"] if other is False else _breaks(one, other, root, f"{path}/{name}")
+        found += said
+    return found
+
+
+@pytest.fixture(scope="session")
+def schema_breaks() -> Callable[[Any], list[str]]:
+    """Where a gradients.json breaks the schema in the docs."""
+    schema = json.loads((ROOT / "docs" / "methods" / "gradients.schema.json").read_text(encoding="utf-8"))
+    return lambda told: _breaks(json.loads(json.dumps(told, allow_nan=False)), schema, schema, "")

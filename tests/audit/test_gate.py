@@ -2,47 +2,208 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from situs.audit.gate import Limit, parse_limit, rule
+from situs.audit.gate import ABOVE, NOT_JUDGED, PASSED, Judgement, Limit, Ruling, Worst, parse_limit, rule
 from situs.audit.gradients import Audit, Pair, Step
 from situs.errors import SitusError
 
+LIMIT = Limit("psnr", 20.0)
 
-def audit(*pairs: Pair, undone: tuple[tuple[str, str], ...] = ()) -> Audit:
+
+def audit(*pairs: Pair, undone: tuple[tuple[str, str], ...] = (), count: int = 2) -> Audit:
     stopped = "the time limit of 1 s" if undone else None
-    return Audit("m", Step(), ["a", "b"], torch.zeros(2, 3, 4, 4), list(pairs), {}, {}, stopped, list(undone))
+    about = dict.fromkeys([*(pair.defence for pair in pairs), *(defence for _, defence in undone)], "")
+    return Audit(
+        "m", Step(), ["a", "b"][:count], torch.zeros(count, 3, 4, 4), list(pairs), {}, about, stopped, list(undone)
+    )
 
 
-def pair(*values: float) -> Pair:
-    return Pair("patchembed", "none", scores={"psnr": list(values), "lpips": None})
+def closed(*values: float, **fields: Any) -> Pair:
+    return Pair("patchembed", "none", scores={"psnr": list(values), "lpips": None}, closed=True, **fields)
+
+
+def search(*values: float, **fields: Any) -> Pair:
+    return Pair("matching", "none", scores={"psnr": list(values), "lpips": None}, **fields)
+
+
+def judge(*pairs: Pair, **fields: Any) -> Judgement:
+    [judged] = rule(audit(*pairs, **fields), LIMIT).judgements
+    return judged
 
 
 def test_the_worst_image_decides_and_the_limit_itself_passes() -> None:
-    limit = parse_limit("psnr=20")
-    ruling = rule(audit(pair(3.0, 20.5)), limit)
-    assert not ruling.passed
-    assert ruling.leaks == ["patchembed against none: 1 of 2 images have psnr above 20, the worst 20.5"]
-    assert ruling.sentence.startswith("The gate psnr=20 is not passed: patchembed against none")
-    ruling = rule(audit(pair(3.0, 20.0)), limit)
-    assert ruling.passed and ruling.sentence == "The gate psnr=20 is passed: no attack brings an image above it."
+    above = judge(closed(3.0, 20.5))
+    assert above == Judgement(
+        "none",
+        ABOVE,
+        "1 of 2 images above 20; the worst, b, has psnr 20.5 by patchembed",
+        Worst("patchembed", "b", 20.5),
+    )
+    passed = judge(closed(3.0, 20.0))
+    assert passed == Judgement(
+        "none",
+        PASSED,
+        "patchembed solved all 2 images and the equations fit; the worst, b, has psnr 20 by patchembed",
+        Worst("patchembed", "b", 20.0),
+    )
 
 
-def test_what_was_not_attacked_is_no_pass() -> None:
-    limit = Limit("psnr", 20.0)
-    assert rule(audit(pair(3.0)), limit).leaks == [
-        "patchembed against none: only 1 of 2 images were attacked before the stop"
+NOT_PASSED: dict[str, tuple[tuple[Pair, ...], dict[str, Any], str]] = {
+    "stopped in its search": (
+        (search(3.0, 4.0, partial="188 of 500 iterations"),),
+        {},
+        (
+            "matching was stopped after 188 of 500 iterations; no closed form was run (--attack patchembed); what "
+            "matching does not find may still be there; the worst, b, has psnr 4 by matching"
+        ),
+    ),
+    "stopped before all images": (
+        (closed(3.0, partial="1 of 2 images"),),
+        {},
+        (
+            "patchembed was stopped after 1 of 2 images; patchembed saw 1 of 2 images; the worst, a, has psnr 3 by "
+            "patchembed"
+        ),
+    ),
+    "another attack stopped": (
+        (closed(3.0, 4.0), search(5.0, 1.0, partial="3 of 9 iterations")),
+        {},
+        "matching was stopped after 3 of 9 iterations; the worst, a, has psnr 5 by matching",
+    ),
+    "another attack not begun": (
+        (closed(3.0, 4.0),),
+        {"undone": (("matching", "none"),)},
+        "matching was not run before the stop; the worst, b, has psnr 4 by patchembed",
+    ),
+    "nothing begun": (
+        (),
+        {"undone": (("patchembed", "none"),)},
+        "patchembed was not run before the stop; no closed form was run (--attack patchembed)",
+    ),
+    "nothing applies": (
+        (Pair("patchembed", "none", reason="no table", closed=True),),
+        {},
+        "no closed form applies",
+    ),
+    "nothing closed applies and a search found nothing": (
+        (Pair("patchembed", "none", reason="no table", closed=True), search(1.0, unasked=True)),
+        {},
+        "no closed form applies; what matching does not find may still be there; the worst, a, has psnr 1 by matching",
+    ),
+    "a whole search alone": (
+        (search(3.0, 4.0),),
+        {},
+        (
+            "no closed form was run (--attack patchembed); what matching does not find may still be there; the worst, "
+            "b, has psnr 4 by matching"
+        ),
+    ),
+    "equations that do not fit": (
+        (closed(3.0, 4.0, doubt="its equations do not fit for 1 of 2 images"),),
+        {},
+        "patchembed proves nothing: its equations do not fit for 1 of 2 images; the worst, b, has psnr 4 by patchembed",
+    ),
+    "fewer images than there are": (
+        (closed(3.0),),
+        {},
+        "patchembed saw 1 of 2 images; the worst, a, has psnr 3 by patchembed",
+    ),
+    "no number": (
+        (closed(3.0, math.nan),),
+        {},
+        "patchembed has an image whose psnr is no number; the worst, a, has psnr 3 by patchembed",
+    ),
+    "a metric that is not there": (
+        (replace(closed(3.0), scores={"psnr": None}),),
+        {"count": 1},
+        "psnr is not defined for so few images (1); patchembed saw 0 of 1 images",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_PASSED)
+def test_everything_else_is_not_judged(case: str) -> None:
+    pairs, fields, said = NOT_PASSED[case]
+    judged = judge(*pairs, **fields)
+    assert (judged.status, judged.outcome, judged.said) == (NOT_JUDGED, "not judged", said)
+
+
+@pytest.mark.parametrize("case", [case for case, (pairs, _, _) in NOT_PASSED.items() if pairs])
+def test_an_image_above_counts_whatever_else_happened(case: str) -> None:
+    """Also in a stopped audit, by an attack that proves nothing."""
+    pairs, fields, _ = NOT_PASSED[case]
+    extra = search(99.0, partial="1 of 9 iterations")
+    assert judge(*pairs, extra, **fields).status == ABOVE
+
+
+def test_one_proof_is_enough_and_the_other_attacks_count_for_the_worst() -> None:
+    april = replace(closed(9.0, 2.0, doubt="its equations do not fit for 2 of 2 images"), attack="april")
+    judged = judge(closed(3.0, 4.0), april, Pair("adaptive-mjp", "none", reason="no table", closed=True))
+    assert judged.status == PASSED
+    assert judged.said.endswith("the worst, a, has psnr 9 by april")
+
+
+def test_an_audit_is_as_good_as_its_worst_defence() -> None:
+    at = {status: Judgement(f"d{status}", status, "why") for status in (PASSED, ABOVE, NOT_JUDGED)}
+    said = "d0, passed: why; d3, above: why; d4, not judged: why."
+    assert Ruling(LIMIT, list(at.values())).status == ABOVE
+    assert Ruling(LIMIT, list(at.values())).sentence == f"The gate psnr=20 is not passed. {said}"
+    two = Ruling(LIMIT, [at[PASSED], at[NOT_JUDGED]])
+    assert two.status == NOT_JUDGED and not two.passed
+    assert two.sentence.startswith("The gate psnr=20 is not judged, which is no pass. d0, passed: why; d4")
+    one = Ruling(LIMIT, [at[PASSED]])
+    assert one.passed and one.sentence == "The gate psnr=20 is passed. d0, passed: why."
+    none = Ruling(LIMIT, [])
+    assert none.status == NOT_JUDGED and none.sentence.endswith("There was no defence to judge.")
+
+
+def test_the_file_says_passed_with_status_0_alone() -> None:
+    for status in (PASSED, ABOVE, NOT_JUDGED):
+        told = Ruling(LIMIT, [Judgement("none", status, "why", Worst("april", "a", 3.0))]).to_json()
+        assert told["passed"] == (status == 0) and told["status"] == status
+    assert told["defences"] == [
+        {
+            "defence": "none",
+            "status": 4,
+            "outcome": "not judged",
+            "said": "why",
+            "worst": {"attack": "april", "image": "a", "value": 3.0},
+        }
     ]
-    ruling = rule(audit(pair(3.0, 4.0), undone=(("matching", "noise"),)), limit)
-    assert ruling.leaks == ["matching against noise: not attacked before the stop"] and not ruling.passed
+    assert Judgement("none", 4, "why").to_json()["worst"] is None
 
 
-def test_where_no_attack_applies_it_is_passed_and_says_by_what() -> None:
-    ruling = rule(audit(Pair("april", "none", reason="no table")), Limit("psnr", 20.0))
-    assert ruling.passed and not ruling.tested
-    assert "only because no attack applies" in ruling.sentence
-    assert ruling.to_json() == {"limit": "psnr=20", "passed": True, "tested": False, "leaks": []}
+PAIRS = st.builds(
+    Pair,
+    attack=st.sampled_from(["patchembed", "matching"]),
+    defence=st.just("none"),
+    reason=st.sampled_from([None, None, "no table"]),
+    scores=st.lists(st.floats(0, 40), min_size=1, max_size=2).map(lambda values: {"psnr": values}),
+    partial=st.sampled_from([None, None, "1 of 2 images"]),
+    closed=st.booleans(),
+    doubt=st.sampled_from([None, None, "do not fit"]),
+).map(lambda pair: pair if pair.reason is None else replace(pair, scores={}, partial=None))
+
+
+@given(st.lists(PAIRS, max_size=4), st.booleans())
+def test_the_three_outcomes_by_their_definition(pairs: list[Pair], cut: bool) -> None:
+    """The words of the rule once more, from the pairs alone."""
+    found = [value for pair in pairs for value in pair.scores.get("psnr") or ()]
+    ran = [p for p in pairs if p.closed and p.reason is None and p.doubt is None and len(p.scores["psnr"] or ()) == 2]
+    stopped = cut or any(pair.partial for pair in pairs)
+    expected = 3 if any(value > 20 for value in found) else 0 if ran and not stopped else 4
+    undone = (("april", "none"),) if cut else ()
+    ruling = rule(replace(audit(*pairs, undone=undone), about={"none": ""}), LIMIT)
+    assert ruling.status == expected
+    assert ruling.passed == (expected == 0)
 
 
 @pytest.mark.parametrize(

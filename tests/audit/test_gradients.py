@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from situs.audit import Attack, Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
-from situs.audit.gradients import Audit, Step, audit_gradients, summary, to_json, verdict
+from situs.audit.gate import Limit, rule
+from situs.audit.gradients import (
+    Audit,
+    Fallback,
+    Pair,
+    Step,
+    audit_gradients,
+    findings,
+    opening,
+    seen,
+    strength,
+    summary,
+    verdict,
+)
 from situs.audit.page import make_page
+from situs.audit.record import to_json
 from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.errors import SitusError
@@ -50,7 +65,7 @@ def test_every_pair_is_there_and_the_leak_is_found() -> None:
     assert other.exact == 0
     assert all("not sent" in str(pair.reason) for pair in without)
     assert "none: 4 of 4 images recovered exactly from one step (best attack patchembed" in verdict(found)
-    assert "no-pe-gradient: no attack of this audit applies" in verdict(found)
+    assert "no-pe-gradient: not attacked here: no attack of this audit applies." in verdict(found)
     assert "mean image" in verdict(found)
     means = summary(best.scores)
     assert means["psnr"] is not None and means["psnr"].low is not None
@@ -76,7 +91,8 @@ def test_a_model_without_an_attack_says_so() -> None:
     found = audit(positions="sincos")
     assert all("fixed or frozen" in str(pair.reason) for pair in found.pairs)
     assert verdict(found).startswith("No attack of this audit applies")
-    assert "no proof" in verdict(found)
+    assert "Not attacked does not mean private" in verdict(found)
+    assert findings(found) == {} and found.baselines == {}
 
 
 def test_mjp_is_given_no_credit_that_an_unfinished_attack_would_give() -> None:
@@ -106,6 +122,7 @@ def test_the_file_has_every_image_and_is_json() -> None:
         "attack": "patchembed",
         "defence": "no-pe-gradient",
         "applies": False,
+        "closed_form": True,
         "reason": found.pairs[2].reason,
     }
     assert set(told["baselines"]) == {"mean image", "random pair"}
@@ -193,3 +210,206 @@ def test_a_batch_of_matching_is_scored_in_the_best_order() -> None:
 def test_images_must_fill_their_batches() -> None:
     with pytest.raises(SitusError, match="4 images do not make whole batches of 3"):
         audit("patchembed", "none", batch=3)
+
+
+# --- every branch of what is said -----------------------------------------------------------------------------
+
+
+def said_of(*pairs: Pair, steps: int = 1, **fields: Any) -> Audit:
+    guesses: Any = {"mean image": {"psnr": [10.0, 12.0]}, "random pair": {"psnr": [8.0, 9.0]}}
+    about, images = dict.fromkeys(["none", "noise"], ""), torch.zeros(2, 3, 4, 4)
+    return Audit("m", Step(local_steps=steps), ["a", "b"], images, list(pairs), guesses, about, **fields)
+
+
+def pair(*values: float, known: tuple[float, ...] | None = (1.0, 0.0), **fields: Any) -> Pair:
+    scores = {"psnr": list(values), "reidentified": None if known is None else list(known[: len(values)])}
+    return Pair(**{"attack": "patchembed", "defence": "none", "scores": scores, "facts": [{}] * len(values), **fields})
+
+
+NOISE = Pair("patchembed", "noise", reason="no table")
+GUESS = "mean image 11.0 dB, random pair 8.5 dB."
+
+
+def test_openings() -> None:
+    refused = Pair("patchembed", "none", reason="no table")
+    nothing = "Stopped by Ctrl-C, before anything was attacked: this page says nothing about the model."
+    assert opening(said_of(refused, undone=[("april", "noise")], stopped="Ctrl-C")) == nothing
+    assert opening(said_of(undone=[("april", "noise")], stopped="Ctrl-C")) == nothing
+    assert opening(said_of(refused)) == (
+        "No attack of this audit applies to what this model sends: see the reasons. Not attacked does not mean "
+        "private; gradient matching applies to any model (--attack matching)."
+    )
+    assert opening(said_of(pair(3.0, 4.0))) == ""
+    assert opening(said_of(pair(3.0), stopped="Ctrl-C, with 0 of 2 pairs of attack and defence finished")) == (
+        "A partial result: stopped by Ctrl-C, with 0 of 2 pairs of attack and defence finished."
+    )
+
+
+@pytest.mark.parametrize(
+    ("best", "found"),
+    [
+        (
+            pair(60.0, 3.0),
+            (
+                "1 of 2 images recovered exactly from one step (best attack patchembed, mean PSNR 31.5 dB, worst image "
+                "60.0 dB, 1 of 2 re-identified)."
+            ),
+        ),
+        (
+            pair(60.0, 3.0, known=None, facts=[{"bytes": True}, {"bytes": False}]),
+            (
+                "1 of 2 images recovered exactly from one step, every pixel of 1 read to its exact byte (best attack "
+                "patchembed, mean PSNR 31.5 dB, worst image 60.0 dB)."
+            ),
+        ),
+        (
+            pair(6.0, 3.0, lower_bound=True),
+            (
+                "at least 0 of 2 images recovered exactly from one step (best attack patchembed, mean PSNR 4.5 dB, "
+                "worst image 6.0 dB, 1 of 2 re-identified; a lower bound, see below)."
+            ),
+        ),
+        (
+            pair(6.0, partial="1 of 2 images"),
+            (
+                "0 of 1 images recovered exactly from one step (best attack patchembed, mean PSNR 6.0 dB, worst image "
+                "6.0 dB, 1 of 1 re-identified; stopped after 1 of 2 images)."
+            ),
+        ),
+    ],
+)
+def test_findings(best: Pair, found: str) -> None:
+    told = findings(said_of(best, NOISE))
+    assert told == {
+        "none": found,
+        "noise": "not attacked here: no attack of this audit applies.",
+        "Without any gradient": GUESS,
+    }
+    audit = said_of(best, undone=[("april", "noise")], stopped="Ctrl-C")
+    assert findings(audit)["noise"] == "not attacked before the stop."
+    assert verdict(audit) == (
+        f"A partial result: stopped by Ctrl-C. none: {found} noise: not attacked before the stop. "
+        f"Without any gradient: {GUESS}"
+    )
+    assert "from 3 local steps" in findings(said_of(best, steps=3))["none"]
+
+
+def test_the_best_attack_is_by_exact_images_then_the_worst_then_the_mean() -> None:
+    one, all_, high, even = pair(200.0, 3.0), pair(60.0, 60.0), pair(9.0, 1.0), pair(5.5, 5.0)
+    assert sorted([high, one, even, all_], key=strength) == [even, high, one, all_]
+    assert strength(pair(9.0, 2.0)) > strength(pair(9.0, 1.0))
+    audit = said_of(replace(even, attack="april"), replace(high, attack="matching"), NOISE)
+    assert "best attack matching" in findings(audit)["none"]
+    assert seen(Pair("april", "none", scores={"psnr": []})) == "mean PSNR 0.0 dB, worst image 0.0 dB"
+
+
+# --- what an audit runs by itself, and its control ------------------------------------------------------------
+
+
+def test_matching_runs_by_itself_where_no_closed_form_applies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fallback, "images", 2)
+    lines: list[str] = []
+    torch.manual_seed(0)
+    fields = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": SHAPE}
+    backbone = create_backbone("vit_tiny_patch16_224", **fields).eval()
+    images = (torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
+    search = Fallback()
+    assert (search.config.iterations, Fallback().seconds) == (300, 120.0)
+    search.config = replace(search.config, iterations=2)
+    found = audit_gradients(
+        backbone,
+        images,
+        torch.arange(4),
+        [PatchEmbedding(), search],
+        [create_defence(name) for name in ("none", "no-pe-gradient")],
+        normalisation=NORMALISATION,
+        watch=Watch(lines.append),
+    )
+    assert [(p.attack, p.defence, p.unasked, p.count) for p in found.pairs] == [
+        ("patchembed", "none", False, 4),
+        ("patchembed", "no-pe-gradient", False, 0),
+        ("matching", "no-pe-gradient", True, 2),
+    ]
+    said = "no closed form applies, so matching is run by itself on 2 of 4 images (2 iterations, at most 120 s)"
+    assert str(found.pairs[2].caveat).startswith(f"{said}; an optimisation")
+    assert f"no-pe-gradient: {said}" in lines
+    assert found.stopped is None and found.undone == [] and found.pairs[2].partial is None
+    assert to_json(found)["pairs"][2]["by_itself"] is True
+
+
+class Cutting(Fallback):
+    """Ctrl-C at the third look."""
+
+    def measure(self, target: Any, backbone: Any, noise: float) -> Any:
+        plain, looks = super().measure(target, backbone, noise), iter(range(1000))
+
+        def distance(guess: Any) -> Any:
+            if next(looks) == 2:
+                raise KeyboardInterrupt
+            return plain(guess)
+
+        return distance
+
+
+@pytest.mark.parametrize("cut", [True, False])
+def test_a_search_made_by_itself_that_is_stopped_is_no_pass(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not cut:
+        monkeypatch.setattr(Fallback, "seconds", 0.02)
+    watch = Watch()
+    found = partial([Cutting() if cut else Fallback()], watch, batch=4)
+    search = found.pairs[0]
+    assert search.unasked and "of 300 iterations" in str(search.partial)
+    assert watch.interrupted == cut
+    assert (found.stopped is not None) == cut  # its own 120 s are no stop of the audit
+    assert rule(found, Limit("psnr", 200.0)).status == 4
+
+
+class Half(PatchEmbedding):
+    """Equations that hold of no model, as those of APRIL do not hold of a standard ViT; noise hides it."""
+
+    name = "half"
+
+    def recover(self, backbone: Any, uploads: Any, known: Any = None, watch: Any = None) -> Any:
+        found = super().recover(backbone, uploads, known, watch)
+        noisy = known.defence.noise_level(1) > 0 or next(iter(uploads[0].values())).dtype != torch.float32
+        facts = [{**fact, "fits": noisy, "rank": fact["unknowns"]} for fact in found.facts]
+        return replace(found, images=torch.zeros_like(found.images), facts=facts)
+
+
+class Fitting(Half):
+    """The same where they hold, and noise drowns a direction."""
+
+    name = "fitting"
+
+    def recover(self, backbone: Any, uploads: Any, known: Any = None, watch: Any = None) -> Any:
+        found = super().recover(backbone, uploads, known, watch)
+        lost = int(known.defence.noise_level(1) > 0)
+        facts = [{**fact, "fits": True, "rank": int(str(fact["unknowns"])) - lost} for fact in found.facts]
+        return replace(found, facts=facts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -> None:
+    """The control: the same attack on the first upload without noise and in float32."""
+    torch.manual_seed(0)
+    fields = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": SHAPE}
+    backbone = create_backbone("vit_tiny_patch16_224", **fields).eval()
+    images = (torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
+    found = audit_gradients(
+        backbone,
+        images,
+        torch.arange(2),
+        [Half(), Fitting()],
+        [create_defence(name) for name in ("none", "noise", "clip")],
+        normalisation=NORMALISATION,
+        step=Step(dtype=dtype),
+    )
+    doubts = {(p.attack, p.defence.split()[0]): p.doubt for p in found.pairs}
+    assert all(doubts["fitting", defence] is None for defence in ("none", "noise", "clip"))
+    hidden = "without noise and in float32"
+    assert all(hidden in str(doubts["half", defence]) for defence in ("noise", "clip"))
+    assert ("do not fit" if dtype == torch.float32 else hidden) in str(doubts["half", "none"])
+    status = {judged.defence.split()[0]: judged.status for judged in rule(found, Limit("psnr", 50.0)).judgements}
+    assert status == {"none": 0, "noise": 0, "clip": 0}
+    alone = replace(found, pairs=[p for p in found.pairs if p.attack == "half"])
+    assert {judged.status for judged in rule(alone, Limit("psnr", 50.0)).judgements} == {4}

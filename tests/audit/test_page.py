@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from situs.audit.gate import Limit, Ruling
+from situs.audit.gate import Judgement, Limit, Ruling, Worst
 from situs.audit.gradients import Audit, Pair, Step, verdict
 from situs.audit.metrics import measure_all
-from situs.audit.page import COLUMNS, grid, make_page, reasons, table
+from situs.audit.page import COLUMNS, PRIVATE, grid, judged, make_page, reasons, table
 
 REAL = torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -31,41 +31,97 @@ def headings(text: str) -> list[str]:
 
 
 def test_order_of_the_page() -> None:
-    text = make_page(example(WORKED, REFUSED), {"seed": 0}, Ruling(Limit("psnr", 20), ["a leak"], True)).render()
+    ruling = Ruling(Limit("psnr", 20), [Judgement("none", 3, "a leak", Worst("patchembed", "b", 200.0))])
+    text = make_page(example(WORKED, REFUSED), {"seed": 0}, ruling).render()
     assert headings(text) == [
         "Threat model",
         "Verdict",
         "Attacks and defences",
         "Pictures",
-        "What would reduce the leak",
+        "What would reduce the leak, and what would not",
         "How this page was made",
     ]
     assert "3 of 3 images recovered exactly from one step" in text
     assert "there is &lt;no&gt; table" in text
-    assert "The gate psnr=20 is not passed: a leak." in text
+    assert "The gate psnr=20 is not passed. none, above: a leak." in text
     assert text.count("<img") == 1
+    rows = [["none", "above", "200", "b", "patchembed", "a leak"]]
+    assert judged(ruling) == (["defence", "gate", "worst psnr", "image", "by", "why"], rows)
+    nothing = Ruling(Limit("psnr", 20), [Judgement("none", 4, "no closed form applies")])
+    assert judged(nothing)[1] == [["none", "not judged", None, None, None, "no closed form applies"]]
+
+
+def test_a_page_with_private_pictures_says_so_at_its_top() -> None:
+    said = PRIVATE.replace("`--no-pictures`", "<code>--no-pictures</code>")
+    full, bare = make_page(example(WORKED), {}).render(), make_page(example(WORKED), {}, pictures=False).render()
+    assert f"{said}</p></header>" in full and full.count("<img") == 1
+    assert said not in bare and "<img" not in bare and "Pictures" not in headings(bare)
+    assert said not in make_page(example(REFUSED), {}).render()  # nothing was recovered and nothing is shown
 
 
 def test_a_model_without_an_attack_has_reasons_and_no_empty_table() -> None:
-    text = make_page(example(REFUSED), {}, Ruling(Limit("psnr", 20), [], False)).render()
-    assert "No attack applies" in text
+    ruling = Ruling(Limit("psnr", 20), [Judgement("none", 4, "no closed form applies")])
+    text = make_page(example(REFUSED), {}, ruling).render()
+    assert "No attack applies, so there is no table of results." in text
     assert "there is &lt;no&gt; table" in text
     assert "Pictures" not in headings(text)
-    assert "passed only because no attack applies" in text
+    assert "The gate psnr=20 is not judged, which is no pass. none, not judged: no closed form applies." in text
+    cut = replace(example(), undone=[("april", "none")], stopped="Ctrl-C")
+    assert "No attack was made, so there is no table of results." in make_page(cut, {}).render()
 
 
 def test_table_and_reasons() -> None:
     header, rows = table(example(WORKED, REFUSED))
-    assert len(header) == 3 + len(COLUMNS) + 2
+    assert len(header) == 4 + len(COLUMNS) + 2
     assert all(len(row) == len(header) for row in rows)
-    assert rows[0][:4] == ["patchembed", "none", "3 of 3", "200 [200, 200]"]
+    assert rows[0][:5] == ["patchembed", "none", "3 of 3", "200", "200 [200, 200]"]
     assert rows[0][-2:] == ["2 of 4", "20"]  # the least rank, the median condition
-    assert rows[1][2] == "does not apply"
-    assert rows[2][:2] == ["baseline", "mean image"]
+    assert rows[1][2] == "not attacked here" and set(rows[1][3:]) == {None}
+    assert rows[2][:4] == ["baseline", "mean image", None, "200"]  # its middle image is its own mirror
     assert reasons(example(WORKED, REFUSED)) == [
         ("patchembed against none", "a caveat"),
         ("april against none", "there is <no> table"),
     ]
+    plain = replace(WORKED, caveat=None, doubt="its equations do not fit")
+    assert reasons(example(plain)) == [("patchembed against none", "proves nothing: its equations do not fit")]
+    said_already = replace(WORKED, doubt="it is not exact here (a caveat)")
+    assert reasons(example(said_already)) == [("patchembed against none", "a caveat")]
+
+
+def test_the_worst_image_stands_beside_the_mean() -> None:
+    """The gate takes it, so the page may not give means alone."""
+    scores = {**SCORES, "psnr": [10.0, 33.3, 20.0]}
+    found = example(replace(WORKED, scores=scores))
+    assert table(found)[1][0][3] == "33.3"
+    assert grid(found)[1] == [["patchembed", "mean 21.1, worst 33.3; exact 0 of 3"]]
+    text = make_page(found, {}).render()
+    assert "mean PSNR 21.1 dB, worst image 33.3 dB, 3 of 3 re-identified (patchembed, no defence added)" in text
+    assert '<th scope="col" class="number">PSNR of the worst image, dB</th>' in text
+
+
+def test_one_image_cannot_be_re_identified() -> None:
+    real = REAL[:1]
+    one = Pair("patchembed", "none", None, None, measure_all(real * 0.5, real, 8), [{}], real * 0.5)
+    audit = Audit("a-model", Step(), ["a"], real, [one], {}, {"none": "as it is"})
+    text = make_page(audit, {}).render()
+    assert "Re-identified: not defined for one image" in text
+    assert "of 1 re-identified" not in text
+    header, rows = table(audit)
+    assert rows[0][header.index("re-identified")] is None
+    assert "nearest of the 3 originals" in make_page(example(WORKED), {}).render()
+
+
+def test_how_a_search_went() -> None:
+    facts = [{"distance": 0.5, "iterations": 9, "restarts": 1, "labels_right": 1}, *[{}] * 2]
+    inferred = [{**facts[0], "labels_right": right, "distance": far} for right, far in ((1, 0.5), (0, None), (1, 0.7))]
+    text = make_page(example(Pair("matching", "none", None, None, SCORES, inferred, REAL)), {}).render()
+    assert (
+        "matching against none: 9 iterations from 1 start, mean distance of the gradients 0.6, 2 of 3 labels inferred "
+        "rightly." in text
+    )
+    given = [{"distance": None, "iterations": 1200, "restarts": 3}] * 3
+    text = make_page(example(Pair("matching", "none", None, None, SCORES, given, REAL)), {}).render()
+    assert "1,200 iterations from 3 starts, mean distance of the gradients unknown, labels given." in text
 
 
 def test_the_same_reason_of_several_defences_is_said_once() -> None:
@@ -100,8 +156,8 @@ def test_a_pair_that_was_stopped() -> None:
     assert grid(found) == (
         ["attack", "none"],
         [
-            ["matching", f"{poor.mean_psnr:.3g} dB, 1 of 3"],
-            ["patchembed", "200 dB, 1 of 1, stopped"],
+            ["matching", f"mean {poor.mean_psnr:.3g}, worst 200; exact 1 of 3"],
+            ["patchembed", "mean 200, worst 200; exact 1 of 1, stopped"],
             ["april", "not attacked"],
         ],
     )
@@ -111,7 +167,8 @@ def test_a_pair_that_was_stopped() -> None:
         in text
     )
     assert "4 to 9 iterations from 2 starts" in text
-    assert "Of a pair that was stopped they are over the images it had come to" in text
+    assert "Of a pair that saw fewer they are over those it saw." in text
+    assert "Of a pair that saw fewer" not in make_page(example(poor), {}).render()
     assert "Stopped after 1 of 3 images." in text
     assert "not attacked before the stop: april against none." in text
 
@@ -126,6 +183,8 @@ def test_what_was_not_measured_has_no_column() -> None:
 
 def test_the_headline_names_bytes_or_what_is_left_to_see() -> None:
     read = replace(WORKED, facts=[{**fact, "bytes": True} for fact in FACTS])
+    some = replace(WORKED, facts=[{**FACTS[0], "bytes": True}, *FACTS[1:]])
+    assert "recovered exactly from one step, 1 to the last byte (patchembed" in make_page(example(some), {}).render()
     assert "3 of 3 images recovered exactly from one step, all to the last byte (patchembed, no defence added)" in (
         make_page(example(read), {}).render()
     )
@@ -134,7 +193,12 @@ def test_the_headline_names_bytes_or_what_is_left_to_see() -> None:
     assert "no image recovered exactly from one step; mean PSNR" in text and "(matching, against noise)" in text
 
 
-def test_remedies_are_for_what_was_found() -> None:
-    assert "gradient of the position table" in make_page(example(WORKED), {}).render()
-    none = make_page(example(REFUSED), {}).render()
-    assert "gradient of the position table" not in none and "differential privacy" in none
+def test_no_remedy_that_is_known_to_fail() -> None:
+    """Without the table's gradient, and with fixed or rotary positions, the patches are read off the first block."""
+    for pairs in ((WORKED,), (REFUSED,), (WORKED, REFUSED)):
+        text = make_page(example(*pairs), {}).render()
+        assert "Do not send the gradient of the position table" not in text
+        assert "instead of a learned table" not in text
+        assert "fixed (sin-cos) or rotary positions are no remedies" in text
+        assert "differential privacy" in text
+    assert "not attacked here" in make_page(example(WORKED, REFUSED), {}).render()

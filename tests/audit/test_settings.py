@@ -193,7 +193,7 @@ def test_what_does_not_apply_is_a_reason() -> None:
     )
     assert "fixed or frozen" in str(found.rows[0].reason)
     assert "No model here is trained with MJP" in verdict(found)
-    assert "does not apply" in settings_page(found, {}).render()
+    assert "not attacked here" in settings_page(found, {}).render()
     json.dumps(to_json(found), allow_nan=False)
 
 

@@ -40,6 +40,23 @@ def test_turns_share_what_is_left() -> None:
     assert watch.reason == "the time limit of 12 s"
 
 
+def test_a_turn_may_have_a_limit_of_its_own() -> None:
+    clock = Clock()
+    free = Watch(clock=clock)
+    free.begin(1, 5.0)
+    clock.now += 2.5
+    assert free.progress() == 0.5 and not free.over()
+    clock.now += 2.5
+    assert free.over() and not free.spent()
+    free.begin(1)
+    clock.now += 1e6
+    assert not free.over()
+    held = Watch(seconds=12, clock=clock)
+    held.begin(1, 20.0)  # the audit's own limit comes first
+    clock.now += 12
+    assert held.over() and held.spent()
+
+
 def test_without_a_limit_only_ctrl_c_stops() -> None:
     watch = Watch()
     watch.begin(2)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 from safetensors.torch import save_file
@@ -17,7 +21,12 @@ from situs.cli.main import main
 NAME = "test_vit"  # timm's own tiny model for tests: 160 pixels in patches of 16, 64 channels
 
 
-def test_table_page_and_file(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_page_and_file(
+    photographs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    schema_breaks: Callable[[Any], list[str]],
+) -> None:
     out = tmp_path / "audit"
     words = ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--out", str(out)]
     assert main([*words, "--count", "2"]) == 0
@@ -31,16 +40,117 @@ def test_table_page_and_file(photographs: Path, tmp_path: Path, capsys: pytest.C
     page = (out / "report.html").read_text()
     assert page.index("Threat model") < page.index("Verdict") < page.index("What would reduce the leak")
     assert str(photographs.parent) not in page + json.dumps(told)
+    assert schema_breaks(told) == []
+    assert told["gate"] is None
 
 
-def test_the_gate_in_a_shell_script(photographs: Path, tmp_path: Path) -> None:
-    verb = f"{sys.executable} -m situs audit gradients {NAME} --images {photographs} --img-size 64 --count 1"
-    script = f"{verb} --attack patchembed --defence $1 --fail-above psnr=20 --out {tmp_path}/audit"
-    for defence, status in (("none", 3), ("no-pe-gradient", 0)):
-        command = ["sh", "-c", script, "sh", defence]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == status, done.stderr
-    assert (tmp_path / "audit" / "report.html").is_file()
+def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Date, command, versions and hashes; pictures for their owner's eyes alone, or none."""
+    from situs.audit.record import weights_digest
+    from situs.audit.victim import open_victim
+
+    out = tmp_path / "audit"
+    out.mkdir()
+    (out / "report.html").write_text("the page before, for all to read")
+    words = ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--out", str(out)]
+    more = ["--count", "2", "--attack", "patchembed", "--defence", "none"]
+    assert main([*words, *more]) == 0
+    path, told = out / "report.html", json.loads((out / "gradients.json").read_text())
+    assert path.stat().st_mode & 0o777 == 0o600
+    page = path.read_text()
+    assert page.index("This page holds private images") < page.index("Threat model") and "<img" in page
+    victim = open_victim(NAME, img_size=(64, 64))
+    assert told["weights_sha256"] == weights_digest(victim.trains) and told["weights_file_sha256"] is None
+    command = f"situs audit gradients {NAME} --images {photographs.name} --img-size 64 --count 2 --attack patchembed"
+    assert told["command"] == f"{command} --defence none --out audit"
+    assert abs(datetime.fromisoformat(told["made"]) - datetime.now(UTC)) < timedelta(minutes=5)
+    for name in ("made", "command", "situs", "torch", "weights_sha256"):
+        assert told[name] in page, name
+    assert main([*words, *more, "--no-pictures"]) == 0
+    bare = path.read_text()
+    assert "private images" not in bare and "<img" not in bare and "--no-pictures" in bare
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask()
+
+
+def umask() -> int:
+    import os
+
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def test_the_weights_file_is_hashed(photographs: Path, tmp_path: Path) -> None:
+    import timm
+
+    weights = tmp_path / "w.safetensors"
+    save_file(timm.create_model(NAME, img_size=64).state_dict(), weights)
+    words = ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--count", "1"]
+    more = ["--weights", str(weights), "--attack", "patchembed", "--defence", "none", "--no-pictures"]
+    assert main([*words, *more, "--out", str(tmp_path / "audit")]) == 0
+    told = json.loads((tmp_path / "audit" / "gradients.json").read_text())
+    assert told["weights_file_sha256"] == hashlib.sha256(weights.read_bytes()).hexdigest()
+    assert told["weights"] == "w.safetensors" and "--weights w.safetensors" in told["command"]
+
+
+GATE = ["--attack", "patchembed,april", "--fail-above", "psnr=20"]
+
+
+@pytest.mark.parametrize(
+    ("more", "status", "said"),
+    [
+        ([], 3, "none, above: 2 of 2 images above 20; the worst"),
+        (["--defence", "clip"], 0, "is passed. clip C=1, noise 0.01·C, passed: patchembed solved all 2 images"),
+        (["--defence", "clip", "--attack", "april"], 4, "april proves nothing"),
+        (["--defence", "clip", "--batch", "2"], 4, "patchembed proves nothing: it is not exact here (a batch of 2"),
+        (["--defence", "mjp=0.2", "--attack", "patchembed"], 4, "a lower bound, and no credit to MJP"),
+        (["--defence", "clip,none"], 3, "clip C=1, noise 0.01·C, passed: patchembed solved all 2 images"),
+        (["--defence", "mjp=0.2,clip"], 4, "is not judged, which is no pass. mjp γ=0.2, not judged: patchembed"),
+        (["--img-size", "160"], 4, "100 patches are more than 64 channels"),
+        (["--defence", "clip", "--attack", "matching", "--iterations", "2"], 4, "no closed form was run"),
+    ],
+)
+def test_the_gate(
+    more: list[str],
+    status: int,
+    said: str,
+    photographs: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    schema_breaks: Callable[[Any], list[str]],
+) -> None:
+    file = tmp_path / "deep" / "junit.xml"
+    words = ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--count", "2", *GATE]
+    assert main([*words, "--out", str(tmp_path / "audit"), "--no-pictures", "--junit", str(file), *more]) == status
+    assert said in capsys.readouterr().out
+    told = json.loads((tmp_path / "audit" / "gradients.json").read_text())
+    assert schema_breaks(told) == []
+    assert told["gate"]["status"] == status and told["gate"]["passed"] == (status == 0)
+    suite = ET.parse(file).getroot().find("testsuite")
+    assert suite is not None
+    counts = [judged["status"] for judged in told["gate"]["defences"]]
+    assert (suite.get("failures"), suite.get("errors")) == (str(counts.count(3)), str(counts.count(4)))
+    assert suite.get("tests") == str(len(counts)) and suite.get("skipped") == "0"
+    assert said in (tmp_path / "audit" / "report.html").read_text() + capsys.readouterr().out
+
+
+def test_a_gate_judges_what_would_be_sent_and_nothing_else(photographs: Path, tmp_path: Path) -> None:
+    words = ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--count", "1", *GATE]
+    assert main([*words, "--no-pictures", "--out", str(tmp_path)]) == 3
+    told = json.loads((tmp_path / "gradients.json").read_text())
+    assert [judged["defence"] for judged in told["gate"]["defences"]] == ["none"]
+    assert {pair["defence"] for pair in told["pairs"]} == {"none"}
+
+
+def test_one_image_is_not_re_identified(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--count", "1"]
+    assert main([*words, "--defence", "noise=10", "--no-pictures", "--out", str(tmp_path / "audit")]) == 0
+    told = json.loads((tmp_path / "audit" / "gradients.json").read_text())
+    assert [pair["images"][0]["reidentified"] for pair in told["pairs"]] == [None, None]
+    assert "re-identified)" not in capsys.readouterr().out
+    assert main([*words, "--fail-above", "reidentified=0.5", "--out", str(tmp_path / "gate")]) == 2
+    assert "one image is always the nearest; give two or more" in capsys.readouterr().err
+    assert not (tmp_path / "gate").exists()
 
 
 @pytest.mark.parametrize(
@@ -50,11 +160,10 @@ def test_a_model_without_an_attack(
     model: str, reason: str, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["audit", "gradients", model, "--images", str(photographs), "--count", "1", "--out", str(tmp_path)]
-    assert main([*words, "--fail-above", "psnr=20"]) == 0
+    assert main(words) == 0
     shown = capsys.readouterr().out
     assert reason in shown
-    assert "No attack of this audit applies" in shown
-    assert "The gate psnr=20 is passed only because no attack applies" in shown
+    assert "No attack of this audit applies" in shown and "Not attacked does not mean private" in shown
     assert reason in (tmp_path / "report.html").read_text()
     assert [p["applies"] for p in json.loads((tmp_path / "gradients.json").read_text())["pairs"]] == [False] * 8
 
@@ -78,6 +187,8 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
         (["--images", "absent"], "absent: no such folder or file (--images)"),
         (["--setting", "a", "--fail-above", "psnr=20"], "(--fail-above, --setting)"),
         (["--setting", "a", "--batch", "2"], "(--batch, --setting)"),
+        (["--junit", "x.xml"], "there is none (--junit, --fail-above)"),
+        (["--fail-above", "psnr=20", "--junit", "."], "must be a file that can be written (--junit)"),
         (["--lpips", "absent.safetensors"], "no such file"),
     ],
 )
@@ -146,6 +257,10 @@ def bare():
     return Net()
 
 
+def plain():
+    return nn.Sequential(nn.Conv2d(3, 8, 3, stride=2), nn.GELU(), nn.Flatten(), nn.Linear(392, 6))
+
+
 def number():
     return 3
 """
@@ -180,6 +295,45 @@ def test_a_bare_module_is_matched(own: str, photographs: Path, capsys: pytest.Ca
     first, second = json.loads(Path("audit/gradients.json").read_text())["pairs"]
     assert not first["images"][0]["fits"] and second["images"][0]["labels_right"] == 2
     assert "2 of 2 labels inferred rightly" in Path("audit/report.html").read_text()
+
+
+def test_where_nothing_closed_applies_matching_runs_by_itself(
+    own: str, photographs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was a pass. Now it is one of two: above, or not judged."""
+    from situs.audit.gradients import Fallback
+
+    monkeypatch.setattr(Fallback, "images", 2)
+    words = ["audit", "gradients", f"{own}:plain", "--images", str(photographs), "--count", "3", "--img-size", "16"]
+    assert main([*words, "--fail-above", "psnr=5", "--attack", "patchembed", "--no-pictures"]) == 3
+    shown = capsys.readouterr()
+    said = "no closed form applies, so matching is run by itself on 2 of 3 images (300 iterations, at most 120 s)"
+    assert said in shown.err and said in shown.out
+    pairs = json.loads(Path("audit/gradients.json").read_text())["pairs"]
+    assert [(pair["attack"], pair["applies"]) for pair in pairs] == [("patchembed", False), ("matching", True)]
+    assert pairs[1]["by_itself"] and len(pairs[1]["images"]) == 2 and pairs[1]["partial"] is None
+    monkeypatch.setattr(Fallback, "seconds", 0.05)
+    assert main([*words, "--fail-above", "psnr=190", "--attack", "patchembed", "--no-pictures"]) == 4
+    shown = capsys.readouterr().out
+    assert "is not judged, which is no pass. none, not judged: matching was stopped after" in shown
+    assert "no closed form applies; what matching does not find may still be there" in shown
+    told = json.loads(Path("audit/gradients.json").read_text())
+    assert not told["gate"]["passed"] and not told["partial"]
+    monkeypatch.setattr(Fallback, "seconds", 120.0)
+    more = ["--fail-above", "psnr=190", "--attack", "patchembed,matching", "--iterations", "2", "--no-pictures"]
+    assert main([*words, *more]) == 4  # asked for, it is not run again
+    assert len(json.loads(Path("audit/gradients.json").read_text())["pairs"]) == 2
+
+
+def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", "gradients", f"{own}:named", "--images", str(photographs), "--count", "2", "--batch", "2"]
+    settings = ["--attack", "matching", "--iterations", "1000000", "--time-limit", "1", "--no-pictures"]
+    assert main([*words, *settings, "--fail-above", "psnr=190"]) == 4
+    shown = capsys.readouterr().out
+    assert "not judged: matching was stopped after" in shown and "of 1,000,000 iterations" in shown
+    told = json.loads(Path("audit/gradients.json").read_text())
+    assert not told["gate"]["passed"] and len(told["pairs"][0]["images"]) == 2  # whatever number of images it saw
+    assert main([*words, *settings, "--fail-above", "psnr=1"]) == 3  # above, also where it was stopped
 
 
 @pytest.mark.parametrize(
@@ -219,7 +373,7 @@ def test_ctrl_c_leaves_a_whole_report(own: str, photographs: Path) -> None:
     """A real signal to a real process, once its search has begun."""
     words = ["audit", "gradients", f"{own}:named", "--images", str(photographs), "--count", "2", "--batch", "2"]
     settings = ["--attack", "patchembed,matching", "--defence", "none,noise", "--iterations", "10000"]
-    command = [sys.executable, "-m", "situs", *words, *settings]
+    command = [sys.executable, "-m", "situs", *words, *settings, "--fail-above", "psnr=190"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None and process.stdout is not None
         while "matching: iteration" not in (line := process.stderr.readline()):
@@ -230,6 +384,7 @@ def test_ctrl_c_leaves_a_whole_report(own: str, photographs: Path) -> None:
     assert "A partial result: stopped by Ctrl-C, with 1 of 4 pairs" in shown
     told = json.loads(Path("audit/gradients.json").read_text())
     assert told["stopped"].startswith("Ctrl-C") and len(told["not_attacked"]) == 2
+    assert [judged["status"] for judged in told["gate"]["defences"]] == [4, 4] and not told["gate"]["passed"]
     assert [pair["attack"] for pair in told["pairs"]] == ["patchembed", "matching"]
     assert "stopped after" in Path("audit/report.html").read_text()
 
@@ -339,3 +494,50 @@ def test_a_predictor_that_cannot_be_asked_is_refused(
     assert main(words) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "audit").exists()
+
+
+SCRIPT = r"""
+audit() { "$PYTHON" -m situs audit gradients "$@" --images "$IMAGES" --fail-above psnr=20 --no-pictures --junit j.xml; }
+audit test_vit --img-size 64 --count 2 --defence clip > passed.txt; echo "passed $?"; cp j.xml passed.xml
+audit test_vit --img-size 64 --count 2 > above.txt; echo "above $?"; cp j.xml above.xml
+audit OWN:named --attack matching --iterations 1000000 --time-limit 1 --count 2 > stopped.txt; echo "stopped $?"
+cp j.xml stopped.xml
+audit OWN:plain --img-size 16 --count 2 > nothing.txt; echo "nothing applies $?"; cp j.xml nothing.xml
+audit test_vit --img-size 64 --fail-above beauty=3 2> wrong.txt; echo "wrong call $?"
+"$PYTHON" -m situs audit gradients OWN:plain --img-size 16 --images "$IMAGES" --no-pictures --fail-above psnr=150 \
+    --attack matching --iterations 1000000 --junit j.xml > ctrl-c.txt 2> ctrl-c.err & pid=$!
+until grep -q "matching: iteration" ctrl-c.err || ! kill -0 $pid; do sleep 0.2; done
+kill -INT $pid; wait $pid; echo "Ctrl-C $?"; cp j.xml ctrl-c.xml
+"""
+
+
+@pytest.mark.slow
+def test_the_gate_in_a_shell_script(own: str, photographs: Path) -> None:
+    """Every exit status through the real command line, and each JUnit file read by the standard library's parser."""
+    import os
+
+    script = SCRIPT.replace("OWN", own)
+    given = {**os.environ, "PYTHON": sys.executable, "IMAGES": str(photographs)}
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False, env=given)
+    assert done.stdout.splitlines() == [
+        "passed 0",
+        "above 3",
+        "stopped 4",
+        "nothing applies 4",
+        "wrong call 2",
+        "Ctrl-C 130",
+    ], done.stderr
+    found = {}
+    for name in ("passed", "above", "stopped", "nothing", "ctrl-c"):
+        root = ET.parse(f"{name}.xml").getroot()
+        found[name] = [child.tag for case in root.iter("testcase") for child in case if child.tag != "system-out"]
+    assert found == {
+        "passed": [],
+        "above": ["failure"],
+        "stopped": ["error"],
+        "nothing": ["error"],
+        "ctrl-c": ["error"],
+    }
+    assert "is passed. clip" in Path("passed.txt").read_text()
+    assert "run by itself" in Path("nothing.txt").read_text()
+    assert Path("wrong.txt").read_text().count("\n") == 1

@@ -1,18 +1,27 @@
-"""The gate of an audit: a limit on one metric, and whether what was found stays below it.
+"""The gate of an audit: a limit on one metric, and for each defence whether what was found stays below it.
 
-The worst image decides, not the mean. What was to be attacked and was not counts against the model, so that a short
-time limit opens no gate; where no attack applies the gate is passed, and says that this proves nothing.
+The worst image decides, not the mean. `PASSED`: a closed form ran on all images to the end, its equations hold and fit
+(`proof`), nothing was stopped, and no image is above the limit. `ABOVE`: some image is, also in a stopped audit.
+`NOT_JUDGED`: everything else. What was stopped, does not apply or does not fit is no pass, and a search that finds
+nothing proves nothing: it can fail a gate and never pass it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from situs.audit.gradients import Audit
+from situs.audit.gradients import Audit, Pair
 from situs.audit.metrics import HIGHER_IS_CLOSER, LOWER_IS_CLOSER
 from situs.errors import SitusError, unknown_name
+
+PASSED, ABOVE, NOT_JUDGED = 0, 3, 4
+"""What a gate says, as exit statuses."""
+
+OUTCOMES = {PASSED: "passed", NOT_JUDGED: "not judged", ABOVE: "above"}
+"""The same in words, the worst last: an audit's status is the worst of its defences'."""
 
 
 class Limit(NamedTuple):
@@ -25,29 +34,70 @@ class Limit(NamedTuple):
         return f"{self.metric}={self.bound:g}"
 
 
+class Worst(NamedTuple):
+    """The image that came back best by the limit's metric."""
+
+    attack: str
+    image: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One defence. said: why it stands there, without its name and a full stop. worst: None where nothing was tried."""
+
+    defence: str
+    status: int
+    said: str
+    worst: Worst | None = None
+
+    @property
+    def outcome(self) -> str:
+        return OUTCOMES[self.status]
+
+    def to_json(self) -> dict[str, Any]:
+        worst = None if self.worst is None else self.worst._asdict()
+        return {
+            "defence": self.defence,
+            "status": self.status,
+            "outcome": self.outcome,
+            "said": self.said,
+            "worst": worst,
+        }
+
+
 @dataclass(frozen=True)
 class Ruling:
-    """leaks: a sentence for each attack × defence above the limit or left undone. tested: whether any was attacked."""
+    """What the gate says of each defence that was judged."""
 
     limit: Limit
-    leaks: list[str]
-    tested: bool
+    judgements: Sequence[Judgement]
+
+    @property
+    def status(self) -> int:
+        """The worst of the defences'; nothing at all is no pass."""
+        order = list(OUTCOMES)
+        return max((judged.status for judged in self.judgements), key=order.index, default=NOT_JUDGED)
 
     @property
     def passed(self) -> bool:
-        return not self.leaks
+        return self.status == PASSED
 
     @property
     def sentence(self) -> str:
         """For a reader: passed or not, and by what."""
-        if self.leaks:
-            return f"The gate {self.limit} is not passed: {'; '.join(self.leaks)}."
-        if not self.tested:
-            return f"The gate {self.limit} is passed only because no attack applies, which is no proof of privacy."
-        return f"The gate {self.limit} is passed: no attack brings an image above it."
+        opened = {PASSED: "passed", ABOVE: "not passed", NOT_JUDGED: "not judged, which is no pass"}[self.status]
+        said = "; ".join(f"{judged.defence}, {judged.outcome}: {judged.said}" for judged in self.judgements)
+        return f"The gate {self.limit} is {opened}. {said or 'There was no defence to judge'}."
 
     def to_json(self) -> dict[str, Any]:
-        return {"limit": str(self.limit), "passed": self.passed, "tested": self.tested, "leaks": self.leaks}
+        return {
+            "limit": str(self.limit),
+            "status": self.status,
+            "outcome": OUTCOMES[self.status],
+            "passed": self.passed,
+            "defences": [judged.to_json() for judged in self.judgements],
+        }
 
 
 def parse_limit(text: str) -> Limit:
@@ -71,16 +121,64 @@ def parse_limit(text: str) -> Limit:
 
 
 def rule(audit: Audit, limit: Limit) -> Ruling:
-    """Whether every image of every attack × defence stays at or below the limit."""
-    leaks = []
-    for pair in audit.pairs:
-        values = pair.scores.get(limit.metric) or []
-        over = [value for value in values if value > limit.bound]
-        if over:
-            said = f"{len(over)} of {len(values)} images have {limit.metric} above {limit.bound:g}"
-            leaks.append(f"{pair.attack} against {pair.defence}: {said}, the worst {max(over):.4g}")
-        elif pair.reason is None and len(values) < len(audit.images):
-            said = f"only {len(values)} of {len(audit.images)} images were attacked before the stop"
-            leaks.append(f"{pair.attack} against {pair.defence}: {said}")
-    leaks += [f"{attack} against {defence}: not attacked before the stop" for attack, defence in audit.undone]
-    return Ruling(limit, leaks, any(pair.reason is None for pair in audit.pairs))
+    """Every defence of the audit against the limit."""
+    return Ruling(limit, [_judge(audit, defence, limit) for defence in audit.about])
+
+
+def _judge(audit: Audit, defence: str, limit: Limit) -> Judgement:
+    pairs = [pair for pair in audit.pairs if pair.defence == defence]
+    found = [
+        (number, value, pair.attack)
+        for pair in pairs
+        for number, value in enumerate(pair.scores.get(limit.metric) or ())
+        if math.isfinite(value)
+    ]
+    worst, shown = None, ""
+    if found:
+        number, value, attack = max(found, key=lambda one: one[1])
+        worst = Worst(attack, audit.names[number], value)
+        shown = f"the worst, {worst.image}, has {limit.metric} {value:.4g} by {attack}"
+        if over := {number for number, value, _ in found if value > limit.bound}:
+            return Judgement(
+                defence, ABOVE, f"{len(over)} of {len(audit.images)} images above {limit.bound:g}; {shown}", worst
+            )
+    proofs = [pair.attack for pair in pairs if _proves(pair, audit)]
+    gaps = _gaps(audit, defence, pairs, limit) + ([] if proofs else _lacking(audit, pairs))
+    if gaps or not proofs:
+        return Judgement(defence, NOT_JUDGED, "; ".join([*gaps, *([shown] if shown else [])]), worst)
+    said = f"{' and '.join(proofs)} solved all {len(audit.images)} images and the equations fit; {shown}"
+    return Judgement(defence, PASSED, said, worst)
+
+
+def _proves(pair: Pair, audit: Audit) -> bool:
+    """Whether a pair alone could pass a gate: a closed form, all images, to the end, without a doubt."""
+    whole = pair.reason is None and pair.partial is None and pair.count == len(audit.images)
+    return pair.closed and whole and pair.doubt is None
+
+
+def _gaps(audit: Audit, defence: str, pairs: Sequence[Pair], limit: Limit) -> list[str]:
+    """What was begun or asked for and is not there; any of it keeps a gate from being passed."""
+    gaps = [f"{attack} was not run before the stop" for attack, other in audit.undone if other == defence]
+    gaps += [f"{pair.attack} was stopped after {pair.partial}" for pair in pairs if pair.partial is not None]
+    for pair in pairs:
+        values = pair.scores.get(limit.metric)
+        if pair.reason is None and values is None:
+            gaps.append(f"{limit.metric} is not defined for so few images ({len(audit.images)})")
+        elif not all(math.isfinite(value) for value in values or ()):
+            gaps.append(f"{pair.attack} has an image whose {limit.metric} is no number")
+    return gaps
+
+
+def _lacking(audit: Audit, pairs: Sequence[Pair]) -> list[str]:
+    """Why none of the pairs proves anything."""
+    tried = [pair for pair in pairs if pair.reason is None]
+    closed = [pair for pair in tried if pair.closed]
+    few = [pair for pair in closed if pair.doubt is None and pair.count < len(audit.images)]
+    found = [f"{pair.attack} proves nothing: {pair.doubt}" for pair in closed if pair.doubt is not None]
+    found += [f"{pair.attack} saw {pair.count} of {len(audit.images)} images" for pair in few]
+    if not closed:
+        asked = any(pair.closed for pair in pairs)
+        found.append("no closed form applies" if asked else "no closed form was run (--attack patchembed)")
+        searched = " and ".join(pair.attack for pair in tried)
+        found += [f"what {searched} does not find may still be there"] if searched else []
+    return found

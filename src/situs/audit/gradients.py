@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from situs.audit.attack import Attack, Fact, Knowledge
+from situs.audit.matching import Matching
 from situs.audit.metrics import BEST_PSNR, Mean, baselines, denormalise, mean_of
+from situs.audit.proof import doubt_of
 from situs.audit.scoring import Lpips, Normalisation, Scores, facts_of, measure, pictures_of
-from situs.audit.threat import Defence, Gradients, lower_bound_of, method_of, victim_gradients
+from situs.audit.search import MatchingConfig
+from situs.audit.threat import Defence, Gradients, NoDefence, lower_bound_of, method_of, victim_gradients
 from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
 from situs.config import check_range
@@ -48,7 +51,8 @@ class Pair:
 
     caveat: why it is not exact here. lower_bound: whether one who knows the defence could get more. scores and facts:
     per image. images: recovered, [n, C, H, W] in [0, 1]. partial: how far it came where it was stopped; n may then
-    be less than the images of the audit, and they are the first.
+    be less than the images of the audit, and they are the first. closed: whether the attack is a closed form. doubt:
+    why a closed form that gets little proves nothing (`proof`). unasked: a search that the audit made by itself.
     """
 
     attack: str
@@ -60,6 +64,9 @@ class Pair:
     images: Tensor | None = None
     lower_bound: bool = False
     partial: str | None = None
+    closed: bool = False
+    doubt: str | None = None
+    unasked: bool = False
 
     @property
     def exact(self) -> int:
@@ -77,9 +84,29 @@ class Pair:
         return mean_of(self.scores.get("psnr") or [0.0]).mean
 
     @property
+    def worst_psnr(self) -> float:
+        """PSNR in dB of the image that came back best, which is the worst for its owner; 0 where nothing was attacked.
+
+        A gate takes this one, and so does the page."""
+        return max(self.scores.get("psnr") or [0.0])
+
+    @property
     def count(self) -> int:
         """How many images were attacked."""
         return len(self.scores.get("psnr") or ())
+
+
+class Fallback(Matching):
+    """Matching that an audit makes by itself, against a defence to which no closed form of its attacks applies.
+
+    On the first images and for some seconds: it can show a leak, and says nothing where it shows none.
+    """
+
+    images: ClassVar[int] = 4
+    seconds: ClassVar[float] = 120.0
+
+    def __init__(self, config: MatchingConfig | None = None) -> None:
+        super().__init__(replace(config or MatchingConfig(), iterations=300))
 
 
 @dataclass(frozen=True)
@@ -116,26 +143,31 @@ def audit_gradients(
     """Runs the victim's step on `images` [n, C, H, W] (normalised) in batches, and every attack on what it sends.
 
     victim: a backbone, trained as each defence says, or a run's own method. When the watch's time is over, or on
-    Ctrl-C, what is there is returned and says so (`Audit.stopped`); after Ctrl-C `watch.interrupted` is set.
+    Ctrl-C, what is there is returned and says so (`Audit.stopped`); after Ctrl-C `watch.interrupted` is set. A
+    `Fallback` among the attacks is made where it is needed.
     """
     step, watch = step or Step(), watch or Watch()
     if images.shape[0] % step.batch:
         raise SitusError(f"{images.shape[0]} images do not make whole batches of {step.batch} (--count, --batch)")
     backbone = victim if isinstance(victim, Backbone) else victim.backbone
     trial = _Trial(victim, backbone, images, labels, denormalise(images, *normalisation), normalisation, step, lpips)
+    fallback = next((attack for attack in attacks if isinstance(attack, Fallback)), None)
+    attacks = [attack for attack in attacks if attack is not fallback]
     todo = [(attack, defence) for defence in defences for attack in attacks]
     pairs: list[Pair] = []
     try:
-        _attack_all(trial, attacks, defences, pairs, watch)
+        _attack_all(trial, attacks, defences, pairs, watch, fallback)
     except KeyboardInterrupt:
         watch.interrupt()
-    undone = [(attack.name, defence.label) for attack, defence in todo[len(pairs) :]]
-    halted = undone or any(pair.partial for pair in pairs)
-    done = sum(pair.partial is None for pair in pairs)
+    asked = [pair for pair in pairs if not pair.unasked]
+    undone = [(attack.name, defence.label) for attack, defence in todo[len(asked) :]]
+    cut = any(pair.partial for pair in (pairs if watch.spent() else asked))
+    halted = undone or cut or watch.interrupted
+    done = sum(pair.partial is None for pair in asked)
     return Audit(
         backbone.name,
         step,
-        list(names) or [str(i) for i in range(len(images))],
+        [*names, *(str(i) for i in range(len(names), len(images)))],
         trial.real,
         pairs,
         _measure_baselines(trial) if any(pair.reason is None for pair in pairs) else {},
@@ -168,7 +200,12 @@ class _Trial:
 
 
 def _attack_all(
-    trial: _Trial, attacks: Sequence[Attack], defences: Sequence[Defence], pairs: list[Pair], watch: Watch
+    trial: _Trial,
+    attacks: Sequence[Attack],
+    defences: Sequence[Defence],
+    pairs: list[Pair],
+    watch: Watch,
+    fallback: Fallback | None,
 ) -> None:
     """Adds pair after pair to `pairs`, so that those done are there when it is stopped."""
     refused = {attack.name: attack.applies(trial.backbone) for attack in attacks}
@@ -185,17 +222,43 @@ def _attack_all(
             watch.begin(left)
             pairs.append(_pair(trial, attack, defence, uploads, reason, watch))
             left -= 1
+        solved = any(pair.closed and pair.reason is None for pair in pairs if pair.defence == defence.label)
+        if fallback is not None and not solved and impossible is None and not watch.spent():
+            watch.begin(left + 1, fallback.seconds)
+            pairs.append(_fall_back(trial, fallback, defence, watch))
+
+
+def _fall_back(trial: _Trial, attack: Fallback, defence: Defence, watch: Watch) -> Pair:
+    """The search that is made by itself on the first images; its pair says so."""
+    batch = trial.step.batch
+    few = replace(trial, images=trial.images[: max(batch, attack.images // batch * batch)])
+    said = (
+        f"no closed form applies, so {attack.name} is run by itself on {len(few.images)} of {len(trial.images)} images "
+        f"({attack.config.iterations} iterations, at most {attack.seconds:g} s)"
+    )
+    watch.say(f"{defence.label}: {said}")
+    reason = attack.applies(trial.backbone)
+    uploads = _uploads(few, defence, [attack], watch) if reason is None else []
+    pair = _pair(trial, attack, defence, uploads, reason, watch, len(few.images))
+    caveat = None if pair.reason else "; ".join(filter(None, (said, pair.caveat)))
+    return replace(pair, unasked=True, caveat=caveat)
 
 
 def _pair(
-    trial: _Trial, attack: Attack, defence: Defence, uploads: Sequence[Gradients], reason: str | None, watch: Watch
+    trial: _Trial,
+    attack: Attack,
+    defence: Defence,
+    uploads: Sequence[Gradients],
+    reason: str | None,
+    watch: Watch,
+    wanted: int | None = None,
 ) -> Pair:
-    """One attack on what one defence sent."""
+    """One attack on what one defence sent. wanted: images it is to see, all where None."""
     backbone, step = trial.backbone, trial.step
     known = trial.known(defence, len(uploads))
     reason = reason or attack.missing(backbone, uploads[0], known)
     if reason is not None:
-        return Pair(attack.name, defence.label, reason)
+        return Pair(attack.name, defence.label, reason, closed=attack.closed_form)
     watch.say(f"{attack.name} against {defence.label}")
     found = attack.recover(backbone, uploads, known, watch)
     pictures = pictures_of(found, trial.real, step.batch, trial.normalisation)
@@ -203,9 +266,30 @@ def _pair(
     facts = facts_of(found, trial.labels, step.batch)
     bound = "" if attack.knows_mjp else lower_bound_of(defence, known.trained(backbone))
     caveat = "; ".join(filter(None, (attack.caveat(backbone, step.batch), bound))) or None
-    fewer = None if len(pictures) == len(trial.real) else f"{len(pictures)} of {len(trial.real)} images"
+    wanted = len(trial.real) if wanted is None else wanted
+    fewer = None if len(pictures) == wanted else f"{len(pictures)} of {wanted} images"
     partial = ", ".join(filter(None, (found.partial, fewer))) or None
-    return Pair(attack.name, defence.label, None, caveat, scores, facts, pictures, bool(bound), partial)
+    fields = (caveat, scores, facts, pictures, bool(bound), partial, attack.closed_form)
+    return Pair(attack.name, defence.label, None, *fields, _doubt(trial, attack, defence, caveat, facts))
+
+
+def _doubt(
+    trial: _Trial, attack: Attack, defence: Defence, caveat: str | None, facts: list[dict[str, Fact]]
+) -> str | None:
+    """Why a closed form proves nothing here, by its own facts and by the control: without noise and in float32."""
+    if not attack.closed_form:
+        return None
+    noise, step = defence.noise_level(trial.step.batch), trial.step
+    quiet = NoDefence() if noise else defence
+
+    def control() -> list[dict[str, Fact]]:
+        one = replace(trial, images=trial.images[: step.batch], step=replace(step, dtype=torch.float32))
+        [upload] = _uploads(one, quiet, [attack], Watch())
+        known = replace(one.known(quiet, 1), normalisation=None)  # bytes are not read: it is about the equations
+        return attack.recover(trial.backbone, [upload], known).facts
+
+    clean = noise == 0 and step.dtype == torch.float32
+    return doubt_of(caveat, facts, noise, None if clean else control)
 
 
 def _measure_baselines(trial: _Trial) -> dict[str, Scores]:
@@ -222,7 +306,7 @@ def _uploads(trial: _Trial, defence: Defence, attacks: Sequence[Attack], watch: 
     wanted = {name for attack in attacks for name in attack.reads(trial.backbone)}
     everything = any(attack.reads_all for attack in attacks)
     ids = torch.arange(trial.images.shape[0])
-    parts = [part.split(step.batch) for part in (trial.images, trial.labels, ids)]
+    parts = [part[: len(ids)].split(step.batch) for part in (trial.images, trial.labels, ids)]
     sent = []
     for number, (x, y, i) in enumerate(zip(*parts, strict=True)):
         if sent and watch.spent():
@@ -259,8 +343,8 @@ def opening(audit: Audit) -> str:
         if audit.undone:
             return f"Stopped by {audit.stopped}, before anything was attacked: this page says nothing about the model."
         return (
-            "No attack of this audit applies to what this model sends: see the reasons. That is no proof of privacy; "
-            "gradient matching applies to any model (--attack matching)."
+            "No attack of this audit applies to what this model sends: see the reasons. Not attacked does not mean "
+            "private; gradient matching applies to any model (--attack matching)."
         )
     return "" if audit.stopped is None else f"A partial result: stopped by {audit.stopped}."
 
@@ -274,9 +358,8 @@ def findings(audit: Audit) -> dict[str, str]:
     for defence in audit.about:
         tried = [pair for pair in worked if pair.defence == defence]
         left = any(other == defence for _, other in audit.undone)
-        # By the mean: a sum would favour the attack that was not stopped.
-        best = max(tried, key=lambda pair: pair.mean_psnr, default=None)
-        refused = "not attacked." if left else "no attack of this audit applies."
+        best = max(tried, key=strength, default=None)
+        refused = "not attacked before the stop." if left else "not attacked here: no attack of this audit applies."
         found[defence] = refused if best is None else _finding(best, audit.step)
     guesses = [f"{name} {mean_of(s['psnr'] or [0.0]).mean:.1f} dB" for name, s in audit.baselines.items()]
     return {**found, "Without any gradient": f"{', '.join(guesses)}."}
@@ -287,54 +370,22 @@ def steps_of(step: Step) -> str:
     return "one step" if step.local_steps == 1 else f"{step.local_steps} local steps"
 
 
+def strength(pair: Pair) -> tuple[int, float, float]:
+    """By what attacks are compared: images recovered exactly, then the worst image, then the mean."""
+    return pair.exact, pair.worst_psnr, pair.mean_psnr
+
+
+def seen(pair: Pair) -> str:
+    """How much came back, where it is not exact: "mean PSNR 13.1 dB, worst image 15.0 dB, 1 of 12 re-identified"."""
+    found = f"mean PSNR {pair.mean_psnr:.1f} dB, worst image {pair.worst_psnr:.1f} dB"
+    known = pair.scores.get("reidentified")
+    return found if known is None else f"{found}, {sum(known):.0f} of {pair.count} re-identified"
+
+
 def _finding(best: Pair, step: Step) -> str:
     found = "at least " * best.lower_bound
     found += f"{best.exact} of {best.count} images recovered exactly from {steps_of(step)}"
     found += f", every pixel of {best.to_the_byte} read to its exact byte" if best.to_the_byte else ""
-    seen = f"{sum(best.scores['reidentified'] or ()):.0f} of {best.count} re-identified"
     open_end = "; a lower bound, see below" * best.lower_bound
-    return f"{found} (best attack {best.attack}, mean PSNR {best.mean_psnr:.1f} dB, {seen}{open_end})."
-
-
-def to_json(audit: Audit) -> dict[str, Any]:
-    """Everything but the pictures: per image, then means and intervals."""
-    return {
-        "model": audit.model,
-        "step": {**asdict(audit.step), "dtype": str(audit.step.dtype).removeprefix("torch.")},
-        "partial": audit.stopped is not None,
-        "stopped": audit.stopped,
-        "not_attacked": [{"attack": attack, "defence": defence} for attack, defence in audit.undone],
-        "verdict": verdict(audit),
-        "pairs": [_pair_json(pair, audit.names) for pair in audit.pairs],
-        "baselines": {
-            name: {"mean": _means(s), "images": _rows(s, audit.names)} for name, s in audit.baselines.items()
-        },
-    }
-
-
-def _pair_json(pair: Pair, names: Sequence[str]) -> dict[str, Any]:
-    shown: dict[str, Any] = {"attack": pair.attack, "defence": pair.defence}
-    if pair.reason is not None:
-        return {**shown, "applies": False, "reason": pair.reason}
-    rows = [{**row, **fact} for row, fact in zip(_rows(pair.scores, names[: pair.count]), pair.facts, strict=True)]
-    return {
-        **shown,
-        "applies": True,
-        "caveat": pair.caveat,
-        "lower_bound": pair.lower_bound,
-        "partial": pair.partial,
-        "exact": pair.exact,
-        "mean": _means(pair.scores),
-        "images": rows,
-    }
-
-
-def _means(scores: Scores) -> dict[str, Any]:
-    return {name: None if mean is None else mean._asdict() for name, mean in summary(scores).items()}
-
-
-def _rows(scores: Scores, names: Sequence[str]) -> list[dict[str, Any]]:
-    return [
-        {"image": image, **{name: None if values is None else values[i] for name, values in scores.items()}}
-        for i, image in enumerate(names)
-    ]
+    open_end += "" if best.partial is None else f"; stopped after {best.partial}"
+    return f"{found} (best attack {best.attack}, {seen(best)}{open_end})."

@@ -11,7 +11,18 @@ from torch import Tensor
 
 from situs.audit import ATTACKS
 from situs.audit.gate import Ruling
-from situs.audit.gradients import EXACT, Audit, Pair, Scores, findings, opening, steps_of, summary
+from situs.audit.gradients import (
+    EXACT,
+    Audit,
+    Pair,
+    Scores,
+    findings,
+    opening,
+    seen,
+    steps_of,
+    strength,
+    summary,
+)
 from situs.audit.metrics import BEST_PSNR, Mean
 from situs.audit.threat import THREAT
 from situs.report import figures
@@ -32,34 +43,45 @@ COLUMNS = {
 }
 """metric -> the head of its column."""
 
-REFUSED = "does not apply"
+REFUSED = "not attacked here"
+"""What stands where an attack does not apply: its reason is given, and nothing is known of privacy."""
+PRIVATE = (
+    "This page holds private images and what was recovered of them: keep it as safe as the images themselves, or make "
+    "it with `--no-pictures`."
+)
 EXACTLY = (
     f"Exactly means a PSNR of {EXACT:g} dB or more: the mean error is below half a grey level of 255, which no eye "
     f"sees; {BEST_PSNR:g} dB stands for no error at all. Where every pixel was read to its exact byte, the attacker "
     "knows it without the original: his equations fit these bytes and no others."
 )
 
+ALONE = "not defined for one image, which is the nearest to whatever is found."
+WORST = "PSNR of the worst image, dB"
+GATE = (
+    "The gate, by the worst image. Passed: a closed form solved every image to the end, its equations fit as the "
+    "stated noise and precision predict, and no image is above. Not judged, which is no pass: stopped, nothing "
+    "applied, or equations that do not fit; a search can only fail a gate."
+)
+
 BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips")
 CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 """The metrics of the table of means, and of the one with intervals: all of them in one are too wide for a page."""
 
-REMEDIES = {
-    "closed forms": """
-Do not send the gradient of the position table, or freeze it: the closed forms then have nothing to solve with. Gradient
-matching works with whatever is sent; what it gets stands in the table above if it was run (--attack matching).
-
-Use fixed (sin-cos) or rotary positions instead of a learned table: no row holds a patch's own gradient.
-""",
-    "any attack": """
-Aggregate securely over many images, so that only sums over a batch are seen: the closed forms fail from two images on,
-gradient matching does not, and gets harder with every image. A batch of one is always exposed, and several local steps
-on one image do not help.
+NO_REMEDY = f"""
+Keeping back the gradient of the position table, freezing it, and fixed (sin-cos) or rotary positions are no remedies.
+They take away what the closed forms of this audit read; the patches stand in the gradients of the first block as well,
+and attacks that read them there are known. This audit does not have them yet: where it says "{REFUSED}", nothing is
+known.
+"""
+REMEDIES = """
+Aggregate securely over many images, so that only sums over a batch are seen: the closed forms of this audit fail from
+two images on, gradient matching does not, and gets harder with every image. That says nothing of other attacks. A batch
+of one is always exposed, and several local steps on one image do not help.
 
 Train with differential privacy and a noise multiplier that means something (0.5 and more), not with clipping alone:
-clipping multiplies all gradients by one number, and the solution does not change.
-""",
-}
-"""What would reduce the leak, each with its limit; by what it is a remedy against."""
+clipping multiplies all gradients of a step on one image by one number, and the solution does not change.
+"""
+"""What would reduce the leak, each with its limit, and what would not."""
 
 
 def make_page(
@@ -67,15 +89,17 @@ def make_page(
     facts: Mapping[str, Cell],
     ruling: Ruling | None = None,
     notes: Mapping[str, Cell] | None = None,
+    *,
+    pictures: bool = True,
 ) -> Page:
     """The page. facts: where the model and the images come from. ruling: the gate's, None without a gate.
 
-    notes: what is special about the victim (a lock, its own method); they stand beside the threat.
+    notes: what is special about the victim (a lock, its own method); they stand beside the threat. pictures: whether
+    the images and what was recovered of them are on it.
     """
-    page = Page(
-        f"Gradient audit of {audit.model}",
-        lead="What someone who sees this model's training gradients can see of the images behind them.",
-    )
+    shown = [pair for pair in audit.pairs if pair.images is not None] if pictures else []
+    lead = "What someone who sees this model's training gradients can see of the images behind them."
+    page = Page(f"Gradient audit of {audit.model}", lead=f"{lead} {PRIVATE}" if shown else lead)
     defences = {f"defence {name}": said for name, said in audit.about.items()}
     attacks = dict.fromkeys([*(pair.attack for pair in audit.pairs), *(attack for attack, _ in audit.undone)])
     page.section("Threat model").facts({**THREAT, **(notes or {}), **described(attacks), **defences})
@@ -88,24 +112,22 @@ def make_page(
         left = ", ".join(f"{attack} against {defence}" for attack, defence in audit.undone)
         section.text(f"These were not attacked before the stop: {left}.")
     if ruling is not None:
-        section.text(ruling.sentence)
+        section.note(ruling.sentence).table(*judged(ruling), GATE)
     _tables(page, audit)
-    _pictures(page, audit)
-    remedies = REMEDIES.values() if worked else [REMEDIES["any attack"]]
-    page.section("What would reduce the leak").text("\n\n".join(remedies))
+    _pictures(page, audit, shown)
+    page.section("What would reduce the leak, and what would not").text(REMEDIES).text(NO_REMEDY)
     page.section("How this page was made").facts(facts)
     return page
 
 
 def _headline(audit: Audit) -> str:
     """The worst that was found, in one sentence. No defence is added where a run brings its own method, too."""
-    worst = max((pair for pair in audit.pairs if pair.reason is None), key=lambda pair: (pair.exact, pair.mean_psnr))
+    worst = max((pair for pair in audit.pairs if pair.reason is None), key=strength)
     found = f"{worst.exact} of {worst.count} images recovered exactly from {steps_of(audit.step)}"
     if worst.to_the_byte:
         found += f", {'all' if worst.to_the_byte == worst.count else worst.to_the_byte} to the last byte"
     if not worst.exact:
-        seen = f"{sum(worst.scores['reidentified'] or ()):.0f} of {worst.count} re-identified"
-        found = f"no image recovered exactly from {steps_of(audit.step)}; mean PSNR {worst.mean_psnr:.1f} dB, {seen}"
+        found = f"no image recovered exactly from {steps_of(audit.step)}; {seen(worst)}"
     defence = "no defence added" if worst.defence == "none" else f"against {worst.defence}"
     return f"The worst that was found: {found} ({worst.attack}, {defence})."
 
@@ -118,19 +140,34 @@ def described(attacks: Iterable[str]) -> dict[str, Cell]:
 def table(
     audit: Audit, columns: Sequence[str] = tuple(COLUMNS), cell: Callable[[Mean | None], Cell] | None = None
 ) -> tuple[list[str], list[list[Cell]]]:
-    """Header, and a row for each attack × defence and baseline: exact, metrics, rank, condition. cell: shows a mean."""
+    """Header, and a row for each attack × defence and baseline: exact, worst PSNR, metrics, rank, condition.
+
+    cell: shows a mean.
+    """
     cell = cell or interval
     rows: list[list[Cell]] = []
     for pair in audit.pairs:
         name: list[Cell] = [pair.attack, pair.defence]
         if pair.reason is not None:
-            rows.append([*name, REFUSED, *[None] * (len(columns) + 2)])
+            rows.append([*name, REFUSED, *[None] * (len(columns) + 3)])
             continue
         exact = f"{pair.exact} of {pair.count}" + ", stopped" * (pair.partial is not None)
-        rows.append([*name, exact, *_cells(pair.scores, columns, cell), *_system(pair)])
+        rows.append([*name, exact, f"{pair.worst_psnr:.3g}", *_cells(pair.scores, columns, cell), *_system(pair)])
     for guess, scores in audit.baselines.items():
-        rows.append(["baseline", guess, None, *_cells(scores, columns, cell), None, None])
-    return ["attack", "defence", "exact", *(COLUMNS[name] for name in columns), "rank of G", "condition of G"], rows
+        best = f"{max(scores['psnr'] or [0.0]):.3g}"
+        rows.append(["baseline", guess, None, best, *_cells(scores, columns, cell), None, None])
+    header = ["attack", "defence", "exact", WORST, *(COLUMNS[name] for name in columns), "rank of G", "condition of G"]
+    return header, rows
+
+
+def judged(ruling: Ruling) -> tuple[list[str], list[list[Cell]]]:
+    """Header and a row for each defence: what the gate says of it, and by which image."""
+    rows: list[list[Cell]] = []
+    for each in ruling.judgements:
+        value = None if each.worst is None else f"{each.worst.value:.4g}"
+        found = (None, None) if each.worst is None else (each.worst.image, each.worst.attack)
+        rows.append([each.defence, each.outcome, value, *found, each.said])
+    return ["defence", "gate", f"worst {ruling.limit.metric}", "image", "by", "why"], rows
 
 
 def reasons(audit: Audit) -> list[tuple[str, str]]:
@@ -138,7 +175,8 @@ def reasons(audit: Audit) -> list[tuple[str, str]]:
     found: dict[tuple[str, str], list[str]] = {}
     for pair in audit.pairs:
         verdicts = [str(fact.get("verdict") or "") for fact in pair.facts]
-        for said in dict.fromkeys([pair.reason, _stopped(pair), pair.caveat, *verdicts]):
+        doubt = None if pair.caveat or pair.doubt is None else f"proves nothing: {pair.doubt}"
+        for said in dict.fromkeys([pair.reason, _stopped(pair), pair.caveat, *verdicts, doubt]):
             if said:
                 found.setdefault((pair.attack, said), []).append(pair.defence)
     every = len(audit.about) > 2
@@ -188,8 +226,13 @@ def _tables(page: Page, audit: Audit) -> None:
 def _results(section: Section, audit: Audit) -> None:
     """At a glance, then every metric, intervals, the systems that were solved, and how the searches went."""
     count = len(audit.images)
-    some = " Of a pair that was stopped they are over the images it had come to." if audit.stopped else ""
-    section.table(*grid(audit), "At a glance: mean PSNR in dB, and how many images were recovered exactly.")
+    fewer = any(0 < pair.count < count for pair in audit.pairs)
+    some = " Of a pair that saw fewer they are over those it saw." if fewer else ""
+    section.table(
+        *grid(audit),
+        "At a glance: PSNR in dB, the mean and that of the worst image (the one that came back best), and how many "
+        "images were recovered exactly.",
+    )
     header, rows = table(audit, measured(BRIEF, audit.pairs), alone)
     section.table(
         header[:-2],
@@ -199,11 +242,11 @@ def _results(section: Section, audit: Audit) -> None:
     )
     header, rows = table(audit, CERTAIN)
     section.table(
-        [*header[:2], *header[3:-2]],
-        [[*row[:2], *row[3:-2]] for row in rows if row[2] != REFUSED],
+        [*header[:2], *header[4:-2]],
+        [[*row[:2], *row[4:-2]] for row in rows if row[2] != REFUSED],
         "Means and their 95 % intervals. Best-match PSNR compares each patch with the recovered one that fits it, "
-        "wherever that stands. Order: the share of patches at their own place. Re-identified: the share of images "
-        f"whose nearest of the {count} originals is the right one.",
+        "wherever that stands. Order: the share of patches at their own place. Re-identified: "
+        + (f"the share of images whose nearest of the {count} originals is the right one." if count > 1 else ALONE),
     )
     if solved := [[*row[:2], *row[-2:]] for row in rows if row[-2] is not None]:
         section.table(
@@ -229,12 +272,13 @@ def unmeasured(rows: Iterable[Pair | Row]) -> str:
 
 
 def grid(audit: Audit) -> tuple[list[str], list[list[Cell]]]:
-    """Attacks down, defences across: mean PSNR and how many images were recovered exactly."""
+    """Attacks down, defences across: PSNR, mean and worst, and how many images were recovered exactly."""
     attacks = dict.fromkeys([*(pair.attack for pair in audit.pairs), *(attack for attack, _ in audit.undone)])
     cells: dict[tuple[str, str], str] = dict.fromkeys(audit.undone, "not attacked")
     for pair in audit.pairs:
         psnr = summary(pair.scores)["psnr"] if pair.reason is None else None
-        said = f"{alone(psnr)} dB, {pair.exact} of {pair.count}" + ", stopped" * (pair.partial is not None)
+        said = f"mean {alone(psnr)}, worst {pair.worst_psnr:.3g}; exact {pair.exact} of {pair.count}"
+        said += ", stopped" * (pair.partial is not None)
         cells[pair.attack, pair.defence] = REFUSED if psnr is None else said
     rows: list[list[Cell]] = [[attack, *(cells.get((attack, name)) for name in audit.about)] for attack in attacks]
     return ["attack", *audit.about], rows
@@ -274,8 +318,7 @@ def _system(pair: Pair) -> tuple[Cell, Cell]:
     return rank, "∞" if middle == math.inf else f"{middle:.3g}"
 
 
-def _pictures(page: Page, audit: Audit, most: int = 4) -> None:
-    shown = [pair for pair in audit.pairs if pair.images is not None]
+def _pictures(page: Page, audit: Audit, shown: Sequence[Pair], most: int = 4) -> None:
     if not shown:
         return
     section = page.section("Pictures")

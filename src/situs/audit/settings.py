@@ -41,6 +41,9 @@ RECOGNISABLE = 30.0
 """PSNR in dB from which a reader cannot tell a patch from the original at a glance."""
 
 
+SCHEMA = "situs-audit-settings/1"  # of settings.json
+
+
 @dataclass(frozen=True)
 class Plan:
     """settings: of `SETTINGS`. ratio: γ of x̃. seed and epoch: of the puzzles and the steps."""
@@ -365,8 +368,9 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     rows = []
     for row in comparison.rows:
         shown: dict[str, Any] = {"model": row.model, "setting": row.setting, "attacker": row.attacker}
+        shown["applies"] = row.reason is None
         if row.reason is not None:
-            rows.append({**shown, "applies": False, "reason": row.reason})
+            rows.append({**shown, "reason": row.reason})
             continue
         every = {**row.scores, **row.parts}
         means = {name: None if mean is None else mean._asdict() for name, mean in means_of(row).items()}
@@ -374,10 +378,9 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             {"image": name, **{k: v[i] if v is not None and i < len(v) else None for k, v in every.items()}, **fact}
             for i, (name, fact) in enumerate(zip(comparison.names, row.facts, strict=False))
         ]
-        rows.append(
-            {**shown, "applies": True, "partial": row.partial, "exact": row.exact, "mean": means, "images": images}
-        )
+        rows.append({**shown, "partial": row.partial, "exact": row.exact, "mean": means, "images": images})
     return {
+        "schema": SCHEMA,
         "ratio": comparison.ratio,
         "hidden": comparison.hidden,
         "patches": comparison.patches,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from situs.audit.gradients import summary
 from situs.audit.metrics import Mean
-from situs.audit.page import COLUMNS, EXACTLY, REFUSED, alone, described, interval, measured, unmeasured
+from situs.audit.page import COLUMNS, EXACTLY, PRIVATE, REFUSED, alone, described, interval, measured, unmeasured
 from situs.audit.settings import SETTINGS, Comparison, Row, means_of, verdict
 from situs.audit.threat import THREAT
 from situs.report import figures
@@ -69,11 +69,13 @@ def settings_table(
     return ["setting", "model", "attacker", "exact", *(heads[column] for column in columns)], rows
 
 
-def settings_page(comparison: Comparison, facts: Mapping[str, Cell]) -> Page:
-    """The page. facts: where models and images come from."""
+def settings_page(comparison: Comparison, facts: Mapping[str, Cell], *, pictures: bool = True) -> Page:
+    """The page. facts: where models and images come from. pictures: whether they and what was recovered are on it."""
+    drawn = [row for row in comparison.rows if row.images is not None and row.setting in ("a", "c")] if pictures else []
+    lead = "What plain training and MJP give away, to attackers who do not know MJP and to one who does."
     page = Page(
         "Gradient leakage in the settings of MJP's Table 5",
-        lead="What plain training and MJP give away, to attackers who do not know MJP and to one who does.",
+        lead=f"{lead} {PRIVATE}" if drawn else lead,
     )
     shown = {f"setting {name}": said for name, said in SETTINGS.items()}
     attacks = dict.fromkeys(row.attacker.split(",")[0] for row in comparison.rows)
@@ -90,7 +92,7 @@ def settings_page(comparison: Comparison, facts: Mapping[str, Cell]) -> Page:
     if any(row.setting == "c" and row.model not in comparison.mjp for row in done):
         section.text(UNORDERED)
     section.text(EXACTLY)
-    _pictures(page, comparison)
+    _pictures(page, comparison, drawn)
     _tables(page, comparison)
     _shown_and_hidden(page, comparison)
     header = ["model", "setting", "MSE", "FFT2D", "PSNR, dB", "SSIM", "LPIPS"]
@@ -130,8 +132,8 @@ def _tables(page: Page, comparison: Comparison) -> None:
     section.text(
         f"Means over {len(comparison.images)} images.{some} MSE, FFT2D and LPIPS are distances: low is a leak; of the "
         "others high is one. Best-match PSNR compares each patch with the recovered one that fits it, wherever that "
-        "stands; order is the share of patches at their own place; re-identified the share of images whose nearest "
-        f"original is the right one.{unmeasured(comparison.rows)}"
+        "stands; order is the share of patches at their own place; re-identified the share of images whose nearest of "
+        f"the {len(comparison.images)} originals is the right one, not defined for one.{unmeasured(comparison.rows)}"
     )
     header, rows = settings_table(comparison, measured(tuple(COLUMNS), comparison.rows) or ("psnr",), alone)
     for setting, said in SETTINGS.items():
@@ -159,9 +161,8 @@ def _shown_and_hidden(page: Page, comparison: Comparison) -> None:
         )
 
 
-def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
+def _pictures(page: Page, comparison: Comparison, shown: Sequence[Row], most: int = 6) -> None:
     """Originals, shuffled, and what each attacker made of the step on x̃; then of the step on x."""
-    shown = [row for row in comparison.rows if row.images is not None and row.setting in ("a", "c")]
     if not shown:
         return
     section = page.section("Pictures")
@@ -185,7 +186,8 @@ def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
         section.figure(
             figures.png(figure),
             f"Setting ({setting}): {SETTINGS[setting]}. What each attacker recovered from one step on the first "
-            f"{count} images; beside each row the mean PSNR against x over all {len(comparison.images)}.",
+            f"{count} images; beside each row the mean PSNR against x over those he came to of all "
+            f"{len(comparison.images)}.",
         )
 
 

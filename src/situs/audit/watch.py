@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -40,11 +41,12 @@ class Watch:
         self._end = None if seconds is None else clock() + seconds
         self._begun, self._turn = clock(), self._end
 
-    def begin(self, left: int) -> None:
-        """Opens a turn: one of `left` that are still to come, itself among them."""
-        if self._end is not None:
-            now = self._begun = self._clock()
-            self._turn = now + max(0.0, self._end - now) / left
+    def begin(self, left: int, most: float | None = None) -> None:
+        """Opens a turn: one of `left` that are still to come, itself among them. most: seconds it may take at most."""
+        now = self._begun = self._clock()
+        share = math.inf if self._end is None else max(0.0, self._end - now) / left
+        seconds = share if most is None else min(share, most)
+        self._turn = now + seconds if seconds < math.inf else None
 
     def over(self) -> bool:
         """Whether the turn is over; an attack asks this as often as it can."""

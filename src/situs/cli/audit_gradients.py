@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from situs.audit.watch import Watch
     from situs.data.batch import Batch
 
-GATE_FAILED = 3
-"""Exit status of an audit whose gate is not passed."""
-
 INTERRUPTED = 130
-"""Exit status after Ctrl-C; what was found until then is written."""
+"""Exit status after Ctrl-C, unless an image was above the gate's limit; what was found until then is written."""
+
+DEFENCES, AS_IT_IS = "none,noise,clip,no-pe-gradient", "none"
+"""The defences where none are named: for a page, and for a gate, which judges what would be sent."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,10 @@ class Args:
     attack: str = "patchembed,april"
     """Attacks by name, apart by commas; matching, april-optimisation and adaptive-mjp search, which takes minutes."""
 
-    defence: str = "none,noise,clip,no-pe-gradient"
+    defence: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
     """Defences by name, apart by commas; a setting stands behind "=": noise=1e-4, clip=0.5, mjp=0.27. A run of MJP
-    brings it along: none is then the run's own method."""
+    brings it along: none is then the run's own method. Where nothing is said: none,noise,clip,no-pe-gradient, and with
+    --fail-above none alone, which is what would be sent."""
 
     setting: Annotated[str, tyro.conf.arg(metavar="a,b,c")] = ""
     """The settings of MJP's Table 5 instead of the defences: attack x and compare with x (a), attack shuffled images
@@ -93,7 +94,14 @@ class Args:
     """LPIPS weights (AlexNet, checked by sha256); without them LPIPS is not reported."""
 
     fail_above: Annotated[str | None, tyro.conf.arg(metavar="METRIC=NUMBER")] = None
-    """A gate, as psnr=20: exit status 3 if any attack brings any image above it, or was stopped before it saw all."""
+    """A gate, as psnr=20. Exit status 0: a closed form solved all images, its equations fit, and none is above; 3: some
+    image is above; 4: not judged (stopped, nothing applied, equations that do not fit), which is no pass."""
+
+    junit: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """What the gate says, as a JUnit file for CI systems: a test for each defence; not judged is an error."""
+
+    pictures: bool = True
+    """Whether the page shows the images and what was recovered; with them only its owner may read the file."""
 
     seed: int = 0
     """Seed of random weights and of the defences' noise."""
@@ -122,7 +130,8 @@ class Task:
 def run(args: Args) -> int:
     """Audits, prints the table, writes the files, and says by its status whether the gate is passed."""
     from situs.audit import MatchingConfig, create_attack, create_defence
-    from situs.audit.gate import parse_limit
+    from situs.audit.gate import ABOVE, parse_limit
+    from situs.audit.gradients import Fallback
     from situs.audit.lpips import Lpips
     from situs.audit.victim import open_predictor, open_victim
     from situs.audit.watch import first_ctrl_c
@@ -133,7 +142,9 @@ def run(args: Args) -> int:
     limit = None if args.fail_above is None else parse_limit(args.fail_above)
     search = MatchingConfig(distance=args.distance, iterations=args.iterations, restarts=args.restarts)
     attacks = {name: create_attack(name, search) for name in _names("attack", args.attack)}
-    defences = [create_defence(name) for name in _names("defence", args.defence)]
+    defences = [
+        create_defence(name) for name in _names("defence", _default(limit) if args.defence is None else args.defence)
+    ]
     lpips = None if args.lpips is None else Lpips(args.lpips)
     device, size = start(args.device).device, None if args.img_size is None else pair(args.img_size)
     watch = _watch(args, list(attacks.values()))
@@ -145,21 +156,30 @@ def run(args: Args) -> int:
             predictor = open_predictor(args.predictor, victim.subject.backbone, device)
             attacks = {name: create_attack(name, search, predictor) for name in attacks}
         batch, names = _load(args, victim, device)
-        task = Task(args, victim, batch, names, list(attacks.values()), defences, lpips, watch)
+        _check_gate(limit, len(names))
+        chosen = list(attacks.values())
+        if limit is not None and "matching" not in attacks:
+            chosen.append(Fallback(search))
+        task = Task(args, victim, batch, names, chosen, defences, lpips, watch)
+        ruling = None
         if args.setting:
             from situs.cli.audit_settings import run_settings
 
             run_settings(task, _names("setting", args.setting))
-            passed = True
         else:
-            passed = _run_pairs(task, limit)
-    if watch.interrupted:
+            ruling = _run_pairs(task, limit)
+    if watch.interrupted and (ruling is None or ruling.status != ABOVE):
         return INTERRUPTED
-    return 0 if passed else GATE_FAILED
+    return 0 if ruling is None else ruling.status
 
 
-def _run_pairs(task: Task, limit: Limit | None) -> bool:
-    """Attacks × defences, printed and written; whether the gate is passed."""
+def _default(limit: Limit | None) -> str:
+    """The defences where none are named."""
+    return DEFENCES if limit is None else AS_IT_IS
+
+
+def _run_pairs(task: Task, limit: Limit | None) -> Ruling | None:
+    """Attacks × defences, printed and written; what the gate says, None without one."""
     from situs.audit.gate import rule
     from situs.audit.gradients import Step, audit_gradients
     from situs.audit.threat import DTYPES
@@ -181,7 +201,7 @@ def _run_pairs(task: Task, limit: Limit | None) -> bool:
     )
     ruling = None if limit is None else rule(audit, limit)
     _report(args, audit, victim, ruling)
-    return ruling is None or ruling.passed
+    return ruling
 
 
 def _check(args: Args) -> None:
@@ -193,6 +213,10 @@ def _check(args: Args) -> None:
         check_range(name, getattr(args, name), 1, flag=f"--{name.replace('_', '-')}")
     if args.out.exists() and not args.out.is_dir():
         raise SitusError(f"out={args.out}: is a file and must be a folder (--out)")
+    if args.junit is not None and args.fail_above is None:
+        raise SitusError(f"junit={args.junit}: holds what a gate says, and there is none (--junit, --fail-above)")
+    if args.junit is not None and (args.junit.is_dir() or args.junit.parent.is_file()):
+        raise SitusError(f"junit={args.junit}: must be a file that can be written (--junit)")
     if args.predictor is not None and "adaptive-mjp" not in args.attack:
         raise SitusError(f"predictor={args.predictor}: only adaptive-mjp asks it (--predictor, --attack)")
     if args.setting:
@@ -202,6 +226,16 @@ def _check(args: Args) -> None:
                 flag = f"--{name.replace('_', '-')}"
                 said = f"{name}={getattr(args, name)}: has no part in the settings of Table 5"
                 raise SitusError(f"{said}, which are one step on one image in fp32; leave it out ({flag}, --setting)")
+
+
+def _check_gate(limit: Limit | None, images: int) -> None:
+    """Refuses a limit on a metric that so few images do not have."""
+    from situs.errors import SitusError
+
+    if limit is not None and limit.metric == "reidentified" and images < 2:
+        raise SitusError(
+            f"fail_above={limit}: one image is always the nearest; give two or more (--fail-above, --count)"
+        )
 
 
 def _names(what: str, text: str) -> list[str]:
@@ -219,7 +253,7 @@ def _watch(args: Args, attacks: list[Attack]) -> Watch:
     from situs.audit.watch import Watch
 
     def say(line: str) -> None:
-        if args.setting or any(attack.reads_all or attack.knows_mjp for attack in attacks):
+        if args.setting or args.fail_above or any(attack.reads_all or attack.knows_mjp for attack in attacks):
             print(line, file=sys.stderr, flush=True)
 
     return Watch(say, args.time_limit)
@@ -246,10 +280,12 @@ def _load(args: Args, victim: Victim, device: Any) -> tuple[Batch, list[str]]:
 
 
 def _report(args: Args, audit: Audit, victim: Victim, ruling: Ruling | None) -> None:
-    from situs import __version__
-    from situs.audit.gradients import to_json, verdict
+    from situs.audit.gradients import verdict
+    from situs.audit.junit import junit
     from situs.audit.page import make_page, reasons, table
-    from situs.cli.scores import write_scores
+    from situs.audit.record import to_json
+    from situs.cli.evidence import evidence
+    from situs.cli.scores import write_file, write_scores
     from situs.cli.tables import print_table
     from situs.report.html import show
 
@@ -262,7 +298,7 @@ def _report(args: Args, audit: Audit, victim: Victim, ruling: Ruling | None) -> 
         "labels": args.labels,
         "search": f"{args.distance}, {args.iterations:,} iterations, starts: {args.restarts}",
         "seed": args.seed,
-        "situs": __version__,
+        **evidence("audit gradients", args, victim.trains, args.weights),
     }
     if any(pair.reason is None for pair in audit.pairs):
         header, rows = table(audit, ("psnr", "ssim", "order_accuracy", "reidentified"))
@@ -272,11 +308,15 @@ def _report(args: Args, audit: Audit, victim: Victim, ruling: Ruling | None) -> 
         print_table("Does not apply, or is not exact", said)
     print(verdict(audit))
     searched = any("distance" in fact for pair in audit.pairs for fact in pair.facts)
-    used = {name: fact for name, fact in facts.items() if searched or name not in ("labels", "search")}
-    page = make_page(audit, used, ruling, victim.notes)  # drawn before anything is written
+    used = {
+        name.replace("_", " "): fact for name, fact in facts.items() if searched or name not in ("labels", "search")
+    }
+    page = make_page(audit, used, ruling, victim.notes, pictures=args.pictures)  # drawn before anything is written
     gate = None if ruling is None else ruling.to_json()
-    write_scores(args.out / "gradients.json", {**facts, **victim.notes, "gate": gate, **to_json(audit)})
-    path = page.write(args.out / "report.html")
+    write_scores(args.out / "gradients.json", {**to_json(audit), **facts, "notes": victim.notes, "gate": gate})
+    path = page.write(args.out / "report.html", private=args.pictures)
     print(f"{path}: the page; {path.with_name('gradients.json').name} has every image's numbers")
     if ruling is not None:
+        if args.junit is not None:
+            write_file(args.junit, junit(audit, ruling, facts), "--junit")
         print(ruling.sentence)

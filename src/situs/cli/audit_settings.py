@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 def run_settings(task: Task, settings: list[str]) -> None:
     """Attacks, prints the table, writes settings.json and settings.html."""
-    from situs import __version__
     from situs.audit.settings import Plan, compare_settings, to_json, verdict
     from situs.audit.settings_page import settings_page, settings_table
     from situs.audit.victim import labels_for
+    from situs.cli.evidence import evidence
     from situs.cli.scores import write_scores
     from situs.cli.tables import print_table
     from situs.report.html import show
@@ -41,13 +41,15 @@ def run_settings(task: Task, settings: list[str]) -> None:
         "images": f"{len(batch.images)} of {Path(args.images).name}",
         "shuffled": f"γ = {ratio:g}, {found.hidden} of {found.patches} patches",
         "seed": args.seed,
-        "situs": __version__,
+        **evidence("audit gradients", args, victim.trains, args.weights),
     }
     header, rows = settings_table(found, ("psnr", "ssim", "patch_psnr", "order_accuracy", "reidentified"))
     print_table(f"{victim.subject.name}, {facts['images']}", [[show(cell) for cell in row] for row in (header, *rows)])
     print(verdict(found))
-    write_scores(args.out / "settings.json", {**facts, **victim.notes, **to_json(found)})
-    page = settings_page(found, facts).write(args.out / "settings.html")
+    used = {name.replace("_", " "): fact for name, fact in facts.items()}
+    drawn = settings_page(found, used, pictures=args.pictures)  # before anything is written
+    write_scores(args.out / "settings.json", {**to_json(found), **facts, "notes": victim.notes})
+    page = drawn.write(args.out / "settings.html", private=args.pictures)
     print(f"{page}: the page; {page.with_name('settings.json').name} has every image's numbers")
 
 

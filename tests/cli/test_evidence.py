@@ -1,0 +1,55 @@
+"""What makes a result evidence: the command as it was given, and when."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from situs.cli.arguments import parse
+from situs.cli.audit_gradients import Args
+from situs.cli.evidence import command_of, evidence
+
+
+@dataclass(frozen=True)
+class Few:
+    model: str
+    size: tuple[int, int] | None = None
+    loud: bool = False
+    pictures: bool = True
+    out: Path = Path("audit")
+
+
+def test_what_is_not_a_default_is_in_the_command() -> None:
+    assert command_of("audit x", Few("m")) == "situs audit x m"
+    full = Few("a b", (3, 4), True, False, Path("deep") / "er")
+    assert command_of("audit x", full) == "situs audit x 'a b' --size 3 4 --loud --no-pictures --out er"
+
+
+def test_paths_lose_their_folders_and_names_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert command_of("v", Few("runs/mine")) == "situs v mine"
+    assert command_of("v", Few("hf:someone/model")) == "situs v hf:someone/model"
+    assert command_of("v", Few(str(tmp_path / "absent"))) == "situs v absent"
+
+
+def test_the_command_means_the_same_when_it_is_given_again() -> None:
+    words = ["m", "--images", "x", "--img-size", "3", "4", "--count", "2", "--fail-above", "psnr=20", "--no-pictures"]
+    args = parse(Args, words, prog="situs audit gradients", description="")
+    command = shlex.split(command_of("audit gradients", args))
+    assert command[:3] == ["situs", "audit", "gradients"]
+    assert parse(Args, command[3:], prog="situs audit gradients", description="") == args
+
+
+def test_a_file_of_weights_is_hashed_and_a_word_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "w"
+    file.write_bytes(b"abc")
+    known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # the standard's own example
+    found = evidence("v", Few("m"), nn.Linear(1, 1), str(file))
+    assert found["weights_file_sha256"] == known
+    assert evidence("v", Few("m"), nn.Linear(1, 1), "pretrained")["weights_file_sha256"] is None
+    assert evidence("v", Few("m"), nn.Linear(1, 1))["weights_file_sha256"] is None
