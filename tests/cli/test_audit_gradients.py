@@ -286,8 +286,15 @@ def test_a_users_own_module(own: str, photographs: Path, capsys: pytest.CaptureF
     assert told["model"] == f"{own}:named" and told["weights"] == "its own"
 
 
-def test_a_bare_module_is_matched(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", "gradients", f"{own}:bare", "--images", str(photographs), "--count", "2", "--batch", "2"]
+def test_a_bare_module_is_solved_without_names(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It passed the gate once, while the same module with names gave every byte."""
+    words = ["audit", "gradients", f"{own}:bare", "--images", str(photographs), "--count", "2", "--img-size", "16"]
+    assert main([*words, "--attack", "patchembed", "--fail-above", "psnr=20", "--no-pictures"]) == 3
+    assert "none: 2 of 2 images recovered exactly" in capsys.readouterr().out
+
+
+def test_a_module_without_a_table_is_matched(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["audit", "gradients", f"{own}:plain", "--images", str(photographs), "--count", "2", "--batch", "2"]
     settings = ["--attack", "patchembed,matching", "--defence", "none", "--iterations", "2", "--img-size", "16"]
     assert main([*words, *settings]) == 0
     shown = capsys.readouterr()
