@@ -68,6 +68,31 @@ def test_the_folder_of_a_text_model(capsys: pytest.CaptureFixture[str], bert: Pa
     assert shown["worst"] < 1e-10
 
 
+def test_a_config_alone_is_a_model_with_fresh_weights(
+    capsys: pytest.CaptureFixture[str], bert: Path, tmp_path: Path
+) -> None:
+    """As the help says: a folder, or its config.json, of either library."""
+    shown = printed_json(capsys, str(bert / "config.json"), "--steps", "0")
+    assert shown["model"] == "BertModel" and findings(shown)["blocks", "row"]["status"] == "holds"
+    sizes = {"depth": 1, "embed_dim": 12, "num_heads": 2, "img_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps({"architecture": "vit_tiny_patch16_224", "model_args": sizes}))
+    shown = printed_json(capsys, str(tmp_path / "config.json"), "--steps", "0")
+    assert shown["model"] == "vit_tiny_patch16_224" and findings(shown)["blocks", "column"]["errors"]
+    assert main(["verify", str(tmp_path), "--steps", "0"]) == 2  # the folder itself wants weights
+    error = capsys.readouterr().err
+    assert "safetensors" in error and len(error.splitlines()) == 1
+
+
+def test_heads_of_a_grouped_model_are_tested(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two key heads: the identity is half of all keys, and was the one that seed 0 drew."""
+    config = {"model_type": "llama", "architectures": ["LlamaModel"], "hidden_size": 24, "num_hidden_layers": 1}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "intermediate_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 31, "max_position_embeddings": 16}))
+    for seed in range(4):
+        shown = printed_json(capsys, str(tmp_path / "config.json"), "--steps", "0", "--seed", str(seed))
+        assert findings(shown)["blocks, heads", "column"]["errors"]["backward"] > 0
+
+
 def test_mistakes_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         (["no_such_model"], "neither a timm model nor a folder"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +20,18 @@ from situs.errors import SitusError
 from situs.locks.arms import evaluating, gap, named_gap, sample_of
 from situs.locks.bench import Bench
 from situs.locks.equivariance import Verdict, certify, official_bits, official_key, paper_rule, verify
-from situs.locks.groups import entrance_and_exit, groups_of, invert_keys, permute_state, random_keys, residual_only
+from situs.locks.groups import (
+    entrance_and_exit,
+    groups_of,
+    invert_keys,
+    moving,
+    permute_state,
+    random_keys,
+    residual_only,
+)
+from situs.locks.members import Group, Member
 from situs.locks.precise import KeepDouble
+from situs.locks.rows import moved_order
 
 EXACT = 1e-10
 
@@ -329,3 +340,114 @@ def test_a_pretrained_vit_obeys_both_laws(shared_data: Path) -> None:
         rule, anyone = paper_rule(groups), {"residual": torch.randperm(384, generator=random())}
         assert bench.column_forward(rule, anyone, rule) > 0.05
         assert bench.column_forward(rule, {"residual": official_key(6, 64, random())}, rule) < EXACT
+
+
+# --- what is under test is never nothing ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_key_under_test_is_never_the_identity(seed: int) -> None:
+    """Groups of two are the identity half the time: 20 seeds of 4 groups would pass by luck once in 10^24."""
+    groups = [Group(f"g{i}", "heads", 2, (Member("t", 0),)) for i in range(4)] + [Group("h", "heads", 3, ())]
+    keys = random_keys(groups, random(seed))
+    assert all(p.tolist() != list(range(len(p))) for p in keys.values())
+    assert random_keys([Group("one", "heads", 1, ())], random(seed))["one"].tolist() == [0]
+    assert official_key(2, 2, random(seed)).tolist() == [3, 2, 1, 0]
+    assert not (moved_order(6, 2, random(seed)) == torch.arange(2)).all(dim=1).any()
+    assert moved_order(2, 1, random(seed)).tolist() == [[0], [0]]
+
+
+def test_keys_under_test_are_drawn_evenly() -> None:
+    """All 5 permutations of 3 places that move something, each about 400 times of 2,000."""
+    generator = random(0)
+    drawn = Counter(tuple(moving(3, generator).tolist()) for _ in range(2000))
+    assert len(drawn) == 5 and all(300 < count < 500 for count in drawn.values())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_heads_in_groups_are_really_exchanged(seed: int) -> None:
+    """Grouped queries, two key heads: every kind of key changes the weights, so that 0 as an error means something."""
+    backbone = make("llama", torch.float32)
+    verdict = verify(backbone, steps=0, seed=seed)
+    found = {each.part: each for each in verdict.findings if each.part.startswith("blocks, ")}
+    for part in ("blocks, heads", "blocks, MLP units", "blocks, value channels"):
+        assert found[part].status == "needs keyed weights" and 0 < found[part].errors["backward"] < EXACT
+
+
+def test_one_head_leaves_nothing_to_permute() -> None:
+    sizes = {"depth": 1, "embed_dim": 12, "num_heads": 1}
+    backbone = create_backbone("vit_tiny_patch16_224", img_size=32, model_args=sizes)
+    assert not any(group.kind == "heads" for group in groups_of(backbone))
+    lone = Group("blocks.0.heads", "heads", 1, (Member("blocks.0.attn.proj.weight", 1, inner=12),))
+    found = verify(backbone, steps=0, groups=[*groups_of(backbone), lone]).findings
+    heads = next(each for each in found if each.part == "blocks, heads")
+    assert heads.status == "holds" and heads.reason.startswith("nothing to permute") and not heads.errors
+    single = create_backbone("vit_tiny_patch16_224", img_size=16, model_args=sizes)
+    row = verify(single, steps=0).whole("row")
+    assert row.status == "holds" and row.reason.startswith("nothing to permute") and not row.errors
+
+
+# --- models and inputs as users have them --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["vit", "bert", "relpos", "swin", "llama", "eva"])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    verdict = verify(make(name, dtype), steps=1)
+    assert verdict.dtype == str(dtype).removeprefix("torch.")
+    whole = verdict.whole("column")
+    assert max(whole.errors.values()) < EXACT  # the law, in float64, on the very weights
+    assert set(whole.own) == {"forward", "backward"}  # nobody trains weights of half precision
+    if whole.status == "refused":
+        assert whole.reason.startswith("holds in float64; in the model's own dtype rounding grows to")
+        assert max(whole.own.values()) > verdict.own_tolerance
+    else:
+        assert whole.status == "needs keyed weights" and max(whole.own.values()) <= verdict.own_tolerance
+
+
+def test_models_of_both_libraries_as_they_are() -> None:
+    for name in ("vit", "bert"):
+        backbone = make(name, torch.float32)
+        assert verify(backbone.model, steps=0).findings == verify(backbone, steps=0).findings
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (
+            nn.TransformerEncoderLayer(12, 2),
+            "TransformerEncoderLayer is neither timm's nor transformers'.*trace_module",
+        ),
+        (nn.Linear(2, 2).half(), "Linear is neither"),
+        ("vit_tiny_patch16_224", "not a str; create_backbone"),
+        (None, "not a NoneType"),
+    ],
+)
+def test_what_is_no_model_is_refused_in_one_sentence(model: Any, said: str) -> None:
+    with pytest.raises(SitusError, match=said):
+        verify(model)
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "said"),
+    [
+        ("vit", [1, 2], "x is a list: .* takes a tensor of images"),
+        ("vit", torch.zeros(2, 3, 32, 48).numpy(), "x is a ndarray"),
+        ("vit", torch.zeros(2, 3, 32, 48, dtype=torch.long), "int64: .* takes images .*floating point"),
+        ("vit", torch.zeros(0, 3, 32, 48), r"x is \[0, 3, 32, 48\]"),
+        ("vit", torch.zeros(2, 3, 5, 5), "needed"),
+        ("bert", torch.zeros(2, 9), "takes ids"),
+        ("bert", torch.full((2, 9), 31), "beyond the 31 words"),
+        ("bert", torch.full((2, 9), -1), "beyond the 31 words"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused_in_one_sentence(name: str, x: Any, said: str) -> None:
+    with pytest.raises(SitusError, match=said):
+        verify(make(name), x, steps=0)
+
+
+def test_settings_that_do_not_fit() -> None:
+    with pytest.raises(SitusError, match=r"steps=-1: must be at least 0"):
+        verify(make("vit"), steps=-1)
+    with pytest.raises(SitusError, match=r"tokens=1: must be at least 2"):
+        verify(make("vit"), tokens=1)

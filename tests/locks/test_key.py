@@ -17,8 +17,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from situs.cli.passphrase import read_key
 from situs.errors import SitusError
-from situs.locks.key import Key, derive, fisher_yates, load_key, needs_passphrase, new_key
+from situs.locks.key import Codes, Key, codes_of, derive, fisher_yates, load_key, needs_passphrase, new_key
 
 pytest.importorskip("cryptography")
 
@@ -66,13 +67,53 @@ def test_a_key_is_never_overwritten(tmp_path):
     assert load_key(path) == key
 
 
+OPEN = [0o600 | bit for bit in (0o40, 0o20, 0o10, 0o4, 0o2, 0o1)] + [
+    0o640,
+    0o604,
+    0o660,
+    0o606,
+    0o644,
+    0o666,
+    0o440,
+    0o777,
+]
+
+
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
-def test_a_key_that_others_may_read_is_refused(tmp_path):
+@pytest.mark.parametrize("mode", OPEN, ids=oct)
+@pytest.mark.parametrize("passphrase", [None, "x"], ids=["bare", "wrapped"])
+def test_a_key_that_others_may_reach_is_refused(tmp_path, mode, passphrase, monkeypatch):
+    """Group and others, reading, writing and running, each bit alone; at every entry that reads a key."""
+    monkeypatch.setattr("situs.locks.key._cipher", _Cheap)
     path = tmp_path / "owner.key"
-    new_key(path)
-    path.chmod(0o644)
-    with pytest.raises(SitusError, match=r"0644.*chmod 600"):
-        load_key(path)
+    key = new_key(path, passphrase)
+    path.chmod(mode)
+    for entry in (load_key, needs_passphrase, read_key, lambda path: load_key(path, "x")):
+        with pytest.raises(SitusError, match=rf"{mode:04o}.*chmod 600"):
+            entry(path)
+    for good in (0o600, 0o400):
+        path.chmod(good)
+        assert load_key(path, passphrase) == key
+
+
+class _Cheap:
+    """In the place of Argon2 and AES: what is tested comes before both."""
+
+    def __init__(self, *_):
+        pass
+
+    def encrypt(self, _nonce, data, _id):
+        return data
+
+    decrypt = encrypt
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+def test_what_is_no_file_is_no_key_and_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / "pipe", 0o600)
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(SitusError, match="is no file"):
+            load_key(path)
 
 
 @pytest.mark.parametrize(
@@ -82,6 +123,7 @@ def test_a_key_that_others_may_read_is_refused(tmp_path):
         (dict(version=True), "version True"),
         (dict(id="0" * 16), "do not belong together"),
         (dict(seed="AAAA"), "do not belong together"),
+        (dict(seed="A" * 42 + "B="), "base64"),  # bits that no byte holds
         (dict(seed="§"), "base64"),
         (dict(seed=5), "seed"),
         (dict(extra=1), "unknown key"),
@@ -100,10 +142,25 @@ def test_costs_in_the_file_have_a_ceiling(tmp_path):
     path = tmp_path / "owner.key"
     new_key(path, "x")
     held = json.loads(path.read_text())
-    for field, value in (("memory", 1 << 30), ("passes", 10**6), ("lanes", 0)):
+    for field, value in (
+        ("memory", (1 << 20) + 1),
+        ("memory", 31),
+        ("passes", 17),
+        ("passes", 0),
+        ("lanes", 0),
+        ("lanes", 65),
+    ):
         path.write_text(json.dumps(held | {"passphrase": held["passphrase"] | {field: value}}))
         with pytest.raises(SitusError, match="out of range"):
             load_key(path, "x")
+
+
+def test_a_field_that_stands_twice_is_refused(tmp_path):
+    path = tmp_path / "owner.key"
+    new_key(path)
+    path.write_text(path.read_text().replace('"id"', '"version": 1,\n  "id"', 1))
+    with pytest.raises(SitusError, match="no valid JSON"):
+        load_key(path)
 
 
 @given(st.binary(max_size=200))
@@ -210,6 +267,16 @@ def test_two_models_under_one_key_share_nothing():
 def test_parts_of_the_derivation_do_not_run_into_each_other():
     assert KEY.subkey("p", "ab", "c") != KEY.subkey("p", "a", "bc")
     assert KEY.subkey("p", "a") != KEY.subkey("pa") and KEY.subkey("p") != KEY.subkey("p", "")
+
+
+def test_codes_are_hmac_of_kind_name_and_bytes():
+    codes = codes_of(KEY, "ab" * 16)
+    assert codes == Codes(KEY.subkey("codes", "ab" * 16)) and repr(codes.secret) not in repr(codes)
+    text = b"\0\0\0\4file\0\0\0\1xhello"
+    assert codes.of("file", "x", b"hello") == hmac.new(codes.secret, text, "sha256").hexdigest()
+    assert codes.of("file", "xh", b"ello") != codes.of("file", "x", b"hello") != codes.of("tensor", "x", b"hello")
+    assert codes.of("file", "\udc80", b"")  # a name of a file that is no UTF-8
+    assert len({codes_of(KEY, "a").secret, codes_of(KEY, "b").secret, codes_of(Key(bytes(32)), "a").secret}) == 3
 
 
 @given(st.integers(1, 300), st.text(max_size=20))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from pathlib import Path
 
@@ -170,6 +171,83 @@ def test_malformed_manifests_say_why(folder, change, said):
         read_manifest(folder, None)
 
 
+WITHHELD = {"parts": ["embedding", "blocks=1"], "tensors": ["freqs"], "header": "7" * 64}
+CODES = [
+    ("key_id",), ("lock_id",), ("layout",), ("fingerprint",), ("hmac",), ("shards", "model.safetensors"),
+    ("files", "config.json"), ("files", "1_Pooling/config.json"), ("tensors", "head.weight", "code"),
+    ("tensors", "freqs", "code"), ("withheld", "header"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("where", CODES, ids=".".join)
+@pytest.mark.parametrize(
+    "wrong", [lambda c: c[:-1], lambda c: c + "0", lambda c: c[:-1] + "g", lambda c: "A" + c[1:], lambda c: "²" + c[1:],
+              lambda c: c[:-1] + "\n", lambda _: ""],
+)  # fmt: skip
+def test_every_code_is_so_many_lower_case_digits(folder, where, wrong):
+    """Also where nobody has the key to find the HMAC wrong."""
+
+    def change(tables):
+        tables["withheld"] = dict(WITHHELD)
+        *path, last = where
+        for step in path:
+            tables = tables[step]
+        tables[last] = wrong(tables[last])
+
+    rewrite(folder, change)
+    said = "no HMAC|hexadecimal digits" if where == ("hmac",) else "must be (16|32|64) hexadecimal digits"
+    with pytest.raises(SitusError, match=said):
+        read_manifest(folder, None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(parts=[]), dict(parts=["head"]), dict(parts=["blocks=0"]), dict(parts=["blocks"]), dict(tensors=[]),
+        dict(tensors=["nothing"]), dict(tensors=["freqs", "freqs"]), dict(tensors=[*TENSORS]), dict(more=1),
+    ],
+)  # fmt: skip
+def test_what_is_withheld_fits_the_tensors(folder, change):
+    rewrite(folder, lambda tables: tables.update(withheld=dict(WITHHELD)))
+    assert read_manifest(folder, None).held() == {"freqs"}
+    rewrite(folder, lambda tables: tables["withheld"].update(change))
+    with pytest.raises(SitusError, match=r"withheld|unknown key"):
+        read_manifest(folder, None)
+
+
+def test_no_byte_of_the_file_can_change(folder):
+    """Not even white space, or the order of keys: what is signed is the text."""
+    text = (folder / NAME).read_text()
+    tables = json.loads(text)
+    assert text == json.dumps(tables, indent=1) + "\n"
+    swapped = tables | {"files": dict(reversed(tables["files"].items()))}
+    others = [
+        text + "\n",
+        text[:-1],
+        " " + text,
+        text.replace('": ', '":  ', 1),
+        json.dumps(tables),
+        text.replace("v", "\\u0076", 1),
+    ]
+    for other in (
+        *others,
+        json.dumps(swapped, indent=1) + "\n",
+        json.dumps(dict(reversed(tables.items())), indent=1) + "\n",
+    ):
+        assert json.loads(other) == tables
+        (folder / NAME).write_text(other)
+        with pytest.raises(SitusError, match="altered"):
+            read_manifest(folder, KEY)
+    (folder / NAME).write_text(text)
+    assert read_manifest(folder, KEY)
+
+
+def test_shares_are_counted():
+    whole = manifest()
+    assert whole.count(whole.tensors) == 8 * 6 + 18 * 6 + 2 * 2 * 3 * 4 + 3 * 6 and whole.count([]) == 0
+    assert whole.held() == frozenset()
+
+
 MEMBER = {"tensor": "head.weight", "axis": 1, "outer": 1, "inner": 1, "start": 0, "length": None, "at": None}
 
 
@@ -193,6 +271,15 @@ def test_groups_that_do_not_fit_are_refused(folder, change):
     rewrite(folder, lambda tables: tables["groups"][0].update(members=[MEMBER | change]))
     with pytest.raises(SitusError, match="group"):
         read_manifest(folder, None)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
+def test_a_pipe_or_a_folder_in_its_place_does_not_hang(tmp_path):
+    os.mkfifo(tmp_path / NAME)
+    (tmp_path / "a" / NAME).mkdir(parents=True)
+    for place in (tmp_path, tmp_path / "a"):
+        with pytest.raises(SitusError, match="is no file"):
+            read_manifest(place, KEY)
 
 
 def test_not_a_locked_folder(tmp_path):

@@ -21,7 +21,9 @@ def create_backbone(
     img_size: Size | None = None,
     **fields: Any,
 ) -> Backbone:
-    """A backbone by timm name, by transformers folder or configuration, by `BackboneConfig`, or around a module.
+    """A backbone by timm name, by folder or configuration of either library, by `BackboneConfig`, or around a module.
+
+    A folder brings its weights; its config.json alone gives fresh ones.
 
     `fields` are those of `BackboneConfig`: patch_size, in_chans, num_classes, positions, drop_path, weights,
     model_args.
@@ -59,8 +61,8 @@ def _create(source: Any, config: BackboneConfig) -> Backbone:
 
     if isinstance(source, nn.Module):
         return wrap_timm(source, type(source).__name__)
-    if (Path(config.name) / "config.json").is_file():
-        return create_timm_folder(Path(config.name), config)
+    if (described := _config_file(config.name)) is not None:
+        return create_timm_folder(described.parent, config, fresh=described == Path(config.name))
     return create_timm(config)
 
 
@@ -80,7 +82,13 @@ def _transformers_args(config: BackboneConfig) -> dict[str, Any]:
 def _is_transformers(source: Any) -> bool:
     """A transformers folder or its config.json, "hf:…", or an object of that library; told without importing it."""
     if isinstance(source, str | Path):
-        text = str(source)
-        file = Path(text) if Path(text).name == "config.json" else Path(text) / "config.json"
-        return text.startswith("hf:") or (file.is_file() and "architecture" not in read_json(file))
+        file = _config_file(source)
+        return str(source).startswith("hf:") or (file is not None and "architecture" not in read_json(file))
     return type(source).__module__.startswith("transformers.")
+
+
+def _config_file(source: str | Path) -> Path | None:
+    """The config.json that a path names, itself or as the folder around it; a name of a model names none."""
+    path = Path(source)
+    file = path if path.name == "config.json" else path / "config.json"
+    return file if file.is_file() else None

@@ -66,10 +66,10 @@ def create_timm(config: BackboneConfig) -> Backbone:
     return backbone
 
 
-def create_timm_folder(folder: Path, config: BackboneConfig) -> Backbone:
+def create_timm_folder(folder: Path, config: BackboneConfig, *, fresh: bool = False) -> Backbone:
     """A backbone from a folder that timm reads ("local-dir:…"), such as an export: its config.json, its weights.
 
-    What `config` says goes before what the folder says.
+    What `config` says goes before what the folder says. fresh: new weights, where `config` names none.
     """
     described = read_json(folder / "config.json")
     table = folder / "situs_positions.safetensors"
@@ -79,11 +79,11 @@ def create_timm_folder(folder: Path, config: BackboneConfig) -> Backbone:
             name=described["architecture"],
             num_classes=config.num_classes if config.num_classes is not None else described.get("num_classes"),
             positions=config.positions or ("learned" if table.is_file() else None),
-            weights=config.weights or str(folder),
+            weights=config.weights or (None if fresh else str(folder)),
             model_args={**described.get("model_args", {}), **config.model_args},
         )
     )
-    if table.is_file() and config.positions is None:
+    if table.is_file() and config.positions is None and not fresh:
         load_into(backbone, read_state_dict(table), f"{table}", optional=("model.",))
     return backbone
 

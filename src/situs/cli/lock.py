@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from situs.errors import SitusError
 from situs.report.words import percent
 
 if TYPE_CHECKING:
@@ -57,8 +56,6 @@ def run(args: Args) -> None:
     from situs.cli.passphrase import read_key
     from situs.locks.lock import lock
 
-    if args.withheld is not None and not args.withhold:
-        raise SitusError("withheld: there is nothing to write to that file; say which parts (--withhold)")
     key = read_key(args.key)
     locked = lock(
         args.model,

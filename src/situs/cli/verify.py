@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from situs.cli.tables import print_table
-from situs.errors import SitusError
 
 if TYPE_CHECKING:
     from situs.locks.equivariance import Finding, Verdict
@@ -58,10 +57,6 @@ class Args:
 
 def run(args: Args) -> None:
     """Builds the model, verifies it and prints what was found."""
-    if args.steps < 0:
-        raise SitusError(f"steps={args.steps}: must be at least 0 (--steps)")
-    if args.tokens < 2:
-        raise SitusError(f"tokens={args.tokens}: must be at least 2, for fewer have no order (--tokens)")
     import torch
 
     from situs.backbones import create_backbone

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, Stream
 from situs.core.position import Positions
 from situs.core.tokens import take
+from situs.errors import SitusError
 from situs.locks.precise import KeepDouble
 
 Move = Callable[[Stream], Stream]
@@ -64,6 +66,33 @@ class Stack(nn.Module):
             return self.backbone.blocks(stream).z
         finally:
             self.inside = False
+
+
+def as_backbone(model: Any) -> Backbone:
+    """A backbone as it is, or around a model of timm or transformers; anything else is refused."""
+    if isinstance(model, Backbone):
+        return model
+    if not isinstance(model, nn.Module):
+        raise SitusError(f"verify takes a model, not a {type(model).__name__}; create_backbone makes one of a name")
+    if not type(model).__module__.startswith(("timm.", "transformers.")):
+        raise SitusError(
+            f"{type(model).__qualname__} is neither timm's nor transformers', so where its blocks begin is not known; "
+            "trace_module takes a module that maps a stream [B, S, D] to one"
+        )
+    return create_backbone(model)
+
+
+def check_input(backbone: Backbone, x: Any) -> None:
+    """Refuses inputs that the model cannot take: not None, no tensor, empty, of the wrong kind, unknown words."""
+    if x is None or "tokens" in backbone.refusals:
+        return
+    kind = "ids [B, N], integers" if backbone.img_size is None else "images [B, C, H, W], floating point"
+    if not isinstance(x, Tensor):
+        raise SitusError(f"x is a {type(x).__name__}: {backbone.name} takes a tensor of {kind}")
+    if not x.numel() or x.is_floating_point() == (backbone.img_size is None):
+        raise SitusError(f"x is {list(x.shape)} of {x.dtype}: {backbone.name} takes {kind}")
+    if backbone.img_size is None and not 0 <= int(x.min()) <= int(x.max()) < backbone.model.config.vocab_size:
+        raise SitusError(f"x holds ids beyond the {backbone.model.config.vocab_size} words of {backbone.name}")
 
 
 def sample_of(backbone: Backbone, x: Tensor | None, tokens: int, generator: torch.Generator) -> Sample:

@@ -28,7 +28,7 @@ from situs.locks.arms import (
 )
 from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, residual_only
 from situs.locks.members import Group
-from situs.locks.rows import fresh_order
+from situs.locks.rows import moved_order
 
 Errors = dict[str, float]
 """check (forward, backward, steps) -> relative error."""
@@ -105,7 +105,7 @@ class Bench:
     def row_moves(self) -> tuple[Move, Back]:
         """A different order of the patch tokens for each sample, and back."""
         batch, count = self.tokens.shape[:2]
-        order = fresh_order(batch, count, torch.Generator().manual_seed(1)).to(self.tokens.device)
+        order = moved_order(batch, count, torch.Generator().manual_seed(1)).to(self.tokens.device)
         p, undo = self.backbone.num_prefix, invert(order)
         return lambda s: s.take(order), lambda z: torch.cat([z[:, :p], take(z[:, p:], undo)], dim=1)
 

@@ -14,18 +14,19 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
+from situs.config import require
 from situs.core.tokens import patchify, take, unpatchify
 from situs.errors import SitusError
-from situs.locks.arms import Sample, evaluating, gap, own_dtype, sample_of
+from situs.locks.arms import Sample, as_backbone, check_input, evaluating, gap, own_dtype, sample_of
 from situs.locks.bench import Bench, Errors
-from situs.locks.groups import groups_of, random_keys, residual_only
+from situs.locks.groups import groups_of, moving, random_keys, residual_only
 from situs.locks.members import Group
 from situs.locks.paper import official_bits, official_key, paper_rule
 from situs.locks.parts import Part, merged, parts_of
-from situs.locks.rows import fresh_order, row_leak, row_refusal
+from situs.locks.rows import moved_order, row_leak, row_refusal
 from situs.locks.trace import trace_backbone
 
 __all__ = ["Finding", "Verdict", "certify", "official_bits", "official_key", "paper_rule", "verify"]
@@ -42,6 +43,7 @@ INNER = {
     "value": "value channels",
     "query": "query and key channels",
 }
+NOTHING = "nothing to permute"
 COVER = "leaves the function as it was: cover, no strength"
 OWNER = "stays with the owner, in clear order"
 
@@ -86,7 +88,7 @@ class Verdict:
 
 
 def verify(
-    backbone: Backbone,
+    backbone: Backbone | nn.Module,
     x: Tensor | None = None,
     *,
     groups: Sequence[Group] | None = None,
@@ -95,12 +97,16 @@ def verify(
     seed: int = 0,
     strict: bool = False,
 ) -> Verdict:
-    """Measures both laws on a backbone and on its parts.
+    """Measures both laws on a backbone (or a timm or transformers model, which becomes one) and on its parts.
 
     x: images [B, C, H, W] or ids [B, N]; None: random ones. groups: of the keys; None: the curated ones, or those that
     tracing finds in a class that no adapter knows. steps: of AdamW. tokens: at most so many patch tokens take part,
     where the model allows a subset. strict: raise where a law of the whole is refused.
     """
+    require(steps >= 0, "steps", steps, "at least 0", "--steps")
+    require(tokens >= 2, "tokens", tokens, "at least 2, for fewer have no order", "--tokens")
+    backbone = as_backbone(backbone)
+    check_input(backbone, x)
     if "tokens" in backbone.refusals:
         reason = f"convolution: {backbone.refusals['tokens']}"
         findings = [Finding("blocks", law, "refused", reason) for law in ("row", "column")]
@@ -185,7 +191,7 @@ def _measure(bench: Bench, groups: Sequence[Group], keys: Mapping[str, Tensor]) 
         found["column"] = bench.column(residual, keys)
         found["unkeyed"] = {"forward": bench.column_forward(residual, keys)}
     for kind in INNER:
-        inner = [group for group in groups if group.kind == kind]
+        inner = [group for group in groups if group.kind == kind and group.size > 1]
         if inner:
             found[kind] = bench.inner(inner, keys)
     return found
@@ -204,8 +210,11 @@ def _rows(backbone: Backbone, measured: Measured, again: Measured, leaves: Seque
     refusal = row_refusal(backbone)
     if refusal is not None:
         return Finding("blocks", "row", "refused", refusal, errors, own)
-    if not _within(errors, own, _tolerances(own_dtype(backbone))):
-        return Finding("blocks", "row", "refused", _first_broken(leaves, "row"), errors, own)
+    if backbone.num_tokens == 1:
+        return Finding("blocks", "row", "holds", f"{NOTHING}: there is one token")
+    limits = _tolerances(own_dtype(backbone))
+    if not _within(errors, own, limits):
+        return Finding("blocks", "row", "refused", _why(errors, own, limits, leaves, "row"), errors, own)
     return Finding("blocks", "row", "holds", row_leak(backbone) or "", errors, own)
 
 
@@ -221,7 +230,7 @@ def _columns(
         return Finding("blocks", "column", "refused", reason or "no residual group is known")
     errors, own = measured["column"], again["column"]
     if not _within(errors, own, limits):
-        return Finding("blocks", "column", "refused", _first_broken(leaves, "column"), errors, own)
+        return Finding("blocks", "column", "refused", _why(errors, own, limits, leaves, "column"), errors, own)
     if control is None or control <= limits[0]:
         return Finding("blocks", "column", "refused", "a key with one axis left out passes too", errors, own)
     if measured["unkeyed"]["forward"] <= limits[0]:
@@ -240,6 +249,10 @@ def _inner(groups: Sequence[Group], measured: Measured, again: Measured, limits:
             reason = COVER if good else "the function changes with this key"
             status = _keyed_or_refused(good)
             found.append(Finding(f"blocks, {what}", "column", status, reason, measured[kind], again[kind]))
+        elif any(group.kind == kind for group in groups):
+            found.append(
+                Finding(f"blocks, {what}", "column", "holds", "nothing to permute: there is one in each group")
+            )
         elif groups and kind == "query":
             reason = "RoPE turns these channels in pairs, each by an angle of its own"
             found.append(Finding(f"blocks, {what}", "column", "refused", reason))
@@ -254,7 +267,7 @@ def _eq6(bench: Bench, groups: Sequence[Group], generator: torch.Generator) -> l
     except SitusError:  # Swin, grouped queries, relative bias: the paper's rule says nothing of them
         return []
     size, name, limit = rule[0].size, rule[0].name, TOLERANCES[torch.float64]
-    anyone = {name: torch.randperm(size, generator=generator)}
+    anyone = {name: moving(size, generator)}
     official = {name: official_key(heads, size // heads, generator)}
     errors = {"forward": bench.column_forward(rule, anyone, rule)}
     good = errors["forward"] <= limit
@@ -277,6 +290,15 @@ def _leaves(bench: Bench, groups: Sequence[Group], keys: Mapping[str, Tensor]) -
     residual = residual_only(groups)
     rows = row_refusal(bench.backbone) is None
     return parts_of(bench, residual, keys, rows=rows, columns=bool(residual))
+
+
+def _why(errors: Errors, own: Errors, limits: tuple[float, float], parts: Sequence[Part], law: Law) -> str:
+    """Why a law is refused: broken, or lost in the rounding of the model's own dtype."""
+    if not _within(errors, {}, limits):
+        return _first_broken(parts, law)
+    return (
+        f"holds in float64; in the model's own dtype rounding grows to {max(own.values()):.0e}, above {limits[1]:.0e}"
+    )
 
 
 def _first_broken(parts: Sequence[Part], law: Law) -> str:
@@ -330,7 +352,7 @@ def _embedding(backbone: Backbone, sample: Sample) -> Finding:
     """Shuffling patches (or words) before the embedding is shuffling tokens behind it, unless patches overlap."""
     x = sample.x
     tokens = backbone.embed(x)
-    order = fresh_order(x.shape[0], tokens.shape[1], torch.Generator().manual_seed(2)).to(x.device)
+    order = moved_order(x.shape[0], tokens.shape[1], torch.Generator().manual_seed(2)).to(x.device)
     if backbone.img_size is None:
         moved = x.gather(1, order)
     else:

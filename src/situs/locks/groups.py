@@ -117,5 +117,16 @@ def invert_keys(keys: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def random_keys(groups: Sequence[Group], generator: torch.Generator | None = None) -> dict[str, Tensor]:
-    """A random permutation for each group, from torch's generator: for tests and checks, never for a lock."""
-    return {group.name: torch.randperm(group.size, generator=generator) for group in groups}
+    """A random permutation for each group, from torch's generator: for tests and checks, never for a lock.
+
+    Never the identity, under which every law holds and nothing is tested; but a group of one place has no other.
+    """
+    return {group.name: moving(group.size, generator) for group in groups}
+
+
+def moving(size: int, generator: torch.Generator | None = None) -> Tensor:
+    """A random permutation of `size` places that is not the identity, unless there is only one place."""
+    while True:
+        p = torch.randperm(size, generator=generator)
+        if size < 2 or not torch.equal(p, torch.arange(size)):
+            return p

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from situs.config import from_dict, to_dict
 from situs.errors import SitusError, missing_extra
+from situs.locks.shards import unique
 
 VERSION = 1
 SEED_BYTES = 32
@@ -105,8 +106,8 @@ class Wrapping:
     lanes: int = 4
 
     def __post_init__(self) -> None:
-        # The costs are read from a file: without a ceiling, a file could ask for all memory there is.
-        allowed = 1 <= self.passes <= 100 and 1 <= self.lanes <= 64 and 8 * self.lanes <= self.memory <= 1 << 22
+        # The costs are read from a file: without a ceiling, a file could ask for all memory and hours there are.
+        allowed = 1 <= self.passes <= 16 and 1 <= self.lanes <= 64 and 8 * self.lanes <= self.memory <= 1 << 20
         if not allowed or len(_decode(self.salt)) < 16 or len(_decode(self.nonce)) != 12:
             raise SitusError("its passphrase settings are out of range")
 
@@ -170,7 +171,7 @@ def _read(path: Path) -> KeyFile:
     try:
         if len(raw) > LARGEST_FILE:
             raise SitusError("too large")
-        tables = json.loads(raw)
+        tables = json.loads(raw, object_pairs_hook=unique)
         version = tables["version"] if isinstance(tables, dict) and "version" in tables else None
         if version != VERSION or isinstance(version, bool):
             raise SitusError(f"version {version!r:.40}, this Situs reads version {VERSION}")
@@ -235,10 +236,11 @@ def _encode(raw: bytes) -> str:
 
 
 def _decode(text: str) -> bytes:
-    try:
-        return base64.b64decode(text, validate=True)
-    except ValueError:
-        raise SitusError("it holds text that is no base64") from None
+    with suppress(ValueError):
+        raw = base64.b64decode(text, validate=True)
+        if _encode(raw) == text:  # some texts spell bits that no byte holds
+            return raw
+    raise SitusError("it holds text that is no base64")
 
 
 # --- permutations -------------------------------------------------------------------------------------------

@@ -82,6 +82,8 @@ def lock(
             files.write_model(source, Path(place))
             return lock(place, key, out, groups=groups, seal=seal, withhold=withhold, withheld=withheld)
     parts, folder = parse_parts(withhold), files.check_source(source)
+    if withheld is not None and not parts:
+        raise SitusError(f"withheld={withheld}: there is nothing to write to it; say which parts (--withhold)")
     weights = files.weight_files(folder)
     _refuse_locked(folder)
     others, left_out = sort_files(folder, weights)

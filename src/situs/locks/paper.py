@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from situs.errors import SitusError
-from situs.locks.groups import residual_only
+from situs.locks.groups import moving, residual_only
 from situs.locks.members import Group, Member
 
 
@@ -40,8 +40,7 @@ def paper_rule(groups: Sequence[Group]) -> tuple[Group, ...]:
 
 def official_key(heads: int, width: int, generator: torch.Generator | None = None) -> Tensor:
     """A key [heads * width] as the published code draws it: channels alike in every head, then the order of heads."""
-    channels = torch.randperm(width, generator=generator)
-    order = torch.randperm(heads, generator=generator)
+    channels, order = moving(width, generator), moving(heads, generator)
     return (order[:, None] * width + channels).flatten()
 
 

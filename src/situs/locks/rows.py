@@ -54,6 +54,14 @@ def permuted_blocks(backbone: Backbone, stream: Stream, order: Tensor) -> Stream
     return replace(stream, z=back.z)
 
 
+def moved_order(batch: int, count: int, generator: torch.Generator) -> Tensor:
+    """`fresh_order` for a check: no sample keeps its own order, under which every law holds; one token has no other."""
+    while True:
+        order = fresh_order(batch, count, generator)
+        if count < 2 or not (order == torch.arange(count)).all(dim=1).any():
+            return order
+
+
 def fresh_order(batch: int, count: int, generator: torch.Generator | None = None) -> Tensor:
     """A new uniform order for each sample, [B, N]. Never use one twice: two looks at one order can be compared."""
     return random_permutation(torch.rand(batch, count, generator=generator, dtype=torch.float64))
