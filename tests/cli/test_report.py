@@ -22,6 +22,9 @@ def test_runs_side_by_side(trained, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert numbers["runs"][0]["speed"]["device"].startswith("cpu (")
     assert numbers["runs"][0]["speed"]["precision"] == "fp32"
     assert (tmp_path / "report-curves.png").read_bytes().startswith(b"\x89PNG")
+    assert main(["report", str(trained.two), "--out", str(tmp_path)]) == 0  # which leaves the page of the three
+    assert json.loads((tmp_path / "report.json").read_text()) == numbers
+    assert (tmp_path / "two" / "report.html").is_file()
 
 
 @pytest.mark.parametrize("words", [["{folder}"], []])

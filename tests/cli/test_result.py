@@ -38,7 +38,7 @@ class Named(NamedTuple):
 
 def test_a_page_of_another_model_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def write(title: str, *of: Named) -> Path:
-        return write_result(tmp_path, "grid", {"mean": 0.5}, Page(title), {"cells": title.encode()}, of=of)  # type: ignore[arg-type]
+        return write_result(tmp_path, "grid", {"mean": 0.5}, Page(title), {"cells": title.encode()}, of=of)
 
     one, two, three = Named("mp3", "1"), Named("mjp", "2"), Named("mjp", "3")
     assert write("first", one) == tmp_path / "grid.html"

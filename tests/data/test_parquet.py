@@ -35,16 +35,18 @@ def write(path: Path, content: pa.Table, **options: Any) -> Path:
 
 
 def test_a_row_without_a_label_is_skipped_and_counted(tmp_path):
-    write(tmp_path / "x.parquet", table([0, None, 1]))
+    write(tmp_path / "x.parquet", table([0, None, 1, -1]))
     source = open_source(tmp_path)
     assert (source.classes, source.read(2)[1]) == (("0", "1"), 1)
     with pytest.raises(BrokenImageError, match=r"row 1 of row group 0: the row has no label"):
         source.read(1)
-    loader = make_loader(DataConfig(str(tmp_path), split="train", img_size=4, batch=3), None)
+    with pytest.raises(BrokenImageError, match=r"row 3 of row group 0: the row has the label -1"):
+        source.read(3)
+    loader = make_loader(DataConfig(str(tmp_path), split="train", img_size=4, batch=4), None)
     [batch] = loader
     assert batch.labels is not None
     assert (batch.labels.tolist(), batch.ids.tolist()) == ([0, 1], [0, 2])
-    assert loader.source.left_out()[0].startswith(f"1 of 3 images of {tmp_path.name} could not be read")
+    assert loader.source.left_out()[0].startswith(f"2 of 4 images of {tmp_path.name} could not be read")
 
 
 def test_labels_that_are_all_missing_are_none(tmp_path):

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 
 from situs.data.images import BrokenImageError
-from situs.data.sources import open_source
+from situs.data.sources import judged_split, open_source
 from situs.errors import SitusError
 
 RNG = np.random.default_rng(1)
@@ -239,5 +239,6 @@ def test_what_the_system_refuses_is_one_sentence(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "is_dir", refuse)
-    with pytest.raises(SitusError, match=r"cannot be read \(permission denied\) \(--data\)"):
-        open_source(tmp_path)
+    for look in (open_source, judged_split):
+        with pytest.raises(SitusError, match=r"cannot be read \(permission denied\) \(--data\)"):
+            look(tmp_path)

@@ -53,7 +53,7 @@ class Args:
 def run(args: Args) -> None:
     """Extracts and writes them, and says what was written."""
     from situs import __version__
-    from situs.cli.result import tell_left_out
+    from situs.cli.result import tell_left_out, tell_locked
     from situs.core.tokens import pair
     from situs.data.sampler import sample_of
     from situs.evaluate.features import check_form, extract, write_features
@@ -65,6 +65,7 @@ def run(args: Args) -> None:
     size = None if args.img_size is None else pair(args.img_size)
     ema = None if args.ema else False
     subject = open_subject(args.model, weights=args.weights, img_size=size, ema=ema, device=device)
+    tell_locked(subject)
     if args.held_out is not None:
         subject = subject.holding_out(args.held_out)
     loader = load_set(subject, args.data, args.split, args.batch, device)

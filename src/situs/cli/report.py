@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import tyro
 
@@ -30,8 +30,16 @@ def run(args: Args) -> None:
     from situs.analyze.runs import read_runs
     from situs.analyze.runs_page import STATUS, runs_numbers, runs_page, status_rows
     from situs.cli.tables import print_table
+    from situs.evaluate.subject import identity_of
 
     found = read_runs(args.runs)
     page, pictures = runs_page(found, args.over)
     print_table("Runs", [STATUS, *status_rows(found)])
-    print(write_result(args.out, "report", runs_numbers(found), page, pictures))
+    places = (identity_of(folder.resolve().as_posix()) for folder in args.runs)
+    whose = [_Whose(run.name, place) for run, place in zip(found, places, strict=True)]
+    print(write_result(args.out, "report", runs_numbers(found), page, pictures, of=whose))
+
+
+class _Whose(NamedTuple):
+    name: str
+    identity: str

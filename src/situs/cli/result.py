@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import tyro
 
@@ -69,6 +69,16 @@ class LookingAtImages(Looking):
 
     seed: int = 0
     """Seed of every draw."""
+
+
+class Whose(Protocol):
+    """What a result is of: a model, a run."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def identity(self) -> str: ...
 
 
 def open_looked_at(args: Looking) -> Subject:
@@ -144,7 +154,7 @@ def write_result(
     page: Page,
     pictures: Mapping[str, bytes] | None = None,
     *,
-    of: Sequence[Subject] = (),
+    of: Sequence[Whose] = (),
 ) -> Path:
     """Writes NAME.json, NAME-PICTURE.png for each picture, and NAME.html last; gives the page's path.
 
@@ -171,7 +181,7 @@ def write_result(
     return page.write(folder / f"{name}.html")
 
 
-def _own_folder(folder: Path, name: str, of: Sequence[Subject]) -> Path:
+def _own_folder(folder: Path, name: str, of: Sequence[Whose]) -> Path:
     """`folder`, or where it holds that result of other models the first folder below it that does not."""
     told = [subject.identity for subject in of]
     if _is_free(folder / f"{name}.json", told):

@@ -116,8 +116,9 @@ class ParquetSource(EncodedSource):
         if labels is None:
             return None
         number = labels[row].as_py()
-        if number is None:
-            raise BrokenImageError(f"{self.entry(index)}: the row has no label, others have one")
+        if number is None or number < 0:
+            said = "no label" if number is None else f"the label {number}"
+            raise BrokenImageError(f"{self.entry(index)}: the row has {said}, others have one from 0 on")
         return number
 
     def entry(self, index: int) -> str:
@@ -167,8 +168,8 @@ def _layout(files: list[Path], labels: bool) -> tuple[str, str | None, tuple[str
             raise SitusError(f"{file}: its images and labels are {said}, in {files[0].name} {wanted} (--data)")
     if label is None:
         return image, None, None
-    least, most = _label_range(files, label)
-    if least < 0 or most < 0:
+    most = _largest_label(files, label)
+    if most < 0:
         return image, None, None  # the hub marks a withheld label with -1
     names = _class_names(files[0], schema, label)
     if not names:
@@ -221,14 +222,14 @@ def _class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
         raise SitusError(f"{file}: its 'huggingface' metadata is damaged ({str(error)[:80]}) (--data)") from error
 
 
-def _label_range(files: list[Path], label: str) -> tuple[int, int]:
-    """The least and the largest label of all rows: shards may be sorted by class. (0, -1) where there are none."""
-    least, most = 0, -1
+def _largest_label(files: list[Path], label: str) -> int:
+    """Of all rows: shards may be sorted by class. -1 where there are none."""
+    most = -1
     for file in files:
         with _reading(file, f"column {label!r}"):
             column = _open(file).read(columns=[label])[label]
             column.validate(full=True)
             values = column.drop_null().to_numpy()
         if len(values):
-            least, most = min(least, int(values.min())), max(most, int(values.max()))
-    return least, most
+            most = max(most, int(values.max()))
+    return most

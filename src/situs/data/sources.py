@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from situs.data.base import SPLITS, Source, TensorSource, choose_split, list_shards, splits_of
@@ -35,14 +37,21 @@ def open_source(
         raise SitusError(f"channels={channels}: must be at least 1 (--data.channels)")
     if not 0 <= held_out < 1:
         raise SitusError(f"held_out={held_out}: must be in [0, 1) (--data.held-out, in evaluations --held-out)")
-    try:
+    with _told(path):
         if not held_out or _is_judged(splits_at(path)):
             return _open(path, split, labels, channels, strict)
         choose_split(SPLITS, split, str(path))  # refuses a name that means no split
         whole = _open(path, None, labels, channels, strict)
+    return hold_out(whole, held_out, held=split in {*SPLITS["val"], *SPLITS["test"]})
+
+
+@contextmanager
+def _told(path: str | Path) -> Iterator[None]:
+    """What the system refuses, in one sentence."""
+    try:
+        yield
     except OSError as error:
         raise SitusError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()}) (--data)") from error
-    return hold_out(whole, held_out, held=split in {*SPLITS["val"], *SPLITS["test"]})
 
 
 def judged_split(path: str | Path, held_out: float = 0.0) -> str | None:
@@ -52,13 +61,14 @@ def judged_split(path: str | Path, held_out: float = 0.0) -> str | None:
 
 def splits_at(path: str | Path) -> set[str]:
     """The splits that the data at `path` is divided into; none for one that is not."""
-    path = _existing(path)
     if str(path) == SAMPLES:
         return {"train", "test"}
-    for suffix in (".parquet", ".tar"):
-        if shards := list_shards(path, suffix):
-            return splits_of(shards)
-    return {"train", "test"} if find_cifar(path) else set(split_folders(path))
+    with _told(path):
+        path = _existing(path)
+        for suffix in (".parquet", ".tar"):
+            if shards := list_shards(path, suffix):
+                return splits_of(shards)
+        return {"train", "test"} if find_cifar(path) else set(split_folders(path))
 
 
 def _is_judged(splits: set[str]) -> bool:

@@ -90,7 +90,12 @@ def open_subject(
         subject = _open_folder(Path(source), device)
     else:
         subject = _open_name(source, weights, img_size, device)
-    return replace(subject, identity=hashlib.sha256(origin.encode("utf-8", "surrogateescape")).hexdigest()[:16])
+    return replace(subject, identity=identity_of(origin))
+
+
+def identity_of(origin: str) -> str:
+    """A short hash of where something was opened from: results tell nobody's folders."""
+    return hashlib.sha256(origin.encode("utf-8", "surrogateescape")).hexdigest()[:16]
 
 
 def load_set(
