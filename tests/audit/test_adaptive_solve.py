@@ -36,11 +36,13 @@ class Scene(NamedTuple):
     grid: tuple[int, int]
 
 
-def scene(dim: int = 64, ratio: float = 0.3, number: int = 0, change: Any = None) -> Scene:
+def scene(dim: int = 64, ratio: float = 0.3, number: int = 0, change: Any = None, biased: bool = False) -> Scene:
     torch.manual_seed(0)
     shape = {"depth": 2, "embed_dim": dim, "num_heads": 4}
     given = {"img_size": 28, "patch_size": 7, "in_chans": 1, "num_classes": 10, "model_args": shape}
     backbone = create_backbone("vit_tiny_patch16_224", **given).eval().double()
+    if biased:
+        torch.nn.init.normal_(backbone.model.blocks[0].norm2.bias)
     x = (load_samples("test").images[number : number + 1].double() / 255 - 0.5) / 0.3
     x = x + 0.1 * torch.randn_like(x)  # no two patches are equal
     defence, ids, stem = MaskedJigsaw(ratio), torch.tensor([number]), require_stem(backbone)
@@ -80,6 +82,20 @@ def test_the_truth_is_in_the_family_and_theta_is_free_along_it(usual: Scene) -> 
     torch.testing.assert_close(family.theta(everywhere(usual), phi), usual.theta)
     found, real = (m - m.mean(dim=1, keepdim=True) for m in (
         family.streams(everywhere(usual), phi), usual.block.middle(usual.patches)
+    ))  # fmt: skip
+    assert float((found - real).norm() / real.norm()) < 1e-6
+
+
+@torch.no_grad()
+def test_a_norm_with_a_bias_has_one_unknown_and_one_equation_more() -> None:
+    """A deviation that the norm divides by is then found for each token, and no dimension is left open beside θ."""
+    of = scene(biased=True)
+    family = family_of(of.block, of.partly, loose=0)
+    r = len(of.partly.z)
+    assert family.along.shape[0] == r
+    phi = family.phi(everywhere(of), of.theta)
+    found, real = (m - m.mean(dim=1, keepdim=True) for m in (
+        family.streams(everywhere(of), phi), of.block.middle(of.patches)
     ))  # fmt: skip
     assert float((found - real).norm() / real.norm()) < 1e-6
 

@@ -17,6 +17,7 @@ from situs.audit import (
     MatchingConfig,
     NoDefence,
     NoPositionGradient,
+    matching,
 )
 from situs.audit.metrics import psnr
 from situs.audit.scoring import pictures_of
@@ -96,6 +97,61 @@ def test_more_restarts_never_match_worse_and_change_nothing_else(backbone: Any) 
     for one, three in zip(once.facts, thrice.facts, strict=True):
         assert float(three["distance"]) < float(one["distance"]) * 1.01
     assert len(thrice.images) == 2
+
+
+def searches(backbone: Any, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[Any, list[Any]]:
+    """A recovery, and of each search at once where it began [P, B, C, H, W] and what it found."""
+    seen, optimise = [], matching.optimise
+
+    def spy(objective: Any, start: torch.Tensor, *given: Any) -> Any:
+        seen.append((start, optimise(objective, start, *given)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(matching, "optimise", spy)
+    found = attack(backbone, pictures(2), iterations=2, **settings)
+    monkeypatch.undo()
+    return found, seen
+
+
+def test_every_search_begins_elsewhere_and_wherever_it_runs_at_the_same_place(
+    backbone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, [(starts, _)] = searches(backbone, monkeypatch, restarts=4)
+    apart = torch.corrcoef(starts.flatten(1)) - torch.eye(8)
+    assert float(apart.abs().max()) < 0.5  # 64 independent numbers each: a deviation of 1/8
+    assert float(starts.mean().abs()) < 0.2 and 0.8 < float(starts.std()) < 1.2
+    _, groups = searches(backbone, monkeypatch, restarts=4, parallel=1)
+    assert torch.equal(torch.cat([start for start, _ in groups]), starts)
+
+
+def test_of_the_restarts_the_one_of_least_loss_is_kept(backbone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found, [(_, every)] = searches(backbone, monkeypatch, restarts=4)
+    best = every.loss.view(2, 4).argmin(dim=1)
+    assert (best > 0).any()  # else the first of each would do
+    for upload in range(2):
+        index = 4 * upload + int(best[upload])
+        assert torch.equal(found.images[upload], every.images[index, 0])
+        assert found.facts[upload]["distance"] == pytest.approx(float(every.distance[index]))
+
+
+def test_what_overflowed_is_not_matched_to_zero(backbone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is lost of a gradient, the true image still has distance 0."""
+    x, y = (pictures(1) - 0.5) / 0.25, torch.tensor([1])
+    upload = victim_gradients(backbone, x, y)
+    lost = {name: g.clone() for name, g in upload.items()}
+    lost["model.patch_embed.proj.weight"][:5] = torch.inf
+    lost["model.blocks.0.attn.qkv.weight"][3, 3] = torch.nan
+    seen = []
+
+    class Watched(Matching):
+        def measure(self, target: Any, *given: Any) -> Any:
+            distance = super().measure(target, *given)
+            return lambda guess: seen.append(distance(guess)) or seen[-1]
+
+    monkeypatch.setattr(matching, "_noise", lambda *_: x)
+    found = Watched(MatchingConfig(iterations=1)).recover(backbone, [lost], Knowledge())
+    assert float(seen[0]) < 1e-9
+    assert found.images.isfinite().all()
 
 
 def test_together_as_in_turn(backbone: Any) -> None:

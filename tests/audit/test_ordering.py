@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 
 from situs.audit.ordering import (
     Puzzle,
+    _gains,
+    _links,
+    _swapped,
     border_costs,
     make_puzzle,
     order_hidden,
@@ -87,6 +90,49 @@ def test_the_best_order_of_few_is_found(seed: int) -> None:
     assert sorted(found.tolist()) == [0, 1, 2, 3, 4]
     rank = sum(cost < total_cost(puzzle, found) - 1e-9 for cost in every)
     assert rank <= 3  # a search, not a proof: among the best 4 of 120
+    for a, b in itertools.combinations(range(5), 2):  # and no exchange is left that helps
+        assert total_cost(puzzle, _swapped(found, a, b)) >= total_cost(puzzle, found) - 1e-9
+
+
+def random_puzzle(count: int, seed: int, pairs: bool = True) -> Puzzle:
+    """Costs without any symmetry."""
+    chance = torch.Generator().manual_seed(seed)
+    alone, right_cost, below_cost = torch.rand(3, count, count, generator=chance, dtype=torch.float64)
+    beside, under = torch.tensor([[0, 1], [1, 2], [3, 4]]), torch.tensor([[0, 3], [1, 4]])
+    none = torch.zeros(0, 2, dtype=torch.int64)
+    return Puzzle(alone, right_cost, below_cost, beside if pairs else none, under if pairs else none)
+
+
+@given(st.integers(0, 200))
+def test_links_count_every_pair_once_from_either_end(seed: int) -> None:
+    """From each place its neighbours' tables, read with its own patch first, add up to the cost of all pairs twice."""
+    puzzle = random_puzzle(5, seed)
+    order = torch.randperm(5, generator=torch.Generator().manual_seed(seed))
+    pairs = total_cost(puzzle, order) - total_cost(puzzle._replace(alone=torch.zeros(5, 5)), order)
+    both = 0.0
+    for place, neighbours in enumerate(_links(puzzle)):
+        both += sum(float(table[order[place], order[other]]) for other, table in neighbours)
+    alone = float(puzzle.alone[order, torch.arange(5)].sum())
+    assert pairs == pytest.approx(alone)
+    assert both == pytest.approx(2 * (total_cost(puzzle, order) - alone))
+    assert [len(neighbours) for neighbours in _links(puzzle)] == [2, 3, 1, 2, 2]
+
+
+@given(st.integers(0, 200))
+def test_gains_are_what_exchanges_save(seed: int) -> None:
+    puzzle = random_puzzle(6, seed, pairs=False)
+    order = torch.randperm(6, generator=torch.Generator().manual_seed(seed))
+    gains = _gains(puzzle.alone, order)
+    for a, b in itertools.product(range(6), repeat=2):
+        saved = total_cost(puzzle, order) - total_cost(puzzle, _swapped(order, a, b))
+        assert a == b or float(gains[a, b]) == pytest.approx(saved)
+
+
+@given(st.integers(0, 100))
+def test_where_no_hidden_place_has_a_hidden_neighbour_the_order_is_the_best_of_all(seed: int) -> None:
+    puzzle = random_puzzle(5, seed, pairs=False)
+    best = min(total_cost(puzzle, torch.tensor(order)) for order in itertools.permutations(range(5)))
+    assert total_cost(puzzle, solve_puzzle(puzzle, restarts=1)) == pytest.approx(best)
 
 
 def test_total_cost_by_hand() -> None:

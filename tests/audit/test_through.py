@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.audit import Knowledge, Noise, PatchEmbedding, adapt
+from situs.audit.bytes import byte_values
 from situs.audit.gradients import audit_gradients
 from situs.audit.threat import NoDefence, victim_gradients
+from situs.audit.through import System, solve_patches
 
 NORMAL = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -170,6 +172,26 @@ def test_what_overflowed_is_left_out_here_too() -> None:
         found = PatchEmbedding().recover(backbone, [upload], Knowledge(normalisation=NORMAL))
         assert found.facts[0]["fits"] is True
         assert torch.equal(found.images, pictures())
+
+
+def test_the_byte_reader_is_told_of_the_noise() -> None:
+    """Channels of all sizes under one noise: who takes their errors for rounding trusts the faint ones, and reads
+    nothing."""
+    chance = torch.Generator().manual_seed(0)
+    size = torch.logspace(0, -3, 48, dtype=torch.float64)
+    table = torch.randn(1, 8, 48, generator=chance, dtype=torch.float64) * size
+    levels = torch.randint(0, 256, (1, 8, 12), generator=chance)
+    values = byte_values(*NORMAL)
+    patches = values.repeat(4, 1).gather(1, levels[0].T).T.unsqueeze(0)  # channels last within a patch
+    sigma = 1e-5
+    weight = table.mT @ patches
+    weight = weight + sigma * torch.randn(weight.shape, generator=chance, dtype=torch.float64)
+    table = table + sigma * torch.randn(table.shape, generator=chance, dtype=torch.float64)
+    _, [fact], found = solve_patches(System(weight, table, torch.float32, sigma), NORMAL)
+    assert fact["bytes"] is True
+    torch.testing.assert_close(found, patches, rtol=0, atol=1e-9)
+    _, [other], _ = solve_patches(System(weight, table, torch.float32, 0.0), NORMAL)
+    assert other["bytes"] is False
 
 
 def test_an_audit_says_so_of_a_bare_module() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from situs.audit.attack import Attack, Fact, Knowledge, Recovery
+from situs.audit.attack import Attack, Fact, Knowledge, Recovery, known_numbers
 from situs.audit.labels import find_classifier, infer_labels
 from situs.audit.search import (
     Found,
@@ -112,10 +112,9 @@ class Matching(Attack):
         restarts, backbone, like = self.config.restarts, method.backbone, next(method.parameters())
         problems = [(number, restart) for number in group for restart in range(restarts)]
         names = [name for name in parameter_names(method) if name in uploads[group[0]]]
-        target = {
-            name: torch.stack([uploads[i][name].to(like.dtype).nan_to_num(0.0, 0.0, 0.0) for i, _ in problems])
-            for name in names
-        }
+        numbers = {name: torch.stack([known_numbers(uploads[i][name]) for i, _ in problems]) for name in names}
+        there = {name: each.isfinite() for name, each in numbers.items()}  # what overflowed says nothing
+        target = {name: each.nan_to_num(0.0).to(like.dtype) for name, each in numbers.items()}
         guesses = {i: guessed_draws(method, uploads[i], known) for i in group}
         draws = {name: torch.stack([guesses[i][name] for i, _ in problems]) for name in guesses[group[0]]}
         told = torch.stack([labels[i] for i, _ in problems]).to(like.device)
@@ -124,7 +123,8 @@ class Matching(Attack):
         measure = self.measure(target, backbone, known.defence.noise_level(known.batch))
 
         def objective(images: Tensor) -> tuple[Tensor, Tensor]:
-            distance = measure(simulate(images))
+            guess = simulate(images)
+            distance = measure({name: torch.where(there[name], guess[name], 0.0) for name in names})
             prior = self.config.smooth * variation(images)
             if backbone.num_tokens:
                 prior = prior + self.config.border * border_steps(images, backbone.grid)

@@ -203,11 +203,8 @@ def _improve(puzzle: Puzzle, order: Tensor) -> Tensor:
         for place, neighbours in enumerate(links):
             for other, table in neighbours:
                 local[:, place] += table[:, order[other]]
-        here = local[order, torch.arange(len(order))]
-        gain = here.unsqueeze(1) + here.unsqueeze(0) - local[order].T - local[order]
-        tries = [
-            _swapped(order, *divmod(i, len(order))) for i in gain.flatten().topk(min(24, gain.numel())).indices.tolist()
-        ]
+        gain = _gains(local, order).flatten()
+        tries = [_swapped(order, *divmod(i, len(order))) for i in gain.topk(min(24, len(gain))).indices.tolist()]
         tries.append(torch.from_numpy(linear_sum_assignment(local.T.numpy())[1]))
         costs = [total_cost(puzzle, attempt) for attempt in tries]
         best = min(range(len(tries)), key=costs.__getitem__)
@@ -215,6 +212,13 @@ def _improve(puzzle: Puzzle, order: Tensor) -> Tensor:
             break
         order, cost = tries[best], costs[best]
     return order
+
+
+def _gains(local: Tensor, order: Tensor) -> Tensor:
+    """What exchanging the patches at two places saves, [m, m], if the others' costs stay; local [j, t]: of patch j at
+    place t."""
+    here = local[order, torch.arange(len(order))]
+    return here.unsqueeze(1) + here.unsqueeze(0) - local[order].T - local[order]
 
 
 def _swapped(order: Tensor, a: int, b: int) -> Tensor:
