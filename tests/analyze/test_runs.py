@@ -43,7 +43,7 @@ def write_run(
     state: dict[str, Any] | None = None,
 ) -> Path:
     (folder / "checkpoints").mkdir(parents=True)
-    (folder / "config.json").write_text(sealed(config or CONFIG))
+    (folder / "config.json").write_text(sealed(config or CONFIG, "config.json"))
     text = ""
     if records is not None:
         text = records if isinstance(records, str) else "".join(json.dumps(record) + "\n" for record in records)
@@ -52,7 +52,9 @@ def write_run(
         place = folder / "checkpoints" / f"step-{state['step']:08d}"
         place.mkdir()
         log = {"bytes": len(text), "sha256": hashlib.sha256(text.encode()).hexdigest()}
-        (place / "state.json").write_text(sealed({"format": FORMAT, "files": {}, "metrics": log, **state}))
+        (place / "state.json").write_text(
+            sealed({"format": FORMAT, "files": {}, "metrics": log, **state}, "state.json")
+        )
     return folder
 
 

@@ -148,7 +148,7 @@ def test_a_checkpoint_of_an_older_version_is_named(run: RunFolder) -> None:
     old.write_text(json.dumps(state))
     with pytest.raises(SitusError, match=r"state\.json has no hash of itself: it is damaged, or of a version before"):
         run.newest()
-    old.write_text(sealed(state | {"format": 1}))
+    old.write_text(sealed(state | {"format": 1}, "state.json"))
     with pytest.raises(SitusError, match=r"state\.json is of format 1, and this version reads format 2"):
         run.newest()
 

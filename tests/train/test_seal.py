@@ -14,13 +14,13 @@ TABLE = {"step": 30, "rate": 1e-3, "names": ["loss", "ä"], "deep": {"b": None, 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "state.json"
-    path.write_text(sealed(TABLE), encoding="utf-8")
+    path.write_text(sealed(TABLE, "state.json"), encoding="utf-8")
     return path
 
 
 def test_a_table_comes_back_without_its_seal(file: Path) -> None:
     assert read_sealed(file) == TABLE
-    assert json.loads(file.read_text())["sha256"] == fingerprint(TABLE)
+    assert json.loads(file.read_text())["sha256"] == fingerprint(TABLE, "state.json")
     file.write_text(json.dumps(dict(reversed(json.loads(file.read_text()).items()))))
     assert read_sealed(file) == TABLE  # order and space are not content
 
@@ -41,10 +41,15 @@ def test_a_table_comes_back_without_its_seal(file: Path) -> None:
     ],
 )
 def test_what_is_changed_is_said(file: Path, old: str, new: str, said: str) -> None:
-    text = sealed(TABLE).replace(old, new, 1)
-    assert text != sealed(TABLE)
+    text = sealed(TABLE, "state.json").replace(old, new, 1)
+    assert text != sealed(TABLE, "state.json")
     file.write_bytes(text.encode(errors="surrogateescape"))
     assert read_sealed(file) == said
+
+
+def test_a_file_in_another_s_place_is_said(file: Path) -> None:
+    other = file.rename(file.with_name("config.json"))
+    assert read_sealed(other) == "config.json is not as it was written"
 
 
 def test_what_is_no_file_is_said(file: Path, tmp_path: Path) -> None:
@@ -58,4 +63,4 @@ def test_what_is_no_file_is_said(file: Path, tmp_path: Path) -> None:
 
 def test_no_number_that_json_lacks_is_written() -> None:
     with pytest.raises(ValueError, match="not JSON compliant"):
-        sealed({"a": float("nan")})
+        sealed({"a": float("nan")}, "a.json")

@@ -100,7 +100,7 @@ class RunFolder:
             check_target(run.path)
             run._write("the run folder", run.checkpoints.mkdir)
             if classes is not None:
-                text = sealed({"classes": list(classes)})
+                text = sealed({"classes": list(classes)}, CLASSES)
                 run._write(CLASSES, lambda: write_text(run.path / CLASSES, text))
             run._write_config()
         return run
@@ -161,7 +161,7 @@ class RunFolder:
         return tuple(table["classes"])
 
     def _write_config(self) -> None:
-        self._write("config.json", lambda: write_text(self.path / "config.json", sealed(self.config)))
+        self._write("config.json", lambda: write_text(self.path / "config.json", sealed(self.config, "config.json")))
 
     def _write(self, what: str, action: Any) -> None:
         try:

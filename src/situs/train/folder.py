@@ -22,7 +22,7 @@ def write_folder(folder: Path, files: Mapping[str, Mapping[str, Tensor]], state:
     for name, tensors in files.items():
         write_tensors(folder / f"{name}.safetensors", tensors)
     held = {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)} for path in sorted(folder.iterdir())}
-    write_text(folder / "state.json", sealed({"format": FORMAT, **state, "files": held}))
+    write_text(folder / "state.json", sealed({"format": FORMAT, **state, "files": held}, "state.json"))
     sync(folder)
 
 

@@ -1,4 +1,4 @@
-"""JSON that vouches for itself: a table whose last entry is the SHA-256 of all its others."""
+"""JSON that vouches for itself: a table whose last entry is the SHA-256 of all its others and of the file's name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 SEAL = "sha256"
 
 
-def sealed(table: Mapping[str, Any]) -> str:
-    """The text of a sealed table."""
-    return json.dumps({**table, SEAL: fingerprint(table)}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+def sealed(table: Mapping[str, Any], name: str) -> str:
+    """The text of a sealed table that is to lie in a file of this name, and in no other."""
+    whole = {**table, SEAL: fingerprint(table, name)}
+    return json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def read_sealed(path: Path) -> dict[str, Any] | str:
@@ -29,10 +30,10 @@ def read_sealed(path: Path) -> dict[str, Any] | str:
     if not isinstance(table, dict) or SEAL not in table:
         return f"{path.name} has no hash of itself: it is damaged, or of a version before hashes"
     seal = table.pop(SEAL)
-    return table if fingerprint(table) == seal else f"{path.name} is not as it was written"
+    return table if fingerprint(table, path.name) == seal else f"{path.name} is not as it was written"
 
 
-def fingerprint(table: Mapping[str, Any]) -> str:
-    """The SHA-256 of a table's content, whatever the order of its keys and the space between them."""
-    text = json.dumps(table, sort_keys=True, separators=(",", ":"))
+def fingerprint(table: Mapping[str, Any], name: str = "") -> str:
+    """The SHA-256 of a name and a table's content, whatever the order of its keys and the space between them."""
+    text = f"{name}\n{json.dumps(table, sort_keys=True, separators=(',', ':'))}"
     return hashlib.sha256(text.encode()).hexdigest()
