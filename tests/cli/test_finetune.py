@@ -51,7 +51,7 @@ def test_every_kind_of_position_can_be_asked_for(positions: str, trained: Any, t
     loaded = load_run(tmp_path / "ft")
     kinds = {"learned": {"table"}, "sincos": {"table"}, "relative": {"bias"}, "none": set()}
     assert set(loaded.method.backbone.positions().kinds) == kinds[positions]
-    assert main(["evaluate", "accuracy", str(tmp_path / "ft"), "--device", "cpu"]) == 0
+    assert main(["evaluate", "accuracy", str(tmp_path / "ft"), "--device", "cpu", "--out", str(tmp_path / "look")]) == 0
 
 
 def test_validation_is_written_and_resuming_goes_on(trained: Any, tmp_path: Path) -> None:
