@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,17 @@ def test_compiled_ranks_are_eager_ranks(ranks: Path, tmp_path: Path, kind: str) 
     assert left.keys() == right.keys()
     for name in left:
         torch.testing.assert_close(right[name], left[name], rtol=1e-6, atol=1e-9)
+
+
+def test_ddp_is_not_heard_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel of one channel has gradients in another layout than DDP's buckets, of which torch warns on each rank."""
+    monkeypatch.setattr(torch.nn.parallel, "DistributedDataParallel", lambda module, **_: module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        distributed.wrap_ddp(toy())
+        warnings.warn("Grad strides do not match bucket view strides. This may indicate …", stacklevel=1)
+        with pytest.raises(UserWarning, match="another"):
+            warnings.warn("another", stacklevel=1)
 
 
 def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:

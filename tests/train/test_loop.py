@@ -307,6 +307,13 @@ def test_other_precisions_learn_and_resume(tmp_path: Path, precision: str) -> No
     assert same(method, peace)
 
 
+def test_a_method_that_comes_in_eval_mode_is_trained_all_the_same(tmp_path: Path) -> None:
+    _, peace, _ = train(tmp_path / "peace")
+    _, method, _ = train(tmp_path / "run", method=toy(drop_path=0.3).eval())
+    assert method.training
+    assert same(method, peace)  # with the drop path that eval mode would leave out
+
+
 def test_seeds_change_the_run(tmp_path: Path) -> None:
     _, a, _ = train(tmp_path / "a")
     _, b, _ = train(tmp_path / "b", dataclasses.replace(TRAIN, seed=1))

@@ -15,7 +15,18 @@ from situs.backbones import BackboneConfig
 from situs.config import from_dict, merge, replace_at
 from situs.errors import SitusError
 from situs.train.checkpoint import RunFolder, read_config
-from situs.train.run import RunConfig, is_run, load_run, make_eval_loader, make_method, own_size, settled, train_run
+from situs.train.distributed import Ranks
+from situs.train.run import (
+    RunConfig,
+    describe,
+    is_run,
+    load_run,
+    make_eval_loader,
+    make_method,
+    own_size,
+    settled,
+    train_run,
+)
 
 BASE: dict[str, Any] = {
     "method": {"name": "mp3", "mask_ratio": 0.5},
@@ -68,6 +79,16 @@ def test_the_seed_decides_the_first_weights() -> None:
     again, other = make_method(config(), None).state_dict(), make_method(config(train={"seed": 1}), None).state_dict()
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["position_head.weight"], other["position_head.weight"])
+
+
+def test_one_line_says_what_is_trained_where() -> None:
+    method = make_method(config(backbone={"model_args": {"depth": 2, "embed_dim": 192, "num_heads": 2}}), None)
+    method.backbone.model.pos_embed.requires_grad_(False)
+    count = sum(p.numel() for p in method.parameters()) - method.backbone.model.pos_embed.numel()
+    assert 800_000 < count < 1_000_000
+    one = describe(config(), method, Ranks(0, 1, torch.device("cpu")))
+    assert one == f"mp3 on vit_tiny_patch16_224: 4 x 4 patches, {count / 1e6:.1f} M trained parameters, fp32, cpu"
+    assert describe(config(), method, Ranks(1, 4, torch.device("cpu"))).endswith(", fp32, 4 x cpu")
 
 
 def test_labels_are_asked_for_where_they_are_needed() -> None:
