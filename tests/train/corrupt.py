@@ -135,6 +135,12 @@ def files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+def free_name(path: Path, chance: random.Random) -> Path:
+    """The name of another step, of which there is no checkpoint."""
+    names = [path.with_name(f"step-{step:08d}") for step in range(1, 20)]
+    return chance.choice([name for name in names if not name.exists()])
+
+
 def harm(folder: Path, kind: str, chance: random.Random) -> str:
     """Harms the run in one way; says where."""
     path = chance.choice(files(folder))
@@ -161,10 +167,10 @@ def harm(folder: Path, kind: str, chance: random.Random) -> str:
             path.write_bytes(flip(path.read_bytes(), chance))
     elif kind == "rename":
         path = chance.choice(sorted((folder / "checkpoints").iterdir()))
-        path.rename(path.with_name(f"step-{chance.randrange(1, 20):08d}"))
+        path.rename(free_name(path, chance))
     elif kind == "copy":
         path = chance.choice(sorted((folder / "checkpoints").iterdir()))
-        shutil.copytree(path, path.with_name(f"step-{chance.randrange(7, 20):08d}"))
+        shutil.copytree(path, free_name(path, chance))
     elif kind == "checkpoints":
         path = folder / "checkpoints"
         shutil.rmtree(path)

@@ -331,8 +331,9 @@ def test_another_config_is_refused_in_one_sentence(run: RunFolder) -> None:
 
 def test_many_differences_are_counted(run: RunFolder) -> None:
     other = changed(optim__lr=1, optim__betas=[0.5, 0.5], train__seed=1, optim__a=1, optim__b=2)
-    with pytest.raises(SitusError, match="and 2 more fields"):
+    with pytest.raises(SitusError, match="and 2 more fields") as caught:
         RunFolder.open(run.path, other)
+    assert str(caught.value).count(" was ") == 3
 
 
 def test_some_fields_may_change_and_are_told(run: RunFolder) -> None:

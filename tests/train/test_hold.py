@@ -13,9 +13,12 @@ from situs.errors import SitusError
 from situs.train.hold import NAME, only_one
 
 HOLDER = """
-import sys, time, pathlib
+import os, sys, time, pathlib
 from situs.train.hold import only_one
 with only_one(pathlib.Path(sys.argv[1])):
+    if len(sys.argv) > 2 and os.fork() == 0:
+        time.sleep(5)
+        os._exit(0)
     print("held", flush=True)
     time.sleep(60)
 """
@@ -52,6 +55,21 @@ def test_a_killed_holder_holds_no_more(tmp_path: Path) -> None:
     assert (tmp_path / NAME).exists()  # nobody tidied up
     with only_one(tmp_path):
         pass
+
+
+def test_a_worker_that_outlives_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
+    """Processes forked by the holder share its file: they must let go of it, and not of the holder's lock."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path, "fork"], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        with pytest.raises(SitusError, match=f"process {process.pid} on "), only_one(tmp_path):
+            pass
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        with only_one(tmp_path):
+            pass
 
 
 def test_a_lock_that_was_taken_away_meanwhile_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,6 +97,16 @@ def test_a_slow_run_is_not_mute(run: RunFolder, monkeypatch: pytest.MonkeyPatch)
     assert [record["step"] for record in run.records()] == [50]
 
 
+def test_the_time_left_is_judged_by_the_steps_made_here(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run resumed after step 10: one step in three seconds leaves nine steps, 27 seconds."""
+    clock, out = Clock(), io.StringIO()
+    monkeypatch.setattr("situs.train.log.time", clock)
+    log = Log(run, 10, 20, console=Console(file=out, width=200))
+    clock.now += 3.0
+    log.step({"step": 11, "loss": 1.0})
+    assert out.getvalue() == "step 11/20 · loss 1 · 0:27 left\n"
+
+
 def test_a_live_line_moves_every_second(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     clock, out = Clock(), io.StringIO()
     monkeypatch.setattr("situs.train.log.time", clock)

@@ -5,22 +5,37 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from situs.errors import SitusError
 
 NAME = ".lock"
+_held: set[int] = set()
+
+
+def _let_go() -> None:
+    """In a process that the holder forked (a worker that decodes images): it may outlive it, and must not hold on."""
+    for handle in _held:
+        os.close(handle)
+    _held.clear()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_let_go)
 
 
 @contextlib.contextmanager
 def only_one(folder: Path) -> Iterator[None]:
     """Holds the folder; where another process does, an error that names it."""
     handle = _take(folder / NAME)
+    _held.add(handle)
     try:
         yield
     finally:
         (folder / NAME).unlink(missing_ok=True)  # before it is let go, or it might be another's by then
+        _held.discard(handle)
         os.close(handle)
 
 
