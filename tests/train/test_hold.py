@@ -25,6 +25,7 @@ with only_one(pathlib.Path(sys.argv[1])):
 
 
 def test_a_second_holder_is_told_of_the_first(tmp_path: Path) -> None:
+    (tmp_path / NAME).write_text("process 1234567890 on a-machine-with-a-long-name-that-crashed")
     with only_one(tmp_path):
         said = f"process {os.getpid()} on {socket.gethostname()} is at work in this run; wait for it, or stop it first"
         with pytest.raises(SitusError, match=said), only_one(tmp_path):

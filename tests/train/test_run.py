@@ -125,8 +125,10 @@ def test_paths_hold_from_anywhere(mp3: Path, tmp_path: Path, monkeypatch: pytest
     assert settled(config(data={"path": "~/link"})).data.path == str(tmp_path / "link")
     assert settled(config(backbone={"name": "hf:hf"})).backbone.name == f"hf:{tmp_path / 'hf'}"
     # A name is no path, and what is not there is left for the error to name.
-    plain = config(data={"path": "nowhere"}, init="vit_small_patch16_224.augreg_in21k")
+    (tmp_path / "vit_small_patch16_224").touch()
+    plain = config(data={"path": "nowhere"}, init="vit_x.in21k", backbone={"name": "vit_small_patch16_224"})
     assert settled(plain) == plain
+    assert settled(config(backbone={"name": "hf:hf/config.json"})).backbone.name == f"hf:{tmp_path}/hf/config.json"
 
 
 def test_a_run_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
