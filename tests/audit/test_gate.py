@@ -213,6 +213,11 @@ def test_the_three_outcomes_by_their_definition(pairs: list[Pair], cut: bool) ->
         ("psnr", "must be METRIC=NUMBER"),
         ("psnr=nan", "must be METRIC=NUMBER"),
         ("psnr=inf", "must be METRIC=NUMBER"),
+        ("psnr=200", "psnr is at most 200, so this gate would pass a perfect copy"),
+        ("patch_psnr=1e9", "patch_psnr is at most 200"),
+        ("ssim=1", "ssim is at most 1,"),
+        ("order_accuracy=1.0", "order_accuracy is at most 1,"),
+        ("reidentified=1", "reidentified is at most 1,"),
         ("mse=1", "falls as an image leaks"),
         ("lpips=0.1", "choose one of: order_accuracy, patch_psnr, psnr"),
         ("beauty=3", "choose one of: order_accuracy, patch_psnr, psnr"),
@@ -222,3 +227,9 @@ def test_limits_that_mean_nothing(text: str, said: str) -> None:
     with pytest.raises(SitusError, match=said) as error:
         parse_limit(text)
     assert "--fail-above" in str(error.value)
+
+
+def test_limits_that_mean_something() -> None:
+    assert parse_limit("psnr=199.9") == Limit("psnr", 199.9)
+    assert parse_limit("ssim=-0.5") == Limit("ssim", -0.5)
+    assert str(parse_limit("reidentified=0.5")) == "reidentified=0.5"

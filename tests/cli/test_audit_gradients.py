@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -394,6 +395,34 @@ def test_ctrl_c_leaves_a_whole_report(own: str, photographs: Path) -> None:
     assert [judged["status"] for judged in told["gate"]["defences"]] == [4, 4] and not told["gate"]["passed"]
     assert [pair["attack"] for pair in told["pairs"]] == ["patchembed", "matching"]
     assert "stopped after" in Path("audit/report.html").read_text()
+
+
+@pytest.mark.parametrize(("limit", "status"), [("psnr=20", 3), ("psnr=199", 130)])
+def test_ctrl_c_after_an_image_was_above_is_above(
+    limit: str, status: int, own: str, photographs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from situs.audit import Matching, PatchEmbedding
+    from situs.audit.attack import Recovery
+
+    def cut(*_: Any) -> Recovery:
+        raise KeyboardInterrupt
+
+    plain = PatchEmbedding.recover
+
+    def fuzzy(*words: Any) -> Recovery:  # no byte is read, so that there is a limit above it
+        found = plain(*words)
+        return replace(found, images=found.images + 1e-4)
+
+    monkeypatch.setattr(Matching, "recover", cut)
+    monkeypatch.setattr(PatchEmbedding, "recover", fuzzy)
+    words = ["audit", "gradients", f"{own}:named", "--images", str(photographs), "--count", "2", "--no-pictures"]
+    more = ["--attack", "patchembed,matching", "--fail-above", limit, "--junit", "j.xml"]
+    assert main([*words, *more]) == status
+    told = json.loads(Path("audit/gradients.json").read_text())
+    assert told["stopped"].startswith("Ctrl-C") and not told["gate"]["passed"]
+    assert told["gate"]["status"] == (3 if status == 3 else 4)
+    [case] = ET.parse("j.xml").getroot().iter("testcase")
+    assert [child.tag for child in case] == ["failure" if status == 3 else "error", "system-out"]
 
 
 def test_a_locked_model_leaks_all_the_same(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from situs.audit.gradients import Audit, Pair
-from situs.audit.metrics import HIGHER_IS_CLOSER, LOWER_IS_CLOSER
+from situs.audit.metrics import BEST_PSNR, HIGHER_IS_CLOSER, LOWER_IS_CLOSER
 from situs.errors import SitusError, unknown_name
 
 PASSED, ABOVE, NOT_JUDGED = 0, 3, 4
@@ -117,6 +117,12 @@ def parse_limit(text: str) -> Limit:
         bound = math.nan
     if not math.isfinite(bound):
         raise SitusError(f"fail_above={text}: must be METRIC=NUMBER, as psnr=20 (--fail-above)")
+    most = BEST_PSNR if name.endswith("psnr") else 1.0
+    if bound >= most:
+        raise SitusError(
+            f"fail_above={text}: {name} is at most {most:g}, so this gate would pass a perfect copy; give less "
+            "(--fail-above)"
+        )
     return Limit(name, bound)
 
 
