@@ -1,8 +1,10 @@
 """Attack a locked model as somebody without its key would, and say what is left of the lock.
 
-For example: situs audit lock locked/ --attacker public-base,drifted-base --base MODEL --drift 0.3 1 3
+For example: situs audit lock locked/ --key owner.key --images PHOTOGRAPHS
+             situs audit lock locked/ --attacker public-base,drifted-base --base MODEL --drift 0.3 1 3
 
-A lock is obfuscation, not encryption: who has the model it was made from reads the key off its weights.
+A lock is obfuscation, not encryption: who has the model it was made from reads the key off its weights, and who has
+a few images may come near it without.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from situs.backbones.base import Backbone
+    from situs.cli.audit_lock_samples import Samples
     from situs.locks.key import Key
     from situs.locks.manifest import Manifest
     from situs.locks.members import Group
@@ -38,8 +41,8 @@ class Args:
     """The locked folder (situs lock)."""
 
     attacker: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
-    """no-base, public-base, drifted-base or labels; several by comma or by giving the flag again. By default no-base,
-    and public-base where there is a --base."""
+    """no-base, images, public-base, drifted-base or labels; several by comma or by giving the flag again. By default
+    no-base, images where there are --images or --texts, and public-base where there is a --base."""
 
     base: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
     """What the attacker has: a run, an export or model folder, or a timm name with --weights."""
@@ -49,6 +52,15 @@ class Args:
 
     key: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """The owner's key, to judge the attacks by; not needed where --base is the very model that was locked."""
+
+    images: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    """Unlabelled images for the attacker `images`, any that look like those the model was made for."""
+
+    texts: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """The same for a model of words: a file with a text on each line; the locked folder brings the tokeniser."""
+
+    count: Annotated[int, tyro.conf.arg(metavar="SAMPLES")] = 24
+    """So many of the --images or --texts, chosen at random and the same every time."""
 
     drift: Annotated[tuple[float, ...], tyro.conf.arg(metavar="X")] = (0.3,)
     """drifted-base: noise on the base, in standard deviations of each tensor."""
@@ -74,7 +86,7 @@ class Args:
 
 @dataclass(frozen=True)
 class Target:
-    """What is attacked, and what the auditor knows beside it. samples, test: images and labels."""
+    """What is attacked, and what the auditor knows beside it. samples, test: images and labels; seen: without."""
 
     backbone: Backbone
     groups: tuple[Group, ...]
@@ -83,6 +95,7 @@ class Target:
     truth: dict[str, Tensor] | None
     samples: tuple[Tensor, Tensor] | None
     test: tuple[Tensor, Tensor] | None
+    seen: Samples | None
 
 
 def run(args: Args) -> None:
@@ -108,7 +121,9 @@ def attackers_of(args: Args) -> list[str]:
     from situs.locks.recover import ATTACKERS
 
     given = [name.strip() for text in args.attacker for name in text.split(",") if name.strip()]
-    names = list(dict.fromkeys(given)) or ["no-base", *(["public-base"] if args.base else [])]
+    unlabelled = args.images is not None or args.texts is not None
+    usual = {"no-base": True, "images": unlabelled, "public-base": args.base is not None}
+    names = list(dict.fromkeys(given)) or [name for name, able in usual.items() if able]
     for name in names:
         if name not in ATTACKERS:
             raise unknown_name("attacker (--attacker)", name, ATTACKERS)
@@ -116,9 +131,15 @@ def attackers_of(args: Args) -> list[str]:
             raise SitusError(f"attacker={name}: needs the model that the attacker has (--base)")
         if name == "labels" and args.data is None:
             raise SitusError("attacker=labels: needs labelled images (--data)")
+        if name == "images" and not unlabelled:
+            raise SitusError("attacker=images: needs unlabelled images or texts (--images, --texts)")
+    if args.images is not None and args.texts is not None:
+        raise SitusError(
+            f"images={args.images}, texts={args.texts}: a model takes one or the other (--images, --texts)"
+        )
     if any(not amount >= 0 for amount in args.drift):
         raise SitusError(f"drift={min(args.drift)}: must be at least 0 (--drift)")
-    for name in ("k", "steps", "test"):
+    for name in ("k", "steps", "test", "count"):
         if getattr(args, name) < 1:
             raise SitusError(f"{name}={getattr(args, name)}: must be at least 1 (--{name})")
     return names
@@ -141,6 +162,12 @@ def attack(name: str, target: Target, args: Args) -> list[Recovery]:
     if name == "no-base":
         inputs = None if target.samples is None else target.samples[0]
         found = [recover.recover_blind(target.backbone, target.groups, truth=target.truth, inputs=inputs)]
+    elif name == "images":
+        from situs.locks.recover_images import recover_with_samples
+
+        assert target.seen is not None
+        seen, known = target.seen, {"truth": target.truth, "seed": args.seed}
+        found = [recover_with_samples(target.backbone, target.groups, seen.batches, had=seen.had, **known)]
     else:
         assert target.base is not None
         drifts = args.drift if name == "drifted-base" else (None,)
@@ -159,6 +186,7 @@ def attack(name: str, target: Target, args: Args) -> list[Recovery]:
 
 
 def _target(args: Args) -> Target:
+    from situs.cli.audit_lock_samples import read_samples
     from situs.locks.folder import names_in_file
     from situs.locks.lock import rename
     from situs.locks.manifest import permutations_of, read_manifest
@@ -173,6 +201,8 @@ def _target(args: Args) -> Target:
     base = None if args.base is None else _base(args)
     with _readable(args.locked, manifest, key) as folder:
         backbone, samples, test = _locked(folder, args)
+        unlabelled = args.images is not None or args.texts is not None
+        seen = read_samples(folder, backbone, args.images, args.texts, args.count) if unlabelled else None
     names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
     groups = rename(manifest.groups, {name: own for own, name in names.items()})
     state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
@@ -181,7 +211,7 @@ def _target(args: Args) -> Target:
     truth = permutations_of(manifest, key) if key is not None else None
     if truth is None and base is not None:
         truth = exact_truth(state, base, groups)
-    return Target(backbone, groups, state, base, truth, samples, test)
+    return Target(backbone, groups, state, base, truth, samples, test, seen)
 
 
 @contextmanager

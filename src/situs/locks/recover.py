@@ -2,8 +2,9 @@
 
 A lock is obfuscation, not encryption: its key is a permutation of channels, and a channel is known by its weights.
 Who has the model that was locked reads the key off (`public-base`); who has a fine-tuned relative nearly so
-(`drifted-base`); who has only the locked file can compare its clear parts with its locked ones (`no-base`), or
-train around it with labelled samples (`labels`, in `recover_adapter`). Keys of inner groups are found on the way where
+(`drifted-base`); who has only the locked file can compare its clear parts with its locked ones (`no-base`), with
+unlabelled samples far better (`images`, in `recover_images`), or train around it with labelled ones (`labels`, in
+`recover_adapter`). Keys of inner groups are found on the way where
 they are needed, and never count: permuting them leaves the function as it was.
 """
 
@@ -33,6 +34,7 @@ BROKEN = 0.99
 
 ATTACKERS: dict[str, str] = {
     "no-base": "has the locked file, and compares its clear parts with its locked ones",
+    "images": "has the locked file and unlabelled samples, and compares how channels go together on its two sides",
     "public-base": "has the very model that was locked, and matches its channels with the locked ones",
     "drifted-base": "has a fine-tuned relative of it: the same, with noise on every weight",
     "labels": "has some labelled samples, and trains a linear map before and behind the frozen locked blocks",

@@ -1,0 +1,104 @@
+"""What the attacker `images` of `audit lock` looks at: unlabelled images, or texts for a model of words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from situs.errors import SitusError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from situs.backbones.base import Backbone
+
+LONGEST_TEXT = 128
+"""Tokens of a text that are looked at."""
+
+
+@dataclass(frozen=True)
+class Samples:
+    """batches: images [B, C, H, W] or token ids [1, N]. had: what they are, in words."""
+
+    batches: Iterable[Tensor]
+    had: str
+
+
+def read_samples(folder: Path, backbone: Backbone, images: str | None, texts: Path | None, count: int) -> Samples:
+    """The samples that the flags name, as this model takes them; at most `count`, the same every time."""
+    if images is not None:
+        if not backbone.in_chans or backbone.img_size is None:
+            raise SitusError(f"images={images}: {backbone.name} takes words, not images: give texts (--texts)")
+        return _images(folder, backbone, images, count)
+    assert texts is not None
+    if backbone.in_chans:
+        raise SitusError(f"texts={texts}: {backbone.name} takes images, not words (--images)")
+    return _texts(folder, backbone, texts, count)
+
+
+def _images(folder: Path, backbone: Backbone, path: str, count: int) -> Samples:
+    import torch
+
+    from situs.data.loader import make_loader
+    from situs.data.sources import open_source
+    from situs.data.subset import Subset
+    from situs.locks.recover_grams import shifted
+
+    assert backbone.img_size is not None
+    source = Subset(open_source(path, labels=False, channels=backbone.in_chans), count)
+    if not len(source):
+        raise SitusError(f"images={path}: holds no images (--images)")
+    data = _prepared(folder, backbone, path, min(count, 64))
+    whole = torch.cat([batch.images for batch in make_loader(data, None, source=source)])
+    height, width = backbone.img_size
+    patch = height // backbone.grid[0], width // backbone.grid[1]
+    return Samples(shifted(whole, patch), f"{len(whole)} unlabelled images")
+
+
+def _prepared(folder: Path, backbone: Backbone, path: str, batch: int) -> Any:
+    """How the model wants its images, by what its folder says."""
+    from situs.config import read_json
+    from situs.data.loader import DataConfig
+
+    said = read_json(folder / "config.json").get("pretrained_cfg", {})
+    beside = folder / "preprocessor_config.json"
+    if beside.is_file():  # transformers'
+        own = read_json(beside)
+        said = {"mean": own.get("image_mean") or (), "std": own.get("image_std") or ()}
+    mean, std = (tuple(said.get(name, ())) for name in ("mean", "std"))
+    fits = len(mean) == len(std) == backbone.in_chans
+    size = backbone.img_size
+    assert size is not None
+    data = DataConfig(path=path, img_size=size, channels=backbone.in_chans, batch=batch, workers=0)
+    return replace(data, mean=mean, std=std) if fits else data
+
+
+def _texts(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
+    import torch
+
+    from situs.data.sampler import epoch_order
+
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else "it is no text"
+        raise SitusError(f"texts={path}: cannot be read: {reason} (--texts)") from None
+    if not lines:
+        raise SitusError(f"texts={path}: holds no text (--texts)")
+    chosen = [lines[row] for row in epoch_order(0, 0, len(lines))[:count].sort().values.tolist()]
+    longest = min(LONGEST_TEXT, backbone.num_tokens)
+    coded = _tokeniser(folder)(chosen, truncation=True, max_length=longest)["input_ids"]
+    return Samples([torch.tensor([ids]) for ids in coded if ids], f"{len(chosen)} unlabelled texts")
+
+
+def _tokeniser(folder: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")):
+        raise SitusError(f"{folder}: holds no tokeniser, so texts cannot be turned into its words (--texts)")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise SitusError(f"{folder}: its tokeniser cannot be read: {str(error).splitlines()[0][:120]}") from None

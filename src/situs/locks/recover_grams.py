@@ -1,0 +1,254 @@
+"""What the two sides of a lock say of their channels, for the attack with samples (SPEC §6).
+
+The clear side is the embedding: samples through it give the stream that enters the first block, and with it which
+channels vary together. The locked side is the first blocks: which channels their projections read and write together.
+No key moves what is said of either side but by the permutation that is sought, and no cover moves it at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.backbones.base import Backbone
+from situs.core.permutation import identity
+from situs.errors import SitusError
+from situs.locks.groups import groups_of, residual_only
+from situs.locks.members import Group, Member
+from situs.locks.recover_graph import normal_scores
+from situs.locks.recover_match import channels
+
+BLOCKS = 2
+"""Blocks that are looked at, from the first that the file holds: the stream has moved on in later ones."""
+
+RIDGE = 0.03
+"""Added to the diagonal of a correlation matrix before its inverse is taken."""
+
+SHIFTS = 4
+"""Places that each image is looked at from, the first being where it lies; every one mirrored as well."""
+
+REACH = 2
+"""Patches that an image is shifted by at most."""
+
+BATCH = 16
+
+ROLES = {"query": "qk", "value": "vo", "heads": "qkvo"}
+"""kind of an inner group -> the projections that its members are of, in their order."""
+
+
+@dataclass(frozen=True)
+class Clear:
+    """grams: name -> [D, D]. Each channel as the first block reads it, [D]: mean, spread, and `first` at the first place,
+    which is the CLS token's."""
+
+    grams: dict[str, Tensor]
+    mean: Tensor
+    spread: Tensor
+    first: Tensor
+
+
+@dataclass(frozen=True)
+class Locked:
+    """grams: for each block, role (q, k, v, o, up, down) -> [D, D]. Of the first block, for each channel, [D]:
+
+    centre: what its norm subtracts, or what its values' bias does where no norm comes first. lean: what its MLP is
+    biased to see, and its attention to write. reach: how strongly its attention reads, norm included.
+    """
+
+    grams: list[dict[str, Tensor]]
+    centre: Tensor | None
+    lean: Tensor | None
+    reach: Tensor
+
+
+# --- clear ------------------------------------------------------------------------------------------------------
+
+
+def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Tensor]) -> Clear:
+    """What the embedding says of its channels. inputs: batches of images, or of token ids."""
+    state = backbone.model.state_dict()
+    moments = _Moments(backbone.dim)
+    for batch in inputs:
+        moments.add(_entering(backbone, state, groups, batch))
+    whole, place = moments.covariances()
+    correlation = whole / torch.outer(*(whole.diagonal().clamp_min(1e-30).sqrt(),) * 2)
+    grams = {"all": whole, "content": whole - place, "place": place}
+    locked = {member.tensor for group in groups for member in group.members}
+    grams["filters"] = _filters({name: value for name, value in state.items() if name not in locked}, backbone.dim)
+    table = backbone.positions().table
+    if table is not None:
+        grams["table"] = table.detach().double().T @ table.detach().double()
+    grams["inverse"] = torch.linalg.inv(correlation + RIDGE * torch.eye(backbone.dim, dtype=torch.float64))
+    grams = {name: gram.float() for name, gram in grams.items() if bool(gram.any())}
+    first = moments.sums[0] / moments.counts[0]
+    return Clear(grams, moments.mean().float(), whole.diagonal().clamp_min(0).sqrt().float(), first.float())
+
+
+class _Moments:
+    """Sums over all tokens, and over those of each place apart."""
+
+    def __init__(self, dim: int) -> None:
+        self.square = torch.zeros(dim, dim, dtype=torch.float64)
+        self.sums = torch.zeros(0, dim, dtype=torch.float64)
+        self.counts = torch.zeros(0, dtype=torch.float64)
+
+    def add(self, tokens: Tensor) -> None:
+        """tokens: [B, N, D]; N may differ from call to call."""
+        batch, length, dim = tokens.shape
+        if (more := length - len(self.counts)) > 0:
+            self.sums = torch.cat([self.sums, self.sums.new_zeros(more, dim)])
+            self.counts = torch.cat([self.counts, self.counts.new_zeros(more)])
+        flat = tokens.reshape(-1, dim)
+        self.square += (flat.T @ flat).double()
+        self.sums[:length] += tokens.double().sum(dim=0)
+        self.counts[:length] += batch
+
+    def mean(self) -> Tensor:
+        return self.sums.sum(dim=0) / self.counts.sum()
+
+    def covariances(self) -> tuple[Tensor, Tensor]:
+        """Of all tokens, and of the means at the places; their difference is what varies at a place."""
+        if not self.counts.numel():
+            raise SitusError("the attacker `images` was given no samples (--images, --texts)")
+        mean, count = self.mean(), self.counts.sum()
+        apart = self.sums / self.counts[:, None] - mean
+        return self.square / count - torch.outer(mean, mean), (apart.T * self.counts) @ apart / count
+
+
+@torch.no_grad()
+def _entering(backbone: Backbone, state: Mapping[str, Tensor], groups: Sequence[Group], batch: Tensor) -> Tensor:
+    """The stream as the first block's projections read it, but for the affine part of the norm between, [B, N, D]."""
+    weight = next(backbone.model.parameters())
+    batch = batch.to(weight.device)
+    tokens = backbone.embed(batch.to(weight.dtype) if batch.is_floating_point() else batch)
+    places = backbone.positions()
+    if tokens.shape[1] < backbone.num_tokens:  # a text shorter than the model's longest
+        places = places.take(identity(tokens.shape[1], tokens.device))
+    z = backbone.assemble(tokens, places).z.float().cpu()
+    first, bias = _first_norm(state, groups)
+    if first is None:  # post-norm: the stream is normalised already, and read as it is
+        return z
+    return F.layer_norm(z, z.shape[-1:]) if bias is not None else F.rms_norm(z, z.shape[-1:])
+
+
+def _first_norm(state: Mapping[str, Tensor], groups: Sequence[Group]) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias of the norm before the first block's attention, in the locked order; None: there is none."""
+    name = residual_only(groups)[0].members[0].tensor
+    if state[name].dim() != 1:
+        return None, None
+    return state[name], state.get(f"{name.removesuffix('weight')}bias")
+
+
+def _filters(clear: Mapping[str, Tensor], dim: int) -> Tensor:
+    """The Gram matrix of what writes the samples to the stream: the patch convolution, or the words' table."""
+    total = torch.zeros(dim, dim, dtype=torch.float64)
+    for name, value in clear.items():
+        if value.dim() == 4 and value.shape[0] == dim:
+            flat = value.detach().double().flatten(1)
+        elif value.dim() == 2 and value.shape[1] == dim and re.search(r"word_embeddings|wte|embed_tokens", name):
+            flat = (value.detach().double() - value.detach().double().mean(dim=0)).T
+        else:
+            continue
+        total += flat @ flat.T
+    return total
+
+
+def shifted(images: Tensor, patch: tuple[int, int], seed: int = 0) -> Iterator[Tensor]:
+    """Images [B, C, H, W] in batches: as they are and shifted by up to two patches, each mirrored as well.
+
+    What a shift uncovers is the image's own reflection.
+    """
+    height, width = images.shape[-2:]
+    reach = [min(REACH * side, whole - 1) for side, whole in zip(patch, (height, width), strict=True)]
+    generator = torch.Generator().manual_seed(seed)
+    for batch in images.split(BATCH):
+        padded = F.pad(batch, (reach[1], reach[1], reach[0], reach[0]), mode="reflect")
+        for number in range(SHIFTS):
+            top, left = reach
+            if number:
+                top, left = (int(torch.randint(0, 2 * r + 1, (), generator=generator)) for r in reach)
+            cut = padded[..., top : top + height, left : left + width]
+            yield cut
+            yield cut.flip(-1)
+
+
+# --- locked -----------------------------------------------------------------------------------------------------
+
+
+def locked_side(backbone: Backbone, groups: Sequence[Group]) -> Locked:
+    """What the first blocks of the locked file say of their channels. groups: those whose tensors the file holds."""
+    state = {name: value.detach().float().cpu() for name, value in backbone.model.state_dict().items()}
+    [group, *_] = residual_only(groups)
+    held = set(group.members)
+    blocks: dict[str, dict[str, tuple[Tensor, Tensor | None]]] = {}
+    for block, role, member, stretch in _projections(groups_of(backbone)):
+        if member in held:
+            values = channels(_cut(state[member.tensor], member.axis, stretch), member, group.size)
+            bias = _bias(state, member, stretch, reads=role not in ("o", "down"))
+            own = blocks.setdefault(block, {})
+            own[f"{role} again" if role in own else role] = values, bias  # a gated MLP has two ways up
+    if not blocks:
+        raise SitusError("the locked file holds no block whose projections are known: nothing is there to attack")
+    chosen = list(blocks.values())[:BLOCKS]
+    grams = [{role: values @ values.T for role, (values, _) in block.items()} for block in chosen]
+    return Locked(grams, *_clues(chosen[0], *_first_norm(state, groups)))
+
+
+def _clues(
+    block: Mapping[str, tuple[Tensor, Tensor | None]], weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """centre, lean and reach of a block's projections (role -> values [D, n], bias) behind its norm."""
+
+    def against(role: str) -> Tensor | None:
+        values, own = block.get(role, (None, None))
+        return None if values is None or own is None else values @ own
+
+    centre = None
+    if weight is not None and bias is not None:
+        centre = -bias / torch.where(weight == 0, 1e-30, weight)
+    elif weight is None and (seen := against("v")) is not None:
+        centre = -seen
+    leans = [part for part in (against("up"), block["o"][1] if "o" in block else None) if part is not None]
+    lean = torch.stack([normal_scores(part) for part in leans]).sum(dim=0) if leans else None
+    scale = 1.0 if weight is None else weight.abs()
+    reach = torch.stack([normal_scores(block[role][0].norm(dim=1) * scale) for role in "qkv" if role in block])
+    return centre, lean, reach.sum(dim=0)
+
+
+def _bias(
+    state: Mapping[str, Tensor], member: Member, stretch: tuple[int, int] | None, *, reads: bool
+) -> Tensor | None:
+    """The bias of a projection, or of its stretch of a fused one; what it adds to the stream where it writes there."""
+    bias = state.get(f"{member.tensor.removesuffix('weight')}bias")
+    return bias if bias is None or stretch is None or not reads else bias.narrow(0, *stretch)
+
+
+def _projections(groups: Sequence[Group]) -> Iterator[tuple[str, str, Member, tuple[int, int] | None]]:
+    """(block, role, member of the residual group, stretch of the other axis) for every projection of the first stream.
+
+    The inner groups tell the roles: what a value's or a query's channel is, is one on the other side of its projection.
+    """
+    [first, *_] = residual_only(groups)
+    sides = {(member.tensor, member.axis): member for member in first.members}
+    seen = set()
+    for group in groups:
+        block, _, kind = group.name.rpartition(".")
+        members = [m for m in group.members if (m.tensor, 1 - m.axis) in sides]
+        roles = [*ROLES.get(kind, "")] if kind != "mlp" else ["up"] * (len(members) - 1) + ["down"]
+        if not block or len(roles) != len(members):  # of another kind, or with a gate among them
+            continue
+        for role, member in zip(roles, members, strict=True):
+            if (block, role, member.tensor) not in seen:
+                seen.add((block, role, member.tensor))
+                stretch = None if member.length is None else (member.start, member.length)
+                yield block, role, sides[member.tensor, 1 - member.axis], stretch
+
+
+def _cut(tensor: Tensor, axis: int, stretch: tuple[int, int] | None) -> Tensor:
+    """The stretch of a matrix's other axis that one projection has in it."""
+    return tensor if stretch is None else tensor.narrow(1 - axis, *stretch)
