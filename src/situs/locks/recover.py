@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -41,6 +41,9 @@ ATTACKERS: dict[str, str] = {
 }
 """attacker -> who that is."""
 
+NEEDS = {"images": "--images PATH, or --texts FILE"}
+"""attackers whom nothing but samples that anybody has keeps from trying -> the flags that give them some."""
+
 Score = Callable[[State], float]
 """The accuracy in [0, 1] of the model with these weights."""
 
@@ -52,7 +55,8 @@ class Recovery:
     right, size: residual channels put where they belong, of all; right is None where nobody knows the true key.
     before, after, owner: accuracy of the locked model as it is, after the attack, and with the key; None without data.
     control: the same attack's accuracy where the locked blocks are replaced by random ones, so that they helped by
-    after - control. bits: what is left, see `bits_left`.
+    after - control. agreement, failed: J of the attacker `images`, and the largest from random hints. bits: what is
+    left, see `bits_left`.
     """
 
     attacker: str
@@ -64,6 +68,8 @@ class Recovery:
     after: float | None = None
     owner: float | None = None
     control: float | None = None
+    agreement: float | None = None
+    failed: float | None = None
     residual_sizes: tuple[tuple[int, int], ...] = ()
     keys: Keys = field(default_factory=dict, repr=False, compare=False)
 
@@ -89,41 +95,52 @@ class Recovery:
 
 
 def bits_left(size: int, right: int) -> float:
-    """log2((size - right)!): the orders of the channels that are still wrong, `right` of `size` being settled.
+    """log2 of what is left to try where `right` of `size` channels are, the attacker being taken to know which.
 
-    Generous to the attacker, who is taken to know which channels are right.
+    The r others have r! orders. Where most are right it is far less: each that is put right makes the model better, so
+    that exchanges are tried one by one, r (r - 1) / 2 of them for each of at most r - 1 channels.
     """
     if not 0 <= right <= size:
         raise SitusError(f"right={right}: must be in [0, {size}]")
-    return math.lgamma(size - right + 1) / math.log(2)
+    wrong = size - right
+    orders = math.lgamma(wrong + 1) / math.log(2)
+    if 2 * right <= size or wrong < 2:
+        return orders
+    return min(orders, math.log2(wrong * (wrong - 1) ** 2 / 2))
 
 
-def strength_bits(results: Sequence[Recovery]) -> float | None:
+def strength_bits(results: Sequence[Recovery], lacking: Collection[str] = ()) -> float | None:
     """min(256, the best attack that was judged): the strength of a lock in bits, the only figure ever printed as such.
 
-    None where no attack was run, or where none could be compared with the true key: what nobody judged proves nothing.
-    It is an upper bound, for better attacks may exist.
+    None where no attack was run, where none could be compared with the true key, or where attackers that apply were not
+    run (`lacking`), unless the lock is open anyway: what nobody tried proves nothing. It is an upper bound, for better
+    attacks may exist.
     """
     judged = [bits for result in results if (bits := result.bits) is not None]
-    return min(float(SEED_BITS), *judged) if judged else None
+    best = min(float(SEED_BITS), *judged) if judged else None
+    return None if lacking and best != 0 else best
 
 
-def verdict(results: Sequence[Recovery]) -> str:
-    """The strength in a line or two, and what it means; bits only where an attack was run and judged."""
+def verdict(results: Sequence[Recovery], lacking: Collection[str] = ()) -> str:
+    """The strength in a line or two, and what it means; bits only where those who can attack did and were judged."""
     if not results:
         return "Not attacked: no strength can be given."
-    strength = strength_bits(results)
-    unjudged = ", ".join(result.attacker for result in results if result.bits is None)
+    strength = strength_bits(results, lacking)
+    said = []
+    if strength is not None:
+        said.append(f"Strength against these attackers: min(256, best attack) = {strength:.0f} bits.")
+        if strength == 0:
+            said.append("The lock is open to them: it hides a model only from those who lack what they had.")
+        else:
+            said.append("An upper bound: a better attack may exist. A lock is obfuscation, not encryption.")
+    if unjudged := ", ".join(result.attacker for result in results if result.bits is None):
+        said.append(f"Not judged, for nobody told the true key (--key): {unjudged}.")
+    if lacking and strength is None:
+        named = ", ".join(f"{name} ({NEEDS[name]})" for name in sorted(lacking))
+        said.append(f"Not attacked by one who needs no more than anybody has: {named}.")
     if strength is None:
-        return f"Not judged, for nobody told the true key (--key): {unjudged}. No strength can be given."
-    said = f"Strength against these attackers: min(256, best attack) = {strength:.0f} bits."
-    if strength == 0:
-        said += " The lock is open to them: it hides a model only from those who lack what they had."
-    else:
-        said += " An upper bound: a better attack may exist. A lock is obfuscation, not encryption."
-    if unjudged:
-        said += f" Not judged, for nobody told the true key (--key): {unjudged}."
-    return said
+        said.append("No strength can be given.")
+    return " ".join(said)
 
 
 def settle(recovery: Recovery, groups: Sequence[Group], truth: Mapping[str, Tensor] | None) -> Recovery:
@@ -179,6 +196,12 @@ def recover_blind(
     cost = f"the locked file {had}"
     found = Recovery("no-base", _size(groups), seconds=time.perf_counter() - began, cost=cost, keys=whole)
     return settle(found, groups, truth)
+
+
+def without(groups: Sequence[Group], gone: Collection[str]) -> tuple[Group, ...]:
+    """The groups less the tensors that are not in the file; inner groups of which nothing is left are dropped."""
+    kept = [replace(group, members=tuple(m for m in group.members if m.tensor not in gone)) for group in groups]
+    return tuple(group for group in kept if group.members)
 
 
 def check_finite(state: State, what: str) -> None:

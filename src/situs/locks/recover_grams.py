@@ -43,8 +43,8 @@ ROLES = {"query": "qk", "value": "vo", "heads": "qkvo"}
 
 @dataclass(frozen=True)
 class Clear:
-    """grams: name -> [D, D]. Each channel as the first block reads it, [D]: mean, spread, and `first` at the first place,
-    which is the CLS token's."""
+    """grams: name -> [D, D]. Each channel as the first block reads it, [D]: mean, spread, and `first`, its mean at the
+    first place, which is the CLS token's."""
 
     grams: dict[str, Tensor]
     mean: Tensor

@@ -85,8 +85,9 @@ def recover_with_samples(
     keys = {group.name: identity(group.size) for group in groups} | {residual[0].name: q}
     cost = f"the locked file and {had}; J {best:.2f}, from random hints at most {max(failed):.2f}"
     size = sum(group.size for group in residual)
-    found = Recovery("images", size, seconds=time.perf_counter() - began, cost=cost, keys=keys)
-    return settle(found, groups, truth)
+    seconds = time.perf_counter() - began
+    judged = {"agreement": best, "failed": max(failed)}
+    return settle(Recovery("images", size, seconds=seconds, cost=cost, keys=keys, **judged), groups, truth)
 
 
 def _match(clear: Clear, locked: Locked, seed: int) -> tuple[Tensor, float, list[float]]:
@@ -119,20 +120,18 @@ def _match(clear: Clear, locked: Locked, seed: int) -> tuple[Tensor, float, list
 def _starts(
     clear: Clear, locked: Locked, blocks: list[dict[str, Tensor]], hint: Tensor, ours: Tensor, theirs: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Schedule]]:
-    """Tables, hint and schedule of each search: in haste from the norm's centre alone, then patiently from all clues."""
+    """Tables, hint and schedule of each search: hastily from the norm's centre alone, then patiently from all clues."""
     if locked.centre is not None:
         quick = alike(locked.centre, clear.mean)
-        tables = [
-            [blocks[0]["v"]] if "v" in blocks[0] else [],
-            [*blocks[0].values()],
-            [table for block in blocks for table in block.values()],
-        ]
+        first = [*blocks[0].values()]
+        tables = [[blocks[0]["v"]] if "v" in blocks[0] else first, first, [*first, *blocks[-1].values()]]
         for warmth in (0.1, 0.2, 0.4):
-            for table in filter(None, tables):
+            for table in tables:
                 yield _mean(table), rows(clear.grams["all"]), quick, hasty(warmth)
     for warmth in (0.25, 0.5, 1.0):
         yield ours, theirs, hint, patient(warmth)
-    locked_axes = _axes(sum(correlations(gram) for block in locked.grams for gram in block.values()), AXES)
+    told = [correlations(gram) for block in locked.grams for gram in block.values()]
+    locked_axes = _axes(torch.stack(told).sum(dim=0), AXES)
     [clear_axis] = _axes(correlations(clear.grams["all"]), 1)
     for axis in locked_axes:
         for turned in (axis, -axis):
