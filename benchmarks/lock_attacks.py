@@ -7,9 +7,9 @@
     python benchmarks/lock_attacks.py --random vit_small_patch16_224 --images PHOTOGRAPHS
 
 With --images (--texts for --bert): locks each model by the command line, whole and with parts withheld, attacks it with
-so many unlabelled samples, and prints the table. Without: prints the share of the residual key that linear assignment recovers, against noise on the base and against a base
-that is really a relative (the locked model was fine-tuned for a few steps); for BERT also what its sentence embeddings
-are worth open, locked, and opened again.
+so many unlabelled samples, and prints the table. Without: prints the share of the residual key that linear assignment
+recovers, against noise on the base and against a base that is really a relative (the locked model was fine-tuned for a
+few steps); for BERT also what its sentence embeddings are worth open, locked, and opened again.
 """
 
 from __future__ import annotations

@@ -340,23 +340,11 @@ def _write(out: Path, target: Target, results: list[Recovery], said: str, streng
     from situs.report import figures
     from situs.report.html import Page
 
-    fields = (
-        "attacker",
-        "size",
-        "right",
-        "share",
-        "bits",
-        "before",
-        "after",
-        "owner",
-        "control",
-        "agreement",
-        "failed",
-    )
-    fields = (*fields, "seconds", "cost")
+    told = ("attacker", "size", "right", "share", "bits", "seconds", "cost", "agreement", "failed")
+    fields = (*told, "before", "after", "owner", "control")
     held = [{name: getattr(result, name) for name in fields} for result in results]
-    told = {"model": target.backbone.name, "strength_bits": strength, "verdict": said, "attacks": held}
-    write_scores(out / "audit.json", told)
+    whole = {"model": target.backbone.name, "strength_bits": strength, "verdict": said, "attacks": held}
+    write_scores(out / "audit.json", whole)
     page = Page("Attacks on a lock", lead=f"{target.backbone.name}, locked{target.kept}: {said}")
     section = page.section("What each attacker got")
     section.table(header(target), [row_of(result, target) for result in results])

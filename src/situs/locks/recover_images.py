@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -85,9 +85,8 @@ def recover_with_samples(
     keys = {group.name: identity(group.size) for group in groups} | {residual[0].name: q}
     cost = f"the locked file and {had}; J {best:.2f}, from random hints at most {max(failed):.2f}"
     size = sum(group.size for group in residual)
-    seconds = time.perf_counter() - began
-    judged = {"agreement": best, "failed": max(failed)}
-    return settle(Recovery("images", size, seconds=seconds, cost=cost, keys=keys, **judged), groups, truth)
+    found = Recovery("images", size, cost=cost, agreement=best, failed=max(failed), keys=keys)
+    return settle(replace(found, seconds=time.perf_counter() - began), groups, truth)
 
 
 def _match(clear: Clear, locked: Locked, seed: int) -> tuple[Tensor, float, list[float]]:
