@@ -73,8 +73,10 @@ def test_several_attackers_with_data_and_key(
     last = written["attacks"][-1]
     assert last["cost"] == "6 labelled samples, 4 steps of 6"
     assert 0 <= last["control"] <= 1
-    assert written["strength_bits"] == min(256, *(attack["bits"] for attack in written["attacks"]))
     printed = capsys.readouterr().out
+    assert all(attack["bits"] > 0 for attack in written["attacks"])
+    assert written["strength_bits"] is None  # nobody came with images
+    assert "Not attacked by one who needs no more than anybody has: images (--images PATH" in printed
     assert "with the key" in printed and "random blocks" in printed
     assert "<img" in (tmp_path / "report.html").read_text()  # share against drift
 
@@ -82,7 +84,8 @@ def test_several_attackers_with_data_and_key(
 def test_what_nobody_knows_is_not_judged(trained: Any, locked: Locked, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit(locked.plain, "--base", trained.two, "--attacker", "public-base") == 0
     printed = capsys.readouterr().out
-    assert "Not judged, for nobody told the true key (--key): public-base. No strength can be given." in printed
+    assert "Not judged, for nobody told the true key (--key): public-base." in printed
+    assert "No strength can be given." in printed
     assert "256" not in printed  # nobody judged the attack, so it proves no strength
 
 
@@ -110,6 +113,68 @@ def test_a_sealed_lock_is_attacked_below_its_seal(
     assert sorted(path.name for path in sealed.iterdir()) == before
     written = json.loads((tmp_path / "page" / "audit.json").read_text())
     assert [attack["attacker"] for attack in written["attacks"]] == ["no-base", "public-base"]
+
+
+def test_images_without_labels(
+    trained: Any, locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for folder in (locked.plain, locked.cover):
+        out = tmp_path / folder.name
+        assert audit(folder, "--key", locked.key, "--images", trained.data, "--count", 7, "--out", out) == 0
+        printed = capsys.readouterr().out
+        written = json.loads((out / "audit.json").read_text())
+        blind, images = written["attacks"]
+        assert (blind["attacker"], images["attacker"]) == ("no-base", "images")
+        assert images["cost"].startswith("the locked file and 7 unlabelled images; J ")
+        assert images["size"] == 16 and 0 <= images["right"] <= 16
+        assert -1 <= images["failed"] <= 1 and -1 <= images["agreement"] <= 1
+        assert blind["agreement"] is None
+        assert written["strength_bits"] == min(256, blind["bits"], images["bits"])
+        assert f"= {written['strength_bits']:.0f} bits" in printed and written["verdict"] in printed
+        assert "unlabelled samples" in (out / "report.html").read_text()
+    assert audit(locked.plain, "--images", trained.data) == 0
+    assert "Not judged, for nobody told the true key (--key): no-base, images. No strength" in capsys.readouterr().out
+
+
+def lock_less(locked: Locked, out: Path, part: str, *more: str) -> Path:
+    words = ["lock", str(locked.export), "--key", str(locked.key), "--out", str(out), "--withhold", part, *more]
+    assert main(words) == 0
+    return out
+
+
+def test_what_is_left_is_attacked(
+    trained: Any, locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = lock_less(locked, tmp_path / "few", "blocks=1")
+    words = ["--key", locked.key, "--images", trained.data, "--base", locked.export]
+    assert audit(few, *words, "--out", tmp_path / "1") == 0
+    printed = capsys.readouterr().out
+    assert "16 residual channels; the first block withheld" in printed
+    written = json.loads((tmp_path / "1" / "audit.json").read_text())
+    assert [(a["attacker"], a["size"]) for a in written["attacks"]] == [
+        ("no-base", 16),
+        ("images", 16),
+        ("public-base", 16),
+    ]
+    assert written["attacks"][2]["right"] == 16  # the second block alone gives the key to who has the base
+    assert "first block withheld" in (tmp_path / "1" / "report.html").read_text()
+    assert audit(few, "--base", locked.export, "--attacker", "public-base") == 0  # which also proves it
+    assert "= 0 bits" in capsys.readouterr().out
+
+    blind = lock_less(locked, tmp_path / "blind", "embedding", "--seal")
+    capsys.readouterr()
+    assert audit(blind, "--key", locked.key, "--images", trained.data, "--out", tmp_path / "2") == 0
+    printed = capsys.readouterr().out
+    assert "the embedding withheld" in printed
+    assert "The attacker `images` has nothing to start from: the embedding is withheld." in printed
+    written = json.loads((tmp_path / "2" / "audit.json").read_text())
+    assert [a["attacker"] for a in written["attacks"]] == ["no-base"]
+    assert written["strength_bits"] == min(256, written["attacks"][0]["bits"])
+    assert audit(blind, "--key", locked.key, "--images", trained.data, "--attacker", "images") == 0
+    printed = capsys.readouterr().out
+    assert "Not attacked: no strength can be given." in printed and "bits." not in printed
+    assert audit(few, "--key", locked.key, "--data", trained.data) == 2
+    assert "parts of the model are withheld" in capsys.readouterr().err
 
 
 def spoil(folder: Path, out: Path) -> Path:
@@ -151,6 +216,9 @@ def test_mistakes_are_one_sentence(
         ([locked.plain, "--base", "vit_tiny_patch16_224"], "(--weights)"),
         ([locked.plain, "--base", locked.export, "--drift", -1], "drift=-1.0"),
         ([locked.plain, "--k", 0], "(--k)"),
+        ([locked.plain, "--attacker", "images"], "needs unlabelled images or texts (--images, --texts)"),
+        ([locked.plain, "--images", "x", "--texts", "y"], "a model takes one or the other"),
+        ([locked.plain, "--images", trained.data, "--count", 0], "(--count)"),
         ([locked.export], "holds no manifest.json"),
         ([sealed], "the file is encrypted and nothing was attacked"),
     ):

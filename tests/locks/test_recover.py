@@ -31,6 +31,7 @@ from situs.locks.recover import (
     settle,
     strength_bits,
     verdict,
+    without,
 )
 from situs.locks.recover_adapter import AdapterConfig, accuracy_of, randomised, recover_with_labels, train_adapter
 from situs.locks.recover_blind import graph_match
@@ -218,7 +219,17 @@ def test_random_weights_tell_nothing_without_a_base(name: str, model_folder: Cal
 @given(st.integers(1, 12), st.integers(0, 12))
 def test_bits_left_count_the_orders_that_remain(size: int, right: int) -> None:
     right = min(size, right)
-    assert bits_left(size, right) == pytest.approx(math.log2(math.factorial(size - right)))
+    wrong = size - right
+    orders = math.log2(math.factorial(wrong))
+    exchanges = math.log2(max(1, (wrong - 1) * (wrong * (wrong - 1) // 2)))
+    expected = min(orders, exchanges) if 2 * right > size else orders
+    assert bits_left(size, right) == pytest.approx(expected)
+
+
+def test_who_is_mostly_right_goes_on_by_exchanges() -> None:
+    assert bits_left(384, 375) == pytest.approx(math.log2(8 * 36))  # 9! would be 18 bits
+    assert bits_left(384, 193) < 24 < 256 < bits_left(384, 192)
+    assert [bits_left(384, right) for right in (384, 383, 382)] == [0, 0, 0]
 
 
 def result(size: int, right: int | None, **fields: Any) -> Recovery:
@@ -230,7 +241,9 @@ def test_strength_is_the_best_attack_and_never_more_than_the_seed() -> None:
     assert bits_left(768, 0) == pytest.approx(6259, abs=1)
     assert strength_bits([result(768, 0)]) == 256
     assert strength_bits([result(768, 768)]) == 0
-    assert strength_bits([result(768, 0), result(768, 738)]) == pytest.approx(math.log2(math.factorial(30)))
+    assert strength_bits([result(768, 0), result(768, 738)]) == pytest.approx(bits_left(768, 738))
+    assert strength_bits([result(768, 0)], {"images"}) is None
+    assert strength_bits([result(768, 768)], {"images"}) == 0  # open is open
     assert strength_bits([result(768, None), result(768, 768)]) == 0
     assert strength_bits([]) is strength_bits([result(768, None)]) is None
     with pytest.raises(SitusError, match="right=9"):
@@ -248,7 +261,7 @@ UNJUDGED = "Not judged, for nobody told the true key (--key): x"
         ((None,), [f"{UNJUDGED}. No strength can be given."], ["bits", "Not attacked", OPEN, BOUND]),
         ((None, None), [f"{UNJUDGED}, x. No strength"], ["bits", "Not attacked", OPEN, BOUND]),
         ((0,), ["= 256 bits.", BOUND], ["Not", OPEN]),
-        ((766,), ["= 1 bits.", BOUND], ["Not", OPEN]),
+        ((765,), ["= 3 bits.", BOUND], ["Not", OPEN]),
         ((768,), ["= 0 bits.", OPEN], ["Not", BOUND]),
         ((0, 768), ["= 0 bits.", OPEN], ["Not", BOUND]),
         ((None, 768), ["= 0 bits.", OPEN, f"{UNJUDGED}."], ["No strength", BOUND]),
@@ -259,6 +272,35 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
     sentence = verdict([result(768, right) for right in rights])
     assert all(words in sentence for words in said), sentence
     assert not any(words in sentence for words in never), sentence
+
+
+@pytest.mark.parametrize(
+    ("rights", "said", "never"),
+    [
+        ((0,), ["Not attacked by", "images (--images PATH, or --texts FILE)", "No strength"], ["bits", OPEN, BOUND]),
+        ((None,), [UNJUDGED, "Not attacked by", "No strength"], ["bits", OPEN, BOUND]),
+        ((768,), ["= 0 bits.", OPEN], ["Not", "No strength", BOUND]),
+        ((), ["Not attacked: no strength can be given."], ["bits", "images"]),
+    ],
+)
+def test_the_verdict_where_an_attacker_who_applies_did_not_try(
+    rights: tuple[int | None, ...], said: list[str], never: list[str]
+) -> None:
+    sentence = verdict([result(768, right) for right in rights], {"images"})
+    assert all(words in sentence for words in said), sentence
+    assert not any(words in sentence for words in never), sentence
+
+
+def test_what_is_withheld_is_no_part_of_any_group() -> None:
+    groups = groups_of(vit())
+    gone = {name for name in vit().model.state_dict() if name.startswith("blocks.0.")}
+    left = without(groups, gone)
+    assert {group.name for group in groups} - {group.name for group in left} == {
+        group.name for group in groups if group.name.startswith("blocks.0.")
+    }
+    assert not gone & {member.tensor for group in left for member in group.members}
+    assert any("blocks.1." in member.tensor for member in residual_only(left)[0].members)
+    assert without(groups, ()) == tuple(groups)
 
 
 def test_weights_that_are_no_numbers_are_refused() -> None:

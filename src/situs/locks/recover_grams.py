@@ -76,6 +76,8 @@ def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Ten
     for batch in inputs:
         moments.add(_entering(backbone, state, groups, batch))
     whole, place = moments.covariances()
+    if not bool(whole.any()):
+        raise SitusError(f"{backbone.name}: its embedding says nothing of the samples, so they tell nothing of the key")
     correlation = whole / torch.outer(*(whole.diagonal().clamp_min(1e-30).sqrt(),) * 2)
     grams = {"all": whole, "content": whole - place, "place": place}
     locked = {member.tensor for group in groups for member in group.members}

@@ -1,0 +1,119 @@
+"""The samples of the attacker `images`: as the model takes them, or one sentence."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from situs.backbones import create_backbone
+from situs.cli.audit_lock_samples import read_samples
+from situs.errors import SitusError
+from situs.locks.folder import write_model
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("vit")
+    shape = dict(embed_dim=16, depth=2, num_heads=2)
+    backbone = create_backbone("vit_tiny_patch16_224", img_size=8, patch_size=4, num_classes=2, model_args=shape)
+    write_model(backbone, folder)
+    return folder, backbone
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("bert")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "boat", "on", "the", "sea"]
+    (folder / "vocab.txt").write_text("\n".join(words))
+    sizes = dict(vocab_size=10, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32)
+    config = transformers.BertConfig(**sizes, max_position_embeddings=6)
+    backbone = create_backbone(transformers.BertModel(config))
+    write_model(backbone, folder)
+    return folder, backbone
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for number in range(5):
+        Image.fromarray(np.full((20, 30, 3), 40 * number, dtype="uint8")).save(folder / f"{number}.png")
+    return folder
+
+
+def test_images_come_as_the_model_takes_them(vit: Any, pictures: Path) -> None:
+    folder, backbone = vit
+    samples = read_samples(folder, backbone, str(pictures), None, 3)
+    assert samples.had == "3 unlabelled images"
+    batches = list(samples.batches)
+    assert all(batch.shape == (3, 3, 8, 8) for batch in batches)
+    assert read_samples(folder, backbone, str(pictures), None, 9).had == "5 unlabelled images"
+    again = list(read_samples(folder, backbone, str(pictures), None, 3).batches)
+    assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
+
+
+@pytest.mark.parametrize("where", ["config.json", "preprocessor_config.json"])
+def test_mean_and_deviation_are_the_models_own(vit: Any, pictures: Path, tmp_path: Path, where: str) -> None:
+    _, backbone = vit
+    own = {"mean": [0.0, 0.25, 0.5], "std": [0.5, 1.0, 2.0]}
+    hf = {"image_mean": own["mean"], "image_std": own["std"]}
+    (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": own} if where == "config.json" else {}))
+    if where != "config.json":
+        (tmp_path / where).write_text(json.dumps(hf))
+    first = next(iter(read_samples(tmp_path, backbone, str(pictures), None, 5).batches))
+    grey = torch.arange(5) * 40 / 255
+    for channel, (mean, std) in enumerate(zip(own["mean"], own["std"], strict=True)):
+        expected = ((grey - mean) / std)[:, None, None].expand(-1, 8, 8)
+        assert torch.allclose(first[:, channel], expected, atol=1e-3)
+
+
+def test_texts_become_the_models_words(bert: Any, tmp_path: Path) -> None:
+    folder, backbone = bert
+    file = tmp_path / "texts.txt"
+    file.write_text("A boat\n\n   \nthe sea on the sea on the sea\n")
+    samples = read_samples(folder, backbone, None, file, 24)
+    assert samples.had == "2 unlabelled texts"
+    assert [batch.tolist() for batch in samples.batches] == [[[2, 5, 6, 3]], [[2, 8, 9, 7, 8, 3]]]  # cut at the longest
+    assert read_samples(folder, backbone, None, file, 1).had == "1 unlabelled texts"
+
+
+def test_wrong_samples_are_one_sentence(vit: Any, bert: Any, pictures: Path, tmp_path: Path) -> None:
+    empty, deep, text = tmp_path / "empty", tmp_path / "deep", tmp_path / "texts.txt"
+    empty.mkdir()
+    deep.mkdir()
+    np.save(deep / "five.npy", np.zeros((5, 8, 8), dtype="uint8"))
+    text.write_text("a boat\n")
+    blank, binary, bare = tmp_path / "blank.txt", tmp_path / "binary", tmp_path / "bare"
+    blank.write_text(" \n\n")
+    binary.write_bytes(b"\xff\xfe\x00\xd8")
+    bare.mkdir()
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_text((bert[0] / "config.json").read_text())
+    (broken / "tokenizer.json").write_text("{")
+    cases: list[tuple[Path, Any, str | None, Path | None, str]] = [
+        (*vit, str(empty), None, str(empty)),
+        (*vit, str(tmp_path / "nowhere"), None, "no such folder"),
+        (*vit, str(deep), None, "5 channels"),
+        (*vit, None, text, "takes images, not words (--images)"),
+        (*bert, str(pictures), None, "takes words, not images: give texts (--texts)"),
+        (*bert, None, tmp_path / "none.txt", "no such file or directory (--texts)"),
+        (*bert, None, tmp_path, "is a directory (--texts)"),
+        (*bert, None, binary, "it is no text (--texts)"),
+        (*bert, None, blank, "holds no text (--texts)"),
+        (bare, bert[1], None, text, "holds no tokeniser"),
+        (broken, bert[1], None, text, "its tokeniser cannot be read"),
+    ]
+    for folder, backbone, images, texts, said in cases:
+        with pytest.raises(SitusError) as caught:
+            list(read_samples(folder, backbone, images, texts, 4).batches)
+        assert said in str(caught.value), str(caught.value)
+        assert "\n" not in str(caught.value)

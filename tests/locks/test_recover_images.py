@@ -1,0 +1,133 @@
+"""The attacker with the locked file and unlabelled samples: from end to end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from situs.backbones import create_backbone
+from situs.locks.groups import groups_of, permute_state, random_keys, residual_only
+from situs.locks.recover import bits_left
+from situs.locks.recover_grams import clear_side, shifted
+from situs.locks.recover_graph import root
+from situs.locks.recover_images import recover_with_samples
+
+DIM = 32
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def vit(depth: int = 2) -> Any:
+    torch.manual_seed(0)
+    shape = dict(embed_dim=DIM, depth=depth, num_heads=4)
+    backbone = create_backbone("vit_tiny_patch16_224", img_size=16, patch_size=4, num_classes=3, model_args=shape)
+    with torch.no_grad():
+        for parameter in backbone.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return backbone.eval()
+
+
+def smooth(count: int, seed: int = 0) -> Tensor:
+    """Images whose neighbouring pixels are alike."""
+    return torch.nn.functional.avg_pool2d(torch.randn(count, 3, 20, 20, generator=seeded(seed)), 5, 1) * 3
+
+
+def plant(backbone: Any, images: Tensor) -> None:
+    """Weights as training leaves them: the blocks read what varies together together, and the norm centres it."""
+    clear = clear_side(backbone, groups_of(backbone), shifted(images, (4, 4), 1))
+    values, vectors = torch.linalg.eigh(root(clear.grams["all"]).double())
+    shape = ((vectors * values.clamp_min(0).sqrt()) @ vectors.T).float()
+    with torch.no_grad():
+        for block in backbone.model.blocks:
+            for layer in (block.attn.qkv, block.mlp.fc1):
+                rows = layer.weight.shape[0]
+                turned = torch.linalg.qr(torch.randn(max(rows, DIM), DIM))[0][:rows]
+                layer.weight.copy_(turned @ shape + 0.02 * torch.randn(rows, DIM))
+        norm = backbone.model.blocks[0].norm1
+        norm.bias.copy_(-norm.weight * (clear.mean + 0.1 * clear.mean.std() * torch.randn(DIM)))
+
+
+@pytest.fixture(scope="module")
+def planted() -> tuple[Any, dict[str, Tensor]]:
+    backbone = vit()
+    plant(backbone, smooth(24))
+    return backbone, {name: value.clone() for name, value in backbone.model.state_dict().items()}
+
+
+def attack(backbone: Any, images: Tensor, truth: Any, cover: bool = False, **options: Any) -> Any:
+    groups = groups_of(backbone) if cover else residual_only(groups_of(backbone))
+    return recover_with_samples(
+        backbone, groups, shifted(images, (4, 4)), had=f"{len(images)} unlabelled images", truth=truth, **options
+    )
+
+
+@pytest.mark.parametrize("cover", [False, True])
+def test_a_trained_embedding_gives_the_key_away(planted: Any, cover: bool) -> None:
+    backbone, state = planted
+    groups = groups_of(backbone) if cover else residual_only(groups_of(backbone))
+    truth = random_keys(groups, seeded(3))
+    backbone.model.load_state_dict(permute_state(state, groups, truth))
+    try:
+        found = attack(backbone, smooth(12, 7), truth, cover)  # other images than those the weights were made on
+        unjudged = attack(backbone, smooth(12, 7), None, cover)
+    finally:
+        backbone.model.load_state_dict(state)
+    assert found.right is not None and found.right >= 0.9 * DIM
+    assert found.bits is not None and found.bits <= bits_left(DIM, int(0.9 * DIM))
+    assert found.agreement is not None and found.failed is not None
+    assert found.agreement > found.failed + 0.1  # which tells the attacker, who has no key to compare with
+    assert "12 unlabelled images; J 0." in found.cost and "from random hints at most 0." in found.cost
+    assert unjudged.right is None and torch.equal(unjudged.keys["residual"], found.keys["residual"])
+
+
+def test_random_weights_give_nothing_away() -> None:
+    backbone = vit()
+    groups = residual_only(groups_of(backbone))
+    truth = random_keys(groups, seeded(4))
+    backbone.model.load_state_dict(permute_state(backbone.model.state_dict(), groups, truth))
+    found = attack(backbone, smooth(12, 7), truth)
+    assert found.right is not None and found.right <= 5
+    assert found.bits == pytest.approx(bits_left(DIM, found.right))
+    assert found.agreement is not None and found.failed is not None and found.agreement < found.failed + 0.1
+
+
+def test_the_same_seed_gives_the_same_answer_and_the_processors_mode_comes_back() -> None:
+    backbone = vit(1)
+    tiny = torch.tensor([1e-40])
+    assert float(tiny * 1.0) > 0
+    first, again, other = (attack(backbone, smooth(6), None, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first.keys["residual"], again.keys["residual"])
+    assert (first.agreement, first.failed) == (again.agreement, again.failed)
+    assert first.failed != other.failed  # the random hints are the seed's
+    assert float(tiny * 1.0) > 0
+
+
+def test_the_processors_mode_comes_back_after_an_error_too() -> None:
+    from situs.errors import SitusError
+
+    backbone = vit(1)
+    with pytest.raises(SitusError, match="no samples"):
+        recover_with_samples(backbone, residual_only(groups_of(backbone)), [], had="nothing")
+    assert float(torch.tensor([1e-40]) * 1.0) > 0
+
+
+@pytest.mark.parametrize("name", ["eva", "swin", "bert", "llama"])
+def test_every_kind_of_model_can_be_attacked(name: str, model_folder: Callable[[str], Path]) -> None:
+    backbone = create_backbone(model_folder(name)).eval()
+    groups = residual_only(groups_of(backbone))
+    if backbone.img_size is not None:
+        inputs = [torch.randn(6, 3, *backbone.img_size, generator=seeded(0))]
+    else:
+        inputs = [torch.randint(0, 31, (1, 12), generator=seeded(seed)) for seed in range(6)]
+    truth = random_keys(groups, seeded(1))
+    found = recover_with_samples(backbone, groups, inputs, had="noise", truth=truth)
+    assert found.size == sum(group.size for group in groups)
+    assert found.keys.keys() == {group.name for group in groups}
+    assert found.right is not None and found.right < 0.4 * found.size  # weights far from any training
