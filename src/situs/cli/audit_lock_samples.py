@@ -78,6 +78,7 @@ def _prepared(folder: Path, backbone: Backbone, path: str, batch: int) -> Any:
 def _texts(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
     import torch
 
+    from situs.backbones.hf_words import token_ids
     from situs.data.sampler import epoch_order
 
     try:
@@ -89,16 +90,5 @@ def _texts(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
         raise SitusError(f"texts={path}: holds no text (--texts)")
     chosen = [lines[row] for row in epoch_order(0, 0, len(lines))[:count].sort().values.tolist()]
     longest = min(LONGEST_TEXT, backbone.num_tokens)
-    coded = _tokeniser(folder)(chosen, truncation=True, max_length=longest)["input_ids"]
+    coded = token_ids(folder, chosen, longest)
     return Samples([torch.tensor([ids]) for ids in coded if ids], f"{len(chosen)} unlabelled texts")
-
-
-def _tokeniser(folder: Path) -> Any:
-    from transformers import AutoTokenizer
-
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")):
-        raise SitusError(f"{folder}: holds no tokeniser, so texts cannot be turned into its words (--texts)")
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise SitusError(f"{folder}: its tokeniser cannot be read: {str(error).splitlines()[0][:120]}") from None
