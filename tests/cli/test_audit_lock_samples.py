@@ -85,6 +85,16 @@ def test_texts_become_the_models_words(bert: Any, tmp_path: Path) -> None:
     assert read_samples(folder, backbone, None, file, 1).had == "1 unlabelled texts"
 
 
+def test_of_a_long_text_the_first_words_are_taken(bert: Any, tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    file = tmp_path / "texts.txt"
+    file.write_text("sea " * 300)
+    model: Any = SimpleNamespace(in_chans=0, img_size=None, num_tokens=512, name="long")
+    [ids] = read_samples(bert[0], model, None, file, 1).batches
+    assert ids.shape == (1, 128)
+
+
 def test_wrong_samples_are_one_sentence(vit: Any, bert: Any, pictures: Path, tmp_path: Path) -> None:
     empty, deep, text = tmp_path / "empty", tmp_path / "deep", tmp_path / "texts.txt"
     empty.mkdir()

@@ -23,6 +23,7 @@ from situs.locks.recover import (
     bits_left,
     check_finite,
     drift,
+    drift_between,
     exact_truth,
     opened,
     recover_blind,
@@ -152,14 +153,38 @@ def test_thirty_per_cent_drift_changes_nothing_and_much_noise_ends_it(cover: boo
 
 def test_drift_is_noise_in_proportion_to_each_tensor() -> None:
     state = {"small": 1e-3 * torch.randn(200, 50), "large": 10 * torch.randn(200, 50), "count": torch.tensor(3)}
+    state |= {"two": torch.tensor([1.0, 2.0]), "one": torch.tensor([1.0])}
     moved = drift(state, 0.3, 1)
     for name in ("small", "large"):
         ratio = float((moved[name] - state[name]).std() / state[name].std())
         assert ratio == pytest.approx(0.3, rel=0.03)
-    assert moved["count"] is state["count"]
+    assert moved["count"] is state["count"] and moved["one"] is state["one"]
+    assert not torch.equal(moved["two"], state["two"])
     assert all(torch.equal(a, b) for a, b in zip(moved.values(), drift(state, 0.3, 1).values(), strict=True))
     with pytest.raises(SitusError, match=r"drift=-1.*--drift"):
         drift(state, -1)
+
+
+def test_the_drift_that_was_put_in_is_the_drift_that_is_measured() -> None:
+    backbone = vit()
+    groups, state = residual_only(groups_of(backbone)), backbone.model.state_dict()
+    truth = random_keys(groups, seeded(1))
+    locked = permute_state(state, groups, truth)
+    assert drift_between(locked, state, groups, truth) == 0
+    assert drift_between(locked, drift(state, 0.3, 5), groups, truth) == pytest.approx(0.3, rel=0.1)
+
+
+def test_a_tensor_of_one_value_tells_nothing_and_disturbs_nothing() -> None:
+    backbone = vit()
+    with torch.no_grad():
+        for block in backbone.model.blocks:  # as a norm is before it was trained
+            block.norm1.weight.fill_(1.0)
+            block.norm2.bias.zero_()
+    groups, state = residual_only(groups_of(backbone)), backbone.model.state_dict()
+    truth = random_keys(groups, seeded(1))
+    assert torch.equal(
+        match_keys(permute_state(state, groups, truth), state, groups).keys["residual"], truth["residual"]
+    )
 
 
 def test_another_architecture_is_refused() -> None:
@@ -184,6 +209,29 @@ def test_graph_match_finds_a_permutation_of_a_graph() -> None:
     locked = clear[truth][:, truth]
     hint = torch.zeros(20, 20, dtype=torch.float64)
     assert torch.equal(graph_match(hint, [(locked, clear)]), truth)
+
+
+def test_both_ends_of_the_blocks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is read against what the embedding writes, and what is written against what the head reads."""
+    from situs.locks import recover_blind as blind
+
+    backbone = vit()
+    groups, state = residual_only(groups_of(backbone)), backbone.model.state_dict()
+    given: list[Any] = []
+    monkeypatch.setattr(blind, "graph_match", lambda linear, pairs: given.append(pairs) or torch.arange(len(linear)))
+    probes = torch.randn(8, 3, 8, 8, generator=seeded(0))
+    blind.match_blind(backbone, groups, probes)
+    [[(reads, stream), (writes, head)]] = given
+    with torch.no_grad():
+        z = backbone.assemble(backbone.embed(probes), backbone.positions()).z.flatten(0, 1)
+    blocks = [f"blocks.{depth}." for depth in (0, 1)]
+    read = [state[b + n] for b in blocks for n in ("attn.qkv.weight", "mlp.fc1.weight")]
+    written = [state[b + n].T for b in blocks for n in ("attn.proj.weight", "mlp.fc2.weight")]
+    expected = (sum(w.T @ w for w in read), torch.cov(z.T), sum(w.T @ w for w in written))
+    expected = (*expected, state["head.weight"].T @ state["head.weight"])
+    for got, gram in zip((reads, stream, writes, head), expected, strict=True):
+        gram = torch.as_tensor(gram).double()
+        assert torch.allclose(got, gram * 24**0.5 / gram.norm(), atol=1e-5)
 
 
 def test_centring_is_found_without_a_base() -> None:
