@@ -241,3 +241,11 @@ def test_copies_are_not_believed_while_roots_are_missing(usual: Scene) -> None:
     fit[hidden[2:]] = torch.inf
     copied = solve._copied(trial(usual), Found(family.phi(everywhere(usual), usual.theta), fit), 2)
     assert copied.fit.equal(fit)
+
+
+def test_an_end_that_was_only_held_beside_a_root_is_a_guess_and_no_proof() -> None:
+    ends = Found(torch.zeros(4, 2), torch.tensor([0.9, SOLVED, 5.0, torch.inf]))
+    fit = solve._unproven(ends).fit
+    assert (fit > SOLVED).all()
+    assert (fit[:2] <= solve.DOUBTFUL).all()
+    assert torch.equal(fit[2:], ends.fit[2:])

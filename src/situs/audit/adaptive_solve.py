@@ -159,9 +159,14 @@ def solve_hidden(trial: Trial, found: Found) -> Found:
     phi, fit = found.at.clone(), found.fit.clone()
     # Any of the hidden places stands for all: their bases and rows of the table are the same. What noise explains and
     # nothing proves is a better guess than none.
-    every = _with_others(trial, roots, ends, DOUBTFUL, apart)
+    every = _with_others(trial, roots, _unproven(ends), DOUBTFUL, apart)
     phi[hidden[: len(every.at)]], fit[hidden[: len(every.at)]] = every
     return _copied(trial, Found(phi, fit), len(roots.at))
+
+
+def _unproven(ends: Found) -> Found:
+    """Ends that fit but are no roots: they were held beside one, and prove nothing."""
+    return Found(ends.at, torch.where(ends.fit <= SOLVED, SOLVED * (1 + ends.fit), ends.fit))
 
 
 def _with_others(trial: Trial, roots: Found, ends: Found, most: float, apart: float) -> Found:

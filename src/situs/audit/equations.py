@@ -180,6 +180,6 @@ def svd(matrix: Tensor, full: bool = False) -> tuple[Tensor, Tensor, Tensor]:
 
     torch's own LAPACK on ARM (NVPL) ends the process on some matrices of rank 1.
     """
-    parts = np.linalg.svd(matrix.cpu().numpy(), full_matrices=full)
+    parts = np.linalg.svd(matrix.detach().cpu().numpy(), full_matrices=full)
     u, s, v = (torch.from_numpy(np.ascontiguousarray(part)).to(matrix.device) for part in parts)
     return u, s, v
