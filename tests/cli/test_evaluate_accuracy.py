@@ -82,6 +82,37 @@ def test_a_locked_model_is_called_locked_and_its_key_opens_it(
     assert "x: is not locked, so that no key opens it (--key)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "flags", [["--withhold", "embedding", "--withhold", "blocks=1"], ["--seal"]], ids=["withheld", "sealed"]
+)
+def test_the_owner_looks_at_a_lock_that_is_no_whole_model(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
+) -> None:
+    pytest.importorskip("cryptography")
+    assert main(["export", str(trained.one), "--to", str(tmp_path / "x")]) == 0
+    assert main(["key", "new", "--out", str(tmp_path / "key.json")]) == 0
+    key = ["--key", str(tmp_path / "key.json")]
+    assert main(["lock", str(tmp_path / "x"), *key, "--out", str(tmp_path / "locked"), *flags]) == 0
+    second = [] if "--seal" in flags else ["--withheld", str(tmp_path / "locked.withheld.safetensors")]
+    capsys.readouterr()
+    found = {}
+    for name, words in {"x": [], "locked": [*key, *second]}.items():
+        out = ["--data", str(trained.data), "--out", str(tmp_path / f"of-{name}")]
+        assert main(["evaluate", "accuracy", str(tmp_path / name), *words, *out]) == 0
+        assert "scrambled" not in capsys.readouterr().err
+        found[name] = json.loads((tmp_path / f"of-{name}" / "accuracy.json").read_text())
+    assert found["locked"]["loss"] == found["x"]["loss"] and found["locked"]["name"] == "locked"
+    out = ["--data", str(trained.data), "--out", str(tmp_path / "none")]
+    for name, words, said in (
+        ("locked", [], "is sealed" if "--seal" in flags else "lacks what was withheld"),
+        ("locked", [*key] if second else [*key, "--withheld", str(tmp_path / "key.json")], "withheld"),
+        ("x", ["--withheld", str(tmp_path / "key.json")], "is not locked"),
+    ):
+        assert main(["evaluate", "accuracy", str(tmp_path / name), *words, *out]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1
+
+
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = tmp_path / "other"
     for split in ("train", "val"):

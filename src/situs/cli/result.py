@@ -8,8 +8,11 @@ from __future__ import annotations
 import itertools
 import json
 import re
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
@@ -40,6 +43,9 @@ class Looking:
 
     key: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """For a locked export: the key it was locked with; without one it is looked at as it is."""
+
+    withheld: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """For a locked export of which parts were withheld: the owner's second file, beside --key."""
 
     device: str | None = None
     """cpu, cuda or cuda:N; a GPU where there is one."""
@@ -91,15 +97,48 @@ def open_looked_at(args: Looking) -> Subject:
     size = None if args.img_size is None else pair(args.img_size)
     ema = None if args.ema else False
     device = start(args.device).device
-    subject = open_subject(args.model, weights=args.weights, img_size=size, ema=ema, device=device)
+    with _whole(args.model, args.key, args.withheld) as model:
+        subject = open_subject(model, weights=args.weights, img_size=size, ema=ema, device=device)
     if args.key is not None:
-        subject = _opened(args.model, subject, args.key)
+        subject = _opened(args.model, subject, args.key, args.withheld)
     tell_locked(subject)
     held = args.held_out if isinstance(args, LookingAtImages) else None
     return subject if held is None else subject.holding_out(held)
 
 
-def _opened(model: str, subject: Subject, key: Path) -> Subject:
+@contextmanager
+def _whole(model: str, key: Path | None, withheld: Path | None) -> Iterator[str]:
+    """What is opened: the model as it is named, or of a lock that is sealed or lacks parts its whole, still locked."""
+    from situs.config import read_json
+    from situs.errors import SitusError
+    from situs.locks.manifest import FORMAT, NAME, read_manifest
+
+    folder = Path(model)
+    if not (folder / NAME).is_file() or read_json(folder / NAME).get("format") != FORMAT:
+        if withheld is not None:
+            raise SitusError(f"{model}: is not locked, so that nothing was withheld (--withheld)")
+        yield model
+        return
+    manifest = read_manifest(folder, None)
+    if not manifest.sealed and manifest.withheld is None and withheld is None:
+        yield model
+        return
+    if key is None:
+        lacks = "is sealed" if manifest.sealed else "lacks what was withheld when it was locked"
+        raise SitusError(f"{model}: {lacks}, so that there is no whole model to look at (--key, --withheld)")
+    from situs.cli.passphrase import read_key
+    from situs.locks.lock import check, unseal
+
+    owner = read_key(key)
+    manifest = check(folder, owner, withheld)
+    with tempfile.TemporaryDirectory() as place:
+        whole = Path(place) / folder.resolve().name
+        unseal(folder, manifest, owner, whole, withheld)
+        shutil.copy(folder / NAME, whole)
+        yield str(whole)
+
+
+def _opened(model: str, subject: Subject, key: Path, withheld: Path | None) -> Subject:
     """The subject of a locked folder with its blocks opened, in memory alone."""
     from situs.cli.passphrase import read_key
     from situs.errors import SitusError
@@ -107,7 +146,7 @@ def _opened(model: str, subject: Subject, key: Path) -> Subject:
 
     if not subject.locked:
         raise SitusError(f"{model}: is not locked, so that no key opens it (--key)")
-    return subject.unlocked(open_locked(model, read_key(key)))
+    return subject.unlocked(open_locked(model, read_key(key), withheld))
 
 
 def tell_locked(subject: Subject) -> None:
