@@ -440,6 +440,9 @@ def test_a_locked_model_leaks_all_the_same(trained: Any, tmp_path: Path, capsys:
     assert main(["lock", export, "--key", key, "--out", f"{locked}-sealed", "--seal"]) == 0
     assert main(["audit", "gradients", f"{locked}-sealed", "--images", str(trained.data)]) == 2
     assert "is sealed" in capsys.readouterr().err
+    assert main(["lock", export, "--key", key, "--out", f"{locked}-less", "--withhold", "embedding"]) == 0
+    assert main(["audit", "gradients", f"{locked}-less", "--images", str(trained.data)]) == 2
+    assert "lacks what its owner withheld (embedding)" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

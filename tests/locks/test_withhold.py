@@ -184,7 +184,9 @@ def test_without_the_second_file_nothing_opens(model_folder, tmp_path, seal):
     calls = [lambda: unlock(locked.path, KEY, out), lambda: unlock(locked.path, KEY, out, retrained=not seal)]
     calls += [lambda way=way: way(locked.path, KEY) for way in (check, open_locked, keyed_blocks)]
     for call in calls:
-        with pytest.raises(SitusError, match=r"the embedding and the first block were withheld.*--withheld FILE"):
+        with pytest.raises(
+            SitusError, match=r"lacks the embedding and the first block, withheld when it was locked.*--withheld FILE"
+        ):
             call()
     with pytest.raises(SitusError, match="no such file"):
         unlock(locked.path, KEY, out, withheld=tmp_path / "nowhere")
@@ -249,7 +251,7 @@ def test_retrained_with_parts_withheld(model_folder, tmp_path, name, whole):
     if not whole:
         names = load_file(place / WHOLE).keys() - locked.manifest.held()
         save_file({each: value for each, value in load_file(place / WHOLE).items() if each in names}, place / WHOLE)
-        with pytest.raises(SitusError, match="were withheld"):
+        with pytest.raises(SitusError, match="withheld when it was locked"):
             unlock(place, KEY, tmp_path / "open", retrained=True)
     opened = unlock(place, KEY, tmp_path / "open", retrained=True, withheld=None if whole else locked.withheld)
     got, clear = load_file(opened.path / WHOLE), load_file(model_folder(name) / WHOLE)

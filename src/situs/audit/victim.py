@@ -178,6 +178,11 @@ def _lock_notes(source: str) -> dict[str, str]:
     manifest = read_manifest(folder, None)
     if manifest.sealed:
         raise SitusError(f"{source}: is sealed, and without its key there is no model to train; unlock it first")
+    if manifest.withheld is not None:
+        raise SitusError(
+            f"{source}: lacks what its owner withheld ({', '.join(manifest.withheld.parts)}), and without it there is "
+            "no model to train; unlock it first"
+        )
     said = (
         f"locked with the key {manifest.key_id}: the channels between the blocks are permuted; the patch embedding and "
         "the positions, which the closed forms read, are not"

@@ -162,6 +162,6 @@ def beside(out: str | Path) -> Path:
 def missing(folder: Path, withheld: Withheld) -> SitusError:
     """What is said where the second file is not given."""
     return SitusError(
-        f"{folder}: {words(withheld.parts)} were withheld when it was locked: give the owner's second file too "
+        f"{folder}: lacks {words(withheld.parts)}, withheld when it was locked: give the owner's second file too "
         "(--withheld FILE)"
     )
