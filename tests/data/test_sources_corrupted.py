@@ -29,7 +29,7 @@ def check(found: dict[str, Any], count: int) -> None:
 
 
 def test_a_few_damaged_files() -> None:
-    check(corrupted(0, 48), 48)
+    check(corrupted(0, 34), 34)
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from situs.data.images import BrokenImageError
 from situs.data.sources import open_source
 from situs.data.walk import plain, walk
 from situs.errors import SitusError
@@ -76,6 +77,18 @@ def test_only_regular_files_are_read(tmp_path):
     assert found.files == ["good.png"]
     assert sorted(found.special) == ["loop.png", "nowhere.png", "pipe", "pipe.png", "zero.png"]
     assert "left out 5 (pipes, devices or links to nothing); the first: loop.png" in open_source(tmp_path).notes[0]
+
+
+def test_a_file_too_large_for_an_image_is_named_before_it_is_read(tmp_path):
+    write(tmp_path / "a.png")
+    with (tmp_path / "b.png").open("wb") as file:
+        file.truncate(1 << 40)  # a hole: a terabyte that takes no room
+    source = open_source(tmp_path)
+    with pytest.raises(
+        BrokenImageError, match=r"b\.png: has 1,099,511,627,776 bytes, and an image at most 1,073,741,824"
+    ):
+        source.read(1)
+    assert source.read(0)[0].shape == (3, 5, 6)
 
 
 def test_a_pipe_as_the_data_is_refused(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from situs.data.images import BrokenImageError
 from situs.data.sources import open_source
 from situs.errors import SitusError
 
@@ -74,6 +75,13 @@ def test_a_negative_size_leads_to_no_circle(tmp_path, size):
     header[148:156] = f"{sum(header):06o}\0 ".encode()
     with pytest.raises(SitusError, match=r"x\.tar"):
         open_source(write(tmp_path / "x.tar", WHOLE[:EACH] + bytes(header) + WHOLE[EACH:]))
+
+
+def test_a_member_too_large_for_an_image_is_named_before_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr("situs.data.images._MOST_BYTES", 50)
+    source = open_source(write(tmp_path / "x.tar", WHOLE))
+    with pytest.raises(BrokenImageError, match=r"x\.tar, 0\.png: has [\d,]+ bytes, and an image at most 50"):
+        source.read(0)
 
 
 def test_class_numbers_have_an_end(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from situs.data.base import SPLIT_WORDS, EncodedSource, choose_split
-from situs.data.images import IMAGE_SUFFIXES, BrokenImageError
+from situs.data.images import IMAGE_SUFFIXES, BrokenImageError, check_bytes
 from situs.data.walk import plain, walk
 from situs.errors import SitusError
 
@@ -73,8 +73,10 @@ class FolderSource(EncodedSource):
 
     def payload(self, index: int) -> bytes:
         """The file's bytes."""
+        file = self.root / self._files[index]
         try:
-            return (self.root / self._files[index]).read_bytes()
+            check_bytes(file.stat().st_size, self.entry(index))
+            return file.read_bytes()
         except OSError as error:
             raise BrokenImageError(f"{self.entry(index)}: cannot be read ({error.strerror or error})") from error
 

@@ -36,6 +36,7 @@ _HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc")
 _HEIF = (*_HEIC, b"mif1", b"msf1")  # the last two may be AVIF as well
 # Some of Pillow's other plugins start programs (EPS calls Ghostscript) or take anything for an image.
 _FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000")
+_MOST_BYTES = 1 << 30
 # Beyond this many times the size asked for, an image's longer side is cut before it is resized and not after.
 _LONGEST = 8
 # Rec. 601 luma, the weights Pillow and torchvision turn RGB into grey with.
@@ -56,6 +57,12 @@ def decode(data: bytes, name: str, channels: int | None = None) -> Tensor:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BrokenImageError(f"{name}: cannot be decoded as an image ({reason[:120]})") from error
     return to_channels(image, channels, name)
+
+
+def check_bytes(size: int, name: str) -> None:
+    """Refuses a file too large for an image before it is read into memory."""
+    if size > _MOST_BYTES:
+        raise BrokenImageError(f"{name}: has {size:,} bytes, and an image at most {_MOST_BYTES:,}")
 
 
 def is_image(start: bytes) -> bool:

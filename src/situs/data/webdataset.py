@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from situs.data.base import EncodedSource, find_shards, number_names, split_of
-from situs.data.images import IMAGE_SUFFIXES, BrokenImageError
+from situs.data.images import IMAGE_SUFFIXES, BrokenImageError, check_bytes
 from situs.data.walk import Found, plain
 from situs.errors import SitusError
 
@@ -75,6 +75,7 @@ class TarSource(EncodedSource):
     def payload(self, index: int) -> bytes:
         """The image's bytes, read at its offset."""
         member = self._members[index]
+        check_bytes(member.size, self.entry(index))
         try:
             with self._shards[member.shard].open("rb", buffering=0) as file:
                 file.seek(member.offset)
