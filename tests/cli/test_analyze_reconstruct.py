@@ -48,6 +48,7 @@ def test_droppos_run(trained, tmp_path: Path) -> None:
     numbers = json.loads((tmp_path / "look" / "reconstruct.json").read_text())
     assert [(each["ratio"], each["position_ratio"]) for each in numbers["settings"]] == [(0.0, 0.5)]
     assert "Black and hatched" in (tmp_path / "look" / "reconstruct.html").read_text()
+    assert "(val)" in (tmp_path / "look/reconstruct.html").read_text().partition("How this page was made")[2]
 
 
 @pytest.mark.parametrize(("method", "channels"), [("mp3", 4), ("droppos", 6)])

@@ -38,6 +38,7 @@ def test_of_a_run_and_of_its_export(trained: Any, tmp_path: Path, capsys: pytest
     assert [row["class"] for row in written["classes"]] == ["dark", "light", "middle"]
     assert sum(row["top1"] * row["count"] for row in written["classes"]) == pytest.approx(15 * written["top1"])
     page = (out / "accuracy.html").read_text()
+    assert "data (val)" in page.partition("How this page was made")[2]
     assert "The classes it knows least" in page
     assert str(trained.data.parent) not in page + json.dumps(written)
 

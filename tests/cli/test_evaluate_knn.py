@@ -26,6 +26,7 @@ def test_a_run_gives_a_row_for_each_layer(trained: Any, tmp_path: Path, capsys: 
     assert main(["evaluate", "knn", *words, "--temperature", "None"]) == 0
     assert json.loads((tmp_path / "knn.json").read_text())["temperature"] is None
     assert "every neighbour counts as one" in (tmp_path / "knn.html").read_text()
+    assert "(val)" in (tmp_path / "knn.html").read_text().partition("How this page was made")[2]
 
 
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,6 +43,7 @@ def test_droppos_gives_the_grid(droppos: Path, tmp_path: Path, capsys: pytest.Ca
     found = [cell["accuracy"] for cell in numbers["cells"]]
     assert numbers["mean"] == pytest.approx(sum(found) / 16)
     page = (tmp_path / "position.html").read_text()
+    assert "(val)" in page.partition("How this page was made")[2]
     assert f"over the 16 cells is {100 * numbers['mean']:.2f} %" in page
     assert (tmp_path / "position-grid.png").is_file()
     again = ["--mask-ratios", ".5", "--position-mask-ratios", ".25", ".5", "--out", str(tmp_path / "b")]

@@ -128,6 +128,7 @@ def test_natural_examples_and_anomalies(trained: Any, tmp_path: Path, capsys: py
     assert found["aupr"] == pytest.approx(aupr(*scores), abs=1e-6)
     assert "ImageNet-O, AUPR" in capsys.readouterr().out
     page = (tmp_path / "x" / "robustness.html").read_text()
+    assert "How this page was made" in page
     assert "response rate" in page and (tmp_path / "x" / "robustness-response.png").is_file()
 
 

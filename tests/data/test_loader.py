@@ -224,3 +224,23 @@ def test_a_gpu_gives_the_batches_of_the_cpu():
     for a, b in zip(here, there, strict=True):
         assert torch.equal(a.ids, b.ids.cpu())
         assert ((a.images - b.images.cpu()).abs() < 0.05).float().mean() > 0.97
+
+
+def test_an_image_of_another_size_is_found_wherever_it_stands_in_a_small_set(tmp_path):
+    """Of up to sixteen images all are looked at, so that a set of two sizes is streamed and not refused."""
+    for count in (3, 8, 16):
+        for other in range(count):
+            folder = tmp_path / f"{count}-{other}"
+            folder.mkdir()
+            for number in range(count):
+                Image.new("L", (8, 9 if number == other else 8)).save(folder / f"{number:02}.png")
+            config = DataConfig(str(folder), split="train", img_size=8, channels=1, batch=4, workers=0)
+            assert sum(len(batch.images) for batch in make_loader(config, None)) == count
+
+
+def test_large_images_of_one_size_are_held_small(tmp_path):
+    for number in range(3):
+        Image.new("L", (80, 60)).save(tmp_path / f"{number}.png")
+    for size, held in ((7, (8, 8)), (10, (60, 80)), (9, (10, 10))):
+        config = DataConfig(str(tmp_path), split="train", img_size=size, channels=1, batch=3, resident="always")
+        assert f"1 × {held[0]} × {held[1]} on" in make_loader(config, None).describe()

@@ -94,3 +94,7 @@ def test_without_labels_only_positions_are_probed() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(SitusError, match=r"every=0: must be >= 1 \(--probe-every\)"):
         ProbeConfig(every=0)
+    with pytest.raises(SitusError, match=r"k=0: must be >= 1 \(--probe.k\)"):
+        ProbeConfig(every=1, k=0)
+    with pytest.raises(SitusError, match=r"temperature=0.0: must be > 0 \(--probe.temperature\)"):
+        ProbeConfig(every=1, temperature=0.0)

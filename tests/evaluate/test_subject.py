@@ -97,3 +97,18 @@ def test_every_verb_follows_the_rule(verb: str, flat: Path, tmp_path: Path, caps
     said = capsys.readouterr()
     assert "flat, the 0.4 held out" in said.out + "".join(path.read_text() for path in tmp_path.glob("*.json"))
     assert "situs: flat: left out 1 (no images by their names: .txt 1)" in said.err
+
+
+@pytest.mark.parametrize("names", [("cat", "dog", "fox"), ("LABEL_0", "dog", "LABEL_2"), None])
+def test_a_transformers_folder_names_its_classes_where_it_has_names(
+    names: tuple[str, ...] | None, tmp_path: Path
+) -> None:
+    """transformers writes LABEL_0, LABEL_1, … where nobody named them; those are no names to compare with data's."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    named = {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}} if names else {}
+    config = ViTConfig(**shape, image_size=8, patch_size=4, num_labels=3, **named)
+    ViTForImageClassification(config).save_pretrained(tmp_path)
+    subject = open_subject(str(tmp_path))
+    assert (subject.classes, subject.classifier) == (names, True)
