@@ -165,6 +165,15 @@ def test_show(value: str | float | bool | None, shown: str) -> None:
     assert show(value) == shown
 
 
+def test_a_notice_stands_before_everything_else() -> None:
+    page = Page("Title", "Lead.", "Private <images>: `keep` them.")
+    page.section("One").text("text")
+    assert '<p class="lead">Lead.</p><p class="note">Private &lt;images&gt;: <code>keep</code> them.</p></header>' in (
+        page.render()
+    )
+    assert 'class="note"' not in Page("Title", "Lead.").render()
+
+
 def test_write_makes_the_folder_and_leaves_one_readable_file(tmp_path: Path) -> None:
     page = page_of("x")
     path = page.write(tmp_path / "deep" / "report.html")

@@ -99,7 +99,7 @@ def make_page(
     """
     shown = [pair for pair in audit.pairs if pair.images is not None] if pictures else []
     lead = "What someone who sees this model's training gradients can see of the images behind them."
-    page = Page(f"Gradient audit of {audit.model}", lead=f"{lead} {PRIVATE}" if shown else lead)
+    page = Page(f"Gradient audit of {audit.model}", lead, PRIVATE if shown else "")
     defences = {f"defence {name}": said for name, said in audit.about.items()}
     attacks = dict.fromkeys([*(pair.attack for pair in audit.pairs), *(attack for attack, _ in audit.undone)])
     page.section("Threat model").facts({**THREAT, **(notes or {}), **described(attacks), **defences})

@@ -73,10 +73,7 @@ def settings_page(comparison: Comparison, facts: Mapping[str, Cell], *, pictures
     """The page. facts: where models and images come from. pictures: whether they and what was recovered are on it."""
     drawn = [row for row in comparison.rows if row.images is not None and row.setting in ("a", "c")] if pictures else []
     lead = "What plain training and MJP give away, to attackers who do not know MJP and to one who does."
-    page = Page(
-        "Gradient leakage in the settings of MJP's Table 5",
-        lead=f"{lead} {PRIVATE}" if drawn else lead,
-    )
+    page = Page("Gradient leakage in the settings of MJP's Table 5", lead, PRIVATE if drawn else "")
     shown = {f"setting {name}": said for name, said in SETTINGS.items()}
     attacks = dict.fromkeys(row.attacker.split(",")[0] for row in comparison.rows)
     page.section("Threat model").facts(

@@ -89,10 +89,11 @@ class Section:
 
 @dataclass
 class Page:
-    """A page: title, an opening sentence, sections, a closing line."""
+    """A page: title, an opening sentence, what must be seen before all else, sections, a closing line."""
 
     title: str
     lead: str = ""
+    notice: str = ""
     footer: str = ""
     sections: list[Section] = field(default_factory=list)
 
@@ -105,6 +106,7 @@ class Page:
         """The whole page."""
         title = html.escape(self.title)
         lead = f'<p class="lead">{_inline(self.lead)}</p>' if self.lead else ""
+        notice = f'<p class="note">{_inline(self.notice)}</p>' if self.notice else ""
         footer = f"<footer><p>{_inline(self.footer)}</p></footer>" if self.footer else ""
         body = "\n".join(_section(section, number) for number, section in enumerate(self.sections, start=1))
         return (
@@ -112,7 +114,7 @@ class Page:
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
             '<meta name="color-scheme" content="light dark">\n'
             f"<title>{title}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
-            f"<header><h1>{title}</h1>{lead}</header>\n{_contents(self.sections)}{body}\n{footer}\n"
+            f"<header><h1>{title}</h1>{lead}{notice}</header>\n{_contents(self.sections)}{body}\n{footer}\n"
             "</main>\n</body>\n</html>\n"
         )
 
