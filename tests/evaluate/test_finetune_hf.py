@@ -68,7 +68,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         words = ["--method", method, *flags, "--backbone.name", model]
         situs("pretrain", *words, *data(), *QUICK, "--out", base / method)
         situs("finetune", "--from", base / method, *QUICK, "--out", base / f"ft-{method}")
-        situs("evaluate", "accuracy", base / f"ft-{method}", "--device", "cpu")
+        situs("evaluate", "accuracy", base / f"ft-{method}", "--device", "cpu", "--out", base / "look")
         situs("export", base / f"ft-{method}", "--to", base / f"export-{method}")
         situs("export", base / method, "--to", base / f"bare-{method}")
     return base
@@ -141,7 +141,7 @@ def test_an_export_is_evaluated_as_the_run_was(world: Path, method: str, capsys:
     capsys.readouterr()
     figures = []
     for each in (f"ft-{method}", f"export-{method}"):
-        situs("evaluate", "accuracy", world / each, "--data", "samples", "--device", "cpu")
+        situs("evaluate", "accuracy", world / each, "--data", "samples", "--device", "cpu", "--out", world / "look")
         figures.append(capsys.readouterr().out.splitlines()[2].split()[1:])
     assert figures[0] == figures[1]
     bare = open_subject(str(world / f"bare-{method}"))
