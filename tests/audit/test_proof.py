@@ -35,6 +35,13 @@ def never() -> list[dict[str, Any]]:
             never,
             "its equations do not fit for 1 of 2 images (residual 0.28, where noise and precision predict 1e-07)",
         ),
+        (
+            [{**WRONG, "verdict": "up to gain"}],
+            0.0,
+            None,
+            "its equations do not fit for 1 of 1 images (residual 0.28, where noise and precision predict 1e-07)",
+        ),
+        ([{**WRONG, "residual": 1e-7, "verdict": "solved up to gain"}], 0.0, None, "solved up to gain"),
         ([{"rank": 4, "unknowns": 4}], 0.0, None, "its equations do not fit for 1 of 1 images"),
         ([{"fits": "yes"}], 0.0, None, "its equations do not fit for 1 of 1 images"),
         (

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from situs.audit.attack import Fact
+from situs.audit.equations import FIT
 
 Facts = Sequence[dict[str, Fact]]
 
@@ -25,6 +26,8 @@ def doubt_of(caveat: str | None, facts: Facts, noise: float, control: Callable[[
     if caveat is not None:
         return f"it is not exact here ({caveat})"
     if wrong := [fact for fact in facts if fact.get("fits") is not True]:
+        if wrong[0].get("verdict") and _as_expected(wrong[0]):  # the equations fit, and do not tell the image
+            return str(wrong[0]["verdict"])
         return f"its equations do not fit for {len(wrong)} of {len(facts)} images{_residual(wrong[0])}"
     if any(int(_number(fact, "hidden")) > 1 for fact in facts):
         return "the gradients do not say in which order the hidden patches stand, and another order may come closer"
@@ -40,6 +43,10 @@ def doubt_of(caveat: str | None, facts: Facts, noise: float, control: Callable[[
 def _is_unique(fact: dict[str, Fact]) -> bool:
     """Whether a linear system has as many directions as unknowns; where none was solved there is none to miss."""
     return "rank" not in fact or _number(fact, "rank") >= _number(fact, "unknowns")
+
+
+def _as_expected(fact: dict[str, Fact]) -> bool:
+    return "expected_residual" in fact and _number(fact, "residual") <= FIT * _number(fact, "expected_residual")
 
 
 def _residual(fact: dict[str, Fact]) -> str:
