@@ -70,6 +70,25 @@ def test_an_update_is_adamw_by_hand() -> None:
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)
 
 
+def test_in_fp16_the_scale_follows_the_overflows() -> None:
+    """Every update either moves the weights and doubles the scale, or overflows, moves nothing and halves it."""
+    method = toy()
+    stepper = Stepper(method, OPTIM, seed=0, precision="fp16", accumulate=1, parallel="ddp", compiled=False)
+    assert stepper.scaler is not None
+    stepper.scaler.set_growth_interval(1)
+    seen = []
+    for number, batch in enumerate(ToyLoader().iterate(0, 0)):
+        if number == 2:
+            stepper.scaler.update(2.0**60)
+        before, scale = method.backbone.model.head.weight.detach().clone(), stepper.scaler.get_scale()
+        stepper.update(batch, Moment(number, 0, 0.0), 1e-2, ragged=False)
+        moved = not torch.equal(before, method.backbone.model.head.weight)
+        assert stepper.scaler.get_scale() == scale * (2.0 if moved else 0.5)
+        seen.append(moved)
+    assert seen[0]
+    assert not seen[2]
+
+
 @pytest.mark.slow
 def test_a_compiled_step_is_an_eager_step() -> None:
     whole, expected, values = stepped(2, 8)
