@@ -278,11 +278,12 @@ def test_what_we_have_not_read_is_refused_by_name() -> None:
 
 def test_wrong_keys_are_refused() -> None:
     group = Group("g", "hidden", 3, (Member("t", 0),))
-    with pytest.raises(SitusError, match="no key for the group 'g'"):
-        check_keys([group], {})
-    for bad in (torch.arange(4), torch.tensor([0, 0, 1]), torch.tensor([0.0, 1.0, 2.0])):
-        with pytest.raises(SitusError, match="no permutation of 3 places"):
-            check_keys([group], {"g": bad})
+    for entry in (check_keys, lambda groups, keys: permute_state({"t": torch.arange(3)}, groups, keys)):
+        with pytest.raises(SitusError, match="no key for the group 'g'"):
+            entry([group], {})
+        for bad in (torch.arange(4), torch.tensor([0, 0, 1]), torch.tensor([0.0, 1.0, 2.0])):
+            with pytest.raises(SitusError, match="no permutation of 3 places"):
+                entry([group], {"g": bad})
     with pytest.raises(SitusError, match="axis 0 holds 5 places"):
         axis_index(Member("t", 0), 3, 5, torch.arange(3))
     with pytest.raises(SitusError, match="no residual key"):
