@@ -59,7 +59,7 @@ def test_two_ranks_are_one_rank_with_the_same_batch(ranks: Path, kind: str, step
         for name in left:
             # float64; AdamW's first moments hold the gradient itself, so a wrong mean shows there.
             torch.testing.assert_close(
-                right[name], left[name], rtol=1e-7, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
+                right[name], left[name], rtol=1e-6, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}"
             )
     moments = one.tensors("optimizer")
     assert max(float(t.abs().max()) for n, t in moments.items() if n.endswith("exp_avg")) > 1e-4
