@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from situs.backbones import BackboneConfig, create_backbone
 from situs.backbones.weights import read_state_dict
+from situs.cli.main import main
 from situs.core.position import sincos_2d
 from situs.errors import SitusError
 
@@ -109,6 +111,99 @@ def test_mistakes_are_sentences(fields, sentence) -> None:
 def test_images_of_another_shape_are_refused() -> None:
     with pytest.raises(SitusError, match=r"images of shape \[2, 3, 16, 16\] given, \[B, 3, 16, 24\] needed"):
         tiny().embed(torch.zeros(2, 3, 16, 16))
+
+
+REFUSED = {
+    "crossvit_tiny_240": "its class CrossVit is not among",
+    "gemma4_vit_167m_enc": "its class Gemma4Vit",
+    "hiera_tiny_224": "its class Hiera is not among",
+    "mvitv2_tiny": "its class MultiScaleVit is not among",
+    "pvt_v2_b0": "its class PyramidVisionTransformerV2 is not among",
+    "sam2_hiera_tiny": "its class HieraDet is not among",
+    "tiny_vit_5m_224": "its class TinyVit is not among",
+    "vit_base_mci_224": "its HybridEmbed makes a token of more than its patch",
+    "vit_tiny_r_s16_p8_224": "its HybridEmbed makes a token of more than its patch",
+    "vitamin_small_224": "its HybridEmbed makes a token of more than its patch",
+    "volo_d1_224": "its class VOLO is not among",
+}
+"""timm name -> why it is refused; tests/contracts/test_timm_names.py opens every name."""
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_class_or_a_stem_we_do_not_run_is_refused_in_a_sentence(name: str) -> None:
+    with torch.device("meta"), pytest.raises(SitusError, match=REFUSED[name]) as caught:
+        create_backbone(name)
+    assert str(caught.value).startswith(f"{name}: ") and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["pvt_v2_b0", "vit_tiny_r_s16_p8_224"])
+def test_info_prints_that_sentence(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", name]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"situs: {name}: {REFUSED[name]}") and said.err.count("\n") == 1 and not said.out
+
+
+def test_a_refused_class_takes_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its values are never made: the largest of these models would not fit."""
+    devices = []
+    make = timm.create_model
+
+    def spy(*args, **kwargs):
+        model = make(*args, **kwargs)
+        devices.append(next(model.parameters()).device.type)
+        return model
+
+    monkeypatch.setattr(timm, "create_model", spy)
+    with pytest.raises(SitusError, match="its class Beit is not among"):
+        create_backbone("beit_base_patch16_224", model_args={"depth": 1})
+    assert devices == ["meta"]
+    assert create_backbone("resnest14d").num_tokens == 0  # made in another module, of a class that is known
+    assert devices == ["meta", "meta", "cpu"]
+
+
+def test_a_model_that_cannot_be_made_is_a_sentence() -> None:
+    for name in ("vit_tiny_patch16_224", "beit_base_patch16_224"):
+        with pytest.raises(SitusError, match=f"^{name} cannot be made with .*zero") as caught:
+            create_backbone(name, model_args={"num_heads": 0})
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bfloat16 says so once
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("name", "args"),
+    [
+        ("vit_tiny_patch16_224", TINY),
+        ("vit_small_patch16_rope_224", TINY),
+        ("vit_relpos_small_patch16_224", TINY),
+        ("swin_tiny_patch4_window7_224", {"depths": (1, 1), "num_heads": (2, 4), "embed_dim": 16}),
+        ("test_resnet", {}),
+    ],
+)
+@torch.no_grad()
+def test_a_model_in_half_precision_takes_any_floats(name: str, args: dict, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    size = None if "resnet" in name else 64
+    whole = create_backbone(name, img_size=size, model_args=args).eval()
+    x = torch.randn(2, 3, 64, 64)
+    expected = whole(x)
+    half = create_backbone(whole.model.to(dtype))  # the module itself, as somebody built it
+    found = half(x)
+    assert found.dtype == dtype
+    assert torch.equal(found, half(x.to(dtype)))
+    assert (found.float() - expected).abs().max() < 0.05 * expected.abs().max()
+    with pytest.raises(SitusError, match=r"images of torch.uint8 given; they must be normalised floats$"):
+        half(torch.zeros(2, 3, 64, 64, dtype=torch.uint8))
+
+
+def test_a_module_that_is_built_takes_no_arguments() -> None:
+    module = timm.create_model("vit_tiny_patch16_224", **TINY)
+    assert create_backbone(module).model is module
+    for fields in (dict(positions="none"), dict(num_classes=3), dict(img_size=32), dict(drop_path=0.1)):
+        name, value = next(iter(fields.items()))
+        said = f"{name}={(32, 32) if name == 'img_size' else value}: shapes a new model"
+        with pytest.raises(SitusError, match=f"^{re.escape(said)}"):
+            create_backbone(module, **fields)
 
 
 def test_an_unknown_attention_is_refused_by_name() -> None:

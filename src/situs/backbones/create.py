@@ -14,6 +14,9 @@ from situs.config import read_json
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
 
+NOTHING = BackboneConfig(name="")
+"""What may be asked of a module that exists."""
+
 
 def create_backbone(
     name: str | Path | nn.Module | BackboneConfig | Any = BackboneConfig.name,
@@ -60,6 +63,9 @@ def _create(source: Any, config: BackboneConfig) -> Backbone:
     from situs.backbones.timm_create import create_timm, create_timm_folder, wrap_timm
 
     if isinstance(source, nn.Module):
+        for name, value in vars(config).items():
+            if value != getattr(NOTHING, name):
+                raise SitusError(f"{name}={value}: shapes a new model; one that is built has its own")
         return wrap_timm(source, type(source).__name__)
     if (described := _config_file(config.name)) is not None:
         return create_timm_folder(described.parent, config, fresh=described == Path(config.name))

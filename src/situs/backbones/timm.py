@@ -23,6 +23,7 @@ class FlatBackbone(Backbone):
 
     def __init__(self, model: nn.Module, name: str) -> None:
         inner: Any = model
+        check_stem(name, inner.patch_embed)
         check_blocks(name, inner.blocks)
         height, width = inner.patch_embed.grid_size
         super().__init__(model, name, (height, width), inner.embed_dim, inner.num_prefix_tokens, len(inner.blocks))
@@ -41,11 +42,8 @@ class FlatBackbone(Backbone):
         return self._embed(x, index)
 
     def _embed(self, x: Tensor, index: Tensor | None) -> Tensor:
-        check_images(self.name, x, self.in_chans, self.img_size)
         stem = self.model.patch_embed
-        if type(stem) is not PatchEmbed or stem.proj.kernel_size != stem.proj.stride:
-            tokens = stem(x).reshape(x.shape[0], -1, self.dim)
-            return tokens if index is None else take(tokens, index)
+        x = checked_images(self.name, x, self.in_chans, self.img_size, stem.proj.weight.dtype)
         # A kernel as large as its stride sees each patch once: one matrix product, without the layouts that a
         # convolution asks for on its way there and back, and over the patches that are asked for alone.
         patches = patchify(x, self.patch_size)
@@ -201,8 +199,9 @@ class SwinBackbone(Backbone):
         return self.model.num_features
 
     def embed(self, x: Tensor) -> Tensor:
-        check_images(self.name, x, self.in_chans, self.img_size)
-        return self.model.patch_embed(x).flatten(1, 2)
+        stem = self.model.patch_embed
+        x = checked_images(self.name, x, self.in_chans, self.img_size, stem.proj.weight.dtype)
+        return stem(x).flatten(1, 2)
 
     def positions(self) -> Positions:
         return Positions(table=self.table, rigid=self.refusals["take"])
@@ -250,8 +249,7 @@ class PixelBackbone(Backbone):
         self.in_chans = inner.conv1.in_channels if isinstance(inner.conv1, nn.Conv2d) else inner.conv1[0].in_channels
 
     def forward(self, x: Tensor) -> Tensor:
-        check_images(self.name, x, self.in_chans, None)
-        return self.model(x)
+        return self.model(self._checked(x))
 
     @property
     def reads(self) -> str:
@@ -259,14 +257,25 @@ class PixelBackbone(Backbone):
 
     def read_pixels(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Images -> what the last layer reads [B, D], and the logits."""
-        check_images(self.name, x, self.in_chans, None)
-        pooled = self.model.forward_head(self.model.forward_features(x), pre_logits=True)
+        pooled = self.model.forward_head(self.model.forward_features(self._checked(x)), pre_logits=True)
         return pooled, self.model.get_classifier()(pooled)
+
+    def _checked(self, x: Tensor) -> Tensor:
+        return checked_images(self.name, x, self.in_chans, None, next(self.model.parameters()).dtype)
 
     def _no_tokens(self, *_: object, **__: object) -> Any:
         self.require("tokens")
 
     embed = positions = assemble = run_layers = finish = head = readout = _no_tokens
+
+
+def check_stem(name: str, stem: Any) -> None:
+    """Refuses a patch embedding in which a token is not made of one patch alone."""
+    if type(stem) is not PatchEmbed or stem.proj.kernel_size != stem.proj.stride:
+        raise SitusError(
+            f"{name}: its {type(stem).__name__} makes a token of more than its patch, so that neighbours and borders "
+            "tell its place; Situs takes models whose patches are embedded one by one (PatchEmbed)"
+        )
 
 
 def _pooling(model: Any) -> str:
@@ -284,8 +293,11 @@ def _refuse_patch_drop(name: str, patch_drop: Any, off: type) -> None:
         )
 
 
-def check_images(name: str, x: Tensor, channels: int, size: tuple[int, int] | None) -> None:
-    """Refuses images of another shape than the model was made for, before a kernel does so less clearly."""
+def checked_images(name: str, x: Tensor, channels: int, size: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
+    """The images in the model's own precision; refused in another shape than it was made for, or as whole numbers."""
     wanted = f"[B, {channels}, {size[0]}, {size[1]}]" if size else f"[B, {channels}, H, W]"
     if x.dim() != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != size):
         raise SitusError(f"{name}: images of shape {list(x.shape)} given, {wanted} needed (img_size=, in_chans=)")
+    if not x.is_floating_point():
+        raise SitusError(f"{name}: images of {x.dtype} given; they must be normalised floats")
+    return x.to(dtype)

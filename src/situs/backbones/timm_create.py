@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers.patch_embed import PatchEmbed
 from timm.models import model_entrypoint
 from torch import Tensor, nn
 
@@ -40,12 +41,20 @@ FAMILIES: dict[str, Callable[[nn.Module, str], Backbone]] = {
 """timm class, exactly -> its backbone. The command line and the contract tests read this dict."""
 
 
+READ = ("vision_transformer", "deit", "eva", "vision_transformer_relpos", "swin_transformer", "resnet")
+"""timm's modules in which these classes stand."""
+
+
 def wrap_timm(model: nn.Module, name: str) -> Backbone:
     """A backbone around a timm model that exists."""
+    _check_class(model, name)
+    return FAMILIES[type(model).__name__](model, name)
+
+
+def _check_class(model: nn.Module, name: str) -> None:
     kind = type(model).__name__
     if kind not in FAMILIES or not type(model).__module__.startswith("timm."):
         raise SitusError(f"{name}: its class {kind} is not among those Situs knows: {', '.join(sorted(FAMILIES))}")
-    return FAMILIES[kind](model, name)
 
 
 def create_timm(config: BackboneConfig) -> Backbone:
@@ -101,7 +110,7 @@ def _arguments(config: BackboneConfig) -> dict[str, Any]:
         arguments["drop_path_rate"] = config.drop_path
     default = timm.get_pretrained_cfg(config.name)
     size = config.img_size or (pair(default.input_size[1:]) if default is not None else None)
-    if inspect.getmodule(model_entrypoint(config.name)).__name__.endswith("resnet"):  # type: ignore[union-attr]
+    if _module_of(config.name) == "resnet":
         if config.patch_size is not None:
             raise SitusError(f"patch_size={config.patch_size}: {config.name} is convolutional and has no patches")
         return arguments
@@ -118,7 +127,7 @@ def _arguments(config: BackboneConfig) -> dict[str, Any]:
 
 def _without_positions(name: str) -> dict[str, Any]:
     """The arguments that make a timm model without a table; only its plain ViT has one."""
-    if inspect.getmodule(model_entrypoint(name)).__name__.endswith("vision_transformer"):  # type: ignore[union-attr]
+    if _module_of(name) == "vision_transformer":
         return {"pos_embed": "none"}
     raise SitusError(
         f"positions='none': {name} cannot be built without its positions; encode(positions=None) leaves them out"
@@ -126,15 +135,32 @@ def _without_positions(name: str) -> dict[str, Any]:
 
 
 def _make(name: str, arguments: dict[str, Any]) -> nn.Module:
+    if _module_of(name) not in READ:
+        _refuse_early(name, arguments)
     try:
-        model = timm.create_model(name, pretrained=False, **arguments)
-    except (TypeError, AssertionError, ValueError, RuntimeError) as error:
+        model: Any = timm.create_model(name, pretrained=False, **arguments)
+    except Exception as error:  # timm's models check little, and fail in as many ways as there are arguments
         reason = " ".join(str(error).split())
         raise SitusError(f"{name} cannot be made with {arguments}: {reason}") from error
-    patch_embed = getattr(model, "patch_embed", None)
-    if patch_embed is not None and not getattr(patch_embed, "dynamic_img_pad", False):
-        grid_of(patch_embed.img_size, patch_embed.patch_size)
+    _check_class(model, name)
+    stem: Any = getattr(model, "patch_embed", None)
+    if issubclass(type(stem), PatchEmbed) and not stem.dynamic_img_pad:
+        grid_of(stem.img_size, stem.patch_size)
     return model
+
+
+def _module_of(name: str) -> str:
+    """The last name of timm's module that makes a model."""
+    return model_entrypoint(name).__module__.rpartition(".")[2]
+
+
+def _refuse_early(name: str, arguments: dict[str, Any]) -> None:
+    """Refuses a model we do not run before its values take memory: on the meta device, where it can be made there."""
+    model = None
+    with torch.device("meta"), contextlib.suppress(Exception):  # some compute while they are made
+        model = timm.create_model(name, pretrained=False, **arguments)
+    if model is not None:
+        wrap_timm(model, name)
 
 
 def _relative_architecture(vit: Any, config: BackboneConfig) -> tuple[str, dict[str, Any]]:

@@ -55,8 +55,8 @@ class Subject:
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
-        return next(self.backbone.parameters()).device
+        """Where its weights are; the CPU where it has none."""
+        return next((weight.device for weight in self.backbone.parameters()), torch.device("cpu"))
 
     def unlocked(self, backbone: Backbone) -> Subject:
         """The same with the backbone that its key has opened."""
