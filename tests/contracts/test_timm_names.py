@@ -1,7 +1,7 @@
 """Every name in `timm.list_models()`: refused in one sentence, or exactly timm's own model.
 
-Exactness is held in float64 at two blocks (two stages of them in Swin) and 2 x 3 patches, all other arguments being
-those of the name, but for widths above 384, which become 256. Convolutional networks are opened alone: their forward
+Exactness is held in float64 at two blocks (Swin: one to two a stage) and 2 x 3 patches, all other arguments being
+those of the name, but for widths above 384, which become 384. Convolutional networks are opened alone: their forward
 is timm's. A dozen names are one test.
 """
 
@@ -36,9 +36,8 @@ def dozens(modules: Iterable[str]) -> list[Any]:
     ]
 
 
-WIDEST = 384
+NARROW = {"embed_dim": 384, "num_heads": 6}
 TRANSFORMERS = [module for module in READ if module != "resnet"]
-SHALLOW: dict[str, dict[str, Any]] = {"swin_transformer": {"depths": (2, 2), "num_heads": (2, 4), "embed_dim": 64}}
 KNOWN_REFUSALS = {
     "vision_transformer": {"ParallelScalingBlock", "ParallelThingsBlock", "DiffAttention", "DiffParallelScalingBlock"},
     "vision_transformer_hybrid": {"HybridEmbed"},
@@ -58,14 +57,14 @@ def opened(name: str, **fields: Any) -> Backbone | str:
 
 
 def shallow(name: str, module: str) -> dict[str, Any]:
-    """The arguments that leave two blocks of a model."""
-    given: dict[str, Any] = dict(SHALLOW.get(module, {"depth": 2}))
-    if isinstance(refusal := opened(name, model_args=given), str) and "num_kv_heads sequence" in refusal:
-        given["num_kv_heads"] = (4, 8)  # one entry a block
-    backbone = opened(name, img_size=224, model_args=given)
-    if not isinstance(backbone, str) and backbone.dim > WIDEST:
-        given |= {"embed_dim": 256, "num_heads": 8}
-    return given
+    """The arguments that leave two blocks of a model, none of them wide."""
+    if module == "swin_transformer":
+        return {"depths": (2, 2, 1, 1), "embed_dim": 32, "num_heads": (2, 2, 4, 4)}
+    backbone = opened(name, img_size=224, model_args={"depth": 2})
+    if isinstance(backbone, str) and "num_kv_heads sequence" in backbone:  # one entry a block
+        return {"depth": 2, **NARROW, "num_kv_heads": (3, 6)}
+    wide = not isinstance(backbone, str) and backbone.dim > NARROW["embed_dim"]
+    return {"depth": 2, **NARROW} if wide else {"depth": 2}
 
 
 @torch.no_grad()

@@ -140,7 +140,7 @@ def _make(name: str, arguments: dict[str, Any]) -> nn.Module:
     try:
         model: Any = timm.create_model(name, pretrained=False, **arguments)
     except Exception as error:  # timm's models check little, and fail in as many ways as there are arguments
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise SitusError(f"{name} cannot be made with {arguments}: {reason}") from error
     _check_class(model, name)
     stem: Any = getattr(model, "patch_embed", None)
