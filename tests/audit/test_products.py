@@ -19,14 +19,15 @@ class Ways(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.way = way
-        self.weight = nn.Parameter(torch.randn((5, 2, 3, 3) if way.startswith("conv") else (5, 8)))
+        self.weight = nn.Parameter(torch.randn((5, 2, 3, 2) if way.startswith("conv") else (5, 8)))
 
     def forward(self, x: Tensor) -> Tensor:
         w = self.weight
         ways: dict[str, Any] = {
             "conv": lambda: F.conv2d(x, w, stride=2),
             "conv padded": lambda: torch.conv2d(x, w, padding=(1, 2), stride=(1, 2), dilation=1),
-            "conv same": lambda: F.conv2d(x, w, padding="same", dilation=2),
+            "conv same": lambda: F.conv2d(x, w, padding="same", dilation=(2, 3)),
+            "conv valid": lambda: F.conv2d(x, w, padding="valid"),
             "linear": lambda: F.linear(input=x, weight=w),
             "linear twice": lambda: F.linear(F.linear(x, w)[..., :1].expand(-1, -1, -1, 8), w),
             "matmul": lambda: x.matmul(w),
@@ -38,7 +39,8 @@ class Ways(nn.Module):
         return rows @ (flat if kind == "turned" else flat.T)
 
 
-@pytest.mark.parametrize("way", ["conv", "conv padded", "conv same", "linear", "linear twice", "matmul"])
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even:UserWarning")
+@pytest.mark.parametrize("way", ["conv", "conv padded", "conv same", "conv valid", "linear", "linear twice", "matmul"])
 def test_the_rows_times_the_weight_are_the_output(way: str) -> None:
     model = Ways(way).double()
     if way == "matmul":

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from situs.audit import DEFENCES, Clip, MaskedJigsaw, Noise, NoPositionGradient, create_attack, create_defence
-from situs.audit.threat import NoDefence, victim_gradients
+from situs.audit.threat import Defence, NoDefence, victim_gradients
 from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.methods import create_method
@@ -197,3 +197,24 @@ def test_the_vector_of_hidden_patches_is_withheld_too(backbone: Any) -> None:
 def test_where_no_position_is_trained_nothing_can_be_withheld() -> None:
     fixed = create_backbone("vit_tiny_patch16_224", img_size=32, positions="sincos", model_args={"depth": 1})
     assert "nothing is withheld" in str(NoPositionGradient().refuses(fixed))
+
+
+def test_noise_is_drawn_anew_for_every_name_and_every_sample(backbone: Any) -> None:
+    """As large as stated, and no draw is used twice: what is in two uploads or two names cannot be averaged away."""
+
+    def noise(number: int, seed: int = 0, defence: Defence | None = None) -> dict[str, torch.Tensor]:
+        given = {"seed": seed, "ids": torch.tensor([number])}
+        plain = victim_gradients(backbone, X[:1], Y[:1], **given)
+        sent = victim_gradients(backbone, X[:1], Y[:1], defence=defence or Noise(0.1), **given)
+        return {name: (sent[name] - plain[name]).flatten().double() for name in plain}
+
+    drawn = noise(0)
+    whole = torch.cat(list(drawn.values()))
+    assert float(whole.std()) == pytest.approx(0.1, rel=0.05) and abs(float(whole.mean())) < 0.01
+    square = ["model.blocks.0.attn.proj.weight", "model.blocks.0.attn.qkv.weight", "model.patch_embed.proj.weight"]
+    rows = [drawn[name][:256] for name in square]
+    rows += [noise(1)[square[0]], noise(0, seed=1)[square[0]], noise(0, defence=Clip(1e9, 1e-10))[square[0]]]
+    apart = torch.corrcoef(torch.stack([row[:256] for row in rows[:-1]])) - torch.eye(5)
+    assert float(apart.abs().max()) < 0.3  # 256 numbers each: a deviation of 1/16
+    assert float(rows[-1].std()) == pytest.approx(0.1, rel=0.2)
+    assert all(torch.equal(one, other) for one, other in zip(drawn.values(), noise(0).values(), strict=True))
