@@ -20,6 +20,7 @@ from situs.train.optim import (
     peak_rate,
     rate_at,
     set_rate,
+    spared_names,
     warmup_steps,
 )
 
@@ -126,6 +127,14 @@ def test_rates_fall_by_depth() -> None:
     assert rates["backbone.model.blocks.0.norm1.bias"] == 0.1
     assert rates["backbone.model.pos_embed"] == 0.05
     assert len(optimizer.param_groups) <= 2 * 5
+
+
+def test_a_model_s_own_rule_spares_what_no_other_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    method = method_of(*VIT)
+    name = "blocks.1.attn.qkv.weight"
+    assert f"backbone.model.{name}" not in spared_names(method)
+    monkeypatch.setattr(method.backbone.model, "no_weight_decay", lambda: {name})
+    assert f"backbone.model.{name}" in spared_names(method)
 
 
 def test_layer_decay_needs_numbered_blocks() -> None:
