@@ -542,7 +542,7 @@ audit test_vit --img-size 64 --count 2 > above.txt; echo "above $?"; cp j.xml ab
 audit OWN:named --attack matching --iterations 1000000 --time-limit 1 --count 2 > stopped.txt; echo "stopped $?"
 cp j.xml stopped.xml
 audit OWN:plain --img-size 16 --count 2 > nothing.txt; echo "nothing applies $?"; cp j.xml nothing.xml
-audit test_vit --img-size 64 --fail-above beauty=3 2> wrong.txt; echo "wrong call $?"
+audit test_vit --img-size 64 --attack magic 2> wrong.txt; echo "wrong call $?"
 "$PYTHON" -m situs audit gradients OWN:plain --img-size 16 --images "$IMAGES" --no-pictures --fail-above psnr=150 \
     --attack matching --iterations 1000000 --junit j.xml > ctrl-c.txt 2> ctrl-c.err & pid=$!
 until grep -q "matching: iteration" ctrl-c.err || ! kill -0 $pid; do sleep 0.2; done
