@@ -333,7 +333,8 @@ def test_float_images_stay_exactly_as_they_were(dtype: torch.dtype) -> None:
 def test_the_audit_says_in_words_that_bytes_were_read_and_stays_in_range() -> None:
     import json
 
-    from situs.audit.gradients import audit_gradients, summary, to_json
+    from situs.audit.gradients import audit_gradients, summary
+    from situs.audit.record import to_json
     from situs.audit.threat import NoDefence
 
     x = photographs(3)
