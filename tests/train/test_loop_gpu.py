@@ -16,7 +16,12 @@ from situs.train.loop import TrainConfig, fit
 from situs.train.nan import NotFiniteError, replay
 from situs.train.optim import OptimConfig
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # Each version of torch warns of other insides of its compiler and of its search for waits; none is ours.
+    pytest.mark.filterwarnings("ignore"),
+]
 
 TRAIN = TrainConfig(epochs=4, precision="bf16", log_every=3, save_every=4, keep=3, accumulate=2)
 OPTIM = OptimConfig(lr=1e-2, warmup_epochs=1, layer_decay=0.8, ema=0.9, clip=1.0)
