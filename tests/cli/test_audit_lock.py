@@ -136,6 +136,13 @@ def test_images_without_labels(
     assert "Not judged, for nobody told the true key (--key): no-base, images. No strength" in capsys.readouterr().out
 
 
+def test_what_is_attacked_does_not_drop_out(locked: Locked) -> None:
+    from situs.cli.audit_lock import Args, _target
+
+    backbone = _target(Args(locked.plain)).backbone
+    assert not any(module.training for module in backbone.modules())
+
+
 def lock_less(locked: Locked, out: Path, part: str, *more: str) -> Path:
     words = ["lock", str(locked.export), "--key", str(locked.key), "--out", str(out), "--withhold", part, *more]
     assert main(words) == 0

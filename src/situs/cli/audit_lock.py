@@ -220,7 +220,7 @@ def _target(args: Args) -> Target:
     state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
     for name in gone:  # not there, and so neither right nor wrong
         state[name].zero_()
-    backbone.model.load_state_dict(state)
+    backbone.eval().model.load_state_dict(state)  # in training mode an embedding may drop out
     for weights, what in ((state, str(args.locked)), (base or {}, f"base={args.base}")):
         check_finite(weights, what)
     truth = permutations_of(manifest, key) if key is not None else None
@@ -321,8 +321,10 @@ def header(target: Target) -> tuple[str, ...]:
 
 def row_of(result: Recovery, target: Target) -> tuple[str, ...]:
     """One attack as text."""
+    from situs.locks.recover import SEED_BITS
+
     share = "not judged" if result.share is None else f"{percent(result.share)} ({result.right} of {result.size})"
-    bits = "not judged" if result.bits is None else f"{min(256.0, result.bits):.0f}"
+    bits = "not judged" if result.bits is None else f"{min(float(SEED_BITS), result.bits):.0f}"
     scores = [_percent(value) for value in (result.before, result.after, result.owner)]
     if result.control is not None:
         scores[1] += f" (random blocks {_percent(result.control)})"
