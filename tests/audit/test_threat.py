@@ -218,3 +218,12 @@ def test_noise_is_drawn_anew_for_every_name_and_every_sample(backbone: Any) -> N
     assert float(apart.abs().max()) < 0.3  # 256 numbers each: a deviation of 1/16
     assert float(rows[-1].std()) == pytest.approx(0.1, rel=0.2)
     assert all(torch.equal(one, other) for one, other in zip(drawn.values(), noise(0).values(), strict=True))
+
+
+def test_a_parameter_that_takes_no_part_is_sent_as_zeros(backbone: Any) -> None:
+    backbone.register_parameter("spare", nn.Parameter(torch.ones(3)))
+    try:
+        sent = victim_gradients(backbone, X, Y)
+    finally:
+        del backbone.spare
+    assert sent["spare"].tolist() == [0, 0, 0]
