@@ -37,13 +37,13 @@ class Args:
     """Images to attack; any layout that training reads."""
 
     split: str | None = None
-    """train, val or test, where the images are split; the training split where nothing is said."""
+    """train, val or test, where the images are split; by default train."""
 
     weights: Annotated[str | None, tyro.conf.arg(metavar="FILE|pretrained|random")] = None
-    """For a timm name: a weight file or those timm publishes; random where nothing is said."""
+    """For a timm name: a weight file or those timm publishes; by default random."""
 
     img_size: Annotated[int | tuple[int, int] | None, tyro.conf.arg(metavar="SIDE|HEIGHT WIDTH")] = None
-    """For a timm name or your own module: image size in pixels, where it differs from the model's own."""
+    """For a timm name or your own module: image size in pixels; by default its own."""
 
     classes: int = 1000
     """Classes of the new classifier that a model without one gets; labels are the images' own, or count through."""
@@ -55,9 +55,8 @@ class Args:
     """Attacks by name, apart by commas; matching, april-optimisation and adaptive-mjp search, which takes minutes."""
 
     defence: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
-    """Defences by name, apart by commas; a setting stands behind "=": noise=1e-4, clip=0.5, mjp=0.27. A run of MJP
-    brings it along: none is then the run's own method. Where nothing is said: none,noise,clip,no-pe-gradient, and with
-    --fail-above none alone, which is what would be sent."""
+    """Defences by name, apart by commas, settings behind "=": noise=1e-4, clip=0.5, mjp=0.27. For a run of MJP, none is
+    the run's own method. By default none,noise,clip,no-pe-gradient; with --fail-above none alone."""
 
     setting: Annotated[str, tyro.conf.arg(metavar="a,b,c")] = ""
     """The settings of MJP's Table 5 instead of the defences: attack x and compare with x (a), attack shuffled images
@@ -88,20 +87,20 @@ class Args:
     """adaptive-mjp: a run of MP3 on images of this size, asked where hidden patches belong, beside their borders."""
 
     time_limit: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
-    """For the whole audit, shared evenly by the attacks still to come; what is found until then is reported."""
+    """For the whole audit, shared evenly by the attacks still to come."""
 
     lpips: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """LPIPS weights (AlexNet, checked by sha256); without them LPIPS is not reported."""
+    """LPIPS weights (AlexNet, checked by sha256); without them there is no LPIPS."""
 
     fail_above: Annotated[str | None, tyro.conf.arg(metavar="METRIC=NUMBER")] = None
-    """A gate, as psnr=20. Exit status 0: a closed form solved all images, its equations fit, and none is above; 3: some
-    image is above; 4: not judged (stopped, nothing applied, equations that do not fit), which is no pass."""
+    """A gate, as psnr=20. Exit status 0: a closed form solved all images and none is above; 3: some image is above; 4:
+    not judged (stopped, nothing applied, equations that do not fit), which is no pass."""
 
     junit: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """What the gate says, as a JUnit file for CI systems: a test for each defence; not judged is an error."""
+    """What the gate says as JUnit XML: a test a defence; not judged is an error."""
 
     pictures: bool = True
-    """Whether the page shows the images and what was recovered; with them only its owner may read the file."""
+    """Whether the page shows the images; it is then for its owner alone."""
 
     seed: int = 0
     """Seed of random weights and of the defences' noise."""
