@@ -84,7 +84,7 @@ class Args:
     """matching: starts; the one whose gradients match best is kept."""
 
     predictor: Annotated[str | None, tyro.conf.arg(metavar="RUN")] = None
-    """adaptive-mjp: a run of MP3 on images of this size, asked where hidden patches belong, beside their borders."""
+    """adaptive-mjp: a run of MP3 at this size, asked where hidden patches belong."""
 
     time_limit: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
     """For the whole audit, shared evenly by the attacks still to come."""

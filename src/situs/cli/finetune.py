@@ -27,7 +27,7 @@ class Args(Training):
     """Fine-tune a pretrained run with labels."""
 
     source: Annotated[Path | None, tyro.conf.arg(name="from", metavar="RUN")] = None
-    """The pretrained run; --init and --backbone.name instead fine-tune weights that are no run."""
+    """The pretrained run; for other weights --init and --backbone.name instead."""
 
     positions: Annotated[PositionKind | None, tyro.conf.arg(metavar="KIND")] = None
     """learned, sincos, learned_sincos, relative or none; by default the run's own, and learned after MP3."""

@@ -34,7 +34,7 @@ class Training(Recipe):
     """A run to go on with, after a crash, a Ctrl-C or a full disk; --epochs or --steps makes it longer."""
 
     start_over: tyro.conf.FlagCreatePairsOff[bool] = False
-    """With --resume, where no checkpoint is whole any more: begin again at step 0 and set what is there aside."""
+    """With --resume, where no checkpoint is whole: begin again, the rest set aside."""
 
     epochs: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Passes over the data (--train.epochs)."""
