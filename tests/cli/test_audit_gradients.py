@@ -301,7 +301,8 @@ def test_a_module_without_a_table_is_matched(own: str, photographs: Path, capsys
     shown = capsys.readouterr()
     assert "matching: iteration 2 of 2" in shown.err
     first, second = json.loads(Path("audit/gradients.json").read_text())["pairs"]
-    assert not first["images"][0]["fits"] and second["images"][0]["labels_right"] == 2
+    assert not first["applies"] and "no position table" in first["reason"]
+    assert second["images"][0]["labels_right"] == 2
     assert "2 of 2 labels inferred rightly" in Path("audit/report.html").read_text()
 
 

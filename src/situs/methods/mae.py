@@ -30,9 +30,6 @@ class MAEConfig:
     mask_ratio: float = 0.75
     """Share of patches hidden from the encoder."""
 
-    floor_counts: bool = False
-    """Keep int((1-γ)N) instead of N - int(γN), as the published code rounds: at .6 of 196 patches 78, not 79."""
-
     decoder_width: int = 512
     """Token width of the decoder."""
 
@@ -44,6 +41,9 @@ class MAEConfig:
 
     normalise: bool = True
     """Whether each target patch is normalised by its own mean and variance."""
+
+    floor_counts: bool = False
+    """Keep int((1-γ)N) instead of N - int(γN), as the published code rounds: at .6 of 196 patches 78, not 79."""
 
     def __post_init__(self) -> None:
         check_range("mask_ratio", self.mask_ratio, 0, 1, flag="--method.mask-ratio", low_open=True, high_open=True)
