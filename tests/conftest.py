@@ -28,9 +28,7 @@ settings.load_profile("situs")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests marked `shared_data` where the data is absent, and starts with the longest test."""
-    # Type checking takes as long as all the rest: begun first, it runs beside the others in `make test`.
-    items.sort(key=lambda item: "[pyright]" not in item.name)
+    """Skips the tests marked `shared_data` where the data is absent."""
     if SHARED_DATA.is_dir():
         return
     skip = pytest.mark.skip(reason="../shared/data is not beside this checkout")

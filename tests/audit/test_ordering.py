@@ -45,6 +45,7 @@ def right(found: torch.Tensor, real: torch.Tensor, mask: torch.Tensor) -> float:
     return float(((found - real)[mask].abs().amax(dim=1) < 1e-9).double().mean())
 
 
+@pytest.mark.slow
 @given(st.integers(0, 200), st.floats(0.1, 0.9))
 def test_a_ramp_is_put_together_exactly(seed: int, ratio: float) -> None:
     """A plane of grey with any slope and a bend: every border but the right one breaks it."""
@@ -78,6 +79,7 @@ def test_sides_agree_with_a_cut_image() -> None:
     )
 
 
+@pytest.mark.slow
 @given(st.integers(0, 500))
 def test_the_best_order_of_few_is_found(seed: int) -> None:
     """Against all 120 orders of a 2 x 3 block that lacks a corner, random costs: no structure to lean on."""

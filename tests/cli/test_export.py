@@ -52,6 +52,7 @@ def test_a_run_goes_to_timm_with_its_story(trained: Any, tmp_path: Path, capsys:
     assert "| accuracy |" in card
 
 
+@pytest.mark.slow
 def test_mp3_goes_without_positions_and_head(trained: Any, tmp_path: Path) -> None:
     assert main(["export", str(trained.mp3), "--to", str(tmp_path / "x")]) == 0
     loaded = load_run(trained.mp3)

@@ -343,6 +343,7 @@ def test_ctrl_c_saves_and_the_run_can_be_resumed(small: list[str], tmp_path: Pat
     assert step + 1 in RunFolder.open(out, writer=False).steps()
 
 
+@pytest.mark.slow
 def test_two_ranks_under_torchrun_equal_one(small: list[str], tmp_path: Path) -> None:
     """The same global batch: a mean over ranks that is wrong by a factor moves the weights far more than this.
 

@@ -55,6 +55,7 @@ def on_two_ranks(file: Path) -> str:
     return printed
 
 
+@pytest.mark.slow
 def test_two_ranks_count_each_image_once(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--count 7 and batches of 4 leave a last batch of three: one rank takes two of them, the other one."""
     lines = {

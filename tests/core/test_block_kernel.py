@@ -51,6 +51,7 @@ print("built")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
 def test_the_kernel_gives_the_masks_of_the_tensor_version():
     """In its own process: Triton reads the variable when it is imported."""

@@ -35,6 +35,7 @@ def test_modes_and_gradients_come_back_even_after_an_error() -> None:
     assert torch.equal(model[0].weight, mean + 1.0)
 
 
+@pytest.mark.slow
 def test_a_probe_of_a_sharded_method_sees_it_whole_and_leaves_it_sharded(tmp_path: Path) -> None:
     """Two gloo ranks: FSDP gathers weights only in the method's own forward, which a probe goes round."""
     script = Path(__file__).with_name("probe_ranks.py")
