@@ -1,20 +1,63 @@
-"""The one error a user's mistake raises. It stands below every room so that all of them may use it."""
+"""The one error a user's mistake raises. It stands below every package so that all of them may use it.
+
+Below the command line an error knows *fields*, never flags. Three forms:
+
+    SitusError(field="mask_ratio", value=1.2, allowed="in [0, 1)")       # mask_ratio=1.2: must be in [0, 1)
+    SitusError("there are no images to look at", field="data")           # a sentence about a field
+    SitusError(f"{folder}: holds no run")                                # a sentence about no field
+
+A field is the name a caller of that function or config knows: an argument (`ratios`), a field of the config the check
+stands in (`mask_ratio`), or the dotted path from the config the caller gave (`train.epochs`). `situs.config` puts the
+path of nested configs in front (`method.mask_ratio`); `situs.cli` adds the flag, where the verb has one:
+`method.mask_ratio=1.2: must be in [0, 1) (--method.mask-ratio)`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import PurePath
+from typing import Any
 
 
 class SitusError(ValueError):
-    """A mistake in what the user gave: one sentence with the value, what is allowed, and the flag.
+    """A mistake in what the user gave: one sentence, and the fields, the value and what is allowed where it has them.
 
     The command line prints the sentence and exits with 2; a library caller sees an ordinary `ValueError`.
     """
 
+    def __init__(
+        self, sentence: str = "", *, field: str | Iterable[str] = (), value: Any = None, allowed: str = ""
+    ) -> None:
+        """field: what can be changed to mend it, one or several. Without a sentence, `value` and `allowed` make it."""
+        self.fields = (field,) if isinstance(field, str) else tuple(field)
+        self.value, self.allowed = value, allowed
+        super().__init__(sentence or self._by_value())
 
-def unknown_name(kind: str, name: str, choices: Iterable[str]) -> SitusError:
+    @property
+    def field(self) -> str | None:
+        """The field it is about, the first where it names several."""
+        return self.fields[0] if self.fields else None
+
+    def under(self, path: str) -> SitusError:
+        """The same mistake as the holder of this config sees it: its fields have `path` in front."""
+        by_value = str(self) == self._by_value()
+        fields = tuple(f"{path}.{field}" for field in self.fields)
+        return SitusError("" if by_value else str(self), field=fields, value=self.value, allowed=self.allowed)
+
+    def said_of(self, where: str) -> SitusError:
+        """The same mistake with the place it was found in (a file, a preset) in front of the sentence."""
+        return SitusError(f"{where}: {self}", field=self.fields, value=self.value, allowed=self.allowed)
+
+    def _by_value(self) -> str:
+        value = str(self.value) if isinstance(self.value, PurePath) else repr(self.value)
+        return f"{self.field}={value}: must be {self.allowed}"
+
+
+def unknown_name(kind: str, name: str, choices: Iterable[str], *, field: str | Iterable[str] = ()) -> SitusError:
     """The error for a name that is in no dict: the choices come from the dict itself, so they cannot go stale."""
-    return SitusError(f"unknown {kind} {name!r}; choose one of: {', '.join(sorted(choices))}")
+    listed = ", ".join(sorted(choices))
+    sentence = f"unknown {kind} {name!r}; choose one of: {listed}"
+    return SitusError(sentence, field=field, value=name, allowed=f"one of {listed}")
 
 
 def missing_extra(package: str, extra: str, purpose: str) -> SitusError:
