@@ -115,7 +115,7 @@ def test_no_compiler_and_no_headers_are_warnings(monkeypatch: pytest.MonkeyPatch
     assert finding.state == "warning"
     assert "python3-dev" in finding.advice
     (tmp_path / "Python.h").touch()
-    assert doctor.compiler()[0].state == "ok"
+    assert next(doctor.compiler()).state == "ok"
 
 
 def test_little_disk_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

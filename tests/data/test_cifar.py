@@ -1,4 +1,4 @@
-"""CIFAR's two published forms; the pickled one is written by the real pickle and read without it."""
+"""CIFAR's two published forms; the pickled one is written by the real pickle and read by a restricted one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from situs.data import pickled
+from situs.data.pickled import read_pickled
 from situs.data.sources import open_source
 from situs.errors import SitusError
 
@@ -120,17 +122,47 @@ def test_a_malicious_pickle_is_refused_and_never_runs(tmp_path, protocol):
 
 
 @pytest.mark.parametrize(
+    "data",
+    [
+        b"(S'true'\nios\nsystem\n.",
+        b"(cos\nsystem\nS'true'\no.",
+        b"\x80\x02cos\nsystem\nU\x04true\x85\x81.",
+        b"\x80\x04\x8c\x05numpy\x8c\x11dtype.__reduce__\x93.",
+        b"\x80\x02cbuiltins\neval\n.",
+        b"\x80\x02U\x04trueQ.",
+        b"\x80\x02\x82\x01.",
+        b"\x80\x02cnumpy\nndarray\n)\x81.",
+    ],
+    ids=["INST", "OBJ", "NEWOBJ", "a dotted name", "a name alone", "a persistent id", "an extension", "a new array"],
+)
+def test_every_instruction_that_could_act_is_refused(data):
+    with pytest.raises(SitusError, match=r"^file: (asks to call|is not a CIFAR batch)"):
+        read_pickled(data, "file")
+
+
+def test_attributes_set_on_a_constructor_die_with_the_pickle(tmp_path):
+    """BUILD may set attributes of whatever stands on the stack, our constructors too."""
+    data = b"\x80\x02}U\x01xc_codecs\nencode\n}X\x01\x00\x00\x00wK\x01sbs."
+    assert vars(read_pickled(data, "file")["x"]) == {"w": 1}
+    assert not vars(pickled._encode)
+    assert not vars(read_pickled(b"\x80\x02}U\x01xc_codecs\nencode\ns.", "file")["x"])
+
+
+@pytest.mark.parametrize(
     ("data", "sentence"),
     [
         (b"", "is not a CIFAR batch"),
         (b"garbage", "is not a CIFAR batch"),
-        (pickle.dumps([1, 2], 2), "holds no 'data'"),
+        (pickle.dumps([1, 2], 2), "holds no dict but a list"),
+        (pickle.dumps({"other": 1}, 2), "holds no 'data'"),
         (pickle.dumps({"data": [1], "fine_labels": [1]}, 2), "'data' is not uint8"),
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "fine_labels": [1]}, 2), "2 images and 1 labels"),
         (pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "fine_labels": [9]}, 2), "outside the 3 classes"),
-        (pickle.dumps({"data": {1, 2}}, 4), "the pickle instruction EMPTY_SET"),
+        (pickle.dumps({"data": {1, 2}, "fine_labels": [1]}, 4), "'data' is not uint8"),
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8)}, 2)[:500], "is not a CIFAR batch"),
-        (pickle.dumps(np.dtype("u1"), 2), "is not a CIFAR batch"),
+        (pickle.dumps(np.dtype("u1"), 2), "is no CIFAR batch|is not a CIFAR batch"),
+        (pickle.dumps({"data": np.array([{}])}, 2), "list stands where bytes are expected"),
+        (b"\x80\x02}(U\x04dataNr\xf0\xff\xff\xffu.", "a memo longer than the file"),
     ],
 )
 def test_a_wrong_batch_is_one_sentence(tmp_path, data, sentence):

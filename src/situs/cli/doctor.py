@@ -10,6 +10,7 @@ import shutil
 import sys
 import sysconfig
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
@@ -24,8 +25,7 @@ IMPORTED = ("torch", "torchvision", "timm")
 """Packages whose import is tried: compiled parts of the wrong build fail only there, not in their version."""
 
 GIB = 2**30
-SMALL_SHARED_MEMORY = GIB
-SMALL_DISK = 5 * GIB
+REQUIREMENT = r"(?P<name>[\w.-]+)(?:\[[^]]*\])?(?:>=(?P<low>[\d.]+))?[^;]*(?:;.*extra == ['\"](?P<extra>\w+))?"
 
 
 @dataclass(frozen=True)
@@ -54,54 +54,34 @@ def run(args: Args) -> int:
     if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
         return int(bool(broken))
-    for section in dict.fromkeys(finding.section for finding in findings):
-        rows = [
-            (f.name, f.state, "; ".join(filter(None, (f.value, f.advice)))) for f in findings if f.section == section
-        ]
-        print_table(section, rows)
+    for section in dict.fromkeys(f.section for f in findings):
+        own = [f for f in findings if f.section == section]
+        print_table(section, [(f.name, f.state, "; ".join(filter(None, (f.value, f.advice)))) for f in own])
     print(f"broken: {', '.join(broken)}" if broken else "Everything that situs needs is here.")
     return int(bool(broken))
 
 
-# --- packages -----------------------------------------------------------------------------------------------
-
-
-def packages() -> list[Finding]:
+def packages() -> Iterator[Finding]:
     """Python and every package situs cannot do without."""
-    found = [Finding("Packages", "python", "ok", f"{platform.python_version()} at {sys.executable}")]
+    yield Finding("Packages", "python", "ok", f"{platform.python_version()} at {sys.executable}")
     if installed("situs") is None:
-        return [
-            *found,
-            Finding("Packages", "situs", "broken", "not installed, only on the path", "pip install -e ."),
-        ]
-    return found + [package(name, lowest) for name, lowest, extra in requirements() if extra is None]
+        yield Finding("Packages", "situs", "broken", "not installed, only on the path", "pip install -e .")
+    for name, lowest, extra in requirements():
+        if extra is None:
+            held, fix = installed(name), f"pip install '{name}>={lowest}'"
+            wrong = "not installed" if held is None else f"{held}, older than {lowest}"
+            if held is not None and numbers(held) >= numbers(lowest):
+                failure = import_failure(name) if name in IMPORTED else ""
+                wrong = failure and f"{held} does not load: {failure}"
+                fix = "install the torchvision release made for this torch" if name == "torchvision" else fix
+            yield Finding("Packages", name, "broken" if wrong else "ok", wrong or str(held), fix if wrong else "")
 
 
 def requirements() -> list[tuple[str, str, str | None]]:
     """(package, lowest version, extra or None) as situs's own metadata lists them."""
-    found = []
-    for line in (requires("situs") if installed("situs") else None) or []:
-        match = re.match(
-            r"(?P<name>[\w.-]+)(?:\[[^]]*\])?(?:>=(?P<low>[\d.]+))?[^;]*(?:;.*extra == ['\"](?P<extra>\w+))?",
-            line,
-        )
-        assert match is not None, line
-        found.append((match["name"], match["low"] or "0", match["extra"]))
-    return found
-
-
-def package(name: str, lowest: str) -> Finding:
-    """Whether a needed package is here, new enough and (for those with compiled parts) loads."""
-    fix = f"pip install '{name}>={lowest}'"
-    held = installed(name)
-    if held is None:
-        return Finding("Packages", name, "broken", "not installed", fix)
-    if numbers(held) < numbers(lowest):
-        return Finding("Packages", name, "broken", f"{held}, older than {lowest}", fix)
-    if name in IMPORTED and (failure := import_failure(name)):
-        advice = "install the torchvision release made for this torch" if name == "torchvision" else fix
-        return Finding("Packages", name, "broken", f"{held} does not load: {failure}", advice)
-    return Finding("Packages", name, "ok", held)
+    lines = (requires("situs") if installed("situs") else None) or []
+    found = [match for line in lines if (match := re.match(REQUIREMENT, line))]
+    return [(match["name"], match["low"] or "0", match["extra"]) for match in found]
 
 
 def installed(name: str) -> str | None:
@@ -129,69 +109,45 @@ def import_failure(name: str) -> str:
     return ""
 
 
-def extras() -> list[Finding]:
+def extras() -> Iterator[Finding]:
     """The optional parts: what each has, or the command that brings it."""
-    wanted: dict[str, list[tuple[str, str]]] = {}
-    for name, lowest, extra in requirements():
-        if extra is not None:
-            wanted.setdefault(extra, []).append((name, lowest))
-    found = []
-    for extra, members in sorted(wanted.items()):
-        held = {name: installed(name) for name, _ in members}
-        lacking = [name for name, low in members if numbers(held[name] or "") < numbers(low)]
+    for extra in sorted({extra for *_, extra in requirements() if extra}):
+        held = {name: (installed(name) or "", low) for name, low, own in requirements() if own == extra}
+        lacking = [name for name, (got, low) in held.items() if numbers(got) < numbers(low)]
         if lacking:
-            finding = Finding("Extras", extra, "missing", ", ".join(lacking), f"pip install 'situs[{extra}]'")
+            yield Finding("Extras", extra, "missing", ", ".join(lacking), f"pip install 'situs[{extra}]'")
         else:
-            finding = Finding("Extras", extra, "ok", ", ".join(f"{name} {held[name]}" for name, _ in members))
-        found.append(finding)
-    return found
+            yield Finding("Extras", extra, "ok", ", ".join(f"{name} {got}" for name, (got, _) in held.items()))
 
 
-# --- devices ------------------------------------------------------------------------------------------------
-
-
-def devices() -> list[Finding]:
+def devices() -> Iterator[Finding]:
     """The processors torch can use; nothing where torch itself does not load."""
     if import_failure("torch"):
-        return []
+        return
     import torch
 
-    found = [
-        Finding(
-            "Devices",
-            "cpu",
-            "ok",
-            f"{cores()} cores, {torch.backends.cpu.get_cpu_capability()}; bf16 runs, slowly",
-        )
-    ]
+    yield Finding(
+        "Devices", "cpu", "ok", f"{cores()} cores, {torch.backends.cpu.get_cpu_capability()}; bf16 runs, slowly"
+    )
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
-    found += [cuda(torch, index) for index in range(torch.cuda.device_count() if usable else 0)]
-    if not usable and torch.version.cuda is not None and (said or shutil.which("nvidia-smi")):
+    if usable:
+        yield from (cuda(torch, index) for index in range(torch.cuda.device_count()))
+    elif torch.version.cuda is not None and (said or shutil.which("nvidia-smi")):
         reason = str(said[0].message).splitlines()[0] if said else "torch finds no device, though nvidia-smi is here"
-        found.append(
-            Finding(
-                "Devices",
-                "cuda",
-                "warning",
-                reason,
-                f"check the driver: torch wants CUDA {torch.version.cuda}",
-            )
-        )
-    elif not usable:
-        found.append(Finding("Devices", "cuda", "missing", "no NVIDIA device; training runs on the CPU"))
+        yield Finding("Devices", "cuda", "warning", reason, f"check the driver: torch wants CUDA {torch.version.cuda}")
+    else:
+        yield Finding("Devices", "cuda", "missing", "no NVIDIA device; training runs on the CPU")
     if torch.backends.mps.is_available():
-        found.append(Finding("Devices", "mps", "ok", "Apple GPU"))
-    return found
+        yield Finding("Devices", "mps", "ok", "Apple GPU")
 
 
 def cuda(torch: Any, index: int) -> Finding:
     """One NVIDIA device: memory and number formats."""
-    properties = torch.cuda.get_device_properties(index)
-    bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if index == 0 else properties.major >= 8
-    formats = "bf16 yes" if bf16 else "bf16 no (use fp16)"
-    text = f"{properties.name}, {properties.total_memory / GIB:.0f} GiB, {formats}"
+    has = torch.cuda.get_device_properties(index)
+    bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if index == 0 else has.major >= 8
+    text = f"{has.name}, {has.total_memory / GIB:.0f} GiB, {'bf16 yes' if bf16 else 'bf16 no (use fp16)'}"
     return Finding("Devices", f"cuda:{index}", "ok", text)
 
 
@@ -200,44 +156,31 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-def compiler() -> list[Finding]:
+def compiler() -> Iterator[Finding]:
     """Whether torch.compile can build its kernels: a C++ compiler, and Python's headers for its bindings."""
     found = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "cl"))), None)
     headers = Path(sysconfig.get_path("include")) / "Python.h"
+    state, value, advice = "ok", found or "no C++ compiler found", ""
     if found is None:
-        advice = "install one (Debian: apt install g++) or leave --compile off"
-        return [Finding("Devices", "torch.compile", "warning", "no C++ compiler found", advice)]
-    if not headers.is_file():
+        state, advice = "warning", "install one (Debian: apt install g++) or leave --compile off"
+    elif not headers.is_file():
+        state, value = "warning", f"{found}, but no {headers}"
         advice = "install Python's headers (Debian: apt install python3-dev)"
-        return [Finding("Devices", "torch.compile", "warning", f"{found}, but no {headers}", advice)]
-    return [Finding("Devices", "torch.compile", "ok", found)]
+    yield Finding("Devices", "torch.compile", state, value, advice)
 
 
-# --- machine ------------------------------------------------------------------------------------------------
-
-
-def machine() -> list[Finding]:
-    """Memory and disk."""
-    found = []
-    if (memory := total_memory()) is not None:
-        found.append(Finding("Machine", "memory", "ok", f"{memory / GIB:.1f} GiB"))
-    free = shutil.disk_usage(Path.cwd()).free
-    low = free < SMALL_DISK
-    advice = "checkpoints may not fit; write runs elsewhere with --out" if low else ""
-    found.append(Finding("Machine", "disk", "warning" if low else "ok", f"{free / GIB:.1f} GiB free here", advice))
-    shared = Path("/dev/shm")  # noqa: S108  (where Linux keeps what loader processes share)
-    if shared.is_dir() and (size := shutil.disk_usage(shared).total) < SMALL_SHARED_MEMORY:
-        advice = "loader workers pass batches through it: docker run --shm-size 8g, or no workers"
-        found.append(Finding("Machine", "shared memory", "warning", f"{size / GIB:.2f} GiB", advice))
-    return found
-
-
-def total_memory() -> int | None:
-    """Bytes of memory this process may use: the container's limit where there is one."""
-    try:
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
-        return None
+def machine() -> Iterator[Finding]:
+    """Memory (the container's limit where there is one), disk, and what loader workers share."""
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(physical, int(text)) if text.isdigit() else physical
+    if hasattr(os, "sysconf"):  # Windows has none
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = min(physical, int(text)) if text.isdigit() else physical
+        yield Finding("Machine", "memory", "ok", f"{memory / GIB:.1f} GiB")
+    free = shutil.disk_usage(Path.cwd()).free
+    advice = "" if free >= 5 * GIB else "checkpoints may not fit; write runs elsewhere with --out"
+    yield Finding("Machine", "disk", "warning" if advice else "ok", f"{free / GIB:.1f} GiB free here", advice)
+    shared = Path("/dev/shm")  # noqa: S108  (where Linux keeps what loader processes share)
+    if shared.is_dir() and (size := shutil.disk_usage(shared).total) < GIB:
+        advice = "loader workers pass batches through it: docker run --shm-size 8g, or no workers"
+        yield Finding("Machine", "shared memory", "warning", f"{size / GIB:.2f} GiB", advice)
