@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from situs.errors import SitusError
-from situs.report.html import Page, Section, show
+from situs.report.html import Page, Section
 
 # A whole PNG of 6 × 4 white pixels, so that sizes can be checked without a drawing library.
 PNG = base64.b64decode(
@@ -19,7 +19,7 @@ PNG = base64.b64decode(
 )
 SVG = b'<?xml version="1.0"?><svg xmlns="http://www.w3.org/2000/svg"><script>alert(1)</script></svg>'
 VOID = {"meta", "img", "br"}
-NASTY = '</style><script>alert(\'x\')</script> & <b onload="y">"quoted"</b>'
+NASTY = '</style><script>alert(\'x\')</script> & <b onload="y">"quoted"</b> {{ 7 * 7 }} {% raw %} {# no #} &lt;'
 
 
 class Reader(HTMLParser):
@@ -57,9 +57,10 @@ class Reader(HTMLParser):
 
 def page_of(text: str) -> Page:
     """A page with `text` in every place that takes text."""
-    page = Page(text, lead=text, footer=text)
+    page = Page(text, lead=text, notice=text, footer=text)
     section = page.section(text)
-    section.text(text).note(text).facts({text: text}).code(text).table([text, "n"], [[text, 1]], caption=text)
+    section.text(text).note(text).facts({text: text}).code(text).fold(text, text)
+    section.table([text, "n"], [[text, 1]], caption=text)
     section.figure(PNG, caption=text, alt=text)
     page.section("two")
     page.section("three")
@@ -71,8 +72,9 @@ def test_everything_given_is_escaped() -> None:
     plain = Reader(page_of("harmless").render())
     assert read.tags == plain.tags
     assert {(tag, name) for tag, name, _ in read.attributes} == {(tag, name) for tag, name, _ in plain.attributes}
-    # title, h1, lead, contents, h2, text, note, fact and its name, code, header, cell, two captions, footer
-    assert "\n".join(read.text).count(NASTY) == "\n".join(plain.text).count("harmless") == 15
+    # title, h1, lead, notice, contents, h2, text, note, fact and its name, code, the two of a fold, header, cell, two
+    # captions, footer
+    assert "\n".join(read.text).count(NASTY) == "\n".join(plain.text).count("harmless") == 18
     assert NASTY in read.values("alt")
 
 
@@ -156,13 +158,6 @@ def test_folded_lines_are_escaped_and_need_no_script() -> None:
     assert Section("s").fold("12 `fields`", "\na < b\n").blocks == [
         "<details><summary>12 <code>fields</code></summary><pre><code>a &lt; b</code></pre></details>"
     ]
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"), [(None, "–"), (True, "yes"), (False, "no"), (12345, "12,345"), (1 / 3, "0.3333"), ("t", "t")]
-)
-def test_show(value: str | float | bool | None, shown: str) -> None:
-    assert show(value) == shown
 
 
 def test_a_notice_stands_before_everything_else() -> None:

@@ -12,8 +12,8 @@ from torch import Tensor
 from situs.analyze.attention import Survey, top_share, uniform_distance
 from situs.report.attention import attention_over_images, head_tables, relative_maps
 from situs.report.figures import channels_drawn, png
-from situs.report.html import Cell, Page, Section
-from situs.report.words import percent
+from situs.report.html import Page, Section
+from situs.results import Cell, percent
 
 LOCAL = 0.5
 """A head is called local where it looks less than this share as far as one that looks everywhere alike."""

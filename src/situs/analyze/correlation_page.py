@@ -12,7 +12,8 @@ from situs.analyze.correlation import Correlation
 from situs.analyze.layers import LAST
 from situs.analyze.projection import spread_places
 from situs.report import figures, places
-from situs.report.html import Cell, Page, Section
+from situs.report.html import Page, Section
+from situs.results import Cell
 
 COLUMNS = {
     "within_near": "1 image, neighbours",

@@ -9,7 +9,7 @@ from situs.analyze.decode import FOLDS, Decoded, decode_places
 from situs.analyze.projection import Components, principal
 from situs.analyze.spectrum import Spectrum, spectrum
 from situs.analyze.tables import PositionTable, reference_tables
-from situs.report.words import percent
+from situs.results import percent
 
 SHOWN = (3, 4, 5, 6, 7)
 """The dimensions of MJP's Table 6."""

@@ -10,8 +10,8 @@ import torch
 from situs.analyze.positions import SHOWN, Look, in_words
 from situs.analyze.projection import FEWEST, NEIGHBOURS, has_umap, similarities, spread_places, umap_points
 from situs.report import figures, places
-from situs.report.html import Cell, Page, Section
-from situs.report.words import percent
+from situs.report.html import Page, Section
+from situs.results import Cell, percent
 
 NTH = ("1st", "2nd", "3rd")
 

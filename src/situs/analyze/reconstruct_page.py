@@ -26,9 +26,9 @@ from situs.core.tokens import mask_of
 from situs.methods.base import Method
 from situs.methods.droppos import DropPos
 from situs.report.figures import channels_drawn, png
-from situs.report.html import Cell, Page
+from situs.report.html import Page
 from situs.report.puzzles import Panel, panels
-from situs.report.words import percent
+from situs.results import Cell, percent
 
 Solved = Mapping[Setting, Puzzle]
 """The puzzles of the images on the page, by setting."""

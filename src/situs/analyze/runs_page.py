@@ -8,9 +8,9 @@ from typing import Any
 from situs.analyze.runs import Run, best, curve, last, metric_names, speed, split_configs
 from situs.config import flat
 from situs.report.figures import png
-from situs.report.html import Cell, Page, Section
+from situs.report.html import Page, Section
 from situs.report.runs import curve_panels
-from situs.report.words import percent
+from situs.results import Cell, percent
 from situs.train.log import clock
 
 _JUDGED = ("val_", "knn", "accuracy")

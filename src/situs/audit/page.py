@@ -26,7 +26,8 @@ from situs.audit.gradients import (
 from situs.audit.metrics import BEST_PSNR, Mean
 from situs.audit.threat import THREAT
 from situs.report import figures
-from situs.report.html import Cell, Page, Section
+from situs.report.html import Page, Section
+from situs.results import Cell
 
 if TYPE_CHECKING:
     from situs.audit.settings import Row

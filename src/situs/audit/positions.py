@@ -16,7 +16,7 @@ from situs.errors import SitusError
 from situs.evaluate.consistency import Consistency, measure_consistency
 from situs.locks.equivariance import Finding, verify
 from situs.methods.base import Method
-from situs.report.words import percent
+from situs.results import percent
 
 RATIOS = (0.15, 0.5, 0.9)
 """γ of the shuffles: MJP's Table 1, half, nearly all."""

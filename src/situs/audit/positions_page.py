@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from situs.audit.positions import KINDS, PositionAudit, verdict
 from situs.audit.positions_probe import OWN, REMOVED, SHUFFLED
 from situs.report import figures, places
-from situs.report.html import Cell, Page, Section
-from situs.report.words import percent
+from situs.report.html import Page, Section
+from situs.results import Cell, percent
 
 CONDITIONS = {
     OWN: "as it is",

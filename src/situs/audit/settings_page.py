@@ -13,7 +13,8 @@ from situs.audit.page import COLUMNS, EXACTLY, PRIVATE, REFUSED, alone, describe
 from situs.audit.settings import SETTINGS, Comparison, Row, means_of, verdict
 from situs.audit.threat import THREAT
 from situs.report import figures
-from situs.report.html import Cell, Page
+from situs.report.html import Page
+from situs.results import Cell
 
 CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 """The metrics shown with intervals: PSNR, and those that a shuffle cannot hide from."""

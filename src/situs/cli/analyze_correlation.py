@@ -34,7 +34,7 @@ def run(args: Args) -> None:
     from situs.cli.tables import print_table
     from situs.errors import unknown_name
     from situs.evaluate.subject import load_set, made_with
-    from situs.report.html import show
+    from situs.results import show
 
     subject = open_looked_at(args)
     loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count)

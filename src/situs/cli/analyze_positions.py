@@ -55,7 +55,7 @@ def run(args: Args) -> None:
     from situs.analyze.tables import tables_of
     from situs.cli.result import write_result
     from situs.cli.tables import print_table
-    from situs.report.html import show
+    from situs.results import show
 
     looks, subjects = [], open_all(args)
     for name, subject in subjects.items():

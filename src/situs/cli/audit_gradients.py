@@ -286,7 +286,7 @@ def _report(args: Args, audit: Audit, victim: Victim, ruling: Ruling | None) -> 
     from situs.cli.evidence import evidence
     from situs.cli.scores import write_file, write_scores
     from situs.cli.tables import print_table
-    from situs.report.html import show
+    from situs.results import show
 
     (height, width), found = audit.images.shape[2:], victim.subject.facts
     facts = {

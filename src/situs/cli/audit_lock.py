@@ -20,7 +20,7 @@ import tyro
 
 from situs.cli.tables import print_table
 from situs.errors import SitusError, unknown_name
-from situs.report.words import percent
+from situs.results import percent
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -37,7 +37,7 @@ def run(args: Args) -> None:
     from situs.cli.tables import print_table
     from situs.errors import SitusError
     from situs.evaluate.subject import load_set, made_with
-    from situs.report.html import show
+    from situs.results import show
 
     if not args.ratios:
         raise SitusError("ratios: must name at least one share of the patches to shuffle (--ratios)")

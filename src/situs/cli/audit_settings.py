@@ -21,7 +21,7 @@ def run_settings(task: Task, settings: list[str]) -> None:
     from situs.cli.evidence import evidence
     from situs.cli.scores import write_scores
     from situs.cli.tables import print_table
-    from situs.report.html import show
+    from situs.results import show
 
     args, victim, batch = task.args, task.victim, task.batch
     ratio = _ratio(task.defences)

@@ -20,7 +20,7 @@ from situs.evaluate.position_page import curve_page, grid_page
 from situs.methods import MP3, DropPos, DropPosConfig, SupervisedConfig
 from situs.report import figures
 from situs.report.attention import attention_over_images, relative_maps
-from situs.report.words import percent
+from situs.results import percent
 from situs.train.loop import TrainConfig
 from situs.train.optim import OptimConfig
 from situs.train.run import make_method

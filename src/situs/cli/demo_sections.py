@@ -28,7 +28,7 @@ from situs.data.samples import Samples, load_samples
 from situs.methods.base import Method
 from situs.report import figures
 from situs.report.html import Page, Section
-from situs.report.words import percent
+from situs.results import percent
 
 PATCH = 4
 GRID = (7, 7)

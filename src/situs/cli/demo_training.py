@@ -20,7 +20,7 @@ from situs.evaluate.hooks import Validation
 from situs.methods import MP3Config, SupervisedConfig
 from situs.methods.base import Method
 from situs.report import figures
-from situs.report.words import percent
+from situs.results import percent
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
 from situs.train.initialise import initialise

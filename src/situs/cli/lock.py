@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from situs.report.words import percent
+from situs.results import percent
 
 if TYPE_CHECKING:
     from situs.locks.manifest import Manifest

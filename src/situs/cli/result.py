@@ -22,7 +22,8 @@ import tyro
 if TYPE_CHECKING:
     from situs.data.loader import Loader
     from situs.evaluate.subject import Subject
-    from situs.report.html import Cell, Page
+    from situs.report.html import Page
+    from situs.results import Cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +182,7 @@ def check_folder(folder: Path) -> None:
 def print_cells(title: str, header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> None:
     """A page's table on the terminal."""
     from situs.cli.tables import print_table
-    from situs.report.html import show
+    from situs.results import show
 
     print_table(title, [tuple(header), *(tuple(map(show, row)) for row in rows)])
 

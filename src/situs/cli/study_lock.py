@@ -14,7 +14,7 @@ import tyro
 
 from situs.cli.tables import print_table
 from situs.locks.study import StudyConfig
-from situs.report.words import percent
+from situs.results import percent
 
 if TYPE_CHECKING:
     from situs.locks.study import Study

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from situs.evaluate.accuracy import Accuracy
 from situs.report import figures
-from situs.report.html import Cell, Page
-from situs.report.words import percent
+from situs.report.html import Page
+from situs.results import Cell, percent
 
 MEANING = """
 Top-1 is the share of the images whose own class the model puts first, top-5 the share whose class is among its first

@@ -10,8 +10,8 @@ from torch import Tensor
 from situs.core.jigsaw import move_patches
 from situs.evaluate.consistency import Consistency, Shuffled
 from situs.report import figures
-from situs.report.html import Cell, Page, Section
-from situs.report.words import percent
+from situs.report.html import Page, Section
+from situs.results import Cell, percent
 
 TELLING = {True: "mask told", False: "mask not told"}
 TABLE_1 = 0.15

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from situs.evaluate.ensemble import Ensemble
 from situs.report import figures
-from situs.report.html import Cell, Page
+from situs.report.html import Page
 from situs.report.value_grid import value_grid
-from situs.report.words import percent
+from situs.results import Cell, percent
 
 MEANING = """
 Every model answers each image, prepared as that model was trained to see it; their probabilities (or logits) are

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from situs.evaluate.knn_layers import LayerKnn
 from situs.report import figures
-from situs.report.html import Cell, Page
-from situs.report.words import percent
+from situs.report.html import Page
+from situs.results import Cell, percent
 
 POOLS = {"cls": "CLS token", "mean": "mean of the patches"}
 

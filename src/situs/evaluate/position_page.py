@@ -10,9 +10,9 @@ from situs.evaluate.position import PositionGrid
 from situs.methods.droppos import DropPos
 from situs.methods.mp3 import MP3
 from situs.report import figures
-from situs.report.html import Cell, Page
+from situs.report.html import Page
 from situs.report.value_grid import value_grid
-from situs.report.words import percent
+from situs.results import Cell, percent
 
 GRID_MEANING = """
 The encoder is shown a share 1 − γ of the patches of an image; of those, a share γ_pos has lost its place and carries

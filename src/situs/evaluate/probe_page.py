@@ -10,8 +10,8 @@ from situs.evaluate.probe import Fitted
 from situs.evaluate.probe_class import ClassProbe
 from situs.evaluate.probe_position import Blindfold, PositionProbe
 from situs.report import figures
-from situs.report.html import Cell, Page
-from situs.report.words import percent
+from situs.report.html import Page
+from situs.results import Cell, percent
 
 POSITION_MEANING = """
 Every patch is seen, but most have lost their position. From the final feature of each patch without a position, a

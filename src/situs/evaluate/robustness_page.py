@@ -12,10 +12,10 @@ from situs.evaluate.corruptions_severity import describe
 from situs.evaluate.robustness import ALEXNET, score
 from situs.evaluate.robustness_run import Robustness
 from situs.report import figures
-from situs.report.html import Cell, Page, Section
+from situs.report.html import Page, Section
 from situs.report.mosaic import mosaic
 from situs.report.value_grid import value_grid
-from situs.report.words import percent
+from situs.results import Cell, percent
 
 IMAGENET_CLASSES, IMAGENET_SIDE = 1000, 224
 

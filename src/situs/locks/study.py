@@ -36,7 +36,7 @@ from situs.locks.members import Group
 from situs.locks.owner import with_key
 from situs.methods import Supervised, SupervisedConfig
 from situs.methods.base import Method
-from situs.report.words import percent
+from situs.results import percent
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
 from situs.train.loop import TrainConfig, fit

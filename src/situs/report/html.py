@@ -7,8 +7,9 @@
     section.figure(png_bytes, caption="The cut.")
     page.write(path)
 
-Everything given is text and is escaped, with one exception for ease of writing: `backticks` become code. The
-page adds no date and no path of its own, so the same results give the same bytes.
+`page.html.jinja` is its skeleton, `blocks.html.jinja` what stands in a section, `page.css` its style sheet. Everything
+given is text and is escaped, with one exception for ease of writing: `backticks` become code. The page adds no date and
+no path of its own, so the same results give the same bytes.
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ import html
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
 from situs.config import write_text
 from situs.errors import SitusError
-from situs.report.style import CSS
+from situs.results import Cell, show
 
-Cell = str | int | float | bool | None
-"""What a table or a list of facts may hold; None is shown as a dash."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _PNG = b"\x89PNG\r\n\x1a\n"
 _PIXELS_PER_POINT = 2  # pictures are drawn at twice the page's resolution, so that they are sharp on fine screens
@@ -36,87 +42,85 @@ _SHARE = re.compile(r"\d[\d,]* of \d[\d,]*")  # 59 of 64
 
 @dataclass
 class Section:
-    """A heading and what stands under it, in the order it was added. Methods return the section itself."""
+    """A heading and what stands under it, in the order it was added. Methods return the section itself.
+
+    pictures: PNG files that are kept beside the page too, by name; those of all sections of a page.
+    """
 
     title: str
-    blocks: list[str] = field(default_factory=list)
+    blocks: list[Markup] = field(default_factory=list)
+    pictures: dict[str, bytes] = field(default_factory=dict)
 
     def text(self, text: str) -> Section:
         """Paragraphs, apart by blank lines."""
-        self.blocks += [f"<p>{_inline(part.strip())}</p>" for part in re.split(r"\n\s*\n", text.strip())]
+        for part in re.split(r"\n\s*\n", text.strip()):
+            self._add("paragraph", part.strip())
         return self
 
     def note(self, text: str) -> Section:
         """A remark set apart: what a reader must not overlook."""
-        return self._add(f'<p class="note">{_inline(text.strip())}</p>')
+        return self._add("note", text.strip())
 
     def facts(self, facts: Mapping[str, Cell]) -> Section:
         """A list of names and values."""
-        rows = "".join(f"<dt>{_inline(name)}</dt><dd>{_inline(show(value))}</dd>" for name, value in facts.items())
-        return self._add(f"<dl>{rows}</dl>")
+        return self._add("facts", list(facts.items()))
 
     def code(self, code: str) -> Section:
         """Verbatim lines."""
-        return self._add(f"<pre><code>{html.escape(code.strip(chr(10)))}</code></pre>")
+        return self._add("code", code.strip("\n"))
 
     def fold(self, summary: str, code: str) -> Section:
         """Verbatim lines that are shown when the reader opens them."""
-        lines = f"<pre><code>{html.escape(code.strip(chr(10)))}</code></pre>"
-        return self._add(f"<details><summary>{_inline(summary)}</summary>{lines}</details>")
+        return self._add("fold", summary, code.strip("\n"))
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[Cell]], caption: str = "") -> Section:
         """A table; columns of numbers, of numbers [with, intervals] and of shares (59 of 64) are set flush right."""
         for row in rows:
             if len(row) != len(header):
                 raise SitusError(f"a table row has {len(row)} cells and the header {len(header)}: {list(row)!r}")
-        kinds = [' class="number"' if _is_numeric([row[i] for row in rows]) else "" for i in range(len(header))]
-        head = _cells("th", header, [f' scope="col"{kind}' for kind in kinds])
-        body = "".join(f"<tr>{_cells('td', row, kinds)}</tr>" for row in rows)
-        title = f"<caption>{_inline(caption)}</caption>" if caption else ""
-        table = f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        return self._add(f'<div class="wide">{table}</div>')
+        numeric = [_is_numeric([row[i] for row in rows]) for i in range(len(header))]
+        return self._add("table", header, rows, numeric, caption)
 
-    def figure(self, picture: bytes, caption: str, alt: str = "") -> Section:
-        """A PNG or SVG file's bytes with its caption. alt: for who cannot see it, else the caption."""
-        alt = html.escape(alt or caption.replace("`", ""), quote=True)
-        image = f'<img src="{_data_uri(picture)}" alt="{alt}"{_size(picture)}>'
-        return self._add(f"<figure>{image}<figcaption>{_inline(caption)}</figcaption></figure>")
+    def figure(self, picture: bytes | Figure, caption: str, alt: str = "", *, name: str = "") -> Section:
+        """A matplotlib figure, or a PNG or SVG file's bytes, with its caption.
 
-    def _add(self, block: str) -> Section:
-        self.blocks.append(block)
+        alt: for who cannot see it, else the caption. name: keeps a PNG as a file beside the page too.
+        """
+        if not isinstance(picture, bytes):
+            from situs.report.figures import png
+
+            picture = png(picture)
+        if name:
+            self.pictures[name] = picture
+        return self._add("figure", _data_uri(picture), _size(picture), caption, alt or caption.replace("`", ""))
+
+    def _add(self, kind: str, *values: Any) -> Section:
+        self.blocks.append(getattr(_templates().get_template("blocks.html.jinja").module, kind)(*values))
         return self
 
 
 @dataclass
 class Page:
-    """A page: title, an opening sentence, what must be seen before all else, sections, a closing line."""
+    """A page: title, an opening sentence, what must be seen before all else, sections, a closing line.
+
+    pictures: those of its figures that have a name.
+    """
 
     title: str
     lead: str = ""
     notice: str = ""
     footer: str = ""
     sections: list[Section] = field(default_factory=list)
+    pictures: dict[str, bytes] = field(default_factory=dict)
 
     def section(self, title: str) -> Section:
         """Opens a new section at the end."""
-        self.sections.append(Section(title))
+        self.sections.append(Section(title, pictures=self.pictures))
         return self.sections[-1]
 
     def render(self) -> str:
         """The whole page."""
-        title = html.escape(self.title)
-        lead = f'<p class="lead">{_inline(self.lead)}</p>' if self.lead else ""
-        notice = f'<p class="note">{_inline(self.notice)}</p>' if self.notice else ""
-        footer = f"<footer><p>{_inline(self.footer)}</p></footer>" if self.footer else ""
-        body = "\n".join(_section(section, number) for number, section in enumerate(self.sections, start=1))
-        return (
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-            '<meta name="color-scheme" content="light dark">\n'
-            f"<title>{title}</title>\n<style>{CSS}</style>\n</head>\n<body>\n<main>\n"
-            f"<header><h1>{title}</h1>{lead}{notice}</header>\n{_contents(self.sections)}{body}\n{footer}\n"
-            "</main>\n</body>\n</html>\n"
-        )
+        return _templates().get_template("page.html.jinja").render(page=self)
 
     def write(self, path: Path | str, *, private: bool = False) -> Path:
         """Writes the page under a temporary name and renames it; makes the folder where it is missing.
@@ -132,22 +136,18 @@ class Page:
         return path
 
 
-def show(value: Cell) -> str:
-    """A value as the page shows it: four significant digits for a float, yes or no, a dash for nothing."""
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return value
+@cache
+def _templates() -> Environment:
+    folder = FileSystemLoader(Path(__file__).parent)
+    made = Environment(loader=folder, autoescape=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    made.filters |= {"inline": _inline, "show": show, "anchor": _anchor}
+    return made
 
 
-def _inline(text: str) -> str:
+def _inline(text: str) -> Markup:
     """Escaped text with `code` marked up; backticks hold no markup because the escaping comes first."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
+    marked = re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))
+    return Markup(marked)  # noqa: S704  (escaped in the line above)
 
 
 def _is_numeric(column: Sequence[Cell]) -> bool:
@@ -155,27 +155,9 @@ def _is_numeric(column: Sequence[Cell]) -> bool:
     return bool(shown) and all(_NUMBER.fullmatch(_INTERVAL.sub("", text)) or _SHARE.fullmatch(text) for text in shown)
 
 
-def _cells(tag: str, cells: Sequence[Cell], attributes: Sequence[str]) -> str:
-    pairs = zip(cells, attributes, strict=True)
-    return "".join(f"<{tag}{attribute}>{_inline(show(cell))}</{tag}>" for cell, attribute in pairs)
-
-
-def _anchor(section: Section, number: int) -> str:
-    words = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-")
+def _anchor(title: str, number: int) -> str:
+    words = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
     return f"s{number}-{words}" if words else f"s{number}"
-
-
-def _section(section: Section, number: int) -> str:
-    blocks = "\n".join(section.blocks)
-    return f'<section id="{_anchor(section, number)}">\n<h2>{_inline(section.title)}</h2>\n{blocks}\n</section>'
-
-
-def _contents(sections: Sequence[Section]) -> str:
-    """Links to the sections; a page of one or two needs none."""
-    if len(sections) < 3:
-        return ""
-    links = (f'<li><a href="#{_anchor(s, i)}">{_inline(s.title)}</a></li>' for i, s in enumerate(sections, start=1))
-    return f'<nav aria-label="Contents"><ol>{"".join(links)}</ol></nav>\n'
 
 
 def _data_uri(picture: bytes) -> str:
@@ -189,9 +171,9 @@ def _data_uri(picture: bytes) -> str:
     return f"data:{kind};base64,{base64.b64encode(picture).decode('ascii')}"
 
 
-def _size(picture: bytes) -> str:
+def _size(picture: bytes) -> tuple[int, int] | None:
     """Width and height of a PNG on the page (bytes 16 to 24 of the file), so that nothing jumps."""
     if not picture.startswith(_PNG):
-        return ""
+        return None
     width, height = (int.from_bytes(picture[start : start + 4], "big") for start in (16, 20))
-    return f' width="{width // _PIXELS_PER_POINT}" height="{height // _PIXELS_PER_POINT}"'
+    return width // _PIXELS_PER_POINT, height // _PIXELS_PER_POINT

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.report.words import percent
+from situs.results import percent, show
 
 
 @pytest.mark.parametrize(
@@ -18,3 +18,10 @@ def test_the_unit_stands_apart_from_its_number(share: float, digits: int | None,
 @given(st.floats(-2, 2), st.integers(0, 4))
 def test_it_reads_back(share: float, digits: int) -> None:
     assert float(percent(share, digits).removesuffix(" %")) == pytest.approx(100 * share, abs=0.51 * 10**-digits)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(None, "–"), (True, "yes"), (False, "no"), (12345, "12,345"), (1 / 3, "0.3333"), ("t", "t")]
+)
+def test_show(value: str | float | bool | None, shown: str) -> None:
+    assert show(value) == shown

@@ -1,0 +1,95 @@
+"""What a measurement returns: its numbers, the sentence and the tables they come to, and how they were made.
+
+Nothing here draws or writes; `situs.pages` knows the page of each type of result.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, SupportsFloat
+
+Cell = str | int | float | bool | None
+"""What a table or a list of facts may hold; None is shown as a dash."""
+
+
+class Table(NamedTuple):
+    """A table for people. title: what stands over it on a terminal."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+class Summary(NamedTuple):
+    """A result in words: one verdict, the tables it stands on, and what a reader must not overlook."""
+
+    sentence: str
+    tables: tuple[Table, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+class Origin(NamedTuple):
+    """A model or a run that was measured. identity: a hash by which one's files are told from another's."""
+
+    name: str
+    identity: str
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """How a result was made, without paths or dates.
+
+    facts: written with the numbers and shown at the page's end. of: what was measured. left_out: sentences on what the
+    measurement did not see.
+    """
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    of: tuple[Origin, ...] = ()
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(ABC):
+    """A measurement with all that its page needs. file: the name of its files."""
+
+    file: ClassVar[str]
+
+    provenance: Provenance = Provenance()
+
+    @abstractmethod
+    def summary(self) -> Summary:
+        """The sentence and the tables; terminal, page and JSON take them from here."""
+
+    @abstractmethod
+    def numbers(self) -> dict[str, Any]:
+        """What was measured, as JSON holds it."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What it is of, how it was made, and what was measured."""
+        of = [origin.identity for origin in self.provenance.of]
+        return {**({"of": of} if of else {}), **self.provenance.facts, **self.numbers()}
+
+
+def percent(share: SupportsFloat, digits: int | None = 1) -> str:
+    """A share as "65.6 %", the unit apart from its number (SI). digits: behind the point; None: as many as it has.
+
+    >>> percent(0.656), percent(0.9, 0), percent(0.125, None)
+    ('65.6 %', '90 %', '12.5 %')
+    """
+    value = 100 * float(share)
+    return f"{value:g} %" if digits is None else f"{value:.{digits}f} %"
+
+
+def show(value: Cell) -> str:
+    """A value as people read it: four significant digits for a float, yes or no, a dash for nothing."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return value
