@@ -129,7 +129,7 @@ def main() -> None:
     single: dict[str, list[Result]] = {name: [] for name in ATTACKS}
     victim, apart = 0.0, None
     for batch in make_loader(data, None, args.device, source=open_source(args.images, None)):
-        images = batch.images[: args.count - seen]
+        images = batch.inputs[: args.count - seen]
         if not len(images):
             break
         labels = (torch.arange(len(images), device=images.device) + seen) % args.classes

@@ -41,7 +41,7 @@ def make(case: str, args: argparse.Namespace) -> Method:
     for word in filter(None, words.split(",")):
         key, equals, value = word.rpartition("=")
         settings[key if equals else "mask_ratio"] = number(value)
-    labelled = METHODS[name].needs_labels
+    labelled = "label" in METHODS[name].needs_targets
     backbone = create_backbone(
         args.model,
         img_size=args.img_size,
@@ -75,7 +75,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
     size = method.backbone.img_size or (224, 224)
     images = torch.randn(args.batch, method.backbone.in_chans, *size, device=args.device)
     labels = torch.randint(args.classes, (args.batch,), device=args.device)
-    data = Batch(images, torch.arange(args.batch, device=args.device), labels)
+    data = Batch(images, torch.arange(args.batch, device=args.device), {"label": labels})
 
     def run(steps: int) -> float:
         began = time.perf_counter()

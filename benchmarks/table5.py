@@ -96,13 +96,13 @@ def main() -> None:
     models = {name: contestant(victim, name == "MJP") for name, victim in opened.items()}
     first = next(iter(opened.values())).subject
     batch = next(iter(load_set(first, args.images, args.split, args.count, args.device, count=args.count)))
-    labels = labels_for(first, batch.labels, len(batch.images))
+    labels = labels_for(first, batch.targets.get("label"), len(batch.inputs))
     lpips = None if args.lpips is None else Lpips(args.lpips)
     facts: dict[str, Any] = {
         "models": ", ".join(
             f"{name}: {victim.subject.name} ({victim.subject.facts['kind']})" for name, victim in opened.items()
         ),
-        "images": f"{len(batch.images)} of {Path(args.images).name} ({args.split})",
+        "images": f"{len(batch.inputs)} of {Path(args.images).name} ({args.split})",
         "order": "borders" + ("" if args.predictor is None else f" and MP3 ({Path(args.predictor).name})"),
         "gradients": "fp32, batch 1",
         "machine": torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU",
@@ -114,7 +114,7 @@ def main() -> None:
         watch = Watch(lambda line: print(line, file=sys.stderr, flush=True), args.time_limit)
         found = compare_settings(
             models,
-            batch.images,
+            batch.inputs,
             labels,
             attackers(args, next(iter(opened.values()))),
             normalisation=first.data.normalisation,

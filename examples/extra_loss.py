@@ -16,8 +16,8 @@ optimizer = torch.optim.AdamW(mp3.parameters(), lr=1e-3)
 losses = []
 for epoch in range(5):
     for ids in torch.arange(64).split(16):  # which sample is which: a sample's mask follows from (seed, epoch, id)
-        draws = mp3.draw(ids, seed=0, epoch=epoch)
-        position = mp3(Batch(images[ids], ids, None), draws).loss
+        batch = Batch(images[ids], ids)
+        position = mp3(batch, mp3.draw(batch, seed=0, epoch=epoch)).loss
         loss = cross_entropy(model(images[ids]), labels[ids]) + 0.1 * position
         optimizer.zero_grad()
         loss.backward()

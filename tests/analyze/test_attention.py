@@ -54,7 +54,7 @@ def all_weights(backbone: Backbone, *, positions: bool) -> Tensor:
     layers: dict[int, list[Tensor]] = {}
     with torch.no_grad():
         for batch in batches():
-            stream = backbone.assemble(backbone.embed(batch.images), backbone.positions() if positions else None)
+            stream = backbone.assemble(backbone.embed(batch.inputs), backbone.positions() if positions else None)
             watch_attention(backbone, stream, lambda layer, weights: layers.setdefault(layer, []).append(weights))
     return torch.stack([torch.cat(layers[layer]) for layer in range(backbone.depth)])
 
@@ -162,7 +162,7 @@ def test_survey_equals_loops_over_all_weights(name: str, positions: bool, monkey
 
 def test_maps_are_those_of_the_layer_asked_for() -> None:
     backbone = make()
-    images = torch.cat([batch.images for batch in batches()])
+    images = torch.cat([batch.inputs for batch in batches()])
     weights = all_weights(backbone, positions=True)
     for layer in range(2):
         expected = query_maps(weights[layer], 1, (2, 3), cls=True)
@@ -186,7 +186,7 @@ def test_no_images_is_one_sentence() -> None:
 
 def page_of(name: str) -> tuple[str, dict[str, Any], dict[str, bytes]]:
     backbone = make(name)
-    images = batches()[0].images
+    images = batches()[0].inputs
     shown = Shown(images.clamp(0, 1), image_maps(backbone, images, 1), 1, cls="reg4" not in name)
     found = survey(backbone, batches())
     page, pictures = attention_page("tiny", found, shown, {"seed": 0})

@@ -35,7 +35,7 @@ def backbone() -> Backbone:
 def batches(count: int, sizes: tuple[int, ...]) -> list[Batch]:
     images = torch.randn(count, 3, 8, 12, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     ids = torch.arange(count)
-    return [Batch(part, which, None) for part, which in zip(images.split(sizes), ids.split(sizes), strict=True)]
+    return [Batch(part, which) for part, which in zip(images.split(sizes), ids.split(sizes), strict=True)]
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -43,7 +43,7 @@ def test_every_depth_slowly(backbone: Backbone, told: bool) -> None:
     sets = batches(5, (2, 2, 1))
     found = correlate(backbone, sets, positions=told)
     with torch.no_grad():
-        tokens = backbone.embed(torch.cat([batch.images for batch in sets]))
+        tokens = backbone.embed(torch.cat([batch.inputs for batch in sets]))
         layers = list(patch_layers(backbone, tokens, backbone.positions() if told else None))
     assert list(found) == [layer.depth for layer in layers]
     for layer in layers:

@@ -87,7 +87,7 @@ def test_patches_are_placed_and_averaged_as_by_hand(height: int, width: int, tak
 
 
 def test_right_guesses_give_the_image_back() -> None:
-    images = batch().images
+    images = batch().inputs
     order = torch.rand(4, 6).argsort(dim=1)
     pictures, filled = place_patches(images, order, order, GRID)
     assert torch.equal(pictures, images)
@@ -95,7 +95,7 @@ def test_right_guesses_give_the_image_back() -> None:
 
 
 def test_painting_leaves_other_patches_alone() -> None:
-    images = batch(2).images
+    images = batch(2).inputs
     where = torch.tensor([[True, False, False, False, False, True], [False] * 6])
     painted = paint_places(images, where, GRID, 1.0)
     for place in range(6):
@@ -114,7 +114,7 @@ def test_hidden_and_wrong_places_of_figure_3() -> None:
     assert (found.images, found.right) == (1, 0.5)
     assert math.isclose(found.off_by, 0.5 * 1.0)  # from (0, 2) to (1, 2), and 0
     assert math.isclose(found.empty, 1 / 3)  # nothing is put at 2; 5 was not asked for
-    image = batch(1).images[0]
+    image = batch(1).inputs[0]
     panel = verdict_panel(image, puzzle, 0)
     seen = torch.from_numpy(panel.image)
     for place, value in ((1, 0.0), (3, 0.0), (5, 0.0), (2, 1.0)):
@@ -134,7 +134,7 @@ def test_scores_weigh_every_guess_alike() -> None:
 
 
 def test_a_mix_deals_every_patch_of_both_images_once() -> None:
-    first, second = batch(2).images, batch(4).images[2:]
+    first, second = batch(2).inputs, batch(4).inputs[2:]
     noise = torch.rand(2, 12, generator=torch.Generator().manual_seed(3))
     one, other, origin = mix_pairs(first, second, noise, GRID)
     for number in range(2):
@@ -165,8 +165,8 @@ def test_a_model_that_knows_solves_all_and_one_that_shifts_none(monkeypatch: pyt
     assert puzzle.known == 3
     assert puzzle.asked == 0
     assert score([puzzle]) == (4, 1.0, 0.0, 0.0)
-    panel = placed_panel(batch().images[2], puzzle, 2)
-    assert torch.equal(torch.from_numpy(panel.image), batch().images[2])
+    panel = placed_panel(batch().inputs[2], puzzle, 2)
+    assert torch.equal(torch.from_numpy(panel.image), batch().inputs[2])
     assert panel.outlined.sum() == 3
     context = puzzle.places[2, :3]
     assert sorted(panel.outlined.nonzero()[0]) == sorted(context.tolist())
@@ -179,7 +179,7 @@ def test_a_model_that_knows_solves_all_and_one_that_shifts_none(monkeypatch: pyt
 def test_puzzles_are_those_the_method_itself_sees() -> None:
     method = make(MP3, MP3Config(mask_ratio=0.5))
     whole = method.at(0.25)
-    draws = whole.draw(batch().ids, seed=7, epoch=0)
+    draws = whole.draw(batch(), seed=7, epoch=0)
     with torch.no_grad():
         logits = whole(batch(), draws).extras["logits"]
     puzzle = solve(method, batch(), Setting(0.25), seed=7)
@@ -197,7 +197,7 @@ def test_droppos_is_told_its_anchors_and_asked_for_the_rest() -> None:
     assert torch.equal(puzzle.guesses[:, :2], puzzle.places[:, :2])
     assert puzzle.right.shape == (4, 1)
     view = method.at(0.5, 0.5)
-    draws = view.draw(batch().ids, seed=0, epoch=0)
+    draws = view.draw(batch(), seed=0, epoch=0)
     with torch.no_grad():
         logits = view(batch(), draws).extras["logits"]
     assert torch.equal(puzzle.guesses[:, 2:], logits.argmax(dim=-1))
@@ -206,7 +206,7 @@ def test_droppos_is_told_its_anchors_and_asked_for_the_rest() -> None:
 
 def test_a_mix_counts_the_patches_that_stayed(monkeypatch: pytest.MonkeyPatch) -> None:
     method = make(MP3, MP3Config())
-    pair = batch(1).images, batch(2).images[1:]
+    pair = batch(1).inputs, batch(2).inputs[1:]
     mix = solve_mix(method, pair, Setting(0.5), seed=3)
     stayed = []
     for half, puzzle in enumerate(mix.puzzles):
@@ -220,7 +220,7 @@ def test_a_mix_counts_the_patches_that_stayed(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_unordered_and_context_pictures_show_what_they_say() -> None:
-    image = batch(1).images[0]
+    image = batch(1).inputs[0]
     puzzle = Puzzle(torch.tensor([[4, 0, 2, 1, 3, 5]]), torch.zeros(1, 6, dtype=torch.long), 2, 0, GRID)
     panel = unordered_panel(image, puzzle, 0, seed=1)
     seen = torch.from_numpy(panel.image)
@@ -247,7 +247,7 @@ def test_settings_follow_the_papers_and_refuse_methods_without_a_position_head()
 
 
 def study_of(method: Any, tried: list[Setting], **fields: Any) -> Any:
-    parts = [Batch(batch(5).images[at : at + 2], torch.arange(at, min(at + 2, 5))) for at in (0, 2, 4)]
+    parts = [Batch(batch(5).inputs[at : at + 2], torch.arange(at, min(at + 2, 5))) for at in (0, 2, 4)]
     return study(method, parts, tried, lambda images: images / 2, **fields)
 
 
@@ -255,14 +255,14 @@ def test_a_study_is_one_pass_that_equals_separate_solving() -> None:
     method = make(MP3, MP3Config())
     tried = [Setting(0.0), Setting(0.5)]
     found = study_of(method, tried, show=3, pairs=2)
-    assert torch.equal(found.images, batch(5).images[:3] / 2)
+    assert torch.equal(found.images, batch(5).inputs[:3] / 2)
     for setting in tried:
         whole = solve(method, batch(5), setting)
         assert found.scores[setting] == pytest.approx(score([whole]))
         assert torch.equal(found.solved[setting].places, whole.places[:3])
         assert torch.equal(found.solved[setting].guesses, whole.guesses[:3])
     assert len(found.mixes) == len(found.pairs) == 2
-    assert torch.equal(found.pairs[1][1], batch(5).images[3:4] / 2)
+    assert torch.equal(found.pairs[1][1], batch(5).inputs[3:4] / 2)
     numbers = reconstruct_numbers(found)
     assert numbers["settings"][1]["right"] == found.scores[tried[1]].right
     assert [row[0] for row in score_rows(found.scores, 6)] == ["η = 0", "η = 0.5"]

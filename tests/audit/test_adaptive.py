@@ -15,6 +15,7 @@ from situs.audit.threat import Defence, NoDefence, victim_gradients
 from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
+from situs.data.batch import Batch
 from situs.data.samples import load_samples
 from situs.methods.mjp import MJP, VARIANTS
 
@@ -42,7 +43,7 @@ def attacked(backbone: Any, x: torch.Tensor, ratio: float, number: int = 0, **st
     ids = torch.tensor([number])
     upload = victim_gradients(backbone, x, torch.tensor([3]), defence=defence, ids=ids, **step)
     method: Any = defence.method(backbone)
-    mask = method.draw(ids, seed=0, epoch=0)["mask"][0]
+    mask = method.draw(Batch(ids, ids), seed=0, epoch=0)["mask"][0]
     return AdaptiveMJP().recover(backbone, [upload], Knowledge(defence)), patchify(x, 7)[0], mask
 
 
@@ -106,7 +107,7 @@ def test_the_order_inside_the_mask_is_not_in_the_gradients() -> None:
     """Why order is a matter of borders alone: two shuffles of the same patches send the same."""
     backbone, x = victim(), pictures()
     method: Any = MaskedJigsaw(0.3).method(backbone)
-    draws = method.draw(torch.tensor([0]), seed=0, epoch=0)
+    draws = method.draw(Batch(torch.zeros(1), torch.tensor([0])), seed=0, epoch=0)
     mask, index = draws["mask"], draws["index"].clone()
     places = mask[0].nonzero()[:, 0]
     index[0, places] = index[0, places.flip(0)]

@@ -12,6 +12,7 @@ from situs.audit.stem import require_stem
 from situs.audit.threat import MaskedJigsaw, victim_gradients
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
+from situs.data.batch import Batch
 
 SMALL = {"depth": 2, "embed_dim": 48, "num_heads": 4}
 
@@ -46,7 +47,7 @@ def scene(backbone: Any, ratio: float = 0.3) -> tuple[Any, torch.Tensor, torch.T
     x = torch.randn(1, backbone.in_chans, *backbone.img_size, dtype=torch.float64)
     upload = victim_gradients(backbone, x, torch.tensor([1]), defence=defence, dtype=torch.float64)
     method: Any = defence.method(backbone)
-    draws = method.draw(torch.tensor([0]), seed=0, epoch=0)
+    draws = method.draw(Batch(torch.zeros(1), torch.tensor([0])), seed=0, epoch=0)
     patches = patchify(x, stem.patch_size)[0][draws["index"][0]]
     mask = draws["mask"][0]
     return method, patches, mask, FirstBlock(backbone, stem, upload, mask, method.unknown.detach())

@@ -20,6 +20,7 @@ from situs.audit.threat import MaskedJigsaw, known_gradient, victim_gradients
 from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
+from situs.data.batch import Batch
 from situs.data.samples import load_samples
 
 SIZE = (7, 7)
@@ -47,7 +48,7 @@ def scene(dim: int = 64, ratio: float = 0.3, number: int = 0, change: Any = None
     x = x + 0.1 * torch.randn_like(x)  # no two patches are equal
     defence, ids, stem = MaskedJigsaw(ratio), torch.tensor([number]), require_stem(backbone)
     method: Any = defence.method(backbone)
-    draws = method.draw(ids, seed=0, epoch=0)
+    draws = method.draw(Batch(ids, ids), seed=0, epoch=0)
     mask = draws["mask"][0]
     if change is not None:
         change(x, mask)

@@ -11,6 +11,7 @@ from situs.audit import ATTACKS, Clip, Knowledge, MaskedJigsaw, Noise, NoPositio
 from situs.audit.threat import NoDefence, hidden_places, victim_gradients
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
+from situs.data.batch import Batch
 
 SMALL = {"depth": 2, "embed_dim": 48, "num_heads": 4}
 
@@ -151,7 +152,7 @@ def test_rows_without_gradient_are_the_mask_of_mjp() -> None:
     defence = MaskedJigsaw(0.3)
     method: Any = defence.method(backbone)
     upload = victim_gradients(backbone, images(), torch.tensor([1]), defence=defence)
-    mask = method.draw(torch.tensor([0]), seed=0, epoch=0)["mask"][0]
+    mask = method.draw(Batch(torch.zeros(1), torch.tensor([0])), seed=0, epoch=0)["mask"][0]
     assert mask.any()
     assert torch.equal(hidden_places(upload["model.pos_embed"][0, 1:]), mask)
 

@@ -31,7 +31,7 @@ def make(name: str = "vit_tiny_patch16_224", **more: Any) -> Any:
 
 def batches(count: int = 40, size: tuple[int, int] = (12, 16)) -> list[Batch]:
     images = torch.randn(count, 3, *size, generator=torch.Generator().manual_seed(1))
-    return [Batch(images, torch.arange(count), None)]
+    return [Batch(images, torch.arange(count))]
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_shuffles_are_told_and_not_told(audit: PositionAudit) -> None:
 
 
 def test_model_without_positions_does_not_mind_shuffles() -> None:
-    found = audit_positions("mp3", make().double(), [b._replace(images=b.images.double()) for b in batches()],
+    found = audit_positions("mp3", make().double(), [b._replace(inputs=b.inputs.double()) for b in batches()],
                             positions=False, equivariance=False)  # fmt: skip
     said = verdict(found)
     assert said.startswith("`mp3` is told no positions: it was trained without them.")

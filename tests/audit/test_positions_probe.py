@@ -36,7 +36,7 @@ def batches(count: int, sizes: int = 7, *, bright: bool = False) -> list[Batch]:
         ramp = torch.arange(N, dtype=torch.float64).reshape(3, 4)
         images = images + 2 * ramp.repeat_interleave(4, 0).repeat_interleave(4, 1)
     ids = torch.arange(count)
-    return [Batch(part, which, None) for part, which in zip(images.split(sizes), ids.split(sizes), strict=True)]
+    return [Batch(part, which) for part, which in zip(images.split(sizes), ids.split(sizes), strict=True)]
 
 
 def ends(found: Any) -> dict[str, tuple[Reading, Reading]]:
@@ -67,7 +67,7 @@ def test_embedding_slowly() -> None:
     """Images 0, 2, 4 … fit, in halves of every other; 1, 3, 5 … are read; whatever the batches."""
     backbone = make(std=0.3)
     found, again = (probe_places(backbone, batches(21, size)).readings[OWN] for size in (5, 8))
-    images = torch.cat([batch.images for batch in batches(21)])
+    images = torch.cat([batch.inputs for batch in batches(21)])
     with torch.no_grad():
         layers = list(patch_layers(backbone, backbone.embed(images), backbone.positions()))
     for reading, same, layer in zip(found, again, layers, strict=True):
@@ -93,7 +93,7 @@ def test_model_trained_without_positions_has_one_condition() -> None:
 
 def test_relative_bias_and_windows_are_read_from_their_features() -> None:
     relative = make("vit_relpos_small_patch16_224", img_size=(32, 48), patch_size=16)
-    sets = [Batch(torch.randn(8, 3, 32, 48).double(), torch.arange(8), None)]
+    sets = [Batch(torch.randn(8, 3, 32, 48).double(), torch.arange(8))]
     assert list(probe_places(relative, sets).readings) == [OWN, REMOVED, SHUFFLED]
     shape = {"embed_dim": 12, "depths": (1, 2), "num_heads": (2, 3), "window_size": 4}
     swin = make("swin_tiny_patch4_window7_224", img_size=(32, 48), patch_size=4, model_args=shape)

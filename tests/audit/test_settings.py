@@ -17,6 +17,7 @@ from situs.audit.settings_page import glance, settings_page, settings_table
 from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.core.jigsaw import move_patches
+from situs.data.batch import Batch
 from situs.data.samples import load_samples
 from situs.errors import SitusError
 from situs.methods.mjp import MJP, MJPConfig
@@ -122,7 +123,7 @@ def test_the_shuffle_is_the_one_that_mjp_makes() -> None:
     spy = Spy()
     found = compare([Attacker(spy, True)])
     method = MJP(model(), replace(MJPConfig(), mask_ratio=0.2))
-    draws = method.draw(torch.arange(3), seed=0, epoch=0)
+    draws = method.draw(Batch(torch.zeros(3), torch.arange(3)), seed=0, epoch=0)
     real = move_patches(found.images, (4, 4), draws["index"])
     torch.testing.assert_close(found.shuffled, real)
     hidden = (spy.sent[3][1]["model.pos_embed"][0, 1:] == 0).all(dim=1)  # MJP's step on x̃, second image
@@ -147,7 +148,9 @@ def test_parts_by_hand() -> None:
     only = row(found, "MJP", "c", "spy")
     real = found.images[0].double()
     grid = real.unfold(1, 7, 7).unfold(2, 7, 7).reshape(16, 49)
-    draws = MJP(model(), replace(MJPConfig(), mask_ratio=0.2)).draw(torch.arange(3), seed=0, epoch=0)
+    draws = MJP(model(), replace(MJPConfig(), mask_ratio=0.2)).draw(
+        Batch(torch.zeros(3), torch.arange(3)), seed=0, epoch=0
+    )
     shown = grid[~draws["mask"][0]]
     assert only.parts["shown_psnr"][0] == pytest.approx(-10 * float((shown - 0.5).square().mean().log10()))
     assert len(only.parts["hidden_order"]) == 3

@@ -31,7 +31,7 @@ def test_a_run_on_its_own_images(trained: Any, tmp_path: Path, capsys: pytest.Ca
     with torch.no_grad():
         features = torch.cat(
             [
-                backbone.encode(backbone.embed(b.images), backbone.positions()).patches
+                backbone.encode(backbone.embed(b.inputs), backbone.positions()).patches
                 for b in make_eval_loader(loaded.config)
             ]
         )

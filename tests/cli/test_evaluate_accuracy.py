@@ -17,7 +17,7 @@ def slow_accuracy(run: Path) -> float:
     loaded = load_run(run)
     right = count = 0
     for batch in make_eval_loader(loaded.config, batch=4):
-        for image, label in zip(batch.images, batch.labels, strict=True):  # type: ignore[arg-type]
+        for image, label in zip(batch.inputs, batch.targets["label"], strict=True):  # type: ignore[arg-type]
             with torch.no_grad():
                 right += int(loaded.method.backbone(image[None]).argmax() == label)
             count += 1

@@ -20,7 +20,7 @@ def slow_mean(trained: Any) -> float:
         loaded = load_run(path)
         [*batches] = make_eval_loader(loaded.config)
         with torch.no_grad():
-            answers.append(torch.cat([loaded.method.backbone(batch.images).softmax(-1) for batch in batches]))
+            answers.append(torch.cat([loaded.method.backbone(batch.inputs).softmax(-1) for batch in batches]))
     labels = torch.tensor([0] * 5 + [1] * 5 + [2] * 5)
     return float((sum(answers).argmax(-1) == labels).double().mean())
 

@@ -59,7 +59,7 @@ def test_generated_corruptions(trained: Any, tmp_path: Path, capsys: pytest.Capt
     assert numbers["mce_alexnet_normalised"] is None and "over 4 of the 15" in numbers["mce_note"]
     loaded = load_run(trained.one)
     right = sum(
-        int((loaded.method.backbone(batch.images).argmax(1) == batch.labels).sum())
+        int((loaded.method.backbone(batch.inputs).argmax(1) == batch.targets["label"]).sum())
         for batch in make_eval_loader(loaded.config, batch=4)
     )
     assert numbers["clean"]["top1"] == pytest.approx(right / 15)

@@ -39,7 +39,7 @@ def test_a_run_goes_to_timm_with_its_story(trained: Any, tmp_path: Path, capsys:
     assert main(["export", str(trained.one), "--to", str(tmp_path / "x")]) == 0
     assert "Load it with timm.create_model" in capsys.readouterr().out
     loaded = load_run(trained.one)
-    images = next(iter(make_eval_loader(loaded.config))).images
+    images = next(iter(make_eval_loader(loaded.config))).inputs
     found = with_timm_alone(tmp_path / "x", images, tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(found["out"], loaded.method.double().backbone(images.double()))
@@ -57,7 +57,7 @@ def test_mp3_goes_without_positions_and_head(trained: Any, tmp_path: Path) -> No
     assert main(["export", str(trained.mp3), "--to", str(tmp_path / "x")]) == 0
     loaded = load_run(trained.mp3)
     backbone = loaded.method.double().backbone
-    images = next(iter(make_eval_loader(loaded.config))).images
+    images = next(iter(make_eval_loader(loaded.config))).inputs
     found = with_timm_alone(tmp_path / "x", images, tmp_path)
     with torch.no_grad():
         features = backbone.encode(backbone.embed(images.double()), None)

@@ -24,7 +24,7 @@ def test_of_a_run_and_of_its_export(trained: Any, tmp_path: Path, capsys: pytest
     [*batches] = make_eval_loader(loaded.config)
     backbone = loaded.method.backbone
     with torch.no_grad():
-        expected = torch.cat([backbone.encode(backbone.embed(b.images), None).patches.mean(1) for b in batches])
+        expected = torch.cat([backbone.encode(backbone.embed(b.inputs), None).patches.mean(1) for b in batches])
     torch.testing.assert_close(found.features, expected, rtol=1e-5, atol=1e-6)
     assert found.labels is not None
     assert found.labels.tolist() == [0] * 5 + [1] * 5 + [2] * 5

@@ -63,14 +63,14 @@ def batch(method: Method, count: int = 4) -> Batch:
     torch.manual_seed(1)
     size = method.backbone.img_size or (32, 32)
     labels = torch.arange(count) % 4
-    return Batch(torch.randn(count, 3, *size), torch.arange(100, 100 + count), labels)
+    return Batch(torch.randn(count, 3, *size), torch.arange(100, 100 + count), {"label": labels})
 
 
 @pytest.mark.parametrize(("method", "name"), pairs())
 def test_it_trains_a_few_samples_to_a_lower_loss(method: str, name: str) -> None:
     model = make(method, name)
     data = batch(model)
-    draws = model.draw(data.ids, seed=0, epoch=0)
+    draws = model.draw(data, seed=0, epoch=0)
     optimiser = torch.optim.Adam(model.parameters(), lr=2e-3)
     losses = []
     for _ in range(25):
@@ -91,8 +91,8 @@ def test_it_is_deterministic_and_survives_save_and_load(method: str, name: str) 
             parameter.add_(1.0)
     second.load_state_dict(load(save(first.state_dict())))
     data = batch(first)
-    draws = first.draw(data.ids, seed=4, epoch=2)
-    again = second.draw(data.ids, seed=4, epoch=2)
+    draws = first.draw(data, seed=4, epoch=2)
+    again = second.draw(data, seed=4, epoch=2)
     assert draws.keys() == again.keys()
     assert all(torch.equal(draws[key], again[key]) for key in draws)
     assert torch.equal(first(data, draws).loss, second(data, again).loss)
@@ -102,9 +102,9 @@ def test_it_is_deterministic_and_survives_save_and_load(method: str, name: str) 
 def test_draws_belong_to_the_sample_whatever_the_batch(method: str) -> None:
     model = make(method, "vit_tiny_patch16_224")
     ids = torch.tensor([7, 123456789, 3, 42])
-    whole = model.draw(ids, seed=9, epoch=1)
+    whole = model.draw(Batch(ids, ids), seed=9, epoch=1)
     for row, each in enumerate(ids):
-        alone = model.draw(each[None], seed=9, epoch=1)
+        alone = model.draw(Batch(each[None], each[None]), seed=9, epoch=1)
         for key, value in whole.items():  # a scalar is a schedule's value, the same for every sample
             assert torch.equal(alone[key][0] if value.dim() else alone[key], value[row] if value.dim() else value), key
 
@@ -125,7 +125,7 @@ def chances(case: str, seed: int, epoch: int) -> dict[str, torch.Tensor]:
     backbone = create_backbone("vit_tiny_patch16_224", num_classes=4, **BACKBONES["vit_tiny_patch16_224"])
     model = create_method(method, backbone, METHODS[method].Config(**(SETTINGS[method] | settings)))
     found = {}
-    for name, value in model.draw(torch.arange(3000), seed=seed, epoch=epoch).items():
+    for name, value in model.draw(Batch(torch.zeros(3000), torch.arange(3000)), seed=seed, epoch=epoch).items():
         if value.dim() and value.dtype == torch.bool:
             found[name] = value.double()
         elif value.dim():
@@ -168,7 +168,7 @@ def test_two_draws_of_a_sample_are_independent(case: str, one: str, two: str) ->
 def test_forward_compiles_as_one_graph(method: str) -> None:
     model = make(method, "vit_tiny_patch16_224").eval()
     data = batch(model)
-    draws = model.draw(data.ids, seed=0, epoch=0)
+    draws = model.draw(data, seed=0, epoch=0)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(data, draws).loss, model(data, draws).loss, atol=1e-5)
 

@@ -130,7 +130,7 @@ def outcome(folder: Path, expected: int) -> str:
         source = open_source(folder, "train", channels=3)
         config = DataConfig(img_size=8, batch=4, workers=0, resident="never")
         loader = make_loader(config, None, source=source)
-        came = sum(len(batch.images) for batch in loader)
+        came = sum(len(batch.inputs) for batch in loader)
     except SitusError as error:
         return "named" if "\n" not in str(error) else f"several lines: {error}"
     if source.left_out():

@@ -26,9 +26,17 @@ def small(count: int = 50, channels: int = 3, size: int = 16) -> TensorSource:
 SMALL = DataConfig(img_size=16, batch=12, workers=0, seed=9)
 
 
+def tensors(batch):
+    return [batch.inputs, batch.ids, *batch.targets.values()]
+
+
 def join(batches):
     parts = list(batches)
-    return torch.cat([b.images for b in parts]), torch.cat([b.ids for b in parts]), [b.labels for b in parts]
+    return (
+        torch.cat([b.inputs for b in parts]),
+        torch.cat([b.ids for b in parts]),
+        [b.targets.get("label") for b in parts],
+    )
 
 
 @pytest.mark.parametrize("resident", ["always", "never"])
@@ -41,12 +49,14 @@ def test_ranks_resume_and_repetition(resident, name):
     assert len(whole) == loader.steps_per_epoch == 4
     assert loader.global_batch == 12
     for a, b in zip(whole[2:], loader.iterate(3, 2), strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
     shares = [list(make_loader(config, recipe(name), source=small(), rank=r, world=3).iterate(3)) for r in range(3)]
     for step, batch in enumerate(whole):
         assert all(
             torch.equal(torch.cat(parts), x)
-            for parts, x in zip(zip(*(share[step] for share in shares), strict=True), batch, strict=True)
+            for parts, x in zip(
+                zip(*(tensors(share[step]) for share in shares), strict=True), tensors(batch), strict=True
+            )
         )
     other = next(loader.iterate(4))
     assert not torch.equal(other.ids, whole[0].ids)
@@ -56,11 +66,11 @@ def test_batches_are_what_they_should_be():
     loader = make_loader(CONFIG, recipe("crop"))
     assert isinstance(loader, ResidentLoader)
     batch = next(loader.iterate(0))
-    assert (batch.images.shape, batch.images.dtype) == ((64, 1, 28, 28), torch.float32)
+    assert (batch.inputs.shape, batch.inputs.dtype) == ((64, 1, 28, 28), torch.float32)
     assert torch.equal(batch.ids, epoch_order(0, 0, 9000)[:64])
     labels = open_source("samples").labels  # pyright: ignore[reportAttributeAccessIssue]
-    assert batch.labels is not None
-    assert torch.equal(batch.labels, labels[batch.ids])
+    assert "label" in batch.targets
+    assert torch.equal(batch.targets["label"], labels[batch.ids])
     assert loader.steps_per_epoch == 140
     assert loader.classes is not None
     assert len(loader.classes) == 10
@@ -71,19 +81,19 @@ def test_the_images_are_the_samples_own():
     source = small()
     batch = next(make_loader(SMALL, recipe("none"), source=source).iterate(0))
     mean, std = (torch.tensor(part).view(1, 3, 1, 1) for part in SMALL.normalisation)
-    assert torch.allclose(batch.images, (source.images[batch.ids] / 255 - mean) / std, atol=1e-6)
+    assert torch.allclose(batch.inputs, (source.images[batch.ids] / 255 - mean) / std, atol=1e-6)
     streamed = next(make_loader(replace(SMALL, resident="never"), recipe("none"), source=source).iterate(0))
-    assert torch.allclose(streamed.images, batch.images, atol=1e-6)
+    assert torch.allclose(streamed.inputs, batch.inputs, atol=1e-6)
 
 
 def test_soft_labels_and_repeats():
     batch = next(make_loader(SMALL, recipe("deit"), source=small()).iterate(0))
-    assert batch.labels is not None
-    assert batch.labels.shape == (12, 5)
+    assert "label" in batch.targets
+    assert batch.targets["label"].shape == (12, 5)
     assert len(sample_of(batch.ids).unique()) == 4
     assert len(batch.ids.unique()) == 12
     alone = AugmentConfig(repeated=3)
-    views = next(make_loader(SMALL, alone, source=small()).iterate(0)).images
+    views = next(make_loader(SMALL, alone, source=small()).iterate(0)).inputs
     assert not torch.equal(views[0], views[4])  # two copies of one sample, differently cropped
 
 
@@ -101,7 +111,7 @@ def test_evaluation_sees_every_image_once_in_order(resident):
     assert sorted(torch.cat(shares).tolist()) == list(range(50))
     assert make_loader(CONFIG, None).source.name == "samples (test)"
     cropped = next(iter(make_loader(replace(config, img_size=(8, 12), crop_share=0.5), None, source=small())))
-    assert cropped.images.shape == (12, 3, 8, 12)
+    assert cropped.inputs.shape == (12, 3, 8, 12)
 
 
 @pytest.fixture
@@ -120,8 +130,8 @@ def test_images_of_many_sizes_are_streamed_and_broken_ones_counted(photographs):
     assert isinstance(loader, StreamLoader)
     assert loader.describe() == f"{photographs.name}: 30 images streamed by 1 worker"
     batches = list(loader.iterate(0))
-    assert [b.images.shape for b in batches] == [(10, 3, 16, 16)] * 3
-    assert all(b.labels is None for b in batches)
+    assert [b.inputs.shape for b in batches] == [(10, 3, 16, 16)] * 3
+    assert all("label" not in b.targets for b in batches)
     assert [entry.index for entry in loader.source.skipped] == [3]
     assert "03.png" in (loader.source.skip_report() or "")
     evaluation = make_loader(replace(config, split="train"), None)
@@ -154,7 +164,7 @@ def test_several_steps_at_once_are_the_same_steps(monkeypatch):
     monkeypatch.setattr(ResidentLoader, "_steps_at_once", lambda self: 2)
     together = list(loader.iterate(1, 1))
     for a, b in zip(alone, together, strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
 
 
 def test_odd_batches_keep_their_pairs(monkeypatch):
@@ -163,7 +173,7 @@ def test_odd_batches_keep_their_pairs(monkeypatch):
     alone = list(loader.iterate(0))
     monkeypatch.setattr(ResidentLoader, "_steps_at_once", lambda self: 3)
     for a, b in zip(alone, loader.iterate(0), strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+        assert all(torch.equal(x, y) for x, y in zip(tensors(a), tensors(b), strict=True))
 
 
 def test_waiting_is_measured():
@@ -212,9 +222,9 @@ def test_a_batch_that_nobody_gave_fits_the_set():
 def test_real_photographs_stream(shared_data):
     config = DataConfig(path=str(shared_data / "imagenet-samples"), img_size=64, batch=16, workers=2)
     batch = next(make_loader(config, recipe("deit-pretrain")).iterate(0))
-    assert batch.images.shape == (16, 3, 64, 64)
-    assert batch.images.isfinite().all()
-    assert 0.5 < float(batch.images.std()) < 2.0
+    assert batch.inputs.shape == (16, 3, 64, 64)
+    assert batch.inputs.isfinite().all()
+    assert 0.5 < float(batch.inputs.std()) < 2.0
 
 
 @pytest.mark.gpu
@@ -223,7 +233,7 @@ def test_a_gpu_gives_the_batches_of_the_cpu():
     there = list(make_loader(SMALL, recipe("deit"), "cuda", source=small()).iterate(0))
     for a, b in zip(here, there, strict=True):
         assert torch.equal(a.ids, b.ids.cpu())
-        assert ((a.images - b.images.cpu()).abs() < 0.05).float().mean() > 0.97
+        assert ((a.inputs - b.inputs.cpu()).abs() < 0.05).float().mean() > 0.97
 
 
 def test_an_image_of_another_size_is_found_wherever_it_stands_in_a_small_set(tmp_path):
@@ -235,7 +245,7 @@ def test_an_image_of_another_size_is_found_wherever_it_stands_in_a_small_set(tmp
             for number in range(count):
                 Image.new("L", (8, 9 if number == other else 8)).save(folder / f"{number:02}.png")
             config = DataConfig(str(folder), split="train", img_size=8, channels=1, batch=4, workers=0)
-            assert sum(len(batch.images) for batch in make_loader(config, None)) == count
+            assert sum(len(batch.inputs) for batch in make_loader(config, None)) == count
 
 
 def test_large_images_of_one_size_are_held_small(tmp_path):

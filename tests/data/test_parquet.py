@@ -44,8 +44,8 @@ def test_a_row_without_a_label_is_skipped_and_counted(tmp_path):
         source.read(3)
     loader = make_loader(DataConfig(str(tmp_path), split="train", img_size=4, batch=4), None)
     [batch] = loader
-    assert batch.labels is not None
-    assert (batch.labels.tolist(), batch.ids.tolist()) == ([0, 1], [0, 2])
+    assert "label" in batch.targets
+    assert (batch.targets["label"].tolist(), batch.ids.tolist()) == ([0, 1], [0, 2])
     assert loader.source.left_out()[0].startswith(f"2 of 4 images of {tmp_path.name} could not be read")
 
 

@@ -67,7 +67,7 @@ def test_a_loader_reads_a_part_and_skips_what_is_broken() -> None:
     good = [row for row in part.rows if row % 4]
     config = DataConfig(img_size=4, channels=1, batch=4, workers=0)
     loader = make_loader(config, None, source=part)
-    labels = [label for batch in loader if batch.labels is not None for label in batch.labels.tolist()]
+    labels = [label for batch in loader if "label" in batch.targets for label in batch.targets["label"].tolist()]
     assert labels == good
     assert len(part.skipped) == 10 - len(good) > 0
 

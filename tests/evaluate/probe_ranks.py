@@ -25,13 +25,13 @@ def method() -> MP3:
 def batches(seed: int) -> list[Batch]:
     torch.manual_seed(seed)
     images, labels = torch.randn(24, 3, 8, 8), torch.randint(3, (24,))
-    return [Batch(images + labels.view(-1, 1, 1, 1), torch.arange(24), labels)]
+    return [Batch(images + labels.view(-1, 1, 1, 1), torch.arange(24), {"label": labels})]
 
 
 def gradients(subject: MP3) -> dict[str, torch.Tensor]:
     subject.train()
     batch = batches(3)[0]
-    subject(batch, subject.draw(batch.ids, seed=0, epoch=0)).loss.backward()
+    subject(batch, subject.draw(batch, seed=0, epoch=0)).loss.backward()
     found = {name: p.grad.full_tensor().clone() for name, p in subject.named_parameters() if p.grad is not None}
     subject.zero_grad()
     return found

@@ -20,7 +20,7 @@ def batches(sizes: list[int], *, classes: int = CLASSES) -> Iterator[Batch]:
     start = 0
     for size in sizes:
         labels = torch.randint(classes, (size,))
-        yield Batch(torch.randn(size, 3, 4, 4), torch.arange(start, start + size), labels)
+        yield Batch(torch.randn(size, 3, 4, 4), torch.arange(start, start + size), {"label": labels})
         start += size
 
 
@@ -40,8 +40,8 @@ def test_it_is_what_scikit_learn_says_over_a_ragged_set() -> None:
     model = Model().eval()
     whole = list(batches([7, 7, 3]))
     found = evaluate_accuracy(model, whole)
-    logits = torch.cat([model(batch.images) for batch in whole]).detach()
-    labels = torch.cat([batch.labels for batch in whole])
+    logits = torch.cat([model(batch.inputs) for batch in whole]).detach()
+    labels = torch.cat([batch.targets["label"] for batch in whole])
     names = range(CLASSES)
     assert found.count == 17
     assert found.top1 == top_k_accuracy_score(labels, logits, k=1, labels=names)
@@ -52,11 +52,9 @@ def test_it_is_what_scikit_learn_says_over_a_ragged_set() -> None:
 
 def test_a_sample_counts_once_however_the_set_is_cut() -> None:
     whole = list(batches([17]))
-    images, ids, labels = whole[0]
     model = Model()
     one = evaluate_accuracy(model, whole)
-    cut = zip(images.split(5), ids.split(5), labels.split(5), strict=True)
-    many = evaluate_accuracy(model, [Batch(*part) for part in cut])
+    many = evaluate_accuracy(model, [whole[0].part(slice(at, at + 5)) for at in range(0, 17, 5)])
     assert (many.top1, many.top5, many.count) == (one.top1, one.top5, one.count)
     assert many.loss == pytest.approx(one.loss, rel=1e-6)
 
@@ -79,7 +77,7 @@ def test_the_model_is_quiet_inside_and_as_before_afterwards() -> None:
 def test_few_classes_and_soft_labels() -> None:
     images = torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 1.0]]).view(2, 3, 1, 1)
     soft = torch.tensor([[0.1, 0.2, 0.7], [0.1, 0.8, 0.1]])
-    found = evaluate_accuracy(lambda x: x.flatten(1), [Batch(images, torch.arange(2), soft)])
+    found = evaluate_accuracy(lambda x: x.flatten(1), [Batch(images, torch.arange(2), {"label": soft})])
     assert (found.top1, found.top5) == (0.5, 1.0)
 
 
@@ -135,7 +133,10 @@ def test_answers_are_counted_by_class() -> None:
     logits = torch.eye(3)[torch.tensor([0, 1, 1, 2, 0])]
     labels = torch.tensor([0, 0, 1, 1, 0])
     tally = ClassTally(3)
-    parts = [Batch(logits[:3], torch.arange(3), labels[:3]), Batch(logits[3:], torch.arange(2), labels[3:])]
+    parts = [
+        Batch(logits[:3], torch.arange(3), {"label": labels[:3]}),
+        Batch(logits[3:], torch.arange(2), {"label": labels[3:]}),
+    ]
     found = evaluate_accuracy(lambda images: images, parts, classes=3, tally=tally)
     assert found.top1 == 3 / 5
     assert tally.answers().tolist() == [[2, 1, 0], [0, 1, 1], [0, 0, 0]]

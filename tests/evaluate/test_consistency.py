@@ -35,7 +35,8 @@ def batches(*sizes: int, labels: bool = True, pixels: tuple[int, int] = SIZE) ->
     found = []
     for start, size in enumerate(sizes):
         images = torch.randn(size, 3, *pixels, dtype=torch.float64)
-        found.append(Batch(images, 10 * start + torch.arange(size), torch.randint(3, (size,)) if labels else None))
+        targets = {"label": torch.randint(3, (size,))} if labels else {}
+        found.append(Batch(images, 10 * start + torch.arange(size), targets))
     return found
 
 
@@ -47,7 +48,9 @@ def by_hand(backbone: Backbone, ratio: float, told: bool, unknown: Tensor, sets:
     view = shuffled(backbone, size=SIZE)
     masks, indices = zip(*(view.puzzle(b.ids, ratio, seed) for b in sets), strict=True)
     items = zip(
-        torch.cat([b.images for b in sets]), torch.cat([b.labels for b in sets if b.labels is not None]), strict=True
+        torch.cat([b.inputs for b in sets]),
+        torch.cat([b.targets["label"] for b in sets if "label" in b.targets]),
+        strict=True,
     )
     count = 0
     for (image, label), mask, index in zip(items, torch.cat(masks), torch.cat(indices), strict=True):
@@ -121,15 +124,15 @@ def test_told_the_order_inside_the_mask_means_nothing_and_not_told_it_does() -> 
         view = shuffled(model.eval(), size=SIZE)
         (batch,) = batches(4)
         mask, index = view.puzzle(batch.ids, 0.5, 0)
-        told = view.read(batch.images, index, mask)[0]
-        assert (told - view.read(batch.images, None, mask)[0]).abs().max() < 1e-9
-        assert (view.read(batch.images, index)[0] - view.read(batch.images)[0]).abs().max() > 1e-4
+        told = view.read(batch.inputs, index, mask)[0]
+        assert (told - view.read(batch.inputs, None, mask)[0]).abs().max() < 1e-9
+        assert (view.read(batch.inputs, index)[0] - view.read(batch.inputs)[0]).abs().max() > 1e-4
 
 
 def test_a_samples_puzzle_does_not_depend_on_its_batch() -> None:
     (whole,) = batches(9)
-    assert whole.labels is not None
-    parts = [Batch(*(part[start : start + 3] for part in whole)) for start in (0, 3, 6)]  # type: ignore[index]
+    assert "label" in whole.targets
+    parts = [whole.part(slice(start, start + 3)) for start in (0, 3, 6)]
     together, apart = (measure_consistency(make(), sets, (0.5,)) for sets in ([whole], parts))
     for one, other in zip(together, apart, strict=True):
         assert one.diff_norm == pytest.approx(other.diff_norm, rel=1e-12)
@@ -156,9 +159,9 @@ def test_a_convolutional_network_is_shuffled_by_pixels_and_never_told() -> None:
     view = shuffled(backbone.eval(), grid=(4, 4), size=(32, 32))
     with torch.no_grad():
         _, index = view.puzzle(sets[0].ids, 0.5, 0)
-        pooled, logits = view.read(sets[0].images)
-        moved, _ = view.read(sets[0].images, index)
-        assert torch.allclose(logits, backbone(sets[0].images))
+        pooled, logits = view.read(sets[0].inputs)
+        moved, _ = view.read(sets[0].inputs, index)
+        assert torch.allclose(logits, backbone(sets[0].inputs))
     assert row.diff_norm == pytest.approx((pooled - moved).norm(dim=1).mean().item())
     assert "convolutional" in str(view.untellable)
     method = MJP(backbone, VARIANTS["E"])
@@ -176,7 +179,7 @@ def test_what_the_head_reads_is_named_and_its_last_layer_makes_the_logits_of_it(
         (make(None, name="swin_tiny_patch4_window7_224", **swin), "mean of the patches"),
     ):
         (batch,) = batches(3)
-        vector, logits = shuffled(backbone.eval(), size=SIZE).read(batch.images)
+        vector, logits = shuffled(backbone.eval(), size=SIZE).read(batch.inputs)
         assert backbone.reads == reads
         assert torch.allclose(backbone.model.get_classifier()(vector), logits)
 
@@ -207,8 +210,8 @@ def test_a_transformers_model_is_read_by_its_cls() -> None:
     view = shuffled(backbone.eval(), size=(8, 8))
     with torch.no_grad():
         mask, index = view.puzzle(batch.ids, 0.5, 0)
-        moved = move_patches(batch.images, (4, 4), index)
-        clean, after = (model.vit(images).last_hidden_state[:, 0] for images in (batch.images, moved))
+        moved = move_patches(batch.inputs, (4, 4), index)
+        clean, after = (model.vit(images).last_hidden_state[:, 0] for images in (batch.inputs, moved))
     assert untold.diff_norm == pytest.approx((clean - after).norm(dim=1).mean().item())
     assert told.told
     assert told.diff_norm != untold.diff_norm

@@ -18,9 +18,8 @@ def batches(count: int = 11, size: int = 4, start: int = 0) -> list[Batch]:
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(count, CLASSES, 1, 1, generator=generator)
     labels = torch.randint(CLASSES, (count,), generator=generator)
-    ids = torch.arange(start, start + count)
-    parts = zip(images.split(size), ids.split(size), labels.split(size), strict=True)
-    return [Batch(*part) for part in parts]
+    whole = Batch(images, torch.arange(start, start + count), {"label": labels})
+    return [whole.part(slice(at, at + size)) for at in range(0, count, size)]
 
 
 def sharp(images: Tensor) -> Tensor:
@@ -35,7 +34,7 @@ def test_it_is_the_mean_of_the_probabilities_by_hand() -> None:
     found = evaluate_ensemble({"a": sharp, "b": turned}, batches())
     right, loss, count = 0, 0.0, 0
     for batch in batches():
-        for image, label in zip(batch.images, batch.labels, strict=True):
+        for image, label in zip(batch.inputs, batch.targets["label"], strict=True):
             mean = (sharp(image[None]).softmax(-1) + turned(image[None]).softmax(-1))[0] / 2
             right += int(mean.argmax() == label)
             loss -= float(mean[label].log())
@@ -48,9 +47,9 @@ def test_it_is_the_mean_of_the_probabilities_by_hand() -> None:
 
 def test_agreement_and_the_share_any_has_right_by_hand() -> None:
     found = evaluate_ensemble({"a": sharp, "b": turned, "c": lambda x: -sharp(x)}, batches())
-    said = [[model(batch.images).argmax(-1) for batch in batches()] for model in (sharp, turned, lambda x: -sharp(x))]
+    said = [[model(batch.inputs).argmax(-1) for batch in batches()] for model in (sharp, turned, lambda x: -sharp(x))]
     a, b, c = (torch.cat(parts).tolist() for parts in said)
-    labels = torch.cat([batch.labels for batch in batches()]).tolist()
+    labels = torch.cat([batch.targets["label"] for batch in batches()]).tolist()
     for i, one in enumerate((a, b, c)):
         for j, two in enumerate((a, b, c)):
             assert found.agreement[i][j] == pytest.approx(sum(x == y for x, y in zip(one, two, strict=True)) / 11)
@@ -77,7 +76,7 @@ def test_a_model_with_itself_is_itself() -> None:
 
 
 def test_each_model_may_have_its_own_view_of_the_same_samples() -> None:
-    halved = [batch._replace(images=batch.images / 2) for batch in batches()]
+    halved = [batch._replace(inputs=batch.inputs / 2) for batch in batches()]
     own = evaluate_ensemble({"a": sharp, "b": lambda x: sharp(2 * x)}, {"b": halved, "a": batches()})
     same = evaluate_ensemble({"a": sharp, "b": sharp}, batches())
     assert own.together == same.together
@@ -107,7 +106,7 @@ def test_other_samples_are_refused(other: list[Batch], said: str) -> None:
 
 
 def test_other_labels_are_refused() -> None:
-    other = [batch._replace(labels=(batch.labels + 1) % CLASSES) for batch in batches()]
+    other = [batch._replace(targets={"label": (batch.targets["label"] + 1) % CLASSES}) for batch in batches()]
     with pytest.raises(SitusError, match="different samples or labels"):
         evaluate_ensemble({"a": sharp, "b": sharp}, {"a": batches(), "b": other})
 

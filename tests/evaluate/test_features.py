@@ -32,7 +32,7 @@ def make(**fields) -> Backbone:
 def batches(labels: bool = True) -> list[Batch]:
     torch.manual_seed(1)
     return [
-        Batch(torch.randn(size, 3, 8, 12), torch.arange(size) + start, torch.arange(size) if labels else None)
+        Batch(torch.randn(size, 3, 8, 12), torch.arange(size) + start, {"label": torch.arange(size)} if labels else {})
         for size, start in ((4, 0), (3, 4))
     ]
 
@@ -53,7 +53,7 @@ def test_they_are_those_of_timms_own_forward(pool: str) -> None:
     found = extract(backbone, batches(), pool)
     assert backbone.training
     backbone.eval()
-    tokens = torch.cat([backbone.model.forward_features(batch.images) for batch in batches()])
+    tokens = torch.cat([backbone.model.forward_features(batch.inputs) for batch in batches()])
     expected = tokens[:, 0] if pool == "cls" else tokens[:, 1:].mean(1)
     torch.testing.assert_close(found.features, expected.detach(), rtol=1e-5, atol=1e-6)
     assert found.ids.tolist() == list(range(7))
@@ -63,7 +63,7 @@ def test_they_are_those_of_timms_own_forward(pool: str) -> None:
 
 def test_positions_can_be_left_out() -> None:
     backbone = make().eval()
-    images = batches()[0].images
+    images = batches()[0].inputs
     without = pooled(backbone, images, positions=False)
     assert not torch.allclose(without, pooled(backbone, images))
     backbone.erase_positions()
@@ -72,7 +72,7 @@ def test_positions_can_be_left_out() -> None:
 
 def test_layers_end_in_the_features() -> None:
     backbone = make().eval()
-    images = batches()[0].images
+    images = batches()[0].inputs
     with torch.no_grad():
         layers = layer_features(backbone, images)
         assert layers.shape == (3, 4, 16)

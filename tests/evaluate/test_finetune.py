@@ -115,7 +115,7 @@ def test_without_positions_the_first_features_are_those_of_the_pretrained_run(ru
     method = make_method(own, ("a", "b"))
     assert own.init is not None
     initialise(method.backbone, own.init, positions=own.init_positions)
-    images = next(iter(make_eval_loader(own))).images
+    images = next(iter(make_eval_loader(own))).inputs
     pretrained = load_run(runs["mp3"]).method.backbone
     with torch.no_grad():
         wanted = pretrained.encode(pretrained.embed(images), None)

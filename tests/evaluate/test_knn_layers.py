@@ -31,7 +31,7 @@ def batches(count: int, start: int, labels: bool = True) -> list[Batch]:
     truth = torch.randint(3, (count,), generator=generator)
     images = torch.randn(count, 3, 8, 8, generator=generator) + 0.3 * truth[:, None, None, None]
     ids = start + torch.arange(count)
-    return [Batch(images[a:b], ids[a:b], truth[a:b] if labels else None) for a, b in ((0, 40), (40, count))]
+    return [Batch(images[a:b], ids[a:b], {"label": truth[a:b]} if labels else {}) for a, b in ((0, 40), (40, count))]
 
 
 @pytest.mark.parametrize("temperature", [None, 0.1])
@@ -44,7 +44,10 @@ def test_each_layer_and_pool_is_scikit_learns(temperature: float | None) -> None
     backbone.eval()
     sets = []
     for parts in (batches(90, 0), batches(60, 1000)):
-        images, labels = torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts])  # type: ignore[arg-type]
+        images, labels = (
+            torch.cat([part.inputs for part in parts]),
+            torch.cat([part.targets["label"] for part in parts]),
+        )  # type: ignore[arg-type]
         with torch.no_grad():
             layers = backbone.model.forward_intermediates(
                 images, norm=True, return_prefix_tokens=True, intermediates_only=True, output_fmt="NLC"

@@ -26,7 +26,7 @@ def batches(seed: int, labels: bool = True) -> list[Batch]:
     torch.manual_seed(seed)
     images, classes = torch.randn(24, 3, 8, 8), torch.randint(3, (24,))
     images += classes.view(-1, 1, 1, 1)
-    return [Batch(images[i : i + 9], torch.arange(24)[i : i + 9], classes[i : i + 9] if labels else None)
+    return [Batch(images[i : i + 9], torch.arange(24)[i : i + 9], {"label": classes[i : i + 9]} if labels else {})
             for i in (0, 9, 18)]  # fmt: skip
 
 

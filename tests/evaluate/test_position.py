@@ -38,7 +38,7 @@ def test_each_ratio_is_what_a_method_of_that_ratio_says() -> None:
         other.eval()
         right = 0
         for batch in batches():
-            extras = other(batch, other.draw(batch.ids, seed=3, epoch=0)).extras
+            extras = other(batch, other.draw(batch, seed=3, epoch=0)).extras
             right += int((extras["logits"].argmax(-1) == extras["places"]).sum())
         assert found[ratio] == right / (11 * 6)
 
@@ -68,7 +68,7 @@ def test_a_perfect_reader_scores_one_and_chance_is_chance() -> None:
         images[:, 0, 4 * row + place // 4, 4 * column + place % 4] = 1.0
     batch = Batch(images, torch.tensor([0, 1]))
     assert position_accuracy_over(method, [batch], RATIOS) == dict.fromkeys(RATIOS, 1.0)
-    blank = batch._replace(images=torch.zeros_like(images))
+    blank = batch._replace(inputs=torch.zeros_like(images))
     assert position_accuracy_over(method, [blank], RATIOS) == pytest.approx(dict.fromkeys(RATIOS, 1 / 6))
 
 
@@ -96,9 +96,9 @@ def by_hand(method: DropPos, gamma: float, gamma_pos: float, seed: int) -> float
     other.eval()
     right = asked = 0
     for batch in batches():
-        for image, name in zip(batch.images, batch.ids, strict=True):
+        for image, name in zip(batch.inputs, batch.ids, strict=True):
             one = Batch(image[None], name[None])
-            extras = other(one, other.draw(one.ids, seed=seed, epoch=0)).extras
+            extras = other(one, other.draw(one, seed=seed, epoch=0)).extras
             assert extras["places"].shape[1] == int(gamma_pos * (24 - int(gamma * 24)))
             right += int((extras["logits"].argmax(-1) == extras["places"]).sum())
             asked += extras["places"].numel()

@@ -19,7 +19,7 @@ def batches(count: int, start: int, labels: bool = True) -> list[Batch]:
     truth = torch.randint(3, (count,), generator=generator)
     images = torch.randn(count, 3, 8, 8, generator=generator) + 0.15 * truth[:, None, None, None]
     ids = start + torch.arange(count)
-    return [Batch(images[a:b], ids[a:b], truth[a:b] if labels else None) for a, b in ((0, 50), (50, count))]
+    return [Batch(images[a:b], ids[a:b], {"label": truth[a:b]} if labels else {}) for a, b in ((0, 50), (50, count))]
 
 
 @pytest.mark.parametrize("pool", ["mean", "cls"])
@@ -34,10 +34,13 @@ def test_accuracy_and_loss_are_scikit_learns(pool: str) -> None:
     sets = []
     with torch.no_grad():
         for parts in (batches(150, 0), batches(90, 1000)):
-            z = torch.cat([backbone.model.eval().forward_features(part.images) for part in parts])
+            z = torch.cat([backbone.model.eval().forward_features(part.inputs) for part in parts])
             features = z[:, 0] if pool == "cls" else z[:, 1:].mean(dim=1)
             sets.append(
-                (features.double().numpy(), torch.cat([part.labels for part in parts if part.labels is not None]))
+                (
+                    features.double().numpy(),
+                    torch.cat([part.targets["label"] for part in parts if "label" in part.targets]),
+                )
             )
     (train, labels), (test, truth) = sets
     scaler = StandardScaler().fit(train)

@@ -37,7 +37,7 @@ def test_features_are_those_of_one_image_whose_places_are_overwritten() -> None:
     found, places = dropped_features(backbone, batch, Blindfold(vector, ""), ratio=0.75, seed=3)
     assert found.shape == (5, 12, 16)
     kept = backbone.model.pos_embed.data.clone()
-    for image, features, dropped in zip(batch.images, found, places, strict=True):
+    for image, features, dropped in zip(batch.inputs, found, places, strict=True):
         assert len(set(dropped.tolist())) == 12
         backbone.model.pos_embed.data = kept.clone()
         backbone.model.pos_embed.data[0, 1 + dropped] = vector
@@ -54,7 +54,7 @@ def test_places_that_patches_show_are_read_and_noise_is_not() -> None:
     assert not blindfold_of(backbone).sighted
     mark = torch.randn(16, 3, 2, 2, generator=torch.Generator().manual_seed(1))
     picture = mark.view(4, 4, 3, 2, 2).permute(2, 0, 3, 1, 4).reshape(3, 8, 8)
-    shown = [[Batch(picture + 0.05 * b.images, b.ids) for b in batches(60, start)] for start in (0, 100)]
+    shown = [[Batch(picture + 0.05 * b.inputs, b.ids) for b in batches(60, start)] for start in (0, 100)]
     found = probe_position(backbone, *shown, weight_decays=(1e-4,))
     assert found.score.accuracy > 0.95
     assert found.distance < 0.2

@@ -39,7 +39,7 @@ def load(source: object, batch: int) -> Loader:
 def test_images_come_back_from_normalisation_exactly(source: TensorSource) -> None:
     loader = load(source, 40)
     batch = next(iter(loader))
-    assert torch.equal((seen(batch.images, loader) * 255).round().byte(), source.images)
+    assert torch.equal((seen(batch.inputs, loader) * 255).round().byte(), source.images)
 
 
 @pytest.mark.parametrize("batch", [40, 7])
@@ -93,7 +93,7 @@ def test_answers_are_among_the_given_outputs_alone(source: TensorSource) -> None
     outputs = torch.tensor([3, 0])
     loader = load(source, 11)
     confidence, answer, labels = answers(by_brightness, loader, outputs)
-    logits = torch.cat([by_brightness(batch.images) for batch in loader])[:, [3, 0]]
+    logits = torch.cat([by_brightness(batch.inputs) for batch in loader])[:, [3, 0]]
     shares = torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True)
     torch.testing.assert_close(confidence, shares.max(1).values)
     assert torch.equal(answer, shares.argmax(1)) and set(answer.tolist()) == {0, 1}

@@ -17,7 +17,6 @@ from situs.errors import SitusError
 from situs.locks.groups import groups_of, invert_keys, permute_state, random_keys, residual_only
 from situs.locks.study import HEADS, WAYS, Pretrained, StudyConfig, make_way, pretrain, run_study
 from situs.methods import SupervisedConfig
-from situs.methods.base import Batch
 from situs.train.run import RunConfig, make_method
 
 CLASSES = ("a", "b", "c")
@@ -59,7 +58,7 @@ def test_normal_and_authorised_are_one_training_in_float64(pretrained: Pretraine
     groups = residual_only(groups_of(make_method(config, CLASSES).backbone))
     keys = random_keys(groups, torch.Generator().manual_seed(3))
     batch = next(iter(make_loader(config.data, None, source=pretrained.train)))
-    batch = Batch(batch.images.double(), batch.ids, batch.labels)
+    batch = batch._replace(inputs=batch.inputs.double())
     ended: dict[str, Any] = {}
     for way in WAYS[:3]:
         method = make_way(way, config, CLASSES, pretrained.state, groups, keys).double()
@@ -67,7 +66,7 @@ def test_normal_and_authorised_are_one_training_in_float64(pretrained: Pretraine
         for _ in range(20):
             optimiser.zero_grad()
             # The method's own loss is taken in float32, whose rounding AdamW would carry into every weight.
-            torch.nn.functional.cross_entropy(method.backbone(batch.images), batch.labels).backward()
+            torch.nn.functional.cross_entropy(method.backbone(batch.inputs), batch.targets["label"]).backward()
             optimiser.step()
         ended[way] = {name: value.detach() for name, value in method.backbone.model.state_dict().items()}
     back = permute_state(ended["authorised"], groups, invert_keys(keys))
@@ -122,9 +121,9 @@ def test_the_study_through_the_engine(pretrained: Pretrained, tmp_path: Path) ->
     losses, right = [], 0
     for batch in make_loader(replace(pretrained.config.data, batch=1), None, source=pretrained.test):
         with torch.no_grad():
-            logits = model.backbone(batch.images)[0].double()
-        losses.append(float(logits.exp().sum().log() - logits[int(batch.labels[0])]))
-        right += int(logits.argmax()) == int(batch.labels[0])
+            logits = model.backbone(batch.inputs)[0].double()
+        losses.append(float(logits.exp().sum().log() - logits[int(batch.targets["label"][0])]))
+        right += int(logits.argmax()) == int(batch.targets["label"][0])
     assert scratch.loss[0] == pytest.approx(sum(losses) / 15, rel=1e-5)
     assert scratch.accuracy[0] == right / 15
 

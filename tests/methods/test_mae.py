@@ -32,9 +32,9 @@ def batch() -> Batch:
 def test_loss_matches_an_independent_slow_mae() -> None:
     """One sample at a time, decoder tokens in the natural order of the places, patches by slicing."""
     method = make()
-    draws = method.draw(batch().ids, seed=3, epoch=1)
+    draws = method.draw(batch(), seed=3, epoch=1)
     losses = []
-    for b, image in enumerate(batch().images):
+    for b, image in enumerate(batch().inputs):
         kept, dropped = draws["kept"][b].tolist(), draws["dropped"][b].tolist()
         assert sorted(kept + dropped) == list(range(6))
         patches = [image[:, r : r + 4, c : c + 4] for r in (0, 4) for c in (0, 4, 8)]
@@ -57,12 +57,12 @@ def test_loss_matches_an_independent_slow_mae() -> None:
 @torch.no_grad()
 def test_hidden_patches_reach_the_loss_only_as_targets() -> None:
     method = make(normalise=False)
-    draws = method.draw(batch().ids, seed=0, epoch=0)
+    draws = method.draw(batch(), seed=0, epoch=0)
     before = method(batch(), draws).extras["guesses"]
-    images = batch().images.clone()
+    images = batch().inputs.clone()
     place = int(draws["dropped"][0, 0])
     images[0, :, 4 * (place // 3) : 4 * (place // 3) + 4, 4 * (place % 3) : 4 * (place % 3) + 4] = 9.0
-    changed = method(batch()._replace(images=images), draws)
+    changed = method(batch()._replace(inputs=images), draws)
     assert torch.equal(changed.extras["guesses"], before)
     assert float(changed.loss) > float(method(batch(), draws).loss)
 
@@ -81,7 +81,7 @@ def test_the_published_code_keeps_78_of_196_at_a_ratio_of_six_tenths() -> None:
         with torch.device("meta"):
             backbone = create_backbone("vit_tiny_patch16_224", model_args={"depth": 1})
             method = MAE(backbone, MAEConfig(mask_ratio=0.6, floor_counts=floor, decoder_depth=1))
-        draws = method.draw(torch.arange(2), seed=0, epoch=0)
+        draws = method.draw(Batch(torch.zeros(2), torch.arange(2)), seed=0, epoch=0)
         assert draws["kept"].shape == (2, kept) and draws["dropped"].shape == (2, 196 - kept)
     assert not MAEConfig().floor_counts
 

@@ -42,7 +42,7 @@ def make(backbone: Backbone | None = None, **config: Any) -> MJP:
 def batch(size: tuple[int, int] = (12, 16), count: int = 4) -> Batch:
     torch.manual_seed(1)
     images = torch.randn(count, 3, *size, dtype=torch.float64)
-    return Batch(images, torch.tensor([5, 900, 31, 7])[:count], torch.tensor([0, 4, 2, 2])[:count])
+    return Batch(images, torch.tensor([5, 900, 31, 7])[:count], {"label": torch.tensor([0, 4, 2, 2])[:count]})
 
 
 # --- the whole method against timm's own forward on shuffled images -----------------------------------------------
@@ -54,7 +54,7 @@ def slow_mjp(method: MJP, data: Batch, mask: Tensor, index: Tensor, weight: floa
     table = model.pos_embed[0]
     first, _, second, _, third = method.dal.layers  # type: ignore[union-attr]
     losses = []
-    for b, image in enumerate(data.images):
+    for b, image in enumerate(data.inputs):
         shuffled = torch.zeros_like(image)
         rows, errors = [table[0]], []
         for place in range(12):
@@ -72,7 +72,7 @@ def slow_mjp(method: MJP, data: Batch, mask: Tensor, index: Tensor, weight: floa
             errors.append((guess[0] - place // 4).abs() + (guess[1] - place % 4).abs())
         logits = functional_call(model, {"pos_embed": torch.stack(rows)[None]}, shuffled[None])[0]
         log_p = logits - logits.exp().sum().log()
-        smooth = [0.9 * (k == int(data.labels[b])) + 0.02 for k in range(5)]  # type: ignore[index]
+        smooth = [0.9 * (k == int(data.targets["label"][b])) + 0.02 for k in range(5)]  # type: ignore[index]
         losses.append(-sum(s * p for s, p in zip(smooth, log_p, strict=True)) + weight * sum(errors) / len(errors))
     return torch.stack(losses).mean()
 
@@ -80,7 +80,7 @@ def slow_mjp(method: MJP, data: Batch, mask: Tensor, index: Tensor, weight: floa
 def test_loss_and_gradients_match_an_independent_slow_mjp() -> None:
     method = make(dal_weight=0.7)
     data = batch()
-    draws = method.draw(data.ids, seed=3, epoch=7)
+    draws = method.draw(data, seed=3, epoch=7)
     assert draws["mask"].sum(1).tolist() == [6] * 4
     ours = method(data, draws).loss
     slow = slow_mjp(method, data, draws["mask"], draws["index"], 0.7)
@@ -150,7 +150,7 @@ def test_each_variant_trains_what_it_adds(name: str) -> None:
     config = replace(VARIANTS[name], mask_ratio=0.5)
     method = MJP(vit(), config).double()
     data = batch()
-    draws = method.draw(data.ids, seed=0, epoch=0)
+    draws = method.draw(data, seed=0, epoch=0)
     output = method(data, draws)
     output.loss.backward()
     own = {n for n, p in method.named_parameters() if not n.startswith("backbone.")}
@@ -165,20 +165,20 @@ def test_each_variant_trains_what_it_adds(name: str) -> None:
 @torch.no_grad()
 def test_row_a_is_supervised_training() -> None:
     method = make(**vars(VARIANTS["A"]))
-    assert method.draw(batch().ids, seed=0, epoch=0) == {}
+    assert method.draw(batch(), seed=0, epoch=0) == {}
     logits = method(batch(), {}).extras["logits"]
-    assert torch.allclose(logits, method.backbone.model(batch().images), atol=1e-12)
+    assert torch.allclose(logits, method.backbone.model(batch().inputs), atol=1e-12)
 
 
 @torch.no_grad()
 def test_row_b_does_not_see_the_order_and_row_g_not_inside_a_told_mask() -> None:
     data, index = batch(), torch.stack([torch.randperm(12) for _ in range(4)])
-    moved = move_patches(data.images, (3, 4), index)
+    moved = move_patches(data.inputs, (3, 4), index)
     none = make(**vars(VARIANTS["B"]))
-    a, b = none(data, {}).extras["logits"], none(data._replace(images=moved), {}).extras["logits"]
+    a, b = none(data, {}).extras["logits"], none(data._replace(inputs=moved), {}).extras["logits"]
     assert torch.allclose(a, b, atol=1e-10)
     told = make(dal="none")
-    draws = told.draw(data.ids, seed=0, epoch=0)
+    draws = told.draw(data, seed=0, epoch=0)
     same = draws | {"index": torch.arange(12).expand(4, -1)}
     assert not torch.equal(draws["index"], same["index"])
     assert torch.allclose(told(data, draws).extras["logits"], told(data, same).extras["logits"], atol=1e-10)
@@ -190,15 +190,15 @@ def test_row_b_does_not_see_the_order_and_row_g_not_inside_a_told_mask() -> None
 def test_spp_moves_every_patch_and_the_pixels_in_it() -> None:
     method = make(**vars(VARIANTS["C"]))
     data = batch()
-    draws = method.draw(data.ids, seed=0, epoch=0)
+    draws = method.draw(data, seed=0, epoch=0)
     assert draws["index"].shape == (4, 12) and draws["pixels"].shape == (4, 16)
     assert len({tuple(row) for row in draws["index"].tolist()}) == 4
-    seen = torch.zeros_like(data.images)
+    seen = torch.zeros_like(data.inputs)
     for b in range(4):
         for place in range(12):
             source = int(draws["index"][b, place])
             r, c, fr, fc = 4 * (place // 4), 4 * (place % 4), 4 * (source // 4), 4 * (source % 4)
-            pixels = data.images[b, :, fr : fr + 4, fc : fc + 4].flatten(1)[:, draws["pixels"][b]]
+            pixels = data.inputs[b, :, fr : fr + 4, fc : fc + 4].flatten(1)[:, draws["pixels"][b]]
             seen[b, :, r : r + 4, c : c + 4] = pixels.view(3, 4, 4)
     logits = method(data, draws).extras["logits"]
     assert torch.allclose(logits, method.backbone.model(seen), atol=1e-10)
@@ -210,14 +210,14 @@ def test_the_index_table_goes_by_place_or_by_origin() -> None:
     for kind in ("place", "origin"):
         method = make(dal="none", unknown=False, index=kind)
         method.index_table.normal_()
-        draws = method.draw(data.ids, seed=0, epoch=0)
+        draws = method.draw(data, seed=0, epoch=0)
         logits = method(data, draws).extras["logits"]
         for b in range(4):
             index = draws["index"][b]
             extra = method.index_table[index] if kind == "origin" else method.index_table
             rows = method.backbone.model.pos_embed[0].clone()
             rows[1:] += extra
-            image = move_patches(data.images[b : b + 1], (3, 4), index)
+            image = move_patches(data.inputs[b : b + 1], (3, 4), index)
             slow = functional_call(method.backbone.model, {"pos_embed": rows[None]}, image)
             assert torch.allclose(logits[b], slow[0], atol=1e-10)
 
@@ -226,7 +226,7 @@ def test_the_index_table_goes_by_place_or_by_origin() -> None:
 def test_without_e_unk_every_place_keeps_its_vector_and_dal_counts_it() -> None:
     method = make(unknown=False, dal="linear")
     data = batch()
-    draws = method.draw(data.ids, seed=0, epoch=0)
+    draws = method.draw(data, seed=0, epoch=0)
     assert draws["mask"].any()
     [linear] = method.dal.layers  # type: ignore[union-attr]
     errors = []
@@ -243,18 +243,18 @@ def test_without_e_unk_every_place_keeps_its_vector_and_dal_counts_it() -> None:
 def test_paper_draws_are_the_samples_own_and_in_every_epoch() -> None:
     method = make()
     ids = torch.arange(200)
-    whole = method.draw(ids, seed=0, epoch=0)
+    whole = method.draw(Batch(ids, ids), seed=0, epoch=0)
     assert whole["mask"].sum(1).tolist() == [6] * 200
     assert len({tuple(row) for row in whole["mask"].tolist()}) > 10
-    alone = method.draw(ids[[150, 3]], seed=0, epoch=0)
+    alone = method.draw(Batch(ids[[150, 3]], ids[[150, 3]]), seed=0, epoch=0)
     assert torch.equal(alone["mask"], whole["mask"][[150, 3]]) and torch.equal(alone["index"], whole["index"][[150, 3]])
     assert torch.equal(whole["index"][~whole["mask"]], torch.arange(12).expand(200, -1)[~whole["mask"]])
 
 
 def test_the_coin_the_mask_and_the_order_know_nothing_of_each_other() -> None:
     ids, error = torch.arange(8000), 1 / math.sqrt(8000)
-    whole = make(mask_ratio=0.3).draw(ids, seed=0, epoch=0)
-    tossed = make(mask_ratio=0.3, chance=0.5).draw(ids, seed=0, epoch=0)
+    whole = make(mask_ratio=0.3).draw(Batch(ids, ids), seed=0, epoch=0)
+    tossed = make(mask_ratio=0.3, chance=0.5).draw(Batch(ids, ids), seed=0, epoch=0)
     mask = whole["mask"]
     fires = tossed["mask"].any(1)
     assert mask.sum(1).tolist() == [3] * 8000 and abs(float(fires.double().mean()) - 0.5) < 4.5 * 0.5 * error
@@ -269,8 +269,8 @@ def test_the_coin_the_mask_and_the_order_know_nothing_of_each_other() -> None:
 
 def test_the_coin_says_nothing_of_the_blocks() -> None:
     ids = torch.arange(2000)
-    fires = on_meta(MJPConfig(mask_ratio=0.15, chance=0.5)).draw(ids, seed=0, epoch=0)["mask"].any(1)
-    mask = on_meta(MJPConfig(mask_ratio=0.15)).draw(ids, seed=0, epoch=0)["mask"].view(-1, 14, 14)
+    fires = on_meta(MJPConfig(mask_ratio=0.15, chance=0.5)).draw(Batch(ids, ids), seed=0, epoch=0)["mask"].any(1)
+    mask = on_meta(MJPConfig(mask_ratio=0.15)).draw(Batch(ids, ids), seed=0, epoch=0)["mask"].view(-1, 14, 14)
     # How the mask is cut tells how large its first blocks were: the more borders, the smaller.
     borders = (mask.diff(dim=1)).sum((1, 2)) + (mask.diff(dim=2)).sum((1, 2))
     for what, feature in (("borders", borders), ("rows", mask.any(2).sum(1)), ("columns", mask.any(1).sum(1))):
@@ -291,10 +291,10 @@ def official(**fields: Any) -> MJP:
 def test_official_draws_one_puzzle_a_batch_on_half_of_them_after_the_warmup() -> None:
     method = official()
     ids = torch.arange(8)
-    assert not method.draw(ids, seed=0, epoch=19)["mask"].any()
+    assert not method.draw(Batch(ids, ids), seed=0, epoch=19)["mask"].any()
     fired = 0
     for first in range(200):
-        draws = method.draw(ids + 8 * first, seed=0, epoch=20)
+        draws = method.draw(Batch(ids, ids + 8 * first), seed=0, epoch=20)
         assert (draws["mask"] == draws["mask"][0]).all() and (draws["index"] == draws["index"][0]).all()
         fires = bool(draws["mask"].any())
         fired += fires
@@ -306,15 +306,19 @@ def test_official_draws_one_puzzle_a_batch_on_half_of_them_after_the_warmup() ->
 
 def test_official_weight_rises_and_then_falls_to_half() -> None:
     method = official()
-    weights = [float(method.draw(torch.arange(1), seed=0, epoch=e)["dal_weight"]) for e in range(300)]
+    weights = [
+        float(method.draw(Batch(torch.zeros(1), torch.arange(1)), seed=0, epoch=e)["dal_weight"]) for e in range(300)
+    ]
     assert weights[0] == 0 and weights[19] == pytest.approx(0.01) and weights[10] == pytest.approx(0.01 * 10 / 19)
     for epoch in (20, 100, 299):
         slow = 0.005 + 0.5 * 0.005 * (1 + math.cos(math.pi * (epoch - 20) / 280))
         assert weights[epoch] == pytest.approx(slow, rel=1e-6)
     with pytest.raises(SitusError, match="epochs=300: must be the run's own number"):
-        method.draw(torch.arange(1), seed=0, epoch=30, progress=0.3)
+        method.draw(Batch(torch.zeros(1), torch.arange(1)), seed=0, epoch=30, progress=0.3)
     paper = make()
-    constant = [float(paper.draw(torch.arange(1), seed=0, epoch=e)["dal_weight"]) for e in (0, 7, 1000)]
+    constant = [
+        float(paper.draw(Batch(torch.zeros(1), torch.arange(1)), seed=0, epoch=e)["dal_weight"]) for e in (0, 7, 1000)
+    ]
     assert constant == pytest.approx([0.01] * 3)
 
 
@@ -346,11 +350,11 @@ def test_official_starts_from_wide_tables() -> None:
 def test_firing_or_not_is_one_graph() -> None:
     method = MJP(vit(), MJPConfig(mask_ratio=0.5, chance=0.5, draw_per="batch")).eval()
     data = batch()
-    data = data._replace(images=data.images.float())
+    data = data._replace(inputs=data.inputs.float())
     compiled = torch.compile(method, fullgraph=True, backend="aot_eager")
     fired = set()
     for first in range(6):
-        draws = method.draw(data.ids + first, seed=0, epoch=0)
+        draws = method.draw(data._replace(ids=data.ids + first), seed=0, epoch=0)
         fired.add(bool(draws["mask"].any()))
         with torch.compiler.set_stance("fail_on_recompile" if first else "default"):
             assert compiled(data, draws).loss.item() == pytest.approx(method(data, draws).loss.item(), abs=1e-5)
@@ -368,7 +372,7 @@ def test_swin_with_a_table_of_its_own() -> None:
     )
     method = MJP(backbone, MJPConfig(mask_ratio=0.25)).double()
     data = batch((32, 64))
-    draws = method.draw(data.ids, seed=0, epoch=0)
+    draws = method.draw(data, seed=0, epoch=0)
     assert draws["mask"].shape == (4, 8 * 16) and draws["mask"].sum(1).tolist() == [32] * 4
     method(data, draws).loss.backward()
     assert method.unknown.grad is not None and method.unknown.grad.abs().max() > 0
@@ -393,7 +397,7 @@ def test_dal_needs_a_table(name: str, reason: str) -> None:
         MJP(backbone, MJPConfig())
     method = MJP(backbone, MJPConfig(dal="none", mask_ratio=0.5)).double().eval()
     data = batch((64, 64))
-    draws = method.draw(data.ids, seed=0, epoch=0)
+    draws = method.draw(data, seed=0, epoch=0)
     method(data, draws).loss.backward()
     assert method.unknown.grad is not None and method.unknown.grad.abs().max() > 0
 
@@ -402,11 +406,11 @@ def test_resnet_gets_its_pixels_moved() -> None:
     backbone = create_backbone("resnet18", num_classes=5)
     method = MJP(backbone, replace(VARIANTS["E"], mask_ratio=0.5, pixel_grid=(4, 8))).double().eval()
     data = batch((32, 64))
-    draws = method.draw(data.ids, seed=0, epoch=0)
+    draws = method.draw(data, seed=0, epoch=0)
     assert draws["mask"].sum(1).tolist() == [16] * 4
     logits = method(data, draws).extras["logits"]
     with torch.no_grad():
-        slow = backbone.model(move_patches(data.images, (4, 8), draws["index"]))
+        slow = backbone.model(move_patches(data.inputs, (4, 8), draws["index"]))
     assert torch.allclose(logits, slow, atol=1e-10)
     with pytest.raises(SitusError, match="resnet18 has no positions to hide"):
         MJP(backbone, MJPConfig())
@@ -430,6 +434,6 @@ def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match="its position table is fixed"):
         make(vit(positions="sincos"))
     with pytest.raises(SitusError, match="needs labels"):
-        make()(batch()._replace(labels=None), {})
+        make()(batch()._replace(targets={}), {})
     with pytest.raises(SitusError, match=r"dal_warmup=300: must be in \[0, 300\)"):
         MJPConfig(dal_warmup=300, dal_final=0.005)

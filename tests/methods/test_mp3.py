@@ -63,11 +63,11 @@ def slow_mp3(
 @pytest.mark.parametrize("eta", [0.0, 0.5, 0.8])
 def test_loss_and_gradients_match_an_independent_slow_mp3(eta: float) -> None:
     method = make(eta)
-    draws = method.draw(batch().ids, seed=3, epoch=7)
+    draws = method.draw(batch(), seed=3, epoch=7)
     context = draws["order"][:, : method.context].tolist()
     parameters = {n: p for n, p in method.named_parameters() if "head" not in n or "position" in n}
     ours = method(batch(), draws).loss
-    slow = slow_mp3(method, batch().images, context)
+    slow = slow_mp3(method, batch().inputs, context)
     assert float(ours.detach()) == pytest.approx(float(slow.detach()), abs=1e-6)  # the loss itself is taken in float32
     ours_grads = torch.autograd.grad(ours, list(parameters.values()), allow_unused=True)
     slow_grads = torch.autograd.grad(slow, list(parameters.values()), allow_unused=True)
@@ -95,7 +95,7 @@ def test_the_head_learns_its_class_axis() -> None:
         method.position_head.weight.zero_()
         method.position_head.bias.zero_()
         method.position_head.bias[4] = 50.0
-    draws = method.draw(batch().ids, seed=0, epoch=0)
+    draws = method.draw(batch(), seed=0, epoch=0)
     output = method(batch(), draws)
     assert (output.extras["logits"].argmax(-1) == 4).all()
     assert float(output.metrics["position_accuracy"]) == pytest.approx(1 / 6)
@@ -105,26 +105,26 @@ def test_the_head_learns_its_class_axis() -> None:
 def test_the_context_is_a_fair_subset_and_depends_on_the_sample_alone() -> None:
     method = make(0.5)
     ids = torch.arange(4000)
-    order = method.draw(ids, seed=1, epoch=2)["order"]
+    order = method.draw(Batch(ids, ids), seed=1, epoch=2)["order"]
     assert torch.equal(order.sort(dim=1).values, torch.arange(6).expand(4000, -1))
     share = torch.nn.functional.one_hot(order[:, :3], 6).sum(1).double().mean(0)
     assert torch.allclose(share, torch.full((6,), 0.5, dtype=torch.float64), atol=0.04)
     some = ids[[77, 3, 1999]]
-    assert torch.equal(method.draw(some, seed=1, epoch=2)["order"], order[some])
-    assert not torch.equal(method.draw(ids, seed=1, epoch=3)["order"], order)
+    assert torch.equal(method.draw(Batch(some, some), seed=1, epoch=2)["order"], order[some])
+    assert not torch.equal(method.draw(Batch(ids, ids), seed=1, epoch=3)["order"], order)
 
 
 def test_positions_are_gone_and_masked_patches_are_seen_by_nobody() -> None:
     method = make(0.5)
-    draws = method.draw(batch().ids, seed=0, epoch=0)
+    draws = method.draw(batch(), seed=0, epoch=0)
     before = method(batch(), draws).extras["logits"]
     with torch.no_grad():
         method.backbone.model.pos_embed[:, 1:].normal_()
     assert torch.equal(method(batch(), draws).extras["logits"], before)
-    images = batch().images.clone()
+    images = batch().inputs.clone()
     place = int(draws["order"][0, -1])  # a patch outside the context of sample 0
     images[0, :, 4 * (place // 3) : 4 * (place // 3) + 4, 4 * (place % 3) : 4 * (place % 3) + 4] += 3.0
-    after = method(batch()._replace(images=images), draws).extras["logits"]
+    after = method(batch()._replace(inputs=images), draws).extras["logits"]
     assert torch.allclose(after[0, :-1], before[0, :-1], atol=1e-12)
     assert not torch.allclose(after[0, -1], before[0, -1], atol=1e-3)
 
@@ -134,21 +134,21 @@ def test_anchors_are_told_their_own_place_and_no_other(eta: float) -> None:
     method = make(eta, anchor_ratio=0.4)
     with torch.no_grad():
         method.backbone.model.pos_embed[:, 1:].normal_()
-    draws = method.draw(batch().ids, seed=0, epoch=0)
+    draws = method.draw(batch(), seed=0, epoch=0)
     assert draws["anchors"].sum(1).tolist() == [2, 2, 2]
     order = draws["order"].tolist()
     told = tuple(
         [row[i] for i in flags.nonzero().flatten()] for row, flags in zip(order, draws["anchors"], strict=True)
     )
-    slow = slow_mp3(method, batch().images, [row[: method.context] for row in order], told)
+    slow = slow_mp3(method, batch().inputs, [row[: method.context] for row in order], told)
     assert float(method(batch(), draws).loss.detach()) == pytest.approx(float(slow.detach()), abs=1e-6)
-    untold = slow_mp3(method, batch().images, [row[: method.context] for row in order])
+    untold = slow_mp3(method, batch().inputs, [row[: method.context] for row in order])
     assert abs(float(slow.detach()) - float(untold.detach())) > 1e-3
 
 
 def test_anchors_are_any_places_and_know_nothing_of_the_context() -> None:
     method = make(0.5, anchor_ratio=0.34)
-    draws = method.draw(torch.arange(6000), seed=0, epoch=0)
+    draws = method.draw(Batch(torch.zeros(6000), torch.arange(6000)), seed=0, epoch=0)
     told = torch.zeros(6000, 6).scatter(1, draws["order"], draws["anchors"].float())
     shown = torch.zeros(6000, 6).scatter(1, draws["order"][:, : method.context], 1.0)
     error = math.sqrt(2 / 9 / 6000)
@@ -168,7 +168,7 @@ def test_rotary_backbones_leave_the_rotation_out() -> None:
     backbone = create_backbone("vit_small_patch16_rope_224", img_size=64, model_args={"depth": 1})
     method = MP3(backbone, MP3Config(mask_ratio=0.5))
     images = torch.randn(2, 3, 64, 64)
-    draws = method.draw(torch.arange(2), seed=0, epoch=0)
+    draws = method.draw(Batch(torch.zeros(2), torch.arange(2)), seed=0, epoch=0)
     logits = method(Batch(images, torch.arange(2)), draws).extras["logits"]
     moved = {"order": draws["order"].clone()}
     moved["order"][:, :4] = moved["order"][:, [1, 0, 3, 2]]  # the same context in another order

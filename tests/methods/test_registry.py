@@ -45,13 +45,13 @@ class Shade(Method):
         self.config = config
         self.guess = nn.Linear(backbone.out_dim, 1)
 
-    def draw(self, ids, *, seed, epoch, progress=0.0):
+    def draw(self, batch, *, seed, epoch, progress=0.0):
         return {}
 
     def forward(self, batch, draws):
-        tokens = self.backbone.embed(batch.images)
+        tokens = self.backbone.embed(batch.inputs)
         found = self.guess(self.backbone.encode(tokens, self.backbone.positions()).patches)
-        truth = batch.images.mean((1, 2, 3))[:, None, None]
+        truth = batch.inputs.mean((1, 2, 3))[:, None, None]
         loss = (found - truth).abs().pow(self.config.power).mean()
         return Output(loss, {"error": loss.detach()}, {})
 '''

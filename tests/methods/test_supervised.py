@@ -25,7 +25,7 @@ def images() -> torch.Tensor:
 def test_smoothing_is_the_mixture_it_says(smoothing: float) -> None:
     method = make(smoothing)
     labels = torch.tensor([0, 4, 2, 2])
-    loss = method(Batch(images(), torch.arange(4), labels), {}).loss
+    loss = method(Batch(images(), torch.arange(4), {"label": labels}), {}).loss
     log_p = method.backbone.model(images()).log_softmax(-1)
     target = (1 - smoothing) * torch.eye(5, dtype=torch.float64)[labels] + smoothing / 5
     assert float(loss) == pytest.approx(float(-(target * log_p).sum(-1).mean()), abs=1e-6)
@@ -35,7 +35,7 @@ def test_soft_labels_are_used_as_they_are() -> None:
     method = make(0.4)
     soft = torch.rand(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     soft = soft / soft.sum(-1, keepdim=True)
-    loss = method(Batch(images(), torch.arange(4), soft), {}).loss
+    loss = method(Batch(images(), torch.arange(4), {"label": soft}), {}).loss
     log_p = method.backbone.model(images()).log_softmax(-1)
     assert float(loss) == pytest.approx(float(-(soft * log_p).sum(-1).mean()), abs=1e-6)
 
@@ -48,7 +48,7 @@ def test_top1_counts() -> None:
 
 def test_convolutional_backbones_work() -> None:
     method = create_method("supervised", create_backbone("resnet50", num_classes=3))
-    output = method(Batch(torch.randn(2, 3, 32, 32), torch.arange(2), torch.tensor([0, 2])), {})
+    output = method(Batch(torch.randn(2, 3, 32, 32), torch.arange(2), {"label": torch.tensor([0, 2])}), {})
     assert output.extras["logits"].shape == (2, 3)
 
 

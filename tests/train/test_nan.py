@@ -9,11 +9,13 @@ import pytest
 import torch
 from toy import ToyLoader, toy
 
+from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.train.checkpoint import RunFolder
 from situs.train.loop import TrainConfig, fit
-from situs.train.nan import NotFiniteError, replay
+from situs.train.nan import NotFiniteError, _pack, _unpack, replay
 from situs.train.optim import OptimConfig
+from situs.train.step import Moment, Part, Step
 from situs.train.tensors import read_tensors
 
 TRAIN = TrainConfig(epochs=4, precision="fp32", log_every=100, save_every=2, keep=2)
@@ -111,6 +113,26 @@ def test_gradients_alone_can_be_bad(tmp_path: Path) -> None:
 def test_a_folder_without_a_bad_step_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match="holds no step that was not finite"):
         replay(tmp_path, toy())
+
+
+def test_a_step_comes_back_whole_and_one_of_before_too() -> None:
+    count, state = 3, {"cpu": torch.get_rng_state()}
+    mask = torch.arange(count)[:, None] > torch.arange(2)
+    part = Part(Batch(torch.randn(count, 2), torch.arange(count), {"label": torch.arange(count)}, mask),
+                {"order": torch.randn(count)}, 0.5)  # fmt: skip
+    step = Step(Moment(0, 0, 0.0), [part, part], state, torch.zeros(1), torch.zeros(()), torch.zeros(2))
+    packed = _pack(step)
+    earlier = {k.replace("inputs", "images").replace("targets/label", "labels"): v for k, v in packed.items()}
+    for held in (packed, earlier):
+        for batch, draws, share in _unpack(held, [0.5, 0.5], torch.device("cpu")):
+            assert torch.equal(batch.inputs, part.batch.inputs)
+            assert torch.equal(batch.ids, part.batch.ids)
+            assert {k: v.tolist() for k, v in batch.targets.items()} == {"label": [0, 1, 2]}
+            assert batch.mask is not None
+            assert torch.equal(batch.mask, mask)
+            assert draws.keys() == {"order"}
+            assert torch.equal(draws["order"], part.draws["order"])
+            assert share == 0.5
 
 
 def test_the_test_itself_knows_the_step() -> None:

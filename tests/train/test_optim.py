@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 from situs.errors import SitusError
 from situs.methods.base import Batch, Draws, Method, Output
@@ -35,7 +35,7 @@ class Plain(Method):
         self.decoder = nn.Module()
         self.decoder.blocks = nn.ModuleList([nn.Linear(4, 4)])
 
-    def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         return {}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:

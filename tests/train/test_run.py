@@ -206,10 +206,10 @@ def test_a_loaded_run_has_the_trained_weights_and_logits(tmp_path: Path) -> None
     state = method.state_dict()
     assert all(torch.equal(value, state[name]) for name, value in loaded.method.state_dict().items())
     batch = next(iter(make_eval_loader(own)))
-    assert batch.images.shape == (16, 1, 28, 28)
-    assert torch.equal(loaded.method.backbone(batch.images), method.backbone(batch.images))
+    assert batch.inputs.shape == (16, 1, 28, 28)
+    assert torch.equal(loaded.method.backbone(batch.inputs), method.backbone(batch.inputs))
     mean = load_run(tmp_path / "run")  # the mean of the weights, since there is one
-    assert not torch.equal(mean.method.backbone(batch.images), method.backbone(batch.images))
+    assert not torch.equal(mean.method.backbone(batch.inputs), method.backbone(batch.inputs))
 
 
 def test_a_loaded_run_asks_for_none_of_the_files_it_started_from(mp3: Path, tmp_path: Path) -> None:

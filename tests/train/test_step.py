@@ -15,11 +15,11 @@ OPTIM = OptimConfig(lr=1e-2, warmup_epochs=0, weight_decay=0.1)
 
 @given(st.integers(1, 40), st.integers(1, 12))
 def test_split_keeps_every_sample_once(total: int, count: int) -> None:
-    batch = Batch(torch.arange(total)[:, None], torch.arange(total), torch.arange(total) * 2)
+    batch = Batch(torch.arange(total)[:, None], torch.arange(total), {"label": torch.arange(total) * 2})
     parts = split(batch, count)
     assert torch.equal(torch.cat([part.ids for part, _ in parts]), batch.ids)
-    assert torch.equal(torch.cat([part.images for part, _ in parts]), batch.images)
-    assert torch.equal(torch.cat([part.labels for part, _ in parts]), batch.labels)
+    assert torch.equal(torch.cat([part.inputs for part, _ in parts]), batch.inputs)
+    assert torch.equal(torch.cat([part.targets["label"] for part, _ in parts]), batch.targets["label"])
     sizes = [len(part.ids) for part, _ in parts]
     assert len(parts) == min(total, count)
     assert max(sizes) - min(sizes) <= 1
@@ -64,7 +64,7 @@ def test_an_update_is_adamw_by_hand() -> None:
     for i, batch in enumerate(ToyLoader(dtype=torch.float64).iterate(0, 0)):
         stepper.update(batch, Moment(i, 0, 0.0), 1e-2, ragged=False)
         optimizer.zero_grad()
-        peer(batch, peer.draw(batch.ids, seed=0, epoch=0)).loss.backward()
+        peer(batch, peer.draw(batch, seed=0, epoch=0)).loss.backward()
         optimizer.step()
     for p, q in zip(method.parameters(), peer.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-12)

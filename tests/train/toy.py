@@ -86,18 +86,18 @@ class ToyMethod(Method):
         self.spare = nn.Parameter(torch.ones(3, 3))
         self.tied = backbone.model.head.weight
 
-    def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         self.progress.append(progress)
-        dim = 1 - 0.5 * uniform(seed, epoch, ids, "toy.dim", (4, 1))
-        return {"dim": dim, "ids": ids, "progress": torch.tensor(progress)}
+        dim = 1 - 0.5 * uniform(seed, epoch, batch.ids, "toy.dim", (4, 1))
+        return {"dim": dim, "ids": batch.ids, "progress": torch.tensor(progress)}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
-        tokens = self.backbone.embed(batch.images) * draws["dim"].to(batch.images.dtype)
+        tokens = self.backbone.embed(batch.inputs) * draws["dim"].to(batch.inputs.dtype)
         logits = self.backbone.head(self.backbone.encode(tokens, self.backbone.positions()))
-        loss = F.cross_entropy(logits, batch.labels)
+        loss = F.cross_entropy(logits, batch.targets["label"])
         if self.poison is not None:  # a sample whose loss is not finite, with the drop path's noise in it
             loss = loss + torch.where(draws["ids"] == self.poison, torch.inf, 0.0).sum() * tokens.mean()
-        accuracy = (logits.argmax(-1) == batch.labels).float().mean()
+        accuracy = (logits.argmax(-1) == batch.targets["label"]).float().mean()
         return Output(loss, {"accuracy": accuracy, "size": logits.detach().square().mean()}, {})
 
 
@@ -121,7 +121,7 @@ class ToyLoader:
         rank, world = distributed.rank(), distributed.world()
         for ids in order.split(self.global_batch)[start_step:]:
             ids = ids.tensor_split(world)[rank]
-            yield Batch(self.images[ids], ids, self.labels[ids])
+            yield Batch(self.images[ids], ids, {"label": self.labels[ids]})
 
 
 def toy(seed: int = 0, poison: int | None = None, dtype: torch.dtype = torch.float32, **shape: float) -> ToyMethod:

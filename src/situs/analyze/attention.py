@@ -154,7 +154,7 @@ def check_layer(backbone: Backbone, layer: int | None) -> int:
 
 def _few_at_a_time(backbone: Backbone, batches: Iterable[Batch]) -> Iterator[Tensor]:
     for batch in batches:
-        yield from batch.images.split(_at_once(backbone))
+        yield from batch.inputs.split(_at_once(backbone))
 
 
 def _at_once(backbone: Backbone) -> int:

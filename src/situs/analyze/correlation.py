@@ -72,7 +72,7 @@ def correlate(backbone: Backbone, batches: Iterable[Batch], *, positions: bool =
     sums: dict[str, _Sums] = {}
     for batch in batches:
         places = backbone.positions() if positions else None
-        for layer in patch_layers(backbone, backbone.embed(batch.images), places):
+        for layer in patch_layers(backbone, backbone.embed(batch.inputs), places):
             sums.setdefault(layer.depth, _Sums(layer.grid)).add(layer.patches)
     if not sums or next(iter(sums.values())).images < 2:
         raise SitusError("correlations across images need at least two of them (--count, --data)")

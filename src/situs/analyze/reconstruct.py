@@ -175,14 +175,14 @@ def solve(method: Method, batch: Batch, setting: Setting, *, seed: int = 0) -> P
     """Puzzles of a batch at a setting, on the CPU; the method must be in eval mode. The same seed, the same puzzles."""
     if isinstance(method, MP3):
         whole = method.at(setting.ratio)
-        extras = whole(batch, whole.draw(batch.ids, seed=seed, epoch=0)).extras
+        extras = whole(batch, whole.draw(batch, seed=seed, epoch=0)).extras
         guesses = extras["logits"].argmax(dim=-1)
         return Puzzle(extras["places"].cpu(), guesses.cpu(), whole.context, 0, method.backbone.grid)
     assert isinstance(method, DropPos)
     assert setting.position_ratio is not None
     some = method.at(setting.ratio, setting.position_ratio)
     some.config = replace(some.config, affinity=None)  # the loss is not asked for, and its weights cost a forward
-    draws = some.draw(batch.ids, seed=seed, epoch=0, progress=1.0)
+    draws = some.draw(batch, seed=seed, epoch=0, progress=1.0)
     guesses = some(batch, draws).extras["logits"].argmax(dim=-1)
     told = draws["visible"][:, : some.anchors]
     together = torch.cat([told, guesses], dim=1)
@@ -255,7 +255,7 @@ def study(
     for batch in batches:
         missing = needed - sum(map(len, images))
         if missing > 0:
-            images.append(batch.images[:missing])
+            images.append(batch.inputs[:missing])
         for setting in settings:
             puzzle = solve(method, batch, setting, seed=seed)
             sums[setting] += _sums(puzzle)

@@ -84,7 +84,7 @@ def _walk(
         ids = batch.ids[chosen]
         if not len(ids):
             continue
-        tokens = backbone.embed(batch.images[chosen])
+        tokens = backbone.embed(batch.inputs[chosen])
         for condition in conditions:
             for layer in _layers(backbone, tokens, ids, condition, positions, seed):
                 yield used, (condition, layer.depth), layer

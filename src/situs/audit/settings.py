@@ -27,7 +27,7 @@ from situs.core.jigsaw import draw_puzzle, move_patches, patch_size_of, puzzle_n
 from situs.core.random import uniform
 from situs.core.tokens import patchify
 from situs.errors import SitusError, unknown_name
-from situs.methods.base import Method
+from situs.methods.base import Batch, Method
 from situs.methods.mjp import MJP
 
 SETTINGS = {
@@ -257,7 +257,7 @@ def _puzzle(models: Mapping[str, Contestant], count: int, plan: Plan) -> tuple[T
         if not isinstance(method, MJP):
             continue
         # One by one, as the victim's steps are: a run with one puzzle a batch then has one for each image.
-        draws = [method.draw(one.view(1), seed=seed, epoch=epoch) for one in ids]
+        draws = [method.draw(Batch(one, one), seed=seed, epoch=epoch) for one in ids.split(1)]
         if method.grid != grid or any("index" not in draw or "mask" not in draw for draw in draws):
             raise SitusError(f"{name}: shuffles no patches of the grid {grid}, so it has no x̃ (--method.shuffle)")
         mine = tuple(torch.cat([draw[part] for draw in draws]) for part in ("mask", "index"))

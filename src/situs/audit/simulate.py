@@ -33,7 +33,7 @@ def simulation(method: Method, known: Knowledge, names: Iterable[str]) -> Simula
     size = 1 if known.defence.per_sample else known.batch
 
     def loss(weights: Gradients, images: Tensor, labels: Tensor, draws: Draws) -> Tensor:
-        batch = Batch(images, torch.zeros_like(labels), labels)
+        batch = Batch(images, torch.zeros_like(labels), {"label": labels})
         return functional_call(method, {full[name]: w for name, w in weights.items()}, (batch, draws)).loss
 
     def mean(weights: Gradients, images: Tensor, labels: Tensor, draws: Draws) -> Gradients:
@@ -65,7 +65,7 @@ def guessed_draws(method: Method, upload: Gradients, known: Knowledge) -> Draws:
     no gradient, so that any will do. A batch has a mask an image, which the sum hides: none is assumed.
     """
     ids = torch.zeros(known.batch, dtype=torch.int64)
-    draws = method.draw(ids, seed=known.seed, epoch=known.epoch)
+    draws = method.draw(Batch(ids, ids), seed=known.seed, epoch=known.epoch)
     for name in {"index", "pixels"} & draws.keys():
         draws[name] = torch.arange(draws[name].shape[1]).expand_as(draws[name]).contiguous()
     if "mask" in draws:

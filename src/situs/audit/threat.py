@@ -275,7 +275,7 @@ def victim_gradients(
         method = deepcopy(method)
     total: Gradients = {}
     for step in range(local_steps):
-        found = _step(method, Batch(images, ids.to(images.device), labels), defence, seed, epoch)
+        found = _step(method, Batch(images, ids.to(images.device), {"label": labels}), defence, seed, epoch)
         total = {name: g + total[name] if total else g for name, g in found.items()}
         if step + 1 < local_steps:
             _descend(method, found, lr)
@@ -295,7 +295,8 @@ def known_gradient(method: Method, gradients: Gradients, seed: int = 0, epoch: i
     stem = require_stem(method.backbone)
     mask = hidden_places(table_rows(gradients[stem.table], stem))
     with torch.enable_grad():
-        weight = method.draw(torch.zeros(1, dtype=torch.int64), seed=seed, epoch=epoch)["dal_weight"]
+        ids = torch.zeros(1, dtype=torch.int64)
+        weight = method.draw(Batch(ids, ids), seed=seed, epoch=epoch)["dal_weight"]
         loss = weight.to(mask.device) * method.localise(mask[None])
         [found] = torch.autograd.grad(loss, [dict(method.backbone.named_parameters())[stem.table]])
     return table_rows(found, stem)
@@ -344,19 +345,19 @@ def full_float32() -> Iterator[None]:
 
 def _step(method: Method, batch: Batch, defence: Defence, seed: int, epoch: int) -> Gradients:
     """The mean gradient over the batch, each sample bounded first where the defence asks for it."""
-    assert batch.labels is not None
-    size = 1 if defence.per_sample else batch.images.shape[0]
-    parts = [part.split(size) for part in (batch.images, batch.ids, batch.labels)]
+    count = len(batch.ids)
+    size = 1 if defence.per_sample else count
+    parts = [batch.part(slice(at, at + size)) for at in range(0, count, size)]
     total: Gradients = {}
-    for images, ids, labels in zip(*parts, strict=True):
+    for part in parts:
         with torch.enable_grad(), full_float32():
-            loss = method(Batch(images, ids, labels), method.draw(ids, seed=seed, epoch=epoch)).loss
+            loss = method(part, method.draw(part, seed=seed, epoch=epoch)).loss
             named = parameter_names(method)
             found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
         held = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
         bounded = defence.bound(held)
         total = {name: g + total[name] if total else g for name, g in bounded.items()}
-    return {name: g / len(parts[0]) for name, g in total.items()}
+    return {name: g / len(parts) for name, g in total.items()}
 
 
 @torch.no_grad()

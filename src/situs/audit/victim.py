@@ -58,7 +58,7 @@ def open_victim(
         else:
             subject = _open_model(source, weights, img_size, classes, device)
     method = subject.method
-    if method is None or not method.needs_labels:
+    if method is None or "label" not in method.needs_targets:
         return Victim(subject, subject.backbone, 0, notes)
     name = str(subject.facts["method"])
     notes["trained by"] = f"the run's own method, {name}, with all that it trained; defences stand on top of it"

@@ -44,7 +44,7 @@ def run(args: Args) -> None:
     layer = check_layer(backbone, args.layer)
     loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count)
     found = survey(backbone, loader, positions=subject.positions)
-    images = next(iter(loader)).images[: args.show]
+    images = next(iter(loader)).inputs[: args.show]
     shown = Shown(
         images=denormalise(images, loader.mean, loader.std).cpu(),
         maps=image_maps(backbone, images, layer, positions=subject.positions),

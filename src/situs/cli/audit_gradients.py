@@ -188,8 +188,8 @@ def _run_pairs(task: Task, limit: Limit | None) -> Ruling | None:
     known = args.labels == "known"
     audit = audit_gradients(
         victim.trains,
-        batch.images,
-        labels_for(victim.subject, batch.labels, len(batch.images)),
+        batch.inputs,
+        labels_for(victim.subject, batch.targets.get("label"), len(batch.inputs)),
         task.attacks,
         task.defences,
         normalisation=victim.subject.data.normalisation,

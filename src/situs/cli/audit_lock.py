@@ -279,7 +279,7 @@ def _tensors(loader: Any) -> tuple[Tensor, Tensor]:
     import torch
 
     batches = list(loader)
-    return torch.cat([b.images for b in batches]), torch.cat([b.labels for b in batches])
+    return torch.cat([b.inputs for b in batches]), torch.cat([b.targets["label"] for b in batches])
 
 
 def _base(args: Args) -> dict[str, Tensor]:

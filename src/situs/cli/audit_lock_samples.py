@@ -51,7 +51,7 @@ def _images(folder: Path, backbone: Backbone, path: str, count: int) -> Samples:
     if not len(source):
         raise SitusError(f"images={path}: holds no images (--images)")
     data = _prepared(folder, backbone, path, min(count, 64))
-    whole = torch.cat([batch.images for batch in make_loader(data, None, source=source)])
+    whole = torch.cat([batch.inputs for batch in make_loader(data, None, source=source)])
     height, width = backbone.img_size
     patch = height // backbone.grid[0], width // backbone.grid[1]
     return Samples(shifted(whole, patch), f"{len(whole)} unlabelled images")

@@ -27,8 +27,8 @@ def run_settings(task: Task, settings: list[str]) -> None:
     ratio = _ratio(task.defences)
     found = compare_settings(
         _contestants(victim),
-        batch.images,
-        labels_for(victim.subject, batch.labels, len(batch.images)),
+        batch.inputs,
+        labels_for(victim.subject, batch.targets.get("label"), len(batch.inputs)),
         _attackers(task.attacks),
         normalisation=victim.subject.data.normalisation,
         plan=Plan(tuple(settings), ratio, args.seed, victim.epoch),
@@ -38,7 +38,7 @@ def run_settings(task: Task, settings: list[str]) -> None:
     )
     facts = {
         "model": victim.subject.name,
-        "images": f"{len(batch.images)} of {Path(args.images).name}",
+        "images": f"{len(batch.inputs)} of {Path(args.images).name}",
         "shuffled": f"γ = {ratio:g}, {found.hidden} of {found.patches} patches",
         "seed": args.seed,
         **evidence("audit gradients", args, victim.trains, args.weights),

@@ -124,7 +124,7 @@ def show_attention(stage: Stage) -> Lines:
     """The classifier's heads: over images and by relative offset."""
     backbone = stage.models["after MP3"].backbone
     loader = _test_images(stage)
-    images = next(iter(loader)).images[:5]
+    images = next(iter(loader)).inputs[:5]
     shown = Shown(_look(images), image_maps(backbone, images, backbone.depth - 1), backbone.depth - 1, cls=True)
     found = survey(backbone, loader)
     layer, head = divmod(int(found.entropy.argmin()), found.entropy.shape[1])

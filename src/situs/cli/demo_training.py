@@ -145,7 +145,9 @@ def train(
     stage: Stage, what: str, config: RunConfig, method: Method, loader: Loader, name: str, *hooks: Any
 ) -> list[dict[str, Any]]:
     """Trains through the engine, quietly, as the run `name`, and gives the log."""
-    run = RunFolder.create(stage.runs / name, config, classes=loader.classes if method.needs_labels else None)
+    run = RunFolder.create(
+        stage.runs / name, config, classes=loader.classes if "label" in method.needs_targets else None
+    )
     told = _Told(lambda state: stage.say(f"{what}, epoch {state.epoch + 1} of {config.train.epochs}"))
     result = fit(method, loader, config.train, config.optim, run, hooks=(*hooks, told), quiet=True)
     if result.interrupted:

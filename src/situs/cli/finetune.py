@@ -69,7 +69,9 @@ def begun(args: Args, config: RunConfig) -> RunConfig:
 
 def resumed(args: Args, config: RunConfig) -> RunConfig:
     """The recorded config of the fine-tuning at --resume; a run of another verb and flags for a new one are refused."""
-    if not METHODS[config.method_name].needs_labels or config.init is None:  # finetune always starts from weights
+    if (
+        "label" not in METHODS[config.method_name].needs_targets or config.init is None
+    ):  # finetune always starts from weights
         raise SitusError(
             f"{args.resume}: is a run of pretrain (method {config.method_name}), not of finetune; go on with "
             f"situs pretrain --resume {args.resume}, or start from it with --from {args.resume} --out DIR"

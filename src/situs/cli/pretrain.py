@@ -111,7 +111,7 @@ def ending(config: RunConfig, result: Result, run: Path | None) -> list[str]:
     told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
     facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
     follow = f"situs finetune --from {run} --data PATH --out DIR"
-    if METHODS[config.method_name].needs_labels:
+    if "label" in METHODS[config.method_name].needs_targets:
         follow = f"situs evaluate accuracy {run}"
     return [f"done: {result.step} steps{facts}; the run is in {run}", f"next: {follow}, or situs export {run} --to DIR"]
 

@@ -1,19 +1,30 @@
-"""What a loader hands to a method."""
+"""What a loader hands to a method, whatever the modality."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 
 class Batch(NamedTuple):
-    """One batch on the device: images [B, C, H, W] normalised float, ids [B] int64, labels None, [B] or soft [B, K].
+    """One batch on the device.
 
-    An id names a draw: the sample's row in the data set, and in its high bits the copy under repeated augmentation
-    (`situs.data.sampler.sample_of` gives the row).
+    inputs: [B, …], as the backbone's `embed` takes them: normalised images [B, C, H, W], padded sequences.
+    ids: [B] int64. An id names a draw: the sample's row in the data set, and in its high bits the copy under repeated
+    augmentation (`situs.data.sampler.sample_of` gives the row).
+    targets: what is to be learned of each sample, [B, …] by name: "label" [B], or soft [B, K]. Never written to.
+    mask: [B, N] bool, False where a token is padding; None where none is.
     """
 
-    images: Tensor
+    inputs: Tensor
     ids: Tensor
-    labels: Tensor | None = None
+    targets: Mapping[str, Tensor] = {}
+    mask: Tensor | None = None
+
+    def part(self, span: slice) -> Batch:
+        """The samples of a span, all that belongs to them."""
+        mask = None if self.mask is None else self.mask[span]
+        targets = {name: target[span] for name, target in self.targets.items()}
+        return Batch(self.inputs[span], self.ids[span], targets, mask)

@@ -159,11 +159,11 @@ class Loader(ABC):
         noise = draw(augment, ids, seed=self.config.seed, epoch=epoch)
         return self._apply(images, noise, augment, self.config.size, self.mean, self.std), noise.get("mix")
 
-    def _mixed(self, images: Tensor, ids: Tensor, labels: Tensor | None, noise: Tensor | None) -> Batch:
+    def _mixed(self, batch: Batch, noise: Tensor | None) -> Batch:
         count = len(self.classes) if self.classes is not None else None
         named = {} if noise is None else {"mix": noise}
-        images, labels = apply_mix(images, labels, named, self.augment or NONE, count)
-        return Batch(images, ids, labels)
+        images, labels = apply_mix(batch.inputs, batch.targets.get("label"), named, self.augment or NONE, count)
+        return Batch(images, batch.ids, {} if labels is None else {"label": labels})
 
 
 class ResidentLoader(Loader):
@@ -198,22 +198,23 @@ class ResidentLoader(Loader):
         rows = sample_of(ids)
         if len(self.held.images) < len(self.source):  # a broken image must not give its number to the next
             ids = ids - rows + self.held.index[rows]
-        images, labels = self.held.images[rows], None if self.held.labels is None else self.held.labels[rows]
+        images = self.held.images[rows]
+        targets = {} if self.held.labels is None else {"label": self.held.labels[rows]}
         if self.augment is None:
             images = centre_crop(images, self.config.size, self.config.crop_share)
             images, noise = normalise(as_floats(images), self.mean, self.std), None
         else:
             images, noise = self._finish(images, ids, epoch, self.augment)
         # Pairs stay within their batch where batches are even, so that all of them are mixed at once.
-        together = Batch(images, ids, labels)
+        together = Batch(images, ids, targets)
         even = all(len(part) % 2 == 0 for part in steps)
         if even:
-            together = self._mixed(images, ids, labels, noise)
+            together = self._mixed(together, noise)
         start = 0
         for part in steps:
             span = slice(start, start := start + len(part))
-            own = Batch(together.images[span], ids[span], None if together.labels is None else together.labels[span])
-            yield own if even else self._mixed(*own, None if noise is None else noise[span])
+            own = together.part(span)
+            yield own if even else self._mixed(own, None if noise is None else noise[span])
 
     def describe(self) -> str:
         """Count, size and memory."""
@@ -241,14 +242,14 @@ class StreamLoader(Loader):
                 continue
             images = chunk.images.to(self.device, non_blocking=True)
             ids = chunk.ids.to(self.device, non_blocking=True)
-            labels = None if chunk.labels is None else chunk.labels.to(self.device, non_blocking=True)
+            targets = {} if chunk.labels is None else {"label": chunk.labels.to(self.device, non_blocking=True)}
             if self.augment is None:
-                yield Batch(normalise(as_floats(images), self.mean, self.std), ids, labels)
+                yield Batch(normalise(as_floats(images), self.mean, self.std), ids, targets)
                 continue
             # The worker has made the resized crop; a shift is made here.
             rest = replace(self.augment, crop="none") if self.augment.crop == "resized" else self.augment
             images, noise = self._finish(images, ids, epoch, rest)
-            yield self._mixed(images, ids, labels, noise)
+            yield self._mixed(Batch(images, ids, targets), noise)
 
     def describe(self) -> str:
         """Count and workers."""

@@ -92,8 +92,8 @@ def evaluate_accuracy(
     tally = tally or Tally()
     with evaluating(model):
         for batch in batches:
-            with autocast(batch.images.device, precision):
-                logits = model(batch.images)
+            with autocast(batch.inputs.device, precision):
+                logits = model(batch.inputs)
             if classes not in (None, logits.shape[-1]):
                 raise SitusError(f"the model has {logits.shape[-1]} classes and the data {classes} (--data)")
             tally.add(logits, labels_of(batch))
@@ -102,6 +102,6 @@ def evaluate_accuracy(
 
 def labels_of(batch: Batch) -> Tensor:
     """The labels of a batch, or one sentence where the data has none."""
-    if batch.labels is None:
+    if "label" not in batch.targets:
         raise SitusError("this evaluation needs labels, and the data has none (--data)")
-    return batch.labels
+    return batch.targets["label"]

@@ -151,11 +151,11 @@ def measure_consistency(
     with evaluating(model):
         for batch in batches:
             if view is None:
-                height, width = batch.images.shape[-2:]
+                height, width = batch.inputs.shape[-2:]
                 view = shuffled(model, positions=positions, grid=grid, size=(height, width))
                 tells = (False,) if view.untellable else (True, False)
-            with autocast(batch.images.device, precision):
-                found = _measure(view, batch if labels else batch._replace(labels=None), ratios, tells, seed, classes)
+            with autocast(batch.inputs.device, precision):
+                found = _measure(view, batch if labels else batch._replace(targets={}), ratios, tells, seed, classes)
             sums = found if sums is None else sums + found
     if sums is None or view is None or not (count := int(sum_over_ranks(sums)[0].item())):
         raise SitusError("there are no samples to evaluate on (--data)")
@@ -183,9 +183,9 @@ def _measure(
     view: Shuffled, batch: Batch, ratios: Sequence[float], tells: Sequence[bool], seed: int, classes: int | None
 ) -> Tensor:
     """One batch's sums, float64: images, those with labels, ‖F(x)‖, then norm, square, same and right for each row."""
-    clean, logits = view.read(batch.images)
+    clean, logits = view.read(batch.inputs)
     clean, answers = clean.double(), logits.argmax(dim=-1)
-    truth = batch.labels if classes in (None, logits.shape[-1]) else None
+    truth = batch.targets.get("label") if classes in (None, logits.shape[-1]) else None
     if truth is not None and truth.dim() > 1:
         truth = truth.argmax(dim=-1)
     count = float(len(batch.ids))
@@ -193,7 +193,7 @@ def _measure(
     for ratio in ratios:
         mask, index = view.puzzle(batch.ids, ratio, seed)
         for told in tells:
-            moved, logits = view.read(batch.images, index, mask if told else None)
+            moved, logits = view.read(batch.inputs, index, mask if told else None)
             square, answer = (moved.double() - clean).square().sum(dim=-1), logits.argmax(dim=-1)
             right = torch.zeros_like(answer) if truth is None else answer == truth
             sums += [square.sqrt().sum(), square.sum(), (answer == answers).sum(), right.sum()]

@@ -68,8 +68,8 @@ def evaluate_ensemble(
             first = next(iter(given.values()))
             said = []
             for name, batch in given.items():
-                with autocast(batch.images.device, precision):
-                    said.append(models[name](batch.images).float())
+                with autocast(batch.inputs.device, precision):
+                    said.append(models[name](batch.inputs).float())
                 alone[name].add(said[-1], labels_of(batch))
                 other = _differs(first, batch)
                 strangers = other if strangers is None else strangers + other

@@ -73,12 +73,12 @@ def extract(
     features, ids, labels = [], [], []
     with evaluating(backbone):
         for batch in batches:
-            with autocast(batch.images.device, precision):
-                found = pooled(backbone, batch.images, pool, positions=positions)
+            with autocast(batch.inputs.device, precision):
+                found = pooled(backbone, batch.inputs, pool, positions=positions)
             features.append(found.float())
             ids.append(batch.ids)
-            if batch.labels is not None:
-                labels.append(batch.labels)
+            if "label" in batch.targets:
+                labels.append(batch.targets["label"])
     if not features:
         raise SitusError("there are no samples to take features of (--data)")
     return FeatureSet(torch.cat(features), torch.cat(ids), torch.cat(labels) if labels else None)

@@ -59,7 +59,7 @@ def finetune_config(config: RunConfig, source: Path, positions: PositionKind | N
 
 def check_labelled(config: RunConfig) -> None:
     """Refuses a method that learns without labels."""
-    if not METHODS[config.method_name].needs_labels:
+    if "label" not in METHODS[config.method_name].needs_targets:
         raise SitusError(f"method={config.method_name}: fine-tuning needs a method with labels (--method supervised)")
 
 

@@ -70,7 +70,7 @@ def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequ
     """For `train_run`: kNN and position accuracy every `probe_every` epochs; validation where labels are learned."""
     if not config.probe_every:
         return []
-    if METHODS[config.method_name].needs_labels:
+    if "label" in METHODS[config.method_name].needs_targets:
         return validation_hooks(config.probe_every, "--probe-every")(config, loader, device)
     sets = {split: _probed(config, split, device) for split in PROBED}
     settings = ProbeConfig(every=config.probe_every, precision=_precision(config, device))

@@ -79,9 +79,9 @@ def _features(
     parts, labels, why = [], [], None
     for batch in batches:
         labels.append(hard(labels_of(batch)))
-        with autocast(batch.images.device, precision):
+        with autocast(batch.inputs.device, precision):
             places = backbone.positions() if positions else None
-            layers, why = _layers(backbone, backbone.assemble(backbone.embed(batch.images), places))
+            layers, why = _layers(backbone, backbone.assemble(backbone.embed(batch.inputs), places))
             finished = [backbone.finish(layer) for layer in layers]
             found = [torch.stack([pool_features(each, pool) for each in finished]) for pool in pools]
         parts.append(torch.stack(found).float())

@@ -143,7 +143,7 @@ def position_accuracy_over(
 
 
 def _hits(view: DropPos | MP3, batch: Batch, seed: int, precision: str) -> Tensor:
-    draws = view.draw(batch.ids, seed=seed, epoch=0)
-    with autocast(batch.images.device, precision):
+    draws = view.draw(batch, seed=seed, epoch=0)
+    with autocast(batch.inputs.device, precision):
         extras = view(batch, draws).extras
     return (extras["logits"].argmax(dim=-1) == extras["places"]).sum().double()

@@ -105,7 +105,7 @@ def dropped_features(
     if positions:
         mask = mask_of(places, count)
         known = backbone.positions().forget(mask[:, _behind(backbone, mask.device)], blindfold.vector)
-    features = backbone.encode(backbone.embed(batch.images), known)
+    features = backbone.encode(backbone.embed(batch.inputs), known)
     return take(features.patches, places), places
 
 
@@ -138,7 +138,7 @@ def probe_position(
     def features(batches: Iterable[Batch], split: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for batch in batches:
             stream = f"probe.position/{split}"
-            with torch.no_grad(), autocast(batch.images.device, precision):
+            with torch.no_grad(), autocast(batch.inputs.device, precision):
                 found, places = dropped_features(
                     backbone, batch, held, ratio=ratio, seed=seed, stream=stream, positions=sees
                 )

@@ -133,8 +133,8 @@ def corrupted_accuracy(
         for batch in loader:
             labels = labels_of(batch) if index is None else index[labels_of(batch)]
             ids = batch.ids if rows is None else rows[batch.ids]
-            images = seen(batch.images, loader)
-            plain.add(_logits(model, batch.images, precision), labels)
+            images = seen(batch.inputs, loader)
+            plain.add(_logits(model, batch.inputs, precision), labels)
             for (name, severity), tally in tallies.items():
                 tell(done, steps, f"{name} {severity}")
                 changed = normalise(corrupt(images, name, severity, ids, seed=seed), loader.mean, loader.std)
@@ -155,10 +155,10 @@ def answers(
     confidence, answer, labels = [], [], []
     with evaluating(model):
         for batch in loader:
-            best = _logits(model, batch.images, precision).float()[:, outputs].softmax(dim=-1).max(dim=-1)
+            best = _logits(model, batch.inputs, precision).float()[:, outputs].softmax(dim=-1).max(dim=-1)
             confidence.append(best.values)
             answer.append(best.indices)
-            labels += [] if batch.labels is None else [batch.labels]
+            labels += [batch.targets["label"]] if "label" in batch.targets else []
     if not confidence:
         raise SitusError(f"{loader.source.name}: none of its images can be read")
     return torch.cat(confidence), torch.cat(answer), torch.cat(labels) if labels else None
@@ -231,7 +231,7 @@ class _Bench:
         batch = next(iter(loader))
         rows = row_numbers(loader.source)
         ids = batch.ids[:1] if rows is None else rows.to(self.device)[batch.ids[:1]]
-        image = seen(batch.images[:1], loader)
+        image = seen(batch.inputs[:1], loader)
         strips = []
         for name in self.plan.corruptions:
             changed = [corrupt(image, name, level, ids, seed=self.plan.seed) for level in self.plan.severities]
@@ -249,7 +249,7 @@ class _Bench:
             # Their publishers have cropped them already.
             loader = self.wrap(source, crop_share=1.0)
             cells[name][severity] = self._given(loader, f"{root.name}/{name}/{severity}", numbered)
-            strips.append(seen(next(iter(loader)).images[:1], loader).cpu())
+            strips.append(seen(next(iter(loader)).inputs[:1], loader).cpu())
             self.note(loader)
         tell(len(places), len(places), "corruptions")
         return cells, torch.cat(strips).unflatten(0, (len(cells), -1))
@@ -265,7 +265,7 @@ class _Bench:
         tally = Tally()
         with evaluating(self.subject.backbone):
             for batch in loader:
-                tally.add(_logits(self.subject.backbone, batch.images, self.plan.precision), index[labels_of(batch)])
+                tally.add(_logits(self.subject.backbone, batch.inputs, self.plan.precision), index[labels_of(batch)])
         return tally.result()
 
     def natural(self, root: Path, tell: Progress) -> Natural:

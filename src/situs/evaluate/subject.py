@@ -200,7 +200,7 @@ def examples(loader: Loader, count: int) -> Tensor:
     if batch is None:
         raise SitusError(f"{loader.source.name}: has no images (--data)")
     mean, std = (part[:, None, None] for part in (loader.mean, loader.std))
-    return (batch.images[:count] * std + mean).clamp(0, 1).cpu()
+    return (batch.inputs[:count] * std + mean).clamp(0, 1).cpu()
 
 
 def made_with(subject: Subject, loader: Loader, seed: int, precision: str = "fp32") -> dict[str, Any]:
@@ -231,7 +231,7 @@ def _open_run(source: str, ema: bool | None, device: torch.device | str) -> Subj
         "ema": ema is not False and bool(checkpoint.tensors("ema")),
     }
     backbone, sees = loaded.method.backbone, loaded.method.sees_positions
-    trained = loaded.method.needs_labels
+    trained = "label" in loaded.method.needs_targets
     data = loaded.config.data
     return Subject(_name_of(source), backbone, sees, trained, data, loaded.classes, facts, loaded.method)
 

@@ -229,10 +229,9 @@ def _predictions(method: Method, test: Loader) -> Iterator[tuple[Tensor, Tensor]
     training = method.training
     method.eval()
     for batch in test:
-        assert batch.labels is not None
         with torch.no_grad():
-            logits = method.backbone(batch.images)
-        yield logits, batch.labels
+            logits = method.backbone(batch.inputs)
+        yield logits, batch.targets["label"]
     method.train(training)
 
 

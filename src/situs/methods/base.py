@@ -1,6 +1,6 @@
 """What every method is: draws (not compiled) and a pure forward (compiled), over one backbone.
 
-A method holds no loop, no optimiser and no data set. `draw` turns sample ids into masks and permutations by the
+A method holds no loop, no optimiser and no data set. `draw` turns a batch's ids into masks and permutations by the
 counter-based hash, so a sample's draws are the same whatever batch it stands in; `forward` is a pure function of
 (batch, draws) and may be compiled as one graph.
 """
@@ -34,7 +34,8 @@ class Method(nn.Module, ABC):
     needs: ClassVar[tuple[str, ...]] = ("images", "tokens")
     """Capabilities the backbone must not refuse; see `situs.backbones.base.CAPABILITIES`."""
 
-    needs_labels: ClassVar[bool] = False
+    needs_targets: ClassVar[tuple[str, ...]] = ()
+    """Names in `Batch.targets` that it cannot do without; "label" gives the backbone a classifier."""
 
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
@@ -44,8 +45,8 @@ class Method(nn.Module, ABC):
         self.config: Any = None
 
     @abstractmethod
-    def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
-        """The step's draws for samples `ids` [B]. progress: share of the training done, in [0, 1], for schedules."""
+    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+        """A batch's draws, on its device. progress: share of the training done, in [0, 1], for schedules."""
 
     @abstractmethod
     def forward(self, batch: Batch, draws: Draws) -> Output:

@@ -187,16 +187,16 @@ class DropPos(Method):
         other.decoder, other.mask_token, other.training = self.decoder, self.mask_token, self.training
         return other
 
-    def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """visible: [B, V], anchors' places first. hidden: [B, N - V], where pixels are asked for. sigma: a scalar."""
-        noise = uniform(seed, epoch, ids, "droppos.mask", (self.count,))
+        noise = uniform(seed, epoch, batch.ids, "droppos.mask", (self.count,))
         if self.by_cells:
             chosen = mask_of(one_of_cells(noise, self.grid), self.count)
             noise = torch.where(chosen, noise, noise + 1.0)
         # The visible stand in random order, so their first ones are a fair choice of anchors: one sort for both.
         order = noise.argsort(dim=1, stable=True)
         sigma = sigma_at(self.config, epoch, progress)
-        draws = {"visible": order[:, : self.visible], "sigma": torch.full((), sigma, device=ids.device)}
+        draws = {"visible": order[:, : self.visible], "sigma": torch.full((), sigma, device=batch.ids.device)}
         if self.config.mae_weight:
             draws["hidden"] = order[:, self.visible :]
         return draws
@@ -208,17 +208,17 @@ class DropPos(Method):
         # Anchors stand in front, so "dropped" is the same slice for every sample, in the decoder and the loss too.
         dropped = torch.arange(self.visible, device=visible.device) >= anchors
         if self.by_cells:
-            tokens = self.backbone.embed(batch.images)
+            tokens = self.backbone.embed(batch.inputs)
             features = encode_cells(self.backbone, tokens, visible, dropped, self.mask_token)
         else:
             known = positions.take(visible).forget(dropped, self.mask_token)
-            features = self.backbone.encode(self.backbone.embed_at(batch.images, visible), known)
+            features = self.backbone.encode(self.backbone.embed_at(batch.inputs, visible), known)
         logits = self.decoder(join(features), start=self.backbone.num_prefix + anchors)
         weights = None
         if self.config.affinity == "full":
             # In the model's own mode: where the backbone has drop path, these features have it too.
             with torch.no_grad():
-                whole = self.backbone.encode(self.backbone.embed(batch.images), positions)
+                whole = self.backbone.encode(self.backbone.embed(batch.inputs), positions)
                 weights = attentive_weights(whole, self.config.tau, visible)
         elif self.config.affinity == "visible":
             weights = attentive_weights(features, self.config.tau)
@@ -228,7 +228,7 @@ class DropPos(Method):
         loss = dropped_loss(logits, places, self.targets(draws["sigma"]), weights)
         metrics = {"position_accuracy": position_accuracy(logits, places)}
         if self.config.mae_weight:
-            pixels = self._pixel_loss(batch.images, features, visible, draws["hidden"])
+            pixels = self._pixel_loss(batch.inputs, features, visible, draws["hidden"])
             loss = loss + self.config.mae_weight * pixels
             metrics["pixel_loss"] = pixels.detach()
         return Output(loss, metrics, {"logits": logits.detach(), "places": places})

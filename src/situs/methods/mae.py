@@ -72,17 +72,17 @@ class MAE(Method):
         self.mask_token = nn.Parameter(torch.empty(width).normal_(std=0.02))
         self.register_buffer("places", sincos_2d(backbone.grid, width), persistent=False)
 
-    def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
-        noise = uniform(seed, epoch, ids, "mae.mask", (self.backbone.num_tokens,))
+    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+        noise = uniform(seed, epoch, batch.ids, "mae.mask", (self.backbone.num_tokens,))
         subset = random_subset(noise, self.config.mask_ratio, floor=self.config.floor_counts)
         return {"kept": subset.kept, "dropped": subset.dropped}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         kept, dropped = draws["kept"], draws["dropped"]
-        tokens = self.backbone.embed_at(batch.images, kept)
+        tokens = self.backbone.embed_at(batch.inputs, kept)
         features = self.backbone.encode(tokens, self.backbone.positions().take(kept))
         guesses = decode_pixels(self.decoder, features, self.mask_token, self.places, kept, dropped)
-        target = patchify_on(batch.images, self.backbone.grid)
+        target = patchify_on(batch.inputs, self.backbone.grid)
         loss = reconstruction_loss(guesses, take(target, dropped), normalise=self.config.normalise)
         return Output(loss, {}, {"guesses": guesses.detach(), "places": dropped})
 

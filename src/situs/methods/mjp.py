@@ -13,7 +13,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from situs.backbones.base import Backbone, Features
 from situs.core.jigsaw import move_patches, move_pixels
@@ -26,7 +25,7 @@ from situs.errors import SitusError
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.methods.mjp_config import VARIANTS, MJPConfig, dal_weight_at
 from situs.methods.mjp_dal import Dal, dal_loss, dal_targets
-from situs.methods.supervised import top1
+from situs.methods.supervised import label_loss
 
 __all__ = ["MJP", "VARIANTS", "MJPConfig"]
 
@@ -39,7 +38,7 @@ class MJP(Method):
 
     Config: ClassVar[type[MJPConfig]] = MJPConfig
     needs: ClassVar[tuple[str, ...]] = ("images",)
-    needs_labels: ClassVar[bool] = True
+    needs_targets: ClassVar[tuple[str, ...]] = ("label",)
 
     def __init__(self, backbone: Backbone, config: MJPConfig) -> None:
         super().__init__(backbone)
@@ -64,13 +63,13 @@ class MJP(Method):
     def uses_positions(cls, config: MJPConfig) -> bool:
         return config.positions
 
-    def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """mask: [B, N] bool. index: [B, N], pixels: [B, P * P], orders as in `core.jigsaw`. dal_weight: λ, a scalar.
 
         Each stands there where the config uses it. Where chance or epoch says no, the mask is empty and the orders
         are the identity, so that one graph serves both.
         """
-        config, draws = self.config, Draws()
+        ids, config, draws = batch.ids, self.config, Draws()
         names = ids if config.draw_per == "sample" else ids[:1]
         fires = uniform(seed, epoch, names, "mjp.chance", (1,)) < (config.chance if epoch >= config.start_epoch else 0)
         if config.shuffle == "spp":
@@ -95,18 +94,14 @@ class MJP(Method):
         return (self.backbone.img_size[0] // self.grid[0]) * (self.backbone.img_size[1] // self.grid[1])
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
-        if batch.labels is None:
-            raise SitusError("supervised training needs labels, and this data has none (--data)")
-        images, mask = batch.images, draws.get("mask")
+        images, mask = batch.inputs, draws.get("mask")
         if "pixels" in draws:
             images = move_pixels(images, self.grid, draws["pixels"])
         if self.backbone.num_tokens:
             logits = self.backbone.head(self.encode(images, mask if self.config.unknown else None, draws.get("index")))
         else:
             logits = self.backbone(move_patches(images, self.grid, draws["index"]) if "index" in draws else images)
-        smoothing = self.config.label_smoothing if batch.labels.dim() == 1 else 0.0
-        loss = F.cross_entropy(logits.float(), batch.labels, label_smoothing=smoothing)
-        metrics = {"accuracy": top1(logits, batch.labels)}
+        loss, metrics = label_loss(logits, batch, self.config.label_smoothing)
         if self.dal is not None:
             regression = self.localise(mask)
             loss = loss + draws["dal_weight"] * regression

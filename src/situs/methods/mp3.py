@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from situs.backbones.base import Backbone
 from situs.config import check_range
@@ -69,13 +69,13 @@ class MP3(Method):
         other.position_head, other.training = self.position_head, self.training
         return other
 
-    def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where anchors are used."""
         count = self.backbone.num_tokens
-        noise = uniform(seed, epoch, ids, "mp3.context", (count,))
+        noise = uniform(seed, epoch, batch.ids, "mp3.context", (count,))
         draws = {"order": torch.cat(random_subset(noise, self.config.mask_ratio), dim=1)}
         if self.config.anchor_ratio:
-            chance = uniform(seed, epoch, ids, "mp3.anchors", (count,))
+            chance = uniform(seed, epoch, batch.ids, "mp3.anchors", (count,))
             told = chance.argsort(dim=1, stable=True) < count_of(self.config.anchor_ratio, count)
             draws["anchors"] = told
         return draws
@@ -84,7 +84,7 @@ class MP3(Method):
         order = draws["order"]
         # Without positions the order of the tokens means nothing, so the context may stand in front: every layer's
         # keys and values are then a slice of its tokens instead of a gather.
-        tokens = take(self.backbone.embed(batch.images), order)
+        tokens = take(self.backbone.embed(batch.inputs), order)
         places = None
         if "anchors" in draws:
             places = self.backbone.positions().take(order).forget(~draws["anchors"])

@@ -34,22 +34,28 @@ class Supervised(Method):
 
     Config: ClassVar[type[SupervisedConfig]] = SupervisedConfig
     needs: ClassVar[tuple[str, ...]] = ("images",)
-    needs_labels: ClassVar[bool] = True
+    needs_targets: ClassVar[tuple[str, ...]] = ("label",)
 
     def __init__(self, backbone: Backbone, config: SupervisedConfig) -> None:
         super().__init__(backbone)
         self.config = config
 
-    def draw(self, ids: Tensor, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         return {}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
-        if batch.labels is None:
-            raise SitusError("supervised training needs labels, and this data has none (--data)")
-        logits = self.backbone(batch.images)
-        smoothing = self.config.label_smoothing if batch.labels.dim() == 1 else 0.0
-        loss = F.cross_entropy(logits.float(), batch.labels, label_smoothing=smoothing)
-        return Output(loss, {"accuracy": top1(logits, batch.labels)}, {"logits": logits.detach()})
+        logits = self.backbone(batch.inputs)
+        loss, metrics = label_loss(logits, batch, self.config.label_smoothing)
+        return Output(loss, metrics, {"logits": logits.detach()})
+
+
+def label_loss(logits: Tensor, batch: Batch, smoothing: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross entropy, and top-1 accuracy under "accuracy". smoothing: of hard labels; soft ones bring their own."""
+    if "label" not in batch.targets:
+        raise SitusError("supervised training needs labels, and this data has none (--data)")
+    labels = batch.targets["label"]
+    loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing if labels.dim() == 1 else 0.0)
+    return loss, {"accuracy": top1(logits, labels)}
 
 
 @torch.no_grad()

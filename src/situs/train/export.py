@@ -132,7 +132,7 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, story: Story) 
     model, notes = backbone.model, []
     state = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
     classes = model.num_classes
-    if not method.needs_labels and classes:
+    if "label" not in method.needs_targets and classes:
         names = tuple(f"{name}." for name in _classifiers(model))
         state = {name: tensor for name, tensor in state.items() if not name.startswith(names)}
         classes = 0
@@ -202,10 +202,10 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def _write_transformers(folder: Path, backbone: Backbone, method: Method, story: Story) -> list[str]:
     from situs.backbones.hf_names import quietly
 
-    model = backbone.model if method.needs_labels else backbone.model.base_model
+    model = backbone.model if "label" in method.needs_targets else backbone.model.base_model
     backbone.source = {**backbone.source, "architecture": type(model).__name__}
     model.config.situs = {"version": __version__, "method": story.method, "positions": method.sees_positions}
-    if method.needs_labels and story.classes is not None:
+    if "label" in method.needs_targets and story.classes is not None:
         model.config.id2label = dict(enumerate(story.classes))
         model.config.label2id = {name: number for number, name in enumerate(story.classes)}
     with quietly():
@@ -223,7 +223,7 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, story:
             "do_convert_rgb": backbone.in_chans == 3,
         }
         write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
-    return [] if method.needs_labels else ["It has no classifier: none was trained."]
+    return [] if "label" in method.needs_targets else ["It has no classifier: none was trained."]
 
 
 # --- the folder ---------------------------------------------------------------------------------------------

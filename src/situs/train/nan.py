@@ -95,10 +95,12 @@ def save_bad_step(run: RunFolder, method: Method, step: Step, precision: str, na
 
 
 def _pack(step: Step) -> dict[str, Tensor]:
-    """A step as tensors by name: "0/images", "0/draws/context", "generator/cpu"."""
+    """A step as tensors by name: "0/inputs", "0/targets/label", "0/draws/context", "generator/cpu"."""
     packed = {f"generator/{kind}": state for kind, state in step.generators.items()}
     for number, (batch, draws, _) in enumerate(step.parts):
-        packed |= {f"{number}/{k}": v for k, v in batch._asdict().items() if v is not None}
+        packed |= {f"{number}/inputs": batch.inputs, f"{number}/ids": batch.ids}
+        packed |= {} if batch.mask is None else {f"{number}/mask": batch.mask}
+        packed |= {f"{number}/targets/{k}": v for k, v in batch.targets.items()}
         packed |= {f"{number}/draws/{k}": v for k, v in draws.items()}
     return packed
 
@@ -106,11 +108,17 @@ def _pack(step: Step) -> dict[str, Tensor]:
 def _unpack(packed: dict[str, Tensor], shares: list[float], device: torch.device) -> list[Part]:
     parts = []
     for number, share in enumerate(shares):
-        prefix = f"{number}/"
-        own = {k.removeprefix(prefix): v.to(device) for k, v in packed.items() if k.startswith(prefix)}
-        draws = {k.removeprefix("draws/"): v for k, v in own.items() if k.startswith("draws/")}
-        parts.append(Part(Batch(own["images"], own["ids"], own.get("labels")), draws, share))
+        own = _below(f"{number}/", packed, device)
+        targets, draws = (_below(f"{kind}/", own, device) for kind in ("targets", "draws"))
+        if "images" in own:  # a step saved before inputs were more than images
+            own["inputs"] = own["images"]
+            targets |= {"label": own["labels"]} if "labels" in own else {}
+        parts.append(Part(Batch(own["inputs"], own["ids"], targets, own.get("mask")), draws, share))
     return parts
+
+
+def _below(prefix: str, packed: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): v.to(device) for name, v in packed.items() if name.startswith(prefix)}
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class Loaded(NamedTuple):
 def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     """The method on its backbone, freshly initialised from the run's seed."""
     kind = METHODS[config.method_name]
-    if kind.needs_labels and classes is None:
+    if "label" in kind.needs_targets and classes is None:
         raise SitusError(f"{config.method_name} needs labels, and {config.data.path} has none (--data)")
     torch.manual_seed(config.train.seed)
     backbone = create_backbone(
@@ -132,7 +132,7 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
             config.backbone,
             img_size=config.backbone.img_size or config.data.size,
             in_chans=config.data.channels,
-            num_classes=len(classes) if kind.needs_labels and classes is not None else 0,
+            num_classes=len(classes) if "label" in kind.needs_targets and classes is not None else 0,
         )
     )
     if backbone.img_size not in (None, config.data.size):

@@ -55,14 +55,7 @@ def split(batch: Batch, count: int) -> list[tuple[Batch, float]]:
     total = batch.ids.shape[0]
     cuts = [total * i // count for i in range(count + 1)]
     spans = [slice(a, b) for a, b in pairwise(cuts) if b > a]
-    labels = batch.labels
-    return [
-        (
-            Batch(batch.images[span], batch.ids[span], None if labels is None else labels[span]),
-            (span.stop - span.start) / total,
-        )
-        for span in spans
-    ]
+    return [(batch.part(span), (span.stop - span.start) / total) for span in spans]
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any]:
@@ -109,7 +102,7 @@ class Stepper:
         pieces = split(batch, count)
         parts, values = [], None
         for number, (piece, share) in enumerate(pieces, start=1):
-            draws = self.method.draw(piece.ids, seed=self.seed, epoch=moment.epoch, progress=moment.progress)
+            draws = self.method.draw(piece, seed=self.seed, epoch=moment.epoch, progress=moment.progress)
             part = Part(piece, draws, share * weight)
             with self.spread.local(number == len(pieces)):
                 output = self._backward(part)
