@@ -35,9 +35,9 @@ from situs.audit.stem import flat_weight, require_stem, table_rows, to_images
 from situs.audit.threat import Gradients, full_float32, victim_gradients
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
-from situs.config import write_text
 from situs.data.loader import DataConfig, make_loader
 from situs.data.sources import open_source
+from situs.files import write_text
 
 ATTACKS: dict[str, type[Attack]] = {"patchembed": PatchEmbedding, "patchembed, bytes": PatchEmbedding, "april": April}
 

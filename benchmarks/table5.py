@@ -29,9 +29,9 @@ from situs.audit.settings_page import settings_page, settings_table
 from situs.audit.victim import Victim, labels_for, open_predictor, open_victim
 from situs.audit.watch import Watch
 from situs.backbones import create_backbone
-from situs.config import write_text
 from situs.data.loader import DataConfig
 from situs.evaluate.subject import Subject, load_set
+from situs.files import write_text
 from situs.methods.mjp import MJP
 
 

@@ -1,8 +1,15 @@
 """Frozen dataclasses <-> TOML / JSON, strictly: a key or a value that does not fit is an error with its path.
 
 A config is a frozen dataclass beside the component it configures. Its fields are int, float, bool, str, Path,
-Literal, tuple, list, dict, other configs, or unions of these; a field made by `choice` takes its class by name
-from a visible dict, and its table says which with the key `name`:
+Literal, tuple, list, dict, other configs, or unions of these; what a value must be besides stands with its type, and a
+config that derives from `Checked` holds to all of it however it is made. What binds several fields stands in `check`:
+
+    @dataclass(frozen=True)
+    class MP3Config(Checked):
+        mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
+        epochs: Annotated[int, Within(">= 1")] | None = None
+
+A field made by `choice` takes its class by name from a visible dict, and its table says which with the key `name`:
 
     [method]
     name = "mp3"
@@ -16,16 +23,35 @@ from __future__ import annotations
 import json
 import math
 import os
-import tomllib
 import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from situs.errors import SitusError, unknown_name
+from situs.files import read_json, write_text
+from situs.limits import Rule
 
 T = TypeVar("T")
+
+# --- a config that is checked --------------------------------------------------------------------------------
+
+
+class Checked:
+    """Base of frozen configs: every value has its field's type and keeps to its rules, whoever makes the config."""
+
+    def __post_init__(self) -> None:
+        for name, (kind, chosen) in _known(type(self)).items():
+            if chosen is None:
+                _convert(kind, getattr(self, name), name)
+        self.check()
+
+    def check(self) -> None:
+        """What the fields must be to one another: raises a `SitusError` with the field that is to be changed."""
+
 
 # --- a field whose class is chosen by name ------------------------------------------------------------------
 
@@ -69,9 +95,10 @@ def choices_of(cls: type[Any], path: str = "") -> dict[str, Choice]:
     return found
 
 
+@cache
 def _known(cls: type[Any]) -> dict[str, tuple[Any, Choice | None]]:
     """The fields a caller may set: name -> (type, Choice or None)."""
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     return {f.name: (hints[f.name], f.metadata.get("situs.choice")) for f in fields(cls) if f.init}
 
 
@@ -85,7 +112,7 @@ def from_dict(cls: type[T], data: Mapping[str, Any], where: str = "") -> T:
     except SitusError as error:
         if not where:
             raise
-        raise SitusError(f"{where}: {error}") from None
+        raise error.said_of(where) from None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -107,8 +134,12 @@ def _table(cls: type[Any], data: Any, path: str) -> Any:
             values[name] = _convert(kind, data[name], below) if chosen is None else _chosen(chosen, data[name], below)
     required = {f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING}
     if missing := sorted(required - values.keys()):
-        raise SitusError(f"{path or cls.__name__}: missing {', '.join(missing)}")
-    return cls(**values)
+        absent = [f"{path}.{name}" if path else name for name in missing]
+        raise SitusError(f"{path or cls.__name__}: missing {', '.join(missing)}", field=absent)
+    try:
+        return cls(**values)
+    except SitusError as error:
+        raise (error.under(path) if path else error) from None
 
 
 def _chosen(chosen: Choice, data: Any, path: str) -> Any:
@@ -123,8 +154,11 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
+    if origin is Annotated:
+        return _ruled(kind, value, path)
     if is_dataclass(kind):
-        return _table(kind, value, path)  # pyright: ignore[reportArgumentType]
+        made = isinstance(value, kind)  # pyright: ignore[reportArgumentType]
+        return value if made else _table(kind, value, path)  # pyright: ignore[reportArgumentType]
     if origin in (Union, types.UnionType):
         return _union(kind, value, path)
     if origin is tuple and isinstance(value, (list, tuple)):
@@ -143,6 +177,19 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
     raise _wrong(path, value, expected(kind))
 
 
+def _ruled(kind: Any, value: Any, path: str) -> Any:
+    bare, *notes = get_args(kind)
+    converted = _convert(bare, value, path)
+    for rule in notes:
+        if isinstance(rule, Rule) and not rule.holds(converted):
+            raise _RuleError(field=path, value=value, allowed=rule.allowed)
+    return converted
+
+
+class _RuleError(SitusError):
+    """A value of the right type that does not keep to its rule."""
+
+
 def _union(kind: Any, value: Any, path: str) -> Any:
     """The first member that holds the value as it is, or else the first that it can be made to fit."""
     fits, reasons = [], []
@@ -156,6 +203,8 @@ def _union(kind: Any, value: Any, path: str) -> Any:
             return fit
     if fits:
         return fits[0]
+    if broken := [error for _, error in reasons if isinstance(error, _RuleError)]:
+        raise broken[0]
     # A table was meant for the table among the members: that one's own complaint says more than "wrong type".
     tables = [error for member, error in reasons if is_dataclass(member)]
     if isinstance(value, Mapping) and len(tables) == 1:
@@ -191,6 +240,8 @@ _SCALARS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
 def expected(kind: Any) -> str:
     """What a value of this type looks like, in words: `int | None` is "an integer or none"."""
     origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return " ".join([expected(inner[0]), *(rule.allowed for rule in inner[1:] if isinstance(rule, Rule))])
     if origin in (Union, types.UnionType):
         return " or ".join(expected(member) for member in inner)
     if origin is Literal:
@@ -317,32 +368,19 @@ def check_range(
     require(above and below and not math.isnan(value), name, value, allowed, flag)
 
 
-def check_choices(config: Any, group: str) -> None:
-    """Raises `positions='relativ': must be one of learned, sincos, … (--backbone.positions)` where no `Literal` has it.
-
-    Files and flags are converted strictly anyway: this is for a config made in Python.
-    """
-    for name, (kind, _) in _known(type(config)).items():
-        words = [option for each in (kind, *get_args(kind)) if get_origin(each) is Literal for option in get_args(each)]
-        value = getattr(config, name)
-        ok = not words or value in words or (value is None and types.NoneType in get_args(kind))
-        require(ok, name, value, f"one of {', '.join(map(str, words))}", f"{group}.{name.replace('_', '-')}")
-
-
 def _wrong(path: str, value: Any, allowed: str) -> SitusError:
-    return SitusError(f"{path}={value!r}: must be {allowed}")
+    return SitusError(field=path, value=value, allowed=allowed)
 
 
 def _unknown_key(path: str, known: Collection[str]) -> SitusError:
-    return SitusError(f"{path}: unknown key; known keys here: {', '.join(sorted(known)) or 'none'}")
+    close = get_close_matches(path.rpartition(".")[2], known, n=1)
+    perhaps = f", perhaps {close[0]}" if close else ""
+    return SitusError(
+        f"{path}: unknown key{perhaps}; known keys here: {', '.join(sorted(known)) or 'none'}", field=path
+    )
 
 
 # --- files --------------------------------------------------------------------------------------------------
-
-
-def load_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The tables of a TOML file."""
-    return _parse(tomllib.loads, tomllib.TOMLDecodeError, "TOML", Path(path))
 
 
 def load_json(cls: type[T], path: str | os.PathLike[str]) -> T:
@@ -350,48 +388,6 @@ def load_json(cls: type[T], path: str | os.PathLike[str]) -> T:
     return from_dict(cls, read_json(path), where=str(path))
 
 
-def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The tables of a JSON file."""
-    return _parse(json.loads, json.JSONDecodeError, "JSON", Path(path))
-
-
 def save_json(config: Any, path: str | os.PathLike[str]) -> None:
     """Writes a config: fields in their own order, keys of free tables sorted, the same bytes every time."""
     write_text(path, json.dumps(to_dict(config), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def write_text(path: str | os.PathLike[str], text: str, *, private: bool = False) -> None:
-    """`write_bytes` for text, in UTF-8."""
-    write_bytes(path, text.encode(), private=private)
-
-
-def write_bytes(path: str | os.PathLike[str], content: bytes, *, private: bool = False) -> None:
-    """Writes a file under a temporary name beside it and renames it: readers see the old or the new, whole.
-
-    private: for nobody but the owner (mode 0600), from its first byte on.
-    """
-    path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with aside.open("wb") as file:
-            if private:
-                aside.chmod(0o600)
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-
-
-def _parse(loads: Callable[[str], Any], failure: type[ValueError], format_name: str, path: Path) -> Any:
-    try:
-        tables = loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
-    except (failure, UnicodeDecodeError) as error:
-        raise SitusError(f"{path}: no valid {format_name}: {error}") from None
-    if not isinstance(tables, dict):
-        raise SitusError(f"{path}: must hold a table, not a {type(tables).__name__}")
-    return tables

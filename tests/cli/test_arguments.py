@@ -178,7 +178,10 @@ def test_resume_starts_from_the_run_s_own_config(tmp_path: Path) -> None:
         ("--data D --method.mask-ratio 1.2", r"^mask_ratio=1\.2: must be in \[0, 1\) \(--method\.mask-ratio\)$"),
         ("--data D --batch 0", r"^batch=0: must be >= 1 \(--batch\)$"),
         ("--data D --preset nosuch", "^unknown preset 'nosuch'; choose one of: toy-mae, toy-wrong$"),
-        ("--data D --preset toy-wrong", "^preset toy-wrong: batchsize: unknown key; known keys here: batch, "),
+        (
+            "--data D --preset toy-wrong",
+            "^preset toy-wrong: batchsize: unknown key, perhaps batch; known keys here: batch, ",
+        ),
         ("--data D --method mp4", "unknown method 'mp4'; choose one of: mae, mp3$"),
         ("--data D --config nosuch.toml", "^nosuch.toml: cannot be read: no such file"),
         ("--data D --resume nosuch", r"nosuch: holds no run, there is no config\.json in it \(--resume\)"),

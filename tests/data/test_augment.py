@@ -126,20 +126,22 @@ def test_recipes_say_what_the_papers_say():
 
 
 @pytest.mark.parametrize(
-    ("change", "sentence"),
+    ("change", "field", "allowed"),
     [
-        ({"flip": 1.2}, r"flip=1.2: must be in \[0, 1\] \(--augment.flip\)"),
-        ({"scale": (0.5, 0.2)}, r"scale=\(0.5, 0.2\): must rise within \(0, 1\] \(--augment.scale\)"),
-        ({"ratio": (0.0, 1.0)}, "ratio=.*must be positive"),
-        ({"magnitude": 11.0}, r"magnitude=11.0: must be in \[0, 10\]"),
-        ({"label_smoothing": 1.0}, r"label_smoothing=1.0: .*\(--augment.label-smoothing\)"),
-        ({"mixup": -1.0}, "mixup=-1.0: must not be negative"),
-        ({"repeated": 0}, "repeated=0: must be at least 1"),
+        ({"flip": 1.2}, "flip", "in [0, 1]"),
+        ({"scale": (0.5, 0.2)}, "scale", "two rising numbers in (0, 1]"),
+        ({"ratio": (0.0, 1.0)}, "ratio[0]", "> 0"),
+        ({"ratio": (2.0, 1.0)}, "ratio", "two rising numbers"),
+        ({"magnitude": 11.0}, "magnitude", "in [0, 10]"),
+        ({"label_smoothing": 1.0}, "label_smoothing", "in [0, 1)"),
+        ({"mixup": -1.0}, "mixup", ">= 0"),
+        ({"repeated": 0}, "repeated", ">= 1"),
     ],
 )
-def test_wrong_values_are_one_sentence(change, sentence):
-    with pytest.raises(SitusError, match=sentence):
+def test_wrong_values_are_refused(change, field, allowed):
+    with pytest.raises(SitusError) as caught:
         AugmentConfig(**change)
+    assert (caught.value.field, caught.value.allowed) == (field, allowed)
 
 
 @pytest.mark.gpu

@@ -92,9 +92,9 @@ def test_without_labels_only_positions_are_probed() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(SitusError, match=r"every=0: must be >= 1 \(--probe-every\)"):
+    with pytest.raises(SitusError, match=r"every=0: must be >= 1$"):
         ProbeConfig(every=0)
-    with pytest.raises(SitusError, match=r"k=0: must be >= 1 \(--probe.k\)"):
+    with pytest.raises(SitusError, match=r"k=0: must be >= 1$"):
         ProbeConfig(every=1, k=0)
-    with pytest.raises(SitusError, match=r"temperature=0.0: must be > 0 \(--probe.temperature\)"):
+    with pytest.raises(SitusError, match=r"temperature=0.0: must be > 0$"):
         ProbeConfig(every=1, temperature=0.0)

@@ -489,9 +489,9 @@ def test_presets_are_the_constructors() -> None:
 
 
 def test_mistakes_are_sentences() -> None:
-    with pytest.raises(SitusError, match=r"mask_ratio=1.0: must be in \[0, 1\) \(--method.mask-ratio\)"):
+    with pytest.raises(SitusError, match=r"mask_ratio=1.0: must be in \[0, 1\)$"):
         DropPosConfig(mask_ratio=1.0)
-    with pytest.raises(SitusError, match=r"tau=0: must be > 0 \(--method.tau\)"):
+    with pytest.raises(SitusError, match=r"tau=0: must be > 0$"):
         DropPosConfig(tau=0)
     with pytest.raises(SitusError, match="mask_ratio=0: must be above 0 where mae_weight is"):
         DropPosConfig(mask_ratio=0, mae_weight=1.0)

@@ -327,9 +327,10 @@ def test_seeds_change_the_run(tmp_path: Path) -> None:
         ("log_every", 0), ("save_every", 0), ("keep", 0), ("trackers", ("paper",)),
     ],
 )  # fmt: skip
-def test_a_wrong_value_names_its_flag(field: str, value: object) -> None:
-    with pytest.raises(SitusError, match="--train." + field.replace("_", "-")):
+def test_a_wrong_value_is_refused_by_its_field(field: str, value: object) -> None:
+    with pytest.raises(SitusError) as caught:
         dataclasses.replace(TRAIN, **{field: value})
+    assert (caught.value.field or "").partition("[")[0] == field
 
 
 def test_a_run_needs_an_end() -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from situs.config import flat, read_json
+from situs.config import flat
 from situs.errors import SitusError
+from situs.files import read_json
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.run import is_run
 

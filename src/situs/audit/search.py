@@ -15,7 +15,8 @@ from torch import Tensor
 
 from situs.audit.threat import Gradients
 from situs.audit.watch import Watch
-from situs.config import check_range
+from situs.config import Checked
+from situs.limits import Count, NotNegative, Positive
 
 FAINT, NOISY = 1e-2, 10.0
 """Names count alike in a distance, but for those whose squared norm is below this share of the largest, or of this many
@@ -23,42 +24,35 @@ times the noise that is on all gradients together: they count by their size (mea
 
 
 @dataclass(frozen=True)
-class MatchingConfig:
+class MatchingConfig(Checked):
     """How the optimisation attacks search."""
 
     distance: Literal["l2", "cosine"] = "l2"
     """Of a guessed gradient from the one sent: relative squared error, or cosine distance; weighted mean over names."""
 
-    iterations: int = 1000
+    iterations: Count = 1000
     """Steps of the optimiser. The step size falls to a tenth after 3/8, 5/8 and 7/8 of them, or of the time limit."""
 
-    restarts: int = 1
+    restarts: Count = 1
     """Starts from other noise; the one with the least loss is kept, and nobody looks at the truth for that."""
 
-    lr: float = 0.1
+    lr: Positive = 0.1
     """Step size, in standard deviations of the pixels."""
 
     signed: bool = True
     """Whether Adam sees the sign of the pixels' gradient alone."""
 
-    smooth: float = 1e-4
+    smooth: NotNegative = 1e-4
     """Weight of the total variation: images are smooth."""
 
-    border: float = 1e-4
+    border: NotNegative = 1e-4
     """Weight of the squared steps across the borders of patches."""
 
-    table: float = 1.0
+    table: NotNegative = 1.0
     """april-optimisation alone: weight of the cosine distance of the position table's gradient."""
 
-    parallel: int = 8
+    parallel: Count = 8
     """Searches (uploads × restarts) run at once."""
-
-    def __post_init__(self) -> None:
-        for name in ("iterations", "restarts", "parallel"):
-            check_range(name, getattr(self, name), 1, flag=f"--{name}")
-        check_range("lr", self.lr, 0, flag="lr", low_open=True)
-        for name in ("smooth", "border", "table"):
-            check_range(name, getattr(self, name), 0, flag=name)
 
 
 class Found(NamedTuple):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from situs.config import check_choices
-from situs.errors import SitusError
+from situs.config import Checked
+from situs.limits import Within
 
 PositionKind = Literal["learned", "sincos", "learned_sincos", "relative", "none"]
 
 
 @dataclass(frozen=True)
-class BackboneConfig:
+class BackboneConfig(Checked):
     """Which model, at which size. Every field but `name` may be left to the model's own default."""
 
     name: str = "vit_small_patch16_224"
@@ -34,7 +34,7 @@ class BackboneConfig:
     """Another kind of position than the model's own: learned (new, random), sincos (fixed), learned_sincos (sincos at
     first), relative (2-D bias, zero at first) or none."""
 
-    drop_path: float = 0.0
+    drop_path: Annotated[float, Within("[0, 1)")] = 0.0
     """Rate of stochastic depth in the last block; it rises linearly from 0 in the first."""
 
     weights: str | None = None
@@ -42,8 +42,3 @@ class BackboneConfig:
 
     model_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the model's own constructor."""
-
-    def __post_init__(self) -> None:
-        check_choices(self, "--backbone")
-        if not 0 <= self.drop_path < 1:
-            raise SitusError(f"drop_path={self.drop_path}: must be in [0, 1) (--backbone.drop-path)")

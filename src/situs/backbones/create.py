@@ -10,9 +10,9 @@ from torch import nn
 
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig
-from situs.config import read_json
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
+from situs.files import read_json
 
 NOTHING = BackboneConfig(name="")
 """What may be asked of a module that exists."""

@@ -25,10 +25,10 @@ from situs.backbones.timm import (
     VitBackbone,
 )
 from situs.backbones.weights import load_into, load_weights, read_state_dict
-from situs.config import read_json
 from situs.core.position import sincos_2d
 from situs.core.tokens import grid_of, pair
 from situs.errors import SitusError
+from situs.files import read_json
 
 FAMILIES: dict[str, Callable[[nn.Module, str], Backbone]] = {
     "VisionTransformer": VitBackbone,

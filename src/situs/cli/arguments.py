@@ -38,8 +38,9 @@ from situs.cli.helptext import (
     presets_text,
 )
 from situs.cli.mistakes import WIDE, sentence
-from situs.config import Choice, choices_of, from_dict, load_toml, merge
+from situs.config import Choice, choices_of, from_dict, merge
 from situs.errors import SitusError
+from situs.files import read_toml
 from situs.presets import load_preset
 
 T = TypeVar("T")
@@ -131,7 +132,7 @@ def start_of(cls: type[T], argv: Sequence[str], run_flag: str | None = None, gro
         layers = merge(layers, load_preset(preset), choices)
     if toml is not None:
         sources.append(toml)
-        layers = merge(layers, load_toml(toml), choices)
+        layers = merge(layers, read_toml(toml), choices)
     for path in choices:
         if (name := _peek(argv, _flag(path))) is not None:
             layers = merge(layers, _nested(f"{path}.name", name), choices)

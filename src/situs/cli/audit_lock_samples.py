@@ -59,8 +59,8 @@ def _images(folder: Path, backbone: Backbone, path: str, count: int) -> Samples:
 
 def _prepared(folder: Path, backbone: Backbone, path: str, batch: int) -> Any:
     """How the model wants its images, by what its folder says."""
-    from situs.config import read_json
     from situs.data.loader import DataConfig
+    from situs.files import read_json
 
     said = read_json(folder / "config.json").get("pretrained_cfg", {})
     beside = folder / "preprocessor_config.json"

@@ -127,9 +127,12 @@ def run_verb(verb: str, rest: list[str]) -> int:
     parse: Callable[..., Any] = import_module("situs.cli.arguments").parse
     try:
         args = parse(module.Args, rest, prog=f"situs {verb}", description=module.__doc__)
+        return run_on_ranks(verb, lambda: module.run(args))
     except SystemExit as stop:  # help was asked for
         return stop.code if isinstance(stop.code, int) else 2
-    return run_on_ranks(verb, lambda: module.run(args))
+    except SitusError as error:
+        explained: Callable[..., str] = import_module("situs.cli.flags").explained
+        raise SitusError(explained(error, module.Args), field=error.fields, value=error.value) from error
 
 
 def overview(group: str = "") -> str:

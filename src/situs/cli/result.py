@@ -110,8 +110,8 @@ def open_looked_at(args: Looking) -> Subject:
 @contextmanager
 def _whole(model: str, key: Path | None, withheld: Path | None) -> Iterator[str]:
     """What is opened: the model as it is named, or of a lock that is sealed or lacks parts its whole, still locked."""
-    from situs.config import read_json
     from situs.errors import SitusError
+    from situs.files import read_json
     from situs.locks.manifest import FORMAT, NAME, read_manifest
 
     folder = Path(model)
@@ -201,8 +201,8 @@ def write_result(
     of: whose result it is. One of other models that stands in the folder is left, and this one goes below, to a folder
     of its own. Where several ranks have come to the result, the first one writes it.
     """
-    from situs.config import write_bytes
     from situs.errors import SitusError
+    from situs.files import write_bytes
     from situs.train import distributed
 
     if distributed.rank():

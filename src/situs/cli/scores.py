@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from situs.config import write_bytes
 from situs.errors import SitusError
+from situs.files import write_bytes
 
 
 def write_scores(path: Path, scores: Mapping[str, Any]) -> None:

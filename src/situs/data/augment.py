@@ -8,76 +8,67 @@ and CutMix look at a second sample (`situs.data.mix`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from situs.config import check_choices
+from situs.config import Checked
 from situs.core.random import uniform
 from situs.data import colour, erasing, geometry, mix, randaugment
-from situs.errors import SitusError, unknown_name
+from situs.errors import unknown_name
+from situs.limits import Count, Natural, NotNegative, Positive, Rule, Share, Within
+
+_RISING = Rule("two rising numbers in (0, 1]", lambda pair: 0 < pair[0] <= pair[1] <= 1)
 
 
 @dataclass(frozen=True)
-class AugmentConfig:
+class AugmentConfig(Checked):
     """What happens to a training image between the disk and the model. `RECIPES` names the usual ones."""
 
     crop: Literal["none", "resized", "pad"] = "resized"
     """resized: a random box brought to the model's size. pad: a shift by up to `pad` pixels. none: the whole image."""
-    scale: tuple[float, float] = (0.08, 1.0)
+    scale: Annotated[tuple[float, float], _RISING] = (0.08, 1.0)
     """Share of the image that a resized crop covers, from and to."""
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    ratio: Annotated[tuple[Positive, Positive], Rule("two rising numbers", lambda pair: pair[0] <= pair[1])] = (
+        3 / 4,
+        4 / 3,
+    )
     """Width over height of a resized crop, from and to."""
-    pad: int = 4
+    pad: Natural = 4
     """Largest shift of a padded crop, in pixels."""
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """How an image is resampled."""
-    flip: float = 0.5
+    flip: Share = 0.5
     """Share of images mirrored left to right."""
-    jitter: float = 0.0
+    jitter: NotNegative = 0.0
     """Largest change of brightness, contrast and saturation; 0.4 draws each factor from [0.6, 1.4]. 0: none."""
-    operations: int = 0
+    operations: Natural = 0
     """RandAugment: operations a sample. 0: no RandAugment."""
-    magnitude: float = 9.0
+    magnitude: Annotated[float, Within("[0, 10]")] = 9.0
     """RandAugment: strength of the operations, of 10."""
-    magnitude_std: float = 0.5
+    magnitude_std: NotNegative = 0.5
     """RandAugment: standard deviation of the strength."""
-    operation_probability: float = 0.5
+    operation_probability: Share = 0.5
     """RandAugment: chance that an operation drawn is carried out."""
-    erasing: float = 0.0
+    erasing: Share = 0.0
     """Random erasing: share of images with a rectangle erased."""
-    erasing_area: tuple[float, float] = (0.02, 1 / 3)
+    erasing_area: Annotated[tuple[float, float], _RISING] = (0.02, 1 / 3)
     """Random erasing: share of the image erased, from and to."""
     erasing_with: Literal["noise", "mean"] = "noise"
     """Random erasing: normal noise for each pixel and channel, or the mean colour."""
-    mixup: float = 0.0
+    mixup: NotNegative = 0.0
     """MixUp's α; 0: no MixUp."""
-    cutmix: float = 0.0
+    cutmix: NotNegative = 0.0
     """CutMix's α; 0: no CutMix."""
-    mix_probability: float = 1.0
+    mix_probability: Share = 1.0
     """Share of samples that MixUp or CutMix mixes."""
-    mix_switch: float = 0.5
+    mix_switch: Share = 0.5
     """Share of the mixed samples that take CutMix, where both are on."""
-    label_smoothing: float = 0.0
+    label_smoothing: Annotated[float, Within("[0, 1)")] = 0.0
     """Mass of a label spread over all classes. Labels are soft wherever this, MixUp or CutMix is on."""
-    repeated: int = 1
+    repeated: Count = 1
     """Repeated augmentation: differently augmented copies of a sample in one batch."""
-
-    def __post_init__(self) -> None:
-        check_choices(self, "--augment")
-        shares = ("flip", "operation_probability", "erasing", "mix_probability", "mix_switch")
-        for name in shares:
-            _check(self, name, 0 <= getattr(self, name) <= 1, "must be in [0, 1]")
-        _check(self, "label_smoothing", 0 <= self.label_smoothing < 1, "must be in [0, 1)")
-        for name in ("scale", "erasing_area"):
-            low, high = getattr(self, name)
-            _check(self, name, 0 < low <= high <= 1, "must rise within (0, 1]")
-        _check(self, "ratio", 0 < self.ratio[0] <= self.ratio[1], "must be positive and rise")
-        _check(self, "magnitude", 0 <= self.magnitude <= 10, "must be in [0, 10]")
-        for name in ("pad", "operations", "magnitude_std", "jitter", "mixup", "cutmix"):
-            _check(self, name, getattr(self, name) >= 0, "must not be negative")
-        _check(self, "repeated", self.repeated >= 1, "must be at least 1")
 
     @property
     def mixes(self) -> bool:
@@ -88,12 +79,6 @@ class AugmentConfig:
     def softens(self) -> bool:
         """Whether labels leave the loader as distributions [B, K] and not as numbers [B]."""
         return self.mixes or self.label_smoothing > 0
-
-
-def _check(config: AugmentConfig, name: str, good: bool, rule: str) -> None:
-    if not good:
-        flag = f"--augment.{name.replace('_', '-')}"
-        raise SitusError(f"{name}={getattr(config, name)}: {rule} ({flag})")
 
 
 NONE = AugmentConfig(crop="none", flip=0.0)

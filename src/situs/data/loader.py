@@ -6,12 +6,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor
 
-from situs.config import check_choices
+from situs.config import Checked
 from situs.data.augment import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
 from situs.data.base import Source, TensorSource
 from situs.data.batch import Batch
@@ -21,6 +21,7 @@ from situs.data.sampler import BatchPlan, batches_for, sample_of
 from situs.data.sources import open_source
 from situs.data.streaming import Stream, Views, centre_crop
 from situs.errors import SitusError
+from situs.limits import Count, Natural, Positive, Within
 
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # On a GPU, batches smaller than this many numbers are augmented several at a time: a sample's view does not depend on
@@ -33,62 +34,49 @@ NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Checked):
     """Where the images are and how they come to the model."""
 
     path: str = ""
     """Image folder, folder of parquet or tar files, CIFAR batches, or "samples" for the embedded set."""
     split: str | None = None
     """train, val or test; by default the training split where there is one, and val for evaluation."""
-    held_out: float = 0.0
+    held_out: Annotated[float, Within("[0, 1)")] = 0.0
     """Share of data without a val or test split that is held out as both, by the images' names; train is the rest."""
-    img_size: int | tuple[int, int] | None = None
+    img_size: Count | tuple[Count, Count] | None = None
     """Side of the square, or height and width, that the model sees; by default the model's own."""
-    channels: int = 3
+    channels: Count = 3
     """Channels the model sees: grey is repeated to 3, RGB weighed to 1, others must match."""
-    batch: int | None = None
+    batch: Count | None = None
     """Images a step over all ranks; by default 256, or all of a smaller set."""
-    workers: int = 4
+    workers: Natural = 4
     """Processes that decode a streamed set, at most one a core; 0 decodes in the main process."""
     resident: Literal["auto", "always", "never"] = "auto"
     """Whether the set is decoded once and kept on the device; auto: small images of one size that fit."""
-    resident_gib: float = 4.0
+    resident_gib: Positive = 4.0
     """Memory that a resident set may take."""
-    crop_share: float = 1.0
+    crop_share: Annotated[float, Within("(0, 1]")] = 1.0
     """Evaluation: share of the image's shorter side that the centre crop keeps (ImageNet: 0.875)."""
     mean: tuple[float, ...] = ()
     """Mean of each channel, subtracted; default: ImageNet's for three channels, else 0.5."""
-    std: tuple[float, ...] = ()
+    std: tuple[Positive, ...] = ()
     """Deviation of each channel, divided by; default: ImageNet's for three channels, else 0.25."""
     seed: int = 0
     """Seed of order and augmentation."""
     strict: bool = False
     """Stop at a broken image instead of skipping it."""
 
-    def __post_init__(self) -> None:
-        check_choices(self, "--data")
-        checks = {
-            "held_out": (0 <= self.held_out < 1, "must be in [0, 1)"),
-            "img_size": (self.img_size is None or min(self.size) >= 1, "must be positive"),
-            "channels": (self.channels >= 1, "must be at least 1"),
-            "batch": (self.batch is None or self.batch >= 1, "must be at least 1"),
-            "workers": (self.workers >= 0, "must not be negative"),
-            "resident_gib": (self.resident_gib > 0, "must be positive"),
-            "crop_share": (0 < self.crop_share <= 1, "must be in (0, 1]"),
-            "mean": (len(self.mean) in {0, self.channels}, f"must have {self.channels} numbers, one a channel"),
-            "std": (len(self.std) in {0, self.channels} and min(self.std, default=1.0) > 0,
-                    f"must have {self.channels} positive numbers, one a channel"),
-        }  # fmt: skip
-        for name, (good, rule) in checks.items():
-            if not good:
-                flag = f"--data.{name.replace('_', '-')}"
-                raise SitusError(f"{name}={getattr(self, name)}: {rule} ({flag})")
+    def check(self) -> None:
+        for name in ("mean", "std"):
+            if len(getattr(self, name)) not in {0, self.channels}:
+                allowed = f"{self.channels} numbers, one a channel"
+                raise SitusError(field=(name, "channels"), value=getattr(self, name), allowed=allowed)
 
     @property
     def size(self) -> tuple[int, int]:
         """Height and width that the model sees."""
         if self.img_size is None:
-            raise SitusError("img_size: must be given where no model says it (--data.img-size)")
+            raise SitusError("img_size: must be given where no model says it", field="img_size")
         return (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
 
     @property

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from situs.config import check_range
+from situs.config import Checked
 from situs.evaluate.features import FeatureSet, Pool, extract
 from situs.evaluate.inference import evaluating
 from situs.evaluate.knn import knn_accuracy
 from situs.evaluate.position import position_accuracy_over
+from situs.limits import Count, Positive
 from situs.methods.base import Batch, Method
 from situs.methods.mp3 import MP3
 from situs.train.contract import RunState
@@ -20,16 +21,16 @@ Batches = Callable[[], Iterable[Batch]]
 
 
 @dataclass(frozen=True)
-class ProbeConfig:
+class ProbeConfig(Checked):
     """What is looked at, and how often."""
 
-    every: int = 10
+    every: Count = 10
     """Epochs between two looks."""
 
-    k: int = 20
+    k: Count = 20
     """Neighbours of the kNN classifier."""
 
-    temperature: float = 0.07
+    temperature: Positive = 0.07
     """τ of its weights exp(similarity / τ)."""
 
     pool: Pool = "mean"
@@ -37,11 +38,6 @@ class ProbeConfig:
 
     precision: str = "fp32"
     """Arithmetic of the forwards: fp32 or bf16."""
-
-    def __post_init__(self) -> None:
-        check_range("every", self.every, 1, flag="--probe-every")
-        check_range("k", self.k, 1, flag="--probe.k")
-        check_range("temperature", self.temperature, 0, flag="--probe.temperature", low_open=True)
 
 
 class OnlineProbe:

@@ -15,11 +15,12 @@ from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.backbones.timm_create import pretrained_state
 from situs.backbones.weights import load_weights
-from situs.config import check_range, read_json
+from situs.config import check_range
 from situs.data.loader import DataConfig, Loader, make_loader
 from situs.data.sources import judged_split, open_source
 from situs.data.subset import Subset
 from situs.errors import SitusError
+from situs.files import read_json
 from situs.methods.base import Method
 from situs.train import distributed
 from situs.train.card import last_name

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from situs.config import read_json, write_text
 from situs.errors import SitusError
+from situs.files import read_json, write_text
 from situs.locks.shards import Spec, unique
 from situs.train.tensors import sync
 

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
-from situs.config import check_range
+from situs.config import Checked
 from situs.errors import SitusError
+from situs.limits import Count, Positive
 from situs.locks.groups import residual_only
 from situs.locks.members import Group
 from situs.locks.recover import Recovery, settle
@@ -27,24 +28,20 @@ from situs.locks.recover_match import assign
 
 
 @dataclass(frozen=True)
-class AdapterConfig:
+class AdapterConfig(Checked):
     """How long the attacker trains, and how."""
 
-    steps: int = 200
+    steps: Count = 200
     """Updates."""
 
-    batch: int = 50
+    batch: Count = 50
     """Samples a step; all of them where there are fewer."""
 
-    lr: float = 1e-3
+    lr: Positive = 1e-3
     """Largest rate of AdamW; it falls to 0 along a cosine."""
 
     seed: int = 0
     """Of the order of the samples and of the control's random blocks."""
-
-    def __post_init__(self) -> None:
-        check_range("steps", self.steps, 1, flag="--steps")
-        check_range("batch", self.batch, 1, flag="--batch")
 
 
 class Adapted(nn.Module):

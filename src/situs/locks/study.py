@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.backbones import BackboneConfig
-from situs.config import check_range
+from situs.config import Checked
 from situs.data.augment import AugmentConfig
 from situs.data.base import Source, TensorSource
 from situs.data.loader import DataConfig, Loader, make_loader
@@ -31,6 +31,7 @@ from situs.data.samples import load_samples
 from situs.data.sources import open_source
 from situs.data.subset import Subset
 from situs.errors import SitusError
+from situs.limits import Count, Positive
 from situs.locks.groups import groups_of, invert_keys, permute_state, random_keys, residual_only
 from situs.locks.members import Group
 from situs.locks.owner import with_key
@@ -52,38 +53,36 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class StudyConfig:
+class StudyConfig(Checked):
     """How long the study trains, and on how much."""
 
-    images: int = 1000
+    images: Count = 1000
     """Labelled images to fine-tune on."""
 
-    test: int = 2000
+    test: Count = 2000
     """Images that the curves are measured on."""
 
-    epochs: int = 10
+    epochs: Count = 10
     """Passes over the labelled images, in each of the four ways."""
 
-    batch: int = 50
+    batch: Count = 50
     """Images a step."""
 
-    lr: float = 1e-3
+    lr: Positive = 1e-3
     """Peak rate of AdamW."""
 
-    looks: int = 10
+    looks: Count = 10
     """Points of a curve."""
 
-    pretrain_epochs: int = 6
+    pretrain_epochs: Count = 6
     """Passes over 8,000 of the embedded images to make the model that is locked, where none is given."""
 
     seed: int = 0
     """Of the new head, the key, and the order of the data."""
 
-    def __post_init__(self) -> None:
-        for name in ("images", "test", "epochs", "batch", "looks", "pretrain_epochs"):
-            check_range(name, getattr(self, name), 1, flag=f"--{name.replace('_', '-')}")
+    def check(self) -> None:
         if self.batch > self.images:
-            raise SitusError(f"batch={self.batch}: must be at most the {self.images} images (--batch, --images)")
+            raise SitusError(field=("batch", "images"), value=self.batch, allowed=f"at most the {self.images} images")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ On Swin (Table S2) a patch is the image's share behind an output token, and of e
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,47 +21,48 @@ from torch.nn import functional as F
 
 from situs.backbones.base import Backbone, Features, join
 from situs.backbones.cells import enable_cells, encode_cells
-from situs.config import check_choices, check_range, require
+from situs.config import Checked
 from situs.core.masking import kept_of, one_of_cells
 from situs.core.position import cut_targets, sincos_2d, smoothed_targets
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, take
 from situs.errors import SitusError
+from situs.limits import Count, Natural, NotNegative, Positive, Within
 from situs.methods.base import Batch, Draws, Method, Output
-from situs.methods.heads import Decoder, position_accuracy
+from situs.methods.heads import Decoder, check_decoder, position_accuracy
 from situs.methods.mae import decode_pixels, patchify_on, reconstruction_loss
 from situs.methods.schedule import epoch_share
 
 
 @dataclass(frozen=True)
-class DropPosConfig:
+class DropPosConfig(Checked):
     """DropPos's own settings; the defaults are the paper's."""
 
-    mask_ratio: float = 0.75
+    mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
     """γ: share of patches the encoder does not see."""
 
-    position_mask_ratio: float = 0.75
+    position_mask_ratio: Annotated[float, Within("(0, 1]")] = 0.75
     """γ_pos: share of the visible patches whose place is dropped. 1 leaves no anchor."""
 
-    decoder_width: int = 512
+    decoder_width: Count = 512
     """Token width of the decoder."""
 
-    decoder_depth: int = 2
+    decoder_depth: Natural = 2
     """Blocks of the decoder."""
 
-    decoder_heads: int = 16
+    decoder_heads: Count = 16
     """Attention heads of the decoder."""
 
-    sigma_start: float = 1.0
+    sigma_start: NotNegative = 1.0
     """σ_0: width of the smoothed target at the start. 0 is the one-hot target."""
 
-    sigma_end: float = 0.0
+    sigma_end: NotNegative = 0.0
     """σ_T: its width at the end; between them σ falls linearly."""
 
     sigma_schedule: Literal["step", "epoch"] = "step"
     """Whether σ falls at every step (paper) or stands still within an epoch (published code)."""
 
-    epochs: int = 800
+    epochs: Count = 800
     """The run's epochs, for sigma_schedule="epoch": a step knows its epoch and its share of the run, not this."""
 
     distance: Literal["euclidean", "squared"] = "euclidean"
@@ -80,30 +81,24 @@ class DropPosConfig:
     """Features behind the attentive weights: of a second forward of all patches with all places and no gradient
     (paper; about as dear as the rest), of the same forward (free), or None for no weights (τ = ∞)."""
 
-    tau: float = 0.1
+    tau: Positive = 0.1
     """τ: temperature of the attentive weights."""
 
     weights_over: Literal["sample", "batch"] = "sample"
     """Over what the attentive weights are brought to 1: each sample's dropped patches (Eq. 8 is of one image; a batch
     then is the mean of its samples, in parts, over ranks or whole), or the batch's (published code)."""
 
-    mae_weight: float = 0.0
+    mae_weight: NotNegative = 0.0
     """Weight of MAE's pixel loss on the hidden patches beside the position loss; 0 leaves it out."""
 
-    mae_depth: int = 2
+    mae_depth: Natural = 2
     """Blocks of the pixel decoder; its width and heads are the position decoder's."""
 
-    def __post_init__(self) -> None:
-        check_choices(self, "--method")
-        check_range("mask_ratio", self.mask_ratio, 0, 1, flag="--method.mask-ratio", high_open=True)
-        flag = "--method.position-mask-ratio"
-        check_range("position_mask_ratio", self.position_mask_ratio, 0, 1, flag=flag, low_open=True)
-        for name in ("sigma_start", "sigma_end", "mae_weight"):
-            check_range(name, getattr(self, name), 0, flag=f"--method.{name.replace('_', '-')}")
-        check_range("tau", self.tau, 0, flag="--method.tau", low_open=True)
-        check_range("epochs", self.epochs, 1, flag="--method.epochs")
-        hides = self.mae_weight == 0 or self.mask_ratio > 0
-        require(hides, "mask_ratio", self.mask_ratio, "above 0 where mae_weight is", "--method.mask-ratio")
+    def check(self) -> None:
+        check_decoder(self.decoder_width, self.decoder_heads)
+        if self.mae_weight > 0 and self.mask_ratio == 0:
+            fields = ("mask_ratio", "mae_weight")
+            raise SitusError(field=fields, value=self.mask_ratio, allowed="above 0 where mae_weight is")
 
     @staticmethod
     def paper() -> DropPosConfig:

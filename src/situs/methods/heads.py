@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.config import check_range
 from situs.errors import SitusError
 
 
@@ -24,17 +23,18 @@ def position_accuracy(logits: Tensor, places: Tensor) -> Tensor:
     return (logits.argmax(dim=-1) == places).float().mean()
 
 
+def check_decoder(width: int, heads: int) -> None:
+    """Refuses a decoder whose width its heads cannot share; for a method's config."""
+    if width % heads:
+        fields = ("decoder_width", "decoder_heads")
+        raise SitusError(field=fields, value=width, allowed=f"a multiple of decoder_heads={heads}")
+
+
 class Decoder(nn.Module):
     """A light transformer on top of an encoder: Linear(D -> width), blocks, LayerNorm, Linear(width -> outputs)."""
 
     def __init__(self, dim: int, width: int, depth: int, heads: int, outputs: int, *, mlp_ratio: float = 4.0) -> None:
         super().__init__()
-        check_range("decoder_heads", heads, 1, flag="--method.decoder-heads")
-        check_range("decoder_depth", depth, 0, flag="--method.decoder-depth")
-        if width < 1 or width % heads:
-            raise SitusError(
-                f"decoder_width={width}: must be a multiple of decoder_heads={heads} (--method.decoder-width)"
-            )
         self.enter = nn.Linear(dim, width)
         self.layers = nn.ModuleList([DecoderBlock(width, heads, mlp_ratio) for _ in range(depth)])
         self.norm = nn.LayerNorm(width, eps=1e-6)

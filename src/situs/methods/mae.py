@@ -7,36 +7,37 @@ a small decoder guess the hidden pixels, each patch normalised by its own mean a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from situs.backbones.base import Backbone, Features, join
-from situs.config import check_range
+from situs.config import Checked
 from situs.core.masking import kept_of, random_subset
 from situs.core.position import sincos_2d
 from situs.core.random import uniform
 from situs.core.tokens import patchify, take
 from situs.errors import SitusError
+from situs.limits import Count, Natural, Within
 from situs.methods.base import Batch, Draws, Method, Output
-from situs.methods.heads import Decoder
+from situs.methods.heads import Decoder, check_decoder
 
 
 @dataclass(frozen=True)
-class MAEConfig:
+class MAEConfig(Checked):
     """MAE's own settings, its published defaults."""
 
-    mask_ratio: float = 0.75
+    mask_ratio: Annotated[float, Within("(0, 1)")] = 0.75
     """Share of patches hidden from the encoder."""
 
-    decoder_width: int = 512
+    decoder_width: Count = 512
     """Token width of the decoder."""
 
-    decoder_depth: int = 8
+    decoder_depth: Natural = 8
     """Blocks of the decoder."""
 
-    decoder_heads: int = 16
+    decoder_heads: Count = 16
     """Attention heads of the decoder."""
 
     normalise: bool = True
@@ -45,8 +46,8 @@ class MAEConfig:
     floor_counts: bool = False
     """Keep int((1-γ)N) instead of N - int(γN), as the published code rounds: at .6 of 196 patches 78, not 79."""
 
-    def __post_init__(self) -> None:
-        check_range("mask_ratio", self.mask_ratio, 0, 1, flag="--method.mask-ratio", low_open=True, high_open=True)
+    def check(self) -> None:
+        check_decoder(self.decoder_width, self.decoder_heads)
 
 
 class MAE(Method):

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
-from situs.config import check_choices, check_range, require
+from situs.config import Checked
 from situs.core.masking import BlockRule
+from situs.errors import SitusError
+from situs.limits import Count, Natural, NotNegative, Share, Within
 from situs.methods.mjp_dal import DalKind
 from situs.methods.schedule import epoch_share
 
 
 @dataclass(frozen=True)
-class MJPConfig:
+class MJPConfig(Checked):
     """MJP's own settings; the defaults are the paper's row J."""
 
-    mask_ratio: float = 0.03
+    mask_ratio: Share = 0.03
     """γ: share of the patches that are shuffled. Paper: .03 for accuracy, up to .27 for consistency."""
 
     shuffle: Literal["none", "jigsaw", "spp"] = "jigsaw"
@@ -35,10 +37,10 @@ class MJPConfig:
     dal: DalKind = "nonlinear"
     """DAL's regressor: pca (no weights), linear (LN), nonlinear (NLN) or none."""
 
-    dal_weight: float = 0.01
+    dal_weight: NotNegative = 0.01
     """λ: weight of the DAL loss."""
 
-    dal_depth: int = 3
+    dal_depth: Count = 3
     """Linear layers of the nonlinear regressor, ReLU between them; the published code has 2."""
 
     dal_mean: bool = False
@@ -47,23 +49,23 @@ class MJPConfig:
     dal_normalise: bool = False
     """Targets in [0, 1] on each axis instead of 0-based indices."""
 
-    dal_components: int = 2
+    dal_components: Annotated[int, Within(">= 2")] = 2
     """Principal components of dal="pca"."""
 
     dal_fit: bool = True
     """dal="pca": bring the components to the grid by least squares. The published code compares them as they are, and
     takes them from the unmasked rows alone."""
 
-    dal_warmup: int = 0
+    dal_warmup: Natural = 0
     """Epochs over which λ rises from 0 to dal_weight; the published code takes 20."""
 
     dal_final: float | None = None
     """Where λ ends, by a cosine over the epochs after the warm-up; None is dal_weight. Published code: half."""
 
-    start_epoch: int = 0
+    start_epoch: Natural = 0
     """First epoch in which patches are shuffled; the published code starts after the 20 of its warm-up."""
 
-    chance: float = 1.0
+    chance: Share = 1.0
     """Chance that a draw shuffles at all; the published code shuffles half of the batches."""
 
     draw_per: Literal["sample", "batch"] = "sample"
@@ -73,7 +75,7 @@ class MJPConfig:
     rule: BlockRule = "paper"
     """How blocks are laid: γ exactly (paper), or as an upper bound (official)."""
 
-    unknown_std: float = 0.02
+    unknown_std: NotNegative = 0.02
     """Spread of E_unk at the start; 1 in the published code."""
 
     table_std: float | None = None
@@ -83,31 +85,23 @@ class MJPConfig:
     decay_positions: bool = False
     """Whether weight decay acts on the table and E_unk: a slip of the published code."""
 
-    epochs: int = 300
+    epochs: Count = 300
     """The run's epochs, for dal_final: a step knows its epoch and its share of the run, not this."""
 
     pixel_grid: tuple[int, int] = (14, 14)
     """Grid of the patches shuffled where the backbone has no tokens (ResNet)."""
 
-    label_smoothing: float = 0.1
+    label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
     """Mass taken from the true class and spread over all; soft labels bring their own and are left as they are."""
 
-    def __post_init__(self) -> None:
-        check_choices(self, "--method")
-        check_range("mask_ratio", self.mask_ratio, 0, 1, flag="--method.mask-ratio")
-        check_range("label_smoothing", self.label_smoothing, 0, 1, flag="--method.label-smoothing", high_open=True)
-        check_range("chance", self.chance, 0, 1, flag="--method.chance")
-        check_range("dal_depth", self.dal_depth, 1, flag="--method.dal-depth")
-        check_range("dal_components", self.dal_components, 2, flag="--method.dal-components")
-        check_range("epochs", self.epochs, 1, flag="--method.epochs")
-        for name in ("dal_weight", "unknown_std", "dal_warmup", "start_epoch"):
-            check_range(name, getattr(self, name), 0, flag=f"--method.{name.replace('_', '-')}")
-        if self.dal_final is not None:
-            check_range("dal_warmup", self.dal_warmup, 0, self.epochs, flag="--method.dal-warmup", high_open=True)
-        needs = "off where positions are (--method.positions) or all patches are shuffled (--method.shuffle)"
-        hidden = self.positions and self.shuffle != "spp"
-        require(hidden or not self.unknown, "unknown", self.unknown, needs, "--method.unknown")
-        require(self.positions or self.dal == "none", "dal", self.dal, "'none' without positions", "--method.dal")
+    def check(self) -> None:
+        if self.dal_final is not None and self.dal_warmup >= self.epochs:
+            raise SitusError(field=("dal_warmup", "epochs"), value=self.dal_warmup, allowed=f"in [0, {self.epochs})")
+        if self.unknown and (not self.positions or self.shuffle == "spp"):
+            allowed = "off where positions are off or all patches are shuffled"
+            raise SitusError(field=("unknown", "positions", "shuffle"), value=self.unknown, allowed=allowed)
+        if self.dal != "none" and not self.positions:
+            raise SitusError(field=("dal", "positions"), value=self.dal, allowed="'none' without positions")
 
     @staticmethod
     def paper() -> MJPConfig:

@@ -11,33 +11,30 @@ itself, which is biased). CLS is always in the context and bears no loss, so tha
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import nn
 
 from situs.backbones.base import Backbone
-from situs.config import check_range
+from situs.config import Checked
 from situs.core.masking import count_of, random_subset
 from situs.core.random import uniform
 from situs.core.tokens import take
+from situs.limits import Within
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.methods.heads import position_accuracy, position_loss
 
 
 @dataclass(frozen=True)
-class MP3Config:
+class MP3Config(Checked):
     """MP3's own settings."""
 
-    mask_ratio: float = 0.75
+    mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
     """η: the share of patches that serve only as queries. Paper: .5 on CIFAR-100, .8 Tiny ImageNet, .75 ImageNet."""
 
-    anchor_ratio: float = 0.0
+    anchor_ratio: Annotated[float, Within("[0, 1)")] = 0.0
     """Share of patches that are told their place. 0 on images; .05 in speech, where the task is too hard without."""
-
-    def __post_init__(self) -> None:
-        check_range("mask_ratio", self.mask_ratio, 0, 1, flag="--method.mask-ratio", high_open=True)
-        check_range("anchor_ratio", self.anchor_ratio, 0, 1, flag="--method.anchor-ratio", high_open=True)
 
 
 class MP3(Method):

@@ -6,27 +6,25 @@ The backbone's own forward and head; labels may be hard or, after MixUp and CutM
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
-from situs.config import check_range
+from situs.config import Checked
 from situs.errors import SitusError
+from situs.limits import Within
 from situs.methods.base import Batch, Draws, Method, Output
 
 
 @dataclass(frozen=True)
-class SupervisedConfig:
+class SupervisedConfig(Checked):
     """Supervised training's own settings."""
 
-    label_smoothing: float = 0.1
+    label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
     """Mass taken from the true class and spread over all; soft labels bring their own and are left as they are."""
-
-    def __post_init__(self) -> None:
-        check_range("label_smoothing", self.label_smoothing, 0, 1, flag="--method.label-smoothing", high_open=True)
 
 
 class Supervised(Method):

@@ -10,8 +10,9 @@ from __future__ import annotations
 from importlib.resources import files
 from typing import Any
 
-from situs.config import load_toml, merge
+from situs.config import merge
 from situs.errors import SitusError, unknown_name
+from situs.files import read_toml
 
 
 def preset_names() -> list[str]:
@@ -26,7 +27,7 @@ def load_preset(name: str) -> dict[str, Any]:
     while below is not None:
         if below in layers:
             raise SitusError(f"preset {name!r} extends itself: {' -> '.join([*layers, below])}")
-        layers[below] = load_toml(_file(below))
+        layers[below] = read_toml(_file(below))
         below = layers[below].pop("extends", None)
     recipe: dict[str, Any] = {}
     for layer in reversed(layers.values()):

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from situs.config import write_text
 from situs.errors import SitusError
+from situs.files import write_text
 from situs.results import Cell, show
 
 if TYPE_CHECKING:

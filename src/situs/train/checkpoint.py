@@ -27,8 +27,9 @@ from typing import Any
 
 from torch import Tensor
 
-from situs.config import differences, flat, to_dict, write_bytes, write_text
+from situs.config import differences, flat, to_dict
 from situs.errors import SitusError
+from situs.files import write_bytes, write_text
 from situs.train.folder import FORMAT, delete, read_folder, reason, remove, write_folder
 from situs.train.hold import NAME as LOCK
 from situs.train.hold import only_one

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from situs import __version__
 from situs.backbones.base import Backbone
-from situs.config import write_text
 from situs.errors import SitusError
+from situs.files import write_text
 from situs.methods.base import Method
 from situs.train.card import Story, card
 from situs.train.checkpoint import Checkpoint

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from situs.config import write_text
+from situs.files import write_text
 from situs.train.seal import read_sealed, sealed
 from situs.train.tensors import digest, sync, write_tensors
 

@@ -12,14 +12,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from situs.config import check_range, require
+from situs.config import Checked
 from situs.errors import SitusError
+from situs.limits import Count, Natural, Rule
 from situs.methods.base import Batch, Method
 from situs.train import distributed
 from situs.train.checkpoint import Checkpoint, RunFolder
@@ -31,15 +32,17 @@ from situs.train.optim import OptimConfig, peak_rate, rate_at, warmup_steps
 from situs.train.state import capture, restore, seed_generators
 from situs.train.step import Moment, Step, Stepper
 
+Tracker = Annotated[str, Rule(f"one of {', '.join(sorted(TRACKERS))}", TRACKERS.__contains__)]
+
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """How long a run goes, in which precision, on how many ranks, and how often it speaks and saves."""
 
-    epochs: int | None = 100
+    epochs: Count | None = 100
     """Passes over the data; None leaves the length to max_steps."""
 
-    max_steps: int | None = None
+    max_steps: Count | None = None
     """Largest number of updates; the schedule spans whichever of the two ends first."""
 
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
@@ -49,39 +52,30 @@ class TrainConfig:
     compile: bool = False
     """Compile the method's forward on a GPU (torch.compile): the first steps take a minute, the others less time."""
 
-    accumulate: int = 1
+    accumulate: Count = 1
     """Micro-batches a step: less memory, the same gradient."""
 
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """How torchrun's ranks share the model: a copy on each, or sharded (FSDP2)."""
 
-    seed: int = 0
+    seed: Natural = 0
     """Of the draws, the order of the data and drop path."""
 
-    log_every: int = 50
+    log_every: Count = 50
     """Steps between two lines of the log; the device is waited for only there."""
 
-    save_every: int = 1000
+    save_every: Count = 1000
     """Steps between two checkpoints; one is also written at the end and on Ctrl-C."""
 
-    keep: int = 2
+    keep: Count = 2
     """How many of the newest checkpoints stay."""
 
-    trackers: tuple[str, ...] = ()
+    trackers: tuple[Tracker, ...] = ()
     """Where the log also goes: tensorboard, wandb, trackio (the extra `track`)."""
 
-    def __post_init__(self) -> None:
-        require(self.epochs is not None or self.max_steps is not None, "epochs", None, "given unless max_steps is",
-                "--train.epochs, --train.max-steps")  # fmt: skip
-        for name in ("epochs", "max_steps", "accumulate", "log_every", "save_every", "keep"):
-            if (value := getattr(self, name)) is not None:
-                check_range(name, value, 1, flag=f"--train.{name.replace('_', '-')}")
-        kinds = ("auto", *distributed.DTYPES)
-        require(self.precision in kinds, "precision", self.precision, f"one of {', '.join(kinds)}", "--train.precision")
-        require(self.parallel in ("ddp", "fsdp"), "parallel", self.parallel, "ddp or fsdp", "--train.parallel")
-        check_range("seed", self.seed, 0, flag="--train.seed")
-        for name in self.trackers:
-            require(name in TRACKERS, "trackers", name, f"one of {', '.join(sorted(TRACKERS))}", "--train.trackers")
+    def check(self) -> None:
+        if self.epochs is None and self.max_steps is None:
+            raise SitusError(field=("epochs", "max_steps"), value=None, allowed="given unless max_steps is")
 
     def precision_on(self, device: torch.device) -> str:
         """The arithmetic on this device: bf16, fp16 or fp32."""

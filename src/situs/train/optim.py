@@ -10,88 +10,67 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from situs.config import check_range, require
+from situs.config import Checked
 from situs.errors import SitusError
+from situs.limits import Count, NotNegative, Positive, Within
 from situs.methods.base import Method
 
 _torch: Any = torch  # its stubs do not export the foreach kernels
 
 
+_Decay = Annotated[float, Within("[0, 1)")]
+
+
 @dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(Checked):
     """How the weights move: AdamW, its schedule, and what is spared."""
 
-    lr: float | None = None
+    lr: Positive | None = None
     """Peak rate. None: base_lr · global batch / lr_reference, so that a recipe fits another batch."""
 
-    base_lr: float = 5e-4
+    base_lr: Positive = 5e-4
     """Rate for a global batch of `lr_reference`; used where `lr` is not given."""
 
-    lr_reference: int = 512
+    lr_reference: Count = 512
     """The batch `base_lr` is meant for: 512 in DeiT's recipes (MP3), 256 in MAE's and DropPos's."""
 
-    weight_decay: float = 0.05
+    weight_decay: NotNegative = 0.05
     """Decoupled decay of matrices and kernels; norms, biases, positions and tokens are spared."""
 
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[_Decay, _Decay] = (0.9, 0.999)
     """Decay of the two moments; (0.9, 0.95) in MAE's and DropPos's pretraining."""
 
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """Added to the root of the second moment."""
 
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the rate falls from its peak to `min_lr` after the warm-up."""
 
-    warmup_epochs: float = 5.0
+    warmup_epochs: NotNegative = 5.0
     """Epochs over which the rate rises linearly from 0, step by step."""
 
-    min_lr: float = 1e-6
+    min_lr: NotNegative = 1e-6
     """Where the rate ends."""
 
-    layer_decay: float = 1.0
+    layer_decay: Annotated[float, Within("(0, 1]")] = 1.0
     """Rate of a layer over the rate of the one above it (fine-tuning: .65 to .85); 1: one rate for all."""
 
-    clip: float | None = None
+    clip: Positive | None = None
     """Largest norm of the gradient; None leaves it alone."""
 
     clip_mode: Literal["norm", "parameter"] = "norm"
     """norm: one norm over all parameters. parameter: each by itself, what DropPos's published code runs."""
 
-    ema: float | None = None
+    ema: Annotated[float, Within("(0, 1)")] | None = None
     """Decay of the running mean of the weights (.9999, say); None keeps none."""
 
     ema_warmup: bool = True
     """Start the mean with the smaller decay (1 + t) / (10 + t), to forget the first weights sooner."""
-
-    def __post_init__(self) -> None:
-        for name in ("lr", "clip"):
-            if (value := getattr(self, name)) is not None:
-                check_range(name, value, 0, flag=f"--optim.{name}", low_open=True)
-        check_range("base_lr", self.base_lr, 0, flag="--optim.base-lr", low_open=True)
-        check_range("lr_reference", self.lr_reference, 1, flag="--optim.lr-reference")
-        check_range("weight_decay", self.weight_decay, 0, flag="--optim.weight-decay")
-        for beta in self.betas:
-            check_range("betas", beta, 0, 1, flag="--optim.betas", high_open=True)
-        check_range("eps", self.eps, 0, flag="--optim.eps", low_open=True)
-        require(
-            self.schedule in RATES,
-            "schedule",
-            self.schedule,
-            f"one of {', '.join(RATES)}",
-            "--optim.schedule",
-        )
-        check_range("warmup_epochs", self.warmup_epochs, 0, flag="--optim.warmup-epochs")
-        check_range("min_lr", self.min_lr, 0, flag="--optim.min-lr")
-        check_range("layer_decay", self.layer_decay, 0, 1, flag="--optim.layer-decay", low_open=True)
-        modes = ("norm", "parameter")
-        require(self.clip_mode in modes, "clip_mode", self.clip_mode, "norm or parameter", "--optim.clip-mode")
-        if self.ema is not None:
-            check_range("ema", self.ema, 0, 1, flag="--optim.ema", low_open=True, high_open=True)
 
 
 # --- the rate -----------------------------------------------------------------------------------------------

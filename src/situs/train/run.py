@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from situs.backbones import BackboneConfig, create_backbone
-from situs.config import choice, choices_of, from_dict
+from situs.config import Checked, choice, choices_of, from_dict
 from situs.data.augment import AugmentConfig
 from situs.data.loader import BATCH, NO_DATA, DataConfig, Loader, make_loader
 from situs.data.sources import SAMPLES
 from situs.errors import SitusError
+from situs.limits import Natural
 from situs.methods import METHODS, create_method
 from situs.methods.base import Method
 from situs.train import distributed
@@ -34,7 +35,7 @@ from situs.train.optim import OptimConfig
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Checked):
     """Everything that makes a run what it is; written as config.json beside it."""
 
     method: Any = choice(METHODS, "mp3")
@@ -61,7 +62,7 @@ class RunConfig:
     init_positions: bool = True
     """Whether positions are taken from `init` too, where both have the kind; no: they stay as the model is made."""
 
-    probe_every: int = 0
+    probe_every: Natural = 0
     """Epochs between two looks at kNN and position accuracy during training; 0: none."""
 
     @property

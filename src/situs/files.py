@@ -1,0 +1,59 @@
+"""Small files: TOML and JSON read with errors of one sentence; what is written appears whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from situs.errors import SitusError
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The tables of a TOML file."""
+    return _parse(tomllib.loads, tomllib.TOMLDecodeError, "TOML", Path(path))
+
+
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The tables of a JSON file."""
+    return _parse(json.loads, json.JSONDecodeError, "JSON", Path(path))
+
+
+def _parse(loads: Callable[[str], Any], failure: type[ValueError], format_name: str, path: Path) -> Any:
+    try:
+        tables = loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+    except (failure, UnicodeDecodeError) as error:
+        raise SitusError(f"{path}: no valid {format_name}: {error}") from None
+    if not isinstance(tables, dict):
+        raise SitusError(f"{path}: must hold a table, not a {type(tables).__name__}")
+    return tables
+
+
+def write_text(path: str | os.PathLike[str], text: str, *, private: bool = False) -> None:
+    """`write_bytes` for text, in UTF-8."""
+    write_bytes(path, text.encode(), private=private)
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes, *, private: bool = False) -> None:
+    """Writes a file under a temporary name beside it and renames it: readers see the old or the new, whole.
+
+    private: for nobody but the owner (mode 0600), from its first byte on.
+    """
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with aside.open("wb") as file:
+            if private:
+                aside.chmod(0o600)
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    except BaseException:
+        aside.unlink(missing_ok=True)
+        raise
