@@ -373,7 +373,7 @@ def _wrong(path: str, value: Any, allowed: str) -> SitusError:
 
 
 def _unknown_key(path: str, known: Collection[str]) -> SitusError:
-    close = get_close_matches(path.rpartition(".")[2], known, n=1)
+    close = get_close_matches(path.rpartition(".")[2], known, n=1, cutoff=0.5)
     perhaps = f", perhaps {close[0]}" if close else ""
     return SitusError(
         f"{path}: unknown key{perhaps}; known keys here: {', '.join(sorted(known)) or 'none'}", field=path
