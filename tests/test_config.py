@@ -203,8 +203,8 @@ def test_what_does_not_fit_is_named(case: str) -> None:
 
 
 def test_infinity_is_not_written() -> None:
-    with pytest.raises(SitusError, match=r"optim\.lr=inf: must be a finite number"):
-        to_dict(Config(1, optim=Optim(lr=math.inf)))
+    with pytest.raises(SitusError, match=r"method\.mask_ratio=inf: must be a finite number"):
+        to_dict(Config(1, method=Mp3.Config(math.inf)))  # a config that checks nothing
 
 
 def test_merge_lays_tables_over_tables() -> None:
