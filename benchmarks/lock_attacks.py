@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from situs.backbones import Backbone, create_backbone
 from situs.data.samples import load_samples
 from situs.locks.folder import write_model
-from situs.locks.groups import groups_of, permute_state, random_keys, residual_only
+from situs.locks.groups import permute_state, random_keys, residual_only
 from situs.locks.owner import with_key
 from situs.locks.recover import drift, drift_between, opened, recover_blind, recover_with_base
 
@@ -45,7 +45,7 @@ PAIRS = [
 
 
 def attacks(backbone: Backbone, drifts: tuple[float, ...], cover: bool) -> None:
-    groups = groups_of(backbone)
+    groups = backbone.groups()
     state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
     for chosen, what in ((residual_only(groups), "residual key alone"), (groups, "with cover")):
         if what == "with cover" and not cover:
@@ -65,7 +65,7 @@ def attacks(backbone: Backbone, drifts: tuple[float, ...], cover: bool) -> None:
 
 def relative(backbone: Backbone, steps: int) -> None:
     """The model is fine-tuned and then locked; the attacker has it as it was before."""
-    groups = residual_only(groups_of(backbone))
+    groups = residual_only(backbone.groups())
     before = {name: value.clone() for name, value in backbone.model.state_dict().items()}
     samples = load_samples("train")
     height = backbone.img_size[0] if backbone.img_size else 28
@@ -104,7 +104,7 @@ def embeddings(folder: Path, backbone: Any) -> Mapping[str, float]:
     words = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     coded = words([text for pair in PAIRS for text in pair], padding=True, return_tensors="pt")
     ids, mask = coded["input_ids"], coded["attention_mask"].bool()
-    groups = residual_only(groups_of(backbone))
+    groups = residual_only(backbone.groups())
     state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
     keys = random_keys(groups, torch.Generator().manual_seed(1))
     clear = sentences(backbone, ids, mask)

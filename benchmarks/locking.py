@@ -31,11 +31,11 @@ import torch
 from safetensors.torch import save_file
 
 from situs.backbones import create_backbone
+from situs.backbones.layout import Group
 from situs.locks.folder import CONFIG, INDEX, structure_of, write_model
-from situs.locks.groups import groups_of, permute_state, random_keys, residual_only
+from situs.locks.groups import permute_state, random_keys, residual_only
 from situs.locks.key import Key
 from situs.locks.lock import lock, unlock
-from situs.locks.members import Group
 
 KEY = Key(bytes(range(32)))
 SIZES: dict[str, dict[str, int]] = {
@@ -178,7 +178,7 @@ def vit(place: Path, name: str, rounds: int) -> None:
     write_model(backbone, source)
     size = sum(path.stat().st_size for path in source.iterdir()) / 1e6
     state = dict(backbone.model.state_dict())
-    groups = residual_only(groups_of(backbone))
+    groups = residual_only(backbone.groups())
     keys = random_keys(groups)
     outs = iter(range(10**6))
     check_dense(state, groups, keys)
@@ -200,7 +200,7 @@ def layer(size: str, rounds: int) -> None:
 
     backbone = create_backbone(LlamaConfig(**entries, bos_token_id=0, eos_token_id=0, pad_token_id=0))
     state = {name: value.bfloat16() for name, value in backbone.model.state_dict().items()}
-    groups = residual_only(groups_of(backbone))
+    groups = residual_only(backbone.groups())
     keys = random_keys(groups)
     check_dense(state, groups, keys)
     index, _ = timed(lambda: permute_state(state, groups, keys), rounds)

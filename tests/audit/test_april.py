@@ -14,6 +14,7 @@ from situs.audit.april import April
 from situs.audit.threat import victim_gradients
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, Features, Stream
+from situs.backbones.layout import Names, Role, roles_of
 from situs.core.position import Positions
 
 
@@ -58,6 +59,12 @@ class PaperBackbone(Backbone):
 
     def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
         return self.model.blocks[0]["attn"](stream.z)
+
+    def block_modules(self) -> list[tuple[nn.Module, ...]]:
+        return [(block,) for block in self.model.blocks]
+
+    def roles(self) -> dict[str, Role]:
+        return roles_of(self, Names(table=("pos_embed",), qkv=("qkv",)))
 
     def finish(self, stream: Stream) -> Features:
         return Features(stream.z[:, :1], stream.z[:, 1:])

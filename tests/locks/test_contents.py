@@ -220,9 +220,9 @@ def test_a_block_that_no_group_moves_is_refused(source, tmp_path, monkeypatch):
     """A class of which one layer was forgotten: better no lock than half a one."""
     from dataclasses import replace
 
-    from situs.locks import lock as module
+    from situs.backbones import Backbone
 
-    whole = module.groups_of
+    whole = Backbone.groups
 
     def forgetful(backbone):
         return tuple(
@@ -230,6 +230,6 @@ def test_a_block_that_no_group_moves_is_refused(source, tmp_path, monkeypatch):
             for group in whole(backbone)
         )
 
-    monkeypatch.setattr(module, "groups_of", forgetful)
+    monkeypatch.setattr(Backbone, "groups", forgetful)
     with pytest.raises(SitusError, match=r"blocks\.1\.mlp\.fc2\.weight is part of a block, and no group moves it"):
         lock(source, KEY, tmp_path / "locked")

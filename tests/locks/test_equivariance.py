@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zoo import CAUSAL, NO_ROWS, RELATIVE, ROTARY, ZOO, inputs, make
 
 from situs.backbones import Backbone, create_backbone
+from situs.backbones.layout import Group, Member
 from situs.core.permutation import permute_columns
 from situs.errors import SitusError
 from situs.locks.arms import evaluating, gap, named_gap, sample_of
@@ -22,14 +23,12 @@ from situs.locks.bench import Bench
 from situs.locks.equivariance import Verdict, certify, official_bits, official_key, paper_rule, verify
 from situs.locks.groups import (
     entrance_and_exit,
-    groups_of,
     invert_keys,
     moving,
     permute_state,
     random_keys,
     residual_only,
 )
-from situs.locks.members import Group, Member
 from situs.locks.precise import KeepDouble
 from situs.locks.rows import moved_order
 
@@ -90,7 +89,7 @@ def test_every_leaf_moves_with_the_key_or_stays(name: str, verdict_of: Callable[
     assert inside
     assert all(each.status != "refused" for each in inside)
     keyed = {each.part for each in inside if each.status == "needs keyed weights"}
-    residual = {m.tensor for g in residual_only(groups_of(make(name))) for m in g.members}
+    residual = {m.tensor for g in residual_only(make(name).groups()) for m in g.members}
     for tensor in residual:  # blocks.0.attn.qkv.weight -> blocks.*.attn.qkv
         module = ".".join("*" if word.isdigit() else word for word in tensor.split(".")[:-1])
         assert module in keyed or tensor.rpartition(".")[2].startswith("gamma_")
@@ -185,7 +184,7 @@ def test_half_precision_has_its_own_tolerance_and_float64_none_of_it(dtype: torc
     assert max(column.errors.values()) < EXACT
     assert max(column.own.values()) < verdict.own_tolerance  # sums are kept in float32, so that it may even be 0
     assert "steps" not in column.own
-    groups = groups_of(make("deit3"))
+    groups = make("deit3").groups()
     bench = Bench(make("deit3", dtype), sample_of(make("deit3", dtype), None, 32, random()), dtype, 0)
     control = bench.control(groups, random_keys(groups, random()))
     assert control is not None
@@ -197,7 +196,7 @@ def test_half_precision_has_its_own_tolerance_and_float64_none_of_it(dtype: torc
 
 def test_certify_passes_the_right_groups_and_no_others() -> None:
     backbone = make("eva_inner_norms")
-    groups = groups_of(backbone)
+    groups = backbone.groups()
     assert certify(backbone, groups) < EXACT
     (residual,) = residual_only(groups)
     for lost in (0, len(residual.members) // 2, -1):
@@ -213,7 +212,7 @@ def test_certify_sees_an_axis_whose_weights_are_all_alike() -> None:
     with torch.no_grad():
         norm.weight.fill_(1)
         norm.bias.zero_()
-    (residual,) = residual_only(groups_of(backbone))
+    (residual,) = residual_only(backbone.groups())
     kept = tuple(m for m in residual.members if m.tensor != "blocks.0.norm1.weight")
     with pytest.raises(SitusError, match="the column law fails"):
         certify(backbone, [replace(residual, members=kept)])
@@ -243,7 +242,7 @@ def train(backbone: Backbone, move: Callable[[Tensor], Tensor], back: Callable[[
 @pytest.mark.parametrize("name", ZOO)
 def test_authorised_training_of_a_locked_model_is_normal_training(name: str) -> None:
     clear, locked = make(name), make(name)
-    groups = groups_of(clear)  # with the inner groups too
+    groups = clear.groups()  # with the inner groups too
     keys = random_keys(groups, random(7))
     undo = invert_keys(keys)
     enter, leave = entrance_and_exit(groups)
@@ -266,7 +265,7 @@ def test_authorised_training_of_a_locked_model_is_normal_training(name: str) -> 
 @pytest.mark.parametrize("name", ["vit", "deit3", "hf_vit", "bert", "gpt2"])
 def test_the_papers_rule_fails_for_an_arbitrary_key_and_holds_for_the_official(name: str) -> None:
     backbone = make(name)
-    rule = paper_rule(groups_of(backbone))
+    rule = paper_rule(backbone.groups())
     with evaluating(backbone):
         bench = Bench(backbone, sample_of(backbone, inputs(backbone), 32, random()), torch.float64, 1)
         for seed in range(3):
@@ -278,7 +277,7 @@ def test_the_papers_rule_fails_for_an_arbitrary_key_and_holds_for_the_official(n
 def test_a_key_within_one_head_is_already_too_much_for_the_rule() -> None:
     """Two channels of one head exchanged in that head alone: the rule holds; between two heads: it fails."""
     backbone = make("vit")
-    rule = paper_rule(groups_of(backbone))
+    rule = paper_rule(backbone.groups())
     with evaluating(backbone):
         bench = Bench(backbone, sample_of(backbone, inputs(backbone), 32, random()), torch.float64, 0)
         within, between = torch.arange(24), torch.arange(24)
@@ -308,7 +307,7 @@ def test_official_keys_are_few() -> None:
 def test_the_rule_says_nothing_of_other_shapes() -> None:
     for name in ("swin", "llama", "relpos"):
         with pytest.raises(SitusError, match="paper's rule"):
-            paper_rule(groups_of(make(name)))
+            paper_rule(make(name).groups())
 
 
 # --- float64 all the way -------------------------------------------------------------------------------------------
@@ -332,7 +331,7 @@ def test_keep_double_undoes_casts_to_float32_only() -> None:
 def test_a_pretrained_vit_obeys_both_laws(shared_data: Path) -> None:
     weights = shared_data / "weights" / "vit_small_patch14_dinov2_fp16.safetensors"
     backbone = create_backbone("vit_small_patch14_dinov2", img_size=56, weights=str(weights))
-    groups = groups_of(backbone)
+    groups = backbone.groups()
     with evaluating(backbone):
         bench = Bench(backbone, sample_of(backbone, None, 6, random()), torch.float64, 0)
         assert max(bench.row().values()) < EXACT
@@ -377,9 +376,9 @@ def test_heads_in_groups_are_really_exchanged(seed: int) -> None:
 def test_one_head_leaves_nothing_to_permute() -> None:
     sizes = {"depth": 1, "embed_dim": 12, "num_heads": 1}
     backbone = create_backbone("vit_tiny_patch16_224", img_size=32, model_args=sizes)
-    assert not any(group.kind == "heads" for group in groups_of(backbone))
+    assert not any(group.kind == "heads" for group in backbone.groups())
     lone = Group("blocks.0.heads", "heads", 1, (Member("blocks.0.attn.proj.weight", 1, inner=12),))
-    found = verify(backbone, steps=0, groups=[*groups_of(backbone), lone]).findings
+    found = verify(backbone, steps=0, groups=[*backbone.groups(), lone]).findings
     heads = next(each for each in found if each.part == "blocks, heads")
     assert heads.status == "holds" and heads.reason.startswith("nothing to permute") and not heads.errors
     single = create_backbone("vit_tiny_patch16_224", img_size=16, model_args=sizes)
@@ -416,7 +415,7 @@ def test_models_of_both_libraries_as_they_are() -> None:
     [
         (
             nn.TransformerEncoderLayer(12, 2),
-            "TransformerEncoderLayer is neither timm's nor transformers'.*trace_module",
+            "TransformerEncoderLayer is neither timm's nor transformers', so where its blocks begin",
         ),
         (nn.Linear(2, 2).half(), "Linear is neither"),
         ("vit_tiny_patch16_224", "not a str; create_backbone"),

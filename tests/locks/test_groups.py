@@ -24,7 +24,6 @@ from situs.locks.groups import (
     axis_index,
     check_keys,
     entrance_and_exit,
-    groups_of,
     invert_keys,
     permute_state,
     random_keys,
@@ -87,7 +86,7 @@ def test_keys_compose_and_invert(case: tuple[Member, int, Tensor], seed: int) ->
 @pytest.mark.parametrize("name", ZOO)
 def test_all_groups_commute_and_come_back_bit_by_bit(name: str) -> None:
     backbone = make(name, torch.float32)
-    groups, state = groups_of(backbone), backbone.model.state_dict()
+    groups, state = backbone.groups(), backbone.model.state_dict()
     keys = {key: p if (p != identity(len(p))).any() else p.flip(0) for key, p in random_keys(groups, random(0)).items()}
     locked = permute_state(state, groups, keys)
     one_by_one = dict(state)
@@ -104,7 +103,7 @@ def test_all_groups_commute_and_come_back_bit_by_bit(name: str) -> None:
 
 def test_a_shard_moves_as_in_the_whole() -> None:
     backbone = make("vit")
-    groups, state = groups_of(backbone), backbone.model.state_dict()
+    groups, state = backbone.groups(), backbone.model.state_dict()
     keys = random_keys(groups, random(0))
     whole = permute_state(state, groups, keys)
     for tensor, clear in state.items():
@@ -113,7 +112,7 @@ def test_a_shard_moves_as_in_the_whole() -> None:
 
 def test_every_axis_is_in_at_most_one_group_of_a_kind() -> None:
     for name in ZOO:
-        groups = groups_of(make(name))
+        groups = make(name).groups()
         assert len({group.name for group in groups}) == len(groups)
         for group in groups:
             assert len(set(group.members)) == len(group.members)
@@ -127,7 +126,7 @@ def test_inner_groups_leave_the_function_as_it_was(name: str) -> None:
     backbone = make(name)
     x = inputs(backbone)
     state = {key: value.clone() for key, value in backbone.model.state_dict().items()}
-    groups = groups_of(backbone)
+    groups = backbone.groups()
     inner = [group for group in groups if group.kind != "residual"]
     keys = random_keys(groups, random(3))
     with torch.no_grad(), KeepDouble():
@@ -143,7 +142,7 @@ def test_inner_groups_leave_the_function_as_it_was(name: str) -> None:
 @pytest.mark.parametrize("name", ["vit_qk_norm", "vit_inner_norm", "eva_inner_norms", "swin", "bert", "gpt2", "qwen2"])
 def test_no_axis_of_the_residual_key_can_be_left_out(name: str) -> None:
     backbone = make(name)
-    groups = groups_of(backbone)
+    groups = backbone.groups()
     keys = random_keys(groups, random(0))
     with evaluating(backbone):
         bench = Bench(backbone, sample_of(backbone, inputs(backbone), 32, random(0)), torch.float64, 0)
@@ -190,7 +189,7 @@ def test_with_the_owners_part_keyed_too_the_librarys_own_forward_is_unchanged(na
     """Nothing of ours runs here: timm and transformers are the oracle that all axes of the stream were named."""
     backbone = make(name)
     model, x = backbone.model, inputs(backbone)
-    (residual,) = residual_only(groups_of(backbone))
+    (residual,) = residual_only(backbone.groups())
     assert not {m.tensor for m in residual.members} & {tensor for tensor, _ in OWNERS[name]}
     everything = replace(residual, members=(*residual.members, *(Member(t, a) for t, a in OWNERS[name])))
     state = {key: value.clone() for key, value in model.state_dict().items()}
@@ -213,12 +212,12 @@ def test_with_the_owners_part_keyed_too_the_librarys_own_forward_is_unchanged(na
 
 @pytest.mark.parametrize("name", ZOO)
 def test_query_channels_stay_under_rotation(name: str) -> None:
-    kinds = {group.kind for group in groups_of(make(name))}
+    kinds = {group.kind for group in make(name).groups()}
     assert kinds == {"residual", "hidden", "heads", "value"} | (set() if name in ROTARY else {"query"})
 
 
 def test_swin_has_a_key_for_each_stage_and_repeats_it_over_the_merge() -> None:
-    groups = groups_of(make("swin"))
+    groups = make("swin").groups()
     assert [(g.name, g.size) for g in residual_only(groups)] == [("residual.0", 12), ("residual.1", 24)]
     assert entrance_and_exit(groups) == ("residual.0", "residual.1")
     repeated = [m for g in groups for m in g.members if m.outer == 4 and "downsample" in m.tensor]
@@ -230,12 +229,12 @@ def test_swin_has_a_key_for_each_stage_and_repeats_it_over_the_merge() -> None:
 
 
 def test_grouped_queries_move_by_kv_head_and_within() -> None:
-    sizes = {group.name: group.size for group in groups_of(make("llama"))}
+    sizes = {group.name: group.size for group in make("llama").groups()}
     assert (sizes["blocks.0.heads"], sizes["blocks.0.queries"], sizes["blocks.0.value"]) == (2, 2, 6)
 
 
 def test_layers_that_share_a_bias_share_the_order_of_heads() -> None:
-    heads = [group for group in groups_of(make("relpos_shared")) if group.kind == "heads"]
+    heads = [group for group in make("relpos_shared").groups() if group.kind == "heads"]
     assert [group.name for group in heads] == ["heads"]
     assert {"shared_rel_pos.mlp.fc2.weight", "blocks.1.attn.qkv.weight"} <= {m.tensor for m in heads[0].members}
 
@@ -249,11 +248,11 @@ def test_a_gate_on_the_heads_moves_with_them() -> None:
     except TypeError:
         pytest.skip("this timm has no gated attention")
     backbone.model.blocks[0].attn = gated.double()
-    members = {(g.kind, m.tensor, m.axis) for g in groups_of(backbone) for m in g.members}
+    members = {(g.kind, m.tensor, m.axis) for g in backbone.groups() for m in g.members}
     for kind, axis in (("residual", 1), ("heads", 0), ("value", 0)):
         assert (kind, "blocks.0.attn.gate.weight", axis) in members
     with evaluating(backbone):
-        groups = groups_of(backbone)
+        groups = backbone.groups()
         keys = random_keys(groups, random(0))
         bench = Bench(backbone, sample_of(backbone, None, 32, random(0)), torch.float64, 0)
         assert max(bench.column(residual_only(groups), keys).values()) < 1e-10
@@ -265,15 +264,15 @@ def test_a_gate_on_the_heads_moves_with_them() -> None:
 
 def test_what_we_have_not_read_is_refused_by_name() -> None:
     with pytest.raises(SitusError, match="convolutional network"):
-        groups_of(create_backbone("resnet18"))
+        create_backbone("resnet18").groups()
     backbone = make("vit")
     backbone.model.blocks[0].norm1 = nn.BatchNorm1d(24)
     with pytest.raises(SitusError, match=r"blocks\.0\.norm1 is a BatchNorm1d"):
-        groups_of(backbone)
+        backbone.groups()
     backbone = make("vit")
     backbone.model.blocks[1].mlp = nn.Sequential(OrderedDict(fc2=nn.Linear(4, 24)))
     with pytest.raises(SitusError, match="unknown lockable MLP class 'Sequential'"):
-        groups_of(backbone)
+        backbone.groups()
 
 
 def test_wrong_keys_are_refused() -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from situs.backbones.layout import Group, Member
 from situs.errors import SitusError
 from situs.locks.key import Key, codes_of
 from situs.locks.manifest import (
@@ -22,7 +23,6 @@ from situs.locks.manifest import (
     read_manifest,
     write_manifest,
 )
-from situs.locks.members import Group, Member
 from situs.locks.shards import Spec
 
 pytest.importorskip("cryptography")

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from situs.backbones import create_backbone
+from situs.backbones.layout import Group, Member
 from situs.errors import SitusError
-from situs.locks.groups import groups_of, permute_state, random_keys, residual_only
-from situs.locks.members import Group, Member
+from situs.locks.groups import permute_state, random_keys, residual_only
 from situs.locks.recover import (
     Recovery,
     bits_left,
@@ -91,7 +91,7 @@ def test_channels_of_one_slice_of_a_table_that_layers_share() -> None:
 
 def test_sorted_channels_do_not_see_the_hidden_groups() -> None:
     backbone = vit()
-    state, groups = backbone.model.state_dict(), groups_of(backbone)
+    state, groups = backbone.model.state_dict(), backbone.groups()
     inner = [group for group in groups if group.kind != "residual"]
     moved = permute_state(state, inner, random_keys(inner, seeded(3)))
     [residual] = residual_only(groups)
@@ -108,7 +108,7 @@ def test_sorted_channels_do_not_see_the_hidden_groups() -> None:
 @pytest.mark.parametrize("cover", [False, True])
 def test_a_public_base_gives_the_whole_key(name: str, cover: bool, model_folder: Callable[[str], Path]) -> None:
     backbone = create_backbone(model_folder(name))
-    groups = groups_of(backbone) if cover else residual_only(groups_of(backbone))
+    groups = backbone.groups() if cover else residual_only(backbone.groups())
     state = backbone.model.state_dict()
     truth = random_keys(groups, seeded(1))
     locked = permute_state(state, groups, truth)
@@ -124,7 +124,7 @@ def test_a_public_base_gives_the_whole_key(name: str, cover: bool, model_folder:
 
 def test_an_exact_base_proves_its_own_key_and_a_relative_does_not() -> None:
     backbone = vit()
-    groups, state = residual_only(groups_of(backbone)), backbone.model.state_dict()
+    groups, state = residual_only(backbone.groups()), backbone.model.state_dict()
     truth = random_keys(groups, seeded(1))
     locked = permute_state(state, groups, truth)
     assert recover_with_base(locked, state, groups).share == 1.0
@@ -140,7 +140,7 @@ def test_an_exact_base_proves_its_own_key_and_a_relative_does_not() -> None:
 @pytest.mark.parametrize("cover", [False, True])
 def test_thirty_per_cent_drift_changes_nothing_and_much_noise_ends_it(cover: bool) -> None:
     backbone = vit()
-    groups = groups_of(backbone) if cover else residual_only(groups_of(backbone))
+    groups = backbone.groups() if cover else residual_only(backbone.groups())
     state = backbone.model.state_dict()
     truth = random_keys(groups, seeded(2))
     locked = permute_state(state, groups, truth)
@@ -167,7 +167,7 @@ def test_drift_is_noise_in_proportion_to_each_tensor() -> None:
 
 def test_the_drift_that_was_put_in_is_the_drift_that_is_measured() -> None:
     backbone = vit()
-    groups, state = residual_only(groups_of(backbone)), backbone.model.state_dict()
+    groups, state = residual_only(backbone.groups()), backbone.model.state_dict()
     truth = random_keys(groups, seeded(1))
     locked = permute_state(state, groups, truth)
     assert drift_between(locked, state, groups, truth) == 0
@@ -180,7 +180,7 @@ def test_a_tensor_of_one_value_tells_nothing_and_disturbs_nothing() -> None:
         for block in backbone.model.blocks:  # as a norm is before it was trained
             block.norm1.weight.fill_(1.0)
             block.norm2.bias.zero_()
-    groups, state = residual_only(groups_of(backbone)), backbone.model.state_dict()
+    groups, state = residual_only(backbone.groups()), backbone.model.state_dict()
     truth = random_keys(groups, seeded(1))
     assert torch.equal(
         match_keys(permute_state(state, groups, truth), state, groups).keys["residual"], truth["residual"]
@@ -188,7 +188,7 @@ def test_a_tensor_of_one_value_tells_nothing_and_disturbs_nothing() -> None:
 
 
 def test_another_architecture_is_refused() -> None:
-    groups, state = residual_only(groups_of(vit())), vit().model.state_dict()
+    groups, state = residual_only(vit().groups()), vit().model.state_dict()
     other = dict(state)
     name = groups[0].members[0].tensor
     other[name] = state[name][:-1]
@@ -216,7 +216,7 @@ def test_both_ends_of_the_blocks_are_compared(monkeypatch: pytest.MonkeyPatch) -
     from situs.locks import recover_blind as blind
 
     backbone = vit()
-    groups, state = residual_only(groups_of(backbone)), backbone.model.state_dict()
+    groups, state = residual_only(backbone.groups()), backbone.model.state_dict()
     given: list[Any] = []
     monkeypatch.setattr(blind, "graph_match", lambda linear, pairs: given.append(pairs) or torch.arange(len(linear)))
     probes = torch.randn(8, 3, 8, 8, generator=seeded(0))
@@ -236,7 +236,7 @@ def test_both_ends_of_the_blocks_are_compared(monkeypatch: pytest.MonkeyPatch) -
 
 def test_centring_is_found_without_a_base() -> None:
     backbone = vit()
-    groups = residual_only(groups_of(backbone))
+    groups = residual_only(backbone.groups())
     probes = torch.randn(16, 3, 8, 8, generator=seeded(0))
     with torch.no_grad():
         z = backbone.assemble(backbone.embed(probes), backbone.positions()).z
@@ -253,7 +253,7 @@ def test_centring_is_found_without_a_base() -> None:
 @pytest.mark.parametrize("name", ["vit", "eva", "swin", "bert", "gpt2", "llama", "hf_vit"])
 def test_random_weights_tell_nothing_without_a_base(name: str, model_folder: Callable[[str], Path]) -> None:
     backbone = create_backbone(model_folder(name)).eval()
-    groups = residual_only(groups_of(backbone))
+    groups = residual_only(backbone.groups())
     truth = random_keys(groups, seeded(6))
     backbone.model.load_state_dict(permute_state(backbone.model.state_dict(), groups, truth))
     found = recover_blind(backbone, groups, truth=truth)
@@ -340,7 +340,7 @@ def test_the_verdict_where_an_attacker_who_applies_did_not_try(
 
 
 def test_what_is_withheld_is_no_part_of_any_group() -> None:
-    groups = groups_of(vit())
+    groups = vit().groups()
     gone = {name for name in vit().model.state_dict() if name.startswith("blocks.0.")}
     left = without(groups, gone)
     assert {group.name for group in groups} - {group.name for group in left} == {
@@ -367,7 +367,7 @@ def test_a_model_that_works_again_is_broken_whatever_the_key() -> None:
 
 
 def test_inner_groups_never_count() -> None:
-    groups = groups_of(vit())
+    groups = vit().groups()
     truth = random_keys(groups, seeded(0))
     wrong = random_keys(groups, seeded(1))
     found = settle(Recovery("x", 24, keys={**wrong, "residual": truth["residual"]}), groups, truth)
@@ -402,8 +402,8 @@ def toy() -> tuple[Any, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 
 def test_labels_train_around_the_lock(toy: Any) -> None:
     backbone, train, test = toy
-    groups, state = residual_only(groups_of(backbone)), {k: v.clone() for k, v in backbone.model.state_dict().items()}
-    owner, truth = accuracy_of(backbone, *test), random_keys(residual_only(groups_of(backbone)), seeded(8))
+    groups, state = residual_only(backbone.groups()), {k: v.clone() for k, v in backbone.model.state_dict().items()}
+    owner, truth = accuracy_of(backbone, *test), random_keys(residual_only(backbone.groups()), seeded(8))
     locked = permute_state(state, groups, truth)
     backbone.model.load_state_dict(locked)
     try:
@@ -424,7 +424,7 @@ def test_labels_train_around_the_lock(toy: Any) -> None:
 
 def test_the_adapter_with_the_right_permutations_is_the_open_model(toy: Any) -> None:
     backbone, _, test = toy
-    groups, state = residual_only(groups_of(backbone)), {k: v.clone() for k, v in backbone.model.state_dict().items()}
+    groups, state = residual_only(backbone.groups()), {k: v.clone() for k, v in backbone.model.state_dict().items()}
     truth = random_keys(groups, seeded(9))
     clear = backbone(test[0])
     backbone.model.load_state_dict(permute_state(state, groups, truth))
@@ -444,7 +444,7 @@ def test_the_adapter_with_the_right_permutations_is_the_open_model(toy: Any) -> 
 
 def test_scores_before_after_and_of_the_owner(toy: Any) -> None:
     backbone, _, test = toy
-    groups, state = residual_only(groups_of(backbone)), {k: v.clone() for k, v in backbone.model.state_dict().items()}
+    groups, state = residual_only(backbone.groups()), {k: v.clone() for k, v in backbone.model.state_dict().items()}
     truth = random_keys(groups, seeded(10))
     locked = permute_state(state, groups, truth)
 
@@ -465,7 +465,7 @@ def test_scores_before_after_and_of_the_owner(toy: Any) -> None:
 def test_a_stream_of_several_widths_is_refused(model_folder: Callable[[str], Path]) -> None:
     backbone = create_backbone(model_folder("swin"))
     with pytest.raises(SitusError, match="needs one residual key, and this lock has 2"):
-        recover_with_labels(backbone, groups_of(backbone), (torch.zeros(0), torch.zeros(0)), (torch.zeros(0),) * 2)
+        recover_with_labels(backbone, backbone.groups(), (torch.zeros(0), torch.zeros(0)), (torch.zeros(0),) * 2)
 
 
 # --- real weights ----------------------------------------------------------------------------------------------
@@ -475,7 +475,7 @@ def test_a_stream_of_several_widths_is_refused(model_folder: Callable[[str], Pat
 def test_a_real_pretrained_vit(shared_data: Path) -> None:
     weights = shared_data / "weights" / "vit_small_patch14_dinov2_fp16.safetensors"
     backbone = create_backbone("vit_small_patch14_dinov2", weights=weights, img_size=28, num_classes=0).eval()
-    groups, state = residual_only(groups_of(backbone)), backbone.model.state_dict()
+    groups, state = residual_only(backbone.groups()), backbone.model.state_dict()
     truth = random_keys(groups, seeded(1))
     locked = permute_state(state, groups, truth)
     for amount in (0.0, 0.3, 3.0):

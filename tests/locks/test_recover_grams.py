@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from situs.backbones import create_backbone
 from situs.errors import SitusError
-from situs.locks.groups import groups_of, permute_state, random_keys, residual_only
+from situs.locks.groups import permute_state, random_keys, residual_only
 from situs.locks.recover import without
 from situs.locks.recover_grams import RIDGE, SHIFTS, clear_side, locked_side, shifted
 from situs.locks.recover_graph import normal_scores
@@ -35,7 +35,7 @@ def load(folder: Callable[[str], Path], name: str) -> Any:
 
 def test_the_clear_side_is_the_covariance_of_what_enters(model_folder: Callable[[str], Path]) -> None:
     backbone = load(model_folder, "vit")
-    groups = groups_of(backbone)
+    groups = backbone.groups()
     images = torch.randn(20, 3, 16, 16, generator=seeded(0))
     clear = clear_side(backbone, groups, images.split(7))  # batches of unequal length
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_texts_of_unequal_length_are_read_as_the_first_block_reads_them(
 ) -> None:
     backbone = load(model_folder, name)
     texts = [torch.randint(0, 31, (1, length), generator=seeded(length)) for length in (3, 9, 5)]
-    clear = clear_side(backbone, groups_of(backbone), texts)
+    clear = clear_side(backbone, backbone.groups(), texts)
     entering = []
     with torch.no_grad():
         for ids in texts:
@@ -84,7 +84,7 @@ def test_texts_of_unequal_length_are_read_as_the_first_block_reads_them(
 
 def test_no_samples_and_an_embedding_that_is_not_there_are_one_sentence(model_folder: Callable[[str], Path]) -> None:
     backbone = load(model_folder, "vit")
-    groups = groups_of(backbone)
+    groups = backbone.groups()
     with pytest.raises(SitusError, match=r"no samples \(--images, --texts\)"):
         clear_side(backbone, groups, [])
     with torch.no_grad():
@@ -131,7 +131,7 @@ def test_many_images_come_in_batches() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_the_locked_side_moves_with_the_key_and_with_no_cover(name: str, model_folder: Callable[[str], Path]) -> None:
     backbone = load(model_folder, name)
-    groups = groups_of(backbone)
+    groups = backbone.groups()
     clear = locked_side(backbone, groups)
     keys = random_keys(groups, seeded(1))
     p = keys[residual_only(groups)[0].name]
@@ -151,7 +151,7 @@ def test_the_locked_side_moves_with_the_key_and_with_no_cover(name: str, model_f
 
 def test_grams_and_clues_of_a_vit_by_hand(model_folder: Callable[[str], Path]) -> None:
     backbone = load(model_folder, "vit")
-    locked = locked_side(backbone, groups_of(backbone))
+    locked = locked_side(backbone, backbone.groups())
     block = backbone.model.blocks[0]
     q, k, v = block.attn.qkv.weight.detach().chunk(3)
     expected: dict[str, Tensor] = {"q": q, "k": k, "v": v, "up": block.mlp.fc1.weight.detach()}
@@ -170,16 +170,16 @@ def test_grams_and_clues_of_a_vit_by_hand(model_folder: Callable[[str], Path]) -
 def test_without_a_first_norm_the_values_bias_is_the_centre(model_folder: Callable[[str], Path]) -> None:
     backbone = load(model_folder, "bert")
     value = backbone.model.base_model.encoder.layer[0].attention.self.value
-    locked = locked_side(backbone, groups_of(backbone))
+    locked = locked_side(backbone, backbone.groups())
     assert locked.centre is not None
     assert torch.allclose(locked.centre, -value.weight.detach().T @ value.bias.detach(), atol=1e-5)
     llama = load(model_folder, "llama")
-    assert locked_side(llama, groups_of(llama)).centre is None  # RMSNorm, no biases
+    assert locked_side(llama, llama.groups()).centre is None  # RMSNorm, no biases
 
 
 def test_the_first_blocks_that_are_left_are_looked_at(model_folder: Callable[[str], Path]) -> None:
     backbone = load(model_folder, "vit")
-    groups = groups_of(backbone)
+    groups = backbone.groups()
     whole = locked_side(backbone, groups)
     gone = {name for name in backbone.model.state_dict() if name.startswith("blocks.0.")}
     left = locked_side(backbone, without(groups, gone))

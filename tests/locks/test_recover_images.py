@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from situs.backbones import create_backbone
-from situs.locks.groups import groups_of, permute_state, random_keys, residual_only
+from situs.locks.groups import permute_state, random_keys, residual_only
 from situs.locks.recover import bits_left
 from situs.locks.recover_grams import clear_side, shifted
 from situs.locks.recover_graph import root
@@ -41,7 +41,7 @@ def smooth(count: int, seed: int = 0) -> Tensor:
 
 def plant(backbone: Any, images: Tensor) -> None:
     """Weights as training leaves them: the blocks read what varies together together, and the norm centres it."""
-    clear = clear_side(backbone, groups_of(backbone), shifted(images, (4, 4), 1))
+    clear = clear_side(backbone, backbone.groups(), shifted(images, (4, 4), 1))
     values, vectors = torch.linalg.eigh(root(clear.grams["all"]).double())
     shape = ((vectors * values.clamp_min(0).sqrt()) @ vectors.T).float()
     with torch.no_grad():
@@ -62,7 +62,7 @@ def planted() -> tuple[Any, dict[str, Tensor]]:
 
 
 def attack(backbone: Any, images: Tensor, truth: Any, cover: bool = False, **options: Any) -> Any:
-    groups = groups_of(backbone) if cover else residual_only(groups_of(backbone))
+    groups = backbone.groups() if cover else residual_only(backbone.groups())
     return recover_with_samples(
         backbone, groups, shifted(images, (4, 4)), had=f"{len(images)} unlabelled images", truth=truth, **options
     )
@@ -71,7 +71,7 @@ def attack(backbone: Any, images: Tensor, truth: Any, cover: bool = False, **opt
 @pytest.mark.parametrize("cover", [False, True])
 def test_a_trained_embedding_gives_the_key_away(planted: Any, cover: bool) -> None:
     backbone, state = planted
-    groups = groups_of(backbone) if cover else residual_only(groups_of(backbone))
+    groups = backbone.groups() if cover else residual_only(backbone.groups())
     truth = random_keys(groups, seeded(3))
     backbone.model.load_state_dict(permute_state(state, groups, truth))
     try:
@@ -89,7 +89,7 @@ def test_a_trained_embedding_gives_the_key_away(planted: Any, cover: bool) -> No
 
 def test_random_weights_give_nothing_away() -> None:
     backbone = vit()
-    groups = residual_only(groups_of(backbone))
+    groups = residual_only(backbone.groups())
     truth = random_keys(groups, seeded(4))
     backbone.model.load_state_dict(permute_state(backbone.model.state_dict(), groups, truth))
     found = attack(backbone, smooth(12, 7), truth)
@@ -114,14 +114,14 @@ def test_the_processors_mode_comes_back_after_an_error_too() -> None:
 
     backbone = vit(1)
     with pytest.raises(SitusError, match="no samples"):
-        recover_with_samples(backbone, residual_only(groups_of(backbone)), [], had="nothing")
+        recover_with_samples(backbone, residual_only(backbone.groups()), [], had="nothing")
     assert float(torch.tensor([1e-40]) * 1.0) > 0
 
 
 @pytest.mark.parametrize("name", ["eva", "swin", "bert", "llama"])
 def test_every_kind_of_model_can_be_attacked(name: str, model_folder: Callable[[str], Path]) -> None:
     backbone = create_backbone(model_folder(name)).eval()
-    groups = residual_only(groups_of(backbone))
+    groups = residual_only(backbone.groups())
     if backbone.img_size is not None:
         inputs = [torch.randn(6, 3, *backbone.img_size, generator=seeded(0))]
     else:

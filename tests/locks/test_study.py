@@ -14,7 +14,7 @@ from situs.data.augment import AugmentConfig
 from situs.data.base import TensorSource
 from situs.data.loader import DataConfig, make_loader
 from situs.errors import SitusError
-from situs.locks.groups import groups_of, invert_keys, permute_state, random_keys, residual_only
+from situs.locks.groups import invert_keys, permute_state, random_keys, residual_only
 from situs.locks.study import HEADS, WAYS, Pretrained, StudyConfig, make_way, pretrain, run_study
 from situs.methods import SupervisedConfig
 from situs.train.run import RunConfig, make_method
@@ -55,7 +55,7 @@ def pretrained() -> Pretrained:
 
 def test_normal_and_authorised_are_one_training_in_float64(pretrained: Pretrained) -> None:
     config = pretrained.config
-    groups = residual_only(groups_of(make_method(config, CLASSES).backbone))
+    groups = residual_only(make_method(config, CLASSES).backbone.groups())
     keys = random_keys(groups, torch.Generator().manual_seed(3))
     batch = next(iter(make_loader(config.data, None, source=pretrained.train)))
     batch = batch._replace(inputs=batch.inputs.double())
@@ -81,7 +81,7 @@ def test_normal_and_authorised_are_one_training_in_float64(pretrained: Pretraine
 def test_what_each_way_starts_from(pretrained: Pretrained) -> None:
     config = pretrained.config
     fresh = make_method(config, CLASSES).backbone.model.state_dict()
-    groups = residual_only(groups_of(make_method(config, CLASSES).backbone))
+    groups = residual_only(make_method(config, CLASSES).backbone.groups())
     keys = random_keys(groups, torch.Generator().manual_seed(3))
     locked = permute_state(pretrained.state, groups, keys)
     expected = {

@@ -10,7 +10,6 @@ a library's layout. Blocks of another form (norms after, or inside of the MLP) a
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,12 +24,12 @@ from situs.audit.threat import Gradients
 from situs.backbones.base import Backbone
 from situs.core.position import Positions
 
-_FIRST_BLOCK = re.compile(r"\.(blocks|layers?)\.0\..*weight$")
-
 
 def first_linears(backbone: Backbone) -> tuple[str, ...]:
     """Names of the matrices in the first block."""
-    return tuple(name for name, p in backbone.named_parameters() if p.dim() == 2 and _FIRST_BLOCK.search(name))
+    roles = backbone.roles()
+    first = {name for name, role in roles.items() if role.depth == 1 and role.part in ("qkv", "block")}
+    return tuple(name for name, p in backbone.named_parameters() if p.dim() == 2 and name in first)
 
 
 class _Call(NamedTuple):

@@ -8,7 +8,6 @@ around) the equation does not hold: the residual of the solve says so, and the v
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -22,8 +21,6 @@ from situs.audit.stem import Stem, find_stem, flat_weight, require_stem, table_r
 from situs.audit.threat import Gradients, victim_gradients
 from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
-
-_FIRST_QKV = re.compile(r"\.(blocks|layers?)\.0\.(.*\.)?(qkv|query|key|value|[qkv]_proj)\.weight$")
 
 
 def solve_tokens(
@@ -136,5 +133,5 @@ def _told(fact: dict[str, Fact], right: bool) -> dict[str, Fact]:
 
 def _first_attention(backbone: Backbone) -> tuple[str, ...]:
     """The weights that make queries, keys and values in block 0: one fused, or three."""
-    found = [name for name, _ in backbone.named_parameters() if _FIRST_QKV.search(name)]
+    found = [name for name, role in backbone.roles().items() if role == ("qkv", 1) and name.endswith("weight")]
     return tuple(found) if len(found) in (1, 3) else ()

@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from situs.backbones.layout import Group, LayoutBuilder, Names, Role, roles_of
 from situs.core.position import PairBias, Positions
 from situs.core.tokens import mask_of, take
 from situs.errors import SitusError
@@ -147,6 +148,28 @@ class Backbone(nn.Module, ABC):
         places = self.positions()
         assert places.table is None or not places.table.any(), "the table is no view of the model's own"
         return tuple(kind for kind in places.kinds if kind != "table")
+
+    # --- the layout: what others may know of the wrapped model's tensors ------------------------------------------
+
+    def block_modules(self) -> list[tuple[nn.Module, ...]]:
+        """The modules of each block in the order of the stream; none where the model has no blocks that are known."""
+        return []
+
+    def roles(self) -> dict[str, Role]:
+        """Every tensor of this backbone's state dict: what it is, and how deep it stands."""
+        return roles_of(self, Names())
+
+    def groups(self) -> tuple[Group, ...]:
+        """The axes that one permutation moves together, the residual ones first; names are the wrapped model's own."""
+        for capability in ("tokens", "columns"):
+            self.require(capability)
+        layout = LayoutBuilder(self.model)
+        self.write_layout(layout)
+        return layout.groups()
+
+    def write_layout(self, layout: LayoutBuilder) -> None:  # noqa: ARG002  (a family that has one writes it)
+        """Writes the groups of this family's blocks down."""
+        raise SitusError(f"{self.name}: no groups are known for the class {type(self.model).__qualname__}")
 
     # --- names in files --------------------------------------------------------------------------------------------
 

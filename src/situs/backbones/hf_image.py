@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone, Features, Stream, join
 from situs.backbones.config import PositionKind
 from situs.backbones.hf_layers import Head, check_attention, fit, run_layers
+from situs.backbones.hf_layout import NAMES, inner_prefix, write_dinov2, write_vit
 from situs.backbones.hf_names import own_state
+from situs.backbones.layout import LayoutBuilder, Role, roles_of
 from situs.core.position import Positions, resample_table, sincos_2d
 from situs.core.tokens import Size, grid_of, pair
 from situs.errors import SitusError
@@ -142,6 +144,12 @@ class ImageBackbone(Backbone):
     def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
         return run_layers(self._layers(), self._attentions(), stream, keys)
 
+    def block_modules(self) -> list[tuple[nn.Module, ...]]:
+        return [(layer,) for layer in self._layers()]
+
+    def roles(self) -> dict[str, Role]:
+        return roles_of(self, NAMES, inner_prefix(self.model))
+
     def finish(self, stream: Stream) -> Features:
         z = self._inner.layernorm(stream.z)
         return Features(z[:, : stream.prefix], z[:, stream.prefix :])
@@ -155,6 +163,9 @@ class ViTBackbone(ImageBackbone):
 
     def _layers(self) -> Any:
         return self._inner.layers
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_vit(layout, self.dim, self._layers())
 
     def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
         if old == new:
@@ -176,6 +187,9 @@ class Dinov2Backbone(ImageBackbone):
 
     def _layers(self) -> Any:
         return self._inner.encoder.layer
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_dinov2(layout, self.dim, self._layers())
 
     @property
     def table_grid(self) -> tuple[int, int]:

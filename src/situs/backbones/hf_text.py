@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone, Features, Stream
 from situs.backbones.hf_layers import Head, check_attention, fit, run_layers
+from situs.backbones.hf_layout import NAMES, inner_prefix, write_bert, write_gpt2, write_llama
+from situs.backbones.layout import LayoutBuilder, Role, roles_of
 from situs.core.position import Positions
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
@@ -55,6 +57,16 @@ class TextBackbone(Backbone):
     def _inner(self) -> Any:
         """The model without its head. A property: as an attribute its weights would be saved twice."""
         return self.model.base_model
+
+    @abstractmethod
+    def _layers(self) -> Any:
+        """The blocks, as transformers keeps them."""
+
+    def block_modules(self) -> list[tuple[nn.Module, ...]]:
+        return [(layer,) for layer in self._layers()]
+
+    def roles(self) -> dict[str, Role]:
+        return roles_of(self, NAMES, inner_prefix(self.model))
 
     @abstractmethod
     def positions(self, length: int | None = None) -> Positions:
@@ -102,8 +114,14 @@ class BertBackbone(TextBackbone):
             raise SitusError(f"is_decoder=True: {self.name} is known here as an encoder only")
         check_attention(self.name, self._attentions())
 
+    def _layers(self) -> Any:
+        return self._inner.encoder.layer
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_bert(layout, self.dim, self._layers())
+
     def _attentions(self) -> list[nn.Module]:
-        return [layer.attention.self for layer in self._inner.encoder.layer]
+        return [layer.attention.self for layer in self._layers()]
 
     def embed(self, x: Tensor, types: Tensor | None = None) -> Tensor:
         """Ids [B, N] -> word vectors and those of the segments `types` ([B, N]; None: all 0), [B, N, D]."""
@@ -118,7 +136,7 @@ class BertBackbone(TextBackbone):
         return embeddings.dropout(embeddings.LayerNorm(z))
 
     def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
-        return run_layers(self._inner.encoder.layer, self._attentions(), stream, keys)
+        return run_layers(self._layers(), self._attentions(), stream, keys)
 
 
 class DecoderBackbone(TextBackbone):
@@ -150,6 +168,12 @@ class DecoderBackbone(TextBackbone):
 class GPT2Backbone(DecoderBackbone):
     """GPT2Model, GPT2LMHeadModel: a learned table, dropout behind it, and a causal mask."""
 
+    def _layers(self) -> Any:
+        return self._inner.h
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_gpt2(layout, self.dim, self._layers())
+
     def positions(self, length: int | None = None) -> Positions:
         return Positions(table=self._inner.wpe.weight[: length or self.num_tokens])
 
@@ -159,7 +183,7 @@ class GPT2Backbone(DecoderBackbone):
     def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
         assert keys is None
         z, mask = stream.z, self._masks(stream)[False]
-        for layer in self._inner.h:
+        for layer in self._layers():
             z = layer(z, attention_mask=mask)
         return z
 
@@ -187,6 +211,12 @@ class LlamaBackbone(DecoderBackbone):
         # As float32, the number by which transformers really multiplies: dividing leaves place 0 the exact identity.
         self._factor = float(torch.tensor(self._inner.rotary_emb.attention_scaling, dtype=torch.float32, device="cpu"))
 
+    def _layers(self) -> Any:
+        return self._inner.layers
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_llama(layout, self.dim, self._layers())
+
     def positions(self, length: int | None = None) -> Positions:
         weight = self._inner.embed_tokens.weight
         places = torch.arange(length or self.num_tokens, device=weight.device).unsqueeze(0)
@@ -197,7 +227,7 @@ class LlamaBackbone(DecoderBackbone):
         assert keys is None
         z, masks = stream.z, self._masks(stream)
         rotation = self._rotation(stream)
-        for layer, sliding in zip(self._inner.layers, self._sliding(), strict=True):
+        for layer, sliding in zip(self._layers(), self._sliding(), strict=True):
             z = layer(z, attention_mask=masks[sliding], position_embeddings=rotation)
         return z
 

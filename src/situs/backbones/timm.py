@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from situs.backbones.attention import check_blocks, run_block
 from situs.backbones.base import Backbone, Features, Stream, join
+from situs.backbones.layout import LayoutBuilder, Role, roles_of
+from situs.backbones.timm_layout import NAMES, write_flat, write_swin
 from situs.core.position import PairBias, Positions
 from situs.core.tokens import patchify, take
 from situs.errors import SitusError
@@ -76,6 +78,15 @@ class FlatBackbone(Backbone):
         for depth, block in enumerate(self.model.blocks):
             stream = replace(stream, z=run_block(block, stream.z, stream, depth, None))
             yield stream
+
+    def block_modules(self) -> list[tuple[nn.Module, ...]]:
+        return [(block,) for block in self.model.blocks]
+
+    def roles(self) -> dict[str, Role]:
+        return roles_of(self, NAMES)
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_flat(layout, self.model, self.dim)
 
     def finish(self, stream: Stream) -> Features:
         z = self.model.norm(stream.z)
@@ -220,6 +231,20 @@ class SwinBackbone(Backbone):
     def run_grid(self, z: Tensor, grid: tuple[int, int]) -> Tensor:
         """All stages over a grid of tokens, z [B, h * w, D]: the one way into them."""
         return self.model.layers(z.unflatten(1, grid)).flatten(1, 2)
+
+    def block_modules(self) -> list[tuple[nn.Module, ...]]:
+        """A merge between stages goes with the block behind it, as timm runs it."""
+        return [
+            (block,) if number else (stage.downsample, block)
+            for stage in self.model.layers
+            for number, block in enumerate(stage.blocks)
+        ]
+
+    def roles(self) -> dict[str, Role]:
+        return roles_of(self, NAMES)
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_swin(layout, self.model)
 
     def finish(self, stream: Stream) -> Features:
         z = self.model.norm(stream.z)

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from situs.backbones.base import Backbone
+    from situs.backbones.layout import Group
     from situs.cli.audit_lock_samples import Samples
     from situs.locks.key import Key
     from situs.locks.manifest import Manifest
-    from situs.locks.members import Group
     from situs.locks.recover import Recovery
 
     Labelled = tuple[Tensor, Tensor]

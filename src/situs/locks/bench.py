@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from situs.backbones.base import Backbone, Stream
+from situs.backbones.layout import Group
 from situs.core.permutation import invert, permute_columns
 from situs.core.tokens import take
 from situs.locks.arms import (
@@ -27,7 +28,6 @@ from situs.locks.arms import (
     train_arm,
 )
 from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, residual_only
-from situs.locks.members import Group
 from situs.locks.rows import moved_order
 
 Errors = dict[str, float]

@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from situs.backbones.layout import Group
 from situs.errors import SitusError
-from situs.locks.members import Group
 from situs.locks.shards import Spec, plain_source, read_header
 from situs.locks.withhold import block_tensors
 
@@ -125,9 +125,12 @@ def check_tensors(
     """
     keyed = {member.tensor for group in groups for member in group.members}
     matrix = min(math.prod(specs[name].shape) for name in keyed if len(specs[name].shape) > 1)
+    positions = {name for name, role in backbone.roles().items() if role.part == "position"}
     for own in block_tensors(backbone):
         name = names.get(own)
-        if name is not None and name not in keyed and len(specs[name].shape) > 1 and not _is_position(name):
+        if name is None or name in keyed or f"model.{own}" in positions:
+            continue
+        if len(specs[name].shape) > 1:
             raise SitusError(f"{backbone.name}: {name} is part of a block, and no group moves it: nothing is locked")
     known = set(names.values())
     strangers = {name: spec for name, spec in specs.items() if name not in known}
@@ -149,10 +152,6 @@ def check_tensors(
 def _ending(name: str) -> str:
     """What stands behind the number of a block: blocks.3.attn.qkv.weight -> attn.qkv.weight."""
     return re.split(r"(?:^|[._/])\d+[._/]", name)[-1] if re.search(r"\d+[._/]", name) else ""
-
-
-def _is_position(name: str) -> bool:
-    return "rel_pos" in name or "relative_position" in name
 
 
 def _is_mask(backbone: Backbone, spec: Spec) -> bool:

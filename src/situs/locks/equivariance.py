@@ -17,17 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
+from situs.backbones.layout import Group
 from situs.config import require
 from situs.core.tokens import patchify, take, unpatchify
 from situs.errors import SitusError
 from situs.locks.arms import Sample, as_backbone, check_input, evaluating, gap, own_dtype, sample_of
 from situs.locks.bench import Bench, Errors
-from situs.locks.groups import groups_of, moving, random_keys, residual_only
-from situs.locks.members import Group
+from situs.locks.groups import moving, random_keys, residual_only
 from situs.locks.paper import official_bits, official_key, paper_rule
 from situs.locks.parts import Part, merged, parts_of
 from situs.locks.rows import moved_order, row_leak, row_refusal
-from situs.locks.trace import trace_backbone
 
 __all__ = ["Finding", "Verdict", "certify", "official_bits", "official_key", "paper_rule", "verify"]
 
@@ -99,9 +98,9 @@ def verify(
 ) -> Verdict:
     """Measures both laws on a backbone (or a timm or transformers model, which becomes one) and on its parts.
 
-    x: images [B, C, H, W] or ids [B, N]; None: random ones. groups: of the keys; None: the curated ones, or those that
-    tracing finds in a class that no adapter knows. steps: of AdamW. tokens: at most so many patch tokens take part,
-    where the model allows a subset. strict: raise where a law of the whole is refused.
+    x: images [B, C, H, W] or ids [B, N]; None: random ones. groups: of the keys; None: the model's own. steps: of
+    AdamW. tokens: at most so many patch tokens take part, where the model allows a subset. strict: raise where a law
+    of the whole is refused.
     """
     require(steps >= 0, "steps", steps, "at least 0", "--steps")
     require(tokens >= 2, "tokens", tokens, "at least 2, for fewer have no order", "--tokens")
@@ -113,7 +112,7 @@ def verify(
         return _verdict(backbone, torch.float32, steps, None, findings, strict)
     reason = ""
     if groups is None:
-        groups, reason = _known_or_traced(backbone, x)
+        groups, reason = _known(backbone)
     own = own_dtype(backbone)
     generator = torch.Generator().manual_seed(seed)
     keys = random_keys(groups, generator)
@@ -141,15 +140,10 @@ def verify(
     return _verdict(backbone, own, steps, control, findings, strict)
 
 
-def _known_or_traced(backbone: Backbone, x: Tensor | None) -> tuple[tuple[Group, ...], str]:
+def _known(backbone: Backbone) -> tuple[tuple[Group, ...], str]:
     """The groups, or none and why: a finding, not a mistake, for the rows may be fine all the same."""
     try:
-        return groups_of(backbone), ""
-    except SitusError as error:
-        if "columns" in backbone.refusals:
-            return (), str(error)
-    try:
-        return trace_backbone(backbone, x).groups, ""
+        return backbone.groups(), ""
     except SitusError as error:
         return (), str(error)
 

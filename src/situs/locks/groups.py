@@ -11,33 +11,13 @@ inverse of each key, in whatever order, gives back the very bits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from situs.backbones.layout import Group, Member
 from situs.core.permutation import compose, invert, is_permutation
 from situs.errors import SitusError
-from situs.locks.members import Group, Member
-
-if TYPE_CHECKING:
-    from situs.backbones.base import Backbone
-
-
-def groups_of(backbone: Backbone) -> tuple[Group, ...]:
-    """The groups of a backbone by its exact class, residual first; a class we have not read is refused by name."""
-    backbone.require("tokens")
-    backbone.require("columns")
-    kind = type(backbone.model)
-    if kind.__module__.startswith("timm."):
-        from situs.locks.groups_timm import timm_groups
-
-        return timm_groups(backbone)
-    if kind.__module__.startswith("transformers."):
-        from situs.locks.groups_hf import hf_groups
-
-        return hf_groups(backbone)
-    raise SitusError(f"{backbone.name}: no lock is known for the class {kind.__module__}.{kind.__qualname__}")
 
 
 def residual_only(groups: Sequence[Group]) -> tuple[Group, ...]:

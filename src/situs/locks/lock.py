@@ -20,11 +20,12 @@ from typing import Literal
 
 from situs import __version__
 from situs.backbones.base import Backbone
+from situs.backbones.layout import Group
 from situs.errors import SitusError
 from situs.locks import folder as files
 from situs.locks import shards, store
 from situs.locks.contents import TABLE, check_tensors, sort_files
-from situs.locks.groups import groups_of, residual_only
+from situs.locks.groups import residual_only
 from situs.locks.key import Key, codes_of, derive
 from situs.locks.manifest import (
     NAME,
@@ -37,7 +38,6 @@ from situs.locks.manifest import (
     read_manifest,
     write_manifest,
 )
-from situs.locks.members import Group
 from situs.locks.moves import changes_of, openers, rename
 from situs.locks.retrained import unlock_retrained
 from situs.locks.seal import SUFFIX
@@ -174,7 +174,7 @@ def _groups_in_files(backbone: Backbone, names: Mapping[str, str], which: str) -
     """The groups that move, under the names that the tensors have in the files; every one of them must be there."""
     if which not in ("residual", "all"):
         raise SitusError(f"groups={which!r}: must be 'residual' or 'all' (--cover)")
-    groups = groups_of(backbone)
+    groups = backbone.groups()
     for group in groups:
         for member in group.members:
             if member.tensor not in names:

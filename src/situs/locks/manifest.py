@@ -19,11 +19,11 @@ from typing import Any
 
 from torch import Tensor
 
+from situs.backbones.layout import Group
 from situs.config import from_dict
 from situs.errors import SitusError
 from situs.files import write_text
 from situs.locks.key import ID_DIGITS, Codes, Key, derive
-from situs.locks.members import Group
 from situs.locks.shards import WIDTHS, Spec, unique
 
 NAME = "manifest.json"

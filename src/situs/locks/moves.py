@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
+from situs.backbones.layout import Group
 from situs.core.permutation import compose
 from situs.locks.groups import axis_index, invert_keys
 from situs.locks.key import Key
 from situs.locks.manifest import Manifest, permutations_of
-from situs.locks.members import Group
 from situs.locks.shards import Change, Spec
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, Stream
+from situs.backbones.layout import Group
 from situs.core.permutation import invert
 from situs.errors import SitusError
 from situs.locks.folder import names_in_file, structure_of, weight_files
@@ -25,7 +26,6 @@ from situs.locks.groups import entrance_and_exit, invert_keys, permute_state
 from situs.locks.key import Key
 from situs.locks.lock import check, rename, unseal
 from situs.locks.manifest import Manifest, permutations_of
-from situs.locks.members import Group
 from situs.locks.store import all_specs, header_of
 from situs.locks.withhold import tensors_of
 

@@ -15,9 +15,9 @@ from math import lgamma, log
 import torch
 from torch import Tensor
 
+from situs.backbones.layout import Group, Member
 from situs.errors import SitusError
 from situs.locks.groups import moving, residual_only
-from situs.locks.members import Group, Member
 
 
 def paper_rule(groups: Sequence[Group]) -> tuple[Group, ...]:

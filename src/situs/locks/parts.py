@@ -14,14 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from situs.backbones.layout import Group
 from situs.core.permutation import permute_columns
 from situs.locks.arms import Back, gap
 from situs.locks.bench import Bench, stay, still
 from situs.locks.groups import permute_state
-from situs.locks.members import Group
-
-PASSIVE = ("Identity", "Dropout", "DropPath", "Dinov2DropPath", "Dinov2WithRegistersDropPath")
-"""Leaves that do nothing where nothing is dropped."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +56,7 @@ def parts_of(
     turns = {name: turn for turn, name in enumerate(clear)}
     found = []
     for name, module in bench.backbone.model.named_modules():
-        if type(module).__name__ not in PASSIVE and (name in clear or name in touched):
+        if name in clear or name in touched:
             row = _row_gap(clear, shuffled, name, back) if rows and name in clear else None
             column, goes = _column_gap(clear, moved, name, keys, residual) if name in moved else (None, False)
             turn = turns.get(name, len(turns))
@@ -134,8 +131,9 @@ def _outputs(bench: Bench, run: Callable[[], Tensor]) -> dict[str, Tensor]:
 @contextmanager
 def _listening(bench: Bench, found: dict[str, Tensor]) -> Iterator[None]:
     def listen(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _inputs: object, output: object) -> None:
-            if bench.stack.inside and isinstance(output, Tensor):
+        def hook(_module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+            passed = bool(inputs) and output is inputs[0]  # dropout and its like, where nothing is dropped
+            if bench.stack.inside and isinstance(output, Tensor) and not passed:
                 found[name] = output.detach()
 
         return hook

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from situs.backbones.base import Backbone
+from situs.backbones.layout import Group
 from situs.core.permutation import identity
 from situs.errors import SitusError
 from situs.locks.groups import permute_state, residual_only
-from situs.locks.members import Group
 from situs.locks.recover_blind import match_blind
 from situs.locks.recover_match import Keys, State, fit_error, match_keys
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
+from situs.backbones.layout import Group
 from situs.config import Checked
 from situs.errors import SitusError
 from situs.limits import Count, Positive
 from situs.locks.groups import residual_only
-from situs.locks.members import Group
 from situs.locks.recover import Recovery, settle
 from situs.locks.recover_match import assign
 

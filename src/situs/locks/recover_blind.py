@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
+from situs.backbones.layout import Group, Member
 from situs.core.permutation import identity
 from situs.locks.groups import residual_only
-from situs.locks.members import Group, Member
 from situs.locks.recover_match import Keys, assign, channels
 
 STEPS = 30

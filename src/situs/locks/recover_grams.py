@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
+from situs.backbones.layout import Group, Member
 from situs.core.permutation import identity
 from situs.errors import SitusError
-from situs.locks.groups import groups_of, residual_only
-from situs.locks.members import Group, Member
+from situs.locks.groups import residual_only
 from situs.locks.recover_graph import normal_scores
 from situs.locks.recover_match import channels
 
@@ -188,7 +188,7 @@ def locked_side(backbone: Backbone, groups: Sequence[Group]) -> Locked:
     [group, *_] = residual_only(groups)
     held = set(group.members)
     blocks: dict[str, dict[str, tuple[Tensor, Tensor | None]]] = {}
-    for block, role, member, stretch in _projections(groups_of(backbone)):
+    for block, role, member, stretch in _projections(backbone.groups()):
         if member in held:
             values = channels(_cut(state[member.tensor], member.axis, stretch), member, group.size)
             bias = _bias(state, member, stretch, reads=role not in ("o", "down"))

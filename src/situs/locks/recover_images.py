@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from situs.backbones.base import Backbone
+from situs.backbones.layout import Group
 from situs.core.permutation import identity
 from situs.locks.groups import residual_only
-from situs.locks.members import Group
 from situs.locks.recover import Recovery, settle
 from situs.locks.recover_grams import Clear, Locked, clear_side, locked_side
 from situs.locks.recover_graph import (

@@ -19,10 +19,10 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from situs.backbones.layout import Group, Member
 from situs.core.permutation import identity
 from situs.errors import SitusError
 from situs.locks.groups import permute_state
-from situs.locks.members import Group, Member
 
 State = Mapping[str, Tensor]
 Keys = dict[str, Tensor]

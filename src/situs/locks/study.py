@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.backbones import BackboneConfig
+from situs.backbones.layout import Group
 from situs.config import Checked
 from situs.data.augment import AugmentConfig
 from situs.data.base import Source, TensorSource
@@ -32,8 +33,7 @@ from situs.data.sources import open_source
 from situs.data.subset import Subset
 from situs.errors import SitusError
 from situs.limits import Count, Positive
-from situs.locks.groups import groups_of, invert_keys, permute_state, random_keys, residual_only
-from situs.locks.members import Group
+from situs.locks.groups import invert_keys, permute_state, random_keys, residual_only
 from situs.locks.owner import with_key
 from situs.methods import Supervised, SupervisedConfig
 from situs.methods.base import Method
@@ -158,7 +158,7 @@ def run_study(pretrained: Pretrained, config: StudyConfig, folder: Path, say: Sa
     curves: dict[str, Curve] = {}
     methods: dict[str, Method] = {}
     with torch.random.fork_rng(devices=[]):
-        groups = residual_only(groups_of(make_method(recipe, loader.classes).backbone))
+        groups = residual_only(make_method(recipe, loader.classes).backbone.groups())
         keys = random_keys(groups, torch.Generator().manual_seed(config.seed))
         for way in WAYS:
             methods[way] = make_way(way, recipe, loader.classes, pretrained.state, groups, keys)

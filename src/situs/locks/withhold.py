@@ -9,9 +9,9 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -25,12 +25,6 @@ if TYPE_CHECKING:
 NAME = "withheld.safetensors"
 """What the second file is called where its name is part of a key."""
 
-TIMM_BEFORE = (
-    "patch_embed", "pos_embed", "cls_token", "dist_token", "reg_token", "norm_pre", "rope", "shared_rel_pos",
-)  # fmt: skip
-TIMM_AFTER = ("norm", "fc_norm", "attn_pool", "head", "head_dist")
-HF_BEFORE = ("embeddings", "embed_tokens", "wte", "wpe", "rotary_emb")
-HF_AFTER = ("layernorm", "norm", "ln_f", "pooler")
 _ORIGINAL = "original_headers"
 
 
@@ -65,70 +59,35 @@ def words(parts: Sequence[str]) -> str:
 
 def tensors_of(backbone: Backbone, parts: Sequence[str]) -> set[str]:
     """The names, in the model, of the tensors that these parts are."""
-    held: set[str] = set()
+    depths, held = _depths(backbone), set[str]()
     for part in parts:
         if part == "embedding":
-            held |= _embedding(backbone)
+            unknown = next((name for name, role in backbone.roles().items() if role.part == "unknown"), None)
+            if unknown is not None:
+                raise SitusError(
+                    f"withhold=embedding: whether {unknown} of {backbone.name} stands before or behind the blocks is "
+                    "not known here (--withhold)"
+                )
+            held |= {name for name, depth in depths.items() if depth == 0}
             continue
-        count, blocks = int(part.removeprefix("blocks=")), _blocks(backbone)
-        if count >= len(blocks):
+        count, blocks = int(part.removeprefix("blocks=")), backbone.depth
+        if count >= blocks:
             raise SitusError(
-                f"withhold={part}: {backbone.name} has {len(blocks)} blocks, and one at least must stay (--withhold)"
+                f"withhold={part}: {backbone.name} has {blocks} blocks, and one at least must stay (--withhold)"
             )
-        held |= {name for block in blocks[:count] for name in _tensors(backbone.model, block)}
+        held |= {name for name, depth in depths.items() if 1 <= depth <= count}
     return held | _tied(backbone.model, held)
-
-
-def _blocks(backbone: Backbone) -> list[list[nn.Module]]:
-    """The modules of each block, in the order of the stream; a merge between stages goes with the block behind it."""
-    model: Any = backbone.model
-    if type(model).__module__.startswith("transformers."):
-        from situs.locks.groups_hf import LAYERS
-
-        inner = model.base_model
-        return [[layer] for layer in LAYERS[type(inner).__name__][0](inner)]
-    if type(model).__name__ == "SwinTransformer":
-        stages = [[[block] for block in stage.blocks] for stage in model.layers]
-        for stage, blocks in zip(model.layers, stages, strict=True):
-            blocks[0].insert(0, stage.downsample)
-        return [block for blocks in stages for block in blocks]
-    return [[block] for block in model.blocks]
-
-
-def _embedding(backbone: Backbone) -> set[str]:
-    """Everything before the blocks: patches or words, positions, prefix tokens."""
-    model: Any = backbone.model
-    inside = block_tensors(backbone)
-    outside = [name for name in model.state_dict() if name not in inside]
-    if type(model).__module__.startswith("transformers."):
-        base, before, after = model.base_model, HF_BEFORE, HF_AFTER
-        prefix = "" if base is model else f"{model.base_model_prefix}."
-    else:
-        before, after, prefix = TIMM_BEFORE, TIMM_AFTER, ""
-    held = set()
-    for name in outside:
-        if not name.startswith(prefix):
-            continue  # the head
-        top = name.removeprefix(prefix).split(".")[0]
-        if top in before:
-            held.add(name)
-        elif top not in after:
-            raise SitusError(
-                f"withhold=embedding: whether {name} of {backbone.name} stands before or behind the blocks is not "
-                "known here (--withhold)"
-            )
-    return held
 
 
 def block_tensors(backbone: Backbone) -> set[str]:
     """The names of all tensors in the blocks."""
-    return {name for block in _blocks(backbone) for name in _tensors(backbone.model, block)}
+    return {name for name, depth in _depths(backbone).items() if 1 <= depth <= backbone.depth}
 
 
-def _tensors(model: nn.Module, block: Sequence[nn.Module]) -> Iterator[str]:
-    paths = {id(module): path for path, module in model.named_modules()}
-    for module in block:
-        yield from (f"{paths[id(module)]}.{own}" for own in module.state_dict())
+def _depths(backbone: Backbone) -> dict[str, int]:
+    """How deep each tensor of the wrapped model stands, under the model's own names."""
+    inside = {name: role for name, role in backbone.roles().items() if name.startswith("model.")}
+    return {name.removeprefix("model."): role.depth for name, role in inside.items()}
 
 
 def _tied(model: nn.Module, held: set[str]) -> set[str]:

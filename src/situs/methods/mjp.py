@@ -29,9 +29,6 @@ from situs.methods.supervised import label_loss
 
 __all__ = ["MJP", "VARIANTS", "MJPConfig"]
 
-_TABLES = ("pos_embed", "position_embeddings", "table")
-"""What timm, transformers and our own Swin call a learned table of positions."""
-
 
 class MJP(Method):
     """`draw` chooses mask and shuffle; `forward` reads like Figure 2(d). Without tokens, pixels are moved."""
@@ -146,8 +143,8 @@ class MJP(Method):
         return {name for name, there in held.items() if there}
 
     def decayed(self) -> set[str]:
-        names = {name for name, _ in self.named_parameters() if name.split(".")[-1] in {*_TABLES, "unknown"}}
-        return names if self.config.decay_positions else set()
+        tables = {f"backbone.{name}" for name, role in self.backbone.roles().items() if role.part == "table"}
+        return {*tables, "unknown"} if self.config.decay_positions else set()
 
 
 @torch.no_grad()
@@ -157,6 +154,7 @@ def _fill_table(backbone: Backbone, std: float) -> None:
     if table is None:
         return
     table.normal_(std=std)
+    roles = backbone.roles()
     for name, parameter in backbone.named_parameters():
-        if name.split(".")[-1] in _TABLES and parameter.shape[-2] == backbone.num_prefix + backbone.num_tokens:
+        if roles[name].part == "table" and parameter.shape[-2] == backbone.num_prefix + backbone.num_tokens:
             parameter[..., : backbone.num_prefix, :].normal_(std=std)

@@ -7,7 +7,6 @@ What a rule decides is a pure function of names and shapes (`layer_numbers`, `gr
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -105,49 +104,20 @@ def rate_at(step: int, total: int, warmup: int, peak: float, config: OptimConfig
 
 # --- depth --------------------------------------------------------------------------------------------------
 
-_STAGED = re.compile(r"(?:^|\.)(?:layers|stages)\.(\d+)\.(?:blocks\.(\d+)\.)?")
-_FLAT = re.compile(r"(?:^|\.)(?:blocks|layer|layers|h)\.(\d+)\.")
 BACKBONE = "backbone."
 
 
-def layer_numbers(names: Sequence[str]) -> dict[str, int]:
+def layer_numbers(method: Method) -> dict[str, int]:
     """Depth of each parameter: 0 for embedding, positions, prefix tokens; i + 1 for block i; then the rest.
 
-    names: all of a method's parameters in their own order. A name without a block's number stands at the
-    bottom when it comes before the first block and at the top otherwise: so models are
-    written, timm's flat ones (`blocks.3`), Swin (`layers.1.blocks.0`), Hugging Face's (`encoder.layer.3`,
-    `h.3`, `layers.3`). What the method adds stands at the top.
+    What the method adds stands at the top.
     """
-    inside = [name for name in names if name.startswith(BACKBONE)]
-    staged = any((found := _STAGED.search(name)) and found[2] is not None for name in inside)
-    block_of = _staged_blocks(inside) if staged else _flat_blocks(inside)
-    top = 1 + max(block_of.values(), default=0)
-    numbers, passed = {}, False
-    for name in names:
-        passed = passed or name in block_of
-        numbers[name] = block_of.get(name, top if passed or not name.startswith(BACKBONE) else 0)
-    return numbers
-
-
-def _flat_blocks(names: Sequence[str]) -> dict[str, int]:
-    return {name: int(found[1]) + 1 for name in names if (found := _FLAT.search(name))}
-
-
-def _staged_blocks(names: Sequence[str]) -> dict[str, int]:
-    """Blocks counted through the stages; a stage's merging belongs to its first block, as timm runs it."""
-    places = {name: (int(m[1]), int(m[2] or 0)) for name in names if (m := _STAGED.search(name))}
-    order = {place: number for number, place in enumerate(sorted(set(places.values())), start=1)}
-    return {name: order[place] for name, place in places.items()}
+    roles = {f"{BACKBONE}{name}": role for name, role in method.backbone.roles().items()}
+    top = len(method.backbone.block_modules()) + 1
+    return {name: roles[name].depth if name in roles else top for name, _ in method.named_parameters()}
 
 
 # --- groups -------------------------------------------------------------------------------------------------
-
-SPARED = (
-    "absolute_pos_embed", "cls_token", "dist_token", "mask_token", "pos_embed", "position_embeddings",
-    "reg_token", "register_tokens", "rel_pos", "relative_position_bias_table", "shared_rel_pos",
-    "table", "unknown", "wpe",
-)  # fmt: skip
-"""Components of a name that mean a token or a table of positions: weight decay leaves those alone."""
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._BatchNorm)
 
@@ -160,9 +130,9 @@ def spared_names(method: Method) -> set[str]:
     own_rule: Any = getattr(method.backbone.model, "no_weight_decay", None)  # timm's models may state theirs
     if own_rule is not None:
         spared |= {f"{BACKBONE}model.{name}" for name in own_rule()}
-    for name, parameter in method.named_parameters():
-        if parameter.ndim <= 1 or not set(SPARED).isdisjoint(name.split(".")):
-            spared.add(name)
+    roles = method.backbone.roles()
+    spared |= {f"{BACKBONE}{name}" for name, role in roles.items() if role.part in ("table", "position", "prefix")}
+    spared |= {name for name, parameter in method.named_parameters() if parameter.ndim <= 1}
     return spared - method.decayed()
 
 
@@ -171,7 +141,7 @@ def groups(method: Method, config: OptimConfig) -> list[dict[str, Any]]:
 
     scale: the group's share of the schedule's rate, layer_decay^(top - depth).
     """
-    numbers = layer_numbers([name for name, _ in method.named_parameters()])
+    numbers = layer_numbers(method)
     top = max(numbers.values(), default=0)
     if config.layer_decay < 1 and top < 2:
         raise SitusError(

@@ -1,15 +1,101 @@
-"""Writing groups down: what a linear layer, a norm, an attention and an MLP contribute, of whatever library."""
+"""What a model's tensors are for: their roles and depths, and which of their axes move together under a permutation.
+
+`LayoutBuilder` writes groups down: what a linear layer, a norm, an attention and an MLP contribute in any library.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch import nn
 
 from situs.errors import SitusError
-from situs.locks.members import Group, Kind, Member
+
+if TYPE_CHECKING:
+    from situs.backbones.base import Backbone
+
+Kind = Literal["residual", "hidden", "heads", "value", "query"]
+Part = Literal["embedding", "table", "position", "prefix", "qkv", "block", "head", "unknown"]
+
+
+class Role(NamedTuple):
+    """What a tensor is. table: absolute positions; position: relative bias, rotation. qkv: queries, keys and values.
+
+    depth: 0 before the blocks, i for the i-th block (from 1), one more behind them.
+    """
+
+    part: Part
+    depth: int
+
+
+class Names(NamedTuple):
+    """How a family calls its tensors: components of their names, for each part that is not told by its block."""
+
+    embedding: tuple[str, ...] = ()
+    table: tuple[str, ...] = ()
+    position: tuple[str, ...] = ()
+    prefix: tuple[str, ...] = ()
+    qkv: tuple[str, ...] = ()
+    head: tuple[str, ...] = ()
+
+
+def roles_of(backbone: Backbone, names: Names, inner: str = "model.") -> dict[str, Role]:
+    """The role of every tensor in a backbone's state dict. inner: how names in the model without its head begin."""
+    paths = {id(module): path for path, module in backbone.named_modules()}
+    blocks = backbone.block_modules()
+    depths = {
+        f"{paths[id(module)]}.{own}": depth
+        for depth, block in enumerate(blocks, start=1)
+        for module in block
+        for own in module.state_dict()
+    }
+    found = {}
+    for name in backbone.state_dict():
+        parts = set(name.split("."))
+        known: list[Part] = [
+            part for part in ("table", "position", "prefix", "qkv") if not parts.isdisjoint(getattr(names, part))
+        ]
+        if name in depths:
+            found[name] = Role(known[0] if known else "block", depths[name])
+        elif known and known[0] != "qkv":
+            found[name] = Role(known[0], 0)
+        elif not name.startswith(inner) or name.removeprefix(inner).split(".")[0] in names.head:
+            found[name] = Role("head", len(blocks) + 1)
+        elif name.removeprefix(inner).split(".")[0] in names.embedding:
+            found[name] = Role("embedding", 0)
+        else:
+            found[name] = Role("unknown", len(blocks) + 1)
+    return found
+
+
+@dataclass(frozen=True)
+class Member:
+    """One axis of one tensor, laid out (outer, size, inner); the middle one is permuted.
+
+    start, length: only that stretch of the axis has the layout (the values' third of a fused qkv); None: to its end.
+    at: (axis, index) of another axis; only that slice moves (one layer's part of a table that all layers share).
+    """
+
+    tensor: str
+    axis: int
+    outer: int = 1
+    inner: int = 1
+    start: int = 0
+    length: int | None = None
+    at: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Axes that one permutation [size] moves together."""
+
+    name: str
+    kind: Kind
+    size: int
+    members: tuple[Member, ...]
+
 
 NORMS = (
     "LayerNorm",
@@ -75,7 +161,7 @@ class _Draft:
     members: dict[Member, None] = field(default_factory=dict)
 
 
-class Ledger:
+class LayoutBuilder:
     """Collects members by group; every tensor is named after the module that holds it."""
 
     def __init__(self, model: nn.Module) -> None:

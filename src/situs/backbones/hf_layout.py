@@ -1,0 +1,117 @@
+"""How transformers' layers are written down as groups, and how its models call their tensors.
+
+Names of classes are compared, so that nothing here imports transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from situs.backbones.layout import Attention, LayoutBuilder, Names
+from situs.errors import SitusError, unknown_name
+
+RESIDUAL = "residual"
+NAMES = Names(
+    embedding=("embeddings", "embed_tokens", "wte", "rotary_emb"),
+    table=("position_embeddings", "wpe"),
+    prefix=("cls_token", "mask_token", "register_tokens"),
+    qkv=("query", "key", "value", "q_proj", "k_proj", "v_proj", "c_attn"),
+    head=("layernorm", "norm", "ln_f", "pooler"),
+)
+
+
+def inner_prefix(model: Any) -> str:
+    """Where the names of the model without its head begin, in a backbone's state dict."""
+    return "model." if model.base_model is model else f"model.{model.base_model_prefix}."
+
+
+def _writer(one: Callable[[LayoutBuilder, str, Any], None]) -> Callable[[LayoutBuilder, int, Iterable[Any]], None]:
+    """Writes all layers of a model down: one residual key, and each layer by its family."""
+
+    def write(layout: LayoutBuilder, dim: int, layers: Iterable[Any]) -> None:
+        layout.open(RESIDUAL, "residual", dim)
+        for depth, layer in enumerate(layers):
+            one(layout, f"blocks.{depth}", layer)
+
+    return write
+
+
+def _vit(layout: LayoutBuilder, name: str, layer: Any) -> None:
+    for norm in (layer.layernorm_before, layer.layernorm_after):
+        layout.norm(RESIDUAL, norm)
+    layout.attention(name, RESIDUAL, _image_attention(layout, layer.attention))
+    _mlp(layout, name, layer.mlp)
+
+
+def _dinov2(layout: LayoutBuilder, name: str, layer: Any) -> None:
+    for norm in (layer.norm1, layer.norm2):
+        layout.norm(RESIDUAL, norm)
+    scales = (layer.layer_scale1, layer.layer_scale2)
+    layout.vectors(RESIDUAL, [layout.path(scale, "lambda1") for scale in scales])
+    layout.attention(name, RESIDUAL, _image_attention(layout, layer.attention))
+    _mlp(layout, name, layer.mlp)
+
+
+def _image_attention(layout: LayoutBuilder, attn: Any) -> Attention:
+    q, k, v, o = (layout.projection(layer) for layer in (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj))
+    heads = attn.num_attention_heads
+    return Attention(q, k, v, o, heads, heads, layout.state[o.weight].shape[o.into] // heads, rotary=False)
+
+
+def _mlp(layout: LayoutBuilder, name: str, mlp: Any) -> None:
+    """fc1 and fc2, or gate, up and down."""
+    gated = {"Dinov2SwiGLUFFN", "Dinov2WithRegistersSwiGLUFFN", "LlamaMLP", "MistralMLP", "Qwen2MLP"}
+    plain = {"ViTMLP", "Dinov2MLP", "Dinov2WithRegistersMLP"}
+    kind = type(mlp).__name__
+    if kind in gated:
+        up, down = (mlp.gate_proj, mlp.up_proj), mlp.down_proj
+    elif kind in plain:
+        up, down = (mlp.fc1,), mlp.fc2
+    else:
+        raise unknown_name("lockable MLP class", kind, gated | plain)
+    layout.mlp(name, RESIDUAL, [layout.projection(layer) for layer in up], layout.projection(down))
+
+
+def _bert(layout: LayoutBuilder, name: str, layer: Any) -> None:
+    """Post-norm: each sublayer's norm stands in the stream itself. The norm of the embeddings is the owner's."""
+    attn = layer.attention.self
+    q, k, v = (layout.projection(part) for part in (attn.query, attn.key, attn.value))
+    o = layout.projection(layer.attention.output.dense)
+    heads = attn.num_attention_heads
+    width = layout.state[o.weight].shape[o.into] // heads
+    layout.attention(name, RESIDUAL, Attention(q, k, v, o, heads, heads, width, rotary=False))
+    layout.norm(RESIDUAL, layer.attention.output.LayerNorm)
+    layout.mlp(name, RESIDUAL, [layout.projection(layer.intermediate.dense)], layout.projection(layer.output.dense))
+    layout.norm(RESIDUAL, layer.output.LayerNorm)
+
+
+def _gpt2(layout: LayoutBuilder, name: str, layer: Any) -> None:
+    """Conv1D keeps its weights [in, out]; q, k and v lie fused on its second axis."""
+    attn = layer.attn
+    if attn.is_cross_attention or "crossattention" in dict(layer.named_children()):
+        raise SitusError(f"{name}: cross-attention reads another model's stream, whose key is not this one's")
+    width = attn.embed_dim
+    q, k, v = (layout.projection(attn.c_attn, third * width, width) for third in range(3))
+    o = layout.projection(attn.c_proj)
+    for norm in (layer.ln_1, layer.ln_2):
+        layout.norm(RESIDUAL, norm)
+    heads = attn.num_heads
+    layout.attention(name, RESIDUAL, Attention(q, k, v, o, heads, heads, attn.head_dim, rotary=False))
+    layout.mlp(name, RESIDUAL, [layout.projection(layer.mlp.c_fc)], layout.projection(layer.mlp.c_proj))
+
+
+def _llama(layout: LayoutBuilder, name: str, layer: Any) -> None:
+    """RMSNorm, RoPE (query and key channels stay), grouped queries, a gated MLP."""
+    attn = layer.self_attn
+    q, k, v, o = (layout.projection(part) for part in (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj))
+    heads = layout.state[o.weight].shape[o.into] // attn.head_dim
+    for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+        layout.norm(RESIDUAL, norm)
+    grouped = Attention(q, k, v, o, heads, heads // attn.num_key_value_groups, attn.head_dim, rotary=True)
+    layout.attention(name, RESIDUAL, grouped)
+    _mlp(layout, name, layer.mlp)
+
+
+write_vit, write_dinov2, write_bert, write_gpt2, write_llama = map(_writer, (_vit, _dinov2, _bert, _gpt2, _llama))
+"""By family; Mistral and Qwen2 are written as Llama is. Embeddings, tied ones too, stay clear."""

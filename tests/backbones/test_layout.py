@@ -1,0 +1,125 @@
+"""The roles and depths of tensors, against timm's own rule for layer decay and against names read by eye."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+from timm.models._manipulate import group_with_matcher
+
+from situs.backbones import Backbone, create_backbone
+
+SMALL = {"depth": 3, "embed_dim": 24, "num_heads": 3}
+TIMM = {
+    "vit_tiny_patch16_224": (32, SMALL),
+    "deit_tiny_distilled_patch16_224": (32, SMALL),
+    "eva02_tiny_patch14_224": (28, SMALL),
+    "vit_relpos_small_patch16_224": (32, SMALL),
+    "swin_tiny_patch4_window7_224": (56, {"embed_dim": 8, "depths": (1, 2), "num_heads": (1, 2)}),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in TIMM if not name.startswith("swin")])
+def test_depths_are_those_of_timms_own_layer_decay(name: str) -> None:
+    size, arguments = TIMM[name]
+    backbone = create_backbone(name, img_size=size, model_args=arguments)
+    model = timm.create_model(name, img_size=size, **arguments)
+    numbers = group_with_matcher(model.named_parameters(), model.group_matcher(coarse=False), reverse=True)
+    roles = {name: role.depth for name, role in backbone.roles().items()}
+    behind = {parameter for parameter in numbers if roles[f"model.{parameter}"] == backbone.depth + 1}
+    # timm counts the norm behind the blocks with the last of them, or with the head.
+    assert {parameter.partition(".")[0] for parameter in behind} <= {"norm", "fc_norm", "head", "head_dist"}
+    for parameter in numbers.keys() - behind:
+        assert roles[f"model.{parameter}"] == numbers[parameter], parameter
+
+
+def parts(backbone: Backbone, part: str) -> set[str]:
+    return {name.removeprefix("model.") for name, role in backbone.roles().items() if role.part == part}
+
+
+@pytest.mark.parametrize("name", TIMM)
+def test_every_tensor_has_a_role_and_every_block_its_attention(name: str) -> None:
+    size, arguments = TIMM[name]
+    backbone = create_backbone(name, img_size=size, model_args=arguments)
+    assert set(backbone.roles()) == set(backbone.state_dict())
+    assert not parts(backbone, "unknown")
+    assert {role.depth for role in backbone.roles().values() if role.part == "qkv"} == set(range(1, backbone.depth + 1))
+    assert len(backbone.block_modules()) == backbone.depth
+
+
+def test_a_merge_belongs_to_the_block_behind_it_and_the_table_stands_before_all() -> None:
+    size, arguments = TIMM["swin_tiny_patch4_window7_224"]
+    backbone = create_backbone("swin_tiny_patch4_window7_224", img_size=size, model_args=arguments, positions="learned")
+    roles = backbone.roles()
+    assert roles["table"] == ("table", 0)
+    assert roles["model.layers.1.downsample.reduction.weight"] == ("block", 2)
+    assert roles["model.layers.1.blocks.0.attn.relative_position_bias_table"] == ("position", 2)
+    assert roles["model.layers.1.blocks.1.mlp.fc1.weight"] == ("block", 3)
+    assert {roles[f"model.{name}"].depth for name in ("norm.weight", "head.fc.weight")} == {4}
+
+
+def test_positions_and_prefix_tokens_of_timm() -> None:
+    backbone = create_backbone("deit_tiny_distilled_patch16_224", img_size=32, model_args=SMALL)
+    assert (parts(backbone, "table"), parts(backbone, "prefix")) == ({"pos_embed"}, {"cls_token", "dist_token"})
+    relative = create_backbone("vit_relpos_small_patch16_224", img_size=32, model_args=SMALL)
+    assert not parts(relative, "table")
+    assert {name.split(".")[3] for name in parts(relative, "position")} == {"rel_pos"}
+
+
+ENCODER = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 3, "intermediate_size": 32}
+WORDS = {"vocab_size": 31, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("kind", "entries", "table", "first"),
+    [
+        (
+            "ViTForImageClassification",
+            {**ENCODER, "image_size": 16, "patch_size": 4},
+            {"vit.embeddings.position_embeddings"},
+            "vit.layers.0.attention.q_proj.weight",
+        ),
+        (
+            "BertForSequenceClassification",
+            {**ENCODER, **WORDS, "max_position_embeddings": 16},
+            {"bert.embeddings.position_embeddings.weight"},
+            "bert.encoder.layer.0.attention.self.query.weight",
+        ),
+        (
+            "GPT2LMHeadModel",
+            {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 16, **WORDS},
+            {"transformer.wpe.weight"},
+            "transformer.h.0.attn.c_attn.weight",
+        ),
+        (
+            "LlamaForCausalLM",
+            {**ENCODER, **WORDS, "max_position_embeddings": 16},
+            set(),
+            "model.layers.0.self_attn.q_proj.weight",
+        ),
+    ],
+)
+def test_layout_of_hugging_face_models(kind: str, entries: dict, table: set[str], first: str) -> None:
+    import transformers
+
+    cls = getattr(transformers, kind)
+    backbone = create_backbone(cls(cls.config_class(**entries)))
+    roles = backbone.roles()
+    assert set(roles) == set(backbone.state_dict())
+    assert not parts(backbone, "unknown")
+    assert parts(backbone, "table") == table
+    assert roles[f"model.{first}"] == ("qkv", 1)
+    assert roles[f"model.{first.replace('.0.', '.1.')}"] == ("qkv", 2)
+    embedding = f"model.{first.partition('.')[0]}."
+    assert {role.depth for name, role in roles.items() if name.startswith(f"{embedding}emb")} <= {0}
+    outside = {role for name, role in roles.items() if not name.startswith(embedding)}
+    assert outside == {("head", 3)}
+
+
+def test_a_model_without_blocks_has_no_groups() -> None:
+    from situs.errors import SitusError
+
+    backbone = create_backbone("resnet18")
+    assert backbone.block_modules() == []
+    assert {role.depth for role in backbone.roles().values()} == {1}
+    with pytest.raises(SitusError, match="convolutional network"):
+        backbone.groups()
