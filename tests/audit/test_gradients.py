@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
 from typing import Any
@@ -192,11 +193,13 @@ def test_ctrl_c_in_a_closed_form_keeps_those_before() -> None:
 
 def test_a_time_limit_is_shared() -> None:
     """Both searches get a part of it, and neither all."""
-    found = partial([Matching(MatchingConfig(iterations=10**6))], Watch(seconds=1.5), batch=4)
+    ticks = itertools.count()
+    watch = Watch(seconds=60, clock=lambda: float(next(ticks)))
+    found = partial([Matching(MatchingConfig(iterations=10**6))], watch, batch=4)
     assert [pair.count for pair in found.pairs] == [4, 4]
     assert all("of 1,000,000 iterations" in str(pair.partial) for pair in found.pairs)
     assert found.undone == []
-    assert str(found.stopped).startswith("the time limit of 1.5 s, with 0 of 2 pairs")
+    assert str(found.stopped).startswith("the time limit of 60 s, with 0 of 2 pairs")
 
 
 def test_a_batch_of_matching_is_scored_in_the_best_order() -> None:

@@ -160,7 +160,7 @@ def test_known_patches_never_move() -> None:
 
 
 @pytest.mark.shared_data
-@pytest.mark.parametrize(("ratio", "least"), [(0.15, 0.8), (0.27, 0.8)])
+@pytest.mark.parametrize(("ratio", "least"), [(0.15, 0.8), pytest.param(0.27, 0.8, marks=pytest.mark.slow)])
 def test_photographs_are_put_together_far_better_than_by_chance(ratio: float, least: float) -> None:
     if not PHOTOGRAPHS.is_dir():
         pytest.skip("no photographs here")

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -18,13 +20,14 @@ from situs.report.html import Page
 def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """One whole `situs demo --quick` in a folder that is not there yet: (what it printed, the page)."""
     out = tmp_path_factory.mktemp("demo") / "new" / "folder"
-    command = [sys.executable, "-W", "error", "-m", "situs", "demo", "--quick", "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == str(out / "report.html")
+    said, complained = io.StringIO(), io.StringIO()
+    with redirect_stdout(said), redirect_stderr(complained):
+        assert main(["demo", "--quick", "--out", str(out)]) == 0
+    assert complained.getvalue() == ""
+    assert said.getvalue().splitlines()[-1] == str(out / "report.html")
     assert sorted(each.name for each in out.iterdir()) == ["report.html", "runs"]
     check_runs(out / "runs")
-    return done.stdout, (out / "report.html").read_text(encoding="utf-8")
+    return said.getvalue(), (out / "report.html").read_text(encoding="utf-8")
 
 
 def check_runs(folder: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +13,14 @@ from safetensors.torch import load_file
 from situs.cli.main import main
 from situs.train.run import load_run, make_eval_loader
 
-ALONE = """
-import sys, timm, torch
-from safetensors.torch import load_file, save_file
-model = timm.create_model("local-dir:" + sys.argv[1], pretrained=True).double().eval()
-images = load_file(sys.argv[2])["images"].double()
-found = {"features": model.forward_features(images), "out": model(images)}
-save_file({name: tensor.detach().contiguous() for name, tensor in found.items()}, sys.argv[3])
-assert not [name for name in sys.modules if name.startswith("situs")]
-"""
 
+def with_timm(folder: Path, images: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What timm reads; tests/train/test_export.py does it in an interpreter that never sees Situs."""
+    import timm
 
-def with_timm_alone(folder: Path, images: torch.Tensor, room: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import save_file
-
-    save_file({"images": images}, room / "images.safetensors")
-    words = [str(folder), str(room / "images.safetensors"), str(room / "out.safetensors")]
-    subprocess.run([sys.executable, "-c", ALONE, *words], check=True, cwd=room)
-    return load_file(room / "out.safetensors")
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True).double().eval()
+    with torch.no_grad():
+        return {"features": model.forward_features(images.double()), "out": model(images.double())}
 
 
 def test_a_run_goes_to_timm_with_its_story(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -40,7 +28,7 @@ def test_a_run_goes_to_timm_with_its_story(trained: Any, tmp_path: Path, capsys:
     assert "Load it with timm.create_model" in capsys.readouterr().out
     loaded = load_run(trained.one)
     images = next(iter(make_eval_loader(loaded.config))).inputs
-    found = with_timm_alone(tmp_path / "x", images, tmp_path)
+    found = with_timm(tmp_path / "x", images)
     with torch.no_grad():
         torch.testing.assert_close(found["out"], loaded.method.double().backbone(images.double()))
     config = json.loads((tmp_path / "x" / "config.json").read_text())
@@ -52,13 +40,12 @@ def test_a_run_goes_to_timm_with_its_story(trained: Any, tmp_path: Path, capsys:
     assert "| accuracy |" in card
 
 
-@pytest.mark.slow
 def test_mp3_goes_without_positions_and_head(trained: Any, tmp_path: Path) -> None:
     assert main(["export", str(trained.mp3), "--to", str(tmp_path / "x")]) == 0
     loaded = load_run(trained.mp3)
     backbone = loaded.method.double().backbone
     images = next(iter(make_eval_loader(loaded.config))).inputs
-    found = with_timm_alone(tmp_path / "x", images, tmp_path)
+    found = with_timm(tmp_path / "x", images)
     with torch.no_grad():
         features = backbone.encode(backbone.embed(images.double()), None)
     torch.testing.assert_close(found["features"], torch.cat(features, dim=1))

@@ -10,6 +10,8 @@ import pytest
 
 from situs.cli.main import main
 
+NAME = "test_vit"  # timm's own tiny model for tests
+
 
 def printed_json(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     assert main(["verify", *words, "--json"]) == 0
@@ -31,8 +33,8 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_json_of_a_vit(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = printed_json(capsys, "vit_tiny_patch16_224", "--img-size", "32", "48", "--steps", "1")
-    assert (shown["model"], shown["dtype"], shown["steps"]) == ("vit_tiny_patch16_224", "float32", 1)
+    shown = printed_json(capsys, NAME, "--img-size", "32", "48", "--steps", "1")
+    assert (shown["model"], shown["dtype"], shown["steps"]) == (NAME, "float32", 1)
     assert shown["worst"] < shown["tolerance"] == 1e-10
     assert shown["control"] > 1e-3
     found = findings(shown)
@@ -43,16 +45,16 @@ def test_json_of_a_vit(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", "vit_tiny_patch16_224", "--img-size", "32", "--steps", "0"]) == 0
+    assert main(["verify", NAME, "--img-size", "32", "--steps", "0"]) == 0
     text = capsys.readouterr().out
     lines = [" ".join(line.split()) for line in text.splitlines()]
-    assert lines[0] == "vit_tiny_patch16_224"
+    assert lines[0] == NAME
     assert lines[1] == "part law verdict forward backward 0 steps float32 why"
     assert any(line.startswith("blocks column needs keyed weights") for line in lines)
     assert any(line.startswith("blocks.*.attn.proj holds needs keyed weights") for line in lines)
     assert "tolerance 1e-10" in text
     assert "Negative control" in text
-    assert main(["verify", "vit_tiny_patch16_224", "--img-size", "32", "--steps", "0", "--no-modules"]) == 0
+    assert main(["verify", NAME, "--img-size", "32", "--steps", "0", "--no-modules"]) == 0
     assert "attn.proj" not in capsys.readouterr().out
 
 

@@ -52,9 +52,12 @@ def pairs() -> list[tuple[str, str]]:
     return found
 
 
-def make(method: str, name: str) -> Method:
+def make(method: str, name: str, **sizes: int) -> Method:
     torch.manual_seed(0)
-    backbone = create_backbone(name, num_classes=4, **BACKBONES[name])
+    fields = BACKBONES[name]
+    if sizes:
+        fields = fields | {"model_args": fields["model_args"] | sizes}
+    backbone = create_backbone(name, num_classes=4, **fields)
     settings = SETTINGS.get(method, {}) | PECULIAR.get((method, name), {})
     return create_method(method, backbone, METHODS[method].Config(**settings))
 
@@ -73,7 +76,7 @@ def test_it_trains_a_few_samples_to_a_lower_loss(method: str, name: str) -> None
     draws = model.draw(data, seed=0, epoch=0)
     optimiser = torch.optim.Adam(model.parameters(), lr=2e-3)
     losses = []
-    for _ in range(25):
+    while len(losses) < 25 and not (losses and losses[-1] < 0.9 * losses[0]):  # most need far fewer
         loss = model(data, draws).loss
         optimiser.zero_grad()
         loss.backward()
@@ -166,9 +169,10 @@ def test_two_draws_of_a_sample_are_independent(case: str, one: str, two: str) ->
 
 @pytest.mark.parametrize("method", METHODS)
 def test_forward_compiles_as_one_graph(method: str) -> None:
-    model = make(method, "vit_tiny_patch16_224").eval()
+    model = make(method, "vit_tiny_patch16_224", depth=1).eval()
     data = batch(model)
     draws = model.draw(data, seed=0, epoch=0)
+    torch.compiler.reset()  # what other tests compiled would make shapes dynamic, which takes longer
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert torch.allclose(compiled(data, draws).loss, model(data, draws).loss, atol=1e-5)
 

@@ -89,7 +89,11 @@ def test_everything_stays_within_the_range_of_an_image():
     assert float(pixels.max()) < 1 + 1e-6
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+LONG = ("deit", "cifar-deit", "deit-pretrain")
+"""Recipes whose every operation is in "everything" too."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in CONFIGS])
 def test_it_is_one_graph_without_host_sync(name):
     """torch.compile(fullgraph=True) fails on .item(), on shapes that depend on data and on every graph break."""
     images, ids, config = pictures(4), torch.arange(4), CONFIGS[name]

@@ -478,9 +478,8 @@ def test_a_real_pretrained_vit(shared_data: Path) -> None:
     groups, state = residual_only(backbone.groups()), backbone.model.state_dict()
     truth = random_keys(groups, seeded(1))
     locked = permute_state(state, groups, truth)
-    for amount in (0.0, 0.3, 3.0):
-        found = recover_with_base(locked, drift(state, amount, 2), groups, truth=truth)
-        assert found.share == 1.0, amount
+    found = recover_with_base(locked, drift(state, 3.0, 2), groups, truth=truth)
+    assert found.share == 1.0
     images = torch.randn(2, 3, 28, 28, generator=seeded(0))
     with torch.no_grad():
         clear = backbone(images)

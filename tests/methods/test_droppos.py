@@ -459,7 +459,7 @@ def test_swin_learns_places_of_a_few_samples() -> None:
     draws = method.draw(data, seed=0, epoch=0)
     optimiser = torch.optim.Adam(method.parameters(), lr=3e-3)
     losses = []
-    for _ in range(25):
+    while len(losses) < 25 and not (losses and losses[-1] < 0.8 * losses[0]):
         loss = method(data, draws).loss
         optimiser.zero_grad()
         loss.backward()
@@ -471,7 +471,8 @@ def test_swin_learns_places_of_a_few_samples() -> None:
 def test_another_sigma_does_not_compile_again() -> None:
     method = make(affinity="full").eval()
     data = batch(method)
-    compiled = torch.compile(method, fullgraph=True, backend="aot_eager")
+    torch.compiler.reset()  # what other tests compiled would make shapes dynamic, which takes longer
+    compiled = torch.compile(method, fullgraph=True, backend="eager")
     for epoch, progress in enumerate((0.1, 0.5, 1.0)):
         draws = method.draw(data, seed=0, epoch=epoch, progress=progress)
         with torch.compiler.set_stance("fail_on_recompile" if epoch else "default"):

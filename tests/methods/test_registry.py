@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 import pytest
 
+from situs.cli.main import main
 from situs.config import Choice
 from situs.errors import SitusError
 from situs.methods import METHODS, MAEConfig, create_method, method_class
@@ -57,10 +55,11 @@ class Shade(Method):
 '''
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder as pip leaves it: two packages with their dist-info, of which one cannot be imported."""
-    folder = tmp_path_factory.mktemp("site-packages")
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two packages with their dist-info on the path, as pip leaves them, of which one cannot be imported."""
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
     (folder / "shade_method.py").write_text(PACKAGE)
     (folder / "broken_method.py").write_text("raise RuntimeError('built for another machine')\n")
     for name, target in (("shade", "shade_method:Shade"), ("broken", "broken_method:Broken")):
@@ -68,36 +67,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-method\nVersion: 1.0\n")
         (info / "entry_points.txt").write_text(f"[situs.methods]\n{name} = {target}\n")
-    return folder
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setattr(METHODS, "_loaded", {})
+    monkeypatch.setenv("COLUMNS", "200")
 
 
-COMMANDS = """
-import json, sys
-from situs.cli.main import main
-for line in json.loads(sys.argv[1]):
-    try:
-        status = main(line)
-    except SystemExit as stop:
-        status = stop.code
-    print(f"=== {status}", flush=True)
-"""
-
-
-def situs(installed: Path, *lines: str) -> tuple[list[tuple[str, int]], str]:
-    """Each line's output and exit status, in one process that has the packages on its path; and stderr."""
-    path = os.pathsep.join([str(installed), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    words = [sys.executable, "-c", COMMANDS, json.dumps([line.split() for line in lines])]
-    done = subprocess.run(
-        words, capture_output=True, text=True, check=False, timeout=300,
-        env=os.environ | {"PYTHONPATH": path, "COLUMNS": "200"},
-    )  # fmt: skip
-    parts = done.stdout.split("=== ")
-    assert len(parts) == len(lines) + 1, done.stderr
-    texts = [parts[0], *(part.partition("\n")[2] for part in parts[1:])]
-    return [(text, int(part.split()[0])) for text, part in zip(texts, parts[1:], strict=False)], done.stderr
-
-
-def test_another_package_s_method_goes_through_every_verb(installed: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("installed")
+def test_another_package_s_method_goes_through_every_verb(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Pretrain, resume, evaluate, fine-tune by name, beside a package that is broken."""
     (tmp_path / "tiny.toml").write_text(
         "[backbone]\npatch_size = 7\nmodel_args = {depth = 1, embed_dim = 16, num_heads = 2}\n"
@@ -115,14 +91,17 @@ def test_another_package_s_method_goes_through_every_verb(installed: Path, tmp_p
         "broken": f"pretrain --method broken {small} --out {tmp_path}/no",
         "unknown": f"pretrain --method nosuch {small} --out {tmp_path}/no",
     }
-    found, complaints = situs(installed, *lines.values())
-    said = dict(zip(lines, found, strict=True))
-    assert {name: status for name, (_, status) in said.items() if status} == {"broken": 2, "unknown": 2}, complaints
-    assert "shade on vit_tiny_patch16_224" in said["pretrain"][0]
+    statuses, said, complaints = {}, {}, ""
+    for name, line in lines.items():
+        statuses[name] = main(line.split())
+        said[name], more = capsys.readouterr()
+        complaints += more
+    assert {name: status for name, status in statuses.items() if status} == {"broken": 2, "unknown": 2}, complaints
+    assert "shade on vit_tiny_patch16_224" in said["pretrain"]
     assert json.loads((run / "config.json").read_text())["method"] == {"name": "shade", "power": 1.5}
-    assert "done: 3 steps" in said["resume"][0]
+    assert "done: 3 steps" in said["resume"]
     assert (tmp_path / "knn" / "knn.json").is_file()
-    told = re.sub(r"[\s│]+", " ", said["info"][0])
+    told = re.sub(r"[\s│]+", " ", said["info"])
     assert "shade yes Shade: tell how bright each patch is." in told
     assert "broken no method 'broken' (broken_method:Broken of broken-method) cannot be imported" in told
     assert "Traceback" not in complaints

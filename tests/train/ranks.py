@@ -1,4 +1,4 @@
-"""Runs on several gloo ranks: python ranks.py OUT SCENARIO. The ranks are forks of this process, as in kill.py."""
+"""Runs on several gloo ranks: python ranks.py OUT SCENARIO .... The ranks are forks of this process, as in kill.py."""
 
 from __future__ import annotations
 
@@ -139,15 +139,17 @@ def forked(world: int, action: Callable[[], object], log: Path) -> list[int]:
 
 
 def main(out: Path, *names: str) -> None:
-    said = {}
+    """Scenarios of as many ranks run one after another in the same processes."""
+    worlds: dict[str, list[tuple[str, str]]] = {}
     for name in names:
         scenario, parallel, world = name.split("/")
-        folder = out / name.replace("/", "-")
-        action = SCENARIOS[scenario]
-        said[name] = forked(
-            int(world), lambda a=action, f=folder, p=parallel: a(f, p), folder.with_name(folder.name + ".log")
-        )
-    print(json.dumps(said))
+        worlds.setdefault(world, []).append((scenario, parallel))
+
+    def run(world: str) -> None:
+        for scenario, parallel in worlds[world]:
+            SCENARIOS[scenario](out / f"{scenario}-{parallel}-{world}", parallel)
+
+    print(json.dumps({world: forked(int(world), lambda w=world: run(w), out / f"{world}.log") for world in worlds}))
 
 
 if __name__ == "__main__":

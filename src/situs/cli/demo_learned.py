@@ -13,7 +13,7 @@ from situs.analyze.decode import decode_places
 from situs.analyze.reconstruct import Setting, settings_of, study
 from situs.analyze.reconstruct_page import mix_figure, one_image_figure, placed_figure, verdict_figure
 from situs.cli.demo_sections import GRID, LOOKS, PLACES, Lines, Stage, project
-from situs.cli.demo_training import config_of, load, show_training, train
+from situs.cli.demo_training import QUICK, Length, config_of, load, show_training, train
 from situs.data.loader import Loader
 from situs.evaluate.position import position_accuracy_over, position_grid
 from situs.evaluate.position_page import curve_page, grid_page
@@ -88,7 +88,7 @@ def _train_droppos(stage: Stage) -> DropPos:
     with torch.random.fork_rng(devices=[]):
         method = make_method(config, None)
         assert isinstance(method, DropPos)
-        images = 512 if stage.quick else 9000
+        images = (QUICK if stage.quick else Length()).images
         train(stage, "training DropPos", config, method, load(config, images), "droppos")
     return method
 
@@ -152,7 +152,7 @@ def _test_images(stage: Stage) -> Loader:
 
 
 def _judged(stage: Stage) -> int:
-    return 100 if stage.quick else JUDGED
+    return 50 if stage.quick else JUDGED
 
 
 def _look(images: Tensor) -> Tensor:

@@ -40,12 +40,13 @@ class Length:
     epochs: int = 10
     labelled: int = LABELLED
     finetune_epochs: int = 24
+    judged: int = 2000
 
 
 Curve = tuple[list[int], list[float]]
 """Epochs, and the test accuracy after each."""
 
-QUICK = Length(images=512, epochs=1, labelled=100, finetune_epochs=2)
+QUICK = Length(images=256, epochs=1, labelled=100, finetune_epochs=2, judged=200)
 
 
 def show_training(stage: Stage) -> Lines:
@@ -82,7 +83,7 @@ def show_training(stage: Stage) -> Lines:
     section.table(
         ["classifier", "test accuracy"],
         [[name, percent(top)] for name, top in final.items()],
-        "On 2,000 test images that neither training saw.",
+        f"On {length.judged:,} test images that neither training saw.",
     )
     return [
         ("MP3, patches placed right", f"{percent(history[-1]['position_accuracy'])} (chance {percent(1 / PLACES)})"),
@@ -133,7 +134,7 @@ def _finetune(stage: Stage, length: Length, name: str, source: Path | None) -> t
     stage.models[name] = method = make_method(config, loader.classes)
     if source is not None:
         initialise(method.backbone, str(source), positions=False)
-    test = load(config, 2000, "test", batch=500)
+    test = load(config, length.judged, "test", batch=min(length.judged, 500))
     every = max(1, length.finetune_epochs // 6)
     look = Validation(test, every, "fp32")
     history = train(stage, f"classifier {name}", config, method, loader, name.replace(" ", "-"), look)
