@@ -93,7 +93,7 @@ def relative(backbone: Backbone, steps: int) -> None:
 @torch.no_grad()
 def sentences(backbone: Any, ids: Tensor, mask: Tensor) -> Tensor:
     """Mean of the tokens, normalised: how this model makes sentence embeddings."""
-    patches = backbone.encode(backbone.embed(ids), backbone.positions(ids.shape[1]), mask=mask).patches
+    patches = backbone.encode(backbone.embed(ids), backbone.positions((ids.shape[1],)), mask=mask).patches
     return F.normalize((patches * mask[..., None]).sum(dim=1) / mask.sum(dim=1, keepdim=True), dim=-1)
 
 

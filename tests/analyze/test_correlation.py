@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from situs.analyze.correlation import Correlation, correlate, distances, standardised
 from situs.analyze.correlation_page import in_words, make_page, to_json
-from situs.analyze.layers import patch_layers
+from situs.analyze.layers import Layer, patch_layers
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.data.batch import Batch
@@ -44,7 +44,8 @@ def test_every_depth_slowly(backbone: Backbone, told: bool) -> None:
     found = correlate(backbone, sets, positions=told)
     with torch.no_grad():
         tokens = backbone.embed(torch.cat([batch.inputs for batch in sets]))
-        layers = list(patch_layers(backbone, tokens, backbone.positions() if told else None))
+        layers: list[Layer] = []
+        patch_layers(backbone, tokens, backbone.positions() if told else None, layers.append)
     assert list(found) == [layer.depth for layer in layers]
     for layer in layers:
         features = layer.patches.numpy()

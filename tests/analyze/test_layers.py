@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from situs.analyze.layers import patch_layers
+from situs.analyze.layers import Layer, patch_layers
 from situs.backbones import create_backbone
 
 SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 24, "num_heads": 3}
@@ -18,7 +18,8 @@ def test_depths_of_a_flat_model(name: str, told: bool) -> None:
     backbone = create_backbone(name, img_size=(56, 84), patch_size=14, model_args=SMALL).double().eval()
     tokens = backbone.embed(torch.randn(2, 3, 56, 84, dtype=torch.float64))
     places = backbone.positions() if told else None
-    found = list(patch_layers(backbone, tokens, places))
+    found: list[Layer] = []
+    patch_layers(backbone, tokens, places, found.append)
     assert [layer.depth for layer in found] == ["embedding", "1", "2", "3", "norm"]
     assert {layer.grid for layer in found} == {(4, 6)}
     assert places is None or places.table is not None
@@ -36,6 +37,8 @@ def test_swin_shows_its_two_ends_on_their_own_grids() -> None:
     shape = {"embed_dim": 12, "depths": (1, 2), "num_heads": (2, 3), "window_size": 4}
     backbone = create_backbone("swin_tiny_patch4_window7_224", img_size=(32, 48), model_args=shape).eval()
     tokens = backbone.embed(torch.randn(2, 3, 32, 48))
-    first, last = patch_layers(backbone, tokens, backbone.positions())
+    found: list[Layer] = []
+    patch_layers(backbone, tokens, backbone.positions(), found.append)
+    first, last = found
     assert (first.depth, first.grid, tuple(first.patches.shape)) == ("embedding", (8, 12), (2, 96, 12))
     assert (last.depth, last.grid, tuple(last.patches.shape)) == ("norm", (4, 6), (2, 24, 24))

@@ -13,7 +13,7 @@ from situs.audit import Knowledge, Noise
 from situs.audit.april import April
 from situs.audit.threat import victim_gradients
 from situs.backbones import create_backbone
-from situs.backbones.base import Backbone, Features, Stream
+from situs.backbones.base import Backbone, Features, Stream, Taps
 from situs.backbones.layout import Names, Role, roles_of
 from situs.core.position import Positions
 
@@ -49,7 +49,7 @@ class PaperBackbone(Backbone):
     def embed(self, x: Tensor) -> Tensor:
         return self.model.patch_embed["proj"](x).flatten(2).transpose(1, 2)
 
-    def positions(self) -> Positions:
+    def positions(self, grid: tuple[int, ...] | None = None) -> Positions:
         return Positions(table=self.model.pos_embed[0, 1:])
 
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
@@ -57,7 +57,7 @@ class PaperBackbone(Backbone):
         first = (self.model.cls_token + self.model.pos_embed[:, :1]).expand(tokens.shape[0], -1, -1)
         return Stream(torch.cat([first, tokens + positions.table], dim=1), 1)
 
-    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
+    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
         return self.model.blocks[0]["attn"](stream.z)
 
     def block_modules(self) -> list[tuple[nn.Module, ...]]:

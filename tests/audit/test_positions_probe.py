@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from situs.analyze.layers import patch_layers
+from situs.analyze.layers import Layer, patch_layers
 from situs.audit.positions_probe import OWN, REMOVED, SHUFFLED, Reading, conditions_of, probe_places
 from situs.audit.positions_reader import Reader, Sums
 from situs.backbones import create_backbone
@@ -69,7 +69,8 @@ def test_embedding_slowly() -> None:
     found, again = (probe_places(backbone, batches(21, size)).readings[OWN] for size in (5, 8))
     images = torch.cat([batch.inputs for batch in batches(21)])
     with torch.no_grad():
-        layers = list(patch_layers(backbone, backbone.embed(images), backbone.positions()))
+        layers: list[Layer] = []
+        patch_layers(backbone, backbone.embed(images), backbone.positions(), layers.append)
     for reading, same, layer in zip(found, again, layers, strict=True):
         halves = [Sums(layer.grid), Sums(layer.grid)]
         for half, start in zip(halves, (0, 2), strict=True):

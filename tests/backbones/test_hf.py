@@ -145,7 +145,7 @@ def test_a_sentence_of_any_length_takes_the_first_places(name, count):
     b = make(name)
     x = inputs(b, name, count)
     expected = own_features(b.model, x)
-    for positions in (b.positions(), b.positions(count), b.positions().take(torch.arange(count))):
+    for positions in (b.positions(), b.positions((count,)), b.positions().take(torch.arange(count))):
         assert gap(b.encode(b.embed(x), positions).patches, expected) < EXACT
     forgetful = b.positions().forget(torch.zeros(2, b.num_tokens, dtype=torch.bool))  # per sample, whole length
     assert gap(b.encode(b.embed(x), forgetful).patches, expected) < EXACT
@@ -351,7 +351,7 @@ def test_a_forgotten_rotary_token_is_not_token_zero(name):
     where = torch.zeros(9, dtype=torch.bool)
     where[5] = True
     unknown = torch.randn(32, dtype=torch.float64)
-    places = b.positions(9)
+    places = b.positions((9,))
     assert places.rotary.shape == (1, 1, 1, 9, 16)
     assert places.rotary[0, 0, 0, 0].tolist() == [0.0] * 8 + [1.0] * 8  # place 0 is the identity, YaRN or not
     claims_zero = places.take(torch.tensor([0, 1, 2, 3, 4, 0, 6, 7, 8]))
@@ -369,9 +369,9 @@ def test_rotation_without_positions_keeps_yarns_factor():
     b = make("llama_yarn")
     assert b.model.model.rotary_emb.attention_scaling != 1
     tokens = b.embed(inputs(b, "llama_yarn"))
-    all_forgotten = b.positions(9).forget(torch.ones(9, dtype=torch.bool))
+    all_forgotten = b.positions((9,)).forget(torch.ones(9, dtype=torch.bool))
     assert torch.equal(b.encode(tokens).patches, b.encode(tokens, all_forgotten).patches)
-    all_at_zero = b.positions(9).take(torch.zeros(9, dtype=torch.long))
+    all_at_zero = b.positions((9,)).take(torch.zeros(9, dtype=torch.long))
     assert gap(b.encode(tokens).patches, b.encode(tokens, all_at_zero).patches) < EXACT
 
 
@@ -437,7 +437,7 @@ def test_positions_that_do_not_fit_are_refused():
     with pytest.raises(SitusError, match="16 places do not fit 5 tokens"):
         vit.encode(vit.embed(inputs(vit, "vit"))[:, :5], vit.positions())
     with pytest.raises(SitusError, match="7 places do not fit 9 tokens"):
-        bert.encode(bert.embed(inputs(bert, "bert")), bert.positions(7))
+        bert.encode(bert.embed(inputs(bert, "bert")), bert.positions((7,)))
     with pytest.raises(SitusError, match="ViTModel has no rotary positions"):
         vit.encode(vit.embed(inputs(vit, "vit")), llama.positions())
 

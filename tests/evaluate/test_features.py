@@ -74,7 +74,8 @@ def test_layers_end_in_the_features() -> None:
     backbone = make().eval()
     images = batches()[0].inputs
     with torch.no_grad():
-        layers = layer_features(backbone, images)
+        layers, first = layer_features(backbone, images, ("mean", "cls"))
+        assert torch.equal(layer_features(backbone, images)[0], layers) and first.shape == layers.shape
         assert layers.shape == (3, 4, 16)
         torch.testing.assert_close(layers[-1], pooled(backbone, images))
         seen = []
@@ -84,12 +85,13 @@ def test_layers_end_in_the_features() -> None:
         torch.testing.assert_close(layers[0], backbone.model.norm(seen[0])[:, 1:].mean(1))
 
 
-def test_a_model_without_layers_one_by_one_says_so() -> None:
+def test_a_model_whose_depths_differ_gives_its_last() -> None:
     swin = create_backbone(
         "swin_tiny_patch4_window7_224", img_size=32, model_args={"depths": (1, 1), "embed_dim": 12, "num_heads": (1, 2)}
     )
-    with pytest.raises(SitusError, match="one by one"):
-        layer_features(swin, torch.zeros(1, 3, 32, 32))
+    images = torch.randn(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.equal(layer_features(swin.eval(), images)[0], pooled(swin, images)[None])
 
 
 @pytest.mark.parametrize("labels", [True, False])

@@ -78,7 +78,7 @@ def test_without_cls_only_the_mean_and_without_layers_only_the_last() -> None:
     swin = create_backbone("swin_tiny_patch4_window7_224", img_size=8, patch_size=1, model_args=args)
     found = knn_by_layer(swin, batches(60, 0), batches(50, 100), k=3)
     assert [(row.layer, row.pool) for row in found.rows] == [(3, "mean")]
-    assert "layers one by one" in str(found.why_last)
+    assert "merges change grid and width" in str(found.why_last)
 
 
 def test_a_method_without_positions_is_read_without_them() -> None:

@@ -158,7 +158,7 @@ def test_the_view_shares_weights_and_keeps_the_context(model_folder, tmp_path):
 # --- every way into the blocks ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["vit", "eva"])
+@pytest.mark.parametrize("name", ["vit", "eva", "hf_vit"])
 @torch.no_grad()
 def test_features_of_every_layer_go_through_the_key(wholly_in_float64, model_folder, tmp_path, name):
     clear = exact(create_backbone(model_folder(name)))
@@ -167,7 +167,10 @@ def test_features_of_every_layer_go_through_the_key(wholly_in_float64, model_fol
     x = inputs(clear)
 
     def layers(backbone: Backbone) -> list[Tensor]:
-        return [each.z for each in backbone.layers(backbone.assemble(backbone.embed(x), backbone.positions()))]
+        found: list[Tensor] = []
+        stream = backbone.assemble(backbone.embed(x), backbone.positions())
+        backbone.run_layers(stream, None, (lambda _, z: found.append(z),))
+        return found
 
     wanted, got, wrong = layers(clear), layers(owner), layers(plain)
     assert len(wanted) == len(got) == clear.depth
@@ -187,7 +190,7 @@ def test_kept_users_of_layers_and_attention_see_the_clear_model(model_folder, tm
     lock(model_folder("vit"), KEY, tmp_path / "locked", groups="residual")
     owner, plain = keyed_blocks(tmp_path / "locked", KEY).eval(), create_backbone(tmp_path / "locked").eval()
     x = inputs(clear).float()
-    features = [layer_features(each, x, "mean") for each in (clear, owner, plain)]
+    features = [layer_features(each, x) for each in (clear, owner, plain)]
     assert distance(features[0], features[1]) < 1e-4 < 0.3 < distance(features[0], features[2])
     maps: list[list[Tensor]] = [[], [], []]
     for backbone, seen in zip((clear, owner, plain), maps, strict=True):
@@ -239,12 +242,12 @@ def test_a_copy_of_the_owners_view_has_weights_and_key_of_its_own(model_folder, 
     assert set(owner.state_dict()) == set(create_backbone(tmp_path / "locked").state_dict())
 
 
-def test_models_without_layers_say_so_with_a_key_too(model_folder, tmp_path):
-    lock(model_folder("hf_vit"), KEY, tmp_path / "locked")
+def test_stages_show_only_their_last_layer_with_a_key(model_folder, tmp_path):
+    lock(model_folder("swin"), KEY, tmp_path / "locked")
     owner = keyed_blocks(tmp_path / "locked", KEY)
-    assert type(owner).layers is Backbone.layers
-    with pytest.raises(SitusError, match="one by one"):
-        owner.layers(owner.assemble(owner.embed(inputs(owner).float()), owner.positions()))
+    stream = owner.assemble(owner.embed(inputs(owner).float()), owner.positions())
+    with pytest.raises(SitusError, match="the last of its layers alone"):
+        owner.run_layers(stream, None, (lambda *_: None,))
 
 
 @pytest.mark.parametrize("way", [check, open_locked, keyed_blocks])

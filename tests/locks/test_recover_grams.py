@@ -68,7 +68,7 @@ def test_texts_of_unequal_length_are_read_as_the_first_block_reads_them(
     entering = []
     with torch.no_grad():
         for ids in texts:
-            z = backbone.assemble(backbone.embed(ids), backbone.positions(ids.shape[1])).z[0]
+            z = backbone.assemble(backbone.embed(ids), backbone.positions((ids.shape[1],))).z[0]
             norm = {
                 "bert": lambda x: x,
                 "gpt2": lambda x: F.layer_norm(x, (24,)),

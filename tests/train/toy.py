@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.backbones.base import Backbone, Features, Stream
+from situs.backbones.base import Backbone, Features, Stream, Taps
 from situs.core.position import Positions
 from situs.core.random import normal, uniform
 from situs.methods.base import Batch, Draws, Method, Output
@@ -56,13 +56,13 @@ class ToyBackbone(Backbone):
     def embed(self, x: Tensor) -> Tensor:
         return self.model.patch_embed(x.reshape(x.shape[0], 4, 4))
 
-    def positions(self) -> Positions:
+    def positions(self, grid: tuple[int, ...] | None = None) -> Positions:
         return Positions(table=self.model.pos_embed[0])
 
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
         return Stream(tokens if positions is None else tokens + positions.table, 0)
 
-    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
+    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
         z = stream.z
         for block in self.model.blocks:
             z = block(z)

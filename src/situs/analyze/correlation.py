@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from situs.analyze.layers import patch_layers
+from situs.analyze.layers import Layer, patch_layers
 from situs.backbones.base import Backbone
 from situs.core.position import coordinates
 from situs.data.batch import Batch
@@ -70,10 +70,12 @@ def correlate(backbone: Backbone, batches: Iterable[Batch], *, positions: bool =
     """
     backbone.require("tokens")
     sums: dict[str, _Sums] = {}
+
+    def see(layer: Layer) -> None:
+        sums.setdefault(layer.depth, _Sums(layer.grid)).add(layer.patches)
+
     for batch in batches:
-        places = backbone.positions() if positions else None
-        for layer in patch_layers(backbone, backbone.embed(batch.inputs), places):
-            sums.setdefault(layer.depth, _Sums(layer.grid)).add(layer.patches)
+        patch_layers(backbone, backbone.embed(batch.inputs), backbone.positions() if positions else None, see)
     if not sums or next(iter(sums.values())).images < 2:
         raise SitusError("correlations across images need at least two of them (--count, --data)")
     return {depth: each.result() for depth, each in sums.items()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import Tensor
@@ -22,18 +23,16 @@ class Layer(NamedTuple):
     patches: Tensor
 
 
-def patch_layers(backbone: Backbone, tokens: Tensor, positions: Positions | None) -> Iterator[Layer]:
-    """The patch tokens [B, N, D] on their way through the model, one depth at a time.
+def patch_layers(backbone: Backbone, tokens: Tensor, positions: Positions | None, see: Callable[[Layer], None]) -> None:
+    """Shows the patch tokens [B, N, D] on their way through the model to `see`, one depth at a time.
 
-    A model that does not give its blocks one by one (Swin) shows its embedding and its end, the latter on its own
-    coarser grid.
+    A model whose depths are not alike (Swin) shows its embedding and its end, the latter on its own coarser grid.
     """
     stream = backbone.assemble(tokens, positions)
-    yield Layer(FIRST, backbone.grid, stream.z[:, stream.prefix :])
-    if type(backbone).layers is Backbone.layers:
-        yield Layer(LAST, backbone.out_grid, backbone.finish(backbone.blocks(stream)).patches)
-        return
-    after = stream
-    for number, after in enumerate(backbone.layers(stream), start=1):
-        yield Layer(str(number), backbone.grid, after.z[:, after.prefix :])
-    yield Layer(LAST, backbone.out_grid, backbone.finish(after).patches)
+    see(Layer(FIRST, backbone.grid, stream.z[:, stream.prefix :]))
+
+    def tap(number: int, z: Tensor) -> None:
+        see(Layer(str(number), backbone.grid, z[:, stream.prefix :]))
+
+    z = backbone.run_layers(stream, None, () if "depths" in backbone.refusals else (tap,))
+    see(Layer(LAST, backbone.out_grid, backbone.finish(replace(stream, z=z)).patches))

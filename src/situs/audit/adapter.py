@@ -21,9 +21,9 @@ from torch import Tensor, nn
 
 from situs.audit.stem import Stem, StemBackbone
 from situs.audit.stem_search import search_stem
-from situs.backbones.base import Features, Stream
+from situs.backbones.base import CAPABILITIES, Features, Stream, Taps
 from situs.core.position import Positions
-from situs.core.tokens import Size, pair
+from situs.core.tokens import Grid, Size, pair
 from situs.errors import SitusError
 
 WHOLE = "it is your own module and runs only as a whole"
@@ -32,7 +32,7 @@ WHOLE = "it is your own module and runs only as a whole"
 class OwnModule(StemBackbone):
     """A module behind the hinge as far as an audit of gradients reaches: `forward`, parameters, and the stem."""
 
-    refusals: ClassVar[dict[str, str]] = dict.fromkeys(("tokens", "context", "take", "rows", "columns"), WHOLE)
+    refusals: ClassVar[dict[str, str]] = dict.fromkeys([name for name in CAPABILITIES if name != "images"], WHOLE)
 
     def __init__(self, module: nn.Module, name: str, img_size: tuple[int, int], in_chans: int) -> None:
         super().__init__(module, name, (0, 0), 0, 0, 0)
@@ -42,20 +42,20 @@ class OwnModule(StemBackbone):
         """The type its weights were held in, where that is less than float32."""
         self.stem = "its patch embedding and position table were not looked for"
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.model(x)
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return self.model(x) if mask is None else self._whole(mask)
 
     def embed(self, x: Tensor) -> Tensor:
         self._whole(x)
 
-    def positions(self) -> Positions:
-        self._whole()
+    def positions(self, grid: Grid | None = None) -> Positions:
+        self._whole(grid)
 
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
         self._whole(tokens, positions, mask)
 
-    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
-        self._whole(stream, keys)
+    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
+        self._whole(stream, keys, taps)
 
     def finish(self, stream: Stream) -> Features:
         self._whole(stream)

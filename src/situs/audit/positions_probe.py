@@ -12,11 +12,10 @@ other images. Three conditions tell apart where the knowledge comes from:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from situs.analyze.layers import Layer, patch_layers
 from situs.audit.positions_reader import Reader, Reading, Sums
@@ -52,13 +51,15 @@ def probe_places(backbone: Backbone, batches: Iterable[Batch], *, positions: boo
     """
     backbone.require("tokens")
     halves: dict[Key, tuple[Sums, Sums]] = {}
-    for first, key, layer in _walk(backbone, batches, 0, positions, seed):
+
+    def fit(first: int, key: Key, layer: Layer) -> None:
         pair = halves.setdefault(key, (Sums(layer.grid), Sums(layer.grid)))
         for which, half in enumerate(pair):
             half.add(layer.patches[(which - first) % 2 :: 2])
+
+    _walk(backbone, batches, 0, positions, seed, fit)
     readers = {key: Reader(*pair) for key, pair in halves.items()}
-    for _, key, layer in _walk(backbone, batches, 1, positions, seed):
-        readers[key].read(layer.patches)
+    _walk(backbone, batches, 1, positions, seed, lambda _, key, layer: readers[key].read(layer.patches))
     if not readers or not all(reader.images for reader in readers.values()):
         raise SitusError("reading places needs at least two images: one to fit, one to read (--count, --data)")
     readings: dict[str, list[Reading]] = {}
@@ -73,9 +74,14 @@ Key = tuple[str, str]
 
 
 def _walk(
-    backbone: Backbone, batches: Iterable[Batch], part: int, positions: bool, seed: int
-) -> Iterator[tuple[int, Key, Layer]]:
-    """Every depth of images number part, part + 2, … under each condition, with the number of the first among them."""
+    backbone: Backbone,
+    batches: Iterable[Batch],
+    part: int,
+    positions: bool,
+    seed: int,
+    see: Callable[[int, Key, Layer], None],
+) -> None:
+    """Shows every depth of images number part, part + 2, … under each condition, with the number of the first."""
     conditions = conditions_of(backbone, positions)
     seen = used = 0
     for batch in batches:
@@ -86,16 +92,10 @@ def _walk(
             continue
         tokens = backbone.embed(batch.inputs[chosen])
         for condition in conditions:
-            for layer in _layers(backbone, tokens, ids, condition, positions, seed):
-                yield used, (condition, layer.depth), layer
+            given = tokens
+            if condition == SHUFFLED:
+                noise = uniform(seed, 0, ids, "audit.positions", (tokens.shape[1],))
+                given = take(tokens, random_permutation(noise))
+            places = backbone.positions() if positions and condition != REMOVED else None
+            patch_layers(backbone, given, places, lambda layer, n=used, c=condition: see(n, (c, layer.depth), layer))
         used += len(ids)
-
-
-def _layers(
-    backbone: Backbone, tokens: Tensor, ids: Tensor, condition: str, positions: bool, seed: int
-) -> Iterator[Layer]:
-    if condition == SHUFFLED:
-        noise = uniform(seed, 0, ids, "audit.positions", (tokens.shape[1],))
-        tokens = take(tokens, random_permutation(noise))
-    places = backbone.positions() if positions and condition != REMOVED else None
-    return patch_layers(backbone, tokens, places)

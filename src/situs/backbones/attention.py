@@ -7,7 +7,7 @@ With `keys`, keys and values are computed for the first `keys` tokens alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from timm.models.vision_transformer_relpos import RelPosAttention, RelPosBlock, 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.backbones.base import Stream
+from situs.backbones.base import Stream, Taps
 from situs.errors import SitusError
 
 
@@ -149,6 +149,16 @@ def run_block(block: nn.Module, z: Tensor, stream: Stream, depth: int, keys: int
     """One transformer block: z [B, S, D] -> [B, S, D]."""
     attn = block.attn
     return BLOCKS[type(block)](block, z, lambda x: attend(attn, x, stream, depth, keys))
+
+
+def run_blocks(blocks: Iterable[nn.Module], stream: Stream, keys: int | None, taps: Taps) -> Tensor:
+    """All blocks over stream.z: [B, S, D]."""
+    z = stream.z
+    for depth, block in enumerate(blocks):
+        z = run_block(block, z, stream, depth, keys)
+        for tap in taps:
+            tap(depth + 1, z)
+    return z
 
 
 def check_blocks(name: str, blocks: Any) -> None:

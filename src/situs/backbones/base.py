@@ -1,8 +1,8 @@
 """The hinge: the steps every transformer has, over a model that someone else wrote.
 
     embed(x)                    -> tokens [B, N, D]            no position, no prefix tokens
-    positions()                 -> Positions                   what tells a token its place
-    assemble(tokens, positions) -> Stream                      positions and prefix tokens added
+    positions(grid)             -> Positions                   what tells a token its place
+    assemble(tokens, positions, mask) -> Stream                positions and prefix tokens added
     blocks(stream, context)     -> Stream                      the transformer proper
     finish(stream)              -> Features                    final norm; prefix and patch tokens apart
     head(features)              -> logits
@@ -13,7 +13,7 @@ Indices count patch tokens only; prefix tokens (CLS, registers, distillation) ap
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from situs.backbones.layout import Group, LayoutBuilder, Names, Role, roles_of
 from situs.core.position import PairBias, Positions
-from situs.core.tokens import mask_of, take
+from situs.core.tokens import Grid, mask_of, take
 from situs.errors import SitusError
 
 CAPABILITIES = {
@@ -32,6 +32,7 @@ CAPABILITIES = {
     "take": "running on a subset of the tokens (DropPos, MAE)",
     "rows": "permuting the tokens (row equivariance, split learning)",
     "columns": "permuting the residual channels (locks)",
+    "depths": "one grid and one width at every depth (looking at each layer)",
 }
 """What a backbone may be asked for; `Backbone.refusals` says which it refuses and why."""
 
@@ -63,6 +64,10 @@ class Stream:
         z = torch.cat([self.z[:, :p], take(self.z[:, p:], index)], dim=1)
         mask = None if self.mask is None else torch.cat([self.mask[:, :p], take(self.mask[:, p:], index)], dim=1)
         return Stream(z, p, places.rotary, places.bias, mask)
+
+
+Taps = Sequence[Callable[[int, Tensor], None]]
+"""Who looks at the layers: each is called with (number of the block, from 1; z [B, S, D] after it)."""
 
 
 class Backbone(nn.Module, ABC):
@@ -100,19 +105,25 @@ class Backbone(nn.Module, ABC):
         return take(self.embed(x), index)
 
     @abstractmethod
-    def positions(self) -> Positions:
-        """The model's own positions for its whole grid."""
+    def positions(self, grid: Grid | None = None) -> Positions:
+        """The model's own positions for its whole grid, or for another as its library brings them there.
+
+        Refused in one sentence where they are made for one grid alone.
+        """
 
     @abstractmethod
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
         """Adds positions and prefix tokens. positions=None removes every kind; a prefix token's own vector stays.
 
-        mask: [B, N] bool, False for padding (text models).
+        mask: [B, N] bool, False for padding, which no other token sees.
         """
 
     @abstractmethod
-    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
-        """All blocks over stream.z; with `keys`, only the first `keys` tokens of the sequence are keys and values."""
+    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
+        """All blocks over stream.z; with `keys`, only the first `keys` tokens of the sequence are keys and values.
+
+        taps: called with (number, z) after every block, numbered from 1: the one way to several depths.
+        """
 
     @abstractmethod
     def finish(self, stream: Stream) -> Features:
@@ -130,10 +141,6 @@ class Backbone(nn.Module, ABC):
     def readout(self, features: Features) -> Tensor:
         """The vector the head's last layer reads, [B, D]: F_CLS where it reads CLS."""
         return features.prefix[:, 0] if self.num_prefix else features.patches.mean(dim=1)
-
-    def layers(self, stream: Stream) -> Iterator[Stream]:  # noqa: ARG002  (those who have layers use it)
-        """The stream after each block in turn, for analyses; `blocks` is the way to the last."""
-        raise SitusError(f"{self.name} does not give its layers one by one; timm's flat transformers do")
 
     @torch.no_grad()
     def erase_positions(self) -> tuple[str, ...]:
@@ -219,6 +226,11 @@ class Backbone(nn.Module, ABC):
     def out_dim(self) -> int:
         return self.dim
 
+    def own_grid(self, grid: Grid | None, why: str) -> None:
+        """Refuses positions for another grid than the model's own."""
+        if grid not in (None, self.grid):
+            raise SitusError(f"{self.name} has no positions for a grid of {'x'.join(map(str, grid))}: {why}")
+
     def blocks(self, stream: Stream, context: Tensor | int | None = None) -> Stream:
         """The transformer proper.
 
@@ -246,9 +258,10 @@ class Backbone(nn.Module, ABC):
         """finish(blocks(assemble(tokens, positions), context)): tokens [B, N, D] -> Features."""
         return self.finish(self.blocks(self.assemble(tokens, positions, mask), context))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The wrapped model's own forward, through the hinge: images -> logits."""
-        return self.head(self.encode(self.embed(x), self.positions()))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The wrapped model's own forward: inputs -> logits. mask: [B, N] bool, False for padding."""
+        features = self.encode(self.embed(x), self.positions(), mask=mask)
+        return self.head(features if mask is None else features._replace(patches=fill(features.patches, mask)))
 
     def require(self, capability: str) -> None:
         """Raises with the reason where this backbone refuses a capability."""
@@ -259,6 +272,16 @@ class Backbone(nn.Module, ABC):
 def _context_first(context: Tensor, count: int) -> Tensor:
     """The order that puts the context in front, [N] or [B, N]: slicing then serves every layer, with no gather."""
     return torch.argsort((~mask_of(context, count)).to(torch.uint8), dim=-1, stable=True)
+
+
+def fill(patches: Tensor, mask: Tensor) -> Tensor:
+    """The mean of each sample's real patches in the place of its padding, so that a mean over all is theirs.
+
+    patches: [B, N, D]; mask: [B, N] bool. A maximum over all is theirs too.
+    """
+    real = mask.unsqueeze(-1)
+    mean = (patches * real).sum(dim=1, keepdim=True) / real.sum(dim=1, keepdim=True)
+    return torch.where(real, patches, mean)
 
 
 def join(features: Features) -> Tensor:

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from situs.backbones.base import Backbone, Features, Stream, join
+from situs.backbones.base import Backbone, Features, Stream, Taps, join
 from situs.backbones.config import PositionKind
 from situs.backbones.hf_layers import Head, check_attention, fit, run_layers
 from situs.backbones.hf_layout import NAMES, inner_prefix, write_dinov2, write_vit
 from situs.backbones.hf_names import own_state
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
 from situs.core.position import Positions, resample_table, sincos_2d
-from situs.core.tokens import Size, grid_of, pair
+from situs.core.tokens import Grid, Size, grid_of, pair
 from situs.errors import SitusError
 
 
@@ -56,6 +56,14 @@ class ImageBackbone(Backbone):
     def _table(self) -> Tensor:
         """The rows of CLS and of all patches, [1 + N, D]: a view of the parameter where it can be one."""
         return self._inner.embeddings.position_embeddings[0]
+
+    def _table_of(self, grid: Grid) -> Tensor:
+        """The rows of CLS and of another grid's patches, as transformers' own `interpolate_pos_encoding` makes them."""
+        if self.table_grid[0] != self.table_grid[1]:
+            self.own_grid(grid, "transformers reads its table as a square, and it is none")
+        ph, pw = (side // count for side, count in zip(self.img_size, self.grid, strict=True))
+        shape = torch.empty(1, 1 + grid[0] * grid[1], self.dim, device="meta")
+        return self._inner.embeddings.interpolate_pos_encoding(shape, grid[0] * ph, grid[1] * pw)[0]
 
     def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
         raise NotImplementedError
@@ -101,8 +109,10 @@ class ImageBackbone(Backbone):
             )
         return convolution(x.to(convolution.weight.dtype)).flatten(2).transpose(1, 2)
 
-    def positions(self) -> Positions:
-        return Positions(table=None if self._placeless else self._table()[1:])
+    def positions(self, grid: Grid | None = None) -> Positions:
+        if self._placeless:
+            return Positions()
+        return Positions(table=(self._table() if grid in (None, self.grid) else self._table_of(grid))[1:])
 
     @torch.no_grad()
     def set_positions(self, kind: PositionKind) -> None:
@@ -141,8 +151,8 @@ class ImageBackbone(Backbone):
         embeddings = self._inner.embeddings
         return embeddings.cls_token + embeddings.position_embeddings[:, :1]
 
-    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
-        return run_layers(self._layers(), self._attentions(), stream, keys)
+    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
+        return run_layers(self._layers(), self._attentions(), stream, keys, taps)
 
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
         return [(layer,) for layer in self._layers()]
@@ -197,8 +207,7 @@ class Dinov2Backbone(ImageBackbone):
         return side, side
 
     def _table(self) -> Tensor:
-        shape = torch.empty(1, 1 + self.num_tokens, self.dim, device="meta")
-        return self._inner.embeddings.interpolate_pos_encoding(shape, *self.img_size)[0]
+        return self._table_of(self.grid)
 
     def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
         count = self._inner.embeddings.patch_embeddings.num_patches

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.backbones.base import Features, Stream
+from situs.backbones.base import Features, Stream, Taps
 from situs.core.position import Positions
 from situs.errors import SitusError
 
@@ -83,12 +83,16 @@ def check_attention(name: str, attentions: Iterable[nn.Module]) -> None:
             )
 
 
-def run_layers(layers: Iterable[Any], attentions: Iterable[nn.Module], stream: Stream, keys: int | None) -> Tensor:
+def run_layers(
+    layers: Iterable[Any], attentions: Iterable[nn.Module], stream: Stream, keys: int | None, taps: Taps
+) -> Tensor:
     """All layers over stream.z [B, S, D]; keys and values come from the first `keys` tokens (None: all)."""
     z = stream.z
     mask = None if stream.mask is None else stream.mask[:, None, None, :keys]
-    for layer, attention in zip(layers, attentions, strict=True):
+    for number, (layer, attention) in enumerate(zip(layers, attentions, strict=True), start=1):
         z = LAYERS[type(attention).__name__](layer, z, keys, mask)
+        for tap in taps:
+            tap(number, z)
     return z
 
 

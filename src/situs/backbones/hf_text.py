@@ -6,18 +6,19 @@ Their tokens are all ordinary: [CLS] is one of the input ids, so there are no pr
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from situs.backbones.base import Backbone, Features, Stream
+from situs.backbones.base import Backbone, Features, Stream, Taps
 from situs.backbones.hf_layers import Head, check_attention, fit, run_layers
 from situs.backbones.hf_layout import NAMES, inner_prefix, write_bert, write_gpt2, write_llama
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
 from situs.core.position import Positions
-from situs.core.tokens import Size, pair
+from situs.core.tokens import Grid, Size, pair
 from situs.errors import SitusError
 
 TEXT = {"images": "it reads the ids of words"}
@@ -68,9 +69,12 @@ class TextBackbone(Backbone):
     def roles(self) -> dict[str, Role]:
         return roles_of(self, NAMES, inner_prefix(self.model))
 
-    @abstractmethod
-    def positions(self, length: int | None = None) -> Positions:
-        """The model's own positions of the first `length` places; None: of all `grid[1]`."""
+    def _length(self, grid: Grid | None) -> int:
+        """How many places a grid has, (length,); refused where they are more than the model knows."""
+        length = self.num_tokens if grid is None else math.prod(grid)
+        if length > self.num_tokens:
+            self.own_grid(grid, f"it knows the first {self.num_tokens} places")
+        return length
 
     def embed(self, x: Tensor) -> Tensor:
         """Ids [B, N] -> word vectors [B, N, D], without position."""
@@ -102,7 +106,7 @@ class TextBackbone(Backbone):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The wrapped model's own forward: ids [B, N] -> logits. mask: [B, N] bool, False for padding."""
-        return self.head(self.encode(self.embed(x), self.positions(x.shape[1]), mask=mask))
+        return self.head(self.encode(self.embed(x), self.positions((x.shape[1],)), mask=mask))
 
 
 class BertBackbone(TextBackbone):
@@ -128,15 +132,15 @@ class BertBackbone(TextBackbone):
         segments = self._inner.embeddings.token_type_embeddings
         return super().embed(x) + (segments.weight[0] if types is None else segments(types))
 
-    def positions(self, length: int | None = None) -> Positions:
-        return Positions(table=self._inner.embeddings.position_embeddings.weight[: length or self.num_tokens])
+    def positions(self, grid: Grid | None = None) -> Positions:
+        return Positions(table=self._inner.embeddings.position_embeddings.weight[: self._length(grid)])
 
     def _before_layers(self, z: Tensor) -> Tensor:
         embeddings = self._inner.embeddings
         return embeddings.dropout(embeddings.LayerNorm(z))
 
-    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
-        return run_layers(self._layers(), self._attentions(), stream, keys)
+    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
+        return run_layers(self._layers(), self._attentions(), stream, keys, taps)
 
 
 class DecoderBackbone(TextBackbone):
@@ -164,6 +168,19 @@ class DecoderBackbone(TextBackbone):
         """Which layers see only a window of the tokens before them."""
         return [False] * self.depth
 
+    def _given(self, stream: Stream) -> dict[str, Any]:  # noqa: ARG002  (a model that rotates uses it)
+        """What every layer is given beside the tokens and the mask."""
+        return {}
+
+    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
+        assert keys is None  # `blocks` has refused a context
+        z, masks, given = stream.z, self._masks(stream), self._given(stream)
+        for number, (layer, sliding) in enumerate(zip(self._layers(), self._sliding(), strict=True), start=1):
+            z = layer(z, attention_mask=masks[sliding], **given)
+            for tap in taps:
+                tap(number, z)
+        return z
+
 
 class GPT2Backbone(DecoderBackbone):
     """GPT2Model, GPT2LMHeadModel: a learned table, dropout behind it, and a causal mask."""
@@ -174,18 +191,11 @@ class GPT2Backbone(DecoderBackbone):
     def write_layout(self, layout: LayoutBuilder) -> None:
         write_gpt2(layout, self.dim, self._layers())
 
-    def positions(self, length: int | None = None) -> Positions:
-        return Positions(table=self._inner.wpe.weight[: length or self.num_tokens])
+    def positions(self, grid: Grid | None = None) -> Positions:
+        return Positions(table=self._inner.wpe.weight[: self._length(grid)])
 
     def _before_layers(self, z: Tensor) -> Tensor:
         return self._inner.drop(z)
-
-    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
-        assert keys is None
-        z, mask = stream.z, self._masks(stream)[False]
-        for layer in self._layers():
-            z = layer(z, attention_mask=mask)
-        return z
 
     def _final_norm(self, z: Tensor) -> Tensor:
         return self._inner.ln_f(z)
@@ -217,19 +227,14 @@ class LlamaBackbone(DecoderBackbone):
     def write_layout(self, layout: LayoutBuilder) -> None:
         write_llama(layout, self.dim, self._layers())
 
-    def positions(self, length: int | None = None) -> Positions:
+    def positions(self, grid: Grid | None = None) -> Positions:
         weight = self._inner.embed_tokens.weight
-        places = torch.arange(length or self.num_tokens, device=weight.device).unsqueeze(0)
+        places = torch.arange(self._length(grid), device=weight.device).unsqueeze(0)
         cosine, sine = self._inner.rotary_emb(weight, places)
         return Positions(rotary=torch.cat([sine, cosine], dim=-1)[None, :, None] / self._factor)
 
-    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
-        assert keys is None
-        z, masks = stream.z, self._masks(stream)
-        rotation = self._rotation(stream)
-        for layer, sliding in zip(self._layers(), self._sliding(), strict=True):
-            z = layer(z, attention_mask=masks[sliding], position_embeddings=rotation)
-        return z
+    def _given(self, stream: Stream) -> dict[str, Any]:
+        return {"position_embeddings": self._rotation(stream)}
 
     def _rotation(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """(cosine, sine), each [B or 1, N, d]; the identity where there are no positions."""

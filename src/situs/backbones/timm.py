@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import copy
 from typing import Any, ClassVar
 
 import torch
 from timm.layers.patch_embed import PatchEmbed
+from timm.layers.pos_embed_sincos import RotaryEmbeddingCat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.backbones.attention import check_blocks, run_block
-from situs.backbones.base import Backbone, Features, Stream, join
+from situs.backbones.attention import check_blocks, run_blocks
+from situs.backbones.base import CAPABILITIES, Backbone, Features, Stream, Taps, join
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
 from situs.backbones.timm_layout import NAMES, write_flat, write_swin
-from situs.core.position import PairBias, Positions
-from situs.core.tokens import patchify, take
+from situs.core.position import PairBias, Positions, resample_table
+from situs.core.tokens import Grid, patchify, take
 from situs.errors import SitusError
 
 
@@ -61,23 +61,15 @@ class FlatBackbone(Backbone):
             prefix = self.prefix_tokens().to(tokens.dtype).expand(tokens.shape[0], -1, -1)
             tokens = torch.cat([prefix, tokens], dim=1)
         if mask is not None:
-            mask = torch.cat([mask.new_ones(mask.shape[0], self.num_prefix), mask], dim=1)
+            mask = torch.cat([mask.new_ones(mask.shape[0], self.num_prefix), mask], dim=1).bool()
         return Stream(self.before_blocks(tokens), self.num_prefix, places.rotary, places.bias, mask)
 
     def before_blocks(self, z: Tensor) -> Tensor:
         """What the wrapped model does between adding positions and its first block."""
         return self.model.norm_pre(self.model.pos_drop(z))
 
-    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
-        z = stream.z
-        for depth, block in enumerate(self.model.blocks):
-            z = run_block(block, z, stream, depth, keys)
-        return z
-
-    def layers(self, stream: Stream) -> Iterator[Stream]:
-        for depth, block in enumerate(self.model.blocks):
-            stream = replace(stream, z=run_block(block, stream.z, stream, depth, None))
-            yield stream
+    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
+        return run_blocks(self.model.blocks, stream, keys, taps)
 
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
         return [(block,) for block in self.model.blocks]
@@ -123,9 +115,11 @@ class VitBackbone(FlatBackbone):
             prefix = prefix + model.pos_embed[:, : self.num_prefix]
         return prefix
 
-    def positions(self) -> Positions:
+    def positions(self, grid: Grid | None = None) -> Positions:
         table = self.model.pos_embed
-        return Positions(table=None if table is None else table[0, self._prefix_rows() :])
+        if table is None:
+            return Positions()
+        return Positions(table=resample_table(table[0, self._prefix_rows() :], self.grid, grid or self.grid))
 
 
 class EvaBackbone(VitBackbone):
@@ -135,14 +129,24 @@ class EvaBackbone(VitBackbone):
         FlatBackbone.__init__(self, model, name)
         _refuse_patch_drop(name, self.model.patch_drop, type(None))
 
-    def positions(self) -> Positions:
-        rope = self.model.rope
-        if rope is None:
-            return super().positions()
-        turn = rope.get_embed(shape=list(self.grid)) if self.model.dynamic_img_size else rope.get_embed()
+    def positions(self, grid: Grid | None = None) -> Positions:
+        if self.model.rope is None:
+            return super().positions(grid)
+        turn = self._rotation(grid)
         # Axial: [N, 2d], one for all; mixed: [L, H, N, 2d], learned for each layer and head.
         rotary = turn.unsqueeze(1) if self.model.rope_mixed else turn.view(1, 1, 1, *turn.shape)
-        return Positions(table=super().positions().table, rotary=rotary)
+        return Positions(table=super().positions(grid).table, rotary=rotary)
+
+    def _rotation(self, grid: Grid | None) -> Tensor:
+        rope = self.model.rope
+        if grid in (None, self.grid):
+            return rope.get_embed(shape=list(self.grid)) if self.model.dynamic_img_size else rope.get_embed()
+        if isinstance(rope, RotaryEmbeddingCat) and rope.bands is None:
+            # It holds the rotations of its own grid alone, and makes them anew only in place.
+            rope = copy.deepcopy(rope)
+            rope.update_feat_shape(list(grid))
+            return rope.get_embed()
+        return rope.get_embed(shape=list(grid))
 
 
 class RelPosBackbone(FlatBackbone):
@@ -158,7 +162,8 @@ class RelPosBackbone(FlatBackbone):
     def before_blocks(self, z: Tensor) -> Tensor:
         return z
 
-    def positions(self) -> Positions:
+    def positions(self, grid: Grid | None = None) -> Positions:
+        self.own_grid(grid, "its relative bias knows the offsets of its own grid alone")
         shared = self.model.shared_rel_pos
         modules = [block.attn.rel_pos for block in self.model.blocks] if shared is None else [shared]
         values = torch.cat([module.get_bias() for module in modules])
@@ -186,6 +191,7 @@ class SwinBackbone(Backbone):
         "context": "its windows need every token of the grid as a key",
         "take": "its windows and merges need the whole grid",
         "rows": "its windows, shifts and merges depend on where a token stands",
+        "depths": "its merges change grid and width, and its final norm fits the last alone",
     }
 
     def __init__(self, model: nn.Module, name: str, table: Tensor | None = None, *, learned: bool = True) -> None:
@@ -214,7 +220,8 @@ class SwinBackbone(Backbone):
         x = checked_images(self.name, x, self.in_chans, self.img_size, stem.proj.weight.dtype)
         return stem(x).flatten(1, 2)
 
-    def positions(self) -> Positions:
+    def positions(self, grid: Grid | None = None) -> Positions:
+        self.own_grid(grid, "its windows and their masks are made for its own grid")
         return Positions(table=self.table, rigid=self.refusals["take"])
 
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
@@ -224,13 +231,23 @@ class SwinBackbone(Backbone):
             tokens = tokens + positions.table.to(tokens.dtype)
         return Stream(tokens, 0)
 
-    def run_layers(self, stream: Stream, keys: int | None) -> Tensor:
+    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
         assert keys is None  # `blocks` has refused a context
-        return self.run_grid(stream.z, self.grid)
+        return self.run_grid(stream.z, self.grid, taps)
 
-    def run_grid(self, z: Tensor, grid: tuple[int, int]) -> Tensor:
-        """All stages over a grid of tokens, z [B, h * w, D]: the one way into them."""
-        return self.model.layers(z.unflatten(1, grid)).flatten(1, 2)
+    def run_grid(self, z: Tensor, grid: Grid, taps: Taps = ()) -> Tensor:
+        """All stages over a grid of tokens, z [B, h * w, D]: the one way into them. A tap sees its stage's own grid."""
+        z = z.unflatten(1, grid)
+        if not taps:
+            return self.model.layers(z).flatten(1, 2)
+        number = 0
+        for stage in self.model.layers:
+            z = stage.downsample(z)
+            for block in stage.blocks:
+                z, number = block(z), number + 1
+                for tap in taps:
+                    tap(number, z.flatten(1, 2))
+        return z.flatten(1, 2)
 
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
         """A merge between stages goes with the block behind it, as timm runs it."""
@@ -265,7 +282,7 @@ class PixelBackbone(Backbone):
     """ResNet: no tokens, so only methods that act on the pixels apply (MJP's jigsaw of images, supervised training)."""
 
     refusals: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("tokens", "context", "take", "rows", "columns"), "it is a convolutional network and has no tokens"
+        [name for name in CAPABILITIES if name != "images"], "it is a convolutional network and has no tokens"
     )
 
     def __init__(self, model: nn.Module, name: str) -> None:
@@ -273,7 +290,9 @@ class PixelBackbone(Backbone):
         super().__init__(model, name, (0, 0), inner.num_features, 0, len(inner.feature_info) - 1)
         self.in_chans = inner.conv1.in_channels if isinstance(inner.conv1, nn.Conv2d) else inner.conv1[0].in_channels
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            self.require("tokens")
         return self.model(self._checked(x))
 
     @property

@@ -11,12 +11,13 @@ Prefix tokens (CLS, registers) are in none of the three and in no index; a bias 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from situs.core.tokens import take
+from situs.core.tokens import Grid, take
 from situs.errors import SitusError
 
 
@@ -220,13 +221,19 @@ def relative_index(grid: tuple[int, int], device: torch.device | None = None) ->
     return (delta[..., 0] + height - 1) * (2 * width - 1) + delta[..., 1] + width - 1
 
 
-def resample_table(table: Tensor, old: tuple[int, int], new: tuple[int, int]) -> Tensor:
-    """A position table of one grid on another: [h*w, D] -> [h'*w', D], bicubic, antialiased when it shrinks."""
+def resample_table(table: Tensor, old: Grid, new: Grid) -> Tensor:
+    """A position table of one grid on another: [h*w, D] -> [h'*w', D], bicubic, antialiased when it shrinks.
+
+    A sequence is a grid of one row.
+    """
     if old == new:
         return table
     count, dim = table.shape
-    if count != old[0] * old[1]:
-        raise SitusError(f"a position table of {count} rows does not fill a grid of {old[0]}x{old[1]}")
+    if count != math.prod(old):
+        raise SitusError(f"a position table of {count} rows does not fill a grid of {'x'.join(map(str, old))}")
+    if len(old) != len(new) or len(old) > 2:
+        raise SitusError(f"grid={new}: a position table of the grid {old} is resampled to another of 1 or 2 sides")
+    old, new = ((1, *grid)[-2:] for grid in (old, new))
     picture = table.float().T.reshape(1, dim, *old)
     picture = torch.nn.functional.interpolate(picture, size=new, mode="bicubic", antialias=True, align_corners=False)
     return picture.reshape(dim, -1).T.to(table.dtype)

@@ -14,6 +14,10 @@ Size = int | tuple[int, int]
 """One number for a square, or (height, width)."""
 
 
+Grid = tuple[int, ...]
+"""How many tokens along each side: (height, width) of an image, (length,) of a sequence."""
+
+
 def pair(size: Size) -> tuple[int, int]:
     """`4` -> `(4, 4)`; `(4, 8)` stays."""
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))

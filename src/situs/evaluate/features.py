@@ -6,7 +6,7 @@ import csv
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,10 +55,25 @@ def pooled(backbone: Backbone, images: Tensor, pool: Pool = "mean", *, positions
     return pool_features(backbone.encode(tokens, backbone.positions() if positions else None), pool)
 
 
-def layer_features(backbone: Backbone, images: Tensor, pool: Pool = "mean", *, positions: bool = True) -> Tensor:
-    """Pooled features after each block, [L, B, D], each through the model's final norm."""
+def layer_features(
+    backbone: Backbone, images: Tensor, pools: Sequence[Pool] = ("mean",), *, positions: bool = True
+) -> Tensor:
+    """Pooled features after each block, [pools, L, B, D], each through the model's final norm.
+
+    After the last block alone where the model refuses "depths".
+    """
     stream = backbone.assemble(backbone.embed(images), backbone.positions() if positions else None)
-    return torch.stack([pool_features(backbone.finish(layer), pool) for layer in backbone.layers(stream)])
+    found: list[Tensor] = []
+
+    def pool_layer(_: int, z: Tensor) -> None:
+        features = backbone.finish(replace(stream, z=z))
+        found.append(torch.stack([pool_features(features, pool) for pool in pools]))
+
+    if "depths" in backbone.refusals:
+        pool_layer(backbone.depth, backbone.run_layers(stream, None))
+    else:
+        backbone.run_layers(stream, None, (pool_layer,))
+    return torch.stack(found, dim=1)
 
 
 def extract(

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from situs.backbones.base import Backbone, Stream
+from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.evaluate.accuracy import labels_of
-from situs.evaluate.features import Pool, pool_features
+from situs.evaluate.features import Pool, layer_features
 from situs.evaluate.inference import evaluating
 from situs.evaluate.knn import knn_accuracy
 from situs.evaluate.online import hard
@@ -57,8 +57,8 @@ def knn_by_layer(
     sees = model.sees_positions if isinstance(model, Method) else positions
     pools: tuple[Pool, ...] = ("cls", "mean") if backbone.num_prefix else ("mean",)
     with evaluating(model):
-        train, train_labels, why = _features(backbone, bank, pools, sees, precision)
-        held, labels, _ = _features(backbone, test, pools, sees, precision)
+        train, train_labels = _features(backbone, bank, pools, sees, precision)
+        held, labels = _features(backbone, test, pools, sees, precision)
     layers = train.shape[1]
     rows = [
         LayerAccuracy(
@@ -69,30 +69,20 @@ def knn_by_layer(
         for p, pool in enumerate(pools)
         for layer in range(layers)
     ]
-    return LayerKnn(tuple(rows), len(train_labels), len(labels), why)
+    why = backbone.refusals.get("depths")
+    told = None if why is None else f"{backbone.name} has its last layer alone: {why}"
+    return LayerKnn(tuple(rows), len(train_labels), len(labels), told)
 
 
 def _features(
     backbone: Backbone, batches: Iterable[Batch], pools: tuple[Pool, ...], positions: bool, precision: str
-) -> tuple[Tensor, Tensor, str | None]:
-    """Features [pools, layers, n, D] and labels [n]; and why there is only the last layer, where that is so."""
-    parts, labels, why = [], [], None
+) -> tuple[Tensor, Tensor]:
+    """Features [pools, layers, n, D] and labels [n]."""
+    parts, labels = [], []
     for batch in batches:
         labels.append(hard(labels_of(batch)))
         with autocast(batch.inputs.device, precision):
-            places = backbone.positions() if positions else None
-            layers, why = _layers(backbone, backbone.assemble(backbone.embed(batch.inputs), places))
-            finished = [backbone.finish(layer) for layer in layers]
-            found = [torch.stack([pool_features(each, pool) for each in finished]) for pool in pools]
-        parts.append(torch.stack(found).float())
+            parts.append(layer_features(backbone, batch.inputs, pools, positions=positions).float())
     if not parts:
         raise SitusError("there are no samples to take features of (--data)")
-    return torch.cat(parts, dim=2), torch.cat(labels), why
-
-
-def _layers(backbone: Backbone, stream: Stream) -> tuple[list[Stream], str | None]:
-    """The stream after each block, or after the last alone with the reason."""
-    try:
-        return list(backbone.layers(stream)), None
-    except SitusError as error:
-        return [backbone.blocks(stream)], str(error)
+    return torch.cat(parts, dim=2), torch.cat(labels)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from situs.backbones import create_backbone
-from situs.backbones.base import Backbone, Stream
+from situs.backbones.base import Backbone, Stream, Taps
 from situs.backbones.layout import Group
 from situs.core.permutation import invert
 from situs.errors import SitusError
@@ -59,28 +59,24 @@ def with_key(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Ten
 
 @cache
 def _keyed_class(kind: type[Backbone]) -> type[Backbone]:
-    """The same backbone with the key at every way into its blocks: `run_layers`, `layers`, Swin's `run_grid`."""
+    """The same backbone with the key at every way into its blocks: `run_layers`, or Swin's `run_grid`."""
     from situs.backbones.timm import SwinBackbone
 
     def moved(z: Tensor, key: Tensor) -> Tensor:
         return z.index_select(-1, key.to(z.device))
 
-    def run_layers(self: Any, stream: Stream, keys: int | None) -> Tensor:
-        z = kind.run_layers(self, replace(stream, z=moved(stream.z, self.key_in)), keys)
+    def run_layers(self: Any, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
+        seen = [lambda number, z, tap=tap: tap(number, moved(z, self.key_out)) for tap in taps]
+        z = kind.run_layers(self, replace(stream, z=moved(stream.z, self.key_in)), keys, seen)
         return moved(z, self.key_out)
 
-    def layers(self: Any, stream: Stream) -> Iterator[Stream]:
-        for after in kind.layers(self, replace(stream, z=moved(stream.z, self.key_in))):
-            yield replace(after, z=moved(after.z, self.key_out))
-
-    def run_grid(self: Any, z: Tensor, grid: tuple[int, int]) -> Tensor:
+    def run_grid(self: Any, z: Tensor, grid: tuple[int, int], taps: Taps = ()) -> Tensor:
+        if taps:  # the keys of stages differ, so each depth has one of its own
+            raise SitusError(f"{self.name}: with its key it shows the last of its layers alone")
         return moved(cast(Any, kind).run_grid(self, moved(z, self.key_in), grid), self.key_out)
 
-    # A backbone with stages goes through `run_grid` wherever it runs them; the others through the first two.
+    # A backbone with stages goes through `run_grid` wherever it runs them; the others through `run_layers`.
     ways: dict[str, Any] = {"run_grid": run_grid} if issubclass(kind, SwinBackbone) else {"run_layers": run_layers}
-    if kind.layers is not Backbone.layers:
-        assert "run_grid" not in ways, "the keys of stages differ, so each depth has one of its own"
-        ways["layers"] = layers
     return cast("type[Backbone]", type(f"Keyed{kind.__name__}", (kind,), ways))
 
 
