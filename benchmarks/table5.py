@@ -30,12 +30,13 @@ from situs.audit.victim import Victim, labels_for, open_predictor, open_victim
 from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.data.loader import DataConfig
-from situs.evaluate.subject import Subject, load_set
 from situs.files import write_text
 from situs.methods.mjp import MJP
+from situs.models import Model
+from situs.models.data import load_set
 
 
-def open_model(source: str, args: argparse.Namespace) -> Victim:
+def opened_victim(source: str, args: argparse.Namespace) -> Victim:
     """A run, an export, a timm name, or "random": ViT-S/4 at 32 pixels with 100 classes and random weights."""
     if source != "random":
         size = None if args.size is None else (args.size, args.size)
@@ -44,18 +45,18 @@ def open_model(source: str, args: argparse.Namespace) -> Victim:
     backbone = create_backbone("vit_small_patch16_224", img_size=32, patch_size=4, num_classes=100)
     data = DataConfig(img_size=(32, 32), mean=(0.5071, 0.4866, 0.4409), std=(0.2673, 0.2564, 0.2762))
     facts = {"kind": "name", "weights": "random"}
-    subject = Subject("random ViT-S/4", backbone.to(args.device).eval(), True, False, data, None, facts)
-    return Victim(subject, subject.backbone)
+    model = Model("random ViT-S/4", backbone.to(args.device).eval(), None, data, None, facts, classifier=False)
+    return Victim(model, model.backbone)
 
 
 def contestant(victim: Victim, mjp: bool) -> Contestant:
     """A run with its own method where that is MJP or not, as asked; else its bare backbone."""
     own = isinstance(victim.trains, MJP) == mjp
-    return Contestant(victim.trains if own else victim.subject.backbone, mjp)
+    return Contestant(victim.trains if own else victim.model.backbone, mjp)
 
 
 def attackers(args: argparse.Namespace, victim: Victim) -> list[Attacker]:
-    predictor = None if args.predictor is None else open_predictor(args.predictor, victim.subject.backbone, args.device)
+    predictor = None if args.predictor is None else open_predictor(args.predictor, victim.model.backbone, args.device)
     adaptive = AdaptiveMJP(Effort(rounds=args.rounds), predictor)
     return [Attacker(PatchEmbedding(), False), Attacker(April(), False), Attacker(adaptive, True)]
 
@@ -92,15 +93,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.plain is None and args.mjp is None:
         parser.error("give --plain, --mjp or both")
-    opened = {name: open_model(source, args) for name, source in _models(args).items()}
+    opened = {name: opened_victim(source, args) for name, source in _models(args).items()}
     models = {name: contestant(victim, name == "MJP") for name, victim in opened.items()}
-    first = next(iter(opened.values())).subject
+    first = next(iter(opened.values())).model
     batch = next(iter(load_set(first, args.images, args.split, args.count, args.device, count=args.count)))
     labels = labels_for(first, batch.targets.get("label"), len(batch.inputs))
     lpips = None if args.lpips is None else Lpips(args.lpips)
     facts: dict[str, Any] = {
         "models": ", ".join(
-            f"{name}: {victim.subject.name} ({victim.subject.facts['kind']})" for name, victim in opened.items()
+            f"{name}: {victim.model.name} ({victim.model.facts['kind']})" for name, victim in opened.items()
         ),
         "images": f"{len(batch.inputs)} of {Path(args.images).name} ({args.split})",
         "order": "borders" + ("" if args.predictor is None else f" and MP3 ({Path(args.predictor).name})"),

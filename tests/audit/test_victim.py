@@ -68,7 +68,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 )
 def test_own_modules_of_every_kind(which: str, told: str | None, own: str) -> None:
     victim = open_victim(f"{own}:{which}", img_size=(16, 16))
-    backbone = victim.subject.backbone
+    backbone = victim.model.backbone
     assert {p.dtype for p in backbone.parameters()} == {torch.float32}
     assert PatchEmbedding().applies(backbone) is None
     assert told is None or victim.notes["precision"].startswith(told)
@@ -79,7 +79,7 @@ def test_own_modules_of_every_kind(which: str, told: str | None, own: str) -> No
 @pytest.mark.parametrize(
     ("which", "said"),
     [
-        (":Wide", "called without arguments and ends with TypeError.*'width'"),
+        (":Wide", "called with no arguments and ends with TypeError.*'width'"),
         (":broken", "ends with KeyError"),
         (":number", "is int, and must be a module"),
         ("_torn:Net", "ValueError: not today"),

@@ -56,12 +56,13 @@ def test_what_cannot_be_looked_at_is_one_sentence(
 def test_a_real_vit_looks_at_objects() -> None:
     """DINOv2's CLS gathers its attention on few patches; random weights spread it (10 % on a tenth of them)."""
     from situs.analyze.attention import image_maps, top_share
-    from situs.evaluate.subject import load_set, open_subject
+    from situs.models import open_model
+    from situs.models.data import load_set
 
     found = {}
     file = SHARED / "weights" / "vit_small_patch14_dinov2_fp16.safetensors"
     for weights in (str(file), "random"):
-        subject = open_subject("vit_small_patch14_dinov2", weights=weights, img_size=(112, 112))
+        subject = open_model("vit_small_patch14_dinov2", weights=weights, img_size=(112, 112))
         loader = load_set(subject, str(SHARED / "imagenet-samples"), "train", 4, "cpu", count=4)
         maps = image_maps(subject.backbone, next(iter(loader)).inputs, 11)
         found[weights] = top_share(maps.mean(dim=1)).mean()

@@ -19,7 +19,8 @@ from situs.config import from_dict, merge
 from situs.core.position import resample_table, sincos_2d
 from situs.errors import SitusError
 from situs.evaluate.finetune import FinetuneConfig, finetune_config, images_of
-from situs.evaluate.subject import check_classifier, open_subject
+from situs.models import open_model
+from situs.models.model import check_classifier
 from situs.train.initialise import initialise
 from situs.train.run import RunConfig, load_run, make_method, train_run
 
@@ -133,7 +134,7 @@ def test_the_exports_give_the_runs_numbers_in_transformers(world: Path, method: 
 
 @pytest.mark.parametrize("method", ["droppos", "mp3"])
 def test_an_export_is_evaluated_as_the_run_was(world: Path, method: str, capsys: pytest.CaptureFixture[str]) -> None:
-    run, export = open_subject(str(world / f"ft-{method}")), open_subject(str(world / f"export-{method}"))
+    run, export = open_model(str(world / f"ft-{method}")), open_model(str(world / f"export-{method}"))
     assert export.classifier and export.classes == run.classes
     assert export.data.normalisation == run.data.normalisation
     assert (export.data.size, export.data.crop_share) == (run.data.size, run.data.crop_share)
@@ -144,7 +145,7 @@ def test_an_export_is_evaluated_as_the_run_was(world: Path, method: str, capsys:
         situs("evaluate", "accuracy", world / each, "--data", "samples", "--device", "cpu", "--out", world / "look")
         figures.append(capsys.readouterr().out.splitlines()[2].split()[1:])
     assert figures[0] == figures[1]
-    bare = open_subject(str(world / f"bare-{method}"))
+    bare = open_model(str(world / f"bare-{method}"))
     with pytest.raises(SitusError, match="has no trained classifier"):
         check_classifier(bare)
     assert bare.positions is (method == "droppos")
@@ -207,7 +208,7 @@ def test_every_image_model_goes_through(name: str, size: Any, tmp_path: Path) ->
     classifier = own(tmp_path / "export", trained.name)
     with torch.no_grad():
         assert (classifier(x).logits - trained(x)).abs().max() < 1e-12
-    assert open_subject(str(tmp_path / "export")).data.size == (size if size == WIDE else (28, 28))
+    assert open_model(str(tmp_path / "export")).data.size == (size if size == WIDE else (28, 28))
     fresh = make_method(load_run(tuned).config, tuple("abcdefghij")).backbone
     said = initialise(fresh, str(tmp_path / "export"))
     assert torch.equal(features(fresh), features(trained)) and len(said) == 1

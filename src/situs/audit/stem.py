@@ -18,6 +18,7 @@ from situs.audit.products import Feed, Kind
 from situs.backbones.base import Backbone
 from situs.core.tokens import patchify, unpatchify
 from situs.errors import SitusError
+from situs.models.module import OwnModule
 
 
 @dataclass(frozen=True)
@@ -40,13 +41,13 @@ class Stem:
     count: int = 0
 
 
-class StemBackbone(Backbone):
-    """A backbone that names its stem itself, or the reason why it has none: a user's own module.
+class StemBackbone(OwnModule):
+    """A user's own module that names its stem itself, or the reason why it has none.
 
     table: the parameter that its user calls the position table, whether or not the stem is one.
     """
 
-    stem: Stem | str
+    stem: Stem | str = "its patch embedding and position table were not looked for"
     table: str | None = None
 
 

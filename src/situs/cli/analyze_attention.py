@@ -7,11 +7,12 @@ from typing import Annotated
 
 import tyro
 
-from situs.cli.result import LookingAtImages, open_looked_at, tell_left_out, write_result
+from situs.cli.model_args import ImageArgs, open_from
+from situs.cli.result import tell_left_out, write_result
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(LookingAtImages):
+class Args(ImageArgs):
     """Where a model's heads look."""
 
     count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = 64
@@ -35,27 +36,27 @@ def run(args: Args) -> None:
     from situs.cli.tables import print_table
     from situs.config import check_range
     from situs.data.augment import denormalise
-    from situs.evaluate.subject import load_set, made_with
+    from situs.models.data import load_set, made_with
 
     check_range("show", args.show, 1, flag="--show")
-    subject = open_looked_at(args)
-    backbone = subject.backbone
+    model = open_from(args)
+    backbone = model.backbone
     check_attention_maps(backbone)
     layer = check_layer(backbone, args.layer)
-    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count)
-    found = survey(backbone, loader, positions=subject.positions)
+    loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count)
+    found = survey(backbone, loader, positions=model.positions)
     images = next(iter(loader)).inputs[: args.show]
     shown = Shown(
         images=denormalise(images, loader.mean, loader.std).cpu(),
-        maps=image_maps(backbone, images, layer, positions=subject.positions),
+        maps=image_maps(backbone, images, layer, positions=model.positions),
         layer=layer,
         cls=has_cls(backbone),
-        positions=subject.positions,
+        positions=model.positions,
     )
-    facts = made_with(subject, loader, args.seed)
-    page, pictures = attention_page(subject.name, found, shown, facts)
+    facts = made_with(model, loader, args.seed)
+    page, pictures = attention_page(model.name, found, shown, facts)
     numbers = {**facts, **attention_numbers(found, shown)}
-    print_table(f"{subject.name}: attention over {found.images:,} images", [LAYER_HEADER, *layer_rows(found)])
+    print_table(f"{model.name}: attention over {found.images:,} images", [LAYER_HEADER, *layer_rows(found)])
     print(page.lead)
     tell_left_out(loader)
-    print(write_result(args.out, "attention", numbers, page, pictures, of=[subject]))
+    print(write_result(args.out, "attention", numbers, page, pictures, of=[model]))

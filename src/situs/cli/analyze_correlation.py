@@ -7,13 +7,13 @@ from typing import Annotated
 
 import tyro
 
-from situs.cli.result import LookingAtImages
+from situs.cli.model_args import ImageArgs
 
 NAME = "correlation"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(LookingAtImages):
+class Args(ImageArgs):
     """Correlation between places."""
 
     count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = 64
@@ -30,21 +30,22 @@ def run(args: Args) -> None:
     """Runs the images through the model, prints the means of every depth, and writes the page."""
     from situs.analyze.correlation import correlate
     from situs.analyze.correlation_page import in_words, make_page, overview, to_json
-    from situs.cli.result import open_looked_at, tell_left_out, write_result
+    from situs.cli.model_args import open_from
+    from situs.cli.result import tell_left_out, write_result
     from situs.cli.tables import print_table
     from situs.errors import unknown_name
-    from situs.evaluate.subject import load_set, made_with
+    from situs.models.data import load_set, made_with
     from situs.results import show
 
-    subject = open_looked_at(args)
-    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count)
-    found = correlate(subject.backbone, loader, positions=subject.positions)
+    model = open_from(args)
+    loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count)
+    found = correlate(model.backbone, loader, positions=model.positions)
     if args.depth not in found:
         raise unknown_name("depth", args.depth, found)
-    facts = made_with(subject, loader, args.seed)
-    if not subject.positions:
+    facts = made_with(model, loader, args.seed)
+    if not model.positions:
         facts["positions"] = "left out, as in its training"
-    page, pictures = make_page(subject.name, found, facts, args.depth)
+    page, pictures = make_page(model.name, found, facts, args.depth)
     header, rows = overview(found)
     print_table(
         f"{loader.source.name}, {found[args.depth].images} images",
@@ -53,4 +54,4 @@ def run(args: Args) -> None:
     print(in_words(found))
     numbers = {**facts, **to_json(found)}
     tell_left_out(loader)
-    print(write_result(args.out, NAME, numbers, page, pictures, of=[subject]))
+    print(write_result(args.out, NAME, numbers, page, pictures, of=[model]))

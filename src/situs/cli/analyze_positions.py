@@ -13,36 +13,26 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from situs.cli.model_args import OpenArgs, open_one_of
+
 if TYPE_CHECKING:
-    from situs.evaluate.subject import Subject
+    from situs.models import Model
 
 NAME = "positions"
 
 
-@dataclass(frozen=True)
-class Args:
+@dataclass(frozen=True, kw_only=True)
+class Args(OpenArgs):
     """Position vectors of one or several models."""
 
-    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_OR_RUN …")]
-    """Run folders, export folders, or timm names; a name's weights may follow it: NAME=FILE, NAME=pretrained."""
-
-    weights: Annotated[str | None, tyro.conf.arg(metavar="FILE|pretrained|random")] = None
-    """For timm names that carry none: a weight file, those timm publishes, or none."""
-
-    img_size: Annotated[int | tuple[int, int] | None, tyro.conf.arg(metavar="SIDE|HEIGHT WIDTH")] = None
-    """For timm names: image size in pixels, where it differs from the model's own."""
-
-    ema: bool = True
-    """For runs: the mean of the weights where there is one, or the weights themselves."""
+    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL …")]
+    """Runs, exports and other folders, timm names; a name's weights may follow it: NAME=FILE, NAME=pretrained."""
 
     folds: int = 5
     """Folds of the cross-validated regression."""
 
     seed: int = 0
     """Seed of the folds, of UMAP and of random weights."""
-
-    device: str | None = None
-    """cpu, cuda or cuda:N; a GPU where there is one."""
 
     out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("look")
     """Where the numbers (.json), the page (.html) and the figures (.png) go."""
@@ -53,14 +43,15 @@ def run(args: Args) -> None:
     from situs.analyze.positions import look_at, look_at_references, to_json
     from situs.analyze.positions_page import make_page, overview
     from situs.analyze.tables import tables_of
-    from situs.cli.result import write_result
+    from situs.cli.result import check_folder, write_result
     from situs.cli.tables import print_table
     from situs.results import show
 
-    looks, subjects = [], open_all(args)
-    for name, subject in subjects.items():
-        note = "" if subject.positions else "Its positions took no part in its training."
-        tables = tables_of(subject.backbone)
+    check_folder(args.out)
+    looks, models = [], open_all(args)
+    for name, model in models.items():
+        note = "" if model.positions else "Its positions took no part in its training."
+        tables = tables_of(model.backbone)
         looks += [look_at(name, table, folds=args.folds, seed=args.seed, note=note) for table in tables]
     references = look_at_references(looks[0].table, folds=args.folds, seed=args.seed)
     facts = {"folds": looks[0].decoded.folds, "seed": args.seed, **versions()}
@@ -72,43 +63,31 @@ def run(args: Args) -> None:
     }
     header, rows = overview(looks, references)
     print_table("Position vectors", [[show(cell) for cell in row] for row in (header, *rows)])
-    print(write_result(args.out, NAME, numbers, page, pictures, of=[*subjects.values()]))
+    print(write_result(args.out, NAME, numbers, page, pictures, of=[*models.values()]))
 
 
-def open_all(args: Args) -> dict[str, Subject]:
+def open_all(args: Args) -> dict[str, Model]:
     """The models in the order they were named, by a name of their own."""
-    import torch
-
-    from situs.cli.result import Looking, open_looked_at
     from situs.errors import SitusError
 
     if not args.models:
         raise SitusError("name at least one model: a run folder, an export folder or a timm name")
-    found: dict[str, Subject] = {}
-    for model in args.models:
-        name, weights, size = model, None, None
-        if not Path(model).exists():  # a folder brings its own
-            name, _, weights = model.partition("=")
-            weights, size = weights or args.weights, args.img_size
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(args.seed)
-            looking = Looking(
-                model=name, weights=weights, img_size=size, ema=args.ema, device=args.device, out=args.out
-            )
-            subject = open_looked_at(looking)
-        found[_label(subject, model, found)] = subject
+    found: dict[str, Model] = {}
+    for source in args.models:
+        model = open_one_of(source, args)
+        found[_label(model, source, found)] = model
     return found
 
 
-def _label(subject: Subject, model: str, taken: Collection[str]) -> str:
+def _label(model: Model, source: str, taken: Collection[str]) -> str:
     """The model's own name; where that is taken, with its weights or its folder's folder."""
     from situs.errors import SitusError
 
-    told = subject.facts.get("weights") or Path(model).resolve().parent.name
-    for label in (subject.name, f"{subject.name} ({told})"):
+    told = model.facts.get("weights") or Path(source).resolve().parent.name
+    for label in (model.name, f"{model.name} ({told})"):
         if label not in taken:
             return label
-    raise SitusError(f"{model}: cannot be told from another model of that name; rename its folder or file")
+    raise SitusError(f"{source}: cannot be told from another model of that name; rename its folder or file")
 
 
 def versions() -> dict[str, str]:

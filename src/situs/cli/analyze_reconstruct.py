@@ -7,11 +7,12 @@ from typing import Annotated
 
 import tyro
 
-from situs.cli.result import LookingAtImages, open_looked_at, tell_left_out, write_result
+from situs.cli.model_args import ImageArgs, open_from
+from situs.cli.result import tell_left_out, write_result
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(LookingAtImages):
+class Args(ImageArgs):
     """Puzzles that an MP3 or DropPos run solves."""
 
     count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = 64
@@ -43,15 +44,15 @@ def run(args: Args) -> None:
     from situs.cli.tables import print_table
     from situs.config import check_range
     from situs.data.augment import denormalise
-    from situs.evaluate.subject import load_set, made_with
+    from situs.models.data import load_set, made_with
 
     check_range("show", args.show, 1, flag="--show")
     check_range("pairs", args.pairs, 0, flag="--pairs")
-    subject = open_looked_at(args)
-    settings = settings_of(subject.method, subject.name, args.ratios, args.position_ratios)
-    method = subject.method
+    model = open_from(args)
+    settings = settings_of(model.method, model.name, args.ratios, args.position_ratios)
+    method = model.method
     assert method is not None  # settings_of has refused the others
-    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count)
+    loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count)
     found = study(
         method,
         loader,
@@ -61,11 +62,11 @@ def run(args: Args) -> None:
         pairs=args.pairs,
         seed=args.seed,
     )
-    facts = made_with(subject, loader, args.seed)
-    page, pictures = reconstruct_page(subject.name, found, trained_with(method), facts, seed=args.seed)
+    facts = made_with(model, loader, args.seed)
+    page, pictures = reconstruct_page(model.name, found, trained_with(method), facts, seed=args.seed)
     numbers = {**facts, **reconstruct_numbers(found)}
     rows = score_rows(found.scores, method.backbone.num_tokens)
-    print_table(f"{subject.name}: puzzles of {loader.source.name}", [SCORE_HEADER, *rows])
+    print_table(f"{model.name}: puzzles of {loader.source.name}", [SCORE_HEADER, *rows])
     print(page.lead)
     tell_left_out(loader)
-    print(write_result(args.out, "reconstruct", numbers, page, pictures, of=[subject]))
+    print(write_result(args.out, "reconstruct", numbers, page, pictures, of=[model]))

@@ -152,7 +152,7 @@ def run(args: Args) -> int:
             args.model, weights=args.weights, img_size=size, classes=args.classes, seed=args.seed, device=device
         )
         if args.predictor is not None:
-            predictor = open_predictor(args.predictor, victim.subject.backbone, device)
+            predictor = open_predictor(args.predictor, victim.model.backbone, device)
             attacks = {name: create_attack(name, search, predictor) for name in attacks}
         batch, names = _load(args, victim, device)
         _check_gate(limit, len(names))
@@ -189,10 +189,10 @@ def _run_pairs(task: Task, limit: Limit | None) -> Ruling | None:
     audit = audit_gradients(
         victim.trains,
         batch.inputs,
-        labels_for(victim.subject, batch.targets.get("label"), len(batch.inputs)),
+        labels_for(victim.model, batch.targets.get("label"), len(batch.inputs)),
         task.attacks,
         task.defences,
-        normalisation=victim.subject.data.normalisation,
+        normalisation=victim.model.data.normalisation,
         step=Step(args.batch, args.local_steps, DTYPES[args.precision], args.seed, known, victim.epoch),
         names=task.names,
         lpips=task.lpips,
@@ -265,10 +265,10 @@ def _load(args: Args, victim: Victim, device: Any) -> tuple[Batch, list[str]]:
     from situs.errors import SitusError
 
     try:
-        source = open_source(args.images, args.split, channels=victim.subject.data.channels)
+        source = open_source(args.images, args.split, channels=victim.model.data.channels)
     except SitusError as error:  # training calls the flag by another name
         raise SitusError(str(error).replace("(--data)", "(--images)")) from None
-    config = replace(victim.subject.data, path=args.images, batch=args.count, workers=0, resident="never")
+    config = replace(victim.model.data, path=args.images, batch=args.count, workers=0, resident="never")
     batch = next(iter(make_loader(config, None, device, source=source)), None)
     skipped = source.skip_report()
     if batch is None:
@@ -288,7 +288,7 @@ def _report(args: Args, audit: Audit, victim: Victim, ruling: Ruling | None) -> 
     from situs.cli.tables import print_table
     from situs.results import show
 
-    (height, width), found = audit.images.shape[2:], victim.subject.facts
+    (height, width), found = audit.images.shape[2:], victim.model.facts
     facts = {
         "model": audit.model,
         "weights": str(found.get("weights", found["kind"])),

@@ -255,13 +255,14 @@ def _labelled(folder: Path, args: Args, gone: frozenset[str]) -> tuple[Labelled 
         return None, None
     if gone:
         raise SitusError(f"data={args.data}: parts of the model are withheld, so it cannot be run on images (--data)")
-    from situs.evaluate.subject import check_classes, open_subject
+    from situs.models import open_model
+    from situs.models.data import check_classes
 
-    subject = open_subject(str(folder))
+    model = open_model(str(folder))
     sets = []
     for split, count in (("train", args.k), ("val", args.test)):
-        loader = _loader(subject.data, args.data, split, count)
-        check_classes(subject, loader)
+        loader = _loader(model.data, args.data, split, count)
+        check_classes(model, loader)
         sets.append(_tensors(loader))
     return sets[0], sets[1]
 
@@ -283,15 +284,14 @@ def _tensors(loader: Any) -> tuple[Tensor, Tensor]:
 
 
 def _base(args: Args) -> dict[str, Tensor]:
-    from situs.backbones import create_backbone
-    from situs.train.run import is_run, load_run
+    from situs.models import open_model
 
     assert args.base is not None
-    if is_run(args.base):
-        return dict(load_run(args.base).method.backbone.model.state_dict())
-    if args.weights is None and not Path(args.base).is_dir():
-        raise SitusError(f"base={args.base}: a name alone has random weights; say where they are (--weights)")
-    return dict(create_backbone(args.base, weights=args.weights).model.state_dict())
+    try:
+        model = open_model(args.base, weights=args.weights)
+    except SitusError as error:
+        raise SitusError(f"base={args.base}: {error}") from error
+    return dict(model.backbone.model.state_dict())
 
 
 def _score(target: Target) -> Any:

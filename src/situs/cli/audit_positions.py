@@ -7,13 +7,13 @@ from typing import Annotated
 
 import tyro
 
-from situs.cli.result import LookingAtImages
+from situs.cli.model_args import ImageArgs
 
 NAME = "positions-audit"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(LookingAtImages):
+class Args(ImageArgs):
     """What a model knows of position."""
 
     count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = 64
@@ -33,31 +33,32 @@ def run(args: Args) -> None:
     """Audits, prints the verdict, and writes the page."""
     from situs.audit.positions import audit_positions, to_dict, verdict
     from situs.audit.positions_page import at_a_glance, make_page
-    from situs.cli.result import open_looked_at, tell_left_out, write_result
+    from situs.cli.model_args import open_from
+    from situs.cli.result import tell_left_out, write_result
     from situs.cli.tables import print_table
     from situs.errors import SitusError
-    from situs.evaluate.subject import load_set, made_with
+    from situs.models.data import load_set, made_with
     from situs.results import show
 
     if not args.ratios:
         raise SitusError("ratios: must name at least one share of the patches to shuffle (--ratios)")
-    subject = open_looked_at(args)
-    subject.backbone.require("tokens")
-    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count)
+    model = open_from(args)
+    model.backbone.require("tokens")
+    loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count)
     audit = audit_positions(
-        subject.name,
-        subject.method or subject.backbone,
+        model.name,
+        model.trained,
         loader,
-        positions=subject.positions,
-        classifier=subject.classifier,
+        positions=model.positions,
+        classifier=model.classifier,
         ratios=args.ratios,
         equivariance=args.equivariance,
         seed=args.seed,
     )
-    facts = made_with(subject, loader, args.seed)
+    facts = made_with(model, loader, args.seed)
     page, pictures = make_page(audit, facts)
-    print_table(subject.name, [(name, show(value)) for name, value in at_a_glance(audit).items()])
+    print_table(model.name, [(name, show(value)) for name, value in at_a_glance(audit).items()])
     print(verdict(audit))
     numbers = {**facts, **to_dict(audit)}
     tell_left_out(loader)
-    print(write_result(args.out, NAME, numbers, page, pictures, of=[subject]))
+    print(write_result(args.out, NAME, numbers, page, pictures, of=[model]))

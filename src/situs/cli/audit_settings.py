@@ -28,23 +28,23 @@ def run_settings(task: Task, settings: list[str]) -> None:
     found = compare_settings(
         _contestants(victim),
         batch.inputs,
-        labels_for(victim.subject, batch.targets.get("label"), len(batch.inputs)),
+        labels_for(victim.model, batch.targets.get("label"), len(batch.inputs)),
         _attackers(task.attacks),
-        normalisation=victim.subject.data.normalisation,
+        normalisation=victim.model.data.normalisation,
         plan=Plan(tuple(settings), ratio, args.seed, victim.epoch),
         names=task.names,
         lpips=task.lpips,
         watch=task.watch,
     )
     facts = {
-        "model": victim.subject.name,
+        "model": victim.model.name,
         "images": f"{len(batch.inputs)} of {Path(args.images).name}",
         "shuffled": f"γ = {ratio:g}, {found.hidden} of {found.patches} patches",
         "seed": args.seed,
         **evidence("audit gradients", args, victim.trains, args.weights),
     }
     header, rows = settings_table(found, ("psnr", "ssim", "patch_psnr", "order_accuracy", "reidentified"))
-    print_table(f"{victim.subject.name}, {facts['images']}", [[show(cell) for cell in row] for row in (header, *rows)])
+    print_table(f"{victim.model.name}, {facts['images']}", [[show(cell) for cell in row] for row in (header, *rows)])
     print(verdict(found))
     used = {name.replace("_", " "): fact for name, fact in facts.items()}
     drawn = settings_page(found, used, pictures=args.pictures)  # before anything is written
@@ -66,7 +66,7 @@ def _contestants(victim: Victim) -> dict[str, Contestant]:
     from situs.audit.settings import Contestant
     from situs.methods.mjp import MJP
 
-    name = victim.subject.name
+    name = victim.model.name
     if isinstance(victim.trains, MJP):
         return {name: Contestant(victim.trains, mjp=True)}
     return {name: Contestant(victim.trains), f"{name} with MJP's step": Contestant(victim.trains, mjp=True)}

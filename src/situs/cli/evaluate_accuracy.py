@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from situs.cli.result import LookingAtImages, open_looked_at, print_cells, tell_left_out, write_result
+from situs.cli.model_args import ImageArgs, open_from
+from situs.cli.result import print_cells, tell_left_out, write_result
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(LookingAtImages):
+class Args(ImageArgs):
     """Accuracy of a classifier."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -23,19 +24,19 @@ def run(args: Args) -> None:
     """Evaluates, prints one line of numbers and writes the page."""
     from situs.evaluate.accuracy import ClassTally, evaluate_accuracy
     from situs.evaluate.accuracy_page import by_class, finding, make_page, table
-    from situs.evaluate.subject import check_classes, check_labels, load_set, made_with
+    from situs.models.data import check_classes, check_labels, load_set, made_with
 
-    subject = open_looked_at(args)
-    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count, shared=True)
-    check_classes(subject, loader)
+    model = open_from(args)
+    loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count, shared=True)
+    check_classes(model, loader)
     classes = check_labels(loader)
     tally = ClassTally(len(classes))
-    found = evaluate_accuracy(subject.backbone, loader, classes=len(classes), precision=args.precision, tally=tally)
+    found = evaluate_accuracy(model.backbone, loader, classes=len(classes), precision=args.precision, tally=tally)
     answers = tally.answers()
-    facts = made_with(subject, loader, args.seed, args.precision)
-    page, pictures = make_page(subject.name, found, answers, classes, facts)
-    print_cells(f"{loader.source.name}, {found.count:,} images", *table(subject.name, found))
-    print(finding(subject.name, found, len(classes)))
+    facts = made_with(model, loader, args.seed, args.precision)
+    page, pictures = make_page(model.name, found, answers, classes, facts)
+    print_cells(f"{loader.source.name}, {found.count:,} images", *table(model.name, found))
+    print(finding(model.name, found, len(classes)))
     tell_left_out(loader)
     numbers = {**facts, **asdict(found), "classes": by_class(answers, classes)}
-    print(write_result(args.out, "accuracy", numbers, page, pictures, of=[subject]))
+    print(write_result(args.out, "accuracy", numbers, page, pictures, of=[model]))

@@ -10,11 +10,12 @@ from typing import Annotated, Literal
 
 import tyro
 
-from situs.cli.result import LookingAtImages, open_looked_at, print_cells, tell_left_out, write_result
+from situs.cli.model_args import ImageArgs, open_from
+from situs.cli.result import print_cells, tell_left_out, write_result
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(LookingAtImages):
+class Args(ImageArgs):
     """Consistency under shuffled patches."""
 
     ratios: Annotated[tuple[float, ...], tyro.conf.arg(metavar="γ γ …")] = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
@@ -31,30 +32,30 @@ def run(args: Args) -> None:
     """Measures, prints the table and writes the page."""
     from situs.evaluate.consistency import measure_consistency, shuffled
     from situs.evaluate.consistency_page import finding, make_page, table
-    from situs.evaluate.subject import check_classifier, examples, load_set, made_with, top1_reason
+    from situs.models.data import examples, load_set, made_with, top1_reason
+    from situs.models.model import check_classifier
 
-    subject = open_looked_at(args)
-    check_classifier(subject)
-    model = subject.method or subject.backbone
-    view = shuffled(model, positions=subject.positions, grid=args.grid, size=subject.data.size)
-    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count, shared=True)
-    no_top1 = top1_reason(subject, loader)
+    model = open_from(args)
+    check_classifier(model)
+    view = shuffled(model.trained, positions=model.positions, grid=args.grid, size=model.data.size)
+    loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count, shared=True)
+    no_top1 = top1_reason(model, loader)
     rows = measure_consistency(
-        model,
+        model.trained,
         loader,
         args.ratios,
         seed=args.seed,
         precision=args.precision,
-        positions=subject.positions,
+        positions=model.positions,
         labels=no_top1 is None,
         classes=None if loader.classes is None else len(loader.classes),
         grid=args.grid,
     )
     if no_top1 is None and rows[0].top1 is None:
         no_top1 = "the model has another number of classes than the data"
-    facts = made_with(subject, loader, args.seed, args.precision)
+    facts = made_with(model, loader, args.seed, args.precision)
     example = examples(loader, 1)[0]
-    page, pictures = make_page(rows, view, subject.name, facts, no_top1=no_top1, example=example, seed=args.seed)
+    page, pictures = make_page(rows, view, model.name, facts, no_top1=no_top1, example=example, seed=args.seed)
     print_cells(f"{loader.source.name}, {rows[0].count:,} images", *table(rows))
     print(finding(rows, view))
     if view.untellable:
@@ -68,4 +69,4 @@ def run(args: Args) -> None:
         "rows": [asdict(row) for row in rows],
     }
     tell_left_out(loader)
-    print(write_result(args.out, "consistency", numbers, page, pictures, of=[subject]))
+    print(write_result(args.out, "consistency", numbers, page, pictures, of=[model]))

@@ -11,15 +11,16 @@ from typing import Annotated, Literal
 
 import tyro
 
+from situs.cli.model_args import OpenArgs, open_one_of
 from situs.errors import SitusError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args:
+class Args(OpenArgs):
     """Accuracy of several classifiers together."""
 
-    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN RUN …")]
-    """Two or more fine-tuned runs, or their exports."""
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL MODEL …")]
+    """Two or more classifiers: fine-tuned runs, exports, or any other model."""
 
     average: Literal["softmax", "logits"] = "softmax"
     """What is averaged: the probabilities, or what stands before the softmax."""
@@ -36,17 +37,11 @@ class Args:
     held_out: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
     """Share of data without val and test that is held out as both; by default what the first run held out."""
 
-    ema: bool = True
-    """The mean of the weights where there is one, or the weights themselves."""
-
     batch: int = 256
     """Images at a time."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the forward."""
-
-    device: str | None = None
-    """cpu, cuda or cuda:N; a GPU where there is one."""
 
     out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("look")
     """Where the numbers (.json), the page (.html) and the figures (.png) go."""
@@ -55,37 +50,34 @@ class Args:
 def run(args: Args) -> None:
     """Evaluates all in one pass, prints a row for each and one for all, and writes the page."""
     from situs import __version__
-    from situs.cli.result import check_folder, print_cells, tell_left_out, tell_locked, write_result
+    from situs.cli.result import check_folder, print_cells, tell_left_out, write_result
     from situs.evaluate.ensemble import evaluate_ensemble
     from situs.evaluate.ensemble_page import finding, make_page, table
-    from situs.evaluate.subject import check_classes, load_set, open_subject
-    from situs.train.distributed import start
+    from situs.models.data import check_classes, load_set
 
     if len(args.sources) < 2 or len(set(args.sources)) < len(args.sources):
         raise SitusError("an ensemble needs at least two runs, each named once")
     check_folder(args.out)
-    device = start(args.device).device
-    subjects, loaders = {}, {}
+    models, loaders = {}, {}
     for source in args.sources:
-        subject = open_subject(source, ema=None if args.ema else False, device=device)
-        tell_locked(subject)
-        name = subject.name if subject.name not in subjects else source
+        model = open_one_of(source, args)
+        name = model.name if model.name not in models else source
         # All on the first one's data, each with its own preparation: their own might be different sets.
-        first = next(iter(subjects.values()), subject).data
-        subject = subject.holding_out(first.held_out if args.held_out is None else args.held_out)
-        subjects[name] = subject
-        path = args.data if args.data is not None or not loaders else first.path
-        loaders[name] = load_set(subject, path, args.split, args.batch, device, count=args.count, shared=True)
-        check_classes(subject, loaders[name])
-    models = {name: subject.backbone for name, subject in subjects.items()}
-    found = evaluate_ensemble(models, loaders, average=args.average, precision=args.precision)
+        first = next(iter(models.values()), model).data
+        model = model.holding_out(first.held_out if args.held_out is None else args.held_out)
+        models[name] = model
+        path = args.data if args.data is not None or not loaders else first.path or None
+        loaders[name] = load_set(model, path, args.split, args.batch, model.device, count=args.count, shared=True)
+        check_classes(model, loaders[name])
+    backbones = {name: model.backbone for name, model in models.items()}
+    found = evaluate_ensemble(backbones, loaders, average=args.average, precision=args.precision)
     data = next(iter(loaders.values())).source.name
     facts = {"data": data, "precision": args.precision, "average": args.average, "situs": __version__}
     print_cells(f"{data}, {found.together.count:,} images", *table(found, args.average))
     print(finding(found))
-    told = {name: f"{s.facts['method'] or 'unknown method'} on {s.facts['model']}" for name, s in subjects.items()}
+    told = {name: f"{s.facts.get('method') or 'unknown method'} on {s.facts['model']}" for name, s in models.items()}
     page, pictures = make_page(found, args.average, {**told, **facts})
-    members = {name: {**subjects[name].facts, **asdict(score)} for name, score in found.alone.items()}
+    members = {name: {**models[name].facts, **asdict(score)} for name, score in found.alone.items()}
     numbers = {**facts, **asdict(found), "alone": members}
     tell_left_out(*loaders.values())
-    print(write_result(args.out, "ensemble", numbers, page, pictures, of=list(subjects.values())))
+    print(write_result(args.out, "ensemble", numbers, page, pictures, of=list(models.values())))

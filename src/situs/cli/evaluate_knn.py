@@ -10,11 +10,12 @@ from typing import Annotated, Literal
 
 import tyro
 
-from situs.cli.result import LookingAtImages, open_looked_at, print_cells, tell_left_out, write_result
+from situs.cli.model_args import ImageArgs, open_from
+from situs.cli.result import print_cells, tell_left_out, write_result
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(LookingAtImages):
+class Args(ImageArgs):
     """kNN accuracy of each layer."""
 
     k: int = 20
@@ -34,26 +35,26 @@ def run(args: Args) -> None:
     """Measures, prints the table and writes the page."""
     from situs.evaluate.knn_layers import knn_by_layer
     from situs.evaluate.knn_page import finding, make_page, table
-    from situs.evaluate.subject import check_labels, load_bank, made_with
+    from situs.models.data import check_labels, load_bank, made_with
 
-    subject = open_looked_at(args)
+    model = open_from(args)
     bank, test = load_bank(
-        subject, args.data, args.split, args.batch, bank_count=args.bank_count, count=args.count, flag="--bank-count"
+        model, args.data, args.split, args.batch, bank_count=args.bank_count, count=args.count, flag="--bank-count"
     )
     chance = 1 / len(check_labels(test))
     found = knn_by_layer(
-        subject.method or subject.backbone,
+        model.trained,
         bank,
         test,
         k=args.k,
         temperature=args.temperature,
         precision=args.precision,
-        positions=subject.positions,
+        positions=model.positions,
     )
-    facts = made_with(subject, test, args.seed, args.precision) | {"bank_data": bank.source.name}
-    page, pictures = make_page(found, subject.name, args.k, args.temperature, chance, facts)
+    facts = made_with(model, test, args.seed, args.precision) | {"bank_data": bank.source.name}
+    page, pictures = make_page(found, model.name, args.k, args.temperature, chance, facts)
     print_cells(f"{test.source.name}, {found.count:,} images, k = {args.k} of {found.bank:,}", *table(found))
     print(finding(found, chance))
     numbers = {**facts, "k": args.k, "temperature": args.temperature, **asdict(found)}
     tell_left_out(bank, test)
-    print(write_result(args.out, "knn", numbers, page, pictures, of=[subject]))
+    print(write_result(args.out, "knn", numbers, page, pictures, of=[model]))

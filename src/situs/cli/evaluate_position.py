@@ -10,13 +10,14 @@ from typing import Annotated, Literal
 
 import tyro
 
-from situs.cli.result import LookingAtImages, open_looked_at, print_cells, tell_left_out, write_result
+from situs.cli.model_args import ImageArgs, open_from
+from situs.cli.result import print_cells, tell_left_out, write_result
 
 _Ratios = Annotated[tuple[float, ...], tyro.conf.arg(metavar="SHARE …")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(LookingAtImages):
+class Args(ImageArgs):
     """Position accuracy of a run with a position head."""
 
     mask_ratios: _Ratios = (0.0, 0.25, 0.5, 0.75)
@@ -36,29 +37,29 @@ def run(args: Args) -> None:
     """Measures, prints the table and writes the page."""
     from situs.evaluate import position_page as pages
     from situs.evaluate.position import position_accuracy_over, position_grid, position_method
-    from situs.evaluate.subject import load_set, made_with
     from situs.methods.droppos import DropPos
+    from situs.models.data import load_set, made_with
 
-    subject = open_looked_at(args)
-    method = position_method(subject.method, subject.name)
-    loader = load_set(subject, args.data, args.split, args.batch, subject.device, count=args.count, shared=True)
+    model = open_from(args)
+    method = position_method(model.method, model.name)
+    loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count, shared=True)
     title = loader.source.name
     if isinstance(method, DropPos):
         shares = args.mask_ratios, args.position_mask_ratios
         grid = position_grid(method, loader, *shares, seed=args.seed, precision=args.precision)
-        facts = made_with(subject, loader, args.seed, args.precision)
-        page, pictures = pages.grid_page(grid, method, subject.name, facts)
+        facts = made_with(model, loader, args.seed, args.precision)
+        page, pictures = pages.grid_page(grid, method, model.name, facts)
         print_cells(f"{title}, {grid.count:,} images", *pages.grid_table(grid))
         print(pages.grid_finding(grid))
         numbers = {**asdict(grid), "mean": grid.mean}
     else:
         found = position_accuracy_over(method, loader, args.ratios, seed=args.seed, precision=args.precision)
         count = loader.plan.n
-        facts = made_with(subject, loader, args.seed, args.precision)
-        page, pictures = pages.curve_page(found, count, method, subject.name, facts)
+        facts = made_with(model, loader, args.seed, args.precision)
+        page, pictures = pages.curve_page(found, count, method, model.name, facts)
         print_cells(f"{title}, {count:,} images", *pages.curve_table(found))
         print(pages.curve_finding(found, method))
         numbers = {"count": count, "accuracy": [{"ratio": key, "accuracy": value} for key, value in found.items()]}
     numbers = {**facts, "places": method.backbone.num_tokens, **numbers}
     tell_left_out(loader)
-    print(write_result(args.out, "position", numbers, page, pictures, of=[subject]))
+    print(write_result(args.out, "position", numbers, page, pictures, of=[model]))

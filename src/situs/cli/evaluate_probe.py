@@ -10,22 +10,23 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from situs.cli.result import LookingAtImages, open_looked_at, print_cells, tell_left_out, write_result
+from situs.cli.model_args import ImageArgs, open_from, open_one_of
+from situs.cli.result import print_cells, tell_left_out, write_result
 
 if TYPE_CHECKING:
     from situs.evaluate.probe import Fitted
-    from situs.evaluate.subject import Subject
+    from situs.models import Model
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(LookingAtImages):
+class Args(ImageArgs):
     """Linear probe on a frozen backbone."""
 
     kind: Literal["position", "class"] = "position"
     """What is read: the place of patches whose position was taken away, or the class of the image."""
 
-    after: Annotated[str | None, tyro.conf.arg(metavar="RUN")] = None
-    """A second run or export on the same page, such as the first one fine-tuned."""
+    after: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    """A second model on the same page, such as the first one fine-tuned."""
 
     train_count: Annotated[int, tyro.conf.arg(metavar="IMAGES")] = 2000
     """At most so many images of the training split to fit to."""
@@ -45,40 +46,40 @@ class Args(LookingAtImages):
 
 def run(args: Args) -> None:
     """Fits, scores, prints the table and writes the page."""
-    subject = open_looked_at(args)
-    if args.data is None and subject.method is not None:  # a second model is judged on the same images
-        args = replace(args, data=subject.data.path, held_out=subject.data.held_out)
-    subjects = {subject.name: subject}
+    model = open_from(args)
+    if args.data is None and model.data.path:  # a second model is judged on the same images
+        args = replace(args, data=model.data.path, held_out=model.data.held_out)
+    models = {model.name: model}
     if args.after is not None:
-        after = open_looked_at(replace(args, model=args.after, weights=None, img_size=None))
-        subjects[after.name if after.name != subject.name else f"{after.name} (after)"] = after
-    (_position if args.kind == "position" else _class)(args, subjects)
+        after = open_one_of(args.after, args).holding_out(args.held_out)
+        models[after.name if after.name != model.name else f"{after.name} (after)"] = after
+    (_position if args.kind == "position" else _class)(args, models)
 
 
-def _position(args: Args, subjects: dict[str, Subject]) -> None:
+def _position(args: Args, models: dict[str, Model]) -> None:
     from situs.errors import SitusError
     from situs.evaluate import probe_page as pages
     from situs.evaluate.probe_position import follow, probe_position
 
-    blindfolds = follow({name: (each.method or each.backbone, each.positions) for name, each in subjects.items()})
+    blindfolds = follow({name: (each.trained, each.positions) for name, each in models.items()})
     probes, facts = {}, {}
-    for name, subject in subjects.items():
-        train, test, facts[name] = _loaders(args, subject)
+    for name, model in models.items():
+        train, test, facts[name] = _loaders(args, model)
         held = blindfolds[name]
         found = probe_position(
-            subject.method or subject.backbone,
+            model.trained,
             train,
             test,
             ratio=args.ratio,
             seed=args.seed,
             precision=args.precision,
-            positions=subject.positions,
+            positions=model.positions,
             blindfold=held,
             weight_decays=args.weight_decays,
         )
         tell_left_out(train, test)
         probes[name] = found, held
-    grids = {subject.backbone.out_grid for subject in subjects.values()}
+    grids = {model.backbone.out_grid for model in models.values()}
     if len(grids) > 1:
         raise SitusError(f"the two models have grids of {' and '.join(map(str, sorted(grids)))} places (--after)")
     page, pictures = pages.position_page(probes, grids.pop(), _shown(facts))
@@ -103,29 +104,29 @@ def _position(args: Args, subjects: dict[str, Subject]) -> None:
             {"ratio": args.ratio, "models": numbers},
             page,
             pictures,
-            of=[*subjects.values()],
+            of=[*models.values()],
         )
     )
 
 
-def _class(args: Args, subjects: dict[str, Subject]) -> None:
+def _class(args: Args, models: dict[str, Model]) -> None:
     from situs.evaluate import probe_page as pages
     from situs.evaluate.probe_class import probe_class
-    from situs.evaluate.subject import check_labels
+    from situs.models.data import check_labels
 
     probes, facts, classes = {}, {}, ()
-    for name, subject in subjects.items():
-        train, test, facts[name] = _loaders(args, subject)
+    for name, model in models.items():
+        train, test, facts[name] = _loaders(args, model)
         classes = check_labels(test)
         probes[name] = probe_class(
-            subject.method or subject.backbone,
+            model.trained,
             train,
             test,
             len(classes),
             pool=args.pool,
             seed=args.seed,
             precision=args.precision,
-            positions=subject.positions,
+            positions=model.positions,
             weight_decays=args.weight_decays,
         )
         tell_left_out(train, test)
@@ -143,17 +144,17 @@ def _class(args: Args, subjects: dict[str, Subject]) -> None:
         }
         for name, probe in probes.items()
     }
-    print(write_result(args.out, "probe-class", {"models": numbers}, page, pictures, of=[*subjects.values()]))
+    print(write_result(args.out, "probe-class", {"models": numbers}, page, pictures, of=[*models.values()]))
 
 
-def _loaders(args: Args, subject: Subject) -> tuple[Any, Any, dict[str, Any]]:
+def _loaders(args: Args, model: Model) -> tuple[Any, Any, dict[str, Any]]:
     """The images to fit to, those to score on, and how all was made."""
-    from situs.evaluate.subject import load_bank, made_with
+    from situs.models.data import load_bank, made_with
 
     train, test = load_bank(
-        subject, args.data, args.split, args.batch, bank_count=args.train_count, count=args.count, flag="--train-count"
+        model, args.data, args.split, args.batch, bank_count=args.train_count, count=args.count, flag="--train-count"
     )
-    return train, test, made_with(subject, test, args.seed, args.precision) | {"fitted_to": train.source.name}
+    return train, test, made_with(model, test, args.seed, args.precision) | {"fitted_to": train.source.name}
 
 
 def _fit(fitted: Fitted, train_count: int) -> dict[str, Any]:

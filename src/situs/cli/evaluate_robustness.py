@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from situs.cli.result import LookingAtImages, open_looked_at, print_cells, write_result
+from situs.cli.model_args import ImageArgs, open_from
+from situs.cli.result import print_cells, write_result
 
 if TYPE_CHECKING:
     from situs.evaluate.robustness_run import Progress
@@ -23,7 +24,7 @@ _Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(LookingAtImages):
+class Args(ImageArgs):
     """Robustness of a classifier."""
 
     corruptions: str = "all"
@@ -75,18 +76,18 @@ def run(args: Args) -> None:
         in_distribution=args.in_distribution,
         names=None if args.class_list is None else read_class_list(args.class_list),
     )
-    subject = open_looked_at(args)
+    model = open_from(args)
     with _progress() as progress:
-        found = evaluate_robustness(subject, plan, progress)
+        found = evaluate_robustness(model, plan, progress)
     made = {"data": found.data, "seed": args.seed, "precision": args.precision, "situs": __version__}
-    facts = {"name": subject.name, **subject.facts, "img_size": "x".join(map(str, subject.data.size)), **made}
-    page, pictures = pages.make_page(found, subject.name, facts)
+    facts = {"name": model.name, **model.facts, "img_size": "x".join(map(str, model.data.size)), **made}
+    page, pictures = pages.make_page(found, model.name, facts)
     if found.cells:
         print_cells(f"{found.given or found.data}, corrupted", *pages.cells_table(found))
-    print_table(subject.name, pages.summary(found, facts))
+    print_table(model.name, pages.summary(found, facts))
     for said in (*found.skipped, pages.finding(found)):
         print(said)
-    print(write_result(args.out, "robustness", pages.to_json(found, facts), page, pictures, of=[subject]))
+    print(write_result(args.out, "robustness", pages.to_json(found, facts), page, pictures, of=[model]))
 
 
 @contextmanager

@@ -8,13 +8,12 @@ from typing import Annotated, Literal
 
 import tyro
 
+from situs.cli.model_args import ModelArgs, open_from
 
-@dataclass(frozen=True)
-class Args:
+
+@dataclass(frozen=True, kw_only=True)
+class Args(ModelArgs):
     """Pooled features of every image."""
-
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL_OR_RUN")]
-    """A run folder, an export folder, or a timm name with --weights."""
 
     out: Annotated[Path, tyro.conf.arg(metavar="FILE")]
     """The file to write: .safetensors, .npz or .npy. NAME.names.csv beside it says which image each row is."""
@@ -31,53 +30,33 @@ class Args:
     pool: Literal["mean", "cls"] = "mean"
     """The mean of the patch tokens, or the CLS token."""
 
-    weights: Annotated[str | None, tyro.conf.arg(metavar="FILE|pretrained|random")] = None
-    """For a timm name: a weight file, those timm publishes, or none."""
-
-    img_size: Annotated[int | tuple[int, int] | None, tyro.conf.arg(metavar="SIDE|HEIGHT WIDTH")] = None
-    """For a timm name: image size in pixels, where it differs from the model's own."""
-
-    ema: bool = True
-    """For a run: the mean of the weights where there is one, or the weights themselves."""
-
     batch: int = 256
     """Images at a time."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the forward."""
 
-    device: str | None = None
-    """cpu, cuda or cuda:N; a GPU where there is one."""
-
 
 def run(args: Args) -> None:
     """Extracts and writes them, and says what was written."""
     from situs import __version__
-    from situs.cli.result import tell_left_out, tell_locked
-    from situs.core.tokens import pair
+    from situs.cli.result import tell_left_out
     from situs.data.sampler import sample_of
     from situs.evaluate.features import check_form, extract, write_features
-    from situs.evaluate.subject import load_set, open_subject
-    from situs.train.distributed import start
+    from situs.models.data import load_set
 
     check_form(args.out)
-    device = start(args.device).device
-    size = None if args.img_size is None else pair(args.img_size)
-    ema = None if args.ema else False
-    subject = open_subject(args.model, weights=args.weights, img_size=size, ema=ema, device=device)
-    tell_locked(subject)
-    if args.held_out is not None:
-        subject = subject.holding_out(args.held_out)
-    loader = load_set(subject, args.data, args.split, args.batch, device)
-    found = extract(subject.backbone, loader, args.pool, positions=subject.positions, precision=args.precision)
-    mean, std = subject.data.normalisation
+    model = open_from(args).holding_out(args.held_out)
+    loader = load_set(model, args.data, args.split, args.batch, model.device)
+    found = extract(model.backbone, loader, args.pool, positions=model.positions, precision=args.precision)
+    mean, std = model.data.normalisation
     facts = {
-        **subject.facts,
+        **model.facts,
         "data": loader.source.name,
         "pool": args.pool,
-        "positions": subject.positions,
+        "positions": model.positions,
         "precision": args.precision,
-        "img_size": subject.data.size,
+        "img_size": model.data.size,
         "mean": mean,
         "std": std,
         "situs": __version__,

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from situs.cli.model_args import ModelArgs, open_from
 from situs.cli.tables import print_table
 from situs.errors import SitusError
 
@@ -25,21 +26,9 @@ LOCKS = {
 """capability -> the lock that stands on it."""
 
 
-@dataclass(frozen=True)
-class Args:
+@dataclass(frozen=True, kw_only=True)
+class Args(ModelArgs):
     """What a model is made of."""
-
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A timm name (vit_small_patch16_224) or the folder of a Hugging Face model."""
-
-    img_size: Annotated[int | tuple[int, int] | None, tyro.conf.arg(metavar="SIDE|HEIGHT WIDTH")] = None
-    """Image size in pixels, where it differs from the model's own."""
-
-    patch_size: Annotated[int | None, tyro.conf.arg(metavar="PIXELS")] = None
-    """Patch size in pixels, where it differs from the model's own."""
-
-    in_chans: int = 3
-    """Channels of an image."""
 
     json: tyro.conf.FlagCreatePairsOff[bool] = False
     """Print JSON instead of tables."""
@@ -67,8 +56,8 @@ class Info:
 
 
 def run(args: Args) -> None:
-    """Builds the model without its values, describes it and prints that."""
-    info = describe(_build(args))
+    """Opens the model, of a name or a folder its shapes alone, describes it and prints that."""
+    info = describe(open_from(args, any_weights=True, device="meta").backbone)
     if args.json:
         print(json.dumps(asdict(info), indent=2))
         return
@@ -93,20 +82,6 @@ def describe(backbone: Backbone) -> Info:
         methods=[_method(backbone, name) for name in _methods()],
         locks=[_verdict(backbone, name, about, ["tokens", name]) for name, about in LOCKS.items()],
     )
-
-
-def _build(args: Args) -> Backbone:
-    """The backbone on the meta device, which holds shapes and no values: no model is too large."""
-    import torch
-
-    from situs.backbones import create_backbone
-
-    sizes = {"img_size": args.img_size, "patch_size": args.patch_size, "in_chans": args.in_chans}
-    try:
-        with torch.device("meta"):
-            return create_backbone(args.model, **sizes)
-    except (SitusError, RuntimeError):  # the mistake is the user's, or this family computes while it is built
-        return create_backbone(args.model, **sizes)
 
 
 def _facts(backbone: Backbone) -> dict[str, Any]:

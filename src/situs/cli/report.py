@@ -30,7 +30,7 @@ def run(args: Args) -> None:
     from situs.analyze.runs import read_runs
     from situs.analyze.runs_page import STATUS, runs_numbers, runs_page, status_rows
     from situs.cli.tables import print_table
-    from situs.evaluate.subject import identity_of
+    from situs.models.model import identity_of
 
     found = read_runs(args.runs)
     page, pictures = runs_page(found, args.over)

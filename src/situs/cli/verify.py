@@ -10,34 +10,20 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import tyro
 
+from situs.cli.model_args import ModelArgs, open_from
 from situs.cli.tables import print_table
 
 if TYPE_CHECKING:
     from situs.locks.equivariance import Finding, Verdict
 
 
-@dataclass(frozen=True)
-class Args:
+@dataclass(frozen=True, kw_only=True)
+class Args(ModelArgs):
     """Which permutations a model obeys."""
-
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """A timm name (vit_small_patch16_224) or the folder (or config.json) of a model."""
-
-    img_size: Annotated[int | tuple[int, int] | None, tyro.conf.arg(metavar="SIDE|HEIGHT WIDTH")] = None
-    """Image size in pixels, where it differs from the model's own."""
-
-    patch_size: Annotated[int | None, tyro.conf.arg(metavar="PIXELS")] = None
-    """Patch size in pixels, where it differs from the model's own."""
-
-    in_chans: int = 3
-    """Channels of an image."""
-
-    weights: str | None = None
-    """A file or folder with weights; random ones otherwise."""
 
     steps: int = 3
     """Steps of AdamW after which the two trainings are compared; 0 for none."""
@@ -56,15 +42,10 @@ class Args:
 
 
 def run(args: Args) -> None:
-    """Builds the model, verifies it and prints what was found."""
-    import torch
-
-    from situs.backbones import create_backbone
+    """Opens the model, verifies it and prints what was found."""
     from situs.locks.equivariance import verify
 
-    torch.manual_seed(args.seed)
-    sizes = {"img_size": args.img_size, "patch_size": args.patch_size, "in_chans": args.in_chans}
-    backbone = create_backbone(args.model, weights=args.weights, **sizes)
+    backbone = open_from(args, any_weights=True).backbone
     verdict = verify(backbone, steps=args.steps, tokens=args.tokens, seed=args.seed)
     if args.json:
         print(json.dumps(asdict(verdict) | {"worst": verdict.worst}, indent=2))

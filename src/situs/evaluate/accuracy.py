@@ -14,7 +14,7 @@ from situs.evaluate.inference import evaluating, sum_over_ranks
 from situs.methods.base import Batch
 from situs.train.step import autocast
 
-Model = Callable[[Tensor], Tensor]
+Classifier = Callable[[Tensor], Tensor]
 """Images [B, C, H, W] -> logits [B, classes]; a backbone is one."""
 
 
@@ -77,7 +77,7 @@ class ClassTally(Tally):
 
 
 def evaluate_accuracy(
-    model: Model,
+    model: Classifier,
     batches: Iterable[Batch],
     *,
     classes: int | None = None,

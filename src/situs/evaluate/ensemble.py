@@ -13,7 +13,7 @@ from torch import Tensor
 
 from situs.config import require
 from situs.errors import SitusError
-from situs.evaluate.accuracy import Accuracy, Model, Tally, labels_of
+from situs.evaluate.accuracy import Accuracy, Classifier, Tally, labels_of
 from situs.evaluate.inference import evaluating, sum_over_ranks
 from situs.methods.base import Batch
 from situs.train.step import autocast
@@ -46,7 +46,7 @@ def combine(logits: Tensor, average: Average = "softmax") -> Tensor:
 
 
 def evaluate_ensemble(
-    models: Mapping[str, Model],
+    models: Mapping[str, Classifier],
     batches: Iterable[Batch] | Mapping[str, Iterable[Batch]],
     *,
     average: Average = "softmax",
@@ -94,7 +94,7 @@ def _agree(answers: Tensor, labels: Tensor) -> Tensor:
     return torch.cat([same.flatten(), (answers == truth).any(dim=0).sum()[None]]).double()
 
 
-def _rows(models: Mapping[str, Model], batches: Any) -> Iterator[dict[str, Batch]]:
+def _rows(models: Mapping[str, Classifier], batches: Any) -> Iterator[dict[str, Batch]]:
     """One batch a model at a time, by the model's name."""
     if not isinstance(batches, Mapping):
         for batch in batches:
@@ -115,7 +115,7 @@ def _differs(one: Batch, two: Batch) -> Tensor:
     return (one.ids != two.ids).sum() + labels
 
 
-def _check_classes(models: Mapping[str, Model], logits: list[Tensor]) -> None:
+def _check_classes(models: Mapping[str, Classifier], logits: list[Tensor]) -> None:
     counts = {name: each.shape[-1] for name, each in zip(models, logits, strict=True)}
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"{name} has {count}" for name, count in counts.items())

@@ -16,7 +16,7 @@ from situs.data.base import Source
 from situs.data.loader import Loader, make_loader
 from situs.data.subset import Rows, Subset
 from situs.errors import SitusError
-from situs.evaluate.accuracy import Accuracy, Model, Tally, labels_of
+from situs.evaluate.accuracy import Accuracy, Classifier, Tally, labels_of
 from situs.evaluate.corruptions import CORRUPTIONS, corrupt
 from situs.evaluate.corruptions_severity import SEVERITIES
 from situs.evaluate.inference import evaluating
@@ -29,7 +29,9 @@ from situs.evaluate.robustness_sets import (
     open_normal,
     row_numbers,
 )
-from situs.evaluate.subject import Subject, check_classifier, load_set
+from situs.models import Model
+from situs.models.data import load_set
+from situs.models.model import check_classifier
 from situs.train.step import autocast
 
 Progress = Callable[[int, int, str], None]
@@ -38,7 +40,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure, and on which images. names: the classes of the outputs where the subject does not know them."""
+    """What to measure, and on which images. names: the classes of the outputs where the model does not know them."""
 
     data: str | None = None
     split: str | None = None
@@ -73,21 +75,21 @@ class Robustness:
     skipped: tuple[str, ...]
 
 
-def evaluate_robustness(subject: Subject, plan: Plan, progress: Progress | None = None) -> Robustness:
+def evaluate_robustness(model: Model, plan: Plan, progress: Progress | None = None) -> Robustness:
     """Everything the plan asks for."""
-    check_classifier(subject)
+    check_classifier(model)
     if plan.count is not None:
         check_range("count", plan.count, 1, flag="--count")
     if not plan.corruptions and plan.imagenet_a is None and plan.imagenet_o is None:
         raise SitusError("there is nothing to measure: corruptions, ImageNet-A or ImageNet-O (--corruptions)")
     tell = progress or (lambda *_: None)
-    bench = _Bench(subject, plan)
+    bench = _Bench(model, plan)
     natural = None if plan.imagenet_a is None else bench.natural(plan.imagenet_a, tell)
     anomalies = None if plan.imagenet_o is None else bench.anomalies(plan.imagenet_o, tell)
     clean, cells, pictures, loader = None, {}, None, None
     if plan.corruptions:
         # Corrupted files speak for themselves; the clean set stands beside them where it is known.
-        needed = plan.imagenet_c is None or plan.data is not None or subject.facts["kind"] == "run"
+        needed = plan.imagenet_c is None or plan.data is not None or bool(model.data.path)
         loader = bench.load(plan.data, plan.split) if needed else None
         if plan.imagenet_c is None:
             assert loader is not None
@@ -109,7 +111,7 @@ def evaluate_robustness(subject: Subject, plan: Plan, progress: Progress | None 
 
 
 def corrupted_accuracy(
-    model: Model,
+    model: Classifier,
     loader: Loader,
     corruptions: tuple[str, ...],
     severities: tuple[int, ...] = SEVERITIES,
@@ -146,7 +148,7 @@ def corrupted_accuracy(
 
 
 def answers(
-    model: Model, loader: Loader, outputs: Tensor, precision: str = "fp32"
+    model: Classifier, loader: Loader, outputs: Tensor, precision: str = "fp32"
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Of every image, among the `outputs` [k] alone: confidence (largest softmax), answer in 0 … k − 1, and label.
 
@@ -170,30 +172,30 @@ def seen(images: Tensor, loader: Loader) -> Tensor:
     return (plain.clamp(0.0, 1.0) * 255.0).round() / 255.0
 
 
-def _logits(model: Model, images: Tensor, precision: str) -> Tensor:
+def _logits(model: Classifier, images: Tensor, precision: str) -> Tensor:
     with autocast(images.device, precision):
         return model(images)
 
 
 class _Bench:
-    """A subject, a plan, and the sets as the subject sees them."""
+    """A model, a plan, and the sets as the model sees them."""
 
-    def __init__(self, subject: Subject, plan: Plan) -> None:
-        self.subject, self.plan, self.device = subject, plan, subject.device
-        self.names = plan.names or subject.classes
+    def __init__(self, model: Model, plan: Plan) -> None:
+        self.model, self.plan, self.device = model, plan, model.device
+        self.names = plan.names or model.classes
         self.skipped: list[str] = []
-        with evaluating(subject.backbone):
-            blank = torch.zeros(1, subject.data.channels, *subject.data.size, device=self.device)
-            self.outputs = subject.backbone(blank).shape[-1]
+        with evaluating(model.backbone):
+            blank = torch.zeros(1, model.data.channels, *model.data.size, device=self.device)
+            self.outputs = model.backbone(blank).shape[-1]
 
     def load(self, path: str | None, split: str | None) -> Loader:
-        return load_set(self.subject, path, split, self.plan.batch, self.device, count=self.plan.count)
+        return load_set(self.model, path, split, self.plan.batch, self.device, count=self.plan.count)
 
     def wrap(self, source: Source, **data: Any) -> Loader:
-        """A source that is open already, prepared as the subject wants it."""
+        """A source that is open already, prepared as the model wants it."""
         if self.plan.count is not None and len(source) > self.plan.count:
             source = Subset(source, self.plan.count)
-        config = replace(self.subject.data, batch=self.plan.batch, **data)
+        config = replace(self.model.data, batch=self.plan.batch, **data)
         return make_loader(config, None, self.device, source=source)
 
     def index(self, loader: Loader, what: str) -> Tensor:
@@ -216,7 +218,7 @@ class _Bench:
 
     def _cells(self, loader: Loader, corruptions: tuple[str, ...], tell: Progress | None) -> tuple[Accuracy, Any]:
         return corrupted_accuracy(
-            self.subject.backbone,
+            self.model.backbone,
             loader,
             corruptions,
             self.plan.severities,
@@ -245,7 +247,7 @@ class _Bench:
         places = [(name, severity) for name in self.plan.corruptions for severity in self.plan.severities]
         for done, (name, severity) in enumerate(places):
             tell(done, len(places), f"{name} {severity}")
-            source, numbered = open_corrupted(root, name, severity, self.subject.data.channels)
+            source, numbered = open_corrupted(root, name, severity, self.model.data.channels)
             # Their publishers have cropped them already.
             loader = self.wrap(source, crop_share=1.0)
             cells[name][severity] = self._given(loader, f"{root.name}/{name}/{severity}", numbered)
@@ -263,17 +265,17 @@ class _Bench:
             raise SitusError(f"{what}: its labels go up to {len(loader.classes or ()) - 1}, the outputs to "
                              f"{self.outputs - 1} (--imagenet-c)")  # fmt: skip
         tally = Tally()
-        with evaluating(self.subject.backbone):
+        with evaluating(self.model.backbone):
             for batch in loader:
-                tally.add(_logits(self.subject.backbone, batch.inputs, self.plan.precision), index[labels_of(batch)])
+                tally.add(_logits(self.model.backbone, batch.inputs, self.plan.precision), index[labels_of(batch)])
         return tally.result()
 
     def natural(self, root: Path, tell: Progress) -> Natural:
         """ImageNet-A: among its own classes, how often right, and whether confidence knows it."""
         tell(0, 1, "ImageNet-A")
-        loader = self.wrap(open_folder(root, self.subject.data.channels, "--imagenet-a"))
+        loader = self.wrap(open_folder(root, self.model.data.channels, "--imagenet-a"))
         outputs = self.index(loader, root.name)
-        confidence, answer, truth = answers(self.subject.backbone, loader, outputs, self.plan.precision)
+        confidence, answer, truth = answers(self.model.backbone, loader, outputs, self.plan.precision)
         assert truth is not None  # it has classes
         self.note(loader)
         correct = answer == truth
@@ -291,12 +293,14 @@ class _Bench:
     def anomalies(self, root: Path, tell: Progress) -> Anomalies:
         """ImageNet-O against the images of the same classes from the classifier's own distribution."""
         tell(0, 1, "ImageNet-O")
-        strange = self.wrap(open_folder(root, self.subject.data.channels, "--imagenet-o"))
+        strange = self.wrap(open_folder(root, self.model.data.channels, "--imagenet-o"))
         # Without folders of classes there is nothing to restrict the softmax to.
         outputs = torch.arange(self.outputs) if strange.classes is None else self.index(strange, root.name).cpu()
         normal = self._normal(set(outputs.tolist()))
-        model, precision = self.subject.backbone, self.plan.precision
-        anomalous, usual = (-answers(model, each, outputs.to(self.device), precision)[0] for each in (strange, normal))
+        backbone, precision = self.model.backbone, self.plan.precision
+        anomalous, usual = (
+            -answers(backbone, each, outputs.to(self.device), precision)[0] for each in (strange, normal)
+        )
         self.note(strange)
         self.note(normal)
         names = strange.source.name, normal.source.name
@@ -305,9 +309,9 @@ class _Bench:
     def _normal(self, outputs: set[int]) -> Loader:
         """The images of the in-distribution set whose class is among the outputs."""
         path = self.plan.in_distribution or self.plan.data
-        if path is None and self.subject.facts["kind"] != "run":
+        if path is None and not self.model.data.path:
             raise SitusError("ImageNet-O needs images of the classifier's own classes beside it (--in-distribution)")
-        data = self.subject.data
+        data = self.model.data
         source = open_normal(path or data.path, self.plan.split, data.channels, data.held_out)
         meant = match_classes(source.classes, self.names, self.outputs, source.name)
         labels = class_numbers(source)

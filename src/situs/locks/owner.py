@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,29 @@ from situs.locks.lock import check, rename, unseal
 from situs.locks.manifest import Manifest, permutations_of
 from situs.locks.store import all_specs, header_of
 from situs.locks.withhold import tensors_of
+from situs.models.open import Unlock
+
+
+def unlocking(key: Key, withheld: str | Path | None = None) -> Unlock:
+    """What opens a locked folder for `situs.models.open_model`: the clear weights are in memory only.
+
+    withheld: the second file, where parts were withheld.
+    """
+
+    @contextmanager
+    def unlock(locked: Path) -> Iterator[tuple[Path, Callable[[Backbone], Backbone]]]:
+        manifest = check(locked, key, withheld)
+
+        def opened(backbone: Backbone) -> Backbone:
+            keys = invert_keys(permutations_of(manifest, key))
+            state = permute_state(backbone.model.state_dict(), _own_groups(backbone, manifest), keys)
+            backbone.model.load_state_dict(state)
+            return backbone
+
+        with _readable(locked, manifest, key, withheld) as folder:
+            yield folder, opened
+
+    return unlock
 
 
 def open_locked(locked: str | Path, key: Key, withheld: str | Path | None = None) -> Backbone:
@@ -35,9 +59,8 @@ def open_locked(locked: str | Path, key: Key, withheld: str | Path | None = None
 
     withheld: the second file, where parts were withheld.
     """
-    backbone, groups, keys = _load(Path(locked), key, withheld)
-    backbone.model.load_state_dict(permute_state(backbone.model.state_dict(), groups, invert_keys(keys)))
-    return backbone
+    with unlocking(key, withheld)(Path(locked)) as (folder, opened):
+        return opened(create_backbone(folder))
 
 
 def keyed_blocks(locked: str | Path, key: Key, withheld: str | Path | None = None) -> Backbone:
@@ -83,13 +106,20 @@ def _keyed_class(kind: type[Backbone]) -> type[Backbone]:
 def _load(locked: Path, key: Key, withheld: str | Path | None) -> tuple[Backbone, tuple[Group, ...], dict[str, Tensor]]:
     """The locked model as it is, the groups under its own names, and the permutations."""
     manifest = check(locked, key, withheld)
-    if manifest.sealed or manifest.withheld is not None:
-        with tempfile.TemporaryDirectory() as place:
-            unseal(locked, manifest, key, Path(place), None if withheld is None else Path(withheld))
-            backbone = create_backbone(place)
-    else:
-        backbone = create_backbone(locked)
+    with _readable(locked, manifest, key, withheld) as folder:
+        backbone = create_backbone(folder)
     return backbone, _own_groups(backbone, manifest), permutations_of(manifest, key)
+
+
+@contextmanager
+def _readable(locked: Path, manifest: Manifest, key: Key, withheld: str | Path | None) -> Iterator[Path]:
+    """The folder as it is, or of one that is sealed or lacks parts the whole, still locked."""
+    if not manifest.sealed and manifest.withheld is None:
+        yield locked
+        return
+    with tempfile.TemporaryDirectory() as place:
+        unseal(locked, manifest, key, Path(place), None if withheld is None else Path(withheld))
+        yield Path(place)
 
 
 def _own_groups(backbone: Backbone, manifest: Manifest) -> tuple[Group, ...]:

@@ -11,7 +11,8 @@ from PIL import Image
 
 from situs.cli.main import main
 from situs.errors import SitusError
-from situs.evaluate.subject import load_bank, load_set, made_with, open_subject
+from situs.models import open_model
+from situs.models.data import load_bank, load_set, made_with
 from situs.train.run import load_run, make_eval_loader
 
 MODEL = ["test_vit", "--weights", "random", "--img-size", "32", "--device", "cpu"]
@@ -50,7 +51,7 @@ def names(loader: object) -> set[str]:
 
 def test_a_run_is_judged_on_what_it_held_out(flat: Path, run: Path) -> None:
     assert json.loads((run / "config.json").read_text())["data"]["held_out"] == 0.25
-    subject = open_subject(str(run))
+    subject = open_model(str(run))
     judged, trained = (load_set(subject, None, split, 8, "cpu") for split in (None, "train"))
     assert len(names(judged)) + len(names(trained)) == 40
     assert names(judged).isdisjoint(names(trained))
@@ -65,7 +66,7 @@ def test_a_run_is_judged_on_what_it_held_out(flat: Path, run: Path) -> None:
 
 
 def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Path) -> None:
-    subject = open_subject(str(run)).holding_out(0.0)
+    subject = open_model(str(run)).holding_out(0.0)
     loader = load_set(subject, str(flat), None, 8, "cpu")
     assert len(loader.source) == 40
     assert loader.source.notes[-1] == "flat: is not split, so that all its images were taken (--held-out)"
@@ -110,5 +111,5 @@ def test_a_transformers_folder_names_its_classes_where_it_has_names(
     named = {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}} if names else {}
     config = ViTConfig(**shape, image_size=8, patch_size=4, num_labels=3, **named)
     ViTForImageClassification(config).save_pretrained(tmp_path)
-    subject = open_subject(str(tmp_path))
+    subject = open_model(str(tmp_path))
     assert (subject.classes, subject.classifier) == (names, True)

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from situs.backbones import create_backbone
 from situs.data.loader import DataConfig
-from situs.evaluate.subject import Subject, open_subject
 from situs.methods import Supervised, SupervisedConfig
+from situs.models import Model, open_model
 from situs.train.card import Story
 from situs.train.export import write_export
 
@@ -35,7 +35,7 @@ def test_weights_in_half_precision_are_evaluated_in_float32(tmp_path: Path) -> N
     ).eval()
     write_export(Supervised(backbone, SupervisedConfig()), tmp_path / "export", Story(method="supervised"))
     halve(tmp_path / "export" / "model.safetensors")
-    subject = open_subject(str(tmp_path / "export"))
+    subject = open_model(str(tmp_path / "export"))
     assert {weight.dtype for weight in subject.backbone.parameters()} == {torch.float32}
     x = torch.randn(2, 3, 16, 16)
     torch.testing.assert_close(subject.backbone(x), backbone.eval()(x), rtol=0, atol=1e-2)
@@ -51,7 +51,7 @@ def test_a_folder_that_transformers_wrote_in_half_precision(tmp_path: Path) -> N
     x = torch.randn(2, 3, 16, 16)
     expected = model(x).logits
     model.half().save_pretrained(tmp_path)
-    subject = open_subject(str(tmp_path))
+    subject = open_model(str(tmp_path))
     assert {weight.dtype for weight in subject.backbone.parameters()} == {torch.float32}
     torch.testing.assert_close(subject.backbone(x), expected, rtol=0, atol=1e-2)
     assert subject.classifier and subject.classes is None  # LABEL_0 is no class's name
@@ -73,7 +73,7 @@ def test_images_are_prepared_as_the_folder_says(kind: str, tmp_path: Path) -> No
     transformers.ViTForImageClassification(config).save_pretrained(tmp_path)
     told, share = PREPARED[kind]
     (tmp_path / "preprocessor_config.json").write_text(told)
-    subject = open_subject(str(tmp_path))
+    subject = open_model(str(tmp_path))
     assert (subject.data.size, subject.data.crop_share, subject.classes) == ((16, 16), share, ("cat", "dog"))
     if "image_mean" in told:
         assert subject.data.normalisation == ((0.1, 0.2, 0.3), (1, 1, 1))
@@ -85,5 +85,5 @@ def test_a_model_without_weights_is_on_the_cpu() -> None:
     backbone = create_backbone(timm.create_model("test_vit"))
     for part in backbone.model.modules():
         part._parameters.clear()
-    subject = Subject("bare", backbone, True, True, DataConfig(), None, {})
+    subject = Model("bare", backbone, True, True, DataConfig(), None, {})
     assert subject.device == torch.device("cpu")

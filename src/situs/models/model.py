@@ -1,0 +1,78 @@
+"""`Model`: what every verb works on, wherever it was opened from, and what it can say of itself."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from situs.backbones.base import Backbone
+from situs.data.loader import DataConfig
+from situs.errors import SitusError
+from situs.methods.base import Method
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that was opened, on its device and in eval mode.
+
+    method: what a run was trained with, its own heads and tokens included; None for all that is no run. input: how its
+    images are prepared (and, of a run, where they are); None for a model that takes no images. classes: their names,
+    where they are known. facts: where it comes from, no paths. classifier: whether it has a head that was trained.
+    positions: whether its positions took part in training. locked: whether it is a locked folder opened without its
+    key. identity: a hash of where it was opened from, by which one model's results are told from another's. notes:
+    what a reader of its results must know, by name. epoch: a run's last, where its method's schedules stand.
+    """
+
+    name: str
+    backbone: Backbone
+    method: Method | None = None
+    input: DataConfig | None = None
+    classes: tuple[str, ...] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    classifier: bool = True
+    positions: bool = True
+    locked: bool = False
+    identity: str = ""
+    notes: dict[str, str] = field(default_factory=dict)
+    epoch: int = 0
+
+    @property
+    def data(self) -> DataConfig:
+        """How its images are prepared; a model that takes none is refused."""
+        if self.input is None:
+            raise SitusError(f"{self.name}: takes no images")
+        return self.input
+
+    @property
+    def trained(self) -> Method | Backbone:
+        """The method that a run was trained with, else the backbone."""
+        return self.method or self.backbone
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are; the CPU where it has none."""
+        return next((weight.device for weight in self.backbone.parameters()), torch.device("cpu"))
+
+    def holding_out(self, share: float | None) -> Model:
+        """The same, with another share held out of data without a split to be judged on; None keeps what there is."""
+        return self if share is None else replace(self, input=replace(self.data, held_out=share))
+
+
+def identity_of(origin: str) -> str:
+    """A short hash of where something was opened from: results tell nobody's folders."""
+    return hashlib.sha256(origin.encode("utf-8", "surrogateescape")).hexdigest()[:16]
+
+
+def folder_name(path: str | Path) -> str:
+    """A folder's own name, however it was reached."""
+    return Path(path).resolve().name
+
+
+def check_classifier(model: Model) -> None:
+    """Refuses a model whose head was never trained."""
+    if not model.classifier:
+        raise SitusError(f"{model.name}: has no trained classifier; fine-tune it first (situs finetune)")

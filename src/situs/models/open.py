@@ -1,0 +1,261 @@
+"""`open_model`: whatever names a model in, one `Model` out.
+
+a run                      its method, its newest checkpoint, its data
+an export, a model folder  of timm or of transformers (Hugging Face), with its own description
+a locked folder            with `unlock`, what its owner's key opens (`situs.locks.owner`); else as it lies there
+a timm name                with weights: a file, `PUBLISHED` or `RANDOM`; "NAME=FILE" says both
+an own module              an instance, or "package.module:name", or "file.py:name"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone
+from situs.backbones.weights import load_weights
+from situs.core.tokens import Size, pair
+from situs.errors import SitusError
+from situs.files import read_json
+from situs.models.model import Model, folder_name, identity_of
+from situs.models.module import OwnModule, in_float32, make_module, names_module, wrap_module
+from situs.models.prepared import class_names, described, images_for, read_prepared
+from situs.train.card import last_name
+from situs.train.run import is_run, load_run
+
+PUBLISHED, RANDOM = "pretrained", "random"
+"""Values of --weights that are no file: those timm publishes, and none."""
+
+CONFIG, MANIFEST = "config.json", "manifest.json"
+LOCKED = " (locked)"
+WEIGHT_FILES = (".safetensors", ".pt", ".pth", ".bin", ".npz")
+
+Unlock = Callable[[Path], AbstractContextManager[tuple[Path, Callable[[Backbone], Backbone]]]]
+"""A locked folder -> a folder that can be read, and what opens the backbone that was made from it."""
+
+
+def open_model(
+    source: str | Path | nn.Module | Model,
+    *,
+    weights: str | Path | None = None,
+    img_size: Size | None = None,
+    ema: bool | None = None,
+    unlock: Unlock | None = None,
+    any_weights: bool = False,
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+    **fields: Any,
+) -> Model:
+    """The model that `source` names, on its device and in eval mode.
+
+    weights: for a name, a file, "pretrained" or "random"; any_weights: a name without them gets random ones. seed: of
+    random weights. ema: for a run, the mean of its weights; None takes it where there is one. img_size and `fields`
+    (patch_size, in_chans, num_classes, model_args) shape a new model. device: "meta" makes a name or a folder without
+    its values.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _open(source, weights, ema, unlock, any_weights, device, {"img_size": img_size, **fields})
+
+
+def _open(
+    source: str | Path | nn.Module | Model,
+    weights: str | Path | None,
+    ema: bool | None,
+    unlock: Unlock | None,
+    any_weights: bool,
+    device: torch.device | str,
+    fields: dict[str, Any],
+) -> Model:
+    fields = {name: value for name, value in fields.items() if value is not None}
+    weights = None if weights is None else str(weights)
+    if isinstance(source, Model):
+        _refuse("a model that is open", weights=weights, **fields)
+        return source
+    if isinstance(source, nn.Module):
+        _refuse("a module", weights=weights)
+        name = source.name if isinstance(source, Backbone) else type(source).__name__
+        return _open_module(source, name, fields, device)
+    source = str(source)
+    if not Path(source).exists() and not names_module(source) and "=" in source:
+        source, _, given = source.partition("=")
+        _refuse(f"{source}={given}", weights=weights)
+        weights = given
+    origin = Path(source).resolve().as_posix() if Path(source).exists() else f"{source}={weights}"
+    if is_locked(source) or unlock is not None:
+        _refuse("a locked folder", weights=weights)
+        model = _open_locked(Path(source), unlock, fields, device)
+    elif is_run(source):
+        _refuse("a run", weights=weights, **fields)
+        model = _open_run(source, ema, device)
+    elif (folder := model_folder(source)) is not None:
+        _refuse("a model's folder", weights=weights)
+        model = _open_folder(folder, fields, device)
+    elif names_module(source):
+        _refuse(source, weights=weights)
+        module = make_module(source, fields.pop("model_args", None))
+        model = _open_module(module, source, fields, device)
+    else:
+        model = _open_name(source, weights or (RANDOM if any_weights else None), fields, device)
+    return replace(model, identity=identity_of(origin))
+
+
+def is_locked(source: str | Path) -> bool:
+    """Whether a lock's manifest stands in a folder."""
+    try:
+        return read_json(Path(source) / MANIFEST).get("format") == "situs-lock"
+    except SitusError:
+        return False
+
+
+def model_folder(source: str | Path) -> Path | None:
+    """The folder of a model of timm or transformers that `source` names, an export's too."""
+    folder = Path(str(source).removeprefix("hf:"))
+    return folder if (folder / CONFIG).is_file() else None
+
+
+def _refuse(what: str, **given: Any) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise SitusError(f"{name}={value}: {what} brings its own (--{name.replace('_', '-')})")
+
+
+def _open_run(source: str, ema: bool | None, device: torch.device | str) -> Model:
+    loaded = load_run(source, "cpu" if str(device) == "meta" else device, ema=ema)
+    checkpoint = loaded.run.latest()
+    assert checkpoint is not None  # load_run found one
+    facts = {
+        "kind": "run",
+        "model": loaded.config.backbone.name,
+        "method": loaded.config.method_name,
+        "step": checkpoint.step,
+        "ema": ema is not False and bool(checkpoint.tensors("ema")),
+    }
+    state, method = loaded.run.facts(), loaded.method
+    return Model(
+        folder_name(source),
+        method.backbone,
+        method,
+        loaded.config.data,
+        loaded.classes,
+        facts,
+        classifier="label" in method.needs_targets,
+        positions=method.sees_positions,
+        epoch=max(0, state["step"] - 1) // state["steps_per_epoch"] if state else 0,
+    )
+
+
+def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], device: torch.device | str) -> Model:
+    """With its key the model; without one what lies in the folder, where that is a whole model."""
+    if not is_locked(folder):
+        raise SitusError(f"{folder}: is not locked, so that no key opens it and nothing was withheld (--key)")
+    if unlock is not None:
+        with unlock(folder) as (readable, opened):
+            model = _open_folder(readable, fields, "cpu")
+            model = replace(model, name=folder_name(folder), backbone=opened(model.backbone).to(device).eval())
+        return replace(model, facts={**model.facts, "locked": "opened with its key"})
+    manifest = read_json(folder / MANIFEST)
+    if manifest.get("sealed") or manifest.get("withheld") is not None:
+        lacks = "is sealed" if manifest.get("sealed") else "lacks what was withheld when it was locked"
+        raise SitusError(f"{folder}: {lacks}, so that without its key there is no whole model (--key, --withheld)")
+    model = _open_folder(folder, fields, device)
+    facts = {**model.facts, "locked": "yes, and looked at without its key"}
+    return replace(model, name=f"{model.name}{LOCKED}", facts=facts, locked=True)
+
+
+def _open_folder(folder: Path, fields: dict[str, Any], device: torch.device | str) -> Model:
+    ours, crop = read_json(folder / CONFIG).get("situs", {}), read_prepared(folder).get("crop_size", {})
+    # transformers keeps a square image_size for DINOv2; the images of our export need not be square.
+    size = {"img_size": (crop["height"], crop["width"])} if ours and crop else {}
+    backbone = _create(folder, {**size, **fields}, device)
+    told = described(folder, backbone)
+    return Model(
+        folder_name(folder),
+        backbone,
+        None,
+        images_for(backbone, told.get("pretrained_cfg", {})),
+        class_names(told),
+        {"kind": "export", "model": backbone.source["architecture"], "method": ours.get("method")},
+        classifier=told.get("num_classes", 1) > 0,
+        positions=ours.get("positions", True),
+    )
+
+
+def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: torch.device | str) -> Model:
+    if Path(name).suffix in WEIGHT_FILES and Path(name).is_file():
+        raise SitusError(f"{name}: holds weights alone; say which model they belong to, as NAME={name} (MODEL)")
+    if weights is None:
+        raise SitusError(
+            f"{name}: is neither a run nor an export; a timm name needs weights: a file, {PUBLISHED} for those timm "
+            f"publishes, or {RANDOM} (--weights)"
+        )
+    file = None if weights in (PUBLISHED, RANDOM) else weights
+    backbone = _create(name, {**fields, "weights": file}, "cpu" if weights != RANDOM else device)
+    if weights == PUBLISHED:
+        from situs.backbones.timm_create import pretrained_state
+
+        load_weights(backbone, pretrained_state(name, "--weights"), f"weights={weights}")
+    told = backbone.model.pretrained_cfg if backbone.source["library"] == "timm" else {}
+    return Model(
+        name,
+        backbone.to(device),
+        None,
+        images_for(backbone, told),
+        None,
+        {"kind": "name", "model": name, "weights": last_name(weights)},
+        classifier=weights != RANDOM and told.get("num_classes", 1) > 0,
+    )
+
+
+def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: torch.device | str) -> Model:
+    """A backbone as it is, a module of a library that is known as its backbone, any other as a whole."""
+    size = fields.pop("img_size", None)
+    module, held = in_float32(module)
+    backbone = module if isinstance(module, Backbone) else _known(module)
+    if backbone is None:
+        if size is None:
+            raise SitusError(f"{name}: is a bare module, whose image size must be said (--img-size)")
+        backbone = wrap_module(module, size, name=name, **fields)
+    elif fields:
+        _refuse(name, **fields)
+    if backbone.in_chans and backbone.img_size is None:
+        raise SitusError(f"{name}: takes images of no one size")
+    if size is not None and backbone.img_size != pair(size):
+        raise SitusError(f"img_size={size}: {name} takes {backbone.img_size} (--img-size)")
+    backbone.name = name
+    told: Any = getattr(backbone.model, "pretrained_cfg", None) or {}
+    if isinstance(backbone, OwnModule):
+        held = held or backbone.held
+        if backbone.normalisation is not None:
+            told = dict(zip(("mean", "std"), backbone.normalisation, strict=True))
+    notes = {} if held is None else {"precision": f"held in {held}; here it computes in float32"}
+    device = "cpu" if str(device) == "meta" else device
+    facts = {"kind": "module", "model": name, "weights": "its own"}
+    return Model(name, backbone.to(device).eval(), None, images_for(backbone, told), None, facts, notes=notes)
+
+
+def _known(module: nn.Module) -> Backbone | None:
+    """The backbone of a module of timm or transformers, of one of the exact classes that are known."""
+    try:
+        return create_backbone(module)
+    except SitusError:
+        return None
+
+
+def _create(source: str | Path, fields: dict[str, Any], device: torch.device | str) -> Backbone:
+    """The backbone in eval mode; on the meta device it holds shapes and no values, so that no model is too large."""
+    if str(device) != "meta":
+        return create_backbone(source, **fields).to(device).eval()
+    bare = source / CONFIG if isinstance(source, Path) else source
+    try:
+        with torch.device("meta"):
+            return create_backbone(bare, **fields).eval()
+    except (SitusError, RuntimeError):  # the mistake is the user's, or this family computes while it is built
+        return create_backbone(source, **fields).eval()

@@ -1,0 +1,66 @@
+"""How a model wants its images, by what its library says of it: size, channels, normalisation, the share that is kept.
+
+What a folder says stands in timm's words: config.json with `pretrained_cfg`, `num_classes` and `label_names`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from situs.backbones.base import Backbone
+from situs.data.loader import DataConfig
+from situs.files import read_json
+from situs.train.export import PREPARED
+
+
+def read_prepared(folder: Path) -> dict[str, Any]:
+    """transformers' preprocessor_config.json, where the folder has one."""
+    return read_json(folder / PREPARED) if (folder / PREPARED).is_file() else {}
+
+
+def described(folder: Path, backbone: Backbone) -> dict[str, Any]:
+    """What a model's folder says of it, in timm's words, whichever library wrote it."""
+    if backbone.source["library"] == "transformers":
+        return _as_timm_says(backbone, read_prepared(folder))
+    return read_json(folder / "config.json")
+
+
+def class_names(described: Mapping[str, Any]) -> tuple[str, ...] | None:
+    """The classes in label order, where the folder names them."""
+    names = described.get("label_names")
+    return tuple(names) if isinstance(names, list) else None
+
+
+def images_for(backbone: Backbone, described: Mapping[str, Any], path: str = "") -> DataConfig | None:
+    """How the model's images are prepared, by timm's description of it; None for one that takes none."""
+    channels = backbone.in_chans
+    if not channels:
+        return None
+    size = backbone.img_size or tuple(described.get("input_size", (3, 224, 224))[1:])
+    mean, std = (tuple(described.get(key, ())) for key in ("mean", "std"))
+    fits = len(mean) == len(std) == channels
+    return DataConfig(
+        path=path,
+        img_size=(size[0], size[1]),
+        channels=channels,
+        crop_share=min(1.0, described.get("crop_pct") or 1.0),
+        mean=mean if fits else (),
+        std=std if fits else (),
+    )
+
+
+def _as_timm_says(backbone: Backbone, prepared: Mapping[str, Any]) -> dict[str, Any]:
+    config = backbone.model.config
+    sizes = (prepared.get(key) for key in ("size", "crop_size"))
+    around, crop = (size if isinstance(size, Mapping) else {} for size in sizes)
+    shown, kept = around.get("shortest_edge", around.get("height")), crop.get("height")
+    share = kept / shown if prepared.get("do_center_crop", True) and shown and kept else 1.0
+    images = {"mean": prepared.get("image_mean") or (), "std": prepared.get("image_std") or (), "crop_pct": share}
+    classifies = backbone.name.endswith("ForImageClassification")
+    names = [config.id2label[number] for number in sorted(config.id2label)]
+    told = {"num_classes": len(names) if classifies else 0, "pretrained_cfg": images}
+    if names == [f"LABEL_{number}" for number in range(len(names))]:
+        return told
+    return told | {"label_names": names if classifies else None}

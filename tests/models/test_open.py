@@ -1,0 +1,256 @@
+"""Every kind of model is opened as what it is: its logits are those of its own library's forward, bit for bit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from situs.backbones import create_backbone
+from situs.config import from_dict
+from situs.errors import SitusError
+from situs.locks.key import new_key
+from situs.locks.lock import lock
+from situs.locks.owner import unlocking
+from situs.models import Model, open_model
+from situs.models.open import Unlock
+from situs.train.run import RunConfig, load_run, train_run
+
+TINY: dict[str, Any] = {"depth": 2, "embed_dim": 16, "num_heads": 2}
+SHAPE: dict[str, Any] = {"img_size": 16, "patch_size": 4, "model_args": TINY}
+NAME = "vit_tiny_patch16_224"
+X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+
+OWN = """
+import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self, classes=4):
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.GELU(), nn.Flatten(), nn.Linear(128, classes))
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def half():
+    return Net().half()
+
+
+def text():
+    return "no module"
+
+
+made = Net()
+"""
+
+
+def plain() -> nn.Module:
+    """timm's own model, in eval mode."""
+    torch.manual_seed(1)
+    made = timm.create_model(NAME, num_classes=3, img_size=16, patch_size=4, **TINY)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            nn.init.normal_(parameter, std=0.2)
+    return made.eval()
+
+
+def timm_folder(folder: Path, made: nn.Module) -> Path:
+    from situs.locks.folder import write_model
+
+    backbone = create_backbone(NAME, num_classes=3, **SHAPE)
+    backbone.model.load_state_dict(made.state_dict())
+    folder.mkdir()
+    write_model(backbone, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What there is to open: an export, locked in three ways, weights, a Hugging Face folder, a file of one's own."""
+    base = tmp_path_factory.mktemp("world")
+    made = plain()
+    torch.save(made.state_dict(), base / "weights.pt")
+    timm_folder(base / "export", made)
+    key = new_key(base / "owner.key")
+    lock(base / "export", key, base / "locked")
+    lock(base / "export", key, base / "sealed", seal=True)
+    lock(base / "export", key, base / "kept", withhold=["blocks=1"], withheld=base / "second")
+    (base / "own_net.py").write_text(OWN)
+    return base
+
+
+@pytest.fixture(autouse=True)
+def path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+
+def opener(world: Path, withheld: bool = False) -> Unlock:
+    from situs.locks.key import load_key
+
+    return unlocking(load_key(world / "owner.key"), world / "second" if withheld else None)
+
+
+def logits(model: Model) -> Tensor:
+    assert not model.backbone.training
+    with torch.no_grad():
+        return model.backbone(X)
+
+
+def expected() -> Tensor:
+    with torch.no_grad():
+        return plain()(X)
+
+
+def test_an_export_a_weight_file_and_an_instance_give_what_timm_gives(world: Path) -> None:
+    export = open_model(world / "export")
+    assert torch.equal(logits(export), expected())
+    assert (export.name, export.facts["kind"], export.data.size, export.data.path) == ("export", "export", (16, 16), "")
+    for named in (
+        open_model(f"{NAME}={world / 'weights.pt'}", num_classes=3, **SHAPE),
+        open_model(NAME, weights=world / "weights.pt", num_classes=3, **SHAPE),
+    ):
+        assert torch.equal(logits(named), expected())
+        assert (named.facts["kind"], named.facts["weights"], named.classifier) == ("name", "weights.pt", True)
+    instance = open_model(plain())
+    assert torch.equal(logits(instance), expected())
+    assert instance.backbone.num_tokens == 16  # known by its class, so that it has tokens and positions
+    assert open_model(instance) is instance
+
+
+@pytest.mark.parametrize(("folder", "second"), [("locked", False), ("sealed", False), ("kept", True)])
+def test_a_locked_folder_with_its_key_is_the_model_that_was_locked(folder: str, second: bool, world: Path) -> None:
+    found = open_model(world / folder, unlock=opener(world, second))
+    assert torch.equal(logits(found), expected())
+    assert (found.name, found.locked, found.facts["locked"]) == (folder, False, "opened with its key")
+
+
+def test_a_locked_folder_without_its_key_is_told_from_the_model(world: Path) -> None:
+    found = open_model(world / "locked")
+    assert not torch.allclose(logits(found), expected(), atol=1e-2)
+    assert (found.name, found.locked) == ("locked (locked)", True)
+    for folder, said in (("sealed", "is sealed"), ("kept", "lacks what was withheld")):
+        with pytest.raises(SitusError, match=said):
+            open_model(world / folder)
+    with pytest.raises(SitusError, match="is not locked"):
+        open_model(world / "export", unlock=opener(world))
+
+
+def test_a_run_brings_its_method_its_data_and_its_epoch(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for number in range(24):
+        place = tmp_path / "data" / "train" / str(number % 2) / f"{number}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8), (10 * number, 90, 255 - number)).save(place)
+    config = from_dict(
+        RunConfig,
+        {
+            "method": {"name": "supervised"},
+            "backbone": {"name": NAME, "patch_size": 4, "model_args": TINY},
+            "data": {"path": str(tmp_path / "data"), "img_size": 16, "batch": 12, "workers": 0},
+            "train": {"epochs": 2, "seed": 0, "precision": "fp32"},
+        },
+    )
+    train_run(config, out=tmp_path / "run", device="cpu")
+    before = torch.random.get_rng_state()
+    found = open_model(tmp_path / "run")
+    assert torch.equal(torch.random.get_rng_state(), before)
+    with torch.no_grad():
+        assert torch.equal(logits(found), load_run(tmp_path / "run").method.backbone(X))
+    assert (found.facts["method"], found.facts["step"], found.epoch, found.classes) == ("supervised", 4, 1, ("0", "1"))
+    assert found.data.path == str(tmp_path / "data") and found.trained is found.method
+    assert found.identity != open_model(plain()).identity
+    with pytest.raises(SitusError, match=r"img_size=32: a run brings its own \(--img-size\)"):
+        open_model(tmp_path / "run", img_size=32)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_hugging_face_folder_gives_what_transformers_gives(half: bool, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.ViTConfig(**sizes, image_size=16, patch_size=4, num_labels=3)
+    model = transformers.ViTForImageClassification(config).eval()
+    model = model.half() if half else model
+    model.save_pretrained(tmp_path / "hf")
+    with torch.no_grad():
+        answers = model.float()(X).logits
+    for source in (tmp_path / "hf", f"hf:{tmp_path / 'hf'}", model):
+        torch.testing.assert_close(logits(open_model(source)), answers, rtol=0, atol=0)
+
+
+def test_a_model_of_words_is_opened_and_has_no_images(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.BertConfig(**sizes, vocab_size=30, max_position_embeddings=12)
+    transformers.BertModel(config).save_pretrained(tmp_path / "bert")
+    found = open_model(tmp_path / "bert")
+    assert found.input is None and not found.classifier
+    with pytest.raises(SitusError, match="takes no images"):
+        _ = found.data
+
+
+def test_an_own_module_by_file_by_package_and_as_an_instance(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_file = open_model(f"{world / 'own_net.py'}:Net", img_size=16)
+    net = by_file.backbone.model
+    with torch.no_grad():
+        answers = net(X)
+    monkeypatch.chdir(world)
+    for source in (f"{world / 'own_net.py'}:Net", "own_net.py:made", "own_net:Net", "own_net:made", net):
+        found = open_model(source, img_size=16)
+        assert torch.equal(logits(found), answers), source
+        assert (found.facts["kind"], found.notes, found.data.size) == ("module", {}, (16, 16))
+    assert logits(open_model("own_net:Net", img_size=16, model_args={"classes": 7})).shape == (2, 7)
+    half = type(net)().half()
+    for source in ("own_net:half", half):
+        found = open_model(source, img_size=16)
+        assert torch.equal(logits(found), type(net)().half().float()(X))
+        assert found.notes["precision"].startswith("held in float16")
+    assert next(half.parameters()).dtype == torch.float16  # the user's own is left as it is
+    with pytest.raises(SitusError, match="runs only as a whole"):
+        by_file.backbone.require("tokens")
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("vit_tiny_patch16_224", {}, r"needs weights: a file, pretrained .* or random \(--weights\)"),
+    ("{world}/weights.pt", {}, r"holds weights alone; say which model they belong to, as NAME=.*weights.pt"),
+    ("vit_tiny_patch16_224=x.pt", {"weights": "y.pt"}, r"weights=y.pt: .* brings its own \(--weights\)"),
+    ("{world}/export", {"weights": "random"}, r"weights=random: a model's folder brings its own \(--weights\)"),
+    ("{world}/own_net.py:Net", {}, r"image size must be said \(--img-size\)"),
+    ("{world}/own_net.py:Net", {"img_size": 16, "weights": "w.pt"}, r"brings its own \(--weights\)"),
+    ("{world}/own_net.py:Net", {"img_size": 20}, "does not take images"),
+    ("{world}/own_net.py:Net", {"img_size": 16, "model_args": {"width": 2}}, "called with width and ends with Type"),
+    ("{world}/own_net.py:made", {"img_size": 16, "model_args": {"classes": 2}}, "is made already"),
+    ("{world}/own_net.py:Other", {"img_size": 16}, "has no attribute 'Other'"),
+    ("{world}/own_net.py:text", {"img_size": 16}, "gives str, and must give an nn.Module"),
+    ("{world}/none.py:Net", {"img_size": 16}, "there is no file"),
+    ("vit_tiny_patch16_2240", {"weights": "random"}, "did you mean vit_tiny_patch16_224"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("source", "given", "said"), WRONG)
+def test_what_cannot_be_opened_is_one_sentence(source: str, given: dict[str, Any], said: str, world: Path) -> None:
+    with pytest.raises(SitusError, match=said):
+        open_model(source.format(world=world), **given)
+
+
+def test_random_weights_follow_the_seed_alone() -> None:
+    first, second, other = (open_model(NAME, any_weights=True, seed=seed, **SHAPE) for seed in (1, 1, 2))
+    assert torch.equal(logits(first), logits(second)) and not torch.equal(logits(first), logits(other))
+    assert not first.classifier
+
+
+def test_shapes_without_values(world: Path) -> None:
+    for source, asked in ((NAME, SHAPE), (world / "export", {})):
+        found = open_model(source, any_weights=True, device="meta", **asked)
+        assert {weight.device.type for weight in found.backbone.parameters()} == {"meta"}
+        assert found.backbone.num_tokens == 16
