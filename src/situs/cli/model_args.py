@@ -113,7 +113,7 @@ def open_named(
         weights=args.weights,
         img_size=args.img_size,
         ema=None if args.ema else False,
-        unlock=unlock_of(args.key, args.withheld),
+        unlock=unlock_of(source, args.key, args.withheld),
         any_weights=any_weights,
         seed=getattr(args, "seed", 0),
         device=device or start(args.device).device,
@@ -140,13 +140,14 @@ def open_one_of(source: str, args: OpenArgs, **asked: Any) -> Model:
     return open_named(source, replace(args, **none), **asked)
 
 
-def unlock_of(key: Path | None, withheld: Path | None) -> Unlock | None:
+def unlock_of(source: str, key: Path | None, withheld: Path | None) -> Unlock | None:
     """What opens a locked folder, by the files that --key and --withheld name."""
     from situs.errors import SitusError
+    from situs.models.open import is_locked
 
+    if withheld is not None and not is_locked(source):
+        raise SitusError(f"{source}: is not locked, so that nothing was withheld (--withheld)")
     if key is None:
-        if withheld is not None:
-            raise SitusError(f"withheld={withheld}: opens nothing without the key beside it (--withheld, --key)")
         return None
     from situs.cli.passphrase import read_key
     from situs.locks.owner import unlocking

@@ -155,7 +155,7 @@ def _open_run(source: str, ema: bool | None, device: torch.device | str) -> Mode
 def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], device: torch.device | str) -> Model:
     """With its key the model; without one what lies in the folder, where that is a whole model."""
     if not is_locked(folder):
-        raise SitusError(f"{folder}: is not locked, so that no key opens it and nothing was withheld (--key)")
+        raise SitusError(f"{folder}: is not locked, so that no key opens it (--key)")
     if unlock is not None:
         with unlock(folder) as (readable, opened):
             model = _open_folder(readable, fields, "cpu")
