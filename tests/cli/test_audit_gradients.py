@@ -351,8 +351,8 @@ def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.
     [
         ("{own}:bare", [], "--img-size"),
         ("{own}:number", [], "gives int"),
-        ("{own}:absent", [], "package.module:function"),
-        ("no_such_package.module:make", [], "package.module:function"),
+        ("{own}:absent", [], "package.module:name"),
+        ("no_such_package.module:make", [], "package.module:name"),
         ("{own}:named", ["--weights", "x.safetensors"], "--weights"),
         ("{own}:named", ["--img-size", "32"], "--img-size"),
         ("{own}:named", ["--count", "3", "--batch", "2"], "--batch"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def victim_of(model: Model, source: Any = None) -> Victim:
         model = replace(model, backbone=adapt(backbone.model, backbone.img_size, **asked))
     if model.locked:
         notes["lock"] = (
-            f"locked with the key {read_manifest(source, None).key_id}: the channels between the blocks are permuted; "
+            f"locked with the key {read_manifest(Path(source), None).key_id}: the channels between the blocks are permuted; "
             "the patch embedding and the positions, which the closed forms read, are not"
         )
     method = model.method
