@@ -444,7 +444,7 @@ def test_a_locked_model_leaks_all_the_same(trained: Any, tmp_path: Path, capsys:
     assert "is sealed" in capsys.readouterr().err
     assert main(["lock", export, "--key", key, "--out", f"{locked}-less", "--withhold", "embedding"]) == 0
     assert main(["audit", "gradients", f"{locked}-less", "--images", str(trained.data)]) == 2
-    assert "lacks what its owner withheld (embedding)" in capsys.readouterr().err
+    assert "lacks what was withheld when it was locked (embedding)" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

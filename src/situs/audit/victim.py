@@ -51,8 +51,9 @@ def victim_of(model: Model, source: Any = None) -> Victim:
         assert backbone.img_size is not None
         model = replace(model, backbone=adapt(backbone.model, backbone.img_size, **asked))
     if model.locked:
+        key = read_manifest(Path(source), None).key_id
         notes["lock"] = (
-            f"locked with the key {read_manifest(Path(source), None).key_id}: the channels between the blocks are permuted; "
+            f"locked with the key {key}: the channels between the blocks are permuted; "
             "the patch embedding and the positions, which the closed forms read, are not"
         )
     method = model.method

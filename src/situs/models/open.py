@@ -162,8 +162,10 @@ def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], de
             model = replace(model, name=folder_name(folder), backbone=opened(model.backbone).to(device).eval())
         return replace(model, facts={**model.facts, "locked": "opened with its key"})
     manifest = read_json(folder / MANIFEST)
-    if manifest.get("sealed") or manifest.get("withheld") is not None:
-        lacks = "is sealed" if manifest.get("sealed") else "lacks what was withheld when it was locked"
+    withheld = manifest.get("withheld")
+    if manifest.get("sealed") or withheld is not None:
+        parts = ", ".join(map(str, withheld.get("parts", ()))) if isinstance(withheld, dict) else "?"
+        lacks = "is sealed" if manifest.get("sealed") else f"lacks what was withheld when it was locked ({parts})"
         raise SitusError(f"{folder}: {lacks}, so that without its key there is no whole model (--key, --withheld)")
     model = _open_folder(folder, fields, device)
     facts = {**model.facts, "locked": "yes, and looked at without its key"}
