@@ -27,8 +27,8 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
 from situs.audit.april import April
-from situs.audit.attack import Attack, Knowledge
-from situs.audit.gradients import EXACT
+from situs.audit.attack import Attack, Knowledge, Ready
+from situs.audit.cases import EXACT
 from situs.audit.metrics import denormalise, mean_of, psnr
 from situs.audit.patchembed import PatchEmbedding
 from situs.audit.stem import flat_weight, require_stem, table_rows, to_images
@@ -82,6 +82,12 @@ def largest_difference(backbone: Backbone, sent: Gradients, images: Tensor, labe
     return worst
 
 
+def reads(attack: Attack, backbone: Backbone) -> tuple[str, ...] | None:
+    """The gradients that an attack needs; None where it does not apply."""
+    found = attack.prepare(backbone, [name for name, _ in backbone.named_parameters()], Knowledge())
+    return found.reads or () if isinstance(found, Ready) else None
+
+
 def alone_on_cpu(name: str, backbone: Backbone, upload: Gradients) -> Tensor:
     """One image by `numpy.linalg.lstsq` in float64: patches [1, N, K]."""
     stem = require_stem(backbone)
@@ -90,7 +96,7 @@ def alone_on_cpu(name: str, backbone: Backbone, upload: Gradients) -> Tensor:
     if name == "patchembed":
         patches = np.linalg.lstsq(table.T, flat_weight(upload[stem.weight]).double().numpy(), rcond=None)[0]
         return torch.from_numpy(patches).unsqueeze(0)
-    weights = [key for key in April().reads(backbone) if key != stem.table]
+    weights = [key for key in reads(April(), backbone) or () if key != stem.table]
     right = sum((own[key].T @ upload[key].double() for key in weights), torch.zeros(())).numpy()
     z = torch.from_numpy(np.linalg.lstsq(table.T, right, rcond=None)[0])[stem.first :]
     z = z - table_rows(own[stem.table], stem) - (0.0 if stem.bias is None else own[stem.bias])
@@ -120,9 +126,7 @@ def main() -> None:
     given = {"img_size": args.size, "num_classes": args.classes, "weights": args.weights}
     backbone = create_backbone(args.model, **given).to(args.device).eval()
     stem = require_stem(backbone)
-    names = sorted(
-        {name for kind in ATTACKS.values() if not kind().applies(backbone) for name in kind().reads(backbone)}
-    )
+    names = sorted({name for kind in ATTACKS.values() for name in reads(kind(), backbone) or ()})
     data = DataConfig(path=args.images, img_size=(args.size, args.size), batch=args.batch, workers=0, resident="never")
     step, seen = step_of_each(backbone, names), 0
     solved: dict[str, list[Result]] = {name: [] for name in ATTACKS}
@@ -142,16 +146,16 @@ def main() -> None:
         uploads = [{name: g[i] for name, g in sent.items()} for i in range(len(images))]
         real = denormalise(images, *data.normalisation)
         for name, kind in ATTACKS.items():
-            reads = name.endswith("bytes")
-            if kind().applies(backbone) or (reads and seen >= args.bytes):
+            byte = name.endswith("bytes")
+            if reads(kind(), backbone) is None or (byte and seen >= args.bytes):
                 continue
-            known = Knowledge(normalisation=data.normalisation if reads else None)
+            known = Knowledge(normalisation=data.normalisation if byte else None)
             solve = partial(kind().recover, backbone, uploads, known)
             if seen == 0:
                 _run(args.device, solve)
             found, seconds = _run(args.device, solve)
             solved[name].append(Result(psnr(denormalise(found.images, *data.normalisation), real).tolist(), seconds))
-            for i in range(0 if reads else min(len(images), args.alone - seen)):
+            for i in range(0 if byte else min(len(images), args.alone - seen)):
                 upload = {key: g.cpu() for key, g in uploads[i].items()}
                 patches, seconds = _run("cpu", lambda n=name, u=upload: alone_on_cpu(n, backbone, u))
                 image = denormalise(to_images(patches, backbone, stem), *data.normalisation)

@@ -19,19 +19,19 @@ from typing import Any
 
 import torch
 
-from situs.audit.adaptive import AdaptiveMJP
-from situs.audit.adaptive_search import Effort
+from situs.audit.adaptive import AdaptiveConfig, AdaptiveMJP
 from situs.audit.april import April
+from situs.audit.cases import TestSet
+from situs.audit.deadline import Deadline
 from situs.audit.lpips import Lpips
 from situs.audit.patchembed import PatchEmbedding
 from situs.audit.settings import Attacker, Comparison, Contestant, Plan, compare_settings, to_json, verdict
 from situs.audit.settings_page import settings_page, settings_table
 from situs.audit.victim import Victim, labels_for, open_predictor, open_victim
-from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.data.loader import DataConfig
 from situs.files import write_text
-from situs.methods.mjp import MJP
+from situs.methods.base import Method
 from situs.models import Model
 from situs.models.data import load_set
 
@@ -51,13 +51,13 @@ def opened_victim(source: str, args: argparse.Namespace) -> Victim:
 
 def contestant(victim: Victim, mjp: bool) -> Contestant:
     """A run with its own method where that is MJP or not, as asked; else its bare backbone."""
-    own = isinstance(victim.trains, MJP) == mjp
+    own = (isinstance(victim.trains, Method) and victim.trains.hidden_share is not None) == mjp
     return Contestant(victim.trains if own else victim.model.backbone, mjp)
 
 
 def attackers(args: argparse.Namespace, victim: Victim) -> list[Attacker]:
     predictor = None if args.predictor is None else open_predictor(args.predictor, victim.model.backbone, args.device)
-    adaptive = AdaptiveMJP(Effort(rounds=args.rounds), predictor)
+    adaptive = AdaptiveMJP(AdaptiveConfig(rounds=args.rounds, predictor=predictor))
     return [Attacker(PatchEmbedding(), False), Attacker(April(), False), Attacker(adaptive, True)]
 
 
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--ratio", type=float, nargs="+", default=[0.27])
     parser.add_argument("--settings", default="a,b,c")
     parser.add_argument("--predictor", help="a run of MP3 that helps with the order")
-    parser.add_argument("--rounds", type=int, default=Effort().rounds)
+    parser.add_argument("--rounds", type=int, default=AdaptiveConfig().rounds)
     parser.add_argument("--lpips", type=Path)
     parser.add_argument("--time-limit", type=float)
     parser.add_argument("--seed", type=int, default=0)
@@ -112,17 +112,14 @@ def main() -> None:
     }
     for ratio in args.ratio:
         begin = time.perf_counter()
-        watch = Watch(lambda line: print(line, file=sys.stderr, flush=True), args.time_limit)
+        deadline = Deadline(lambda line: print(line, file=sys.stderr, flush=True), args.time_limit)
         found = compare_settings(
             models,
-            batch.inputs,
-            labels,
+            TestSet(batch.inputs, labels, first.data.normalisation, [str(i) for i in batch.ids.tolist()]),
             attackers(args, next(iter(opened.values()))),
-            normalisation=first.data.normalisation,
             plan=Plan(tuple(args.settings.split(",")), ratio, args.seed),
-            names=[str(i) for i in batch.ids.tolist()],
             lpips=lpips,
-            watch=watch,
+            deadline=deadline,
         )
         seconds = time.perf_counter() - begin
         show(found, seconds)

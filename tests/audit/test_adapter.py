@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from outcomes import reason
 from torch import Tensor, nn
 
 from situs.audit import Knowledge, MaskedJigsaw, Matching, MatchingConfig, NoPositionGradient, PatchEmbedding, adapt
+from situs.audit.cases import TestSet
 from situs.audit.gradients import audit_gradients
 from situs.audit.stem import require_stem
 from situs.audit.threat import NoDefence, victim_gradients
@@ -72,7 +74,7 @@ def test_gradients_are_those_of_the_module_itself() -> None:
 def test_matching_needs_no_names() -> None:
     fixed = module(norm=True)
     backbone = adapt(fixed, 8)
-    assert "no position table that is simply added" in str(PatchEmbedding().applies(backbone))
+    assert "no position table that is simply added" in str(reason(PatchEmbedding(), backbone))
     upload = victim_gradients(backbone, X, torch.tensor([2]))
     found = Matching(MatchingConfig(iterations=3, restarts=2)).recover(backbone, [upload], Knowledge())
     assert found.images.shape == X.shape
@@ -98,13 +100,13 @@ def test_what_cannot_be_mapped_is_searched_in_turn() -> None:
 
 def test_names_are_measured_and_not_believed() -> None:
     hidden = adapt(module(norm=True), 8, weight="patches.weight", table="places")
-    assert "not simply added behind a linear patch embedding" in str(PatchEmbedding().applies(hidden))
+    assert "not simply added behind a linear patch embedding" in str(reason(PatchEmbedding(), hidden))
     other = adapt(module(), 8, weight="out.weight", table="places")
-    assert "model.places is not simply added" in str(PatchEmbedding().applies(other))
+    assert "model.places is not simply added" in str(reason(PatchEmbedding(), other))
     frozen = module()
     frozen.places.requires_grad_(False)
     assert "model.places is frozen" in str(
-        PatchEmbedding().applies(adapt(frozen, 8, weight="patches.weight", table="places"))
+        reason(PatchEmbedding(), adapt(frozen, 8, weight="patches.weight", table="places"))
     )
 
 
@@ -112,11 +114,9 @@ def test_an_audit_of_it_with_the_defences() -> None:
     backbone = adapt(module(), 8, weight="patches.weight", table="places")
     found = audit_gradients(
         backbone,
-        X.clamp(-1, 1),
-        torch.tensor([2]),
+        TestSet(X.clamp(-1, 1), torch.tensor([2]), ((0.5,) * 3, (0.5,) * 3)),
         [PatchEmbedding()],
         [NoDefence(), NoPositionGradient(), MaskedJigsaw()],
-        normalisation=((0.5,) * 3, (0.5,) * 3),
     )
     plain, withheld, jigsaw = found.pairs
     assert plain.exact == 1

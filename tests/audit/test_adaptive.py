@@ -7,12 +7,23 @@ from typing import Any
 
 import pytest
 import torch
+from outcomes import caveat, reason
 
-from situs.audit import AdaptiveMJP, Clip, Knowledge, MaskedJigsaw, Noise, PatchEmbedding, adaptive, create_attack
+from situs.audit import (
+    AdaptiveConfig,
+    AdaptiveMJP,
+    Clip,
+    Knowledge,
+    MaskedJigsaw,
+    Noise,
+    PatchEmbedding,
+    adaptive,
+    create_attack,
+)
 from situs.audit.adaptive_block import first_linears
-from situs.audit.adaptive_search import SOLVED, Effort
+from situs.audit.adaptive_search import SOLVED
+from situs.audit.deadline import Deadline
 from situs.audit.threat import Defence, NoDefence, victim_gradients
-from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
 from situs.data.batch import Batch
@@ -96,7 +107,7 @@ def test_a_wrong_upload_is_a_failed_attack() -> None:
     weight = upload["model.patch_embed.proj.weight"]
     noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(0))
     other = {**upload, "model.patch_embed.proj.weight": weight + 1e-5 * weight.std() * noise}
-    found = AdaptiveMJP(Effort(rounds=1)).recover(backbone, [upload, other], Knowledge(MaskedJigsaw(0.1)))
+    found = AdaptiveMJP(AdaptiveConfig(rounds=1)).recover(backbone, [upload, other], Knowledge(MaskedJigsaw(0.1)))
     assert [fact["open_directions"] for fact in found.facts] == [0, 0]
     assert [fact["fits"] for fact in found.facts] == [True, False]
     off: Any = found.facts[1]
@@ -161,7 +172,7 @@ def test_where_nothing_is_hidden_it_is_patchembed() -> None:
 
 def test_too_many_tokens_are_said_and_the_algebra_stays() -> None:
     backbone = victim(model_args={**SMALL, "embed_dim": 16})
-    said = str(AdaptiveMJP().caveat(backbone, 1))
+    said = str(caveat(AdaptiveMJP(), backbone))
     assert "17 tokens are not fewer than 16 channels" in said
     found, _, _ = attacked(backbone, pictures(), 0.2)
     assert found.images.isfinite().all()
@@ -172,9 +183,9 @@ def test_too_many_tokens_are_said_and_the_algebra_stays() -> None:
 def test_it_stops_when_its_time_is_over() -> None:
     backbone, x = victim(), pictures()
     ticks = iter(range(1000))
-    watch = Watch(seconds=2, clock=lambda: float(next(ticks)))
+    deadline = Deadline(seconds=2, clock=lambda: float(next(ticks)))
     uploads = [upload_of(backbone, x, 0.3, 0)] * 3
-    found = AdaptiveMJP(Effort(rounds=2)).recover(backbone, uploads, Knowledge(MaskedJigsaw(0.3)), watch)
+    found = AdaptiveMJP(AdaptiveConfig(rounds=2)).recover(backbone, uploads, Knowledge(MaskedJigsaw(0.3)), deadline)
     assert found.images.shape[0] == len(found.facts) == 1
     assert found.partial == "a part of the last image's search"
 
@@ -191,9 +202,9 @@ def test_ctrl_c_keeps_the_images_before_it(monkeypatch: pytest.MonkeyPatch) -> N
         return solve(*args)
 
     monkeypatch.setattr(AdaptiveMJP, "_one", one)
-    watch = Watch()
-    found = AdaptiveMJP().recover(backbone, uploads, known, watch)
-    assert watch.interrupted
+    deadline = Deadline()
+    found = AdaptiveMJP().recover(backbone, uploads, known, deadline)
+    assert deadline.interrupted
     assert len(found.facts) == 1
     torch.testing.assert_close(found.images, whole.images)
     with pytest.raises(KeyboardInterrupt):  # nothing is there yet
@@ -202,11 +213,11 @@ def test_ctrl_c_keeps_the_images_before_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_it_is_in_the_dict_and_refuses_what_it_cannot_read() -> None:
     attack = create_attack("adaptive-mjp")
-    assert attack.knows_mjp
-    assert "fixed or frozen" in str(attack.applies(victim(positions="sincos")))
+    assert attack.separates_hidden
+    assert "fixed or frozen" in str(reason(attack, victim(positions="sincos")))
     backbone = victim()
-    assert attack.missing(backbone, {}) is not None
-    assert attack.missing(backbone, upload_of(backbone, pictures(), 0.1, 0)) is None
+    assert reason(attack, backbone, {}) is not None
+    assert reason(attack, backbone, upload_of(backbone, pictures(), 0.1, 0)) is None
 
 
 @pytest.mark.parametrize(("dtype", "ratio"), [(torch.float16, 0.2), (torch.bfloat16, 0.1), (torch.float32, 0.5)])
@@ -220,7 +231,7 @@ def test_what_is_said_to_fit_is_right(dtype: torch.dtype, ratio: float, monkeypa
     backbone, x = victim(), pictures()
     defence = MaskedJigsaw(ratio)
     upload = victim_gradients(backbone, x, torch.tensor([3]), defence=defence, dtype=dtype)
-    recovered = AdaptiveMJP(Effort(rounds=3)).recover(backbone, [upload], Knowledge(defence))
+    recovered = AdaptiveMJP(AdaptiveConfig(rounds=3)).recover(backbone, [upload], Knowledge(defence))
     assert float(recovered.images.abs().max()) < 30
     [(partly, found)] = seen
     fits = found.fit <= SOLVED
@@ -236,7 +247,7 @@ def test_a_model_without_places_hides_every_patch() -> None:
     backbone, x = victim(), pictures()
     method = MJP(backbone, VARIANTS["B"]).eval()
     upload = victim_gradients(method, x, torch.tensor([3]))
-    found = AdaptiveMJP(Effort(rounds=2)).recover(backbone, [upload], Knowledge(method=method))
+    found = AdaptiveMJP(AdaptiveConfig(rounds=2)).recover(backbone, [upload], Knowledge(method=method))
     assert found.facts[0]["hidden"] == 16
     assert found.images.isfinite().all()
 
@@ -264,7 +275,7 @@ def test_what_drowns_in_noise_is_not_said_to_be_known() -> None:
     assert found.facts[0]["hidden"] is None
     assert "rounding and noise leave G fewer directions" in str(found.facts[0]["verdict"])
     assert found.facts[0]["fits"] is True  # noise as stated explains all of it
-    quiet = AdaptiveMJP(Effort(rounds=1)).recover(backbone, [upload], Knowledge(Noise(1e-5), method=method))
+    quiet = AdaptiveMJP(AdaptiveConfig(rounds=1)).recover(backbone, [upload], Knowledge(Noise(1e-5), method=method))
     assert quiet.facts[0]["fits"] is False
 
 
@@ -282,7 +293,7 @@ def test_a_gate_that_is_still_shut_proves_nothing() -> None:
 
     backbone = victim(model_args={**SMALL, "mlp_layer": SwiGLU})
     upload = upload_of(backbone, pictures(), 0.2, 0)
-    found = AdaptiveMJP(Effort(rounds=1)).recover(backbone, [upload], Knowledge(MaskedJigsaw(0.2)))
+    found = AdaptiveMJP(AdaptiveConfig(rounds=1)).recover(backbone, [upload], Knowledge(MaskedJigsaw(0.2)))
     assert found.facts[0]["patches_that_fit"] == 0
     assert found.facts[0]["fits"] is False
     assert float(found.images.abs().max()) < 30

@@ -15,9 +15,9 @@ from situs.audit.adaptive_algebra import Partly, separate
 from situs.audit.adaptive_block import FirstBlock
 from situs.audit.adaptive_search import SOLVED, TELLING, Effort, Family, Found, Trial, search
 from situs.audit.adaptive_solve import family_of, solve_directions
+from situs.audit.deadline import Deadline
 from situs.audit.stem import flat_weight, require_stem, table_rows
 from situs.audit.threat import MaskedJigsaw, known_gradient, victim_gradients
-from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
 from situs.data.batch import Batch
@@ -131,7 +131,7 @@ def test_derivatives_are_those_of_differences(usual: Scene) -> None:
 
 
 def trial(of: Scene) -> Trial:
-    return Trial(of.block, of.family, of.partly, 1e3, Effort(steps=30), Watch())
+    return Trial(of.block, of.family, of.partly, 1e3, Effort(steps=30), Deadline())
 
 
 @torch.no_grad()
@@ -168,7 +168,7 @@ def matched(found: Tensor, real: Tensor) -> float:
 @torch.no_grad()
 def test_all_patches_are_found(dim: int, ratio: float, number: int) -> None:
     of = scene(dim, ratio, number)
-    found = solve_directions(of.block, of.partly, of.grid, SIZE, Effort(), Watch())
+    found = solve_directions(of.block, of.partly, of.grid, SIZE, Effort(), Deadline())
     assert float(found.fit.max()) <= SOLVED
     patches, hidden = of.partly.patches(found.at), of.partly.hidden
     assert float((patches - of.patches)[~hidden].norm() / of.patches[~hidden].norm()) < 1e-4
@@ -187,7 +187,7 @@ def test_equal_hidden_patches_are_one_root_that_stands_twice() -> None:
     of = scene(ratio=0.3, number=1, change=repeat)
     hidden = of.partly.hidden
     assert len(of.partly.z) == int(hidden.sum()) - 2
-    found = solve_directions(of.block, of.partly, of.grid, SIZE, Effort(rounds=4), Watch())
+    found = solve_directions(of.block, of.partly, of.grid, SIZE, Effort(rounds=4), Deadline())
     assert float(found.fit.max()) <= SOLVED
     assert matched(of.partly.patches(found.at)[hidden], of.patches[hidden]) < 1e-4
 
@@ -195,8 +195,8 @@ def test_equal_hidden_patches_are_one_root_that_stands_twice() -> None:
 @torch.no_grad()
 def test_who_has_no_time_keeps_the_smoothest_guess(usual: Scene) -> None:
     ticks = iter(range(1000))
-    watch = Watch(seconds=1e-9, clock=lambda: float(next(ticks)))
-    found = solve_directions(usual.block, usual.partly, usual.grid, SIZE, Effort(rounds=1), watch)
+    deadline = Deadline(seconds=1e-9, clock=lambda: float(next(ticks)))
+    found = solve_directions(usual.block, usual.partly, usual.grid, SIZE, Effort(rounds=1), deadline)
     hidden = usual.partly.hidden
     assert found.fit[hidden].isinf().all()
     assert found.at.isfinite().all()
@@ -227,7 +227,7 @@ def test_what_is_no_picture_or_proves_nothing_is_no_fit(usual: Scene) -> None:
 def test_all_patches_may_be_hidden() -> None:
     of = scene(ratio=1.0)
     assert of.partly.hidden.all()
-    found = solve_directions(of.block, of.partly, of.grid, SIZE, Effort(rounds=3), Watch())
+    found = solve_directions(of.block, of.partly, of.grid, SIZE, Effort(rounds=3), Deadline())
     fits = found.fit <= SOLVED
     assert int(fits.sum()) >= 12
     near = torch.cdist(of.partly.patches(found.at)[fits], of.patches).amin(dim=1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from outcomes import caveat, reason
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -82,8 +83,8 @@ def test_exact_on_the_block_of_the_paper() -> None:
     backbone: Any = PaperBackbone().double()
     x = torch.randn(2, 3, 20, 20, dtype=torch.float64)
     attack = April()
-    assert attack.applies(backbone) is None
-    assert attack.caveat(backbone, 1) is None
+    assert reason(attack, backbone) is None
+    assert caveat(attack, backbone) is None
     uploads = [victim_gradients(backbone, x[i : i + 1], torch.tensor([i]), dtype=torch.float64) for i in range(2)]
     found = attack.recover(backbone, uploads)
     assert relative(found.images, x) < 1e-5
@@ -137,11 +138,11 @@ def test_not_exact_on_a_standard_block_and_says_so() -> None:
 
 def test_what_it_cannot_do_is_said() -> None:
     registers = create_backbone("vit_small_patch14_reg4_dinov2", img_size=28, model_args={"depth": 1})
-    assert "registers" in str(April().applies(registers))
+    assert "registers" in str(reason(April(), registers))
     wide = create_backbone("vit_tiny_patch16_224", img_size=64, model_args={"depth": 1})
-    assert "768 pixels and a token 192" in str(April().caveat(wide, 1))
+    assert "768 pixels and a token 192" in str(caveat(April(), wide))
     many = create_backbone("vit_tiny_patch16_224", img_size=64, patch_size=4, model_args={"depth": 1})
-    assert "257 tokens are more than 192" in str(April().caveat(many, 1))
-    assert "sums over the images" in str(April().caveat(wide, 4))
+    assert "257 tokens are more than 192" in str(caveat(April(), many))
+    assert "sums over the images" in str(caveat(April(), wide, batch=4))
     fixed = create_backbone("vit_tiny_patch16_224", positions="sincos", model_args={"depth": 1})
-    assert "fixed or frozen" in str(April().applies(fixed))
+    assert "fixed or frozen" in str(reason(April(), fixed))

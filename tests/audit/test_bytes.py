@@ -333,6 +333,7 @@ def test_float_images_stay_exactly_as_they_were(dtype: torch.dtype) -> None:
 def test_the_audit_says_in_words_that_bytes_were_read_and_stays_in_range() -> None:
     import json
 
+    from situs.audit.cases import TestSet
     from situs.audit.gradients import audit_gradients, summary
     from situs.audit.record import to_json
     from situs.audit.threat import NoDefence
@@ -340,7 +341,7 @@ def test_the_audit_says_in_words_that_bytes_were_read_and_stays_in_range() -> No
     x = photographs(3)
     x[2] += 0.3 * STEP * torch.rand(x[2].shape, generator=torch.Generator().manual_seed(6))
     defences = [NoDefence()]
-    found = audit_gradients(victim(), x, torch.arange(3), [PatchEmbedding()], defences, normalisation=NORMALISATION)
+    found = audit_gradients(victim(), TestSet(x, torch.arange(3), NORMALISATION), [PatchEmbedding()], defences)
     [pair] = found.pairs
     written = json.loads(json.dumps(to_json(found), allow_nan=False))
     assert [image["bytes"] for image in written["pairs"][0]["images"]] == [True, True, False]

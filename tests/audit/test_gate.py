@@ -10,31 +10,31 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from outcomes import outcome, undone
 
+from situs.audit.cases import Outcome, Step
 from situs.audit.gate import ABOVE, NOT_JUDGED, PASSED, Judgement, Limit, Ruling, Worst, parse_limit, rule
-from situs.audit.gradients import Audit, Pair, Step
+from situs.audit.gradients import Audit
 from situs.errors import SitusError
 
 LIMIT = Limit("psnr", 20.0)
 
 
-def audit(*pairs: Pair, undone: tuple[tuple[str, str], ...] = (), count: int = 2) -> Audit:
-    stopped = "the time limit of 1 s" if undone else None
-    about = dict.fromkeys([*(pair.defence for pair in pairs), *(defence for _, defence in undone)], "")
-    return Audit(
-        "m", Step(), ["a", "b"][:count], torch.zeros(count, 3, 4, 4), list(pairs), {}, about, stopped, list(undone)
-    )
+def audit(*pairs: Outcome, count: int = 2) -> Audit:
+    stopped = "the time limit of 1 s" if any(pair.status == "not_run" for pair in pairs) else None
+    about = dict.fromkeys((pair.defence for pair in pairs), "")
+    return Audit("m", Step(), ["a", "b"][:count], torch.zeros(count, 3, 4, 4), pairs, {}, about, stopped)
 
 
-def closed(*values: float, **fields: Any) -> Pair:
-    return Pair("patchembed", "none", scores={"psnr": list(values), "lpips": None}, closed=True, **fields)
+def closed(*values: float, attack: str = "patchembed", **fields: Any) -> Outcome:
+    return outcome(attack, "none", scores={"psnr": list(values), "lpips": None}, **fields)
 
 
-def search(*values: float, **fields: Any) -> Pair:
-    return Pair("matching", "none", scores={"psnr": list(values), "lpips": None}, **fields)
+def search(*values: float, **fields: Any) -> Outcome:
+    return outcome("matching", "none", scores={"psnr": list(values), "lpips": None}, **fields)
 
 
-def judge(*pairs: Pair, **fields: Any) -> Judgement:
+def judge(*pairs: Outcome, **fields: Any) -> Judgement:
     [judged] = rule(audit(*pairs, **fields), LIMIT).judgements
     return judged
 
@@ -56,7 +56,7 @@ def test_the_worst_image_decides_and_the_limit_itself_passes() -> None:
     )
 
 
-NOT_PASSED: dict[str, tuple[tuple[Pair, ...], dict[str, Any], str]] = {
+NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], dict[str, Any], str]] = {
     "stopped in its search": (
         (search(3.0, 4.0, partial="188 of 500 iterations"),),
         {},
@@ -79,22 +79,22 @@ NOT_PASSED: dict[str, tuple[tuple[Pair, ...], dict[str, Any], str]] = {
         "matching was stopped after 3 of 9 iterations; the worst, a, has psnr 5 by matching",
     ),
     "another attack not begun": (
-        (closed(3.0, 4.0),),
-        {"undone": (("matching", "none"),)},
+        (closed(3.0, 4.0), undone("matching", "none")),
+        {},
         "matching was not run before the stop; the worst, b, has psnr 4 by patchembed",
     ),
     "nothing begun": (
-        (),
-        {"undone": (("patchembed", "none"),)},
+        (undone("patchembed", "none"),),
+        {},
         "patchembed was not run before the stop; no closed form was run (--attack patchembed)",
     ),
     "nothing applies": (
-        (Pair("patchembed", "none", reason="no table", closed=True),),
+        (outcome("patchembed", "none", reason="no table"),),
         {},
         "no closed form applies",
     ),
     "nothing closed applies and a search found nothing": (
-        (Pair("patchembed", "none", reason="no table", closed=True), search(1.0, unasked=True)),
+        (outcome("patchembed", "none", reason="no table"), search(1.0, by_itself="why")),
         {},
         "no closed form applies; what matching does not find may still be there; the worst, a, has psnr 1 by matching",
     ),
@@ -145,8 +145,8 @@ def test_an_image_above_counts_whatever_else_happened(case: str) -> None:
 
 
 def test_one_proof_is_enough_and_the_other_attacks_count_for_the_worst() -> None:
-    april = replace(closed(9.0, 2.0, doubt="its equations do not fit for 2 of 2 images"), attack="april")
-    judged = judge(closed(3.0, 4.0), april, Pair("adaptive-mjp", "none", reason="no table", closed=True))
+    april = closed(9.0, 2.0, doubt="its equations do not fit for 2 of 2 images", attack="april")
+    judged = judge(closed(3.0, 4.0), april, outcome("adaptive-mjp", "none", reason="no table"))
     assert judged.status == PASSED
     assert judged.said.endswith("the worst, a, has psnr 9 by april")
 
@@ -182,26 +182,24 @@ def test_the_file_says_passed_with_status_0_alone() -> None:
 
 
 PAIRS = st.builds(
-    Pair,
-    attack=st.sampled_from(["patchembed", "matching"]),
-    defence=st.just("none"),
+    outcome,
+    st.sampled_from(["patchembed", "april", "matching"]),
     reason=st.sampled_from([None, None, "no table"]),
     scores=st.lists(st.floats(0, 40), min_size=1, max_size=2).map(lambda values: {"psnr": values}),
     partial=st.sampled_from([None, None, "1 of 2 images"]),
-    closed=st.booleans(),
     doubt=st.sampled_from([None, None, "do not fit"]),
 ).map(lambda pair: pair if pair.reason is None else replace(pair, scores={}, partial=None))
 
 
 @given(st.lists(PAIRS, max_size=4), st.booleans())
-def test_the_three_outcomes_by_their_definition(pairs: list[Pair], cut: bool) -> None:
+def test_the_three_outcomes_by_their_definition(pairs: list[Outcome], cut: bool) -> None:
     """The words of the rule once more, from the pairs alone."""
     found = [value for pair in pairs for value in pair.scores.get("psnr") or ()]
     ran = [p for p in pairs if p.closed and p.reason is None and p.doubt is None and len(p.scores["psnr"] or ()) == 2]
     stopped = cut or any(pair.partial for pair in pairs)
     expected = 3 if any(value > 20 for value in found) else 0 if ran and not stopped else 4
-    undone = (("april", "none"),) if cut else ()
-    ruling = rule(replace(audit(*pairs, undone=undone), about={"none": ""}), LIMIT)
+    left = [undone("april", "none")] if cut else []
+    ruling = rule(replace(audit(*pairs, *left), about={"none": ""}), LIMIT)
     assert ruling.status == expected
     assert ruling.passed == (expected == 0)
 

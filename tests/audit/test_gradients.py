@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from outcomes import outcome, undone
 
 from situs.audit import Attack, Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
+from situs.audit.cases import Outcome, Step, TestSet
+from situs.audit.deadline import Deadline
 from situs.audit.gate import Limit, rule
 from situs.audit.gradients import (
+    FALLBACK,
     Audit,
     Fallback,
-    Pair,
-    Step,
     audit_gradients,
     findings,
     opening,
@@ -27,7 +29,6 @@ from situs.audit.gradients import (
 )
 from situs.audit.page import make_page
 from situs.audit.record import to_json
-from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.errors import SitusError
 
@@ -44,11 +45,9 @@ def audit(
     images = (torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
     return audit_gradients(
         backbone,
-        images,
-        torch.arange(4),
+        TestSet(images, torch.arange(4), NORMALISATION),
         [create_attack(name, MatchingConfig(iterations=2)) for name in attacks.split(",")],
         [create_defence(name) for name in defences.split(",")],
-        normalisation=NORMALISATION,
         step=Step(batch=batch),
     )
 
@@ -75,15 +74,15 @@ def test_every_pair_is_there_and_the_leak_is_found() -> None:
 
 def test_the_victims_pictures_are_the_originals() -> None:
     found = audit("patchembed", "none")
-    assert found.pairs[0].images is not None
-    torch.testing.assert_close(found.pairs[0].images, found.images, rtol=0, atol=1e-3)
+    assert found.pairs[0].pictures is not None
+    torch.testing.assert_close(found.pairs[0].pictures, found.images, rtol=0, atol=1e-3)
 
 
 def test_a_batch_has_one_solution_for_all_its_images() -> None:
     [pair] = audit("patchembed", "none", batch=2).pairs
-    assert pair.images is not None
-    assert torch.equal(pair.images[0], pair.images[1])
-    assert not torch.equal(pair.images[0], pair.images[2])
+    assert pair.pictures is not None
+    assert torch.equal(pair.pictures[0], pair.pictures[1])
+    assert not torch.equal(pair.pictures[0], pair.pictures[2])
     assert pair.exact == 0
     assert "sums over the images" in str(pair.caveat)
 
@@ -152,22 +151,20 @@ class Cut(PatchEmbedding):
         raise KeyboardInterrupt
 
 
-def partial(attacks: list[Attack], watch: Watch, batch: int = 2) -> Audit:
+def partial(attacks: list[Attack], deadline: Deadline, batch: int = 2, **fields: Any) -> Audit:
     torch.manual_seed(0)
-    fields = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": SHAPE}
-    backbone = create_backbone("vit_tiny_patch16_224", **fields).eval()
+    given = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": SHAPE}
+    backbone = create_backbone("vit_tiny_patch16_224", **given).eval()
     images = (torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
     defences = [create_defence(name) for name in ("none", "noise")]
-    step = Step(batch=batch)
-    return audit_gradients(
-        backbone, images, torch.arange(4), attacks, defences, normalisation=NORMALISATION, step=step, watch=watch
-    )
+    test = TestSet(images, torch.arange(4), NORMALISATION)
+    return audit_gradients(backbone, test, attacks, defences, step=Step(batch=batch), deadline=deadline, **fields)
 
 
 def test_ctrl_c_in_a_search_keeps_what_it_has() -> None:
-    watch = Watch()
-    found = partial([PatchEmbedding(), Slow(MatchingConfig(parallel=1))], watch)
-    assert watch.interrupted
+    deadline = Deadline()
+    found = partial([PatchEmbedding(), Slow(MatchingConfig(parallel=1))], deadline)
+    assert deadline.interrupted
     assert [(p.attack, p.count) for p in found.pairs] == [("patchembed", 4), ("matching", 2)]
     assert found.pairs[1].partial == "3 of 1,000 iterations, 2 of 4 images"
     assert found.stopped == "Ctrl-C, with 1 of 4 pairs of attack and defence finished"
@@ -184,9 +181,9 @@ def test_ctrl_c_in_a_search_keeps_what_it_has() -> None:
 
 
 def test_ctrl_c_in_a_closed_form_keeps_those_before() -> None:
-    found = partial([PatchEmbedding(), Cut()], Watch())
+    found = partial([PatchEmbedding(), Cut()], Deadline())
     assert len(found.pairs) == 1 and len(found.undone) == 3
-    nothing = partial([Cut()], Watch())
+    nothing = partial([Cut()], Deadline())
     assert nothing.pairs == [] and "before anything was attacked" in verdict(nothing)
     assert to_json(nothing)["partial"] and "Verdict" in make_page(nothing, {}).render()
 
@@ -194,8 +191,8 @@ def test_ctrl_c_in_a_closed_form_keeps_those_before() -> None:
 def test_a_time_limit_is_shared() -> None:
     """Both searches get a part of it, and neither all."""
     ticks = itertools.count()
-    watch = Watch(seconds=60, clock=lambda: float(next(ticks)))
-    found = partial([Matching(MatchingConfig(iterations=10**6))], watch, batch=4)
+    deadline = Deadline(seconds=60, clock=lambda: float(next(ticks)))
+    found = partial([Matching(MatchingConfig(iterations=10**6))], deadline, batch=4)
     assert [pair.count for pair in found.pairs] == [4, 4]
     assert all("of 1,000,000 iterations" in str(pair.partial) for pair in found.pairs)
     assert found.undone == []
@@ -205,8 +202,8 @@ def test_a_time_limit_is_shared() -> None:
 def test_a_batch_of_matching_is_scored_in_the_best_order() -> None:
     torch.manual_seed(0)
     [pair] = audit("matching", "none", batch=2).pairs
-    assert pair.images is not None and pair.images.shape[0] == 4
-    assert not torch.equal(pair.images[0], pair.images[1])
+    assert pair.pictures is not None and pair.pictures.shape[0] == 4
+    assert not torch.equal(pair.pictures[0], pair.pictures[1])
     assert [fact["labels_right"] for fact in pair.facts] == [2, 2, 2, 2]
 
 
@@ -218,26 +215,28 @@ def test_images_must_fill_their_batches() -> None:
 # --- every branch of what is said -----------------------------------------------------------------------------
 
 
-def said_of(*pairs: Pair, steps: int = 1, **fields: Any) -> Audit:
+def said_of(*pairs: Outcome, steps: int = 1, **fields: Any) -> Audit:
     guesses: Any = {"mean image": {"psnr": [10.0, 12.0]}, "random pair": {"psnr": [8.0, 9.0]}}
     about, images = dict.fromkeys(["none", "noise"], ""), torch.zeros(2, 3, 4, 4)
     return Audit("m", Step(local_steps=steps), ["a", "b"], images, list(pairs), guesses, about, **fields)
 
 
-def pair(*values: float, known: tuple[float, ...] | None = (1.0, 0.0), **fields: Any) -> Pair:
+def pair(*values: float, known: tuple[float, ...] | None = (1.0, 0.0), **fields: Any) -> Outcome:
     scores = {"psnr": list(values), "reidentified": None if known is None else list(known[: len(values)])}
-    return Pair(**{"attack": "patchembed", "defence": "none", "scores": scores, "facts": [{}] * len(values), **fields})
+    return outcome(
+        **{"attack": "patchembed", "defence": "none", "scores": scores, "facts": [{}] * len(values), **fields}
+    )
 
 
-NOISE = Pair("patchembed", "noise", reason="no table")
+NOISE = outcome("patchembed", "noise", reason="no table")
 GUESS = "mean image 11.0 dB, random pair 8.5 dB."
 
 
 def test_openings() -> None:
-    refused = Pair("patchembed", "none", reason="no table")
+    refused = outcome("patchembed", "none", reason="no table")
     nothing = "Stopped by Ctrl-C, before anything was attacked: this page says nothing about the model."
-    assert opening(said_of(refused, undone=[("april", "noise")], stopped="Ctrl-C")) == nothing
-    assert opening(said_of(undone=[("april", "noise")], stopped="Ctrl-C")) == nothing
+    assert opening(said_of(refused, undone("april", "noise"), stopped="Ctrl-C")) == nothing
+    assert opening(said_of(undone("april", "noise"), stopped="Ctrl-C")) == nothing
     assert opening(said_of(refused)) == (
         "No attack of this audit applies to what this model sends: see the reasons. Not attacked does not mean "
         "private; gradient matching applies to any model (--attack matching)."
@@ -281,14 +280,14 @@ def test_openings() -> None:
         ),
     ],
 )
-def test_findings(best: Pair, found: str) -> None:
+def test_findings(best: Outcome, found: str) -> None:
     told = findings(said_of(best, NOISE))
     assert told == {
         "none": found,
         "noise": "not attacked here: no attack of this audit applies.",
         "Without any gradient": GUESS,
     }
-    audit = said_of(best, undone=[("april", "noise")], stopped="Ctrl-C")
+    audit = said_of(best, undone("april", "noise"), stopped="Ctrl-C")
     assert findings(audit)["noise"] == "not attacked before the stop."
     assert verdict(audit) == (
         f"A partial result: stopped by Ctrl-C. none: {found} noise: not attacked before the stop. "
@@ -301,34 +300,31 @@ def test_the_best_attack_is_by_exact_images_then_the_worst_then_the_mean() -> No
     one, all_, high, even = pair(200.0, 3.0), pair(60.0, 60.0), pair(9.0, 1.0), pair(5.5, 5.0)
     assert sorted([high, one, even, all_], key=strength) == [even, high, one, all_]
     assert strength(pair(9.0, 2.0)) > strength(pair(9.0, 1.0))
-    audit = said_of(replace(even, attack="april"), replace(high, attack="matching"), NOISE)
+    audit = said_of(pair(5.5, 5.0, attack="april"), pair(9.0, 1.0, attack="matching"), NOISE)
     assert "best attack matching" in findings(audit)["none"]
-    assert seen(Pair("april", "none", scores={"psnr": []})) == "mean PSNR 0.0 dB, worst image 0.0 dB"
+    assert seen(outcome("april", "none", scores={"psnr": []})) == "mean PSNR 0.0 dB, worst image 0.0 dB"
 
 
 # --- what an audit runs by itself, and its control ------------------------------------------------------------
 
 
 def test_matching_runs_by_itself_where_no_closed_form_applies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Fallback, "images", 2)
+    assert Fallback(images=4, seconds=120.0, iterations=300) == FALLBACK
+    monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2, iterations=2))
     lines: list[str] = []
     torch.manual_seed(0)
     fields = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": SHAPE}
     backbone = create_backbone("vit_tiny_patch16_224", **fields).eval()
     images = (torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
-    search = Fallback()
-    assert (search.config.iterations, Fallback().seconds) == (300, 120.0)
-    search.config = replace(search.config, iterations=2)
     found = audit_gradients(
         backbone,
-        images,
-        torch.arange(4),
-        [PatchEmbedding(), search],
+        TestSet(images, torch.arange(4), NORMALISATION),
+        [PatchEmbedding()],
         [create_defence(name) for name in ("none", "no-pe-gradient")],
-        normalisation=NORMALISATION,
-        watch=Watch(lines.append),
+        search=MatchingConfig(),
+        deadline=Deadline(lines.append),
     )
-    assert [(p.attack, p.defence, p.unasked, p.count) for p in found.pairs] == [
+    assert [(p.attack, p.defence, bool(p.case.by_itself), p.count) for p in found.pairs] == [
         ("patchembed", "none", False, 4),
         ("patchembed", "no-pe-gradient", False, 0),
         ("matching", "no-pe-gradient", True, 2),
@@ -340,7 +336,7 @@ def test_matching_runs_by_itself_where_no_closed_form_applies(monkeypatch: pytes
     assert to_json(found)["pairs"][2]["by_itself"] is True
 
 
-class Cutting(Fallback):
+class Cutting(Matching):
     """Ctrl-C at the third look."""
 
     def measure(self, target: Any, backbone: Any, noise: float) -> Any:
@@ -356,13 +352,15 @@ class Cutting(Fallback):
 
 @pytest.mark.parametrize("cut", [True, False])
 def test_a_search_made_by_itself_that_is_stopped_is_no_pass(cut: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not cut:
-        monkeypatch.setattr(Fallback, "seconds", 0.02)
-    watch = Watch()
-    found = partial([Cutting() if cut else Fallback()], watch, batch=4)
+    if cut:
+        monkeypatch.setattr("situs.audit.gradients.Matching", Cutting)
+    else:
+        monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(seconds=0.02))
+    deadline = Deadline()
+    found = partial([], deadline, batch=4, search=MatchingConfig())
     search = found.pairs[0]
-    assert search.unasked and "of 300 iterations" in str(search.partial)
-    assert watch.interrupted == cut
+    assert search.case.by_itself and "of 300 iterations" in str(search.partial)
+    assert deadline.interrupted == cut
     assert (found.stopped is not None) == cut  # its own 120 s are no stop of the audit
     assert rule(found, Limit("psnr", 200.0)).status == 4
 
@@ -372,8 +370,8 @@ class Half(PatchEmbedding):
 
     name = "half"
 
-    def recover(self, backbone: Any, uploads: Any, known: Any = None, watch: Any = None) -> Any:
-        found = super().recover(backbone, uploads, known, watch)
+    def recover(self, backbone: Any, uploads: Any, known: Any = None, deadline: Any = None) -> Any:
+        found = super().recover(backbone, uploads, known, deadline)
         noisy = known.defence.noise_level(1) > 0 or next(iter(uploads[0].values())).dtype != torch.float32
         facts = [{**fact, "fits": noisy, "rank": fact["unknowns"]} for fact in found.facts]
         return replace(found, images=torch.zeros_like(found.images), facts=facts)
@@ -384,8 +382,8 @@ class Fitting(Half):
 
     name = "fitting"
 
-    def recover(self, backbone: Any, uploads: Any, known: Any = None, watch: Any = None) -> Any:
-        found = super().recover(backbone, uploads, known, watch)
+    def recover(self, backbone: Any, uploads: Any, known: Any = None, deadline: Any = None) -> Any:
+        found = super().recover(backbone, uploads, known, deadline)
         lost = int(known.defence.noise_level(1) > 0)
         facts = [{**fact, "fits": True, "rank": int(str(fact["unknowns"])) - lost} for fact in found.facts]
         return replace(found, facts=facts)
@@ -400,11 +398,9 @@ def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -
     images = (torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
     found = audit_gradients(
         backbone,
-        images,
-        torch.arange(2),
+        TestSet(images, torch.arange(2), NORMALISATION),
         [Half(), Fitting()],
         [create_defence(name) for name in ("none", "noise", "clip")],
-        normalisation=NORMALISATION,
         step=Step(dtype=dtype),
     )
     doubts = {(p.attack, p.defence.split()[0]): p.doubt for p in found.pairs}
@@ -414,5 +410,5 @@ def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -
     assert ("do not fit" if dtype == torch.float32 else hidden) in str(doubts["half", "none"])
     status = {judged.defence.split()[0]: judged.status for judged in rule(found, Limit("psnr", 50.0)).judgements}
     assert status == {"none": 0, "noise": 0, "clip": 0}
-    alone = replace(found, pairs=[p for p in found.pairs if p.attack == "half"])
+    alone = replace(found, outcomes=[p for p in found.pairs if p.attack == "half"])
     assert {judged.status for judged in rule(alone, Limit("psnr", 50.0)).judgements} == {4}

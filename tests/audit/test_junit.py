@@ -5,19 +5,22 @@ from __future__ import annotations
 from xml.etree import ElementTree as ET
 
 import torch
+from outcomes import outcome, undone
 
+from situs.audit.cases import Step
 from situs.audit.gate import Judgement, Limit, Ruling
-from situs.audit.gradients import Audit, Pair, Step
+from situs.audit.gradients import Audit
 from situs.audit.junit import junit
 
 PAIRS = [
-    Pair("patchembed", "none", scores={"psnr": [3.0, 99.5]}, closed=True),
-    Pair("patchembed", "noise", scores={"psnr": [3.0, 4.0]}, closed=True),
-    Pair("patchembed", "mjp", reason="<no> table & \x00 no rows", closed=True),
-    Pair("matching", "mjp", scores={"psnr": None}),
+    outcome("patchembed", "none", scores={"psnr": [3.0, 99.5]}),
+    outcome("patchembed", "noise", scores={"psnr": [3.0, 4.0]}),
+    outcome("patchembed", "mjp", reason="<no> table & \x00 no rows"),
+    outcome("matching", "mjp", scores={"psnr": None}),
+    undone("april", "mjp"),
 ]
 ABOUT = dict.fromkeys(["none", "noise", "mjp"], "")
-AUDIT = Audit("a-model", Step(), ["a", "b"], torch.zeros(2, 3, 4, 4), PAIRS, {}, ABOUT, undone=[("april", "mjp")])
+AUDIT = Audit("a-model", Step(), ["a", "b"], torch.zeros(2, 3, 4, 4), PAIRS, {}, ABOUT)
 RULING = Ruling(
     Limit("psnr", 20.0),
     [

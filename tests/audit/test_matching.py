@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from outcomes import reason
 
 from situs.audit import (
     AprilOptimisation,
@@ -19,10 +20,11 @@ from situs.audit import (
     NoPositionGradient,
     matching,
 )
+from situs.audit.attack import Ready
+from situs.audit.deadline import Deadline
 from situs.audit.metrics import psnr
 from situs.audit.scoring import pictures_of
 from situs.audit.threat import victim_gradients
-from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.errors import SitusError
 
@@ -56,7 +58,7 @@ def attack(
     defence: Defence | None = None,
     batch: int = 1,
     labels: list[int] | None = None,
-    watch: Watch | None = None,
+    deadline: Deadline | None = None,
     local_steps: int = 1,
     **settings: Any,
 ) -> Any:
@@ -65,8 +67,8 @@ def attack(
     parts = zip(x.split(batch), y.split(batch), torch.arange(len(x)).split(batch), strict=True)
     uploads = [victim_gradients(backbone, a, b, defence=defence, ids=i, local_steps=local_steps) for a, b, i in parts]
     known = Knowledge(defence, batch, normalisation=NORMALISATION, local_steps=local_steps)
-    assert kind().missing(backbone, uploads[0], known) is None
-    return kind(MatchingConfig(**{"iterations": 120, **settings})).recover(backbone, uploads, known, watch)
+    assert isinstance(kind().prepare(backbone, uploads[0], known), Ready)
+    return kind(MatchingConfig(**{"iterations": 120, **settings})).recover(backbone, uploads, known, deadline)
 
 
 def quality(found: Any, real: torch.Tensor, batch: int = 1) -> float:
@@ -209,9 +211,9 @@ def test_april_optimisation(backbone: Any, monkeypatch: pytest.MonkeyPatch) -> N
     begun = from_nearby(monkeypatch, real)
     assert quality(attack(backbone, real, AprilOptimisation, iterations=30), real) > begun + 2
     sincos = create_backbone("vit_tiny_patch16_224", positions="sincos", model_args={"depth": 1})
-    assert "fixed or frozen" in str(AprilOptimisation().applies(sincos))
+    assert "fixed or frozen" in str(reason(AprilOptimisation(), sincos))
     upload = victim_gradients(backbone, real, torch.tensor([1]), defence=NoPositionGradient())
-    assert "model.pos_embed is not sent" in str(AprilOptimisation().missing(backbone, upload))
+    assert "model.pos_embed is not sent" in str(reason(AprilOptimisation(), backbone, upload))
 
 
 def test_the_second_term_is_the_cosine_of_the_table(backbone: Any) -> None:
@@ -226,8 +228,8 @@ def test_the_second_term_is_the_cosine_of_the_table(backbone: Any) -> None:
 
 def test_a_time_limit_keeps_the_uploads_done_so_far(backbone: Any) -> None:
     real = pictures(3)
-    watch = Watch(seconds=0.05)
-    found = attack(backbone, real, watch=watch, parallel=1, iterations=5000)
+    deadline = Deadline(seconds=0.05)
+    found = attack(backbone, real, deadline=deadline, parallel=1, iterations=5000)
     assert len(found.facts) == len(found.images) == len(found.labels) == 1
     assert found.partial is not None and found.partial.endswith("of 5,000 iterations")
 
@@ -241,9 +243,9 @@ def test_ctrl_c_before_the_next_search_keeps_those_before(backbone: Any, monkeyp
         return plain(self, *given)
 
     monkeypatch.setattr(Matching, "measure", measure)
-    watch = Watch()
-    found = attack(backbone, pictures(3), watch=watch, parallel=1, iterations=2)
-    assert watch.interrupted and len(found.facts) == 1 and found.partial is None
+    deadline = Deadline()
+    found = attack(backbone, pictures(3), deadline=deadline, parallel=1, iterations=2)
+    assert deadline.interrupted and len(found.facts) == 1 and found.partial is None
     calls = iter(range(1, 9))
     with pytest.raises(KeyboardInterrupt):  # nothing to keep
         attack(backbone, pictures(1), iterations=2)
@@ -257,8 +259,8 @@ def test_a_search_without_a_number_says_none(backbone: Any, monkeypatch: pytest.
 def test_without_labels_there_is_a_reason(backbone: Any) -> None:
     upload = victim_gradients(backbone, pictures(1), torch.tensor([1]))
     bare = {name: g for name, g in upload.items() if "head" not in name}
-    assert "labels" in str(Matching().missing(backbone, bare, Knowledge()))
-    assert Matching().missing(backbone, bare, Knowledge(labels=torch.tensor([[1]]))) is None
+    assert "labels" in str(reason(Matching(), backbone, bare))
+    assert reason(Matching(), backbone, bare, labels=torch.tensor([[1]])) is None
 
 
 def test_models_without_tokens_and_with_windows() -> None:
@@ -286,7 +288,8 @@ def test_models_without_tokens_and_with_windows() -> None:
 @pytest.mark.shared_data
 def test_four_cifar_images_of_one_batch(shared_data: Any) -> None:
     """The whole size, cut short: 32 pixels in 64 patches, 100 classes, labels inferred."""
-    from situs.audit.gradients import Step, audit_gradients, summary
+    from situs.audit.cases import Step, TestSet
+    from situs.audit.gradients import audit_gradients, summary
     from situs.data.loader import DataConfig, make_loader
 
     torch.manual_seed(0)
@@ -302,11 +305,9 @@ def test_four_cifar_images_of_one_batch(shared_data: Any) -> None:
     batch = next(iter(make_loader(data, None, "cpu")))
     found = audit_gradients(
         victim.eval(),
-        batch.images,
-        batch.labels,
+        TestSet(batch.inputs, batch.targets["label"], data.normalisation),
         [Matching(MatchingConfig(iterations=250))],
         [NoDefence()],
-        normalisation=data.normalisation,
         step=Step(batch=4),
     )
     [pair] = found.pairs

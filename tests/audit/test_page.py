@@ -6,24 +6,26 @@ import re
 from dataclasses import replace
 
 import torch
+from outcomes import outcome, undone
 
+from situs.audit.cases import Outcome, Step
 from situs.audit.gate import Judgement, Limit, Ruling, Worst
-from situs.audit.gradients import Audit, Pair, Step, verdict
+from situs.audit.gradients import Audit, verdict
 from situs.audit.metrics import measure_all
 from situs.audit.page import COLUMNS, PRIVATE, grid, judged, make_page, reasons, table
 
 REAL = torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def example(*pairs: Pair) -> Audit:
+def example(*pairs: Outcome) -> Audit:
     scores = {"mean image": measure_all(REAL.flip(0), REAL, 8)}
     return Audit("a-model", Step(), ["a", "b", "c"], REAL, list(pairs), scores, {"none": "as it is"})
 
 
 SCORES = measure_all(REAL, REAL, 8)
 FACTS = [{"rank": 4 - i, "unknowns": 4, "condition": (20.0, 10.0, None)[i]} for i in range(3)]
-WORKED = Pair("patchembed", "none", None, "a caveat", SCORES, FACTS, REAL)
-REFUSED = Pair("april", "none", "there is <no> table")
+WORKED = outcome("patchembed", "none", None, "a caveat", SCORES, FACTS, REAL)
+REFUSED = outcome("april", "none", "there is <no> table")
 
 
 def headings(text: str) -> list[str]:
@@ -66,7 +68,7 @@ def test_a_model_without_an_attack_has_reasons_and_no_empty_table() -> None:
     assert "there is &lt;no&gt; table" in text
     assert "Pictures" not in headings(text)
     assert "The gate psnr=20 is not judged, which is no pass. none, not judged: no closed form applies." in text
-    cut = replace(example(), undone=[("april", "none")], stopped="Ctrl-C")
+    cut = replace(example(undone("april", "none")), stopped="Ctrl-C")
     assert "No attack was made, so there is no table of results." in make_page(cut, {}).render()
 
 
@@ -101,7 +103,7 @@ def test_the_worst_image_stands_beside_the_mean() -> None:
 
 def test_one_image_cannot_be_re_identified() -> None:
     real = REAL[:1]
-    one = Pair("patchembed", "none", None, None, measure_all(real * 0.5, real, 8), [{}], real * 0.5)
+    one = outcome("patchembed", "none", None, None, measure_all(real * 0.5, real, 8), [{}], real * 0.5)
     audit = Audit("a-model", Step(), ["a"], real, [one], {}, {"none": "as it is"})
     text = make_page(audit, {}).render()
     assert "Re-identified: not defined for one image" in text
@@ -114,33 +116,33 @@ def test_one_image_cannot_be_re_identified() -> None:
 def test_how_a_search_went() -> None:
     facts = [{"distance": 0.5, "iterations": 9, "restarts": 1, "labels_right": 1}, *[{}] * 2]
     inferred = [{**facts[0], "labels_right": right, "distance": far} for right, far in ((1, 0.5), (0, None), (1, 0.7))]
-    text = make_page(example(Pair("matching", "none", None, None, SCORES, inferred, REAL)), {}).render()
+    text = make_page(example(outcome("matching", "none", None, None, SCORES, inferred, REAL)), {}).render()
     assert (
         "matching against none: 9 iterations from 1 start, mean distance of the gradients 0.6, 2 of 3 labels inferred "
         "rightly." in text
     )
     given = [{"distance": None, "iterations": 1200, "restarts": 3}] * 3
-    text = make_page(example(Pair("matching", "none", None, None, SCORES, given, REAL)), {}).render()
+    text = make_page(example(outcome("matching", "none", None, None, SCORES, given, REAL)), {}).render()
     assert "1,200 iterations from 3 starts, mean distance of the gradients unknown, labels given." in text
 
 
 def test_the_same_reason_of_several_defences_is_said_once() -> None:
-    refused = [Pair("april", defence, "no table") for defence in ("none", "noise")]
+    refused = [outcome("april", defence, "no table") for defence in ("none", "noise")]
     assert reasons(example(*refused, REFUSED)) == [
         ("april against none | noise", "no table"),
         ("april against none", "there is <no> table"),
     ]
     labels = ("none", "noise", "clip")
-    audit = replace(example(*(Pair("april", name, "no table") for name in labels)), about=dict.fromkeys(labels, ""))
+    audit = replace(example(*(outcome("april", name, "no table") for name in labels)), about=dict.fromkeys(labels, ""))
     assert reasons(audit) == [("april against every defence", "no table")]
 
 
 def test_an_attack_that_solves_a_system_for_some_images_only() -> None:
     """adaptive-mjp: rank and condition where nothing is hidden, other facts where something is."""
     facts = [{"hidden": 3}, {"rank": 3, "unknowns": 4, "condition": 7.0}, {"hidden": 2}]
-    _, rows = table(example(Pair("adaptive-mjp", "mjp", None, None, SCORES, facts, REAL)))
+    _, rows = table(example(outcome("adaptive-mjp", "mjp", None, None, SCORES, facts, REAL)))
     assert rows[0][-2:] == ["3 of 4", "7"]
-    _, rows = table(example(Pair("adaptive-mjp", "mjp", None, None, SCORES, facts[:1] * 3, REAL)))
+    _, rows = table(example(outcome("adaptive-mjp", "mjp", None, None, SCORES, facts[:1] * 3, REAL)))
     assert rows[0][-2:] == [None, None]
 
 
@@ -148,9 +150,9 @@ def test_a_pair_that_was_stopped() -> None:
     """Its count in the table, its iterations as a range, and no vote for the attack that merely saw more images."""
     short = {name: None if values is None else values[:1] for name, values in SCORES.items()}
     searched = [{"distance": 0.5, "iterations": done, "restarts": 2} for done in (9, 4, 4)]
-    poor = Pair("matching", "none", None, None, measure_all(REAL.flip(0), REAL, 8), searched, REAL.flip(0))
-    cut = Pair("patchembed", "none", None, None, short, FACTS[:1], REAL[:1], partial="1 of 3 images")
-    found = replace(example(poor, cut), stopped="Ctrl-C", undone=[("april", "none")])
+    poor = outcome("matching", "none", None, None, measure_all(REAL.flip(0), REAL, 8), searched, REAL.flip(0))
+    cut = outcome("patchembed", "none", None, None, short, FACTS[:1], REAL[:1], partial="1 of 3 images")
+    found = replace(example(poor, cut, undone("april", "none")), stopped="Ctrl-C")
     assert "1 of 1 images recovered exactly from one step (best attack patchembed" in verdict(found)
     assert table(found)[1][1][2] == "1 of 1, stopped"
     assert grid(found) == (
@@ -188,7 +190,7 @@ def test_the_headline_names_bytes_or_what_is_left_to_see() -> None:
     assert "3 of 3 images recovered exactly from one step, all to the last byte (patchembed, no defence added)" in (
         make_page(example(read), {}).render()
     )
-    poor = Pair("matching", "noise", None, None, measure_all(REAL * 0.5, REAL, 8), [{}] * 3, REAL * 0.5)
+    poor = outcome("matching", "noise", None, None, measure_all(REAL * 0.5, REAL, 8), [{}] * 3, REAL * 0.5)
     text = make_page(example(poor), {}).render()
     assert "no image recovered exactly from one step; mean PSNR" in text and "(matching, against noise)" in text
 

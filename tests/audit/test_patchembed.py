@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from outcomes import caveat, prepared, reason
 
 from situs.audit import ATTACKS, Clip, Knowledge, MaskedJigsaw, Noise, NoPositionGradient, PatchEmbedding
 from situs.audit.threat import NoDefence, hidden_places, victim_gradients
@@ -58,7 +59,7 @@ def test_every_learned_table_leaks_every_pixel(name: str, fields: dict[str, Any]
     backbone = victim(name, **fields).double()
     x = torch.randn(2, backbone.in_chans, *backbone.img_size, dtype=torch.float64)
     found = attack(backbone, x, dtype=torch.float64)
-    assert PatchEmbedding().caveat(backbone, 1) is None
+    assert caveat(PatchEmbedding(), backbone) is None
     assert error(found.images, x) > 90
     for fact in found.facts:
         assert fact["rank"] == fact["unknowns"] == backbone.num_tokens
@@ -115,13 +116,13 @@ def test_a_batch_is_not_taken_apart_and_that_is_said() -> None:
     upload = victim_gradients(backbone, x, torch.arange(4))
     found = PatchEmbedding().recover(backbone, [upload], Knowledge(batch=4))
     assert max(error(found.images, x[i : i + 1]) for i in range(4)) < 10
-    assert "sums over the images" in str(PatchEmbedding().caveat(backbone, 4))
+    assert "sums over the images" in str(caveat(PatchEmbedding(), backbone, batch=4))
 
 
 def test_too_many_patches_are_told() -> None:
     backbone = victim(model_args={**SMALL, "embed_dim": 12})
     found = attack(backbone, images())
-    assert "16 patches are more than 12 channels" in str(PatchEmbedding().caveat(backbone, 1))
+    assert "16 patches are more than 12 channels" in str(caveat(PatchEmbedding(), backbone))
     assert found.facts[0]["condition"] is None
     assert int(found.facts[0]["rank"]) < 16
     assert error(found.images, images()) < 30
@@ -133,7 +134,7 @@ def test_without_the_table_there_is_nothing_to_solve() -> None:
     assert "model.pos_embed" not in upload
     assert "model.patch_embed.proj.weight" in upload
     for name in ("patchembed", "april"):
-        assert "model.pos_embed is not sent" in str(ATTACKS[name]().missing(backbone, upload))
+        assert "model.pos_embed is not sent" in str(reason(ATTACKS[name](), backbone, upload))
 
 
 def test_the_gradient_of_dal_is_subtracted() -> None:
@@ -242,7 +243,8 @@ def test_clipping_shrinks_the_gradient_of_dal_too(name: str) -> None:
     found = PatchEmbedding().recover(backbone, [upload], known)
     assert error(found.images, images()) > 60
     assert found.facts[0]["fits"] is True
-    only = {name: upload[name] for name in PatchEmbedding().reads(backbone) if name in upload}
+    ready: Any = prepared(PatchEmbedding(), backbone)
+    only = {name: upload[name] for name in ready.reads if name in upload}
     torch.testing.assert_close(PatchEmbedding().recover(backbone, [only], known).images, found.images)
 
 

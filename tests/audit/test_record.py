@@ -14,10 +14,11 @@ import torch
 from torch import nn
 
 from situs.audit import Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
+from situs.audit.cases import TestSet
+from situs.audit.deadline import Deadline
 from situs.audit.gate import Limit, rule
-from situs.audit.gradients import Audit, Fallback, audit_gradients
+from situs.audit.gradients import Audit, audit_gradients
 from situs.audit.record import SCHEMA, to_json, weights_digest
-from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "methods" / "gradients.schema.json"
@@ -34,15 +35,12 @@ def example(**fields: Any) -> Audit:
         "model_args": {"depth": 1, "embed_dim": 32, "num_heads": 2},
     }
     images = (torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
-    search = Fallback()
-    search.config = MatchingConfig(iterations=2)
     return audit_gradients(
         create_backbone("vit_tiny_patch16_224", **given).eval(),
-        images,
-        torch.arange(2),
-        [PatchEmbedding(), create_attack("april"), create_attack("adaptive-mjp"), search],
+        TestSet(images, torch.arange(2), ((0.5,) * 3, (0.25,) * 3)),
+        [PatchEmbedding(), create_attack("april"), create_attack("adaptive-mjp")],
         [create_defence(name) for name in ("none", "noise", "no-pe-gradient", "mjp=0")],
-        normalisation=((0.5,) * 3, (0.25,) * 3),
+        search=MatchingConfig(),
         **fields,
     )
 
@@ -78,9 +76,9 @@ def test_a_real_audit_keeps_to_the_schema(told: dict[str, Any], schema_breaks: B
     assert breaks({**told, "gate": None, "notes": {"lock": "locked"}}) == []
     kinds = {(pair["applies"], pair["closed_form"]) for pair in told["pairs"]}
     assert kinds == {(True, True), (False, True), (True, False)}  # every form of a pair was there
-    watch = Watch()
-    watch.interrupt()
-    stopped = example(watch=watch)
+    deadline = Deadline()
+    deadline.interrupt()
+    stopped = example(deadline=deadline)
     assert stopped.undone
     assert breaks({**to_json(stopped), **FACTS, "gate": rule(stopped, Limit("ssim", 0.5)).to_json()}) == []
 
@@ -158,4 +156,4 @@ def test_the_weights_hash_is_of_names_types_shapes_and_bytes() -> None:
 
 
 def test_matching_is_no_closed_form() -> None:
-    assert not Matching.closed_form and not Fallback.closed_form and PatchEmbedding.closed_form
+    assert not Matching.closed_form and PatchEmbedding.closed_form

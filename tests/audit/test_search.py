@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from situs.audit.deadline import Deadline
 from situs.audit.search import MatchingConfig, border_steps, gradient_distances, name_weights, optimise, variation
-from situs.audit.watch import Watch
 from situs.errors import SitusError
 
 
@@ -78,9 +78,9 @@ def bowl(centre: Tensor):
 def test_searches_do_not_mix() -> None:
     centre, start = chance(3, 1, 1, 2, 2), chance(3, 1, 1, 2, 2, seed=1)
     config = MatchingConfig(iterations=40)
-    together = optimise(bowl(centre), start, config, Watch(), "x")
+    together = optimise(bowl(centre), start, config, Deadline(), "x")
     for p in range(3):
-        alone = optimise(bowl(centre[p : p + 1]), start[p : p + 1], config, Watch(), "x")
+        alone = optimise(bowl(centre[p : p + 1]), start[p : p + 1], config, Deadline(), "x")
         assert torch.equal(alone.images[0], together.images[p])
         assert torch.equal(alone.loss[0], together.loss[p])
 
@@ -90,7 +90,7 @@ def test_it_arrives_within_bounds(signed: bool) -> None:
     centre = torch.tensor([0.3, 5.0, -5.0, 0.9], dtype=torch.float64).view(1, 1, 1, 2, 2)
     bounds = torch.zeros(()), torch.ones(())
     config = MatchingConfig(iterations=400, signed=signed)
-    found = optimise(bowl(centre), torch.full_like(centre, 0.5), config, Watch(), "x", bounds)
+    found = optimise(bowl(centre), torch.full_like(centre, 0.5), config, Deadline(), "x", bounds)
     torch.testing.assert_close(found.images, centre.clamp(0, 1), atol=5e-3, rtol=0)
     assert found.done == 400
 
@@ -104,14 +104,14 @@ def test_the_best_is_kept_and_not_the_last() -> None:
         return loss, loss
 
     start = chance(2, 1, 1, 2, 2)
-    found = optimise(objective, start, MatchingConfig(iterations=9), Watch(), "x")
+    found = optimise(objective, start, MatchingConfig(iterations=9), Deadline(), "x")
     assert torch.equal(found.images, start)
     assert found.loss.tolist() == [1, 1]
 
 
 def test_time_and_ctrl_c_leave_the_best_so_far() -> None:
     centre, start = torch.zeros(1, 1, 1, 2, 2), torch.ones(1, 1, 1, 2, 2)
-    late = Watch(seconds=1e-6)
+    late = Deadline(seconds=1e-6)
     found = optimise(bowl(centre), start, MatchingConfig(), late, "x")
     assert found.done == 1 and float(found.loss) == 4
 
@@ -122,9 +122,9 @@ def test_time_and_ctrl_c_leave_the_best_so_far() -> None:
             raise KeyboardInterrupt
         return bowl(centre)(images)
 
-    watch = Watch()
-    found = optimise(interrupted, start, MatchingConfig(), watch, "x")
-    assert watch.interrupted
+    deadline = Deadline()
+    found = optimise(interrupted, start, MatchingConfig(), deadline, "x")
+    assert deadline.interrupted
     assert found.done == 7
     assert float(found.loss) < 4
 
@@ -135,7 +135,7 @@ def test_lines_of_progress() -> None:
         bowl(torch.zeros(1, 1, 1, 2, 2)),
         torch.ones(1, 1, 1, 2, 2),
         MatchingConfig(iterations=20),
-        Watch(said.append),
+        Deadline(said.append),
         "it",
     )
     assert len(said) == 10

@@ -9,12 +9,22 @@ from typing import Any
 import pytest
 import torch
 
-from situs.audit import AdaptiveMJP, April, Matching, MatchingConfig, PatchEmbedding, adapt
-from situs.audit.adaptive_solve import Effort
-from situs.audit.attack import Attack, Knowledge, Recovery
-from situs.audit.settings import Attacker, Comparison, Contestant, Plan, compare_settings, to_json, verdict
+from situs.audit import AdaptiveConfig, AdaptiveMJP, April, Matching, MatchingConfig, PatchEmbedding, adapt
+from situs.audit.attack import Attack, Knowledge, Ready, Recovery
+from situs.audit.cases import TestSet
+from situs.audit.deadline import Deadline
+from situs.audit.settings import (
+    Attacker,
+    Comparison,
+    Contestant,
+    Plan,
+    attacker_of,
+    compare_settings,
+    setting_of,
+    to_json,
+    verdict,
+)
 from situs.audit.settings_page import glance, settings_page, settings_table
-from situs.audit.watch import Watch
 from situs.backbones import create_backbone
 from situs.core.jigsaw import move_patches
 from situs.data.batch import Batch
@@ -26,6 +36,7 @@ SHAPE = {"depth": 2, "embed_dim": 64, "num_heads": 4}
 NORMALISATION = ((0.5,), (0.3,))
 IMAGES = (load_samples("test").images[:3].float() / 255 - 0.5) / 0.3
 LABELS = torch.tensor([1, 2, 3])
+TEST = TestSet(IMAGES, LABELS, NORMALISATION)
 
 
 def model(**fields: Any) -> Any:
@@ -37,27 +48,19 @@ def model(**fields: Any) -> Any:
 class Spy(Attack):
     """Gives back zeros and remembers what it was told."""
 
-    name, about, knows_mjp = "spy", "looks on", True
+    name, about, separates_hidden = "spy", "looks on", True
 
     def __init__(self) -> None:
+        super().__init__()
         self.told: list[Knowledge | None] = []
         self.sent: list[Any] = []
 
-    def applies(self, backbone: Any) -> str | None:
-        return None
+    def prepare(self, backbone: Any, sent: Any, known: Any) -> Ready:
+        return Ready(("model.pos_embed", "unknown"))
 
-    def reads(self, backbone: Any) -> tuple[str, ...]:
-        return ("model.pos_embed", "unknown")
-
-    def missing(self, backbone: Any, upload: Any, known: Any = None) -> str | None:
-        return None
-
-    def caveat(self, backbone: Any, batch: int) -> str | None:
-        return None
-
-    def recover(self, backbone: Any, uploads: Any, known: Any = None, watch: Any = None) -> Recovery:
+    def recover(self, backbone: Any, uploads: Any, known: Any = None, deadline: Any = None) -> Recovery:
         self.told.append(known)
-        self.sent.append(uploads)
+        self.sent.append(list(uploads))
         return Recovery(torch.zeros(len(uploads), 1, 28, 28), [{} for _ in uploads])
 
 
@@ -65,18 +68,18 @@ def compare(attackers: list[Attacker], plan: Plan | None = None, **fields: Any) 
     backbone = model()
     models = {"plain": Contestant(backbone), "MJP": Contestant(backbone, mjp=True)}
     plan = plan or Plan(ratio=0.2)
-    given = {"normalisation": NORMALISATION, "plan": plan, **fields}
-    return compare_settings(models, IMAGES, LABELS, attackers, **given)
+    return compare_settings(models, TEST, attackers, plan=plan, **fields)
 
 
 @pytest.fixture(scope="module")
 def whole() -> Comparison:
-    adaptive = AdaptiveMJP(Effort(rounds=6, starts=24, retries=4))
+    adaptive = AdaptiveMJP(AdaptiveConfig(rounds=6, starts=24, retries=4))
     return compare([Attacker(PatchEmbedding(), False), Attacker(April(), False), Attacker(adaptive, True)])
 
 
 def row(found: Comparison, model: str, setting: str, attacker: str) -> Any:
-    [only] = [r for r in found.rows if (r.model, r.setting) == (model, setting) and r.attacker.startswith(attacker)]
+    asked = (model, setting, attacker)
+    [only] = [r for r in found.rows if (r.case.name, setting_of(r), attacker_of(r)[: len(attacker)]) == asked]
     return only
 
 
@@ -87,7 +90,7 @@ def psnr(found: Comparison, *where: str) -> float:
 
 def test_every_row_is_there(whole: Comparison) -> None:
     assert len(whole.rows) == 2 * 3 * 3
-    assert {(r.model, r.setting, r.attacker) for r in whole.rows} == {
+    assert {(r.case.name, setting_of(r), attacker_of(r)) for r in whole.rows} == {
         (m, s, a)
         for m in ("plain", "MJP")
         for s in "abc"
@@ -100,7 +103,7 @@ def test_every_row_is_there(whole: Comparison) -> None:
 def test_settings_attack_and_compare_with_what_they_say(whole: Comparison) -> None:
     """On a plain model the static attack is exact, so its pictures say which image was in the step."""
     for setting, truth in (("a", whole.images), ("b", whole.shuffled), ("c", whole.shuffled)):
-        found = row(whole, "plain", setting, "patchembed").images
+        found = row(whole, "plain", setting, "patchembed").pictures
         torch.testing.assert_close(found, truth, atol=1e-3, rtol=0)
     assert psnr(whole, "plain", "a", "patchembed") > 60
     assert psnr(whole, "plain", "b", "patchembed") > 60
@@ -112,7 +115,7 @@ def test_one_who_knows_mjp_gets_what_static_attackers_do_not(whole: Comparison) 
     for setting in "ac":  # in (a) it is DAL's gradient alone that blurs
         assert psnr(whole, "MJP", setting, "adaptive") > psnr(whole, "MJP", setting, "patchembed") + 15
     assert psnr(whole, "MJP", "c", "patchembed") < 15
-    parts = row(whole, "MJP", "c", "adaptive").parts
+    parts = row(whole, "MJP", "c", "adaptive").scores
     assert min(parts["shown_psnr"]) > 40 and min(parts["hidden_psnr"]) > 30
     said = verdict(whole)
     assert said.startswith("MJP's privacy claim does not survive an attacker who knows MJP.")
@@ -152,8 +155,8 @@ def test_parts_by_hand() -> None:
         Batch(torch.zeros(3), torch.arange(3)), seed=0, epoch=0
     )
     shown = grid[~draws["mask"][0]]
-    assert only.parts["shown_psnr"][0] == pytest.approx(-10 * float((shown - 0.5).square().mean().log10()))
-    assert len(only.parts["hidden_order"]) == 3
+    assert only.scores["shown_psnr"][0] == pytest.approx(-10 * float((shown - 0.5).square().mean().log10()))
+    assert len(only.scores["hidden_order"]) == 3
 
 
 def test_files_and_page(whole: Comparison) -> None:
@@ -188,10 +191,8 @@ def test_what_does_not_apply_is_a_reason() -> None:
     plan = Plan(("a",))
     found = compare_settings(
         {"plain": Contestant(backbone)},
-        IMAGES,
-        LABELS,
+        TEST,
         [Attacker(PatchEmbedding(), False)],
-        normalisation=NORMALISATION,
         plan=plan,
     )
     assert "fixed or frozen" in str(found.rows[0].reason)
@@ -207,13 +208,13 @@ def test_mistakes_are_refused() -> None:
         Plan(ratio=1.0)
     odd = MJP(model(), replace(MJPConfig(), shuffle="spp", unknown=False, dal="none"))
     with pytest.raises(SitusError, match="no x̃"):
-        compare_settings({"odd": Contestant(odd)}, IMAGES, LABELS, [], normalisation=NORMALISATION)
+        compare_settings({"odd": Contestant(odd)}, TEST, [])
 
 
 def test_it_stops_in_time_and_says_so() -> None:
     ticks = iter(range(10_000))
-    watch = Watch(seconds=1, clock=lambda: float(next(ticks)))
-    found = compare([Attacker(PatchEmbedding(), False)], watch=watch)
+    deadline = Deadline(seconds=1, clock=lambda: float(next(ticks)))
+    found = compare([Attacker(PatchEmbedding(), False)], deadline=deadline)
     assert found.stopped is not None and len(found.rows) < 6
     assert "partial" in verdict(found)
 
@@ -225,23 +226,21 @@ class Stopped(Spy):
         super().__init__()
         self.images = images
 
-    def recover(self, backbone: Any, uploads: Any, known: Any = None, watch: Any = None) -> Recovery:
+    def recover(self, backbone: Any, uploads: Any, known: Any = None, deadline: Any = None) -> Recovery:
         if not self.images:
             raise KeyboardInterrupt
         return Recovery(torch.zeros(self.images, 1, 28, 28), [{}] * self.images, partial="1 of 3 uploads")
 
 
 def test_ctrl_c_keeps_the_rows_before_it_and_a_short_row_is_shown_as_one() -> None:
-    watch, attackers = Watch(), [Attacker(attack, True) for attack in (Spy(), Stopped(1), Stopped(0))]
+    deadline, attackers = Deadline(), [Attacker(attack, True) for attack in (Spy(), Stopped(1), Stopped(0))]
     models = {"mjp": Contestant(model(), mjp=True)}
-    found = compare_settings(
-        models, IMAGES, LABELS, attackers, normalisation=NORMALISATION, plan=Plan(("c",), 0.2), watch=watch
-    )
-    assert watch.interrupted and found.stopped == "Ctrl-C"
+    found = compare_settings(models, TEST, attackers, plan=Plan(("c",), 0.2), deadline=deadline)
+    assert deadline.interrupted and found.stopped == "Ctrl-C"
     assert [len(row.facts) for row in found.rows] == [3, 1]
     assert [row[3] for row in settings_table(found)[1][:2]] == ["0 of 3", "0 of 1, stopped"]
     told = json.loads(json.dumps(to_json(found), allow_nan=False))
-    assert told["partial"] and told["rows"][1]["partial"] == "1 of 3 uploads"
+    assert told["partial"] and told["rows"][1]["partial"] == "1 of 3 uploads, 1 of 3 images"
     page = settings_page(found, {}).render()
     assert "Of a row that was stopped" in page and page.count("<img") == 1
 
@@ -249,7 +248,7 @@ def test_ctrl_c_keeps_the_rows_before_it_and_a_short_row_is_shown_as_one() -> No
 def test_an_attack_that_reads_all_is_given_all() -> None:
     attackers = [Attacker(Matching(MatchingConfig(iterations=1)), False)]
     plain = {"plain": Contestant(model())}
-    found = compare_settings(plain, IMAGES, LABELS, attackers, normalisation=NORMALISATION, plan=Plan(("a",), 0.2))
+    found = compare_settings(plain, TEST, attackers, plan=Plan(("a",), 0.2))
     assert found.rows[0].reason is None and len(found.rows[0].facts) == 3
 
 
@@ -257,4 +256,4 @@ def test_what_has_no_patches_to_shuffle_is_refused() -> None:
     net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(784, 10))
     own = {"own": Contestant(adapt(net, 28, in_chans=1))}
     with pytest.raises(SitusError, match=r"cannot be shuffled: .*--setting"):
-        compare_settings(own, IMAGES, LABELS, [], normalisation=NORMALISATION)
+        compare_settings(own, TEST, [])

@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from outcomes import reason
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.audit import Knowledge, Noise, PatchEmbedding, adapt
 from situs.audit.bytes import byte_values
+from situs.audit.cases import TestSet
 from situs.audit.gradients import audit_gradients
 from situs.audit.threat import NoDefence, victim_gradients
 from situs.audit.through import System, solve_patches
@@ -46,7 +48,7 @@ def pictures(count: int = 1) -> Tensor:
 
 def attack(module: nn.Module, x: Tensor, **known: Any) -> Any:
     backbone = adapt(module, 16)
-    assert PatchEmbedding().applies(backbone) is None
+    assert reason(PatchEmbedding(), backbone) is None
     defence = known.get("defence", NoDefence())
     uploads = [victim_gradients(backbone, one, torch.tensor([2]), defence=defence) for one in x.split(1)]
     return PatchEmbedding().recover(backbone, uploads, Knowledge(**{"normalisation": NORMAL, **known}))
@@ -197,11 +199,9 @@ def test_the_byte_reader_is_told_of_the_noise() -> None:
 def test_an_audit_says_so_of_a_bare_module() -> None:
     found = audit_gradients(
         adapt(Module(lambda x: x * 0.5 + 0.1), 16),
-        pictures(2),
-        torch.tensor([2, 3]),
+        TestSet(pictures(2), torch.tensor([2, 3]), NORMAL),
         [PatchEmbedding()],
         [NoDefence()],
-        normalisation=NORMAL,
     )
     [pair] = found.pairs
     assert pair.reason is None

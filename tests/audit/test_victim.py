@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from outcomes import reason
 from PIL import Image
 
 from situs.audit import PatchEmbedding
@@ -70,7 +71,7 @@ def test_own_modules_of_every_kind(which: str, told: str | None, own: str) -> No
     victim = open_victim(f"{own}:{which}", img_size=(16, 16))
     backbone = victim.model.backbone
     assert {p.dtype for p in backbone.parameters()} == {torch.float32}
-    assert PatchEmbedding().applies(backbone) is None
+    assert reason(PatchEmbedding(), backbone) is None
     assert told is None or victim.notes["precision"].startswith(told)
     assert told is not None or "precision" not in victim.notes
     assert backbone(torch.zeros(1, 3, 16, 16)).shape == (1, 6)

@@ -313,7 +313,7 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     """It was a pass. Now it is one of two: above, or not judged."""
     from situs.audit.gradients import Fallback
 
-    monkeypatch.setattr(Fallback, "images", 2)
+    monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2))
     words = ["audit", "gradients", f"{own}:plain", "--images", str(photographs), "--count", "3", "--img-size", "16"]
     assert main([*words, "--fail-above", "psnr=5", "--attack", "patchembed", "--no-pictures"]) == 3
     shown = capsys.readouterr()
@@ -322,14 +322,14 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     pairs = json.loads(Path("audit/gradients.json").read_text())["pairs"]
     assert [(pair["attack"], pair["applies"]) for pair in pairs] == [("patchembed", False), ("matching", True)]
     assert pairs[1]["by_itself"] and len(pairs[1]["images"]) == 2 and pairs[1]["partial"] is None
-    monkeypatch.setattr(Fallback, "seconds", 0.05)
+    monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2, seconds=0.05))
     assert main([*words, "--fail-above", "psnr=190", "--attack", "patchembed", "--no-pictures"]) == 4
     shown = capsys.readouterr().out
     assert "is not judged, which is no pass. none, not judged: matching was stopped after" in shown
     assert "no closed form applies; what matching does not find may still be there" in shown
     told = json.loads(Path("audit/gradients.json").read_text())
     assert not told["gate"]["passed"] and not told["partial"]
-    monkeypatch.setattr(Fallback, "seconds", 120.0)
+    monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2))
     more = ["--fail-above", "psnr=190", "--attack", "patchembed,matching", "--iterations", "2", "--no-pictures"]
     assert main([*words, *more]) == 4  # asked for, it is not run again
     assert len(json.loads(Path("audit/gradients.json").read_text())["pairs"]) == 2

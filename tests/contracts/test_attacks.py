@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 from situs.audit import ATTACKS, DEFENCES, Attack, Knowledge, MatchingConfig, create_attack, create_defence
-from situs.audit.attack import Recovery
+from situs.audit.attack import Recovery, Refused
+from situs.audit.cases import Step, TestSet
 from situs.audit.gate import Limit, rule
-from situs.audit.gradients import Audit, Step, audit_gradients, verdict
+from situs.audit.gradients import Audit, audit_gradients, verdict
 from situs.audit.page import make_page, table
 from situs.audit.record import to_json
 from situs.audit.threat import victim_gradients
@@ -41,8 +42,8 @@ def recover(backbone: Any, attack: Attack, defence: str, batch: int) -> Recovery
     """The recovery of what is sent, or the reason why there is none."""
     sent = uploads(backbone, defence, batch)
     known = Knowledge(create_defence(defence), batch, normalisation=NORMALISATION)
-    reason = attack.applies(backbone) or attack.missing(backbone, sent[0], known)
-    return attack.recover(backbone, sent, known) if reason is None else reason
+    found = attack.prepare(backbone, sent[0], known)
+    return found.reason if isinstance(found, Refused) else attack.recover(backbone, sent, known)
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -73,12 +74,15 @@ def test_what_an_attack_is_given(name: str, backbone: Any) -> None:
     """A model, gradients by name, and what the threat model says: no argument could hold an image."""
     kind = ATTACKS[name]
     assert kind.name == name and kind.about and not kind.about.endswith(".")
-    assert list(inspect.signature(kind.recover).parameters) == ["self", "backbone", "uploads", "known", "watch"]
+    assert list(inspect.signature(kind.recover).parameters) == ["self", "backbone", "uploads", "known", "deadline"]
     told = Knowledge(batch=1)
     held = [value for value in vars(told).values() if isinstance(value, torch.Tensor)]
     assert held == []  # not even labels, unless they are given
     own = {n for n, _ in backbone.named_parameters()}
-    assert set(kind().reads(backbone)) <= own | {"unknown"}  # E_unk, which MJP adds
+    ready = kind().prepare(backbone, own, told)
+    assert not isinstance(ready, Refused) and set(ready.reads or ()) <= own | {"unknown"}  # E_unk, which MJP adds
+    assert is_dataclass(kind.Config) and kind.Config.__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert kind().config == kind.Config()
 
 
 @pytest.mark.parametrize("name", ATTACKS)
@@ -95,11 +99,9 @@ def test_other_images_with_the_same_gradients_change_nothing(name: str, backbone
 def whole(backbone: Any, request: pytest.FixtureRequest) -> Audit:
     return audit_gradients(
         backbone,
-        IMAGES,
-        LABELS,
+        TestSet(IMAGES, LABELS, NORMALISATION),
         [create_attack(name, QUICK) for name in ATTACKS],
         [create_defence(name) for name in DEFENCES],
-        normalisation=NORMALISATION,
         step=Step(batch=request.param),
     )
 
@@ -121,7 +123,7 @@ def test_the_whole_audit_is_figures_and_reasons(whole: Audit) -> None:
     header, rows = table(whole)
     assert all(len(row) == len(header) for row in rows)
     assert not to_json(whole)["partial"]
-    some = replace(whole, pairs=whole.pairs[:4])  # pictures take time
+    some = replace(whole, outcomes=whole.pairs[:4])  # pictures take time
     assert "What would reduce the leak" in make_page(some, {}).render()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from situs.audit.adapter import adapt
-from situs.audit.adaptive import AdaptiveMJP
+from situs.audit.adaptive import AdaptiveConfig, AdaptiveMJP
 from situs.audit.april import April
 from situs.audit.april_optimise import AprilOptimisation
 from situs.audit.attack import Attack, Knowledge, Recovery
@@ -23,7 +23,6 @@ from situs.audit.threat import (
     victim_gradients,
 )
 from situs.errors import SitusError, unknown_name
-from situs.methods.mp3 import MP3
 
 ATTACKS: dict[str, type[Attack]] = {
     "adaptive-mjp": AdaptiveMJP,
@@ -44,15 +43,12 @@ DEFENCES: dict[str, type[Defence]] = {
 """Every defence by name; `create_defence("noise=1e-4")` sets its first setting."""
 
 
-def create_attack(name: str, search: MatchingConfig | None = None, predictor: MP3 | None = None) -> Attack:
-    """An attack by name. search: how the optimisation attacks go about it. predictor: what adaptive-mjp asks about the
-    order of patches, beside their borders."""
+def create_attack(name: str, *configs: object) -> Attack:
+    """An attack by name, with that of the configs which is its own; without one as it is by default."""
     if name not in ATTACKS:
         raise unknown_name("attack (--attack)", name, ATTACKS)
     kind = ATTACKS[name]
-    if issubclass(kind, AdaptiveMJP):
-        return kind(predictor=predictor)
-    return kind(search) if issubclass(kind, Matching) else kind()
+    return kind(next((config for config in configs if type(config) is kind.Config), None))
 
 
 def create_defence(text: str) -> Defence:
@@ -75,6 +71,7 @@ def create_defence(text: str) -> Defence:
 __all__ = [
     "ATTACKS",
     "DEFENCES",
+    "AdaptiveConfig",
     "AdaptiveMJP",
     "AprilOptimisation",
     "Attack",

@@ -13,8 +13,9 @@ Where no row is zero, nothing is hidden and `patchembed` is all that is needed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -24,22 +25,29 @@ from situs.audit.adaptive_algebra import Partly, separate
 from situs.audit.adaptive_block import FirstBlock, first_linears
 from situs.audit.adaptive_search import SOLVED, Effort, Found
 from situs.audit.adaptive_solve import solve_directions
-from situs.audit.attack import Attack, Fact, Knowledge, Recovery, known_numbers
+from situs.audit.attack import Attack, Fact, Knowledge, Ready, Recovery, Refused, known_numbers
+from situs.audit.deadline import Deadline
 from situs.audit.equations import judge, whiten
 from situs.audit.ordering import order_hidden
 from situs.audit.patchembed import PatchEmbedding
 from situs.audit.rows import patch_rows
-from situs.audit.stem import Stem, find_stem, flat_weight, require_stem, table_rows, to_images
+from situs.audit.stem import Stem, flat_weight, require_stem, table_rows, to_images
 from situs.audit.threat import UNKNOWN, Gradients, hidden_places
-from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
 from situs.methods.base import Method
-from situs.methods.mjp import MJP
 from situs.methods.mp3 import MP3
 
 
+@dataclass(frozen=True)
+class AdaptiveConfig(Effort):
+    """How long it tries for each image, and who helps."""
+
+    predictor: MP3 | None = None
+    """A trained MP3 that is asked about the order, beside the borders."""
+
+
 class AdaptiveMJP(Attack):
-    """effort: how long it tries for each image. predictor: a trained MP3 that helps with the order."""
+    """The mask, the shown patches, the hidden ones, and their order."""
 
     name: ClassVar[str] = "adaptive-mjp"
     about: ClassVar[str] = (
@@ -47,33 +55,22 @@ class AdaptiveMJP(Attack):
         "spaces of the first block's, the hidden ones' order from their borders"
     )
     closed_form: ClassVar[bool] = True
-    knows_mjp: ClassVar[bool] = True
+    separates_hidden: ClassVar[bool] = True
+    slow: ClassVar[bool] = True
+    Config: ClassVar[type[AdaptiveConfig]] = AdaptiveConfig
+    config: AdaptiveConfig
 
-    def __init__(self, effort: Effort | None = None, predictor: MP3 | None = None) -> None:
-        self.effort = Effort() if effort is None else effort
-        self.predictor = predictor
-
-    def applies(self, backbone: Backbone) -> str | None:
-        found = find_stem(backbone)
-        return found if isinstance(found, str) else None
-
-    def reads(self, backbone: Backbone) -> tuple[str, ...]:
-        stem = require_stem(backbone)
-        bias = () if stem.bias is None else (stem.bias,)
-        return stem.weight, stem.table, *bias, UNKNOWN, *first_linears(backbone)
-
-    def missing(self, backbone: Backbone, upload: Gradients, known: Knowledge | None = None) -> str | None:
-        return PatchEmbedding().missing(backbone, upload, known)
-
-    def caveat(self, backbone: Backbone, batch: int) -> str | None:
-        said = PatchEmbedding().caveat(backbone, batch)
-        tokens = backbone.num_tokens + backbone.num_prefix
+    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
+        found = PatchEmbedding().prepare(backbone, sent, known)
+        if isinstance(found, Refused):
+            return found
+        said, tokens = found.caveat, backbone.num_tokens + backbone.num_prefix
         if said is None and tokens >= backbone.dim:
-            return (
+            said = (
                 f"{tokens} tokens are not fewer than {backbone.dim} channels: most row spaces of the first block are "
                 "full and say nothing, so patches are guessed by smoothness where the algebra leaves them open"
             )
-        return said
+        return Ready((*(found.reads or ()), *first_linears(backbone)), said)
 
     @torch.no_grad()
     def recover(
@@ -81,35 +78,36 @@ class AdaptiveMJP(Attack):
         backbone: Backbone,
         uploads: Sequence[Gradients],
         known: Knowledge | None = None,
-        watch: Watch | None = None,
+        deadline: Deadline | None = None,
     ) -> Recovery:
-        known, watch = known or Knowledge(), watch or Watch()
+        known, deadline = known or Knowledge(), deadline or Deadline()
         stem, method = require_stem(backbone), known.trained(backbone)
         precise = deepcopy(backbone).double().requires_grad_(False).eval()
         images, facts = [], []
         for number, upload in enumerate(uploads):
-            if images and watch.over():
+            if images and deadline.over():
                 break
-            if isinstance(method, MJP) and known.batch == 1:
+            hides = method.hidden_share is not None
+            if hides and known.batch == 1:
                 upload = _without_noise(upload, stem, known.defence.noise_level(1))
             hidden = hidden_places(table_rows(upload[stem.table], stem))
-            if known.batch > 1 or not hidden.any() or not isinstance(method, MJP):
+            if known.batch > 1 or not hidden.any() or not hides:
                 plain = PatchEmbedding().recover_shown(backbone, [upload], known)
                 images.append(plain.images[0].double())
                 told = known.batch == 1 and known.defence.noise_level(1) == 0  # else none need not mean that
                 facts.append({**plain.facts[0], "hidden": int(hidden.sum()) if told else None})
                 continue
-            watch.say(f"{self.name}: upload {number + 1} of {len(uploads)}, {int(hidden.sum())} patches are hidden")
+            deadline.say(f"{self.name}: upload {known.first + number + 1}, {int(hidden.sum())} patches are hidden")
             try:
-                image, fact = self._one(precise, stem, method, upload, hidden, known, watch)
+                image, fact = self._one(precise, stem, method, upload, hidden, known, deadline)
             except KeyboardInterrupt:  # of this image there is nothing: those before it stay
                 if not images:
                     raise
-                watch.interrupt()
+                deadline.interrupt()
                 break
             images.append(image)
             facts.append(fact)
-        cut = watch.over() and facts[-1].get("patches_that_fit") not in (None, backbone.num_tokens)
+        cut = deadline.over() and facts[-1].get("patches_that_fit") not in (None, backbone.num_tokens)
         partial = "a part of the last image's search" if cut else None
         return Recovery(torch.stack(images).float(), facts, partial=partial)
 
@@ -117,19 +115,20 @@ class AdaptiveMJP(Attack):
         self,
         backbone: Backbone,
         stem: Stem,
-        method: MJP,
+        method: Method,
         upload: Gradients,
         hidden: Tensor,
         known: Knowledge,
-        watch: Watch,
+        deadline: Deadline,
     ) -> tuple[Tensor, dict[str, Fact]]:
         """One image of an MJP step: [C, H, W], and what the attacker can say of it."""
         partly = _separate(method, stem, upload, hidden, known)
-        unknown = method.unknown.detach().double() if method.config.unknown else torch.zeros_like(partly.base[0, :1])
+        learned = method.unknown_position()
+        unknown = torch.zeros_like(partly.base[0, :1]) if learned is None else learned.vector.double()
         block = FirstBlock(backbone, stem, upload, hidden, unknown)
-        found = solve_directions(block, partly, backbone.grid, stem.patch_size, self.effort, watch)
+        found = solve_directions(block, partly, backbone.grid, stem.patch_size, self.config, deadline)
         patches = partly.patches(found.at)
-        patches = order_hidden(patches, hidden, backbone.grid, stem.patch_size, predictor=self.predictor)
+        patches = order_hidden(patches, hidden, backbone.grid, stem.patch_size, predictor=self.config.predictor)
         told = _facts(partly, found, block)
         told.update(_fit(partly, found, _equations(method, stem, upload, known), upload[stem.table].dtype, known))
         return to_images(patches.unsqueeze(0), backbone, stem)[0], told

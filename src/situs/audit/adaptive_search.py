@@ -16,7 +16,7 @@ from torch.func import jvp, vmap
 
 from situs.audit.adaptive_algebra import Partly
 from situs.audit.adaptive_block import FirstBlock
-from situs.audit.watch import Watch
+from situs.audit.deadline import Deadline
 
 SOLVED = 3.0
 """A token fits if no more of it sticks out than this many times what noise explains. At the truth it is about once; a
@@ -90,7 +90,7 @@ class Trial:
     partly: Partly
     loud: float
     effort: Effort
-    watch: Watch
+    deadline: Deadline
     chance: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     @property
@@ -128,7 +128,7 @@ def _search(trial: Trial, places: Tensor, phi: Tensor, functionals: Tensor | Non
     out, jacobian = _residuals(block, family, places, phi, functionals)
     cost = out.square().sum(dim=1)
     for _ in range(trial.effort.steps):
-        if trial.watch.over():
+        if trial.deadline.over():
             break
         normal, slope = jacobian @ jacobian.mT, (jacobian @ out.unsqueeze(-1)).squeeze(-1)
         diagonal = normal.diagonal(dim1=1, dim2=2)

@@ -19,8 +19,8 @@ from torch import Tensor
 from situs.audit.adaptive_algebra import Partly, Smoothness, smoothest
 from situs.audit.adaptive_block import FirstBlock
 from situs.audit.adaptive_search import DOUBTFUL, SOLVED, Effort, Family, Found, Trial, search
+from situs.audit.deadline import Deadline
 from situs.audit.equations import svd
-from situs.audit.watch import Watch
 
 LOUD = 3.0
 """θ longer than this many times a patch of pixels ±1, or the largest patch of the smoothest image, is no picture:
@@ -43,7 +43,7 @@ APART = 1e-3
 
 
 def solve_directions(
-    block: FirstBlock, partly: Partly, grid: tuple[int, int], size: tuple[int, int], effort: Effort, watch: Watch
+    block: FirstBlock, partly: Partly, grid: tuple[int, int], size: tuple[int, int], effort: Effort, deadline: Deadline
 ) -> Found:
     """θ of every patch; the order of the hidden ones among their places means nothing."""
     count, values = partly.base.shape
@@ -54,7 +54,7 @@ def solve_directions(
     if block.reason is not None:
         return found
     loud = LOUD * max(values**0.5, float(partly.patches(theta).norm(dim=1).max()))
-    trial = Trial(block, family_of(block, partly, effort.loose), partly, loud, effort, watch)
+    trial = Trial(block, family_of(block, partly, effort.loose), partly, loud, effort, deadline)
     smooth = Smoothness(partly.hidden, grid, size, values)
     found = Found(trial.family.phi(trial.everywhere, theta), found.fit)
     found = solve_hidden(trial, solve_shown(trial, smooth, found))
@@ -105,7 +105,7 @@ def solve_shown(trial: Trial, smooth: Smoothness, found: Found) -> Found:
     phi, fit = found.at.clone(), found.fit.clone()
     for number in range(effort.rounds):
         lacking = shown[fit[shown] > SOLVED]
-        if not len(lacking) or (number and trial.watch.over()):
+        if not len(lacking) or (number and trial.deadline.over()):
             break
         places, starts = lacking, phi[lacking]
         if number:
@@ -121,7 +121,7 @@ def solve_shown(trial: Trial, smooth: Smoothness, found: Found) -> Found:
         chosen = at.view(-1, len(lacking), at.shape[1])[best.indices, torch.arange(len(lacking), device=at.device)]
         phi[lacking[better]], fit[lacking[better]] = chosen[better], best.values[better]
         solved = len(Found(phi, fit).solved(shown))
-        trial.watch.say(f"adaptive-mjp: round {number + 1}, {solved} of {len(shown)} shown fit")
+        trial.deadline.say(f"adaptive-mjp: round {number + 1}, {solved} of {len(shown)} shown fit")
     return Found(phi, fit)
 
 
@@ -145,7 +145,7 @@ def solve_hidden(trial: Trial, found: Found) -> Found:
     known = block.late(family.streams(solved, found.at[solved]))
     roots = ends = Found(found.at[:0], found.fit[:0])
     for number in range(trial.effort.rounds):
-        if len(roots.at) == len(hidden) or trial.watch.over():
+        if len(roots.at) == len(hidden) or trial.deadline.over():
             break
         places = one.expand(trial.effort.starts)
         seen = torch.cat([known, block.late(family.streams(one.expand(len(roots.at)), roots.at))])
@@ -155,7 +155,7 @@ def solve_hidden(trial: Trial, found: Found) -> Found:
         if fits.any():
             # Without functionals an end that was only held beside a root slides back into it.
             roots = _with_others(trial, roots, Found(*search(trial, places[fits], ends.at[fits])), SOLVED, apart)
-        trial.watch.say(f"adaptive-mjp: round {number + 1}, {len(roots.at)} of {len(hidden)} hidden found")
+        trial.deadline.say(f"adaptive-mjp: round {number + 1}, {len(roots.at)} of {len(hidden)} hidden found")
     phi, fit = found.at.clone(), found.fit.clone()
     # Any of the hidden places stands for all: their bases and rows of the table are the same. What noise explains and
     # nothing proves is a better guess than none.
@@ -227,7 +227,7 @@ def _copied(trial: Trial, found: Found, count: int) -> Found:
     for _ in range(PASSES):
         before = phi.clone()
         for place in lacking.tolist():
-            if trial.watch.over():
+            if trial.deadline.over():
                 return Found(phi, fit)
             phi[place] = phi[roots[errors(place).argmin()]].clone()
         if torch.equal(before, phi):

@@ -8,18 +8,18 @@ around) the equation does not hold: the residual of the solve says so, and the v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from situs.audit.attack import FAILED, Attack, Fact, Knowledge, Recovery, stack
+from situs.audit.attack import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, stack
+from situs.audit.deadline import Deadline
 from situs.audit.equations import Solution, solve_pixels
 from situs.audit.patchembed import facts_of
 from situs.audit.stem import Stem, find_stem, flat_weight, require_stem, table_rows, to_images
 from situs.audit.threat import Gradients, victim_gradients
-from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
 
 
@@ -42,6 +42,17 @@ def solve_tokens(
     return solve_pixels(right.nan_to_num(0.0), table, sent, sigma, torch.stack(errs).sum(dim=0))
 
 
+def _caveat(backbone: Backbone, batch: int) -> str | None:
+    if batch > 1:
+        return f"a batch of {batch}: the rows of ∂l/∂E_pos are sums over the images"
+    tokens = backbone.num_tokens + backbone.num_prefix
+    if tokens > backbone.dim:
+        return f"{tokens} tokens are more than {backbone.dim} channels: the tokens are not unique"
+    if backbone.patch_values > backbone.dim:
+        return f"a patch has {backbone.patch_values} pixels and a token {backbone.dim} channels: E⁺ loses the rest"
+    return None
+
+
 class April(Attack):
     """The closed form with the block-0 equation; exact on the paper's variant, honest on all others."""
 
@@ -49,35 +60,23 @@ class April(Attack):
     closed_form: ClassVar[bool] = True
     about: ClassVar[str] = "APRIL: tokens from the gradients of the first attention, pixels by a pseudo-inverse"
 
-    def applies(self, backbone: Backbone) -> str | None:
+    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
         stem = find_stem(backbone)
         if isinstance(stem, str):
-            return stem
+            return Refused(stem)
         if not _first_attention(backbone):
-            return "its first block has no query, key and value weights by a name this attack knows"
+            return Refused("its first block has no query, key and value weights by a name this attack knows")
         if stem.first != backbone.num_prefix:
-            return "some of its prefix tokens (registers) have no row in the table, so A lacks their rows"
-        return None
-
-    def reads(self, backbone: Backbone) -> tuple[str, ...]:
-        return require_stem(backbone).table, *_first_attention(backbone)
-
-    def caveat(self, backbone: Backbone, batch: int) -> str | None:
-        if batch > 1:
-            return f"a batch of {batch}: the rows of ∂l/∂E_pos are sums over the images"
-        tokens = backbone.num_tokens + backbone.num_prefix
-        if tokens > backbone.dim:
-            return f"{tokens} tokens are more than {backbone.dim} channels: the tokens are not unique"
-        if backbone.patch_values > backbone.dim:
-            return f"a patch has {backbone.patch_values} pixels and a token {backbone.dim} channels: E⁺ loses the rest"
-        return None
+            return Refused("some of its prefix tokens (registers) have no row in the table, so A lacks their rows")
+        reads = (stem.table, *_first_attention(backbone))
+        return absent(sent, reads) or Ready(reads, _caveat(backbone, known.batch))
 
     def recover(
         self,
         backbone: Backbone,
         uploads: Sequence[Gradients],
         known: Knowledge | None = None,
-        watch: Watch | None = None,  # noqa: ARG002  (one solve, no time to stop in)
+        deadline: Deadline | None = None,  # noqa: ARG002  (one solve, no time to stop in)
     ) -> Recovery:
         known = Knowledge() if known is None else known
         stem = require_stem(backbone)

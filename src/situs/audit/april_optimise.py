@@ -6,11 +6,12 @@ a row for each patch. Here it stands beside the distance of `matching`, table in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import ClassVar
 
 from torch import Tensor
 
+from situs.audit.attack import Knowledge, Ready, Refused, absent
 from situs.audit.matching import Matching
 from situs.audit.search import gradient_distances
 from situs.audit.stem import find_stem, require_stem
@@ -24,12 +25,11 @@ class AprilOptimisation(Matching):
     name: ClassVar[str] = "april-optimisation"
     about: ClassVar[str] = "gradient matching that counts the gradient of the position table a second time"
 
-    def applies(self, backbone: Backbone) -> str | None:
+    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
         stem = find_stem(backbone)
-        return stem if isinstance(stem, str) else super().applies(backbone)
-
-    def reads(self, backbone: Backbone) -> tuple[str, ...]:
-        return (require_stem(backbone).table,)
+        if isinstance(stem, str):
+            return Refused(stem)
+        return absent(sent, [stem.table]) or super().prepare(backbone, sent, known)
 
     def measure(self, target: Gradients, backbone: Backbone, noise: float) -> Callable[[Gradients], Tensor]:
         table, plain = require_stem(backbone).table, super().measure(target, backbone, noise)

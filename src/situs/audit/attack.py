@@ -1,17 +1,17 @@
-"""What every attack is: names of gradients it reads, the reason where it does not apply, and a recovery."""
+"""What every attack is: whether it is ready for what is sent, what it reads of that, and a recovery."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from situs.audit.deadline import Deadline
 from situs.audit.threat import Defence, Gradients, NoDefence
-from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
 from situs.methods.base import Method
 
@@ -28,7 +28,7 @@ class Knowledge:
     labels: [uploads, batch], where the server is told them. method: what was trained with its own tokens and heads,
     where it is a run's and not the defence's own. local_steps: steps of plain SGD behind an upload. epoch: of the run,
     for the method's schedules. size: height and width of the images, where the model takes any. normalisation: mean and
-    deviation of the channels, which bound what a pixel can be.
+    deviation of the channels, which bound what a pixel can be. first: the number of the first upload he is given.
     """
 
     defence: Defence = field(default_factory=NoDefence)
@@ -40,6 +40,7 @@ class Knowledge:
     epoch: int = 0
     size: tuple[int, int] | None = None
     normalisation: tuple[Sequence[float], Sequence[float]] | None = None
+    first: int = 0
 
     def trained(self, backbone: Backbone) -> Method:
         """What made the gradients: the run's own method, or the defence's."""
@@ -63,29 +64,47 @@ class Recovery:
     partial: str | None = None
 
 
+@dataclass(frozen=True)
+class Ready:
+    """An attack that can be made. reads: names of the gradients it uses, None for all that are sent. caveat: why the
+    solution is not exact here; it is made all the same and its figure is reported."""
+
+    reads: tuple[str, ...] | None
+    caveat: str | None = None
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An attack that cannot be made, and why: one sentence, which says nothing about privacy."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class NoConfig:
+    """An attack without settings."""
+
+
 class Attack(ABC):
     """An attack by name. It sees a backbone (weights at the start of the step) and uploads, never an image."""
 
+    Config: ClassVar[type[Any]] = NoConfig
+    """Its settings, frozen; the registry makes an attack of one of these and nothing else."""
     name: ClassVar[str]
     about: ClassVar[str]
     closed_form: ClassVar[bool] = False
     """Whether it solves equations whose residual tells if it succeeded; a search that fails tells nothing."""
-    reads_all: ClassVar[bool] = False
-    """Whether it uses every gradient that is sent, and not only those it cannot do without (`reads`)."""
-    knows_mjp: ClassVar[bool] = False
-    """Whether it separates the patches that MJP hides from the others, so that its figure is no lower bound."""
+    separates_hidden: ClassVar[bool] = False
+    """Whether it separates patches whose places are hidden from the others, so that its figure is no lower bound."""
+    slow: ClassVar[bool] = False
+    """Whether it takes long enough to tell of its progress."""
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = self.Config() if config is None else config
 
     @abstractmethod
-    def applies(self, backbone: Backbone) -> str | None:
-        """None, or the reason why there is nothing to solve: one sentence."""
-
-    @abstractmethod
-    def reads(self, backbone: Backbone) -> tuple[str, ...]:
-        """Names of the gradients it needs; `applies` must have said None."""
-
-    @abstractmethod
-    def caveat(self, backbone: Backbone, batch: int) -> str | None:
-        """None, or why the solution is not exact here: it is made all the same and its figure is reported."""
+    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
+        """Whether one who knows `known` can make it, of gradients of these names."""
 
     @abstractmethod
     def recover(
@@ -93,21 +112,16 @@ class Attack(ABC):
         backbone: Backbone,
         uploads: Sequence[Gradients],
         known: Knowledge | None = None,
-        watch: Watch | None = None,
+        deadline: Deadline | None = None,
     ) -> Recovery:
-        """The images behind the uploads, all solved together. watch: what a long attack tells and asks."""
-
-    def missing(self, backbone: Backbone, upload: Gradients, known: Knowledge | None = None) -> str | None:  # noqa: ARG002
-        """None, or the reason why an upload cannot be used by one who knows `known`."""
-        return absent(upload, self.reads(backbone))
+        """The images behind the uploads, all solved together. deadline: what a long attack tells and asks."""
 
 
-def absent(upload: Gradients, names: Sequence[str]) -> str | None:
-    """None where all these gradients were sent, else the reason."""
-    lacking = [name for name in names if name not in upload]
-    return (
-        f"the gradient of {' and '.join(lacking)} is not sent, so there is nothing to solve with" if lacking else None
-    )
+def absent(sent: Collection[str], names: Sequence[str]) -> Refused | None:
+    """None where all these gradients are sent, else the reason."""
+    lacking = [name for name in names if name not in sent]
+    reason = f"the gradient of {' and '.join(lacking)} is not sent, so there is nothing to solve with"
+    return Refused(reason) if lacking else None
 
 
 def stack(uploads: Sequence[Gradients], name: str) -> Tensor:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from situs.audit.gradients import Audit, Pair
+from situs.audit.cases import Outcome
+from situs.audit.gradients import Audit
 from situs.audit.metrics import BEST_PSNR, HIGHER_IS_CLOSER, LOWER_IS_CLOSER
 from situs.errors import SitusError, unknown_name
 
@@ -146,42 +147,42 @@ def _judge(audit: Audit, defence: str, limit: Limit) -> Judgement:
         shown = f"the worst, {worst.image}, has {limit.metric} {value:.4g} by {attack}"
         if over := {number for number, value, _ in found if value > limit.bound}:
             return Judgement(
-                defence, ABOVE, f"{len(over)} of {len(audit.images)} images above {limit.bound:g}; {shown}", worst
+                defence, ABOVE, f"{len(over)} of {len(audit.names)} images above {limit.bound:g}; {shown}", worst
             )
     proofs = [pair.attack for pair in pairs if _proves(pair, audit)]
     gaps = _gaps(audit, defence, pairs, limit) + ([] if proofs else _lacking(audit, pairs))
     if gaps or not proofs:
         return Judgement(defence, NOT_JUDGED, "; ".join([*gaps, *([shown] if shown else [])]), worst)
-    said = f"{' and '.join(proofs)} solved all {len(audit.images)} images and the equations fit; {shown}"
+    said = f"{' and '.join(proofs)} solved all {len(audit.names)} images and the equations fit; {shown}"
     return Judgement(defence, PASSED, said, worst)
 
 
-def _proves(pair: Pair, audit: Audit) -> bool:
+def _proves(pair: Outcome, audit: Audit) -> bool:
     """Whether a pair alone could pass a gate: a closed form, all images, to the end, without a doubt."""
-    whole = pair.reason is None and pair.partial is None and pair.count == len(audit.images)
+    whole = pair.reason is None and pair.partial is None and pair.count == len(audit.names)
     return pair.closed and whole and pair.doubt is None
 
 
-def _gaps(audit: Audit, defence: str, pairs: Sequence[Pair], limit: Limit) -> list[str]:
+def _gaps(audit: Audit, defence: str, pairs: Sequence[Outcome], limit: Limit) -> list[str]:
     """What was begun or asked for and is not there; any of it keeps a gate from being passed."""
     gaps = [f"{attack} was not run before the stop" for attack, other in audit.undone if other == defence]
     gaps += [f"{pair.attack} was stopped after {pair.partial}" for pair in pairs if pair.partial is not None]
     for pair in pairs:
         values = pair.scores.get(limit.metric)
         if pair.reason is None and values is None:
-            gaps.append(f"{limit.metric} is not defined for so few images ({len(audit.images)})")
+            gaps.append(f"{limit.metric} is not defined for so few images ({len(audit.names)})")
         elif not all(math.isfinite(value) for value in values or ()):
             gaps.append(f"{pair.attack} has an image whose {limit.metric} is no number")
     return gaps
 
 
-def _lacking(audit: Audit, pairs: Sequence[Pair]) -> list[str]:
+def _lacking(audit: Audit, pairs: Sequence[Outcome]) -> list[str]:
     """Why none of the pairs proves anything."""
     tried = [pair for pair in pairs if pair.reason is None]
     closed = [pair for pair in tried if pair.closed]
-    few = [pair for pair in closed if pair.doubt is None and pair.count < len(audit.images)]
+    few = [pair for pair in closed if pair.doubt is None and pair.count < len(audit.names)]
     found = [f"{pair.attack} proves nothing: {pair.doubt}" for pair in closed if pair.doubt is not None]
-    found += [f"{pair.attack} saw {pair.count} of {len(audit.images)} images" for pair in few]
+    found += [f"{pair.attack} saw {pair.count} of {len(audit.names)} images" for pair in few]
     if not closed:
         asked = any(pair.closed for pair in pairs)
         found.append("no closed form applies" if asked else "no closed form was run (--attack patchembed)")

@@ -12,7 +12,7 @@ the cosine distance falls to almost nothing while the images stay noise (measure
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import ClassVar
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.func import vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from situs.audit.attack import Attack, Fact, Knowledge, Recovery, known_numbers
+from situs.audit.attack import Attack, Fact, Knowledge, Ready, Recovery, Refused, known_numbers
+from situs.audit.deadline import Deadline
 from situs.audit.labels import find_classifier, infer_labels
 from situs.audit.search import (
     Found,
@@ -33,7 +34,6 @@ from situs.audit.search import (
 )
 from situs.audit.simulate import Simulation, guessed_draws, simulation
 from situs.audit.threat import Gradients, parameter_names
-from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.methods.base import Draws, Method
@@ -44,53 +44,45 @@ class Matching(Attack):
 
     name: ClassVar[str] = "matching"
     about: ClassVar[str] = "an optimiser moves noise until its gradients match those that were sent"
-    reads_all: ClassVar[bool] = True
+    slow: ClassVar[bool] = True
+    Config: ClassVar[type[MatchingConfig]] = MatchingConfig
+    config: MatchingConfig
 
-    def __init__(self, config: MatchingConfig | None = None) -> None:
-        self.config = MatchingConfig() if config is None else config
-
-    def applies(self, backbone: Backbone) -> str | None:
-        return None if backbone.in_chans else "it takes no images"
-
-    def reads(self, backbone: Backbone) -> tuple[str, ...]:  # noqa: ARG002  (it takes what it gets)
-        return ()
-
-    def caveat(self, backbone: Backbone, batch: int) -> str | None:  # noqa: ARG002
-        return "an optimisation: it ends where it ends, and more iterations or restarts may find more"
-
-    def missing(self, backbone: Backbone, upload: Gradients, known: Knowledge | None = None) -> str | None:
-        known = Knowledge() if known is None else known
-        lacking = super().missing(backbone, upload, known)
-        if lacking is None and known.labels is None and _infer(backbone, [upload], known) is None:
-            return "no gradient of a classifier was sent that would give the labels away (--labels known gives them)"
-        return lacking
+    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
+        if not backbone.in_chans:
+            return Refused("it takes no images")
+        if known.labels is None and not {*find_classifier(backbone, _size(backbone, known))} & {*sent}:
+            return Refused(
+                "no gradient of a classifier was sent that would give the labels away (--labels known gives them)"
+            )
+        return Ready(None, "an optimisation: it ends where it ends, and more iterations or restarts may find more")
 
     def recover(
         self,
         backbone: Backbone,
         uploads: Sequence[Gradients],
         known: Knowledge | None = None,
-        watch: Watch | None = None,
+        deadline: Deadline | None = None,
     ) -> Recovery:
-        known, watch = known or Knowledge(), watch or Watch()
+        known, deadline = known or Knowledge(), deadline or Deadline()
         config, method = self.config, known.trained(backbone)
         inferred = None if known.labels is not None else _infer(backbone, uploads, known)
-        labels = known.labels if inferred is None else inferred
-        assert labels is not None, "`missing` has asked"
+        labels = inferred if known.labels is None else known.labels
+        assert labels is not None, "`prepare` has asked"
         each = max(1, config.parallel // config.restarts)
         images, facts, partial = [], [], None
         for first in range(0, len(uploads), each):
-            if first and watch.over():
+            if first and deadline.over():
                 break
             group = range(first, min(first + each, len(uploads)))
-            watch.say(f"{self.name}: uploads {first + 1} to {group[-1] + 1} of {len(uploads)}")
+            deadline.say(f"{self.name}: uploads {known.first + first + 1} to {known.first + group[-1] + 1}")
             try:
                 with sdpa_kernel(SDPBackend.MATH):  # the others have no second derivative
-                    found = self._search(method, uploads, labels, group, known, watch)
+                    found = self._search(method, uploads, labels, group, known, deadline)
             except KeyboardInterrupt:  # before this search had made a guess: those before it stay
                 if not images:
                     raise
-                watch.interrupt()
+                deadline.interrupt()
                 break
             images.append(found.images)
             facts += _facts(found, config)
@@ -106,7 +98,7 @@ class Matching(Attack):
         labels: Tensor,
         group: range,
         known: Knowledge,
-        watch: Watch,
+        deadline: Deadline,
     ) -> Found:
         """For each upload of a group the best of all restarts, searched for at once."""
         restarts, backbone, like = self.config.restarts, method.backbone, next(method.parameters())
@@ -118,7 +110,8 @@ class Matching(Attack):
         guesses = {i: guessed_draws(method, uploads[i], known) for i in group}
         draws = {name: torch.stack([guesses[i][name] for i, _ in problems]) for name in guesses[group[0]]}
         told = torch.stack([labels[i] for i, _ in problems]).to(like.device)
-        start = torch.stack([_noise(backbone, known, *problem) for problem in problems]).to(like.device, like.dtype)
+        noise = [_noise(backbone, known, known.first + number, restart) for number, restart in problems]
+        start = torch.stack(noise).to(like.device, like.dtype)
         simulate = _mapped(simulation(method, known, names), start, told, draws)
         measure = self.measure(target, backbone, known.defence.noise_level(known.batch))
 
@@ -130,7 +123,7 @@ class Matching(Attack):
                 prior = prior + self.config.border * border_steps(images, backbone.grid)
             return distance + prior, distance
 
-        found = optimise(objective, start, self.config, watch, self.name, _bounds(known, start))
+        found = optimise(objective, start, self.config, deadline, self.name, _bounds(known, start))
         best = found.loss.view(-1, restarts).argmin(dim=1)
         pick = torch.arange(len(group), device=best.device) * restarts + best
         return Found(found.loss[pick], found.distance[pick], found.images[pick], found.done)

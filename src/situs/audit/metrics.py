@@ -105,17 +105,27 @@ def match_patches(found: Tensor, real: Tensor, patch_size: Size) -> Matched:
 
     A patch counts as in order if no swap explains it better: its own place is as good as the place it was matched to.
     """
-    from scipy.optimize import linear_sum_assignment
-
     found, real = patchify(found.double(), patch_size), patchify(real.double(), patch_size)
     scores, orders = [], []
     for f, r in zip(found, real, strict=True):
-        error = torch.cdist(r, f, compute_mode="donot_use_mm_for_euclid_dist").square() / r.shape[-1]
-        _, columns = linear_sum_assignment(error.cpu().numpy())  # its rows are 0, 1, 2 …
-        best = error.gather(1, torch.from_numpy(columns).to(error.device).unsqueeze(1)).squeeze(1)
-        scores.append(_decibels(best).mean())
-        orders.append((error.diagonal() <= best + 1e-12).double().mean())
+        error, columns = assign(f, r)
+        scores.append(_decibels(error.gather(1, columns.unsqueeze(1)).squeeze(1)).mean())
+        orders.append(in_order(error, columns).double().mean())
     return Matched(torch.stack(scores), torch.stack(orders))
+
+
+def assign(found: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean squared errors [N, N] of patches [N, K], and which found one each real one has so that they are least."""
+    from scipy.optimize import linear_sum_assignment
+
+    error = torch.cdist(real, found, compute_mode="donot_use_mm_for_euclid_dist").square() / real.shape[-1]
+    _, columns = linear_sum_assignment(error.cpu().numpy())  # its rows are 0, 1, 2 …
+    return error, torch.from_numpy(columns).to(error.device)
+
+
+def in_order(error: Tensor, columns: Tensor) -> Tensor:
+    """Which patches are at their place, [N]: as good there as where they were matched to."""
+    return error.diagonal() <= error.gather(1, columns.unsqueeze(1)).squeeze(1) + 1e-12
 
 
 def reidentify(found: Tensor, gallery: Tensor, index: Tensor) -> Tensor:
@@ -135,15 +145,16 @@ def measure_all(
     gallery: Tensor,
     patch_size: Size,
     lpips: Callable[[Tensor, Tensor], Tensor] | None = None,
+    first: int = 0,
 ) -> dict[str, list[float] | None]:
-    """Every metric per image: found[i] against gallery[i]; where fewer were found, against the first.
+    """Every metric per image: found[i] against gallery[first + i].
 
     Re-identification looks through the whole gallery; in one of a single image whatever is found is its nearest, so
     that None is reported. lpips: a verified network, else None is reported.
     """
     check_pictures(found, "recovered images")
-    check_pictures(gallery, "original images")
-    real = gallery[: len(found)]
+    real = gallery[first : first + len(found)]
+    check_pictures(real, "original images")
     if found.shape != real.shape:
         raise SitusError(f"recovered {list(found.shape)} and original {list(gallery.shape)} images differ in shape")
     matched = match_patches(found, real, patch_size)
@@ -155,19 +166,25 @@ def measure_all(
         "lpips": None if lpips is None else lpips(found, real),
         "patch_psnr": matched.psnr,
         "order_accuracy": matched.order,
-        "reidentified": reidentify(found, gallery, torch.arange(len(found))) if len(gallery) > 1 else None,
+        "reidentified": reidentify(found, gallery, torch.arange(first, first + len(found)))
+        if len(gallery) > 1
+        else None,
     }
     return {name: None if value is None else value.tolist() for name, value in values.items()}
 
 
-def baselines(real: Tensor) -> dict[str, Tensor]:
-    """What an attacker has who saw no gradient: the mean of the other images, and another image of the set."""
-    check_pictures(real, "original images")
+def baselines(real: Tensor, span: slice = slice(None)) -> dict[str, Tensor]:
+    """What an attacker has who saw no gradient: the mean of the other images, and another image of the set.
+
+    span: of the images for which that is asked.
+    """
+    check_pictures(real[span], "original images")
     count = real.shape[0]
     if count == 1:
         return {"mean image": torch.full_like(real, 0.5)}
-    others = (real.sum(dim=0, keepdim=True) - real) / (count - 1)
-    return {"mean image": others.clamp(0.0, 1.0), "random pair": real.roll(1, dims=0)}
+    others = (real.sum(dim=0, keepdim=True) - real[span]) / (count - 1)
+    before = torch.arange(count, device=real.device)[span] - 1
+    return {"mean image": others.clamp(0.0, 1.0), "random pair": real[before]}
 
 
 def mean_of(values: Sequence[float], *, share: bool = False) -> Mean:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from situs.audit import ATTACKS
+from situs.audit.cases import EXACT, Outcome
 from situs.audit.gate import Ruling
 from situs.audit.gradients import (
-    EXACT,
     Audit,
-    Pair,
-    Scores,
     findings,
     opening,
     seen,
@@ -24,13 +22,11 @@ from situs.audit.gradients import (
     summary,
 )
 from situs.audit.metrics import BEST_PSNR, Mean
+from situs.audit.scoring import Scores
 from situs.audit.threat import THREAT
 from situs.report import figures
 from situs.report.html import Page, Section
 from situs.results import Cell
-
-if TYPE_CHECKING:
-    from situs.audit.settings import Row
 
 COLUMNS = {
     "psnr": "PSNR, dB",
@@ -98,13 +94,13 @@ def make_page(
     notes: what is special about the victim (a lock, its own method); they stand beside the threat. pictures: whether
     the images and what was recovered of them are on it.
     """
-    shown = [pair for pair in audit.pairs if pair.images is not None] if pictures else []
+    shown = [pair for pair in audit.pairs if pair.pictures is not None] if pictures else []
     lead = "What someone who sees this model's training gradients can see of the images behind them."
     page = Page(f"Gradient audit of {audit.model}", lead, PRIVATE if shown else "")
     defences = {f"defence {name}": said for name, said in audit.about.items()}
     attacks = dict.fromkeys([*(pair.attack for pair in audit.pairs), *(attack for attack, _ in audit.undone)])
     page.section("Threat model").facts({**THREAT, **(notes or {}), **described(attacks), **defences})
-    section, worked = page.section("Verdict"), any(pair.reason is None for pair in audit.pairs)
+    section, worked = page.section("Verdict"), audit.attacked
     if said := opening(audit):
         section.note(said)
     if worked:
@@ -188,11 +184,11 @@ def reasons(audit: Audit) -> list[tuple[str, str]]:
     return [(f"{attack} against {names[attack, said]}", said) for attack, said in found]
 
 
-def _stopped(pair: Pair) -> str | None:
+def _stopped(pair: Outcome) -> str | None:
     return None if pair.partial is None else f"stopped after {pair.partial}"
 
 
-def _searched(pair: Pair, batch: int) -> str | None:
+def _searched(pair: Outcome, batch: int) -> str | None:
     """What an optimisation attack can say of its search and of the labels it inferred."""
     facts = pair.facts[::batch]  # one an upload
     if not facts or "distance" not in facts[0]:
@@ -216,7 +212,7 @@ def _range(numbers: Sequence[Any]) -> str:
 
 def _tables(page: Page, audit: Audit) -> None:
     section = page.section("Attacks and defences")
-    if any(pair.reason is None for pair in audit.pairs):
+    if audit.attacked:
         _results(section, audit)
     else:
         section.text(f"No attack {'was made' if audit.undone else 'applies'}, so there is no table of results.")
@@ -226,7 +222,7 @@ def _tables(page: Page, audit: Audit) -> None:
 
 def _results(section: Section, audit: Audit) -> None:
     """At a glance, then every metric, intervals, the systems that were solved, and how the searches went."""
-    count = len(audit.images)
+    count = len(audit.names)
     fewer = any(0 < pair.count < count for pair in audit.pairs)
     some = " Of a pair that saw fewer they are over those it saw." if fewer else ""
     section.table(
@@ -261,13 +257,13 @@ def _results(section: Section, audit: Audit) -> None:
             section.text(said)
 
 
-def measured(columns: Sequence[str], rows: Iterable[Pair | Row]) -> tuple[str, ...]:
+def measured(columns: Sequence[str], rows: Iterable[Outcome]) -> tuple[str, ...]:
     """Those of the metrics that some row has: LPIPS needs a file."""
     rows = list(rows)
     return tuple(name for name in columns if any(row.scores.get(name) is not None for row in rows))
 
 
-def unmeasured(rows: Iterable[Pair | Row]) -> str:
+def unmeasured(rows: Iterable[Outcome]) -> str:
     """That LPIPS is missing, and how to have it; else ""."""
     return "" if measured(("lpips",), rows) else " LPIPS was not measured (it needs `--lpips FILE`)."
 
@@ -304,7 +300,7 @@ def alone(mean: Mean | None) -> str | None:
     return "< 1e-6" if 0 < mean.mean < 1e-6 else f"{mean.mean:.3g}"
 
 
-def _system(pair: Pair) -> tuple[Cell, Cell]:
+def _system(pair: Outcome) -> tuple[Cell, Cell]:
     """Rank and condition over the images that have them: the least rank and the median condition, infinite below full.
 
     An attack may solve one system for some images and search for the others (adaptive-mjp, by whether any is hidden).
@@ -319,15 +315,15 @@ def _system(pair: Pair) -> tuple[Cell, Cell]:
     return rank, "∞" if middle == math.inf else f"{middle:.3g}"
 
 
-def _pictures(page: Page, audit: Audit, shown: Sequence[Pair], most: int = 4) -> None:
+def _pictures(page: Page, audit: Audit, shown: Sequence[Outcome], most: int = 4) -> None:
     if not shown:
         return
     section = page.section("Pictures")
     for pair in shown:
-        assert pair.images is not None
+        assert pair.pictures is not None
         values = (pair.scores["psnr"] or [])[:most]
         figure = figures.image_grid(
-            _strip(audit.images[: len(values)], pair.images[: len(values)]),
+            _strip(audit.images[: len(values)], pair.pictures[: len(values)]),
             ["no error" if value >= BEST_PSNR else f"{value:.1f} dB" for value in values],
             columns=len(values),
             row_titles=("original", "recovered", "difference"),

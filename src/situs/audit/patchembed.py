@@ -10,20 +10,19 @@ pixel is one of 256 values: `bytes` ends the error that is left where the equati
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import ClassVar
 
 import torch
 
-from situs.audit.attack import FAILED, Attack, Fact, Knowledge, Recovery, absent, stack
+from situs.audit.attack import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, stack
+from situs.audit.deadline import Deadline
 from situs.audit.equations import Solution
 from situs.audit.rows import patch_rows
-from situs.audit.stem import find_stem, flat_weight, patch_count, require_stem, to_images, view_of
+from situs.audit.stem import Stem, find_stem, flat_weight, patch_count, require_stem, to_images, view_of
 from situs.audit.threat import UNKNOWN, Gradients
 from situs.audit.through import System, solve_patches, solve_through
-from situs.audit.watch import Watch
 from situs.backbones.base import Backbone
-from situs.methods.mjp import MJP
 
 
 def _said(fact: dict[str, Fact], eps: float, exact: bool) -> str | None:
@@ -46,6 +45,21 @@ def _said(fact: dict[str, Fact], eps: float, exact: bool) -> str | None:
     return None
 
 
+def _caveat(backbone: Backbone, stem: Stem, batch: int) -> str | None:
+    if batch > 1:
+        return (
+            f"a batch of {batch}: the rows of the table's gradient are sums over the images, and no linear system "
+            "takes them apart; the one solution stands for every image of the batch"
+        )
+    patches = patch_count(backbone, stem)
+    if patches > backbone.dim:
+        return (
+            f"{patches} patches are more than {backbone.dim} channels: the system is under-determined, "
+            "and of all its solutions the one of least norm is shown, unless just one consists of bytes"
+        )
+    return None
+
+
 class PatchEmbedding(Attack):
     """∂l/∂W_patch = G^T X, solved for X."""
 
@@ -53,44 +67,25 @@ class PatchEmbedding(Attack):
     about: ClassVar[str] = "one linear solve with the gradients of the patch embedding and of the position table"
     closed_form: ClassVar[bool] = True
 
-    def applies(self, backbone: Backbone) -> str | None:
-        found = find_stem(backbone)
-        return found if isinstance(found, str) else None
-
-    def reads(self, backbone: Backbone) -> tuple[str, ...]:
-        stem = require_stem(backbone)
+    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
+        stem = find_stem(backbone)
+        if isinstance(stem, str):
+            return Refused(stem)
         bias = () if stem.bias is None else (stem.bias,)
-        return stem.weight, stem.table, *bias, UNKNOWN
-
-    def missing(self, backbone: Backbone, upload: Gradients, known: Knowledge | None = None) -> str | None:  # noqa: ARG002
-        stem = require_stem(backbone)
-        return absent(upload, (stem.weight, stem.table))
-
-    def caveat(self, backbone: Backbone, batch: int) -> str | None:
-        if batch > 1:
-            return (
-                f"a batch of {batch}: the rows of the table's gradient are sums over the images, and no linear system "
-                "takes them apart; the one solution stands for every image of the batch"
-            )
-        patches = patch_count(backbone, require_stem(backbone))
-        if patches > backbone.dim:
-            return (
-                f"{patches} patches are more than {backbone.dim} channels: the system is under-determined, "
-                "and of all its solutions the one of least norm is shown, unless just one consists of bytes"
-            )
-        return None
+        ready = Ready((stem.weight, stem.table, *bias, UNKNOWN), _caveat(backbone, stem, known.batch))
+        return absent(sent, (stem.weight, stem.table)) or ready
 
     def recover(
         self,
         backbone: Backbone,
         uploads: Sequence[Gradients],
         known: Knowledge | None = None,
-        watch: Watch | None = None,  # noqa: ARG002  (one solve, no time to stop in)
+        deadline: Deadline | None = None,  # noqa: ARG002  (one solve, no time to stop in)
     ) -> Recovery:
         known = Knowledge() if known is None else known
         found = self.recover_shown(backbone, uploads, known)
         trained = known.trained(backbone)
-        if isinstance(trained, MJP) and trained.config.mask_ratio > 0:
+        if trained.hidden_share:
             for fact in found.facts:  # hidden patches are no part of these equations, whatever noise explains
                 fact.update(fits=False, verdict=FAILED)
         return found
@@ -108,7 +103,7 @@ class PatchEmbedding(Attack):
             images = to_images(patches, backbone, stem)
         else:
             found, facts, images = solve_through(view, system, normalisation)
-        exact = self.caveat(backbone, known.batch) is None
+        exact = _caveat(backbone, stem, known.batch) is None
         told: list[dict[str, Fact]] = []
         for index, more in enumerate(facts):
             fact = facts_of(found, index, table.shape[1]) | more

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from situs.audit.gradients import Audit, Pair, summary, verdict
+from situs.audit.cases import Outcome
+from situs.audit.gradients import Audit, summary, verdict
 from situs.audit.metrics import LOWER_IS_CLOSER
 from situs.audit.scoring import Scores
 
@@ -48,7 +49,7 @@ def to_json(audit: Audit) -> dict[str, Any]:
     }
 
 
-def _pair_json(pair: Pair, names: Sequence[str]) -> dict[str, Any]:
+def _pair_json(pair: Outcome, names: Sequence[str]) -> dict[str, Any]:
     shown: dict[str, Any] = {"attack": pair.attack, "defence": pair.defence}
     if pair.reason is not None:
         return {**shown, "applies": False, "closed_form": pair.closed, "reason": pair.reason}
@@ -57,7 +58,7 @@ def _pair_json(pair: Pair, names: Sequence[str]) -> dict[str, Any]:
         **shown,
         "applies": True,
         "closed_form": pair.closed,
-        "by_itself": pair.unasked,
+        "by_itself": bool(pair.case.by_itself),
         "caveat": pair.caveat,
         "doubt": pair.doubt,
         "lower_bound": pair.lower_bound,

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from situs.audit.attack import Fact, Recovery
-from situs.audit.metrics import denormalise, measure_all
+from situs.audit.metrics import assign, baselines, denormalise, in_order, measure_all, psnr
 from situs.backbones.base import Backbone
+from situs.core.tokens import patchify
 
 Lpips = Callable[[Tensor, Tensor], Tensor]
 Scores = dict[str, list[float] | None]
@@ -51,10 +52,45 @@ def facts_of(found: Recovery, labels: Tensor, batch: int) -> list[dict[str, Fact
     return [fact for fact in facts for _ in range(batch)]
 
 
-def measure(pictures: Tensor, real: Tensor, backbone: Backbone, lpips: Lpips | None) -> Scores:
-    """Every metric per image, against the first of `real`, all of which are the gallery."""
+def measure(pictures: Tensor, real: Tensor, backbone: Backbone, lpips: Lpips | None, first: int = 0) -> Scores:
+    """Every metric per image, against those of `real` from number `first` on; all of `real` are the gallery."""
     height, width = real.shape[2:]
-    return measure_all(pictures, real, patch_size_of(backbone, (height, width)), lpips)
+    return measure_all(pictures, real, patch_size_of(backbone, (height, width)), lpips, first)
+
+
+def measure_guesses(real: Tensor, backbone: Backbone, lpips: Lpips | None, group: int = 8) -> dict[str, Scores]:
+    """The scores of those who saw no gradient, by name; a few images at a time."""
+    found: dict[str, Scores] = {}
+    for first in range(0, len(real), group):
+        for name, guess in baselines(real, slice(first, first + group)).items():
+            extend(found.setdefault(name, {}), measure(guess, real, backbone, lpips, first))
+    return found
+
+
+def extend(scores: Scores, more: Scores) -> None:
+    """Adds the values of more images; a metric that one of them lacks is None for all."""
+    for name, values in more.items():
+        before = scores.get(name, [])
+        scores[name] = None if before is None or values is None else [*before, *values]
+
+
+def measure_parts(pictures: Tensor, real: Tensor, mask: Tensor, backbone: Backbone) -> Scores:
+    """Shown and hidden patches apart, per image. mask: [n, N], the hidden ones.
+
+    shown_psnr: over the shown patches. hidden_psnr: over the hidden ones matched to the recovered ones whatever their
+    order. hidden_order: the share of them at its place. The last two are None where nothing is hidden.
+    """
+    height, width = real.shape[2:]
+    size = (height // backbone.grid[0], width // backbone.grid[1])
+    found, truth = (patchify(part.double(), size) for part in (pictures, real))
+    shown, hidden, order = [], [], []
+    for f, t, m in zip(found, truth, mask, strict=True):
+        shown.append(float(psnr(f[~m].unsqueeze(0), t[~m].unsqueeze(0))))
+        if m.any():
+            error, columns = assign(f[m], t[m])
+            hidden.append(float(psnr(f[m][columns].unsqueeze(0), t[m].unsqueeze(0))))
+            order.append(float(in_order(error, columns).double().mean()))
+    return {"shown_psnr": shown, "hidden_psnr": hidden or None, "hidden_order": order or None}
 
 
 def patch_size_of(backbone: Backbone, size: tuple[int, int]) -> tuple[int, int]:

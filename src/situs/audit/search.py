@@ -13,8 +13,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from situs.audit.deadline import Deadline
 from situs.audit.threat import Gradients
-from situs.audit.watch import Watch
 from situs.config import Checked
 from situs.limits import Count, NotNegative, Positive
 
@@ -118,14 +118,15 @@ def optimise(
     objective: Callable[[Tensor], tuple[Tensor, Tensor]],
     start: Tensor,
     config: MatchingConfig,
-    watch: Watch,
+    deadline: Deadline,
     what: str,
     bounds: tuple[Tensor, Tensor] | None = None,
 ) -> Found:
     """The images with the least loss on the way from `start` [P, B, C, H, W].
 
-    objective: images -> loss [P] and, of it, the distance [P]. bounds: what pixels can be. When the watch says so, or
-    on Ctrl-C, it stops with the best guess so far. One iteration is always made; a Ctrl-C before its end is raised.
+    objective: images -> loss [P] and, of it, the distance [P]. bounds: what pixels can be. When the deadline says
+    so, or on Ctrl-C, it stops with the best guess so far. One iteration is always made; a Ctrl-C before its
+    end is raised.
     """
     images = start.clone().requires_grad_()
     optimiser = torch.optim.Adam([images], lr=config.lr)
@@ -137,7 +138,7 @@ def optimise(
                 loss, distance = objective(images)
                 [gradient] = torch.autograd.grad(loss.sum(), [images])
             best = _better(best, Found(loss.detach(), distance.detach(), images.detach(), done))
-            optimiser.param_groups[0]["lr"] = config.lr * _decay(max(done / config.iterations, watch.progress()))
+            optimiser.param_groups[0]["lr"] = config.lr * _decay(max(done / config.iterations, deadline.progress()))
             gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
             images.grad = gradient.sign() if config.signed else gradient
             optimiser.step()
@@ -145,12 +146,14 @@ def optimise(
                 with torch.no_grad():
                     images.clamp_(*bounds)
             if done % max(1, config.iterations // 10) == 0 or time.monotonic() - told > 10:
-                watch.say(f"{what}: iteration {done:,} of {config.iterations:,}, distance {best.distance.mean():.3g}")
+                deadline.say(
+                    f"{what}: iteration {done:,} of {config.iterations:,}, distance {best.distance.mean():.3g}"
+                )
                 told = time.monotonic()
-            if watch.over():
+            if deadline.over():
                 break
     except KeyboardInterrupt:
-        watch.interrupt()
+        deadline.interrupt()
         if not best.done:  # mere noise is no guess
             raise
     return best

@@ -8,27 +8,28 @@ MJP's gradients at all, so (b) asks an attacker for something that nobody needs:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from situs.audit.attack import Attack, Fact, Knowledge
-from situs.audit.gradients import EXACT, summary
-from situs.audit.metrics import baselines, denormalise, mean_of, psnr
-from situs.audit.scoring import Lpips, Normalisation, Scores, measure
-from situs.audit.threat import Defence, Gradients, MaskedJigsaw, NoDefence, method_of, victim_gradients
-from situs.audit.watch import Watch
+from situs.audit.adaptive import AdaptiveMJP
+from situs.audit.attack import Attack
+from situs.audit.cases import Case, Outcome, Step, TestSet, Which
+from situs.audit.deadline import Deadline
+from situs.audit.engine import SHOWN, run
+from situs.audit.gradients import summary
+from situs.audit.metrics import mean_of
+from situs.audit.scoring import Lpips, Scores, measure, measure_guesses
+from situs.audit.threat import Defence, MaskedJigsaw, NoDefence, method_of
 from situs.backbones.base import Backbone
 from situs.config import check_range
-from situs.core.jigsaw import draw_puzzle, move_patches, patch_size_of, puzzle_noise_shape
+from situs.core.jigsaw import draw_puzzle, move_patches, puzzle_noise_shape
 from situs.core.random import uniform
-from situs.core.tokens import patchify
 from situs.errors import SitusError, unknown_name
 from situs.methods.base import Batch, Method
-from situs.methods.mjp import MJP
 
 SETTINGS = {
     "a": "attack a step on x, compare with x",
@@ -75,6 +76,10 @@ class Contestant:
         return MaskedJigsaw(ratio) if self.mjp else NoDefence()
 
 
+STEPS: dict[str, tuple[Which, Which]] = {"a": ("x", "x"), "b": ("x̃", "x̃"), "c": ("x̃", "x")}
+"""Of each setting what the step is made on, and what is compared with."""
+
+
 @dataclass(frozen=True)
 class Attacker:
     """attack: how. informed: whether he knows that MJP was at work, and with which weights."""
@@ -82,48 +87,19 @@ class Attacker:
     attack: Attack
     informed: bool
 
-    @property
-    def label(self) -> str:
-        return f"{self.attack.name}, {'knows MJP' if self.informed else 'static'}"
-
-
-@dataclass(frozen=True)
-class Row:
-    """One attacker on one model in one setting. reason: why he cannot. scores: per image, every metric.
-
-    parts: in (b) and (c) per image: `shown_psnr` over the shown patches, `hidden_psnr` over the hidden ones matched to
-    the recovered ones whatever their order, `hidden_order` the share of them at its place. images: [n, C, H, W].
-    partial: how far he came where he was stopped; n may then be less than the images compared, and they are the first.
-    """
-
-    model: str
-    setting: str
-    attacker: str
-    informed: bool
-    reason: str | None = None
-    scores: Scores = field(default_factory=dict)
-    parts: dict[str, list[float]] = field(default_factory=dict)
-    facts: list[dict[str, Fact]] = field(default_factory=list)
-    images: Tensor | None = None
-    partial: str | None = None
-
-    @property
-    def exact(self) -> int:
-        """How many images were recovered exactly."""
-        return sum(value >= EXACT for value in self.scores.get("psnr") or ())
-
 
 @dataclass(frozen=True)
 class Comparison:
-    """rows: models × settings × attackers. guesses: (setting, name) -> scores of who saw no gradient, and of x̃ itself.
+    """outcomes: models × settings × attackers. guesses: (setting, name) -> scores of who saw no gradient, and of x̃
+    itself.
 
-    images, shuffled: x and x̃, [n, C, H, W] in [0, 1]. mjp: names of the models whose step is MJP's. hidden: patches
-    in the mask. stopped: what made it stop, None where it is whole.
+    images, shuffled: the first of x and x̃, [m, C, H, W] in [0, 1]; names: of all. mjp: names of the models whose step
+    is MJP's. hidden: patches in the mask. stopped: what made it stop, None where it is whole.
     """
 
-    rows: list[Row]
+    outcomes: Sequence[Outcome]
     guesses: dict[tuple[str, str], Scores]
-    names: list[str]
+    names: Sequence[str]
     images: Tensor
     shuffled: Tensor
     ratio: float
@@ -132,117 +108,98 @@ class Comparison:
     mjp: tuple[str, ...]
     stopped: str | None = None
 
+    @property
+    def rows(self) -> list[Outcome]:
+        """What was begun, or refused."""
+        return [outcome for outcome in self.outcomes if outcome.status != "not_run"]
+
+
+def contestants(name: str, model: Backbone | Method) -> dict[str, Contestant]:
+    """A run that hides patches as it is; any other model as it is, and with MJP's step on its weights."""
+    if isinstance(model, Method) and model.hidden_share is not None:
+        return {name: Contestant(model, mjp=True)}
+    return {name: Contestant(model), f"{name} with MJP's step": Contestant(model, mjp=True)}
+
+
+def attackers(attacks: Sequence[Attack]) -> list[Attacker]:
+    """Those who know MJP are told of it; the others are as the paper has them. One who knows is always among them."""
+    listed = [Attacker(attack, attack.separates_hidden) for attack in attacks]
+    return listed if any(attacker.informed for attacker in listed) else [*listed, Attacker(AdaptiveMJP(), True)]
+
+
+def setting_of(row: Outcome) -> str:
+    """a, b or c."""
+    return next(name for name, step in STEPS.items() if step == (row.case.trained_on, row.case.compared_with))
+
+
+def attacker_of(row: Outcome) -> str:
+    """ "patchembed, static"."""
+    return f"{row.attack}, {'knows MJP' if row.case.informed else 'static'}"
+
 
 def compare_settings(
     models: Mapping[str, Contestant],
-    images: Tensor,
-    labels: Tensor,
+    test: TestSet,
     attackers: Sequence[Attacker],
     *,
-    normalisation: Normalisation,
     plan: Plan | None = None,
-    names: Sequence[str] = (),
     lpips: Lpips | None = None,
-    watch: Watch | None = None,
+    deadline: Deadline | None = None,
+    keep: Callable[[Comparison], None] | None = None,
 ) -> Comparison:
-    """Every attacker on every model in every setting, on the same images [n, C, H, W] and the same shuffles."""
-    plan, watch = plan or Plan(), watch or Watch()
-    settings = plan.settings
+    """Every attacker on every model in every setting, on the same images and the same shuffles.
+
+    keep: is given the comparison as it stands whenever there is more of it.
+    """
+    plan, deadline = plan or Plan(), deadline or Deadline()
     backbone = next(iter(models.values())).backbone
     if "tokens" in backbone.refusals:
         raise SitusError(f"{backbone.name}: its patches cannot be shuffled: {backbone.refusals['tokens']} (--setting)")
-    mask, index = (part.to(images.device) for part in _puzzle(models, len(images), plan))
-    shuffled = move_patches(images, backbone.grid, index)
-    trial = _Trial(images, shuffled, labels, mask, normalisation, plan, lpips)
-    rows: list[Row] = []
-    groups = [[setting for setting in steps if setting in settings] for steps in (("a",), ("b", "c"))]
-    steps = [(name, asked) for name in models for asked in groups if asked]
+    mask, index = (part.to(test.pixels.device) for part in _puzzle(models, len(test), plan))
+    test = replace(test, shuffled=move_patches(test.pixels, backbone.grid, index), mask=mask)
+    cases = [case for name, model in models.items() for case in _cases(name, model, attackers, plan)]
+    found = {case: Outcome(case, "not_run") for case in cases}
+    guesses: dict[tuple[str, str], Scores] = {}
+
+    def so_far(reason: str) -> Comparison:
+        outcomes = [found[case] for case in cases]
+        if not guesses:
+            guesses.update(_guesses(plan.settings, test, backbone, lpips))
+        whole = all(outcome.status in ("done", "refused") for outcome in outcomes)
+        return Comparison(
+            outcomes,
+            guesses,
+            test.names,
+            test.real("x")[:SHOWN].clone(),
+            test.real("x̃")[:SHOWN].clone(),
+            plan.ratio,
+            int(mask[0].sum()),
+            backbone.num_tokens,
+            tuple(name for name, model in models.items() if model.mjp),
+            None if whole else reason,
+        )
+
     try:
-        for done, (name, asked) in enumerate(steps):
-            if not watch.spent():
-                left = (len(steps) - done) * len(attackers)
-                _attack_model(trial, name, models[name], attackers, asked, watch, rows, left)
+        for outcome in run(cases, test, Step(seed=plan.seed, epoch=plan.epoch), deadline, lpips):
+            found[outcome.case] = outcome
+            if keep is not None and outcome.attacked:
+                keep(so_far("the end of its process"))
     except KeyboardInterrupt:
-        watch.interrupt()
-    whole = len(rows) == len(models) * len(attackers) * len(settings) and all(_is_whole(row, trial) for row in rows)
-    real, moved = (denormalise(part, *normalisation) for part in (images, shuffled))
-    return Comparison(
-        rows,
-        _guesses(settings, real, moved, backbone, lpips),
-        list(names) or [str(i) for i in range(len(images))],
-        real,
-        moved,
-        plan.ratio,
-        int(mask[0].sum()),
-        backbone.num_tokens,
-        tuple(name for name, model in models.items() if model.mjp),
-        None if whole else watch.reason,
-    )
+        deadline.interrupt()
+    return so_far(deadline.reason)
 
 
-@dataclass(frozen=True)
-class _Trial:
-    """What is the same for all rows: x and x̃ normalised, labels, the puzzle, and how to measure."""
-
-    images: Tensor
-    shuffled: Tensor
-    labels: Tensor
-    mask: Tensor
-    normalisation: Normalisation
-    plan: Plan
-    lpips: Lpips | None
-
-
-def _is_whole(row: Row, trial: _Trial) -> bool:
-    """Whether a row is whole: refused, or all images attacked to the end."""
-    return row.reason is not None or (row.partial is None and len(row.facts) == len(trial.images))
-
-
-def _attack_model(
-    trial: _Trial,
-    name: str,
-    model: Contestant,
-    attackers: Sequence[Attacker],
-    settings: Sequence[str],
-    watch: Watch,
-    rows: list[Row],
-    left: int,
-) -> None:
-    """Adds to `rows` those of one model on x (a), or on x̃ (b and c share its gradients and the attacks).
-
-    left: turns still to come in the whole comparison.
-    """
-    moved = settings[0] != "a"
-    defence = model.defence(trial.plan.ratio if moved else 0.0)
-    method = method_of(defence, model.trains, trial.plan.seed)
-    backbone = model.backbone
-    refused = {id(a): a.attack.applies(backbone) for a in attackers}
-    able = [a for a in attackers if refused[id(a)] is None]
-    wanted = None if any(a.attack.reads_all for a in able) else {n for a in able for n in a.attack.reads(backbone)}
-    watch.say(f"{name}: gradients on {'x̃' if moved else 'x'}")
-    uploads = _uploads(trial, model, defence, moved, wanted) if able else []
-    for number, attacker in enumerate(attackers):
-        if watch.spent():
-            return
-        watch.begin(left - number)
-        reason = refused[id(attacker)]
-        known = Knowledge(normalisation=trial.normalisation)
-        if attacker.informed:
-            fields = {"method": method, "epoch": trial.plan.epoch, "normalisation": trial.normalisation}
-            known = Knowledge(defence, seed=trial.plan.seed, **fields)
-        reason = reason or attacker.attack.missing(backbone, uploads[0], known)
-        if reason is not None:
-            rows += [Row(name, setting, attacker.label, attacker.informed, reason) for setting in settings]
-            continue
-        watch.say(f"{name}: {attacker.label} on {'x̃' if moved else 'x'}")
-        found = attacker.attack.recover(backbone, uploads, known, watch)
-        for setting in settings:
-            truth = trial.shuffled if setting == "b" else trial.images
-            pictures, real = (denormalise(part, *trial.normalisation) for part in (found.images, truth))
-            scores = measure(pictures, real, backbone, trial.lpips)
-            parts = _parts(pictures, real, trial, backbone) if moved else {}
-            made = (scores, parts, found.facts, pictures, found.partial)
-            rows.append(Row(name, setting, attacker.label, attacker.informed, None, *made))
+def _cases(name: str, model: Contestant, attackers: Sequence[Attacker], plan: Plan) -> list[Case]:
+    """One model's: on x first, then on x̃, whose gradients and attacks (b) and (c) share."""
+    cases = []
+    for trained_on in ("x", "x̃"):
+        settings = [setting for setting, step in STEPS.items() if step[0] == trained_on and setting in plan.settings]
+        defence = model.defence(0.0 if trained_on == "x" else plan.ratio)
+        for attacker in attackers:
+            for setting in settings:
+                fields = (attacker.attack, *STEPS[setting], attacker.informed)
+                cases.append(Case(name, model.trains, defence, *fields))
+    return cases
 
 
 def _puzzle(models: Mapping[str, Contestant], count: int, plan: Plan) -> tuple[Tensor, Tensor]:
@@ -254,11 +211,11 @@ def _puzzle(models: Mapping[str, Contestant], count: int, plan: Plan) -> tuple[T
     drawn = None
     for name, model in models.items():
         method = method_of(model.defence(ratio), model.trains, seed)
-        if not isinstance(method, MJP):
+        if method.hidden_share is None:
             continue
         # One by one, as the victim's steps are: a run with one puzzle a batch then has one for each image.
         draws = [method.draw(Batch(one, one), seed=seed, epoch=epoch) for one in ids.split(1)]
-        if method.grid != grid or any("index" not in draw or "mask" not in draw for draw in draws):
+        if method.backbone.grid != grid or any("index" not in draw or "mask" not in draw for draw in draws):
             raise SitusError(f"{name}: shuffles no patches of the grid {grid}, so it has no x̃ (--method.shuffle)")
         mine = tuple(torch.cat([draw[part] for draw in draws]) for part in ("mask", "index"))
         if drawn is not None and not torch.equal(mine[1], drawn[1]):
@@ -267,60 +224,26 @@ def _puzzle(models: Mapping[str, Contestant], count: int, plan: Plan) -> tuple[T
     return (mask, index) if drawn is None else (drawn[0], drawn[1])
 
 
-def _uploads(
-    trial: _Trial, model: Contestant, defence: Defence, moved: bool, wanted: set[str] | None
-) -> list[Gradients]:
-    """What is sent for each image alone, of it what is wanted (None: all). MJP shuffles by itself, so it is given x."""
-    images = trial.shuffled if moved and not model.mjp else trial.images
-    sent = []
-    for number in range(len(images)):
-        one = slice(number, number + 1)
-        fields = {"seed": trial.plan.seed, "epoch": trial.plan.epoch, "ids": torch.tensor([number])}
-        upload = victim_gradients(model.trains, images[one], trial.labels[one], defence=defence, **fields)
-        sent.append({name: g for name, g in upload.items() if wanted is None or name in wanted})
-    return sent
-
-
-def _parts(pictures: Tensor, real: Tensor, trial: _Trial, backbone: Backbone) -> dict[str, list[float]]:
-    """Shown and hidden patches apart."""
-    from scipy.optimize import linear_sum_assignment
-
-    size = patch_size_of(real, backbone.grid)
-    found, truth = (patchify(part.double(), size) for part in (pictures, real[: len(pictures)]))
-    shown, hidden, order = [], [], []
-    for f, t, mask in zip(found, truth, trial.mask, strict=False):
-        shown.append(float(psnr(f[~mask].unsqueeze(0), t[~mask].unsqueeze(0))))
-        if not mask.any():
-            continue
-        f, t = f[mask], t[mask]
-        error = torch.cdist(t, f, compute_mode="donot_use_mm_for_euclid_dist").square() / t.shape[-1]
-        rows, columns = (torch.from_numpy(part) for part in linear_sum_assignment(error.cpu().numpy()))
-        best = error[rows.to(error.device), columns.to(error.device)]
-        hidden.append(float(psnr(f[columns].unsqueeze(0), t.unsqueeze(0))))
-        order.append(float((error.diagonal() <= best + 1e-12).double().mean()))
-    return {"shown_psnr": shown, "hidden_psnr": hidden, "hidden_order": order}
-
-
 def _guesses(
-    settings: Sequence[str], real: Tensor, moved: Tensor, backbone: Backbone, lpips: Lpips | None
+    settings: Sequence[str], test: TestSet, backbone: Backbone, lpips: Lpips | None
 ) -> dict[tuple[str, str], Scores]:
     """Baselines of each setting: who saw nothing; and for (c) all patches exactly, their order as it was shuffled."""
     found = {}
     for setting in settings:
-        truth = moved if setting == "b" else real
-        for name, guess in baselines(truth).items():
-            found[setting, name] = measure(guess, truth, backbone, lpips)
+        for name, scores in measure_guesses(test.real(STEPS[setting][1]), backbone, lpips).items():
+            found[setting, name] = scores
     if "c" in settings:
-        found["c", "x̃ itself, order not solved"] = measure(moved, real, backbone, lpips)
+        found["c", "x̃ itself, order not solved"] = measure(test.real("x̃"), test.real(), backbone, lpips)
     return found
 
 
 # --- what follows -------------------------------------------------------------------------------------------------
 
 
-def best_row(comparison: Comparison, model: str, setting: str, informed: bool) -> Row | None:
+def best_row(comparison: Comparison, model: str, setting: str, informed: bool) -> Outcome | None:
     """The row of the attacker who got most by PSNR."""
-    rows = [r for r in comparison.rows if (r.model, r.setting, r.informed) == (model, setting, informed) and r.scores]
+    wanted = (model, setting, informed)
+    rows = [r for r in comparison.rows if (r.case.name, setting_of(r), r.case.informed) == wanted and r.scores]
     return max(rows, key=lambda row: mean_of(row.scores["psnr"] or [0.0]).mean, default=None)
 
 
@@ -328,19 +251,18 @@ def verdict(comparison: Comparison) -> str:
     """Whether MJP's privacy survives one who knows it, with the figures."""
     lines = [] if comparison.stopped is None else [f"A partial result: stopped by {comparison.stopped}."]
     for model in comparison.mjp:
-        rows = [row for row in comparison.rows if row.model == model and row.informed and row.setting != "a"]
-        known = next((row for row in rows if row.setting == "c" and row.scores), None)
-        if known is None:
-            known = next((row for row in rows if row.scores), None)
-        if known is None:
+        rows = [row for row in comparison.rows if row.case.name == model and row.case.informed and row.scores]
+        rows = sorted((row for row in rows if setting_of(row) != "a"), key=lambda row: setting_of(row) != "c")
+        if not rows:
             continue
-        share = sum(value >= RECOGNISABLE for value in known.parts["shown_psnr"]) / len(known.parts["shown_psnr"])
+        known, shown = rows[0], rows[0].scores["shown_psnr"] or [0.0]
+        share = sum(value >= RECOGNISABLE for value in shown) / len(shown)
         lines.append(_sentence(comparison, model, known, share))
     return " ".join(lines) or "No model here is trained with MJP, or no attacker who knows it applies."
 
 
-def _sentence(comparison: Comparison, model: str, known: Row, share: float) -> str:
-    parts = {name: mean_of(values).mean if values else None for name, values in known.parts.items()}
+def _sentence(comparison: Comparison, model: str, known: Outcome, share: float) -> str:
+    parts = {name: None if mean is None else mean.mean for name, mean in summary(known.scores).items()}
     survives = "does not survive" if share >= 0.5 else "survives in part" if share > 0 else "survives"
     figures = f"The patches shown come back at {parts['shown_psnr']:.1f} dB"
     if parts["hidden_psnr"] is not None:
@@ -348,16 +270,16 @@ def _sentence(comparison: Comparison, model: str, known: Row, share: float) -> s
             f", the hidden ones at {parts['hidden_psnr']:.1f} dB, and {100 * (parts['hidden_order'] or 0):.0f} % of "
             "the hidden are put at their place"
         )
-    static = best_row(comparison, model, known.setting, False)
+    static = best_row(comparison, model, setting_of(known), False)
     blind = "" if static is None else f" The best attack that does not know MJP gets {_counted(static)}."
     return (
         f"{'' if model == 'MJP' else f'{model}: '}MJP's privacy claim {survives} an attacker who knows MJP. From one "
         f"step with {comparison.hidden} of {comparison.patches} patches hidden (γ = {comparison.ratio:g}) he recovers "
-        f"{_counted(known)}, compared with {'x' if known.setting == 'c' else 'x̃'}.{blind} {figures}."
+        f"{_counted(known)}, compared with {'x' if setting_of(known) == 'c' else 'x̃'}.{blind} {figures}."
     )
 
 
-def _counted(row: Row) -> str:
+def _counted(row: Outcome) -> str:
     """ "59 of 64 images exactly (mean PSNR 126.9 dB)"."""
     psnr = row.scores["psnr"] or [0.0]
     return f"{row.exact} of {len(psnr)} images exactly (mean PSNR {mean_of(psnr).mean:.1f} dB)"
@@ -367,15 +289,14 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
     """Everything but the pictures: per image, then means and intervals."""
     rows = []
     for row in comparison.rows:
-        shown: dict[str, Any] = {"model": row.model, "setting": row.setting, "attacker": row.attacker}
+        shown: dict[str, Any] = {"model": row.case.name, "setting": setting_of(row), "attacker": attacker_of(row)}
         shown["applies"] = row.reason is None
         if row.reason is not None:
             rows.append({**shown, "reason": row.reason})
             continue
-        every = {**row.scores, **row.parts}
-        means = {name: None if mean is None else mean._asdict() for name, mean in means_of(row).items()}
+        means = {name: None if mean is None else mean._asdict() for name, mean in summary(row.scores).items()}
         images = [
-            {"image": name, **{k: v[i] if v is not None and i < len(v) else None for k, v in every.items()}, **fact}
+            {"image": name, **{k: None if v is None else v[i] for k, v in row.scores.items()}, **fact}
             for i, (name, fact) in enumerate(zip(comparison.names, row.facts, strict=False))
         ]
         rows.append({**shown, "partial": row.partial, "exact": row.exact, "mean": means, "images": images})
@@ -393,8 +314,3 @@ def to_json(comparison: Comparison) -> dict[str, Any]:
             for (setting, name), scores in comparison.guesses.items()
         ],
     }
-
-
-def means_of(row: Row) -> dict[str, Any]:
-    """Means with 95 % intervals of all metrics of a row, those of its parts among them."""
-    return {**summary(row.scores), **{name: mean_of(v) if v else None for name, v in row.parts.items()}}

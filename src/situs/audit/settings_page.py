@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from situs.audit.cases import Outcome
 from situs.audit.gradients import summary
 from situs.audit.metrics import Mean
 from situs.audit.page import COLUMNS, EXACTLY, PRIVATE, REFUSED, alone, described, interval, measured, unmeasured
-from situs.audit.settings import SETTINGS, Comparison, Row, means_of, verdict
+from situs.audit.settings import SETTINGS, Comparison, attacker_of, setting_of, verdict
 from situs.audit.threat import THREAT
 from situs.report import figures
 from situs.report.html import Page
@@ -53,14 +54,14 @@ def settings_table(
     cell, rows = cell or interval, list[list[Cell]]()
     for setting in SETTINGS:
         for row in comparison.rows:
-            if row.setting != setting:
+            if setting_of(row) != setting:
                 continue
-            name: list[Cell] = [setting, row.model, row.attacker]
+            name: list[Cell] = [setting, row.case.name, attacker_of(row)]
             if row.reason is not None:
                 rows.append([*name, REFUSED, *[None] * len(columns)])
                 continue
-            means, done = means_of(row), len(row.facts)
-            exact = f"{row.exact} of {done}" + ", stopped" * (row.partial is not None or done < len(comparison.images))
+            means, done = summary(row.scores), len(row.facts)
+            exact = f"{row.exact} of {done}" + ", stopped" * (row.partial is not None)
             rows.append([*name, exact, *(cell(means.get(column)) for column in columns)])
         for (where, guess), scores in comparison.guesses.items():
             if where == setting:
@@ -72,11 +73,15 @@ def settings_table(
 
 def settings_page(comparison: Comparison, facts: Mapping[str, Cell], *, pictures: bool = True) -> Page:
     """The page. facts: where models and images come from. pictures: whether they and what was recovered are on it."""
-    drawn = [row for row in comparison.rows if row.images is not None and row.setting in ("a", "c")] if pictures else []
+    drawn = (
+        [row for row in comparison.rows if row.pictures is not None and setting_of(row) in ("a", "c")]
+        if pictures
+        else []
+    )
     lead = "What plain training and MJP give away, to attackers who do not know MJP and to one who does."
     page = Page("Gradient leakage in the settings of MJP's Table 5", lead, PRIVATE if drawn else "")
     shown = {f"setting {name}": said for name, said in SETTINGS.items()}
-    attacks = dict.fromkeys(row.attacker.split(",")[0] for row in comparison.rows)
+    attacks = dict.fromkeys(row.attack for row in comparison.rows)
     page.section("Threat model").facts(
         {**THREAT, "x and x̃": SHUFFLED, **shown, **described(attacks), "a static attacker": STATIC}
     )
@@ -85,9 +90,9 @@ def settings_page(comparison: Comparison, facts: Mapping[str, Cell], *, pictures
         section.table(
             *glance(comparison), "At a glance: mean PSNR in dB, and how many images were recovered exactly, by setting."
         )
-    if any(row.setting == "b" and row.informed and row.model in comparison.mjp for row in done):
+    if any(setting_of(row) == "b" and row.case.informed and row.case.name in comparison.mjp for row in done):
         section.text(ORDERED)
-    if any(row.setting == "c" and row.model not in comparison.mjp for row in done):
+    if any(setting_of(row) == "c" and row.case.name not in comparison.mjp for row in done):
         section.text(UNORDERED)
     section.text(EXACTLY)
     _pictures(page, comparison, drawn)
@@ -106,12 +111,12 @@ def settings_page(comparison: Comparison, facts: Mapping[str, Cell], *, pictures
 
 def glance(comparison: Comparison) -> tuple[list[str], list[list[Cell]]]:
     """Models and attackers down, settings across: mean PSNR and how many images were recovered exactly."""
-    settings = [setting for setting in SETTINGS if any(row.setting == setting for row in comparison.rows)]
+    settings = [setting for setting in SETTINGS if any(setting_of(row) == setting for row in comparison.rows)]
     cells: dict[tuple[str, str], dict[str, str]] = {}
     for row in comparison.rows:
-        psnr = means_of(row).get("psnr")
+        psnr = summary(row.scores).get("psnr")
         said = REFUSED if row.reason is not None else f"{alone(psnr)} dB, {row.exact} of {len(row.facts)}"
-        cells.setdefault((row.model, row.attacker), {})[row.setting] = said
+        cells.setdefault((row.case.name, attacker_of(row)), {})[setting_of(row)] = said
     for (setting, guess), scores in comparison.guesses.items():
         cells.setdefault(("no gradient", guess), {})[setting] = f"{alone(summary(scores)['psnr'])} dB"
     header = ["model", "attacker", *(f"({setting}) {_short(setting)}" for setting in settings)]
@@ -128,10 +133,10 @@ def _tables(page: Page, comparison: Comparison) -> None:
     section = page.section("The table")
     some = "" if comparison.stopped is None else " Of a row that was stopped they are over the images it had come to."
     section.text(
-        f"Means over {len(comparison.images)} images.{some} MSE, FFT2D and LPIPS are distances: low is a leak; of the "
+        f"Means over {len(comparison.names)} images.{some} MSE, FFT2D and LPIPS are distances: low is a leak; of the "
         "others high is one. Best-match PSNR compares each patch with the recovered one that fits it, wherever that "
         "stands; order is the share of patches at their own place; re-identified the share of images whose nearest of "
-        f"the {len(comparison.images)} originals is the right one, not defined for one.{unmeasured(comparison.rows)}"
+        f"the {len(comparison.names)} originals is the right one, not defined for one.{unmeasured(comparison.rows)}"
     )
     header, rows = settings_table(comparison, measured(tuple(COLUMNS), comparison.rows) or ("psnr",), alone)
     for setting, said in SETTINGS.items():
@@ -146,10 +151,10 @@ def _tables(page: Page, comparison: Comparison) -> None:
 def _shown_and_hidden(page: Page, comparison: Comparison) -> None:
     rows = []
     for row in comparison.rows:
-        if row.setting == "a" or row.reason is not None:
+        if setting_of(row) == "a" or row.reason is not None:
             continue
-        means = means_of(row)
-        rows.append([row.setting, row.model, row.attacker, *(interval(means.get(part)) for part in PARTS)])
+        means = summary(row.scores)
+        rows.append([setting_of(row), row.case.name, attacker_of(row), *(interval(means.get(part)) for part in PARTS)])
     if rows:
         page.section("Shown and hidden patches apart").table(
             ["setting", "model", "attacker", *PARTS.values()],
@@ -159,22 +164,24 @@ def _shown_and_hidden(page: Page, comparison: Comparison) -> None:
         )
 
 
-def _pictures(page: Page, comparison: Comparison, shown: Sequence[Row], most: int = 6) -> None:
+def _pictures(page: Page, comparison: Comparison, shown: Sequence[Outcome], most: int = 6) -> None:
     """Originals, shuffled, and what each attacker made of the step on x̃; then of the step on x."""
     if not shown:
         return
     section = page.section("Pictures")
     for setting in ("c", "a"):
         # MJP's models first, and in a model those who do not know MJP first: the order of the argument.
-        rows = sorted((row for row in shown if row.setting == setting), key=lambda row: row.model not in comparison.mjp)
+        rows = sorted(
+            (row for row in shown if setting_of(row) == setting), key=lambda row: row.case.name not in comparison.mjp
+        )
         if not rows:
             continue
         strips = [("original x", comparison.images)]
         strips += [("x̃, in the step", comparison.shuffled)] if setting == "c" else []
         for row in rows:
-            assert row.images is not None
-            strips.append((_label(row), row.images))
-        count = min(most, len(comparison.images))
+            assert row.pictures is not None
+            strips.append((_label(row), row.pictures))
+        count = min(most, len(comparison.names))
         stack = torch.cat([_padded(images[:count].cpu(), count) for _, images in strips])
         figure = figures.image_grid(
             stack if stack.shape[1] in (1, 3) else stack[:, :1],
@@ -185,14 +192,20 @@ def _pictures(page: Page, comparison: Comparison, shown: Sequence[Row], most: in
             figures.png(figure),
             f"Setting ({setting}): {SETTINGS[setting]}. What each attacker recovered from one step on the first "
             f"{count} images; beside each row the mean PSNR against x over those he came to of all "
-            f"{len(comparison.images)}.",
+            f"{len(comparison.names)}.",
         )
 
 
-def _label(row: Row) -> str:
+def _label(row: Outcome) -> str:
     """Model, attack, what he knows, mean PSNR: each on a line, since a row of pictures leaves little room beside it."""
-    model = row.model if len(row.model) < 16 else "with MJP's step" if row.model.endswith("MJP's step") else "the model"
-    return f"{model}:\n" + row.attacker.replace(", ", "\n") + f"\n{alone(summary(row.scores)['psnr'])} dB"
+    model = (
+        row.case.name
+        if len(row.case.name) < 16
+        else "with MJP's step"
+        if row.case.name.endswith("MJP's step")
+        else "the model"
+    )
+    return f"{model}:\n" + attacker_of(row).replace(", ", "\n") + f"\n{alone(summary(row.scores)['psnr'])} dB"
 
 
 def _padded(images: Tensor, count: int) -> Tensor:

@@ -17,7 +17,6 @@ from situs.audit.stem import find_stem, table_rows
 from situs.audit.threat import LOCAL_LR, Gradients, hidden_places
 from situs.backbones.base import Backbone
 from situs.methods.base import Batch, Draws, Method
-from situs.methods.mjp import MJP
 
 Simulation = Callable[[Tensor, Tensor, Draws], Gradients]
 """(images [B, C, H, W], labels [B], draws) -> gradients by name."""
@@ -69,7 +68,7 @@ def guessed_draws(method: Method, upload: Gradients, known: Knowledge) -> Draws:
     for name in {"index", "pixels"} & draws.keys():
         draws[name] = torch.arange(draws[name].shape[1]).expand_as(draws[name]).contiguous()
     if "mask" in draws:
-        mask = _mask_of(method.backbone, upload) if isinstance(method, MJP) and known.batch == 1 else None
+        mask = _mask_of(method.backbone, upload) if method.hidden_share is not None and known.batch == 1 else None
         draws["mask"] = torch.zeros_like(draws["mask"]) if mask is None else mask[None].to(draws["mask"].device)
     device = next(method.parameters()).device
     return {name: value.to(device) for name, value in draws.items()}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy, deepcopy
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -58,8 +58,6 @@ class Defence:
     name: ClassVar[str] = "none"
     about: ClassVar[str] = "gradients are sent as they are"
     known: ClassVar[str] = "there is nothing to know"
-    lower_bound: ClassVar[str] = ""
-    """Why an attack of this audit gets less than one could who knows the defence; "" where it gets all there is."""
     per_sample: ClassVar[bool] = False
     """Whether `bound` must see each sample's gradient by itself, before the mean over the batch."""
 
@@ -71,6 +69,11 @@ class Defence:
     def method(self, backbone: Backbone, seed: int = 0) -> Method:
         """What is trained; what it adds to the backbone is the same for a seed, since the attacker has it too."""
         return Supervised(backbone, SupervisedConfig(label_smoothing=0.0))
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The share of the patches whose places it hides; None for a defence of another kind."""
+        return None
 
     def refuses(self, backbone: Backbone) -> str | None:
         """None, or the reason why this defence cannot be had on a backbone."""
@@ -84,8 +87,12 @@ class Defence:
         """One sample's gradient as it enters the mean, where `per_sample` is set; differentiable."""
         return gradients
 
-    def upload(self, gradients: Gradients, backbone: Backbone, batch: int, chance: torch.Generator) -> Gradients:
-        """What is sent of the mean gradient over `batch` samples."""
+    def withheld(self, backbone: Backbone) -> set[str]:
+        """Names of the gradients that stay with the client."""
+        return set()
+
+    def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:
+        """What is sent of the mean gradient over `batch` samples, without what is withheld."""
         return gradients
 
     def noise_level(self, batch: int) -> float:
@@ -116,7 +123,7 @@ class Noise(Defence):
     def label(self) -> str:
         return f"noise σ={self.sigma:g}"
 
-    def upload(self, gradients: Gradients, backbone: Backbone, batch: int, chance: torch.Generator) -> Gradients:
+    def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:
         return _noisy(gradients, self.noise_level(batch), chance)
 
     def noise_level(self, batch: int) -> float:
@@ -156,7 +163,7 @@ class Clip(Defence):
         factor = (self.norm / norm.clamp(min=1e-30)).clamp(max=1.0)
         return {name: g * factor.to(g.dtype) for name, g in gradients.items()}
 
-    def upload(self, gradients: Gradients, backbone: Backbone, batch: int, chance: torch.Generator) -> Gradients:
+    def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:
         return _noisy(gradients, self.noise_level(batch), chance)
 
     def noise_level(self, batch: int) -> float:
@@ -179,9 +186,8 @@ class NoPositionGradient(Defence):
             return None
         return f"{backbone.name} has no trained parameter that is known to hold positions, so nothing is withheld"
 
-    def upload(self, gradients: Gradients, backbone: Backbone, batch: int, chance: torch.Generator) -> Gradients:
-        withheld = {*position_names(backbone), UNKNOWN}
-        return {name: g for name, g in gradients.items() if name not in withheld}
+    def withheld(self, backbone: Backbone) -> set[str]:
+        return {*position_names(backbone), UNKNOWN}
 
 
 @dataclass(frozen=True)
@@ -198,10 +204,6 @@ class MaskedJigsaw(Defence):
     known: ClassVar[str] = (
         "the method and its λ: rows of the table without a gradient reveal the mask, and the gradient of DAL on the "
         "other rows is computed and subtracted"
-    )
-    lower_bound: ClassVar[str] = (
-        "a lower bound, and no credit to MJP: the gradients of the hidden patches blur all others, and this attack "
-        "does not separate them; adaptive-mjp does"
     )
 
     def __post_init__(self) -> None:
@@ -229,11 +231,11 @@ class MaskedJigsaw(Defence):
 
     def retrain(self, method: Method, seed: int = 0) -> Method:
         """MJP with this γ: over a run of MJP its own trained tokens and heads, over another's backbone new ones."""
-        if not isinstance(method, MJP):
-            return self.method(method.backbone, seed)
-        other = copy(method)  # the same parameters
-        other.config = replace(method.config, mask_ratio=self.mask_ratio)
-        return other
+        return method.at_hidden_share(self.mask_ratio) or self.method(method.backbone, seed)
+
+    @property
+    def hidden_share(self) -> float:
+        return self.mask_ratio
 
 
 def method_of(defence: Defence, victim: Backbone | Method, seed: int = 0) -> Method:
@@ -241,9 +243,20 @@ def method_of(defence: Defence, victim: Backbone | Method, seed: int = 0) -> Met
     return defence.method(victim, seed) if isinstance(victim, Backbone) else defence.retrain(victim, seed)
 
 
-def lower_bound_of(defence: Defence, method: Method) -> str:
-    """Why a figure is a lower bound; that of MJP for a run that was trained with it, whatever stands on top."""
-    return MaskedJigsaw.lower_bound if isinstance(method, MJP) else defence.lower_bound
+def blurred(method: Method) -> str:
+    """Why the figure of an attack that does not separate hidden patches is a lower bound; "" where none are hidden."""
+    if method.hidden_share is None:
+        return ""
+    return (
+        f"a lower bound, and no credit to {type(method).__name__}: the gradients of the hidden patches blur all "
+        "others, and this attack does not separate them; adaptive-mjp does"
+    )
+
+
+def names_sent(method: Method, defence: Defence) -> dict[str, int]:
+    """The gradients that a client sends under a defence: how many numbers each name has."""
+    withheld = defence.withheld(method.backbone)
+    return {name: p.numel() for name, p in parameter_names(method).items() if name not in withheld}
 
 
 def victim_gradients(
@@ -281,8 +294,9 @@ def victim_gradients(
             _descend(method, found, lr)
     mean = {name: g / local_steps for name, g in total.items()}
     chance = torch.Generator().manual_seed(seed * 1_000_003 + int(ids[0]))
-    sent = defence.upload(mean, method.backbone, images.shape[0], chance)
-    return {name: g.to(dtype) for name, g in sent.items()}
+    withheld = defence.withheld(method.backbone)
+    kept = {name: g for name, g in mean.items() if name not in withheld}
+    return {name: g.to(dtype) for name, g in defence.upload(kept, images.shape[0], chance).items()}
 
 
 def known_gradient(method: Method, gradients: Gradients, seed: int = 0, epoch: int = 0) -> Tensor | None:
@@ -290,14 +304,12 @@ def known_gradient(method: Method, gradients: Gradients, seed: int = 0, epoch: i
 
     Batch 1. The mask that DAL leaves out is read off the rows that got no gradient at all.
     """
-    if not isinstance(method, MJP) or method.dal is None:
-        return None
     stem = require_stem(method.backbone)
-    mask = hidden_places(table_rows(gradients[stem.table], stem))
+    hidden = hidden_places(table_rows(gradients[stem.table], stem))
     with torch.enable_grad():
-        ids = torch.zeros(1, dtype=torch.int64)
-        weight = method.draw(Batch(ids, ids), seed=seed, epoch=epoch)["dal_weight"]
-        loss = weight.to(mask.device) * method.localise(mask[None])
+        loss = method.table_loss(hidden[None], seed=seed, epoch=epoch)
+        if loss is None:
+            return None
         [found] = torch.autograd.grad(loss, [dict(method.backbone.named_parameters())[stem.table]])
     return table_rows(found, stem)
 

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import tyro
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from situs.audit.attack import Attack
+    from situs.audit.cases import TestSet
+    from situs.audit.deadline import Deadline
     from situs.audit.gate import Limit, Ruling
     from situs.audit.gradients import Audit
     from situs.audit.lpips import Lpips
+    from situs.audit.search import MatchingConfig
     from situs.audit.threat import Defence
     from situs.audit.victim import Victim
-    from situs.audit.watch import Watch
-    from situs.data.batch import Batch
+
+Result = TypeVar("Result")
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, unless an image was above the gate's limit; what was found until then is written."""
@@ -118,48 +124,46 @@ class Task:
 
     args: Args
     victim: Victim
-    batch: Batch
-    names: list[str]
+    test: TestSet
     attacks: list[Attack]
+    by_itself: MatchingConfig | None
     defences: list[Defence]
     lpips: Lpips | None
-    watch: Watch
+    deadline: Deadline
 
 
 def run(args: Args) -> int:
     """Audits, prints the table, writes the files, and says by its status whether the gate is passed."""
-    from situs.audit import MatchingConfig, create_attack, create_defence
+    from situs.audit import AdaptiveConfig, MatchingConfig, create_attack, create_defence
+    from situs.audit.deadline import first_ctrl_c
     from situs.audit.gate import ABOVE, parse_limit
-    from situs.audit.gradients import Fallback
     from situs.audit.lpips import Lpips
     from situs.audit.victim import open_predictor, open_victim
-    from situs.audit.watch import first_ctrl_c
     from situs.core.tokens import pair
     from situs.train.distributed import start
 
     _check(args)
     limit = None if args.fail_above is None else parse_limit(args.fail_above)
     search = MatchingConfig(distance=args.distance, iterations=args.iterations, restarts=args.restarts)
-    attacks = {name: create_attack(name, search) for name in _names("attack", args.attack)}
+    names = _names("attack", args.attack)
+    attacks = {name: create_attack(name, search) for name in names}
     defences = [
         create_defence(name) for name in _names("defence", _default(limit) if args.defence is None else args.defence)
     ]
     lpips = None if args.lpips is None else Lpips(args.lpips)
     device, size = start(args.device).device, None if args.img_size is None else pair(args.img_size)
-    watch = _watch(args, list(attacks.values()))
-    with first_ctrl_c(watch):
+    deadline = _deadline(args, list(attacks.values()))
+    with first_ctrl_c(deadline):
         victim = open_victim(
             args.model, weights=args.weights, img_size=size, classes=args.classes, seed=args.seed, device=device
         )
         if args.predictor is not None:
-            predictor = open_predictor(args.predictor, victim.model.backbone, device)
-            attacks = {name: create_attack(name, search, predictor) for name in attacks}
-        batch, names = _load(args, victim, device)
-        _check_gate(limit, len(names))
-        chosen = list(attacks.values())
-        if limit is not None and "matching" not in attacks:
-            chosen.append(Fallback(search))
-        task = Task(args, victim, batch, names, chosen, defences, lpips, watch)
+            predictor = AdaptiveConfig(predictor=open_predictor(args.predictor, victim.model.backbone, device))
+            attacks = {name: create_attack(name, search, predictor) for name in names}
+        test = _load(args, victim, device)
+        _check_gate(limit, len(test))
+        by_itself = search if limit is not None and "matching" not in attacks else None
+        task = Task(args, victim, test, list(attacks.values()), by_itself, defences, lpips, deadline)
         ruling = None
         if args.setting:
             from situs.cli.audit_settings import run_settings
@@ -167,7 +171,7 @@ def run(args: Args) -> int:
             run_settings(task, _names("setting", args.setting))
         else:
             ruling = _run_pairs(task, limit)
-    if watch.interrupted and (ruling is None or ruling.status != ABOVE):
+    if deadline.interrupted and (ruling is None or ruling.status != ABOVE):
         return INTERRUPTED
     return 0 if ruling is None else ruling.status
 
@@ -179,28 +183,46 @@ def _default(limit: Limit | None) -> str:
 
 def _run_pairs(task: Task, limit: Limit | None) -> Ruling | None:
     """Attacks × defences, printed and written; what the gate says, None without one."""
+    from situs.audit.cases import Step
     from situs.audit.gate import rule
-    from situs.audit.gradients import Step, audit_gradients
+    from situs.audit.gradients import audit_gradients
     from situs.audit.threat import DTYPES
-    from situs.audit.victim import labels_for
 
-    args, victim, batch = task.args, task.victim, task.batch
+    args, victim = task.args, task.victim
     known = args.labels == "known"
+    facts = _facts(task)
+
+    def write(audit: Audit) -> None:
+        _write_numbers(args, audit, facts, victim, None if limit is None else rule(audit, limit))
+
     audit = audit_gradients(
         victim.trains,
-        batch.inputs,
-        labels_for(victim.model, batch.targets.get("label"), len(batch.inputs)),
+        task.test,
         task.attacks,
         task.defences,
-        normalisation=victim.model.data.normalisation,
         step=Step(args.batch, args.local_steps, DTYPES[args.precision], args.seed, known, victim.epoch),
-        names=task.names,
+        search=task.by_itself,
         lpips=task.lpips,
-        watch=task.watch,
+        deadline=task.deadline,
+        keep=now_and_then(write),
     )
+    task.deadline.close()
     ruling = None if limit is None else rule(audit, limit)
-    _report(args, audit, victim, ruling)
+    _report(args, audit, facts, victim, ruling)
     return ruling
+
+
+def now_and_then(write: Callable[[Result], None], seconds: float = 5.0) -> Callable[[Result], None]:
+    """Writes what is there of a result, but not again within so many seconds."""
+    last = time.monotonic()
+
+    def keep(result: Result) -> None:
+        nonlocal last
+        if time.monotonic() - last >= seconds:
+            write(result)
+            last = time.monotonic()
+
+    return keep
 
 
 def _check(args: Args) -> None:
@@ -247,19 +269,21 @@ def _names(what: str, text: str) -> list[str]:
     return found
 
 
-def _watch(args: Args, attacks: list[Attack]) -> Watch:
+def _deadline(args: Args, attacks: list[Attack]) -> Deadline:
     """The clock; it speaks where an attack takes long."""
-    from situs.audit.watch import Watch
+    from situs.audit.deadline import Deadline
 
     def say(line: str) -> None:
-        if args.setting or args.fail_above or any(attack.reads_all or attack.knows_mjp for attack in attacks):
+        if args.setting or args.fail_above or any(attack.slow for attack in attacks):
             print(line, file=sys.stderr, flush=True)
 
-    return Watch(say, args.time_limit)
+    return Deadline(say, args.time_limit)
 
 
-def _load(args: Args, victim: Victim, device: Any) -> tuple[Batch, list[str]]:
+def _load(args: Args, victim: Victim, device: Any) -> TestSet:
     """The first images, prepared as the model sees them, and their names."""
+    from situs.audit.cases import TestSet
+    from situs.audit.victim import labels_for
     from situs.data.loader import make_loader
     from situs.data.sources import open_source
     from situs.errors import SitusError
@@ -275,31 +299,47 @@ def _load(args: Args, victim: Victim, device: Any) -> tuple[Batch, list[str]]:
         raise SitusError(f"{args.images}: holds no image that can be read: {skipped or 'it is empty'} (--images)")
     if skipped:
         print(f"situs: {skipped}", file=sys.stderr)
-    return batch, [f"{source.name} {number}" for number in batch.ids.tolist()]
+    labels = labels_for(victim.model, batch.targets.get("label"), len(batch.inputs))
+    names = [f"{source.name} {number}" for number in batch.ids.tolist()]
+    return TestSet(batch.inputs, labels, victim.model.data.normalisation, names)
 
 
-def _report(args: Args, audit: Audit, victim: Victim, ruling: Ruling | None) -> None:
-    from situs.audit.gradients import verdict
-    from situs.audit.junit import junit
-    from situs.audit.page import make_page, reasons, table
-    from situs.audit.record import to_json
+def _facts(task: Task) -> dict[str, Any]:
+    """Where the model and the images come from, and how it was made."""
     from situs.cli.evidence import evidence
-    from situs.cli.scores import write_file, write_scores
-    from situs.cli.tables import print_table
-    from situs.results import show
 
-    (height, width), found = audit.images.shape[2:], victim.model.facts
-    facts = {
-        "model": audit.model,
+    args, victim, (height, width) = task.args, task.victim, task.test.pixels.shape[2:]
+    found = victim.model.facts
+    return {
+        "model": victim.model.backbone.name,
         "weights": str(found.get("weights", found["kind"])),
-        "images": f"{len(audit.images)} of {Path(args.images).name}, {height} × {width} pixels",
+        "images": f"{len(task.test)} of {Path(args.images).name}, {height} × {width} pixels",
         "gradients": f"{args.precision}, batch {args.batch}, local steps {args.local_steps}",
         "labels": args.labels,
         "search": f"{args.distance}, {args.iterations:,} iterations, starts: {args.restarts}",
         "seed": args.seed,
         **evidence("audit gradients", args, victim.trains, args.weights),
     }
-    if any(pair.reason is None for pair in audit.pairs):
+
+
+def _write_numbers(args: Args, audit: Audit, facts: dict[str, Any], victim: Victim, ruling: Ruling | None) -> None:
+    from situs.audit.record import to_json
+    from situs.cli.scores import write_scores
+
+    gate = None if ruling is None else ruling.to_json()
+    write_scores(args.out / "gradients.json", {**to_json(audit), **facts, "notes": victim.notes, "gate": gate})
+
+
+def _report(args: Args, audit: Audit, facts: dict[str, Any], victim: Victim, ruling: Ruling | None) -> None:
+    from situs.audit.gradients import verdict
+    from situs.audit.junit import junit
+    from situs.audit.page import make_page, reasons, table
+    from situs.cli.scores import write_file
+    from situs.cli.tables import print_table
+    from situs.results import show
+
+    _write_numbers(args, audit, facts, victim, ruling)  # first: what was found is not lost while the rest is made
+    if audit.attacked:
         header, rows = table(audit, ("psnr", "ssim", "order_accuracy", "reidentified"))
         rows = [[show(cell) for cell in row] for row in (header, *rows)]
         print_table(f"{audit.model}, {facts['images']}", rows)
@@ -310,9 +350,7 @@ def _report(args: Args, audit: Audit, victim: Victim, ruling: Ruling | None) -> 
     used = {
         name.replace("_", " "): fact for name, fact in facts.items() if searched or name not in ("labels", "search")
     }
-    page = make_page(audit, used, ruling, victim.notes, pictures=args.pictures)  # drawn before anything is written
-    gate = None if ruling is None else ruling.to_json()
-    write_scores(args.out / "gradients.json", {**to_json(audit), **facts, "notes": victim.notes, "gate": gate})
+    page = make_page(audit, used, ruling, victim.notes, pictures=args.pictures)
     path = page.write(args.out / "report.html", private=args.pictures)
     print(f"{path}: the page; {path.with_name('gradients.json').name} has every image's numbers")
     if ruling is not None:

@@ -8,7 +8,7 @@ counter-based hash, so a sample's draws are the same whatever batch it stands in
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor, nn
 
@@ -25,6 +25,13 @@ class Output(NamedTuple):
     loss: Tensor
     metrics: dict[str, Tensor]
     extras: dict[str, Tensor]
+
+
+class UnknownPosition(NamedTuple):
+    """What a token gets instead of its place: a learned vector [D], and what that is in words."""
+
+    vector: Tensor
+    words: str
 
 
 class Method(nn.Module, ABC):
@@ -61,6 +68,26 @@ class Method(nn.Module, ABC):
     def sees_positions(self) -> bool:
         """Whether the backbone's own positions take part; where not, they mean nothing after training."""
         return self.uses_positions(self.config)
+
+    def unknown_position(self) -> UnknownPosition | None:
+        """The vector that it learned for tokens whose place is hidden, where it learned one."""
+        return None
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The share of the patches that its step shuffles and gives one shared place; None where it is no such step."""
+        return None
+
+    def at_hidden_share(self, share: float) -> Self | None:
+        """The same parameters in a step that hides another share; None where it hides none."""
+        return None
+
+    def table_loss(self, hidden: Tensor, *, seed: int, epoch: int) -> Tensor | None:
+        """What it adds to the loss that no image decides, but the position table alone; None where there is nothing.
+
+        hidden: [B, N] bool, the places that are hidden.
+        """
+        return None
 
     def no_decay(self) -> set[str]:
         """Names of the method's own parameters that weight decay must leave alone (tokens, tables)."""

@@ -28,7 +28,7 @@ from situs.core.random import uniform
 from situs.core.tokens import mask_of, take
 from situs.errors import SitusError
 from situs.limits import Count, Natural, NotNegative, Positive, Within
-from situs.methods.base import Batch, Draws, Method, Output
+from situs.methods.base import Batch, Draws, Method, Output, UnknownPosition
 from situs.methods.heads import Decoder, check_decoder, position_accuracy
 from situs.methods.mae import decode_pixels, patchify_on, reconstruction_loss
 from situs.methods.schedule import epoch_share
@@ -181,6 +181,9 @@ class DropPos(Method):
             other = DropPos(self.backbone, config)
         other.decoder, other.mask_token, other.training = self.decoder, self.mask_token, self.training
         return other
+
+    def unknown_position(self) -> UnknownPosition:
+        return UnknownPosition(self.mask_token.detach(), "the [MASK] vector that this DropPos run learned")
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """visible: [B, V], anchors' places first. hidden: [B, N - V], where pixels are asked for. sigma: a scalar."""

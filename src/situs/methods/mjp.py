@@ -9,7 +9,9 @@ runs (its Swin targets are off by one: ours are not). `VARIANTS` are the rows A 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from copy import copy
+from dataclasses import replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +24,7 @@ from situs.core.position import Positions
 from situs.core.random import uniform
 from situs.core.tokens import take
 from situs.errors import SitusError
-from situs.methods.base import Batch, Draws, Method, Output
+from situs.methods.base import Batch, Draws, Method, Output, UnknownPosition
 from situs.methods.mjp_config import VARIANTS, MJPConfig, dal_weight_at
 from situs.methods.mjp_dal import Dal, dal_loss, dal_targets
 from situs.methods.supervised import label_loss
@@ -137,6 +139,27 @@ class MJP(Method):
         assert table is not None  # `Dal` has refused a backbone without one
         targets = dal_targets(self.grid, self.config.dal_normalise, table.device)
         return dal_loss(self.dal(table, targets, mask), targets, mask, mean_axes=self.config.dal_mean)
+
+    def unknown_position(self) -> UnknownPosition | None:
+        said = "the vector E_unk that this MJP run learned"
+        return UnknownPosition(self.unknown.detach(), said) if self.config.unknown else None
+
+    @property
+    def hidden_share(self) -> float:
+        return self.config.mask_ratio
+
+    def at_hidden_share(self, share: float) -> Self:
+        other = copy(self)  # the same parameters
+        other.config = replace(self.config, mask_ratio=share)
+        return other
+
+    def table_loss(self, hidden: Tensor, *, seed: int, epoch: int) -> Tensor | None:
+        """λ DAL."""
+        if self.dal is None:
+            return None
+        ids = torch.zeros(1, dtype=torch.int64)
+        weight = self.draw(Batch(ids, ids), seed=seed, epoch=epoch)["dal_weight"]
+        return weight.to(hidden.device) * self.localise(hidden)
 
     def no_decay(self) -> set[str]:
         held = {"unknown": self.config.unknown, "index_table": self.config.index != "none"}

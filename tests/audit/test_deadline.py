@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from situs.audit.watch import SECOND, Watch, first_ctrl_c
+from situs.audit.deadline import SECOND, Deadline, first_ctrl_c
 from situs.errors import SitusError
 
 
@@ -19,30 +19,30 @@ class Clock:
 
 def test_turns_share_what_is_left() -> None:
     clock = Clock()
-    watch = Watch(seconds=12, clock=clock)
-    watch.begin(3)
+    deadline = Deadline(seconds=12, clock=clock)
+    deadline.begin(3)
     clock.now += 3.9
-    assert not watch.over()
-    assert watch.progress() == pytest.approx(3.9 / 4)
+    assert not deadline.over()
+    assert deadline.progress() == pytest.approx(3.9 / 4)
     clock.now += 0.2
-    assert watch.over()
-    assert not watch.spent()
-    watch.begin(2)  # 7.9 s left for two
-    assert watch.progress() == 0
+    assert deadline.over()
+    assert not deadline.spent()
+    deadline.begin(2)  # 7.9 s left for two
+    assert deadline.progress() == 0
     clock.now += 1  # a quick one
-    watch.begin(1)
+    deadline.begin(1)
     clock.now += 6.8
-    assert not watch.over()
+    assert not deadline.over()
     clock.now += 0.2
-    assert watch.over() and watch.spent()
-    watch.begin(1)
-    assert watch.over()
-    assert watch.reason == "the time limit of 12 s"
+    assert deadline.over() and deadline.spent()
+    deadline.begin(1)
+    assert deadline.over()
+    assert deadline.reason == "the time limit of 12 s"
 
 
 def test_a_turn_may_have_a_limit_of_its_own() -> None:
     clock = Clock()
-    free = Watch(clock=clock)
+    free = Deadline(clock=clock)
     free.begin(1, 5.0)
     clock.now += 2.5
     assert free.progress() == 0.5 and not free.over()
@@ -51,32 +51,32 @@ def test_a_turn_may_have_a_limit_of_its_own() -> None:
     free.begin(1)
     clock.now += 1e6
     assert not free.over()
-    held = Watch(seconds=12, clock=clock)
+    held = Deadline(seconds=12, clock=clock)
     held.begin(1, 20.0)  # the audit's own limit comes first
     clock.now += 12
     assert held.over() and held.spent()
 
 
 def test_without_a_limit_only_ctrl_c_stops() -> None:
-    watch = Watch()
-    watch.begin(2)
-    assert not watch.over() and not watch.spent() and watch.progress() == 0
-    watch.interrupt()
-    assert watch.over() and watch.spent()
-    assert watch.reason == "Ctrl-C"
+    deadline = Deadline()
+    deadline.begin(2)
+    assert not deadline.over() and not deadline.spent() and deadline.progress() == 0
+    deadline.interrupt()
+    assert deadline.over() and deadline.spent()
+    assert deadline.reason == "Ctrl-C"
 
 
 def test_no_time_at_all_is_a_mistake() -> None:
     with pytest.raises(SitusError, match="--time-limit"):
-        Watch(seconds=0)
+        Deadline(seconds=0)
 
 
 def test_the_second_ctrl_c_takes_nothing_away(capfd: pytest.CaptureFixture[str]) -> None:
-    before, watch = signal.getsignal(signal.SIGINT), Watch()
-    with first_ctrl_c(watch):
+    before, deadline = signal.getsignal(signal.SIGINT), Deadline()
+    with first_ctrl_c(deadline):
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-        assert watch.interrupted
+        assert deadline.interrupted
         signal.raise_signal(signal.SIGINT)
         assert capfd.readouterr().err == SECOND.decode()
         with pytest.raises(KeyboardInterrupt):

@@ -21,7 +21,7 @@ def _silent(_: str) -> None:
     """Says nothing."""
 
 
-class Watch:
+class Deadline:
     """Held by one audit and asked by its attacks.
 
     The time limit is for the whole audit. Each attack's turn is an even share of what is left, so that a slow one
@@ -36,7 +36,7 @@ class Watch:
     ) -> None:
         if seconds is not None:
             check_range("time_limit", seconds, 0, flag="--time-limit", low_open=True)
-        self.say, self.seconds, self.interrupted = say, seconds, False
+        self.say, self.seconds, self.interrupted, self.closed = say, seconds, False, False
         self._clock = clock
         self._end = None if seconds is None else clock() + seconds
         self._begun, self._turn = clock(), self._end
@@ -66,6 +66,10 @@ class Watch:
         """Ctrl-C was pressed: whoever caught it keeps what it has and says so here."""
         self.interrupted = True
 
+    def close(self) -> None:
+        """The search is over and its result is being written: a Ctrl-C from here on takes nothing of it away."""
+        self.closed = True
+
     @property
     def reason(self) -> str:
         """What made an attack or the audit stop, for a reader."""
@@ -73,11 +77,11 @@ class Watch:
 
 
 @contextmanager
-def first_ctrl_c(watch: Watch) -> Iterator[None]:
+def first_ctrl_c(deadline: Deadline) -> Iterator[None]:
     """Ctrl-C within: the first ends the search, the second is answered, the third gives up.
 
     Whoever presses twice in impatience means the first: the second would else hit the scoring or the writing of what
-    the first has kept, and take hours of search away.
+    the first has kept, and take hours of search away. Once the deadline is closed, the first is answered as well.
     """
     if threading.current_thread() is not threading.main_thread():  # signals are not for others
         yield
@@ -87,8 +91,8 @@ def first_ctrl_c(watch: Watch) -> Iterator[None]:
     def answer(_: int, __: FrameType | None) -> None:
         nonlocal pressed
         pressed += 1
-        watch.interrupt()
-        if pressed != 2:
+        deadline.interrupt()
+        if pressed > 2 or not (pressed == 2 or deadline.closed):
             raise KeyboardInterrupt
         os.write(2, SECOND)  # not print: it may be a print that was interrupted
 

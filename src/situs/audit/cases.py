@@ -1,0 +1,197 @@
+"""What an audit is made of: a test set, a step, cases, and what came of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from situs.audit.attack import Attack, Fact
+from situs.audit.metrics import denormalise, mean_of
+from situs.audit.scoring import Normalisation, Scores
+from situs.audit.threat import Defence
+from situs.backbones.base import Backbone
+from situs.config import check_range
+from situs.errors import SitusError
+from situs.methods.base import Method
+
+EXACT = 54.15
+"""PSNR in dB from which an image counts as recovered exactly: a mean error below half a grey level of 255."""
+
+Which = Literal["x", "x̃"]
+"""An image, or the same with some of its patches shuffled."""
+
+Status = Literal["done", "stopped", "refused", "not_run"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """How the audited step is made: images in it, local steps, the type of what is sent, and the seed.
+
+    labels_known: whether the attacker is told the labels. epoch: of the run, for its method's draws and schedules.
+    """
+
+    batch: int = 1
+    local_steps: int = 1
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    labels_known: bool = False
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        check_range("batch", self.batch, 1, flag="--batch")
+        check_range("local_steps", self.local_steps, 1, flag="--local-steps")
+
+
+@dataclass(frozen=True)
+class TestSet:
+    """The images under attack. pixels: x, [n, C, H, W], normalised by `normalisation`. labels: [n].
+
+    names: for a reader. shuffled: x̃, like pixels, where cases ask for it; mask: [n, N], the patches that it shuffles.
+    """
+
+    __test__: ClassVar[bool] = False  # pytest takes whatever begins with Test
+
+    pixels: Tensor
+    labels: Tensor
+    normalisation: Normalisation
+    names: Sequence[str] = ()
+    shuffled: Tensor | None = None
+    mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        named = [*self.names, *(str(i) for i in range(len(self.names), len(self.pixels)))]
+        object.__setattr__(self, "names", named)
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def inputs(self, which: Which) -> Tensor:
+        """x or x̃, normalised."""
+        if which == "x":
+            return self.pixels
+        assert self.shuffled is not None, "a case asks for x̃, which this set lacks"
+        return self.shuffled
+
+    def real(self, which: Which = "x") -> Tensor:
+        """x or x̃ as pictures, [n, C, H, W] in [0, 1]."""
+        return self._x if which == "x" else self._shuffled
+
+    @cached_property
+    def _x(self) -> Tensor:
+        return denormalise(self.inputs("x"), *self.normalisation)
+
+    @cached_property
+    def _shuffled(self) -> Tensor:
+        return denormalise(self.inputs("x̃"), *self.normalisation)
+
+    def whole_batches(self, batch: int) -> int:
+        """How many batches the images make."""
+        if len(self) % batch:
+            raise SitusError(f"{len(self)} images do not make whole batches of {batch} (--count, --batch)")
+        return len(self) // batch
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One attack on what one model sends. model: a backbone, trained as the defence says, or a run's own method.
+
+    trained_on: what the step sees; a method that shuffles patches by itself makes its own x̃. informed: whether the
+    attacker knows the defence and the method. compared_with: what his pictures are held against. images, seconds: he
+    sees the first images only, for so long at most. by_itself: why an attack is made that nobody asked for; it is made
+    where no closed form applies.
+    """
+
+    name: str
+    model: Backbone | Method
+    defence: Defence
+    attack: Attack
+    trained_on: Which = "x"
+    compared_with: Which = "x"
+    informed: bool = True
+    images: int | None = None
+    seconds: float | None = None
+    by_itself: str = ""
+
+    @property
+    def backbone(self) -> Backbone:
+        return self.model if isinstance(self.model, Backbone) else self.model.backbone
+
+    def same_upload(self, other: Case) -> bool:
+        """Whether the same gradients are sent in both."""
+        mine, theirs = ((case.model, case.defence, case.trained_on) for case in (self, other))
+        return mine[0] is theirs[0] and mine[1:] == theirs[1:]
+
+    def same_recovery(self, other: Case) -> bool:
+        """Whether the attacker comes to the same pictures in both."""
+        return self.same_upload(other) and self.attack is other.attack and self.informed == other.informed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a case. done: to the end; stopped: on the first images, or with a search cut short; refused: the
+    attack does not apply (`reason`), which says nothing about privacy; not_run: never begun.
+
+    scores and facts: per image. pictures: the first that were recovered, [m, C, H, W] in [0, 1]. caveat: why it is not
+    exact here. lower_bound: whether one who knows the training could get more. partial: how far it came where it was
+    stopped. doubt: why a closed form that gets little proves nothing (`proof`).
+    """
+
+    case: Case
+    status: Status
+    scores: Scores = field(default_factory=dict)
+    facts: list[dict[str, Fact]] = field(default_factory=list)
+    pictures: Tensor | None = None
+    reason: str | None = None
+    caveat: str | None = None
+    lower_bound: bool = False
+    partial: str | None = None
+    doubt: str | None = None
+
+    @property
+    def attack(self) -> str:
+        return self.case.attack.name
+
+    @property
+    def defence(self) -> str:
+        return self.case.defence.label
+
+    @property
+    def closed(self) -> bool:
+        """Whether the attack is a closed form, whose residual tells if it succeeded."""
+        return self.case.attack.closed_form
+
+    @property
+    def attacked(self) -> bool:
+        return self.status in ("done", "stopped")
+
+    @property
+    def count(self) -> int:
+        """How many images were attacked."""
+        return len(self.scores.get("psnr") or ())
+
+    @property
+    def exact(self) -> int:
+        """How many images were recovered exactly."""
+        return sum(value >= EXACT for value in self.scores.get("psnr") or ())
+
+    @property
+    def to_the_byte(self) -> int:
+        """Of how many images the attacker himself can say that every byte is right."""
+        return sum(fact.get("bytes") is True for fact in self.facts)
+
+    @property
+    def mean_psnr(self) -> float:
+        """Mean PSNR in dB; 0 where nothing was attacked."""
+        return mean_of(self.scores.get("psnr") or [0.0]).mean
+
+    @property
+    def worst_psnr(self) -> float:
+        """PSNR in dB of the image that came back best, which is the worst for its owner; 0 where nothing was attacked.
+
+        A gate takes this one, and so does the page."""
+        return max(self.scores.get("psnr") or [0.0])

@@ -1,0 +1,253 @@
+"""The audit's engine: cases on a test set, a few uploads at a time, until all is done or the time is over.
+
+What a model sends is made once for all attacks on it, for a group of uploads, and forgotten before the next: whole
+gradients of many images fill any memory. All cases see the first group before any sees the second, so that an audit
+that is stopped has compared them on the same images.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from situs.audit.attack import Fact, Knowledge, Ready, Refused
+from situs.audit.cases import Case, Outcome, Step, TestSet
+from situs.audit.deadline import Deadline
+from situs.audit.proof import doubt_of
+from situs.audit.scoring import Lpips, Scores, extend, facts_of, measure, measure_parts, pictures_of
+from situs.audit.threat import Gradients, NoDefence, blurred, method_of, names_sent, victim_gradients
+from situs.methods.base import Method
+
+GROUP = 8
+"""Uploads that are held at a time, at most: as many as a search takes at once."""
+
+HELD = 2**30
+"""Bytes of uploads that are held at a time, where that is less; a single upload always is."""
+
+SHOWN = 8
+"""Recovered pictures that are kept of a case."""
+
+
+def run(
+    cases: Sequence[Case],
+    test: TestSet,
+    step: Step | None = None,
+    deadline: Deadline | None = None,
+    lpips: Lpips | None = None,
+) -> Iterator[Outcome]:
+    """The outcomes, case after case for each group of images: a later one of a case takes the place of those before.
+
+    Refused cases come first. When the deadline's time is over it ends, and what was given is what there is; so it is
+    after a Ctrl-C, which comes through unless the attack had something to keep.
+    """
+    step, deadline = step or Step(), deadline or Deadline()
+    uploads = test.whole_batches(step.batch)
+    trials: list[_Trial] = []
+    for found in _prepared(cases, test, step, lpips):
+        if isinstance(found, Outcome):
+            yield found
+        else:
+            trials.append(found)
+    group, held = _group(trials), _Held()
+    while trials:
+        for number, trial in enumerate(trials):
+            if deadline.spent():
+                return
+            span = range(trial.at, min(trial.at + group, trial.uploads(uploads)))
+            sent = held.uploads(trial, span, uploads, deadline)
+            deadline.begin(len(trials) - number, trial.cases[0].seconds)
+            yield from trial.attack(sent, span.start, deadline)
+        trials = [trial for trial in trials if trial.at < trial.uploads(uploads) and not trial.once]
+
+
+@dataclass
+class _Client:
+    """What is the same for all cases on one upload: the model as it is trained, and what attackers read of it."""
+
+    case: Case
+    test: TestSet
+    step: Step
+    wanted: set[str] | None = field(default_factory=set)
+    """Names that some attack reads; None where one reads all."""
+
+    def __post_init__(self) -> None:
+        case = self.case
+        self.method: Method = method_of(case.defence, case.model, self.step.seed)
+        self.sent = names_sent(self.method, case.defence)
+        moves = case.trained_on != "x" and self.method.hidden_share is None
+        self.pixels = self.test.inputs(case.trained_on if moves else "x")
+
+    def known(self, informed: bool, first: int = 0, count: int = 1) -> Knowledge:
+        """What an attacker is told of `count` uploads from number `first` on."""
+        step, (height, width) = self.step, self.pixels.shape[2:]
+        labels = self.test.labels.view(-1, step.batch)[first : first + count] if step.labels_known else None
+        plain = {"size": (height, width), "normalisation": self.test.normalisation, "first": first}
+        if not informed:
+            return Knowledge(batch=step.batch, labels=labels, local_steps=step.local_steps, **plain)
+        fields = (labels, self.method, step.local_steps, step.epoch)
+        return Knowledge(self.case.defence, step.batch, step.seed, *fields, **plain)
+
+    def upload(self, number: int) -> Gradients:
+        """What is sent for one batch, of it what is wanted."""
+        step, ids = self.step, torch.arange(number * self.step.batch, (number + 1) * self.step.batch)
+        span = slice(int(ids[0]), int(ids[-1]) + 1)
+        fields = {"dtype": step.dtype, "local_steps": step.local_steps, "seed": step.seed, "epoch": step.epoch}
+        x, y = self.pixels[span], self.test.labels[span]
+        found = victim_gradients(self.method, x, y, defence=self.case.defence, ids=ids, **fields)
+        return {name: g for name, g in found.items() if self.wanted is None or name in self.wanted}
+
+    @property
+    def size(self) -> int:
+        """Bytes of an upload."""
+        return 4 * sum(count for name, count in self.sent.items() if self.wanted is None or name in self.wanted)
+
+
+@dataclass
+class _Held:
+    """The uploads of one group, for all who attack them."""
+
+    client: _Client | None = None
+    span: range = range(0)
+    sent: list[Gradients] = field(default_factory=list)
+
+    def uploads(self, trial: _Trial, span: range, total: int, deadline: Deadline) -> list[Gradients]:
+        """Those of a span; where the time ends, the first of them."""
+        client = trial.client
+        if client is not self.client or span != self.span:
+            self.client, self.span, self.sent = client, span, []  # the others are let go first
+            for number in span:
+                if self.sent and deadline.spent():
+                    break
+                deadline.say(f"{client.case.defence.label}: gradients of batch {number + 1} of {total}")
+                self.sent.append(client.upload(number))
+        return self.sent
+
+
+@dataclass
+class _Trial:
+    """One attacker on one client: his cases share what he recovers, and differ in what it is compared with.
+
+    at: uploads that are behind him.
+    """
+
+    cases: list[Case]
+    client: _Client
+    ready: Ready
+    lpips: Lpips | None
+    at: int = 0
+    partial: str | None = None
+    facts: list[dict[str, Fact]] = field(default_factory=list)
+    scores: dict[int, Scores] = field(default_factory=dict)
+    pictures: list[Tensor] = field(default_factory=list)
+    control: list[dict[str, Fact]] | None = None
+
+    def images(self) -> int:
+        """How many images he is to see."""
+        batch, most = self.client.step.batch, self.cases[0].images
+        everything = len(self.client.test)
+        return everything if most is None else min(everything, max(batch, most // batch * batch))
+
+    @property
+    def once(self) -> bool:
+        """Whether his own time makes one turn all that he has."""
+        return self.cases[0].seconds is not None
+
+    def uploads(self, total: int) -> int:
+        return min(total, self.images() // self.client.step.batch)
+
+    def attack(self, sent: Sequence[Gradients], first: int, deadline: Deadline) -> Iterator[Outcome]:
+        """Recovers what is behind the uploads from number `first` on, and gives the outcome of each case so far."""
+        case, test, batch = self.cases[0], self.client.test, self.client.step.batch
+        if case.by_itself and not first:
+            deadline.say(f"{case.defence.label}: {case.by_itself}")
+        deadline.say(f"{case.name}: {case.attack.name} against {case.defence.label}, batch {first + 1} on")
+        known = self.client.known(case.informed, first, len(sent))
+        found = case.attack.recover(case.backbone, sent, known, deadline)
+        self.at, self.partial = first + len(found.facts), found.partial or self.partial
+        here = slice(first * batch, self.at * batch)
+        self.facts += facts_of(found, test.labels[here], batch)
+        for number, case in enumerate(self.cases):
+            real = test.real(case.compared_with)
+            pictures = pictures_of(found, real[here], batch, test.normalisation)
+            made = measure(pictures, real, case.backbone, self.lpips, here.start)
+            if case.trained_on != "x" and test.mask is not None:
+                made |= measure_parts(pictures, real[here], test.mask[here], case.backbone)
+            extend(self.scores.setdefault(number, {}), made)
+            if number == 0 and here.start < SHOWN:
+                self.pictures.append(pictures[: SHOWN - here.start].clone())
+            yield self.outcome(number)
+
+    def outcome(self, number: int) -> Outcome:
+        """What came of one of the cases until now."""
+        case, step = self.cases[number], self.client.step
+        bound = "" if not case.informed or case.attack.separates_hidden else blurred(self.client.method)
+        caveat = "; ".join(filter(None, (case.by_itself, self.ready.caveat, bound))) or None
+        count, wanted = len(self.facts), self.images()
+        fewer = None if count == wanted else f"{count} of {wanted} images"
+        partial = ", ".join(filter(None, (self.partial, fewer))) or None
+        doubt = None
+        if case.attack.closed_form:
+            noise = case.defence.noise_level(step.batch)
+            clean = noise == 0 and step.dtype == torch.float32
+            doubt = doubt_of(caveat, self.facts, noise, None if clean else self._control)
+        return Outcome(
+            case,
+            "done" if partial is None else "stopped",
+            {name: None if values is None else list(values) for name, values in self.scores[number].items()},
+            list(self.facts),
+            torch.cat(self.pictures),
+            caveat=caveat,
+            lower_bound=bool(bound),
+            partial=partial,
+            doubt=doubt,
+        )
+
+    def _control(self) -> list[dict[str, Fact]]:
+        """The facts of the same attack on the first upload as it is without noise and in float32."""
+        if self.control is None:
+            case, step = self.cases[0], replace(self.client.step, dtype=torch.float32)
+            quiet = NoDefence() if case.defence.noise_level(step.batch) else case.defence
+            client = _Client(replace(case, defence=quiet), self.client.test, step, self.client.wanted)
+            # Bytes are not read: it is about the equations.
+            known = replace(client.known(case.informed), normalisation=None)
+            self.control = case.attack.recover(case.backbone, [client.upload(0)], known).facts
+        return self.control
+
+
+def _prepared(cases: Sequence[Case], test: TestSet, step: Step, lpips: Lpips | None) -> Iterator[Outcome | _Trial]:
+    """Refusals, and trials of all else: cases that share a recovery are one. Clients note what will be read of them."""
+    clients: list[_Client] = []
+    trials: list[_Trial] = []
+    for case in cases:
+        shared = [trial for trial in trials if case.same_recovery(trial.cases[0])]
+        if shared:
+            shared[0].cases.append(case)
+            continue
+        if impossible := case.defence.refuses(case.backbone):
+            if not case.by_itself:  # what lies in the model alone is said first
+                found = case.attack.prepare(case.backbone, dict(case.backbone.named_parameters()), Knowledge())
+                reason = found.reason if isinstance(found, Refused) else impossible
+                yield Outcome(case, "refused", reason=reason)
+            continue
+        client = next((client for client in clients if case.same_upload(client.case)), None)
+        if client is None:
+            clients.append(client := _Client(case, test, step))
+        closed = (trial.cases[0].attack.closed_form for trial in trials if trial.client is client)
+        if case.by_itself and any(closed):
+            continue
+        found = case.attack.prepare(case.backbone, client.sent, client.known(case.informed))
+        if isinstance(found, Refused):
+            yield Outcome(case, "refused", reason=found.reason)
+            continue
+        client.wanted = None if client.wanted is None or found.reads is None else client.wanted | {*found.reads}
+        trials.append(_Trial([case], client, found, lpips))
+    yield from trials
+
+
+def _group(trials: Sequence[_Trial]) -> int:
+    """How many uploads are held at a time."""
+    largest = max((trial.client.size for trial in trials), default=0)
+    return max(1, min(GROUP, HELD // max(1, largest)))
