@@ -117,7 +117,8 @@ class _Held:
         """Those of a span; where the time ends, the first of them."""
         client = trial.client
         if client is not self.client or span != self.span:
-            self.client, self.span, self.sent = client, span, []  # the others are let go first
+            self.client, self.span = client, span
+            self.sent.clear()  # whoever still has the list: the others are let go before any is made
             for number in span:
                 if self.sent and deadline.spent():
                     break

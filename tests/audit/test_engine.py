@@ -1,0 +1,186 @@
+"""The engine: few uploads at a time, made once for all attacks, and the same answers as all at once."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from situs.audit import Matching, MatchingConfig, PatchEmbedding, engine
+from situs.audit.attack import Attack, Knowledge, Ready, Recovery, Refused
+from situs.audit.cases import Case, Outcome, Step, TestSet
+from situs.audit.deadline import Deadline
+from situs.audit.scoring import measure
+from situs.audit.threat import NoDefence, Noise, NoPositionGradient, victim_gradients
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+
+NORMALISATION = ((0.5,), (0.25,))
+COUNT = 20
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Any:
+    torch.manual_seed(0)
+    shape = {"depth": 1, "embed_dim": 16, "num_heads": 2}
+    given = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 3, "model_args": shape}
+    return create_backbone("vit_tiny_patch16_224", **given).eval()
+
+
+def images(count: int = COUNT) -> TestSet:
+    pixels = (torch.rand(count, 1, 8, 8, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
+    return TestSet(pixels, torch.arange(count) % 3, NORMALISATION)
+
+
+class Spy(Attack):
+    """Gives grey for what it is given, `most` uploads a turn, and remembers which these were."""
+
+    name, about = "spy", "looks on"
+
+    def __init__(self, most: int = 99, reads: tuple[str, ...] | None = None) -> None:
+        super().__init__()
+        self.most, self.reads = most, reads
+        self.seen: list[tuple[int, int]] = []
+        self.names: set[str] = set()
+
+    def prepare(self, backbone: Any, sent: Any, known: Any) -> Ready:
+        return Ready(self.reads)
+
+    def recover(self, backbone: Any, uploads: Any, known: Any = None, deadline: Any = None) -> Recovery:
+        self.seen.append((known.first, len(uploads)))
+        self.names |= {*uploads[0]}
+        count = min(self.most, len(uploads))
+        return Recovery(torch.zeros(count * known.batch, 1, 8, 8), [{}] * count)
+
+
+def run(cases: list[Case], test: TestSet | None = None, *args: Any) -> dict[Case, Outcome]:
+    return {outcome.case: outcome for outcome in engine.run(cases, test or images(), *args)}
+
+
+def test_no_more_uploads_are_held_than_a_group_has(backbone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many images there are, and whatever attacks read; each upload is made once for all who attack it."""
+    alive, most, made = weakref.WeakSet[Any](), [0], []
+
+    class Held(dict[str, Any]):
+        __hash__ = object.__hash__  # type: ignore[assignment]
+
+    def sent(*args: Any, ids: Any, **fields: Any) -> Any:
+        found = Held(victim_gradients(*args, ids=ids, **fields))
+        alive.add(found["model.pos_embed"])
+        gc.collect()
+        made.append(ids.tolist())
+        most[0] = max(most[0], len(alive))
+        return found
+
+    monkeypatch.setattr(engine, "victim_gradients", sent)
+    spies = [Spy(), Spy(reads=("model.pos_embed",))]
+    found = run([Case("m", backbone, NoDefence(), spy) for spy in spies])
+    assert [(o.status, o.count) for o in found.values()] == [("done", COUNT)] * 2
+    assert most == [engine.GROUP] and made == [[i] for i in range(COUNT)]
+    assert spies[0].seen == spies[1].seen == [(0, 8), (8, 8), (16, 4)]
+
+
+def test_large_uploads_come_one_by_one_and_small_ones_only_as_far_as_they_are_read(
+    backbone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, part = Spy(), Spy(reads=("model.pos_embed",))
+    size = 4 * sum(p.numel() for p in backbone.parameters())
+    monkeypatch.setattr(engine, "HELD", 3 * size)
+    run([Case("m", backbone, NoDefence(), part)])
+    run([Case("m", backbone, NoDefence(), whole)])
+    assert part.names == {"model.pos_embed"} and part.seen[0] == (0, 8)
+    assert len(whole.names) > 10 and whole.seen[:2] == [(0, 3), (3, 3)]
+    monkeypatch.setattr(engine, "HELD", 1)
+    run([Case("m", backbone, NoDefence(), other := Spy())], images(2))
+    assert other.seen == [(0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_groups_give_what_all_uploads_at_once_give(backbone: Any, batch: int) -> None:
+    """Scores, facts and a search's own noise, against the attack on all uploads in one call."""
+    test, step = images(18), Step(batch=batch, seed=3)
+    parts = zip(test.pixels.split(batch), test.labels.split(batch), torch.arange(18).split(batch), strict=True)
+    uploads = [victim_gradients(backbone, x, y, ids=i, seed=3, defence=Noise(1e-4)) for x, y, i in parts]
+    known = Knowledge(Noise(1e-4), batch, seed=3, normalisation=NORMALISATION)
+    attacks = [PatchEmbedding(), Matching(MatchingConfig(iterations=3, parallel=8))]
+    found = run([Case("m", backbone, Noise(1e-4), attack) for attack in attacks], test, step)
+    for attack, outcome in zip(attacks, found.values(), strict=True):
+        whole = attack.recover(backbone, uploads, known)
+        assert outcome.status == "done" and outcome.count == len(outcome.facts) == 18
+        assert [fact.get("residual") for fact in outcome.facts[::batch]] == [f.get("residual") for f in whole.facts]
+        if batch == 1:
+            pictures = (whole.images.double() * 0.25 + 0.5).clamp(0, 1)
+            expected = measure(pictures, test.real(), backbone, None)
+            assert outcome.scores["psnr"] == pytest.approx(expected["psnr"], abs=1e-9)
+            assert outcome.scores["reidentified"] == expected["reidentified"]
+            torch.testing.assert_close(outcome.pictures, pictures[: engine.SHOWN], rtol=0, atol=1e-9)
+
+
+class Ticking(Spy):
+    """Takes two seconds a turn."""
+
+    now = 0.0
+
+    def recover(self, *args: Any) -> Recovery:
+        Ticking.now += 2
+        return super().recover(*args)
+
+
+def test_a_stop_leaves_every_case_the_first_images(backbone: Any) -> None:
+    """113 images with a time limit once stopped before anything was attacked."""
+    deadline = Deadline(seconds=10, clock=lambda: Ticking.now)
+    cases = [Case("m", backbone, defence, Ticking()) for defence in (NoDefence(), Noise(1e-3), Noise(1e-2))]
+    found = run(cases, images(113), Step(), deadline)
+    assert [(o.status, o.partial) for o in found.values()] == [
+        ("stopped", "16 of 113 images"),
+        ("stopped", "16 of 113 images"),
+        ("stopped", "8 of 113 images"),
+    ]
+
+
+def test_an_attack_that_came_short_goes_on_where_it_stopped(backbone: Any) -> None:
+    slow, quick = Spy(most=3), Spy()
+    found = run([Case("m", backbone, NoDefence(), attack) for attack in (slow, quick)])
+    assert [first for first, _ in slow.seen] == [0, 3, 6, 9, 12, 15, 18]
+    assert quick.seen == [(0, 8), (8, 8), (16, 4)]
+    assert [(o.status, o.count) for o in found.values()] == [("done", COUNT)] * 2
+    once = run([Case("m", backbone, NoDefence(), Spy(most=3), images=6, seconds=9.0)])
+    [outcome] = once.values()
+    assert (outcome.status, outcome.partial) == ("stopped", "3 of 6 images")  # its own time was all it had
+
+
+def test_refusals_come_first_and_what_runs_by_itself_only_where_nothing_closed_does(backbone: Any) -> None:
+    class No(Spy):
+        closed_form = True
+
+        def prepare(self, backbone: Any, sent: Any, known: Any) -> Any:
+            return Refused("no table") if "model.pos_embed" not in sent else Ready(None)
+
+    no = No()
+    cases = []
+    for defence in (NoDefence(), NoPositionGradient()):
+        cases += [Case("m", backbone, defence, no), Case("m", backbone, defence, Spy(), by_itself="why")]
+    found = list(engine.run(cases, images(2)))
+    assert [(o.case, o.status) for o in found] == [(cases[2], "refused"), (cases[0], "done"), (cases[3], "done")]
+    assert found[2].caveat == "why" and found[0].reason == "no table"
+
+
+def test_cases_that_differ_in_the_comparison_alone_are_one_attack(backbone: Any) -> None:
+    test = images(3)
+    test = replace(test, shuffled=test.pixels.flip(0), mask=torch.zeros(3, 4, dtype=torch.bool))
+    spy = Spy()
+    cases = [Case("m", backbone, NoDefence(), spy, "x̃", which) for which in ("x̃", "x")]
+    found = run(cases, test)
+    assert spy.seen == [(0, 3)]
+    b, c = (found[case].scores for case in cases)
+    assert b["mse"] == pytest.approx((c["mse"] or [])[::-1]) and b["mse"] != c["mse"]
+    assert b["hidden_psnr"] is None and b["shown_psnr"] == pytest.approx(b["psnr"])
+
+
+def test_images_must_fill_their_batches(backbone: Any) -> None:
+    with pytest.raises(SitusError, match="3 images do not make whole batches of 2"):
+        run([Case("m", backbone, NoDefence(), Spy())], images(3), Step(batch=2))
