@@ -8,8 +8,9 @@ from torch import nn
 
 from situs.backbones import Backbone, create_backbone
 from situs.errors import SitusError
-from situs.evaluate.probe_position import Blindfold, blindfold_of, dropped_features, follow, probe_position
+from situs.evaluate.probe_position import dropped_features, follow, probe_position, unknown_position_of
 from situs.methods import MJP, MP3, Batch, DropPos, DropPosConfig, MP3Config
+from situs.methods.base import UnknownPosition
 from situs.methods.mjp import VARIANTS
 
 SHAPE = {"depth": 2, "embed_dim": 16, "num_heads": 2}
@@ -34,7 +35,7 @@ def batches(count: int, start: int = 0) -> list[Batch]:
 def test_features_are_those_of_one_image_whose_places_are_overwritten() -> None:
     backbone, vector = make(), torch.randn(16)
     (batch,) = batches(5)
-    found, places = dropped_features(backbone, batch, Blindfold(vector, ""), ratio=0.75, seed=3)
+    found, places = dropped_features(backbone, batch, UnknownPosition(vector, ""), ratio=0.75, seed=3)
     assert found.shape == (5, 12, 16)
     kept = backbone.model.pos_embed.data.clone()
     for image, features, dropped in zip(batch.inputs, found, places, strict=True):
@@ -51,7 +52,7 @@ def test_features_are_those_of_one_image_whose_places_are_overwritten() -> None:
 def test_places_that_patches_show_are_read_and_noise_is_not() -> None:
     """Patch number i has a mark of its own in one set; in the other there is nothing but noise and no position."""
     backbone = make("none")
-    assert not blindfold_of(backbone).sighted
+    assert not unknown_position_of(backbone).sighted
     mark = torch.randn(16, 3, 2, 2, generator=torch.Generator().manual_seed(1))
     picture = mark.view(4, 4, 3, 2, 2).permute(2, 0, 3, 1, 4).reshape(3, 8, 8)
     shown = [[Batch(picture + 0.05 * b.inputs, b.ids) for b in batches(60, start)] for start in (0, 100)]
@@ -78,13 +79,13 @@ def test_weights_stay_and_the_answer_is_the_same_every_time() -> None:
 
 def test_who_learned_a_vector_uses_it_and_lends_it() -> None:
     method = DropPos(make("sincos"), DropPosConfig(decoder_width=16, decoder_heads=2))
-    own = blindfold_of(method)
+    own = unknown_position_of(method)
     assert own.vector is not None
     assert torch.equal(own.vector, method.mask_token)
     jigsaw = MJP(make(), VARIANTS["J"])
-    assert torch.equal(blindfold_of(jigsaw).vector, jigsaw.unknown)  # type: ignore[arg-type]
-    assert "zero vector" in blindfold_of(make()).words
-    assert "no positions" in blindfold_of(MP3(make(), MP3Config())).words
+    assert torch.equal(unknown_position_of(jigsaw).vector, jigsaw.unknown)  # type: ignore[arg-type]
+    assert "zero vector" in unknown_position_of(make()).words
+    assert "no positions" in unknown_position_of(MP3(make(), MP3Config())).words
     held = follow({"before": (method, True), "after": (make(), True), "mp3": (MP3(make(), MP3Config()), True)})
     assert torch.equal(held["after"].vector, method.mask_token)  # type: ignore[arg-type]
     assert "before learned" in held["after"].words
@@ -108,7 +109,7 @@ def test_swin_loses_a_whole_output_token() -> None:
         return type(backbone).assemble(backbone, tokens, positions, mask)  # type: ignore[arg-type]
 
     backbone.assemble = assemble  # type: ignore[method-assign, assignment]
-    found, places = dropped_features(backbone, batch, Blindfold(torch.full((8,), 7.0), ""), seed=0)
+    found, places = dropped_features(backbone, batch, UnknownPosition(torch.full((8,), 7.0), ""), seed=0)
     assert found.shape == (2, 12, 16)
     lost = (seen["table"] == 7.0).all(-1).view(2, 4, 2, 4, 2)
     assert torch.equal(lost.all(4).all(2), lost.any(4).any(2))

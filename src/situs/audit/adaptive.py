@@ -124,7 +124,8 @@ class AdaptiveMJP(Attack):
         """One image of an MJP step: [C, H, W], and what the attacker can say of it."""
         partly = _separate(method, stem, upload, hidden, known)
         learned = method.unknown_position()
-        unknown = torch.zeros_like(partly.base[0, :1]) if learned is None else learned.vector.double()
+        vector = None if learned is None else learned.vector
+        unknown = torch.zeros_like(partly.base[0, :1]) if vector is None else vector.double()
         block = FirstBlock(backbone, stem, upload, hidden, unknown)
         found = solve_directions(block, partly, backbone.grid, stem.patch_size, self.config, deadline)
         patches = partly.patches(found.at)

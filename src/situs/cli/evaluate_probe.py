@@ -61,11 +61,11 @@ def _position(args: Args, models: dict[str, Model]) -> None:
     from situs.evaluate import probe_page as pages
     from situs.evaluate.probe_position import follow, probe_position
 
-    blindfolds = follow({name: (each.trained, each.positions) for name, each in models.items()})
+    unknowns = follow({name: (each.trained, each.positions) for name, each in models.items()})
     probes, facts = {}, {}
     for name, model in models.items():
         train, test, facts[name] = _loaders(args, model)
-        held = blindfolds[name]
+        held = unknowns[name]
         found = probe_position(
             model.trained,
             train,
@@ -74,7 +74,7 @@ def _position(args: Args, models: dict[str, Model]) -> None:
             seed=args.seed,
             precision=args.precision,
             positions=model.positions,
-            blindfold=held,
+            unknown=held,
             weight_decays=args.weight_decays,
         )
         tell_left_out(train, test)

@@ -8,7 +8,8 @@ import numpy as np
 
 from situs.evaluate.probe import Fitted
 from situs.evaluate.probe_class import ClassProbe
-from situs.evaluate.probe_position import Blindfold, PositionProbe
+from situs.evaluate.probe_position import PositionProbe
+from situs.methods.base import UnknownPosition
 from situs.report import figures
 from situs.report.html import Page
 from situs.results import Cell, percent
@@ -31,7 +32,7 @@ backbone is trained, so this measures what the representation already separates.
 
 
 def position_page(
-    probes: Mapping[str, tuple[PositionProbe, Blindfold]], grid: tuple[int, int], facts: Mapping[str, Cell]
+    probes: Mapping[str, tuple[PositionProbe, UnknownPosition]], grid: tuple[int, int], facts: Mapping[str, Cell]
 ) -> tuple[Page, dict[str, bytes]]:
     """probes: by the model's name, in order; the second is the one after fine-tuning."""
     first = next(iter(probes))
@@ -44,15 +45,15 @@ def position_page(
         "On images that the classifier was not fitted to; beside the error, that of always naming the one best place."
     )
     section.table(*position_table(probes), caption)
-    for name, (_, blindfold) in probes.items():
-        section.note(f"In {name}, a patch that lost its position gets {blindfold.words}.")
+    for name, (_, unknown) in probes.items():
+        section.note(f"In {name}, a patch that lost its position gets {unknown.words}.")
     _tried(page, {name: probe.fitted for name, (probe, _) in probes.items()})
     page.section("What the numbers mean").text(POSITION_MEANING)
     page.section("How this page was made").facts(facts)
     return page, pictures
 
 
-def position_finding(probes: Mapping[str, tuple[PositionProbe, Blindfold]]) -> str:
+def position_finding(probes: Mapping[str, tuple[PositionProbe, UnknownPosition]]) -> str:
     """The result in words."""
     names, found = list(probes), [probe for probe, _ in probes.values()]
     first, chance = found[0], 1 / len(found[0].score.counts)
@@ -67,7 +68,7 @@ def position_finding(probes: Mapping[str, tuple[PositionProbe, Blindfold]]) -> s
 
 
 def position_table(
-    probes: Mapping[str, tuple[PositionProbe, Blindfold]],
+    probes: Mapping[str, tuple[PositionProbe, UnknownPosition]],
 ) -> tuple[list[str], list[list[Cell]]]:
     """Header and a row a model."""
     header = ["model", "accuracy, %", "mean error, patches", "error of one guess", "patches asked", "images fitted to"]
@@ -141,13 +142,13 @@ def _tried(page: Page, fitted: Mapping[str, Fitted]) -> None:
         section.text("Only one was given, so there was nothing to choose.")
 
 
-def _bars(probes: Mapping[str, tuple[PositionProbe, Blindfold]], grid: tuple[int, int]) -> figures.Figure:
+def _bars(probes: Mapping[str, tuple[PositionProbe, UnknownPosition]], grid: tuple[int, int]) -> figures.Figure:
     shares = {name: 100 * probe.score.accuracy for name, (probe, _) in probes.items()}
     shares[f"chance, 1 / {grid[0] * grid[1]}"] = 100 / (grid[0] * grid[1])
     return figures.bars(shares, "places named right, %", digits=".2f")
 
 
-def _maps(probes: Mapping[str, tuple[PositionProbe, Blindfold]], grid: tuple[int, int]) -> figures.Figure:
+def _maps(probes: Mapping[str, tuple[PositionProbe, UnknownPosition]], grid: tuple[int, int]) -> figures.Figure:
     panels = {}
     for name, (probe, _) in probes.items():
         share = probe.score.hits.double() / probe.score.counts.clamp(min=1)

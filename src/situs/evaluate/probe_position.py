@@ -21,25 +21,10 @@ from situs.core.tokens import mask_of, take
 from situs.errors import SitusError
 from situs.evaluate.inference import evaluating
 from situs.evaluate.probe import WEIGHT_DECAYS, Fitted, Score, fit_probe, score
-from situs.methods.base import Batch, Method
-from situs.methods.droppos import DropPos
-from situs.methods.mjp import MJP
+from situs.methods.base import Batch, Method, UnknownPosition
 from situs.train.step import autocast
 
 RATIO = 0.75
-
-
-@dataclass(frozen=True)
-class Blindfold:
-    """How places are taken away.
-
-    vector: [D] that a token without a place gets, None for zeros. words: in words. sighted: whether there is a place to
-    take away at all.
-    """
-
-    vector: Tensor | None
-    words: str
-    sighted: bool = True
 
 
 @dataclass(frozen=True)
@@ -56,29 +41,30 @@ class PositionProbe:
     train_count: int
 
 
-def blindfold_of(model: Backbone | Method, *, positions: bool = True) -> Blindfold:
+def unknown_position_of(model: Backbone | Method, *, positions: bool = True) -> UnknownPosition:
     """What a token whose place is dropped gets: a run's own vector where it learned one."""
     sees = model.sees_positions if isinstance(model, Method) else positions
-    if isinstance(model, DropPos):
-        return Blindfold(model.mask_token.detach(), "the [MASK] vector that this DropPos run learned")
-    if isinstance(model, MJP) and model.config.unknown:
-        return Blindfold(model.unknown.detach(), "the vector E_unk that this MJP run learned")
+    learned = model.unknown_position() if isinstance(model, Method) else None
+    if learned is not None:
+        return learned
     _backbone(model).require("tokens")
     if not sees or not _backbone(model).positions().kinds:
-        return Blindfold(None, "nothing: this model was given no positions, so no patch knows its place", False)
-    return Blindfold(None, "a zero vector (and no rotation or bias), since this model never learned an unknown place")
+        return UnknownPosition(None, "nothing: this model was given no positions, so no patch knows its place", False)
+    return UnknownPosition(
+        None, "a zero vector (and no rotation or bias), since this model never learned an unknown place"
+    )
 
 
-def follow(models: Mapping[str, tuple[Backbone | Method, bool]]) -> dict[str, Blindfold]:
-    """Each model's own blindfold; one that never learned a vector takes the first model's, so that the two compare.
+def follow(models: Mapping[str, tuple[Backbone | Method, bool]]) -> dict[str, UnknownPosition]:
+    """Each model's own; one that never learned a vector takes the first model's, so that the two compare.
 
-    models: by name, each with whether its positions take part, as `blindfold_of` is asked.
+    models: by name, each with whether its positions take part, as `unknown_position_of` is asked.
     """
-    found = {name: blindfold_of(model, positions=sees) for name, (model, sees) in models.items()}
+    found = {name: unknown_position_of(model, positions=sees) for name, (model, sees) in models.items()}
     (first, lent), *_ = found.items()
     if lent.vector is None:
         return found
-    shared = Blindfold(lent.vector, f"the vector for unknown places that {first} learned, having none of its own")
+    shared = UnknownPosition(lent.vector, f"the vector for unknown places that {first} learned, having none of its own")
     zero = {name: each for name, each in found.items() if each.vector is None and each.sighted}
     fits = {name for name in zero if _backbone(models[name][0]).dim == lent.vector.shape[0]}
     return {name: shared if name in fits else each for name, each in found.items()}
@@ -87,7 +73,7 @@ def follow(models: Mapping[str, tuple[Backbone | Method, bool]]) -> dict[str, Bl
 def dropped_features(
     backbone: Backbone,
     batch: Batch,
-    blindfold: Blindfold,
+    unknown: UnknownPosition,
     *,
     ratio: float = RATIO,
     seed: int = 0,
@@ -104,7 +90,7 @@ def dropped_features(
     known = None
     if positions:
         mask = mask_of(places, count)
-        known = backbone.positions().forget(mask[:, _behind(backbone, mask.device)], blindfold.vector)
+        known = backbone.positions().forget(mask[:, _behind(backbone, mask.device)], unknown.vector)
     features = backbone.encode(backbone.embed(batch.inputs), known)
     return take(features.patches, places), places
 
@@ -118,12 +104,12 @@ def probe_position(
     seed: int = 0,
     precision: str = "fp32",
     positions: bool = True,
-    blindfold: Blindfold | None = None,
+    unknown: UnknownPosition | None = None,
     weight_decays: tuple[float, ...] = WEIGHT_DECAYS,
 ) -> PositionProbe:
     """Fits to `train`, whose features are kept on the device, and scores on `test`, batch by batch.
 
-    positions: for a backbone, whether its own take part. blindfold: None takes the model's own.
+    positions: for a backbone, whether its own take part. unknown: None takes the model's own.
     """
     backbone = _backbone(model)
     backbone.require("tokens")
@@ -133,7 +119,7 @@ def probe_position(
     check_range("ratio", ratio, 0, 1, flag="--ratio", low_open=True)
     if not count_of(ratio, count):
         raise SitusError(f"ratio={ratio}: must drop at least one of {count} places (--ratio)")
-    held = blindfold or blindfold_of(model, positions=positions)
+    held = unknown or unknown_position_of(model, positions=positions)
 
     def features(batches: Iterable[Batch], split: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for batch in batches:

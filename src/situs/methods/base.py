@@ -28,10 +28,14 @@ class Output(NamedTuple):
 
 
 class UnknownPosition(NamedTuple):
-    """What a token gets instead of its place: a learned vector [D], and what that is in words."""
+    """How places are taken away. vector: [D] that a token without a place gets, None for zeros; words: what it is.
 
-    vector: Tensor
+    sighted: whether there is a place to take away at all.
+    """
+
+    vector: Tensor | None
     words: str
+    sighted: bool = True
 
 
 class Method(nn.Module, ABC):
