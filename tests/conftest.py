@@ -65,6 +65,22 @@ def run_python_blocks() -> Callable[[Path], dict[str, Any]]:
     return run
 
 
+@pytest.fixture(scope="session")
+def outline() -> Callable[[str], list[str]]:
+    """What a page is made of: of each section its title, and how much of what stands in it."""
+    parts = {"text": "<p>", "note": '<p class="note">', "figure": "<figure>", "row": "<tr><td", "fold": "<details>"}
+
+    def outline(page: str) -> list[str]:
+        found = []
+        for title, body in re.findall(r"<section.*?<h2>(.*?)</h2>(.*?)</section>", page, flags=re.DOTALL):
+            counts = {name: body.count(mark) for name, mark in parts.items()}
+            counts = [f"{count} {name}{'s' * (count > 1)}" for name, count in counts.items() if count]
+            found.append(", ".join([title, *counts, *["facts"] * ("<dt>" in body)]))
+        return found
+
+    return outline
+
+
 # --- JSON Schema (draft 2020-12), as much of it as the schemas in docs/ use -----------------------------------
 
 _TYPES: dict[str, type | tuple[type, ...]] = {

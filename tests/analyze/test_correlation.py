@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from situs.analyze.correlation import Correlation, correlate, distances, standardised
-from situs.analyze.correlation_page import in_words, make_page, to_json
+from situs.analyze.correlation_page import in_words, make_page, overview, to_json
 from situs.analyze.layers import Layer, patch_layers
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
@@ -100,6 +100,37 @@ def test_one_image_is_refused(backbone: Backbone) -> None:
     for count, sizes in ((1, (1,)), (0, (0,))):
         with pytest.raises(SitusError, match=r"at least two of them \(--count, --data\)"):
             correlate(backbone, batches(count, sizes) if count else [])
+
+
+def of_three(place: float, image: float) -> Correlation:
+    """Three places in a row that correlate 0.3 in two images; a shared place and a shared image add so much."""
+    across = torch.full((3, 3), 0.3, dtype=torch.float64)
+    within = (across + image).fill_diagonal_(1.0)
+    return Correlation((1, 3), within, across + place * torch.eye(3, dtype=torch.float64), 4)
+
+
+@pytest.mark.parametrize(
+    ("place", "image", "said"),
+    [
+        (0.005, 0.005, ("no position is left in them", "do not flock together")),
+        (0.02, 0.02, ("they keep their position", "image flock together")),
+        (0.4, 0.0, ("correlates 0.70, 0.40 more than two different places (0.30)", "do not flock together")),
+    ],
+)
+def test_a_gain_of_a_hundredth_is_worth_a_word(place: float, image: float, said: tuple[str, str]) -> None:
+    words = in_words({"embedding": of_three(0.3, 0.1), "1": of_three(0.1, 0.1), "norm": of_three(place, image)})
+    assert all(each in words for each in said)
+    assert ("A shared place weighs most after the final norm: 0.40" in words) == (place == 0.4)
+    assert ("A shared place weighs most before the first block: 0.30" in words) == (place < 0.4)
+
+
+def test_a_row_for_every_depth() -> None:
+    header, rows = overview({"embedding": of_three(0.3, 0.1), "norm": of_three(0.02, 0.2)})
+    assert header == ["after", "near", "1 image", "same place", "2 images", "shared place", "shared image"]
+    assert rows == [
+        ["embedding", "0.400", "0.400", "0.600", "0.300", "0.300", "0.100"],
+        ["norm", "0.500", "0.500", "0.320", "0.300", "0.020", "0.200"],
+    ]
 
 
 def test_page_says_first_what_was_found(backbone: Backbone) -> None:

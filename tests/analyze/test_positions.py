@@ -38,9 +38,21 @@ def test_numbers_are_all_there(looks: list[Look]) -> None:
     numbers = json.loads(json.dumps(to_json(looks[1])))
     assert (numbers["grid"], numbers["channels"], numbers["note"]) == ([4, 5], 16, "Its note.")
     assert sum(numbers["explained_variance"]) == pytest.approx(1)
+    assert list(numbers["explained_variance_of"]) == ["3", "4", "5", "6", "7"]  # as in MJP's Table 6
     assert numbers["explained_variance_of"]["3"] == pytest.approx(sum(numbers["explained_variance"][:3]))
     assert numbers["accumulated_singular_energy"][-1] == pytest.approx(1)
     assert numbers["regression"]["mae_2d"]["mean"] == looks[1].decoded.two.mean
+
+
+def test_without_a_seed_it_is_0() -> None:
+    plain = look_at("noise", table("noise")).decoded.two.mean
+    assert plain == look_at("noise", table("noise"), seed=0).decoded.two.mean
+    assert plain != look_at("noise", table("noise"), seed=1).decoded.two.mean
+    references = [
+        [look.decoded.two.mean for look in look_at_references(table(), **seed)]
+        for seed in ({}, {"seed": 0}, {"seed": 1})
+    ]
+    assert references[0] == references[1] != references[2]
 
 
 def test_references_are_known(looks: list[Look]) -> None:

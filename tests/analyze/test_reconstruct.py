@@ -268,7 +268,7 @@ def test_a_study_is_one_pass_that_equals_separate_solving() -> None:
     assert [row[0] for row in score_rows(found.scores, 6)] == ["η = 0", "η = 0.5"]
 
 
-def test_pages_carry_their_figures_and_words() -> None:
+def test_pages_carry_their_figures_and_words(outline: Any) -> None:
     method = make(MP3, MP3Config(mask_ratio=0.5))
     found = study_of(method, [Setting(0.0), Setting(0.5)], show=2, pairs=1)
     page, pictures = reconstruct_page("tiny", found, trained_with(method), {"seed": 0})
@@ -285,3 +285,9 @@ def test_pages_carry_their_figures_and_words() -> None:
     assert set(pictures) == {"verdict-0.5", "placed-0.5", "verdict-0.75", "placed-0.75"}
     assert found.mixes == []
     assert "γ = 0.75, γ_pos = 0.75." in page.render()
+    assert outline(page.render()) == [
+        "How many patches are put right, 3 rows",
+        "γ_pos = 0.5, 1 text, 2 figures",
+        "γ_pos = 0.75, 1 text, 2 figures",
+        "How this page was made, facts",
+    ]

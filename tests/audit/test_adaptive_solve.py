@@ -101,11 +101,20 @@ def test_a_norm_with_a_bias_has_one_unknown_and_one_equation_more() -> None:
     assert float((found - real).norm() / real.norm()) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("dim", "ratio", "more"),
+    [
+        (32, 0.3, 3),  # 17 tokens: 15 equations outside of the span for 18 unknowns beside θ
+        (20, 0.5, 15),  # and 2 for 17, more unknowns in all than there are channels
+    ],
+)
 @torch.no_grad()
-def test_where_channels_are_few_the_family_is_wider_and_still_holds_the_truth() -> None:
-    narrow = scene(dim=32)  # 17 tokens: 15 equations outside of the span for 18 unknowns beside θ
+def test_where_channels_are_few_the_family_is_wider_and_still_holds_the_truth(
+    dim: int, ratio: float, more: int
+) -> None:
+    narrow = scene(dim, ratio)
     family = narrow.family
-    assert family.along.shape[0] >= len(narrow.partly.z) + 3
+    assert family.along.shape[0] >= len(narrow.partly.z) + more
     off = narrow.block.middle(narrow.patches) - family.fixed
     off, along = (m - m.mean(dim=1, keepdim=True) for m in (off, family.along))
     phi = off @ torch.linalg.pinv(along)

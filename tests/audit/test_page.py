@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import torch
 from outcomes import outcome, undone
@@ -32,16 +33,16 @@ def headings(text: str) -> list[str]:
     return re.findall(r"<h2>(.*?)</h2>", text)
 
 
-def test_order_of_the_page() -> None:
+def test_order_of_the_page(outline: Any) -> None:
     ruling = Ruling(Limit("psnr", 20), [Judgement("none", 3, "a leak", Worst("patchembed", "b", 200.0))])
     text = make_page(example(WORKED, REFUSED), {"seed": 0}, ruling).render()
-    assert headings(text) == [
-        "Threat model",
-        "Verdict",
-        "Attacks and defences",
-        "Pictures",
-        "What would reduce the leak, and what would not",
-        "How this page was made",
+    assert outline(text) == [
+        "Threat model, facts",
+        "Verdict, 1 text, 2 notes, 1 row, facts",
+        "Attacks and defences, 9 rows",
+        "Pictures, 1 figure",
+        "What would reduce the leak, and what would not, 3 texts",
+        "How this page was made, facts",
     ]
     assert "3 of 3 images recovered exactly from one step" in text
     assert "there is &lt;no&gt; table" in text

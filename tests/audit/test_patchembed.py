@@ -9,6 +9,8 @@ import torch
 from outcomes import caveat, prepared, reason
 
 from situs.audit import ATTACKS, Clip, Knowledge, MaskedJigsaw, Noise, NoPositionGradient, PatchEmbedding
+from situs.audit.attack import FAILED
+from situs.audit.patchembed import _said
 from situs.audit.threat import NoDefence, hidden_places, victim_gradients
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
@@ -271,3 +273,23 @@ def test_a_nearly_singular_system_is_said_to_be_one() -> None:
         found = PatchEmbedding().recover(backbone, [upload])
         assert said in str(found.facts[0]["verdict"])
         assert error(found.images, x) < 60
+
+
+@pytest.mark.parametrize(
+    ("changed", "exact", "said"),
+    [
+        ({}, True, None),
+        ({"condition": 0.1}, True, None),  # a tenth is still enough
+        ({"condition": 0.1001}, True, "nearly singular (condition above 1e-01)"),
+        ({"condition": 0.1001}, False, None),
+        ({"condition": None}, True, None),
+        ({"rank": 3}, True, "fewer directions than there are patches"),
+        ({"rank": 3}, False, None),
+        ({"rank": 3, "fits": False}, False, FAILED),
+        ({"rank": 3, "fits": False, "bytes": True}, True, None),  # what is read to the byte needs no excuse
+    ],
+)
+def test_what_is_said_of_a_solution(changed: dict[str, Any], exact: bool, said: str | None) -> None:
+    fact = {"fits": True, "rank": 4, "unknowns": 4, "condition": 0.01} | changed
+    found = _said(fact, 1.0, exact)
+    assert found is None if said is None else said in str(found)

@@ -93,17 +93,20 @@ def test_relative_bias_breaks_the_law_and_has_no_vector() -> None:
 
 
 def test_words_at_the_borders(audit: PositionAudit) -> None:
-    def with_last(condition: str, **changed: float) -> PositionAudit:
-        readings = {c: list(each) for c, each in audit.probed.readings.items()}
+    def with_last(condition: str, of: PositionAudit = audit, **changed: float) -> PositionAudit:
+        readings = {c: list(each) for c, each in of.probed.readings.items()}
         readings[condition][-1] = replace(readings[condition][-1], **changed)
-        return replace(audit, probed=replace(audit.probed, readings=readings))
+        return replace(of, probed=replace(of.probed, readings=readings))
 
     blind = audit.probed.readings[OWN][-1].blind_error
     assert "features give the place away" in verdict(with_last(OWN, error=0.1 * blind, right=0.1))
     assert "features say where a patch is" in verdict(with_last(OWN, error=0.5 * blind, right=0.1))
     assert "features hide it" in verdict(with_last(OWN, error=0.95 * blind, right=0.1))
-    both = verdict(with_last(REMOVED, error=0.5 * blind))
-    assert f"errs by {0.5 * blind:.2f}, from what the patches show; with positions under shuffled patches" in both
+    both = verdict(with_last(SHUFFLED, with_last(REMOVED, error=0.5 * blind), error=0.3 * blind))
+    assert (
+        f"errs by {0.5 * blind:.2f}, from what the patches show; with positions under shuffled patches by "
+        f"{0.3 * blind:.2f}, from the positions alone" in both
+    )
     rotary = replace(audit, rows=Finding("blocks", "row", "holds", "RoPE: it leaks", {"forward": 1e-15}))
     assert "to 1e-15 in float64 (RoPE: it leaks)" in verdict(rotary)
 

@@ -146,3 +146,9 @@ def test_lines_of_progress() -> None:
 def test_mistakes(field: str, flag: str) -> None:
     with pytest.raises(SitusError, match=flag):
         MatchingConfig(**{field: 0})
+
+
+def test_how_it_searches_unless_it_is_told() -> None:
+    """Inverting Gradients' choices: the sign of the gradient, Adam at 0.1, a little total variation."""
+    told = MatchingConfig("l2", 1000, 1, lr=0.1, signed=True, smooth=1e-4, border=1e-4, table=1.0, parallel=8)
+    assert MatchingConfig() == told

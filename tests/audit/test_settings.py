@@ -159,7 +159,7 @@ def test_parts_by_hand() -> None:
     assert len(only.scores["hidden_order"]) == 3
 
 
-def test_files_and_page(whole: Comparison) -> None:
+def test_files_and_page(outline: Any, whole: Comparison) -> None:
     told = json.loads(json.dumps(to_json(whole), allow_nan=False))
     assert len(told["rows"]) == 18
     last = next(r for r in told["rows"] if r["model"] == "MJP" and r["setting"] == "c" and "adaptive" in r["attacker"])
@@ -173,6 +173,15 @@ def test_files_and_page(whole: Comparison) -> None:
     header, rows = settings_table(whole)
     assert all(len(r) == len(header) for r in rows)
     text = settings_page(whole, {"seed": 0}).render()
+    assert outline(text) == [
+        "Threat model, facts",
+        "Verdict, 3 texts, 1 note, 9 rows",
+        "Pictures, 2 figures",
+        "The table, 1 text, 43 rows",
+        "Shown and hidden patches apart, 12 rows",
+        "What the paper reports, 5 rows",
+        "How this page was made, facts",
+    ]
     for heading in ("Verdict", "The table", "Shown and hidden patches apart", "Pictures", "What the paper reports"):
         assert f">{heading}</h2>" in text
     assert text.count("<img") == 2

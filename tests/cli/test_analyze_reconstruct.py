@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from situs.cli.main import main
 
 
-def test_mp3_run(trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mp3_run(outline: Any, trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--show", "2", "--pairs", "1", "--ratios", "0", "0.5", "--out", str(tmp_path)]
     assert main(["analyze", "reconstruct", str(trained.mp3), *words]) == 0
     printed = capsys.readouterr().out.splitlines()
@@ -22,6 +23,13 @@ def test_mp3_run(trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert [(each["ratio"], each["images"]) for each in numbers["settings"]] == [(0.0, 15), (0.5, 15)]
     assert all(f"{100 * each['right']:.1f} %" in "\n".join(printed) for each in numbers["settings"])
     assert len(numbers["mixes"]) == 1
+    assert outline((tmp_path / "reconstruct.html").read_text()) == [
+        "How many patches are put right, 2 rows",
+        "One image, 1 text, 1 figure",
+        "More images, 1 figure",
+        "Two images in one, 1 text, 1 figure",
+        "How this page was made, facts",
+    ]
     pictures = {path.name for path in tmp_path.glob("*.png")}
     assert pictures == {"reconstruct-one.png", "reconstruct-placed.png", "reconstruct-mix-1.png"}
 

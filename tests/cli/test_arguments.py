@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +245,47 @@ def test_help_all_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_with_an_unknown_topic_names_those_there_are() -> None:
     with pytest.raises(SitusError, match="unknown topic of --help 'optin'; choose one of: all, method, optim, presets"):
         parsed("--help optin")
+
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "evaluate_consistency": {"ratios": (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9), "batch": 256},
+    "evaluate_position": {
+        "mask_ratios": (0.0, 0.25, 0.5, 0.75),
+        "position_mask_ratios": (0.25, 0.5, 0.75, 0.95),
+        "ratios": (0.0, 0.25, 0.5, 0.75, 0.9),
+    },
+    "evaluate_knn": {"k": 20, "temperature": 0.07, "bank_count": 10000},
+    "evaluate_probe": {
+        "kind": "position",
+        "train_count": 2000,
+        "ratio": 0.75,
+        "pool": "mean",
+        "weight_decays": (1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
+    },
+    "evaluate_robustness": {"corruptions": "all", "severities": "1,2,3,4,5", "precision": "fp32", "ema": True},
+    "evaluate_ensemble": {"average": "softmax"},
+    "analyze_attention": {"count": 64, "show": 6},
+    "analyze_correlation": {"count": 64, "depth": "norm"},
+    "analyze_positions": {"folds": 5},
+    "analyze_reconstruct": {"count": 64, "show": 6, "pairs": 2},
+    "audit_positions": {"count": 64, "ratios": (0.15, 0.5, 0.9), "equivariance": True},
+    "audit_gradients": {
+        "count": 12,
+        "attack": "patchembed,april",
+        "batch": 1,
+        "local_steps": 1,
+        "labels": "inferred",
+        "distance": "l2",
+        "iterations": 1000,
+        "restarts": 1,
+        "pictures": True,
+    },
+    "verify": {"steps": 3, "tokens": 32, "modules": True},
+}
+"""Figures decided by a paper, or by which results in the docs were made."""
+
+
+@pytest.mark.parametrize("verb", DEFAULTS)
+def test_what_a_verb_does_unless_it_is_told(verb: str) -> None:
+    given = {each.name: each.default for each in fields(import_module(f"situs.cli.{verb}").Args)}
+    assert {name: given[name] for name in DEFAULTS[verb]} == DEFAULTS[verb]

@@ -58,6 +58,8 @@ def test_progress_is_plain_lines_where_nobody_watches(ran: tuple[str, str]) -> N
 
 
 def test_the_printed_table_says_what_the_page_says(ran: tuple[str, str]) -> None:
+    from situs.cli.demo_sections import QUICK_NOTE
+
     printed, page = ran
     table = printed.partition("What the demo found\n")[2]
     lines = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines() if line.startswith("  ")]
@@ -65,6 +67,7 @@ def test_the_printed_table_says_what_the_page_says(ran: tuple[str, str]) -> None
     for what, found in lines:
         assert f"<td>{what}</td><td>{found}</td>" in page
     assert "NOT" not in table
+    assert QUICK_NOTE in printed
 
 
 def test_the_page_shows_each_section_with_pictures(ran: tuple[str, str]) -> None:

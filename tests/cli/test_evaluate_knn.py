@@ -11,7 +11,9 @@ import pytest
 from situs.cli.main import main
 
 
-def test_a_run_gives_a_row_for_each_layer(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_gives_a_row_for_each_layer(
+    outline: Any, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [str(trained.mp3), "--k", "5", "--bank-count", "20", "--device", "cpu", "--out", str(tmp_path)]
     assert main(["evaluate", "knn", *words]) == 0
     printed = capsys.readouterr().out
@@ -26,6 +28,11 @@ def test_a_run_gives_a_row_for_each_layer(trained: Any, tmp_path: Path, capsys: 
     assert main(["evaluate", "knn", *words, "--temperature", "None"]) == 0
     assert json.loads((tmp_path / "knn.json").read_text())["temperature"] is None
     assert "every neighbour counts as one" in (tmp_path / "knn.html").read_text()
+    assert outline((tmp_path / "knn.html").read_text()) == [
+        "Layer by layer, 1 figure, 2 rows",
+        "What the numbers mean, 1 text",
+        "How this page was made, facts",
+    ]
     assert "(val)" in (tmp_path / "knn.html").read_text().partition("How this page was made")[2]
 
 

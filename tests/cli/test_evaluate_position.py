@@ -32,7 +32,9 @@ def droppos(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_droppos_gives_the_grid(droppos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_droppos_gives_the_grid(
+    outline: Any, droppos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["evaluate", "position", str(droppos), "--device", "cpu", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == str(tmp_path / "position.html")
@@ -43,6 +45,12 @@ def test_droppos_gives_the_grid(droppos: Path, tmp_path: Path, capsys: pytest.Ca
     found = [cell["accuracy"] for cell in numbers["cells"]]
     assert numbers["mean"] == pytest.approx(sum(found) / 16)
     page = (tmp_path / "position.html").read_text()
+    assert outline(page) == [
+        "The grid of γ and γ_pos, 1 figure",
+        "Numbers, 16 rows",
+        "What the numbers mean, 2 texts",
+        "How this page was made, facts",
+    ]
     assert "(val)" in page.partition("How this page was made")[2]
     assert f"over the 16 cells is {100 * numbers['mean']:.2f} %" in page
     assert (tmp_path / "position-grid.png").is_file()

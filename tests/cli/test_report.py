@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from situs.cli.main import main
 
 
-def test_runs_side_by_side(trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_side_by_side(outline: Any, trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(trained.one), str(trained.two), str(trained.mp3), "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[1].split() == ["run", "method", "how", "far", "time", "last", "loss"]
     assert [line.split()[:2] for line in printed[2:5]] == [["one", "supervised"], ["two", "supervised"], ["mp3", "mp3"]]
     assert printed[-1] == str(tmp_path / "report.html")
+    assert outline((tmp_path / "report.html").read_text()) == [
+        "Runs, 1 note, 3 rows",
+        "Curves, 1 figure",
+        "Final numbers, 5 rows",
+        "Machine and speed, 9 rows",
+        "Configs, 7 rows, 1 fold",
+    ]
     numbers = json.loads((tmp_path / "report.json").read_text())
     assert [run["finished"] for run in numbers["runs"]] == [True] * 3
     assert numbers["config_differences"]["train.seed"] == [0, 1, 0]

@@ -137,3 +137,20 @@ def test_a_row_is_named_by_its_file_and_number(tmp_path):
     write(tmp_path / "b.parquet", table([0, 1, 0]), row_group_size=1)
     source = open_source(tmp_path)
     assert [source.key(index) for index in range(6)] == [f"{name}.parquet/{row}" for name in "ab" for row in range(3)]
+
+
+def test_offsets_that_run_backwards_are_named(tmp_path, monkeypatch):
+    """A damaged page may unpack to them; Arrow looks for that only when it is asked to check everything."""
+    from situs.data import parquet
+
+    source = parquet.ParquetSource(write(tmp_path / "x.parquet", pa.table({"image": [png(1), png(2)]})), held_bytes=0)
+    offsets, data = pa.array([0, 900, 10], pa.int32()).buffers()[1], pa.py_buffer(bytes(20))
+    image = pa.Array.from_buffers(pa.binary(), 2, [None, offsets, data])
+
+    class Damaged:
+        def read_row_group(self, *_: Any, **__: Any) -> pa.Table:
+            return pa.table({"image": image})
+
+    monkeypatch.setattr(parquet, "_open", lambda _: Damaged())
+    with pytest.raises(SitusError, match=r"x\.parquet: row group 0 is damaged .*\(--data\)"):
+        source.payload(0)

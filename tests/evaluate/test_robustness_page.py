@@ -90,12 +90,19 @@ def test_the_json_holds_every_cell_and_is_json() -> None:
     assert "imagenet_a" not in numbers and numbers["clean"]["top1"] == 0.8
 
 
-def test_the_page_has_its_pictures_and_says_what_they_are() -> None:
+def test_the_page_has_its_pictures_and_says_what_they_are(outline: Any) -> None:
     result = replace(found(), natural=Natural("a", 0.125, 0.25, 80, 20, tuple([0.2] * 100)))
     page, pictures = make_page(result, "m", FACTS)
     assert set(pictures) == {"accuracy", "severity", "corruptions", "response"}
     assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
     text = page.render()
+    assert outline(text) == [
+        "What was found, 6 rows",
+        "Accuracy at every corruption and severity, 1 text, 1 note, 2 figures, 15 rows",
+        "What the corruptions look like, 2 texts, 1 figure",
+        "Natural adversarial examples, 1 figure",
+        "How this page was made, facts",
+    ]
     for part in ("frost is drawn", "ImageNet-C (224 pixels), lengths as published", "± 4.9 points", "AURRA"):
         assert part in text
     files = replace(found(), given="imagenet-c", pictures=torch.rand(15, 5, 3, 8, 8))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from situs.cli.passphrase import read_key
 from situs.errors import SitusError
-from situs.locks.key import Codes, Key, codes_of, derive, fisher_yates, load_key, needs_passphrase, new_key
+from situs.locks.key import Codes, Key, Wrapping, codes_of, derive, fisher_yates, load_key, needs_passphrase, new_key
 
 pytest.importorskip("cryptography")
 
@@ -153,6 +153,15 @@ def test_costs_in_the_file_have_a_ceiling(tmp_path):
         path.write_text(json.dumps(held | {"passphrase": held["passphrase"] | {field: value}}))
         with pytest.raises(SitusError, match="out of range"):
             load_key(path, "x")
+
+
+def test_costs_at_the_ends_of_what_is_allowed() -> None:
+    salt, nonce = base64.b64encode(bytes(16)).decode(), base64.b64encode(bytes(12)).decode()
+    for passes, memory, lanes in ((1, 8, 1), (16, 1 << 20, 4), (3, 512, 64)):
+        assert Wrapping(salt, nonce, passes, memory, lanes).passes == passes
+    for short in (dict(salt=base64.b64encode(bytes(15)).decode(), nonce=nonce), dict(salt=salt, nonce=salt)):
+        with pytest.raises(SitusError, match="out of range"):
+            Wrapping(**short)
 
 
 def test_a_field_that_stands_twice_is_refused(tmp_path):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from itertools import pairwise
 
 import matplotlib as mpl
 import numpy as np
@@ -170,6 +171,9 @@ def test_curves_differ_in_colour_and_dash() -> None:
     (axis,) = figures.curves(series, "x", "y", log_y=True).axes
     looks = {(line.get_color(), line.get_linestyle()) for line in axis.lines}
     assert len(looks) == 7
+    dashes = [line.get_linestyle() for line in axis.lines]
+    assert all(one != two for one, two in pairwise(dashes))  # told apart in grey too
+    assert [line.get_color() for line in axis.lines] == list(figures.PALETTE)
     legend = axis.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == list(series)

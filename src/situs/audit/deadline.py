@@ -38,29 +38,26 @@ class Deadline:
             check_range("time_limit", seconds, 0, flag="--time-limit", low_open=True)
         self.say, self.seconds, self.interrupted, self.closed = say, seconds, False, False
         self._clock = clock
-        self._end = None if seconds is None else clock() + seconds
+        self._end = clock() + (math.inf if seconds is None else seconds)
         self._begun, self._turn = clock(), self._end
 
     def begin(self, left: int, most: float | None = None) -> None:
         """Opens a turn: one of `left` that are still to come, itself among them. most: seconds it may take at most."""
         now = self._begun = self._clock()
-        share = math.inf if self._end is None else max(0.0, self._end - now) / left
-        seconds = share if most is None else min(share, most)
-        self._turn = now + seconds if seconds < math.inf else None
+        share = max(0.0, self._end - now) / left
+        self._turn = now + (share if most is None else min(share, most))
 
     def over(self) -> bool:
         """Whether the turn is over; an attack asks this as often as it can."""
-        return self.interrupted or (self._turn is not None and self._clock() >= self._turn)
+        return self.interrupted or self._clock() >= self._turn
 
     def progress(self) -> float:
         """The share of the turn's time that is gone; 0 without a time limit."""
-        if self._turn is None:
-            return 0.0
         return (self._clock() - self._begun) / max(1e-9, self._turn - self._begun)
 
     def spent(self) -> bool:
         """Whether the whole audit must stop."""
-        return self.interrupted or (self._end is not None and self._clock() >= self._end)
+        return self.interrupted or self._clock() >= self._end
 
     def interrupt(self) -> None:
         """Ctrl-C was pressed: whoever caught it keeps what it has and says so here."""
