@@ -15,7 +15,7 @@ from situs.audit.positions_probe import OWN, REMOVED, SHUFFLED
 from situs.backbones import create_backbone
 from situs.data.batch import Batch
 from situs.errors import SitusError
-from situs.locks.equivariance import Finding
+from situs.locks.verify import Finding
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 24, "num_heads": 3}
 

@@ -16,8 +16,6 @@ from zoo import HF, ROTARY, TIMM, ZOO, inputs, make
 from situs.backbones import create_backbone
 from situs.core.permutation import compose, identity
 from situs.errors import SitusError
-from situs.locks.arms import evaluating, sample_of
-from situs.locks.bench import Bench
 from situs.locks.groups import (
     Group,
     Member,
@@ -29,7 +27,9 @@ from situs.locks.groups import (
     random_keys,
     residual_only,
 )
-from situs.locks.precise import KeepDouble
+from situs.locks.verify.experiment import Experiment
+from situs.locks.verify.precise import KeepDouble
+from situs.locks.verify.sample import evaluating, sample_of
 
 LOOSE = 1e-6
 """What a forgotten axis must be worse than; what holds is better than 1e-10."""
@@ -145,14 +145,14 @@ def test_no_axis_of_the_residual_key_can_be_left_out(name: str) -> None:
     groups = backbone.groups()
     keys = random_keys(groups, random(0))
     with evaluating(backbone):
-        bench = Bench(backbone, sample_of(backbone, inputs(backbone), 32, random(0)), torch.float64, 0)
+        experiment = Experiment(backbone, sample_of(backbone, inputs(backbone), 32, random(0)), torch.float64, 0)
         residual = residual_only(groups)
-        assert max(bench.column(residual, keys).values()) < 1e-10
+        assert max(experiment.column(residual, keys).values()) < 1e-10
         for at, group in enumerate(residual):
             for member in group.members:
                 less = replace(group, members=tuple(m for m in group.members if m != member))
                 broken = [*residual[:at], less, *residual[at + 1 :]]
-                assert max(bench.column(broken, keys).values()) > LOOSE, member
+                assert max(experiment.column(broken, keys).values()) > LOOSE, member
 
 
 OWNERS: dict[str, list[tuple[str, int]]] = {
@@ -254,9 +254,9 @@ def test_a_gate_on_the_heads_moves_with_them() -> None:
     with evaluating(backbone):
         groups = backbone.groups()
         keys = random_keys(groups, random(0))
-        bench = Bench(backbone, sample_of(backbone, None, 32, random(0)), torch.float64, 0)
-        assert max(bench.column(residual_only(groups), keys).values()) < 1e-10
-        assert max(bench.inner([g for g in groups if g.kind != "residual"], keys).values()) < 1e-10
+        experiment = Experiment(backbone, sample_of(backbone, None, 32, random(0)), torch.float64, 0)
+        assert max(experiment.column(residual_only(groups), keys).values()) < 1e-10
+        assert max(experiment.inner([g for g in groups if g.kind != "residual"], keys).values()) < 1e-10
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from situs.locks.key import Key
 from situs.locks.lock import check, lock, rename, unlock
 from situs.locks.manifest import NAME, permutations_of
 from situs.locks.owner import keyed_blocks, open_locked, with_key
-from situs.locks.precise import KeepDouble
+from situs.locks.verify.precise import KeepDouble
 
 pytest.importorskip("cryptography")
 

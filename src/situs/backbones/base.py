@@ -166,6 +166,10 @@ class Backbone(nn.Module, ABC):
         """Every tensor of this backbone's state dict: what it is, and how deep it stands."""
         return roles_of(self, Names())
 
+    def one_block_args(self) -> dict[str, Any]:
+        """`model_args` that make this model with one block and few words; nothing where its blocks differ."""
+        return {}
+
     def groups(self) -> tuple[Group, ...]:
         """The axes that one permutation moves together, the residual ones first; names are the wrapped model's own."""
         for capability in ("tokens", "columns"):

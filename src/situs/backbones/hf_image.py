@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone, Features, Stream, Taps, join
 from situs.backbones.config import PositionKind
 from situs.backbones.hf_layers import Head, check_attention, fit, run_layers
-from situs.backbones.hf_layout import NAMES, inner_prefix, write_dinov2, write_vit
+from situs.backbones.hf_layout import NAMES, inner_prefix, one_block, write_dinov2, write_vit
 from situs.backbones.hf_names import own_state
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
 from situs.core.position import Positions, resample_table, sincos_2d
@@ -156,6 +156,9 @@ class ImageBackbone(Backbone):
 
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
         return [(layer,) for layer in self._layers()]
+
+    def one_block_args(self) -> dict[str, Any]:
+        return one_block(self.model.config)
 
     def roles(self) -> dict[str, Role]:
         return roles_of(self, NAMES, inner_prefix(self.model))

@@ -26,6 +26,16 @@ def inner_prefix(model: Any) -> str:
     return "model." if model.base_model is model else f"model.{model.base_model_prefix}."
 
 
+def one_block(config: Any) -> dict[str, Any]:
+    """The entries of a config that leave one layer and few words of its model."""
+    held = config.to_dict()
+    few = {"vocab_size": 64, "pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    entries = {config.attribute_map.get("num_hidden_layers", "num_hidden_layers"): 1, **few}
+    if held.get("layer_types"):
+        entries["layer_types"] = held["layer_types"][:1]
+    return {name: value for name, value in entries.items() if name in held}
+
+
 def _writer(one: Callable[[LayoutBuilder, str, Any], None]) -> Callable[[LayoutBuilder, int, Iterable[Any]], None]:
     """Writes all layers of a model down: one residual key, and each layer by its family."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone, Features, Stream, Taps
 from situs.backbones.hf_layers import Head, check_attention, fit, run_layers
-from situs.backbones.hf_layout import NAMES, inner_prefix, write_bert, write_gpt2, write_llama
+from situs.backbones.hf_layout import NAMES, inner_prefix, one_block, write_bert, write_gpt2, write_llama
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
 from situs.core.position import Positions
 from situs.core.tokens import Grid, Size, pair
@@ -65,6 +65,9 @@ class TextBackbone(Backbone):
 
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
         return [(layer,) for layer in self._layers()]
+
+    def one_block_args(self) -> dict[str, Any]:
+        return one_block(self.model.config)
 
     def roles(self) -> dict[str, Role]:
         return roles_of(self, NAMES, inner_prefix(self.model))

@@ -77,6 +77,9 @@ class FlatBackbone(Backbone):
     def roles(self) -> dict[str, Role]:
         return roles_of(self, NAMES)
 
+    def one_block_args(self) -> dict[str, Any]:
+        return {"depth": 1}
+
     def write_layout(self, layout: LayoutBuilder) -> None:
         write_flat(layout, self.model, self.dim)
 

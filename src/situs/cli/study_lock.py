@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 
 from situs.cli.tables import print_table
-from situs.locks.study import StudyConfig
+from situs.locks.study.finetune import StudyConfig
 from situs.results import percent
 
 if TYPE_CHECKING:
-    from situs.locks.study import Study
+    from situs.locks.study.finetune import Study
 
 PAPER = {"normal": "97.74 %", "authorised": "97.94 %", "unauthorised": "78.03 %", "from scratch": "–"}
 """Table 7, ViT-Base: test accuracy in per cent. From scratch stands in Figure 5 alone, below the unauthorised."""
@@ -45,7 +45,7 @@ def run(args: Args) -> None:
     import tempfile
 
     from situs.errors import SitusError
-    from situs.locks.study import from_run, pretrain, run_study
+    from situs.locks.study.finetune import from_run, pretrain, run_study
 
     if args.source is None and args.data is not None:
         raise SitusError(f"data={args.data}: give the run to start from as well (--from)")
@@ -60,6 +60,8 @@ def run(args: Args) -> None:
     print()
     print_table(study.about, rows)
     print(agreement(study))
+    for line in rule_lines(study):
+        print(line)
     if args.out is not None:
         _write(args.out, study, args.config)
         print(f"wrote {args.out / 'report.html'} and {args.out / 'study.json'}")
@@ -81,6 +83,15 @@ def agreement(study: Study) -> str:
     )
 
 
+def rule_lines(study: Study) -> list[str]:
+    """The paper's own rule for keys (Eq. 6) on the model that was locked, a sentence for each kind of key."""
+    return [
+        f"The paper's Eq. 6 {'holds' if each.holds else 'fails'} with {each.key}: an error of {each.error:.0e} in "
+        f"float64; {each.why}."
+        for each in study.rule
+    ]
+
+
 def _write(out: Path, study: Study, config: StudyConfig) -> None:
     from situs.cli.scores import write_scores
     from situs.report import figures
@@ -95,7 +106,7 @@ def _write(out: Path, study: Study, config: StudyConfig) -> None:
         "embedding and the head, and can only train on from there."
     )
     section.table(["way", "accuracy", "loss", "the paper's ViT-B (Table 7)"], _rows(study), "After the last step.")
-    section.note(agreement(study))
+    section.note(" ".join([agreement(study), *rule_lines(study)]))
     for title, unit, name, scale in (
         ("Validation loss", "cross entropy", "loss", 1),
         ("Validation accuracy", "images classified right, %", "accuracy", 100),

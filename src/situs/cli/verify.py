@@ -18,7 +18,7 @@ from situs.cli.model_args import ModelArgs, open_from
 from situs.cli.tables import print_table
 
 if TYPE_CHECKING:
-    from situs.locks.equivariance import Finding, Verdict
+    from situs.locks.verify import Finding, Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Args(ModelArgs):
 
 def run(args: Args) -> None:
     """Opens the model, verifies it and prints what was found."""
-    from situs.locks.equivariance import verify
+    from situs.locks.verify import verify
 
     backbone = open_from(args, any_weights=True).backbone
     verdict = verify(backbone, steps=args.steps, tokens=args.tokens, seed=args.seed)
@@ -72,7 +72,7 @@ def show(verdict: Verdict, *, modules: bool) -> None:
 
 
 def _is_module(finding: Finding) -> bool:
-    return finding.part not in ("embed", "blocks", "finish") and not finding.part.startswith(("blocks,", "paper's"))
+    return finding.part not in ("embed", "blocks", "finish") and not finding.part.startswith("blocks,")
 
 
 def _row(finding: Finding) -> tuple[str, ...]:

@@ -71,18 +71,21 @@ def _indexed(index: Path) -> list[str]:
 # --- the model ----------------------------------------------------------------------------------------------
 
 
-def structure_of(folder: Path, device: str = "meta") -> Backbone:
-    """The backbone that the folder's config.json describes, new: on the meta device without memory for its weights."""
+def structure_of(folder: Path, device: str = "meta", changed: Mapping[str, Any] | None = None) -> Backbone:
+    """The backbone that the folder's config.json describes, new: on the meta device without memory for its weights.
+
+    changed: `model_args` that take the place of its own.
+    """
     from situs.backbones import create_backbone
 
     described = read_json(folder / CONFIG)
     with torch.device(device):
         if "architecture" not in described:
-            return create_backbone(f"hf:{folder / CONFIG}")
+            return create_backbone(f"hf:{folder / CONFIG}", model_args=changed)
         return create_backbone(
             described["architecture"],
             num_classes=described.get("num_classes"),
-            model_args=described.get("model_args"),
+            model_args={**(described.get("model_args") or {}), **(changed or {})},
         )
 
 

@@ -47,38 +47,51 @@ def axis_index(member: Member, size: int, length: int, p: Tensor) -> Tensor:
     return torch.cat([index[: member.start], moved, index[member.start + stretch :]])
 
 
+Moves = list[tuple[int, tuple[int, int] | None, Tensor]]
+"""What happens to one tensor: (axis, the slice of another axis that moves or None for all, gather index)."""
+
+
+def moves_of(
+    groups: Sequence[Group], keys: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Moves]:
+    """What the keys do to each tensor of these shapes. Keys of one axis are composed, so that it is moved once.
+
+    shapes: of a whole state dict or a part of one (a shard): members that it does not hold are left out.
+    """
+    check_keys(groups, keys)
+    found: dict[str, dict[tuple[int, tuple[int, int] | None], Tensor]] = {}
+    for group in groups:
+        for member in group.members:
+            if member.tensor not in shapes:
+                continue
+            index = axis_index(member, group.size, shapes[member.tensor][member.axis], keys[group.name])
+            own, place = found.setdefault(member.tensor, {}), (member.axis, member.at)
+            own[place] = compose(own[place], index) if place in own else index
+    return {name: [(*place, index) for place, index in own.items()] for name, own in found.items()}
+
+
 def permute_state(
     state: Mapping[str, Tensor], groups: Sequence[Group], keys: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The state with every group moved by its key (gather: y[i] = x[p[i]]); bits are copied, never computed.
 
-    state: a whole state dict or a part of one (a shard): members that it does not hold are left out. Tensors in no
-    group come back as the same objects. Axes are composed first, so a tensor is read once for each axis that moves.
+    Tensors in no group come back as the same objects.
     """
-    check_keys(groups, keys)
-    moves: dict[tuple[str, int, tuple[int, int] | None], Tensor] = {}
-    for group in groups:
-        for member in group.members:
-            if member.tensor not in state:
-                continue
-            length = state[member.tensor].shape[member.axis]
-            index = axis_index(member, group.size, length, keys[group.name])
-            place = (member.tensor, member.axis, member.at)
-            moves[place] = compose(moves[place], index) if place in moves else index
-    moved = dict(state)
-    for (name, axis, at), index in moves.items():
-        moved[name] = _move(moved[name], axis, index.to(moved[name].device), at)
-    return moved
+    moves = moves_of(groups, keys, {name: tensor.shape for name, tensor in state.items()})
+    return {name: _moved(tensor, moves[name]) if name in moves else tensor for name, tensor in state.items()}
 
 
-def _move(tensor: Tensor, axis: int, index: Tensor, at: tuple[int, int] | None) -> Tensor:
-    with torch.no_grad():
+@torch.no_grad()
+def _moved(tensor: Tensor, moves: Moves) -> Tensor:
+    for axis, at, index in moves:
+        index = index.to(tensor.device)
         if at is None:
-            return tensor.index_select(axis, index)
-        whole = tensor.clone()
-        # select removes its axis, so that those behind it move up by one.
-        whole.select(*at).copy_(tensor.select(*at).index_select(axis - (axis > at[0]), index))
-        return whole
+            tensor = tensor.index_select(axis, index)
+        else:
+            tensor = tensor.clone()
+            # select removes its axis, so that those behind it move up by one.
+            tensor.select(*at).copy_(tensor.select(*at).index_select(axis - (axis > at[0]), index))
+    return tensor
 
 
 def check_keys(groups: Sequence[Group], keys: Mapping[str, Tensor]) -> None:

@@ -24,6 +24,7 @@ from situs.backbones.layout import Group
 from situs.errors import SitusError
 from situs.locks import folder as files
 from situs.locks import shards, store
+from situs.locks.certify import certify_folder
 from situs.locks.contents import TABLE, check_tensors, sort_files
 from situs.locks.groups import residual_only
 from situs.locks.key import Key, codes_of, derive
@@ -101,7 +102,9 @@ def lock(
         clear |= shards.codes_of(folder / name, headers[name], store.tensor_codes(codes))
     layout = layout_of(specs.values())
     fingerprint = fingerprint_of(codes, layout, clear)
-    changes = changes_of(moved, derive(key, moved, fingerprint, lock_id), specs)
+    keys = derive(key, moved, fingerprint, lock_id)
+    certify_folder(folder, backbone, rename(moved, {name: own for own, name in names.items()}), keys)
+    changes = changes_of(moved, keys, specs)
     keep, second = key if seal else None, second_header(headers, held, lock_id)
     beyond = None if not parts else Path(withheld) if withheld is not None else beside(out)
 

@@ -9,8 +9,7 @@ import numpy as np
 from torch import Tensor
 
 from situs.backbones.layout import Group
-from situs.core.permutation import compose
-from situs.locks.groups import axis_index, invert_keys
+from situs.locks.groups import invert_keys, moves_of
 from situs.locks.key import Key
 from situs.locks.manifest import Manifest, permutations_of
 from situs.locks.shards import Change, Spec
@@ -25,14 +24,9 @@ def rename(groups: Sequence[Group], names: Mapping[str, str]) -> tuple[Group, ..
 
 
 def changes_of(groups: Sequence[Group], keys: Mapping[str, Tensor], specs: Mapping[str, Spec]) -> dict[str, Change]:
-    """What the keys do to each tensor: name -> function. Keys of one axis are composed, so that it is moved once."""
-    moves: dict[str, dict[tuple[int, tuple[int, int] | None], Tensor]] = {}
-    for group in groups:
-        for member in group.members:
-            index = axis_index(member, group.size, specs[member.tensor].shape[member.axis], keys[group.name])
-            own, place = moves.setdefault(member.tensor, {}), (member.axis, member.at)
-            own[place] = compose(own[place], index) if place in own else index
-    return {name: _mover([(*place, index.numpy()) for place, index in own.items()]) for name, own in moves.items()}
+    """What the keys do to each tensor of files: name -> function of its numbers."""
+    moves = moves_of(groups, keys, {name: spec.shape for name, spec in specs.items()})
+    return {name: _mover([(axis, at, index.numpy()) for axis, at, index in own]) for name, own in moves.items()}
 
 
 def _mover(moves: Sequence[tuple[int, tuple[int, int] | None, np.ndarray]]) -> Change:

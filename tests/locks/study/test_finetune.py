@@ -15,7 +15,7 @@ from situs.data.base import TensorSource
 from situs.data.loader import DataConfig, make_loader
 from situs.errors import SitusError
 from situs.locks.groups import invert_keys, permute_state, random_keys, residual_only
-from situs.locks.study import HEADS, WAYS, Pretrained, StudyConfig, make_way, pretrain, run_study
+from situs.locks.study.finetune import HEADS, WAYS, Pretrained, StudyConfig, make_way, pretrain, run_study
 from situs.methods import SupervisedConfig
 from situs.train.run import RunConfig, make_method
 
@@ -129,7 +129,7 @@ def test_the_study_through_the_engine(pretrained: Pretrained, tmp_path: Path) ->
 
 
 def test_pretraining_keeps_the_study_images_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from situs.locks import study
+    from situs.locks.study import finetune as study
 
     seen: list[Any] = []
 

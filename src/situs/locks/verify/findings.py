@@ -21,14 +21,11 @@ from situs.backbones.layout import Group
 from situs.config import require
 from situs.core.tokens import patchify, take, unpatchify
 from situs.errors import SitusError
-from situs.locks.arms import Sample, as_backbone, check_input, evaluating, gap, own_dtype, sample_of
-from situs.locks.bench import Bench, Errors
-from situs.locks.groups import moving, random_keys, residual_only
-from situs.locks.paper import official_bits, official_key, paper_rule
-from situs.locks.parts import Part, merged, parts_of
-from situs.locks.rows import moved_order, row_leak, row_refusal
-
-__all__ = ["Finding", "Verdict", "certify", "official_bits", "official_key", "paper_rule", "verify"]
+from situs.locks.groups import random_keys, residual_only
+from situs.locks.verify.experiment import Errors, Experiment, relative_error
+from situs.locks.verify.parts import Part, merged, parts_of
+from situs.locks.verify.rows import moved_order, row_leak, row_refusal
+from situs.locks.verify.sample import Sample, as_backbone, check_input, evaluating, own_dtype, sample_of
 
 Law = Literal["row", "column"]
 Status = Literal["holds", "needs keyed weights", "refused"]
@@ -118,20 +115,18 @@ def verify(
     keys = random_keys(groups, generator)
     with evaluating(backbone):
         sample = sample_of(backbone, x, tokens, generator)
-        bench = Bench(backbone, sample, torch.float64, steps)
-        measured = _measure(bench, groups, keys)
-        control = bench.control(groups, keys)
-        leaves = _leaves(bench, groups, keys)
-        eq6 = _eq6(bench, groups, generator)
-        del bench  # the copies of the weights that it holds
-        again = measured if own == torch.float64 else _measure(Bench(backbone, sample, own, steps), groups, keys)
+        experiment = Experiment(backbone, sample, torch.float64, steps)
+        measured = _measure(experiment, groups, keys)
+        control = experiment.control(groups, keys)
+        leaves = _leaves(experiment, groups, keys)
+        del experiment  # the copies of the weights that it holds
+        again = measured if own == torch.float64 else _measure(Experiment(backbone, sample, own, steps), groups, keys)
         findings = [
             _embedding(backbone, sample),
             Finding("embed", "column", "refused", f"{_embedding_kind(backbone)}: it {OWNER}"),
             _rows(backbone, measured, again, leaves),
             _columns(measured, again, control, reason, leaves, _tolerances(own)),
             *_inner(groups, measured, again, _tolerances(own)),
-            *eq6,
             *_inside(leaves, columns=bool(groups)),
             Finding(
                 "finish", "column", "refused", f"the final norm and the head: they {OWNER.replace('stays', 'stay')}"
@@ -148,46 +143,26 @@ def _known(backbone: Backbone) -> tuple[tuple[Group, ...], str]:
         return (), str(error)
 
 
-def certify(backbone: Backbone, groups: Sequence[Group], x: Tensor | None = None, *, seed: int = 0) -> float:
-    """The column law of the residual groups in float64, forward, backward and one step: the worst error.
-
-    Raises where it is above the tolerance, and where the check would not notice a wrong key: nothing may be locked
-    that does not pass here.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    keys = random_keys(groups, generator)
-    with evaluating(backbone):
-        bench = Bench(backbone, sample_of(backbone, x, 32, generator), torch.float64, 1)
-        worst = max(bench.column(residual_only(groups), keys).values())
-        control = bench.control(groups, keys)
-    limit = TOLERANCES[torch.float64]
-    if not worst <= limit:
-        raise SitusError(f"{backbone.name}: the column law fails with an error of {worst:.1e} (at most {limit:.0e})")
-    if control is None or control <= limit:
-        raise SitusError(f"{backbone.name}: a key with one axis left out passes too, so the check shows nothing")
-    return worst
-
-
 # --- from numbers to findings --------------------------------------------------------------------------------------
 
 Measured = dict[str, Errors]
 
 
-def _measure(bench: Bench, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> Measured:
+def _measure(experiment: Experiment, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> Measured:
     """Errors by what was moved: rows, columns, columns with the weights left clear, each kind of inner group."""
     found: Measured = {}
-    if row_refusal(bench.backbone) is None:
-        found["row"] = bench.row()
-    elif "take" not in bench.backbone.refusals:
-        found["row"] = bench.row_forward()
+    if row_refusal(experiment.backbone) is None:
+        found["row"] = experiment.row()
+    elif "take" not in experiment.backbone.refusals:
+        found["row"] = experiment.row_forward()
     residual = residual_only(groups)
     if residual:
-        found["column"] = bench.column(residual, keys)
-        found["unkeyed"] = {"forward": bench.column_forward(residual, keys)}
+        found["column"] = experiment.column(residual, keys)
+        found["unkeyed"] = {"forward": experiment.column_forward(residual, keys)}
     for kind in INNER:
         inner = [group for group in groups if group.kind == kind and group.size > 1]
         if inner:
-            found[kind] = bench.inner(inner, keys)
+            found[kind] = experiment.inner(inner, keys)
     return found
 
 
@@ -253,37 +228,14 @@ def _inner(groups: Sequence[Group], measured: Measured, again: Measured, limits:
     return found
 
 
-def _eq6(bench: Bench, groups: Sequence[Group], generator: torch.Generator) -> list[Finding]:
-    """The paper's two-sided rule, with an arbitrary key and with one as the published code draws it."""
-    heads = next((group.size for group in groups if group.kind == "heads"), 1)
-    try:
-        rule = paper_rule(groups)
-    except SitusError:  # Swin, grouped queries, relative bias: the paper's rule says nothing of them
-        return []
-    size, name, limit = rule[0].size, rule[0].name, TOLERANCES[torch.float64]
-    anyone = {name: moving(size, generator)}
-    official = {name: official_key(heads, size // heads, generator)}
-    errors = {"forward": bench.column_forward(rule, anyone, rule)}
-    good = errors["forward"] <= limit
-    reason = "right for one head" if good else "wrong: such a key carries channels from one head to another"
-    found = [Finding("paper's Eq. 6, any key", "column", _keyed_or_refused(good), reason, errors)]
-    errors = bench.column(rule, official)
-    good = max(errors.values()) <= limit
-    bits = f"its keys are 2^{official_bits(heads, size // heads):.0f} of 2^{official_bits(1, size):.0f}"
-    rotary = not any(group.kind == "query" for group in groups)
-    blame = "RoPE turns the channels that it permutes" if rotary else "it does not move the norms of queries and keys"
-    reason = bits if good else blame
-    return [*found, Finding("paper's Eq. 6, official key", "column", _keyed_or_refused(good), reason, errors)]
-
-
 def _keyed_or_refused(good: bool) -> Status:
     return "needs keyed weights" if good else "refused"
 
 
-def _leaves(bench: Bench, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> list[Part]:
+def _leaves(experiment: Experiment, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> list[Part]:
     residual = residual_only(groups)
-    rows = row_refusal(bench.backbone) is None
-    return parts_of(bench, residual, keys, rows=rows, columns=bool(residual))
+    rows = row_refusal(experiment.backbone) is None
+    return parts_of(experiment, residual, keys, rows=rows, columns=bool(residual))
 
 
 def _why(errors: Errors, own: Errors, limits: tuple[float, float], parts: Sequence[Part], law: Law) -> str:
@@ -352,7 +304,7 @@ def _embedding(backbone: Backbone, sample: Sample) -> Finding:
     else:
         size = (backbone.img_size[0] // backbone.grid[0], backbone.img_size[1] // backbone.grid[1])
         moved = unpatchify(take(patchify(x, size), order), backbone.grid, size)
-    error = gap(take(tokens, order), backbone.embed(moved))
+    error = relative_error(take(tokens, order), backbone.embed(moved))
     if error <= TOLERANCES.get(own_dtype(backbone), 1e-1):
         return Finding("embed", "row", "holds", "whole patches or words only", own={"forward": error})
     reason = "convolution: its patches overlap or it sees beyond them"

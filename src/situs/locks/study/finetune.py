@@ -35,6 +35,7 @@ from situs.errors import SitusError
 from situs.limits import Count, Positive
 from situs.locks.groups import invert_keys, permute_state, random_keys, residual_only
 from situs.locks.owner import with_key
+from situs.locks.study.paper import RuleCheck, measure_rule
 from situs.methods import Supervised, SupervisedConfig
 from situs.methods.base import Method
 from situs.results import percent
@@ -119,6 +120,8 @@ class Study:
     chance: float
     logits_gap: float
     weights_gap: float
+    rule: tuple[RuleCheck, ...] = ()
+    """The paper's Eq. 6 on the model that was locked."""
 
 
 # --- the four ways --------------------------------------------------------------------------------------------
@@ -168,7 +171,8 @@ def run_study(pretrained: Pretrained, config: StudyConfig, folder: Path, say: Sa
     back = permute_state(states[1], groups, invert_keys(keys))
     gap = max(float((states[0][name] - back[name]).abs().max()) for name in back)
     about = f"{pretrained.about}; {len(pretrained.train):,} labelled images, {config.epochs} epochs"
-    return Study(about, curves, 1 / len(loader.classes), float((logits[0] - logits[1]).abs().max()), gap)
+    rule = tuple(measure_rule(methods["normal"].backbone, seed=config.seed))
+    return Study(about, curves, 1 / len(loader.classes), float((logits[0] - logits[1]).abs().max()), gap, rule)
 
 
 def _train(

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from situs.backbones.layout import Group
 from situs.core.permutation import permute_columns
-from situs.locks.arms import Back, gap
-from situs.locks.bench import Bench, stay, still
 from situs.locks.groups import permute_state
+from situs.locks.verify.experiment import Back, Experiment, relative_error, stay, still
 
 
 @dataclass(frozen=True)
@@ -40,25 +39,25 @@ class Part:
 
 
 def parts_of(
-    bench: Bench, residual: Sequence[Group], keys: Mapping[str, Tensor], *, rows: bool, columns: bool
+    experiment: Experiment, residual: Sequence[Group], keys: Mapping[str, Tensor], *, rows: bool, columns: bool
 ) -> list[Part]:
     """Every leaf in the blocks, in the order of the model."""
     with torch.no_grad():
-        clear = _outputs(bench, lambda: bench.output(stay, still))
+        clear = _outputs(experiment, lambda: experiment.output(stay, still))
         moved, shuffled = {}, {}
         if columns:
-            moves = bench.column_moves(residual, keys)
-            moved = _outputs(bench, lambda: bench.output(*moves, lambda t: permute_state(t, residual, keys)))
+            moves = experiment.column_moves(residual, keys)
+            moved = _outputs(experiment, lambda: experiment.output(*moves, lambda t: permute_state(t, residual, keys)))
         if rows:
-            move, back = bench.row_moves()
-            shuffled = _outputs(bench, lambda: bench.output(move, back))
+            move, back = experiment.row_moves()
+            shuffled = _outputs(experiment, lambda: experiment.output(move, back))
     touched = {member.tensor.rpartition(".")[0] for group in residual for member in group.members}
     turns = {name: turn for turn, name in enumerate(clear)}
     found = []
-    for name, module in bench.backbone.model.named_modules():
+    for name, module in experiment.backbone.model.named_modules():
         if name in clear or name in touched:
-            row = _row_gap(clear, shuffled, name, back) if rows and name in clear else None
-            column, goes = _column_gap(clear, moved, name, keys, residual) if name in moved else (None, False)
+            row = _row_error(clear, shuffled, name, back) if rows and name in clear else None
+            column, goes = _column_error(clear, moved, name, keys, residual) if name in moved else (None, False)
             turn = turns.get(name, len(turns))
             found.append(Part(name, _operation(module), name in touched, row, column, goes, turn))
     return found
@@ -94,14 +93,14 @@ def _worse(a: float | None, b: float | None) -> float | None:
     return max((x for x in (a, b) if x is not None), default=None)
 
 
-def _row_gap(clear: Mapping[str, Tensor], shuffled: Mapping[str, Tensor], name: str, back: Back) -> float:
+def _row_error(clear: Mapping[str, Tensor], shuffled: Mapping[str, Tensor], name: str, back: Back) -> float:
     a, b = clear[name], shuffled[name]
     if a.dim() == 4:  # by head: [B, H, S, d]
         a, b = a.transpose(1, 2), b.transpose(1, 2)
-    return gap(a, back(b))
+    return relative_error(a, back(b))
 
 
-def _column_gap(
+def _column_error(
     clear: Mapping[str, Tensor],
     moved: Mapping[str, Tensor],
     name: str,
@@ -109,8 +108,10 @@ def _column_gap(
     residual: Sequence[Group],
 ) -> tuple[float, bool]:
     a, b = clear[name], moved[name]
-    went = min((gap(_permuted(a, keys[group.name], group.size), b) for group in residual), default=float("inf"))
-    return min(went, gap(a, b)), went < gap(a, b)
+    went = min(
+        (relative_error(_permuted(a, keys[group.name], group.size), b) for group in residual), default=float("inf")
+    )
+    return min(went, relative_error(a, b)), went < relative_error(a, b)
 
 
 def _permuted(a: Tensor, p: Tensor, size: int) -> Tensor:
@@ -120,25 +121,25 @@ def _permuted(a: Tensor, p: Tensor, size: int) -> Tensor:
     return permute_columns(a.unflatten(-1, (-1, size)), p.to(a.device)).flatten(-2)
 
 
-def _outputs(bench: Bench, run: Callable[[], Tensor]) -> dict[str, Tensor]:
+def _outputs(experiment: Experiment, run: Callable[[], Tensor]) -> dict[str, Tensor]:
     """What every leaf under the blocks gave, the last time it was called."""
     found: dict[str, Tensor] = {}
-    with _listening(bench, found):
+    with _listening(experiment, found):
         run()
     return found
 
 
 @contextmanager
-def _listening(bench: Bench, found: dict[str, Tensor]) -> Iterator[None]:
+def _listening(experiment: Experiment, found: dict[str, Tensor]) -> Iterator[None]:
     def listen(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
             passed = bool(inputs) and output is inputs[0]  # dropout and its like, where nothing is dropped
-            if bench.stack.inside and isinstance(output, Tensor) and not passed:
+            if experiment.stack.inside and isinstance(output, Tensor) and not passed:
                 found[name] = output.detach()
 
         return hook
 
-    leaves = [(name, m) for name, m in bench.backbone.model.named_modules() if not list(m.children())]
+    leaves = [(name, m) for name, m in experiment.backbone.model.named_modules() if not list(m.children())]
     handles = [module.register_forward_hook(listen(name)) for name, module in leaves]
     try:
         yield

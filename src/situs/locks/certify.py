@@ -1,0 +1,84 @@
+"""Nothing is locked that does not pass here: the column law on a model of the very layout, with the very keys.
+
+The law is one of the layout, not of the weights. So the check builds the model that config.json describes with random
+weights, which hide no mistake as ones and zeros would, permutes it as the files will be permuted, and compares the two
+in float64. A large model is checked on one block, and its other blocks must be laid out as that one is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
+from situs.backbones.layout import Group, Member
+from situs.errors import SitusError
+from situs.locks.folder import structure_of
+from situs.locks.groups import residual_only
+from situs.locks.verify.experiment import Experiment
+from situs.locks.verify.findings import TOLERANCES
+from situs.locks.verify.sample import evaluating, sample_of
+
+LARGE = 30_000_000
+"""Parameters above which one block stands for all: float64 copies of more would need more memory than the lock."""
+
+
+def certify(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tensor], *, seed: int = 0) -> float:
+    """The worst error in float64, forward and backward, of the blocks with all `groups` keyed against the clear ones.
+
+    Raises where it is above the tolerance, and where the check would not notice a wrong key. groups, keys: in the
+    model's own names. The weights of `backbone` are used as they are.
+    """
+    with evaluating(backbone), torch.enable_grad():
+        sample = sample_of(backbone, None, 32, torch.Generator().manual_seed(seed))
+        experiment = Experiment(backbone, sample, torch.float64, 0)
+        error = max(experiment.column(groups, keys).values())
+        control = experiment.control(groups, keys)
+    limit = TOLERANCES[torch.float64]
+    if not error <= limit:
+        raise SitusError(f"{backbone.name}: the column law fails with an error of {error:.1e} (at most {limit:.0e})")
+    if control is None or not control > limit:
+        raise SitusError(f"{backbone.name}: a key with one axis left out passes too, so the check shows nothing")
+    return error
+
+
+def certify_folder(
+    folder: Path, structure: Backbone, groups: Sequence[Group], keys: Mapping[str, Tensor], *, large: int = LARGE
+) -> float:
+    """Certifies the layout of a model's folder. structure: what its config.json describes; groups: in its own names."""
+    changed = {}
+    if sum(parameter.numel() for parameter in structure.model.parameters()) > large:
+        changed = structure.one_block_args()
+        if changed:
+            _check_blocks_alike(groups, structure.name)
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
+        model = _randomised(structure_of(folder, "cpu", changed))
+        held = model.model.state_dict()
+        own = [replace(group, members=tuple(m for m in group.members if m.tensor in held)) for group in groups]
+        return certify(model, [group for group in own if group.members], keys)
+
+
+@torch.no_grad()
+def _randomised(backbone: Backbone) -> Backbone:
+    """With every weight far from the ones and zeros of an initialisation, in place."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in backbone.parameters():
+        width = parameter.shape[-1] if parameter.dim() > 1 else 4
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) / width**0.5)
+    return backbone
+
+
+def _check_blocks_alike(groups: Sequence[Group], name: str) -> None:
+    """Refuses a layout in which a block's residual axes are not those of the others."""
+    found: dict[str, set[Member]] = defaultdict(set)
+    for member in (member for group in residual_only(groups) for member in group.members):
+        before, number, after = re.split(r"(?:^|(?<=\.))(\d+)(?=\.)", member.tensor, maxsplit=1)
+        found[number].add(replace(member, tensor=f"{before}*{after}"))
+    if len({frozenset(each) for each in found.values()}) != 1:
+        raise SitusError(f"{name}: its blocks are not laid out alike, so that one cannot be checked for all")

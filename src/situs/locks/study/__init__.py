@@ -1,0 +1,1 @@
+"""Studies of the lock: fine-tuning in four ways, and the paper's own rule for keys."""

@@ -1,0 +1,5 @@
+"""Whether a model obeys the two laws of permutation, measured on that very model."""
+
+from situs.locks.verify.findings import Finding, Verdict, verify
+
+__all__ = ["Finding", "Verdict", "verify"]

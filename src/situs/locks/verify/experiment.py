@@ -1,0 +1,251 @@
+"""The same computation run twice, clear and permuted, and how far the two are apart.
+
+A run is owner's part, blocks and a loss: tokens -> assemble -> move -> blocks -> move back -> loss, with its own copy
+of the parameters in a dtype of choice, and may train them. The wrapped model is never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from situs.backbones.base import Backbone, Stream
+from situs.backbones.layout import Group
+from situs.core.permutation import invert, permute_columns
+from situs.core.tokens import take
+from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, residual_only
+from situs.locks.verify.precise import KeepDouble
+from situs.locks.verify.rows import moved_order
+from situs.locks.verify.sample import Sample, embedded
+
+Move = Callable[[Stream], Stream]
+Back = Callable[[Tensor], Tensor]
+Keying = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]
+Errors = dict[str, float]
+"""check (forward, backward, steps) -> relative error."""
+
+PREFIX = "backbone.model."
+
+
+def stay(x: Stream) -> Stream:
+    """No move of the stream."""
+    return x
+
+
+def still(z: Tensor) -> Tensor:
+    """No move of the output."""
+    return z
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run gave, in clear order; names are the wrapped model's own."""
+
+    output: Tensor
+    input_gradient: Tensor
+    gradients: dict[str, Tensor]
+    trained: dict[str, Tensor] = field(default_factory=dict)
+    trained_output: Tensor | None = None
+
+
+class Stack(nn.Module):
+    """assemble, move and blocks as one module, so that `functional_call` can exchange its parameters."""
+
+    def __init__(self, backbone: Backbone) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.inside = False
+        """Whether the blocks are running: what hooks see outside belongs to the owner."""
+
+    def forward(self, tokens: Tensor, sample: Sample, move: Move) -> Tensor:
+        places = self.backbone.positions()
+        if sample.index is not None:
+            places = places.take(sample.index)
+        stream = move(self.backbone.assemble(tokens, places, sample.mask))
+        self.inside = True
+        try:
+            return self.backbone.blocks(stream).z
+        finally:
+            self.inside = False
+
+
+class Experiment:
+    """What all runs of a model in one dtype share: parameters, tokens, the loss and the clear run. steps: of AdamW."""
+
+    def __init__(self, backbone: Backbone, sample: Sample, dtype: torch.dtype, steps: int) -> None:
+        self.backbone = backbone
+        self.sample = sample
+        self.dtype = dtype
+        # Nobody trains weights of half precision; AdamW's own numbers would not survive there.
+        self.steps = steps if dtype in (torch.float64, torch.float32) else 0
+        self.stack = Stack(backbone)
+        self.parameters = {name: _copy(p, dtype) for name, p in self.stack.named_parameters()}
+        self.buffers = {name: _copy(b, dtype) for name, b in self.stack.named_buffers()}
+        self.tokens = embedded(backbone, sample, dtype)
+        with torch.no_grad():
+            output = self.output(stay, still)
+        noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        if sample.mask is not None and not backbone.num_prefix:
+            noise *= sample.mask.cpu()[..., None]  # what stands at padding is no one's answer
+        self.cotangent = (noise / noise.numel() ** 0.5).to(output)
+        self.clear = self.run(stay, still)
+
+    # --- one run -----------------------------------------------------------------------------------------------
+
+    def output(self, move: Move, back: Back, key: Keying | None = None) -> Tensor:
+        """Forward alone: the blocks' output in clear order."""
+        return self._forward(self._keyed(key), self.tokens, move, back)
+
+    def run(self, move: Move, back: Back, key: Keying | None = None) -> Run:
+        """Forward, backward and steps. loss = <cotangent, output in clear order>."""
+        parameters = {n: p.clone().requires_grad_(p.is_floating_point()) for n, p in self._keyed(key).items()}
+        leaves = {name: p for name, p in parameters.items() if p.requires_grad}
+        start = self.tokens.clone().requires_grad_()
+        first = self._forward(parameters, start, move, back)
+        found = torch.autograd.grad((first * self.cotangent).sum(), [start, *leaves.values()], allow_unused=True)
+        gradients = {name: g for name, g in zip(leaves, found[1:], strict=True) if g is not None}
+        if not self.steps:
+            return Run(first.detach(), found[0], _own(gradients))
+        used = [parameters[name] for name in gradients]
+        # A large epsilon: the usual 1e-8 blows rounding in gradients that are 0 (the keys' bias) up to whole steps.
+        optimizer = torch.optim.AdamW(used, lr=1e-3, weight_decay=0.05, eps=1e-6)
+        for step in range(self.steps):
+            output = None if step == 0 else self._forward(parameters, self.tokens, move, back)
+            grads = gradients.values() if output is None else torch.autograd.grad((output * self.cotangent).sum(), used)
+            for p, g in zip(used, grads, strict=True):
+                p.grad = g.clone()
+            optimizer.step()
+        with torch.no_grad():
+            last = self._forward(parameters, self.tokens, move, back)
+        trained = {name: parameters[name].detach() for name in gradients}
+        return Run(first.detach(), found[0], _own(gradients), _own(trained), last)
+
+    def _forward(self, parameters: Mapping[str, Tensor], tokens: Tensor, move: Move, back: Back) -> Tensor:
+        with KeepDouble() if tokens.dtype == torch.float64 else nullcontext():
+            return back(functional_call(self.stack, {**parameters, **self.buffers}, (tokens, self.sample, move)))
+
+    def _keyed(self, key: Keying | None) -> Mapping[str, Tensor]:
+        """The parameters with `key` applied to those of the wrapped model, under the model's own names."""
+        if key is None:
+            return self.parameters
+        state = _own({name: p for name, p in self.parameters.items() if name.startswith(PREFIX)})
+        return {**self.parameters, **{PREFIX + name: p for name, p in key(state).items()}}
+
+    def errors(self, other: Run, unkey: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Errors:
+        """How far a run is from the clear one, its weights un-permuted.
+
+        Trained weights are compared in float64 only: below it, AdamW makes whole steps out of gradients that are
+        nothing but rounding (the keys' bias), which the output does not feel.
+        """
+        a, b = self.clear, other
+        inputs = relative_error(a.input_gradient, b.input_gradient)
+        backward = max(inputs, worst_relative_error(a.gradients, unkey(b.gradients)))
+        found = {"forward": self._error(a.output, b.output), "backward": backward}
+        if a.trained_output is not None and b.trained_output is not None:
+            found["steps"] = self._error(a.trained_output, b.trained_output)
+            if self.dtype == torch.float64:
+                found["steps"] = max(found["steps"], worst_relative_error(a.trained, unkey(b.trained)))
+        return found
+
+    def _error(self, a: Tensor, b: Tensor) -> float:
+        """Between outputs, where tokens are no padding."""
+        if self.sample.mask is None or self.backbone.num_prefix:
+            return relative_error(a, b)
+        return relative_error(a[self.sample.mask], b[self.sample.mask])
+
+    # --- the moves ---------------------------------------------------------------------------------------------
+
+    def row_moves(self) -> tuple[Move, Back]:
+        """A different order of the patch tokens for each sample, and back."""
+        batch, count = self.tokens.shape[:2]
+        order = moved_order(batch, count, torch.Generator().manual_seed(1)).to(self.tokens.device)
+        p, undo = self.backbone.num_prefix, invert(order)
+        return lambda s: s.take(order), lambda z: torch.cat([z[:, :p], take(z[:, p:], undo)], dim=1)
+
+    def column_moves(self, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> tuple[Move, Back]:
+        """The stream's channels by the key of its first stage, and back from that of its last."""
+        enter, leave = entrance_and_exit(groups)
+        p, undo = keys[enter].to(self.tokens.device), invert(keys[leave]).to(self.tokens.device)
+        return lambda s: replace(s, z=permute_columns(s.z, p)), lambda z: permute_columns(z, undo)
+
+    def row(self) -> Errors:
+        """The row law: the same weights, their gradients equal."""
+        return self.errors(self.run(*self.row_moves()), dict)
+
+    def row_forward(self) -> Errors:
+        """The row law forward only, to show how far a refused model is from it."""
+        with torch.no_grad():
+            return {"forward": self._error(self.clear.output, self.output(*self.row_moves()))}
+
+    def column(self, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> Errors:
+        """The column law: keyed weights, their gradients permuted. groups: the residual ones, or inner ones too."""
+        return self._with_keys(self.column_moves(groups, keys), groups, keys)
+
+    def column_forward(
+        self, residual: Sequence[Group], keys: Mapping[str, Tensor], weights: Sequence[Group] = ()
+    ) -> float:
+        """The column law forward with only `weights` of the groups keyed."""
+        key = (lambda t: permute_state(t, weights, keys)) if weights else None
+        with torch.no_grad():
+            return self._error(self.clear.output, self.output(*self.column_moves(residual, keys), key))
+
+    def inner(self, inner: Sequence[Group], keys: Mapping[str, Tensor]) -> Errors:
+        """Inner groups: keyed weights alone, the function as it was."""
+        return self._with_keys((stay, still), inner, keys)
+
+    def _with_keys(self, moves: tuple[Move, Back], groups: Sequence[Group], keys: Mapping[str, Tensor]) -> Errors:
+        undo = invert_keys(keys)
+        run = self.run(*moves, lambda t: permute_state(t, groups, keys))
+        return self.errors(run, lambda t: permute_state(t, groups, undo))
+
+    def control(self, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> float | None:
+        """The forward error of a key that misses one axis of one matrix: a check that passes it checks nothing."""
+        residual = residual_only(groups)
+        for group in residual[:1]:
+            for member in group.members:
+                if self.parameters[PREFIX + member.tensor].dim() > 1:
+                    kept = replace(group, members=tuple(m for m in group.members if m != member))
+                    return self.column_forward(residual, keys, (kept, *residual[1:]))
+        return None
+
+
+def _copy(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t.detach().to(dtype, copy=True) if t.is_floating_point() else t.detach().clone()
+
+
+def _own(named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Under the wrapped model's own names; what the backbone itself holds (Swin's table) keeps a name of its own."""
+    return {name.removeprefix(PREFIX): t for name, t in named.items()}
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """The largest difference, relative to the largest number of `a`; infinite where either is not finite."""
+    if a.shape != b.shape:
+        return float("inf")
+    scale, difference = a.abs().max(), (a - b).abs().max()
+    if not (torch.isfinite(scale) and torch.isfinite(difference)):
+        return float("inf")
+    return float(difference / scale.clamp(min=torch.finfo(a.dtype).tiny))
+
+
+def worst_relative_error(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> float:
+    """The worst tensor's difference, relative to that tensor's largest number.
+
+    Or to a thousandth of the largest of all, where its own is smaller: a gradient that is 0 but for rounding (the
+    keys' bias under a softmax) has no size of its own.
+    """
+    if a.keys() != b.keys():
+        return float("inf")
+    least = max((float(t.abs().max()) for t in a.values()), default=0.0) * 1e-3
+    worst = 0.0
+    for name, t in a.items():
+        difference = float((t - b[name]).abs().max())
+        worst = max(worst, difference / max(float(t.abs().max()), least, torch.finfo(t.dtype).tiny))
+        if not difference < float("inf"):
+            return float("inf")
+    return worst

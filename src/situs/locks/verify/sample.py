@@ -1,0 +1,100 @@
+"""What an experiment runs on: a backbone, random inputs where none are given, and the tokens that take part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone
+from situs.core.tokens import take
+from situs.errors import SitusError
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What both runs start from. index: the patch tokens that take part ([K]; None: all). mask: [B, K] or None."""
+
+    x: Tensor
+    index: Tensor | None = None
+    mask: Tensor | None = None
+
+
+def as_backbone(model: Any) -> Backbone:
+    """A backbone as it is, or around a model of timm or transformers; anything else is refused."""
+    if isinstance(model, Backbone):
+        return model
+    if not isinstance(model, nn.Module):
+        raise SitusError(f"verify takes a model, not a {type(model).__name__}; create_backbone makes one of a name")
+    if not type(model).__module__.startswith(("timm.", "transformers.")):
+        raise SitusError(
+            f"{type(model).__qualname__} is neither timm's nor transformers', so where its blocks begin is not known"
+        )
+    return create_backbone(model)
+
+
+def check_input(backbone: Backbone, x: Any) -> None:
+    """Refuses inputs that the model cannot take: not None, no tensor, empty, of the wrong kind, unknown words."""
+    if x is None or "tokens" in backbone.refusals:
+        return
+    kind = "ids [B, N], integers" if backbone.img_size is None else "images [B, C, H, W], floating point"
+    if not isinstance(x, Tensor):
+        raise SitusError(f"x is a {type(x).__name__}: {backbone.name} takes a tensor of {kind}")
+    if not x.numel() or x.is_floating_point() == (backbone.img_size is None):
+        raise SitusError(f"x is {list(x.shape)} of {x.dtype}: {backbone.name} takes {kind}")
+    if backbone.img_size is None and not 0 <= int(x.min()) <= int(x.max()) < backbone.model.config.vocab_size:
+        raise SitusError(f"x holds ids beyond the {backbone.model.config.vocab_size} words of {backbone.name}")
+
+
+def sample_of(backbone: Backbone, x: Tensor | None, tokens: int, generator: torch.Generator) -> Sample:
+    """Random inputs where none are given; at most `tokens` of their tokens where the model allows a subset."""
+    if x is None:
+        x = _random_input(backbone, tokens, generator)
+    elif x.is_floating_point():
+        x = x.to(own_dtype(backbone))
+    if x.dim() == 2:  # ids: padding is part of the law where a model knows it
+        mask = torch.ones(x.shape, dtype=torch.bool, device=x.device)
+        if x.shape[1] > 4 and "rows" not in backbone.refusals:
+            mask[-1, -3:] = False
+        return Sample(x, mask=mask)
+    if "take" in backbone.refusals or backbone.num_tokens <= tokens:
+        return Sample(x)
+    index = torch.randperm(backbone.num_tokens, generator=generator)[:tokens].sort().values
+    return Sample(x, index.to(x.device))
+
+
+def _random_input(backbone: Backbone, tokens: int, generator: torch.Generator) -> Tensor:
+    weight = next(backbone.model.parameters())
+    if backbone.img_size is not None:
+        images = torch.randn(2, backbone.in_chans, *backbone.img_size, generator=generator)
+        return images.to(weight.device, weight.dtype)
+    words = backbone.model.config.vocab_size
+    return torch.randint(words, (2, min(backbone.num_tokens, tokens)), generator=generator).to(weight.device)
+
+
+def own_dtype(backbone: Backbone) -> torch.dtype:
+    """The dtype of the model's weights."""
+    return next(p.dtype for p in backbone.model.parameters() if p.is_floating_point())
+
+
+def embedded(backbone: Backbone, sample: Sample, dtype: torch.dtype) -> Tensor:
+    """The patch tokens that both runs start from, [B, K, D]."""
+    with torch.no_grad():
+        tokens = backbone.embed(sample.x).to(dtype)
+    return tokens if sample.index is None else take(tokens, sample.index)
+
+
+@contextmanager
+def evaluating(backbone: Backbone) -> Iterator[None]:
+    """Without dropout, whose draws belong to places; the mode is put back."""
+    training = backbone.training
+    backbone.eval()
+    try:
+        yield
+    finally:
+        backbone.train(training)
