@@ -68,7 +68,7 @@ def relative(backbone: Backbone, steps: int) -> None:
     groups = residual_only(backbone.groups())
     before = {name: value.clone() for name, value in backbone.model.state_dict().items()}
     samples = load_samples("train")
-    height = backbone.img_size[0] if backbone.img_size else 28
+    height = backbone.input.shape[0] if backbone.input.shape else 28
     head = torch.nn.Linear(backbone.out_dim, 10)
     optimiser = torch.optim.AdamW([*backbone.parameters(), *head.parameters()], lr=1e-4)
     for step in range(steps):

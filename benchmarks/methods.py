@@ -72,8 +72,8 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
         method, OptimConfig(clip=1.0), seed=0, precision=args.precision, accumulate=1, parallel="ddp",
         compiled=args.compile,
     )  # fmt: skip
-    size = method.backbone.img_size or (224, 224)
-    images = torch.randn(args.batch, method.backbone.in_chans, *size, device=args.device)
+    size = method.backbone.input.shape or (224, 224)
+    images = torch.randn(args.batch, method.backbone.input.channels, *size, device=args.device)
     labels = torch.randint(args.classes, (args.batch,), device=args.device)
     data = Batch(images, torch.arange(args.batch, device=args.device), {"label": labels})
 

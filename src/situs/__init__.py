@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from situs.core.permutation import random_permutation as random_permutation
     from situs.core.position import Positions as Positions
     from situs.core.position import relative_index as relative_index
-    from situs.core.position import sincos_1d as sincos_1d
-    from situs.core.position import sincos_2d as sincos_2d
+    from situs.core.position import sincos as sincos
     from situs.core.position import smoothed_targets as smoothed_targets
     from situs.core.random import uniform as uniform
     from situs.core.tokens import patchify as patchify
@@ -67,8 +66,7 @@ _HOMES = {
     "random_permutation": "situs.core.permutation",
     "random_subset": "situs.core.masking",
     "relative_index": "situs.core.position",
-    "sincos_1d": "situs.core.position",
-    "sincos_2d": "situs.core.position",
+    "sincos": "situs.core.position",
     "smoothed_targets": "situs.core.position",
     "uniform": "situs.core.random",
     "unpatchify": "situs.core.tokens",

@@ -14,7 +14,7 @@ from sklearn.model_selection import KFold
 from situs.analyze.decode import decode_places
 from situs.analyze.tables import reference_tables, tables_of
 from situs.backbones import create_backbone
-from situs.core.position import sincos_2d
+from situs.core.position import sincos
 from situs.errors import SitusError
 
 
@@ -70,7 +70,7 @@ def test_sincos_is_read_and_a_random_table_is_not(grid: tuple[int, int]) -> None
 def test_rows_that_are_out_of_order_are_read_no_better_than_the_vectors_allow() -> None:
     """A shuffled sin-cos table knows nothing of the grid: the reader does not see the answers."""
     order = torch.randperm(196, generator=torch.Generator().manual_seed(0))
-    assert decode_places(sincos_2d((14, 14), 64)[order], (14, 14)).left > 0.9
+    assert decode_places(sincos((14, 14), 64)[order], (14, 14)).left > 0.9
 
 
 @given(st.integers(0, 20))
@@ -88,7 +88,7 @@ def test_seed_chooses_the_folds() -> None:
 
 
 def test_fewer_places_than_folds_are_each_a_fold() -> None:
-    found = decode_places(sincos_2d((2, 2), 8), (2, 2))
+    found = decode_places(sincos((2, 2), 8), (2, 2))
     assert (found.folds, found.fitted) == (4, 3)
     with pytest.raises(SitusError, match=r"folds=1: .*\(--folds\)"):
         decode_places(noise(9, 3), (3, 3), folds=1)

@@ -11,12 +11,12 @@ from situs.analyze import positions_page
 from situs.analyze.positions import Look, grasp, in_words, look_at, look_at_references, to_json
 from situs.analyze.positions_page import few_places, make_page, overview
 from situs.analyze.tables import PositionTable
-from situs.core.position import sincos_2d
+from situs.core.position import sincos
 
 
 def table(name: str = "sincos", grid: tuple[int, int] = (4, 5), dim: int = 16) -> PositionTable:
     noise = torch.randn(grid[0] * grid[1], dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return PositionTable("learned table", sincos_2d(grid, dim).double() if name == "sincos" else noise, grid)
+    return PositionTable("learned table", sincos(grid, dim).double() if name == "sincos" else noise, grid)
 
 
 @pytest.fixture(scope="module")

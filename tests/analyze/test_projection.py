@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from situs.analyze import projection
 from situs.analyze.projection import principal, similarities, spread_places, umap_points
-from situs.core.position import sincos_2d
+from situs.core.position import sincos
 from situs.errors import SitusError
 
 
@@ -36,7 +36,7 @@ def test_components_that_do_not_exist_are_zero() -> None:
 
 
 def test_projection_of_half_precision_and_same_bytes_twice() -> None:
-    rows = sincos_2d((4, 5), 16).half()
+    rows = sincos((4, 5), 16).half()
     assert np.array_equal(principal(rows).points, principal(rows).points)
 
 
@@ -100,7 +100,7 @@ def test_umap_is_asked_for_a_fixed_layout(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_umap_itself_keeps_neighbours() -> None:
     pytest.importorskip("umap")
-    points = umap_points(sincos_2d((7, 7), 32))
+    points = umap_points(sincos((7, 7), 32))
     sheet = points.reshape(7, 7, 2)
     near = np.linalg.norm(np.diff(sheet, axis=1), axis=-1).mean()
     far = np.linalg.norm(points[:, None] - points[None], axis=-1).mean()

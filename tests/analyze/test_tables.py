@@ -9,7 +9,7 @@ import torch
 
 from situs.analyze.tables import PositionTable, reference_tables, rotation_features, tables_of
 from situs.backbones import create_backbone
-from situs.core.position import sincos_2d
+from situs.core.position import sincos
 from situs.errors import SitusError
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 24, "num_heads": 3}
@@ -34,7 +34,7 @@ def test_learned_table_is_its_patch_rows() -> None:
 def test_sincos_is_known_by_its_values() -> None:
     backbone = make("vit_tiny_patch16_224")
     with torch.no_grad():
-        backbone.model.pos_embed[0, 1:] = sincos_2d((2, 3), 24)
+        backbone.model.pos_embed[0, 1:] = sincos((2, 3), 24)
     assert kinds(tables_of(backbone)) == ["sin-cos table"]
     with torch.no_grad():
         backbone.model.pos_embed[0, 3] += 0.1

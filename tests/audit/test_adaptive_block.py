@@ -44,7 +44,7 @@ def hugging_face() -> Any:
 def scene(backbone: Any, ratio: float = 0.3) -> tuple[Any, torch.Tensor, torch.Tensor, FirstBlock]:
     """MJP's method, x̃'s patches [N, K], the mask, and the block as the attacker has it."""
     defence, stem = MaskedJigsaw(ratio), require_stem(backbone)
-    x = torch.randn(1, backbone.in_chans, *backbone.img_size, dtype=torch.float64)
+    x = torch.randn(1, backbone.input.channels, *backbone.input.shape, dtype=torch.float64)
     upload = victim_gradients(backbone, x, torch.tensor([1]), defence=defence, dtype=torch.float64)
     method: Any = defence.method(backbone)
     draws = method.draw(Batch(torch.zeros(1), torch.tensor([0])), seed=0, epoch=0)

@@ -14,7 +14,7 @@ from situs.audit import Knowledge, Noise
 from situs.audit.april import April
 from situs.audit.threat import victim_gradients
 from situs.backbones import create_backbone
-from situs.backbones.base import Backbone, Features, Stream, Taps
+from situs.backbones.base import Backbone, Features, InputSpec, Stream, Taps
 from situs.backbones.layout import Names, Role, roles_of
 from situs.core.position import Positions
 
@@ -45,7 +45,7 @@ class PaperModel(nn.Module):
 class PaperBackbone(Backbone):
     def __init__(self, dim: int = 64, patch: int = 4, side: int = 5) -> None:
         super().__init__(PaperModel(dim, patch, side * side, 7), "april-vit", (side, side), dim, 1, 1)
-        self.in_chans, self.img_size = 3, (side * patch, side * patch)
+        self.input = InputSpec((side * patch, side * patch), 3, (patch, patch))
 
     def embed(self, x: Tensor) -> Tensor:
         return self.model.patch_embed["proj"](x).flatten(2).transpose(1, 2)

@@ -59,7 +59,7 @@ def attack(backbone: Any, x: torch.Tensor, known: Knowledge | None = None, **ste
 )
 def test_every_learned_table_leaks_every_pixel(name: str, fields: dict[str, Any]) -> None:
     backbone = victim(name, **fields).double()
-    x = torch.randn(2, backbone.in_chans, *backbone.img_size, dtype=torch.float64)
+    x = torch.randn(2, backbone.input.channels, *backbone.input.shape, dtype=torch.float64)
     found = attack(backbone, x, dtype=torch.float64)
     assert caveat(PatchEmbedding(), backbone) is None
     assert error(found.images, x) > 90

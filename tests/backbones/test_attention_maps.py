@@ -71,7 +71,7 @@ def seen_by_us(backbone: Any, tokens: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("name", TIMM)
 def test_weights_are_those_of_timms_own_slow_path(name: str) -> None:
     backbone = make_timm(name)
-    x = torch.randn(2, 3, *backbone.img_size, dtype=torch.float64)
+    x = torch.randn(2, 3, *backbone.input.shape, dtype=torch.float64)
     found = seen_by_us(backbone, backbone.embed(x))
     own: list[Tensor] = []
     for block in backbone.model.blocks:
@@ -94,7 +94,7 @@ def test_weights_are_those_of_timms_own_slow_path(name: str) -> None:
 def test_values_weighed_by_them_are_the_attentions_own_output(name: str) -> None:
     """timm's fused path, from the input of each attention to its output, with our weights in the middle."""
     backbone = make_timm(name)
-    x = torch.randn(2, 3, *backbone.img_size, dtype=torch.float64)
+    x = torch.randn(2, 3, *backbone.input.shape, dtype=torch.float64)
     found = seen_by_us(backbone, backbone.embed(x))
     went: list[tuple[Tensor, Tensor]] = []
     for block in backbone.model.blocks:

@@ -52,8 +52,8 @@ def inputs(backbone: Backbone, count: int = 3) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     if "images" in backbone.refusals:
         return torch.randint(40, (count, backbone.num_tokens), generator=generator)
-    assert backbone.img_size is not None
-    return torch.randn(count, 3, *backbone.img_size, dtype=torch.float64, generator=generator)
+    assert backbone.input.shape is not None
+    return torch.randn(count, 3, *backbone.input.shape, dtype=torch.float64, generator=generator)
 
 
 @pytest.mark.parametrize("name", [*(name for name in TIMM if name != "mixed"), "hf_vit", "dinov2", "bert", "gpt2"])

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from situs.backbones import BackboneConfig, create_backbone
 from situs.backbones.weights import read_state_dict
 from situs.cli.main import main
-from situs.core.position import sincos_2d
+from situs.core.position import sincos
 from situs.errors import SitusError
 
 TINY = {"depth": 2, "embed_dim": 32, "num_heads": 4}
@@ -39,7 +39,7 @@ def test_a_config_and_keywords_make_the_same_model() -> None:
 
 def test_sincos_positions_are_fixed_and_load_in_timm() -> None:
     b = tiny(positions="sincos")
-    assert torch.equal(b.positions().table, sincos_2d((4, 6), 32))
+    assert torch.equal(b.positions().table, sincos((4, 6), 32))
     assert not b.model.pos_embed.requires_grad
     assert (b.model.pos_embed[:, 0] == 0).all()
 

@@ -64,8 +64,8 @@ def make(name: str) -> Backbone:
 
 def images(backbone: Any, batch: int = 2) -> Tensor:
     torch.manual_seed(1)
-    size = (64, 64) if backbone.num_tokens == 0 else backbone.img_size
-    return torch.randn(batch, backbone.in_chans, *size, dtype=torch.float64)
+    size = (64, 64) if backbone.num_tokens == 0 else backbone.input.shape
+    return torch.randn(batch, backbone.input.channels, *size, dtype=torch.float64)
 
 
 @contextmanager

@@ -64,7 +64,7 @@ def make(method: str, name: str, **sizes: int) -> Method:
 
 def batch(method: Method, count: int = 4) -> Batch:
     torch.manual_seed(1)
-    size = method.backbone.img_size or (32, 32)
+    size = method.backbone.input.shape or (32, 32)
     labels = torch.arange(count) % 4
     return Batch(torch.randn(count, 3, *size), torch.arange(100, 100 + count), {"label": labels})
 

@@ -80,8 +80,8 @@ def assert_exact(name: str, arguments: dict[str, Any]) -> None:
     for parameter in backbone.parameters():
         if parameter.dim() == 1 or parameter.numel() < 2**16:  # norms, biases, scales, tables and tokens must matter
             nn.init.normal_(parameter, std=0.3)
-    assert backbone.img_size is not None
-    x = torch.randn(2, backbone.in_chans, *backbone.img_size, dtype=torch.float64)
+    assert backbone.input.shape is not None
+    x = torch.randn(2, backbone.input.channels, *backbone.input.shape, dtype=torch.float64)
     for found, own in (
         (backbone(x), backbone.model(x)),
         (join(backbone.encode(backbone.embed(x), backbone.positions())), backbone.model.forward_features(x)),

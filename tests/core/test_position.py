@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import pytest
 import torch
@@ -13,8 +14,7 @@ from situs.core.position import (
     coordinates,
     relative_index,
     resample_table,
-    sincos_1d,
-    sincos_2d,
+    sincos,
     smoothed_targets,
 )
 from situs.errors import SitusError
@@ -23,7 +23,7 @@ GRIDS = st.tuples(st.integers(1, 7), st.integers(1, 7))
 
 
 def test_sincos_1d_is_the_formula() -> None:
-    table = sincos_1d(11, 8)
+    table = sincos((11,), 8)
     for place in range(11):
         for i in range(4):
             angle = place / 10000 ** (i / 4)
@@ -33,34 +33,63 @@ def test_sincos_1d_is_the_formula() -> None:
 
 def test_sincos_2d_encodes_column_then_row() -> None:
     """Each half is the 1-D table of one axis: the half of a place depends on that axis alone."""
-    table = sincos_2d((3, 5), 16).view(3, 5, 16)
-    columns, rows = sincos_1d(5, 8), sincos_1d(3, 8)
+    table = sincos((3, 5), 16).view(3, 5, 16)
+    columns, rows = sincos((5,), 8), sincos((3,), 8)
     for r in range(3):
         for c in range(5):
             assert torch.equal(table[r, c, :8], columns[c])
             assert torch.equal(table[r, c, 8:], rows[r])
 
 
-@pytest.mark.parametrize(("make", "width"), [(lambda d: sincos_1d(4, d), 7), (lambda d: sincos_2d((2, 2), d), 6)])
+@pytest.mark.parametrize(
+    ("make", "width"),
+    [(lambda d: sincos((4,), d), 7), (lambda d: sincos((2, 2), d), 6), (lambda d: sincos((2, 1, 2), d), 8)],
+)
 def test_sincos_refuses_a_width_it_cannot_split(make, width) -> None:
     with pytest.raises(SitusError, match=f"dim={width}"):
         make(width)
 
 
-def slow_targets(grid: tuple[int, int], sigma: float, squared: bool) -> list[list[float]]:
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple))
+def test_grids_of_any_length(grid: tuple[int, ...]) -> None:
+    """Places count as nested loops do; each side's share of the sin-cos table is the table of that side alone."""
+    places = list(product(*(range(side) for side in grid)))
+    assert [tuple(place) for place in coordinates(grid).tolist()] == places
+    width = 4
+    table = sincos(grid, width * len(grid))
+    index = relative_index(grid)
+    offsets: dict[int, tuple[int, ...]] = {}
+    for n, place in enumerate(places):
+        shares = [sincos((side,), width)[at] for at, side in zip(place, grid, strict=True)]
+        assert torch.equal(table[n], torch.cat(shares[::-1]))
+        for m, other in enumerate(places):
+            offset = tuple(a - b for a, b in zip(place, other, strict=True))
+            assert offsets.setdefault(int(index[n, m]), offset) == offset
+    assert len(set(offsets.values())) == len(offsets) == math.prod(2 * side - 1 for side in grid)
+    assert 0 <= min(offsets) <= max(offsets) < len(offsets)
+
+
+def test_a_sequence_is_resampled_as_one_row() -> None:
+    table = torch.randn(6, 4)
+    assert torch.equal(resample_table(table, (6,), (9,)), resample_table(table, (1, 6), (1, 9)))
+    with pytest.raises(SitusError, match="1 or 2 sides"):
+        resample_table(table, (1, 2, 3), (1, 2, 4))
+
+
+def slow_targets(grid: tuple[int, ...], sigma: float, squared: bool) -> list[list[float]]:
     """SPEC's w(i, j), by loops and the standard library."""
-    height, width = grid
+    places = list(product(*(range(side) for side in grid)))
     rows = []
-    for i in range(height * width):
+    for here in places:
         line = []
-        for j in range(height * width):
-            d2 = (i // width - j // width) ** 2 + (i % width - j % width) ** 2
+        for there in places:
+            d2 = sum((a - b) ** 2 for a, b in zip(here, there, strict=True))
             line.append(math.exp(-(d2 if squared else math.sqrt(d2)) / sigma**2))
         rows.append([w / sum(line) for w in line])
     return rows
 
 
-@pytest.mark.parametrize("grid", [(7, 11), (4, 4), (1, 6)])
+@pytest.mark.parametrize("grid", [(7, 11), (4, 4), (1, 6), (9,), (2, 3, 4)])
 @pytest.mark.parametrize("sigma", [0.3, 1.0, 2.0])
 @pytest.mark.parametrize("squared", [False, True])
 def test_smoothed_targets_match_a_slow_reference(grid, sigma, squared) -> None:

@@ -16,7 +16,7 @@ from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, join
 from situs.cli.main import main
 from situs.config import from_dict, merge
-from situs.core.position import resample_table, sincos_2d
+from situs.core.position import resample_table, sincos
 from situs.errors import SitusError
 from situs.evaluate.finetune import FinetuneConfig, finetune_config, images_of
 from situs.models import open_model
@@ -77,8 +77,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pictures(backbone: Backbone) -> Tensor:
     torch.manual_seed(5)
-    assert backbone.img_size is not None
-    return torch.randn(3, backbone.in_chans, *backbone.img_size, dtype=torch.float64)
+    assert backbone.input.shape is not None
+    return torch.randn(3, backbone.input.channels, *backbone.input.shape, dtype=torch.float64)
 
 
 @torch.no_grad()
@@ -227,7 +227,7 @@ def test_positions_of_ones_choice_stand_in_the_models_own_table(name: str, tmp_p
         if kind == "learned":
             assert 0.01 < parameter.std() < 0.03
         else:
-            expected = torch.zeros(16, 16) if kind == "none" else sincos_2d((4, 4), 16)
+            expected = torch.zeros(16, 16) if kind == "none" else sincos((4, 4), 16)
             assert torch.equal(parameter[0, 1:], expected) and not parameter[0, 0].any()
         # What the model's own forward computes is what Situs computes, whatever the kind.
         backbone = backbone.double().eval()

@@ -34,9 +34,9 @@ def wholly_in_float64():
 
 def inputs(backbone: Backbone) -> Tensor:
     generator = torch.Generator().manual_seed(1)
-    if backbone.img_size is None:
+    if backbone.input.shape is None:
         return torch.randint(1, 31, (4, 9), generator=generator)
-    return torch.randn(4, backbone.in_chans, *backbone.img_size, generator=generator, dtype=torch.float64)
+    return torch.randn(4, backbone.input.channels, *backbone.input.shape, generator=generator, dtype=torch.float64)
 
 
 def exact(backbone: Backbone) -> Backbone:

@@ -122,8 +122,8 @@ def test_the_processors_mode_comes_back_after_an_error_too() -> None:
 def test_every_kind_of_model_can_be_attacked(name: str, model_folder: Callable[[str], Path]) -> None:
     backbone = create_backbone(model_folder(name)).eval()
     groups = residual_only(backbone.groups())
-    if backbone.img_size is not None:
-        inputs = [torch.randn(6, 3, *backbone.img_size, generator=seeded(0))]
+    if backbone.input.shape is not None:
+        inputs = [torch.randn(6, 3, *backbone.input.shape, generator=seeded(0))]
     else:
         inputs = [torch.randint(0, 31, (1, 12), generator=seeded(seed)) for seed in range(6)]
     truth = random_keys(groups, seeded(1))

@@ -64,10 +64,10 @@ def test_what_is_withheld_is_what_the_stream_is_made_of(name):
     held, blocks, state = tensors_of(backbone, ["embedding"]), block_tensors(backbone), backbone.model.state_dict()
     assert held and not held & blocks
     generator = torch.Generator().manual_seed(1)
-    if backbone.img_size is None:
+    if backbone.input.shape is None:
         x = torch.randint(3, 31, (2, 9), generator=generator)
     else:
-        x = torch.randn(2, 3, *backbone.img_size, generator=generator, dtype=torch.float64)
+        x = torch.randn(2, 3, *backbone.input.shape, generator=generator, dtype=torch.float64)
 
     def entering() -> list[torch.Tensor]:
         stream = backbone.assemble(backbone.embed(x), backbone.positions())
@@ -137,7 +137,7 @@ def test_two_files_give_back_the_very_folder(model_folder, tmp_path, name, seal)
     assert contents(opened.path) == contents(folder) and not opened.notes
     assert check(locked.path, KEY, second) == locked.manifest
     clear = create_backbone(folder).eval()
-    x = torch.randint(1, 31, (2, 9)) if clear.img_size is None else torch.randn(2, 3, *clear.img_size)
+    x = torch.randint(1, 31, (2, 9)) if clear.input.shape is None else torch.randn(2, 3, *clear.input.shape)
     assert torch.equal(open_locked(locked.path, KEY, second).eval()(x), clear(x))
     assert distance(clear(x), keyed_blocks(locked.path, KEY, second).eval()(x)) < 1e-4
 
@@ -231,7 +231,7 @@ def test_a_table_beside_the_model_is_refused_with_the_reason(model_folder, tmp_p
 
 
 def trained(backbone: Backbone) -> Backbone:
-    x = torch.randn(4, 3, *backbone.img_size) if backbone.img_size else torch.randint(1, 31, (4, 9))
+    x = torch.randn(4, 3, *backbone.input.shape) if backbone.input.shape else torch.randint(1, 31, (4, 9))
     optimiser = torch.optim.AdamW(backbone.parameters(), lr=1e-2)
     backbone(x).square().mean().backward()
     optimiser.step()

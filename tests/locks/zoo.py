@@ -106,7 +106,7 @@ def make(name: str, dtype: torch.dtype = torch.float64) -> Backbone:
 
 def inputs(backbone: Backbone, batch: int = 2) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
-    if backbone.img_size is None:
+    if backbone.input.shape is None:
         return torch.randint(3, 31, (batch, 9), generator=generator)
     dtype = next(backbone.parameters()).dtype
-    return torch.randn(batch, 3, *backbone.img_size, generator=generator, dtype=torch.float64).to(dtype)
+    return torch.randn(batch, 3, *backbone.input.shape, generator=generator, dtype=torch.float64).to(dtype)

@@ -40,7 +40,7 @@ def make(positions: str = "sincos", size: tuple[int, int] = (12, 16), **config: 
 
 def batch(method: DropPos) -> Batch:
     torch.manual_seed(1)
-    size = method.backbone.img_size
+    size = method.backbone.input.shape
     assert size is not None
     return Batch(torch.randn(3, 3, *size, dtype=torch.float64), torch.tensor([5, 900, 31]))
 

@@ -5,7 +5,7 @@ import torch
 
 from situs.backbones import create_backbone
 from situs.backbones.base import join
-from situs.core.position import sincos_2d
+from situs.core.position import sincos
 from situs.errors import SitusError
 from situs.methods import MAE, Batch, MAEConfig
 from situs.methods.mae import reconstruction_loss
@@ -44,7 +44,7 @@ def test_loss_matches_an_independent_slow_mae() -> None:
         line = [seen[0]]
         for place in range(6):
             token = seen[1 + kept.index(place)] if place in kept else method.mask_token
-            line.append(token + sincos_2d((2, 3), 32)[place])
+            line.append(token + sincos((2, 3), 32)[place])
         out = method.decoder.decode(torch.stack(line)[None])[0]
         for place in dropped:
             truth = patches[place].permute(1, 2, 0).flatten()  # (row, column, channel)

@@ -98,7 +98,7 @@ def make(case: str) -> Method:
 
 def images(backbone: Backbone) -> Tensor:
     torch.manual_seed(1)
-    return torch.randn(2, backbone.in_chans, *(backbone.img_size or (64, 64)), dtype=torch.float64)
+    return torch.randn(2, backbone.input.channels, *(backbone.input.shape or (64, 64)), dtype=torch.float64)
 
 
 def expected(method: Method) -> Tensor:

@@ -62,8 +62,8 @@ def files(folder: Path) -> set[str]:
 def test_channels_classes_and_size_follow_from_the_data() -> None:
     wide = config(data={"img_size": [28, 42], "channels": 2})
     method = make_method(wide, ("a", "b", "c"))
-    assert method.backbone.in_chans == 2
-    assert method.backbone.img_size == (28, 42)
+    assert method.backbone.input.channels == 2
+    assert method.backbone.input.shape == (28, 42)
     assert method.backbone.grid == (4, 6)
     assert method.backbone.model.num_classes == 0  # MP3 has no use for a classifier, labels or not
 

@@ -32,7 +32,7 @@ class Survey:
     prefix_share: [L, H], attention that goes to prefix tokens. All float64 on the CPU.
     """
 
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     images: int
     tokens: int
     entropy: Tensor
@@ -54,7 +54,7 @@ def row_entropy(weights: Tensor) -> Tensor:
     return torch.special.entr(weights).sum(dim=-1)
 
 
-def relative_sums(weights: Tensor, grid: tuple[int, int]) -> Tensor:
+def relative_sums(weights: Tensor, grid: tuple[int, ...]) -> Tensor:
     """Sum of the weights by offset (key − query): [B, H, N, N] of patches -> [H, 2h-1, 2w-1] float64."""
     height, width = grid
     offset = relative_index(grid, weights.device).T.flatten()  # relative_index counts query − key
@@ -63,25 +63,25 @@ def relative_sums(weights: Tensor, grid: tuple[int, int]) -> Tensor:
     return sums.unflatten(1, (2 * height - 1, 2 * width - 1))
 
 
-def offset_counts(grid: tuple[int, int]) -> Tensor:
+def offset_counts(grid: tuple[int, ...]) -> Tensor:
     """How many pairs of places have each offset, [2h-1, 2w-1]: N for (0, 0), one for each corner."""
     rows, columns = (side - torch.arange(1 - side, side).abs() for side in grid)
     return (rows[:, None] * columns[None, :]).double()
 
 
-def offset_distances(grid: tuple[int, int]) -> Tensor:
+def offset_distances(grid: tuple[int, ...]) -> Tensor:
     """The length of each offset in patches, [2h-1, 2w-1]."""
     rows, columns = (torch.arange(1 - side, side, dtype=torch.float64) for side in grid)
     return torch.hypot(rows[:, None], columns[None, :])
 
 
-def uniform_distance(grid: tuple[int, int]) -> float:
+def uniform_distance(grid: tuple[int, ...]) -> float:
     """The mean distance of two places drawn at random: what a head that looks everywhere alike would have."""
     places = coordinates(grid).double()
     return float(torch.cdist(places, places).mean())
 
 
-def query_maps(weights: Tensor, prefix: int, grid: tuple[int, int], *, cls: bool) -> Tensor:
+def query_maps(weights: Tensor, prefix: int, grid: tuple[int, ...], *, cls: bool) -> Tensor:
     """What an image's summary looks at: [B, H, S, S] -> [B, H, h, w], shares of the patches alone, sum 1.
 
     cls: the first token's attention; else the mean over all patches' attention.

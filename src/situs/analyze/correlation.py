@@ -28,7 +28,7 @@ from situs.errors import SitusError
 class Correlation:
     """Mean Pearson correlations between the features of places i and j, [N, N] float64 on the CPU, over n images."""
 
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     within: Tensor
     across: Tensor
     images: int
@@ -84,7 +84,7 @@ def correlate(backbone: Backbone, batches: Iterable[Batch], *, positions: bool =
 class _Sums:
     """Σ_b Z_b Z_bᵀ and Σ_b Z_b over the images so far, float64 on the features' device."""
 
-    def __init__(self, grid: tuple[int, int]) -> None:
+    def __init__(self, grid: tuple[int, ...]) -> None:
         self.grid, self.images = grid, 0
         self.products: Tensor | None = None
         self.total: Tensor | None = None
@@ -115,7 +115,7 @@ def standardised(features: Tensor) -> Tensor:
     return centred / centred.norm(dim=-1, keepdim=True).clamp(min=1e-12)
 
 
-def distances(grid: tuple[int, int]) -> Tensor:
+def distances(grid: tuple[int, ...]) -> Tensor:
     """Euclidean distance between any two places in patches, [N, N] float64."""
     places = coordinates(grid).double()
     return (places[:, None] - places[None]).norm(dim=-1)

@@ -56,7 +56,7 @@ class Decoded:
         return self.two.mean / self.chance_two
 
 
-def decode_places(table: Tensor, grid: tuple[int, int], *, folds: int = FOLDS, seed: int = 0) -> Decoded:
+def decode_places(table: Tensor, grid: tuple[int, ...], *, folds: int = FOLDS, seed: int = 0) -> Decoded:
     """Cross-validated least squares from the vectors [N, D] to the index and to (row, column).
 
     The folds are shuffled; where the places are fewer than the folds asked for, each is a fold of its own. With fewer

@@ -19,7 +19,7 @@ class Layer(NamedTuple):
     """depth: "embedding", "1", "2", …, "norm". grid: of these patches. patches: [B, N, D]."""
 
     depth: str
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     patches: Tensor
 
 

@@ -69,7 +69,7 @@ def similarities(table: Tensor, places: Tensor) -> Tensor:
     return unit[places] @ unit.T
 
 
-def spread_places(grid: tuple[int, int], most: int = 5) -> tuple[list[int], list[int]]:
+def spread_places(grid: tuple[int, ...], most: int = 5) -> tuple[list[int], list[int]]:
     """Rows and columns, at most `most` of each, at equal distances over the grid: those a page has room to show."""
     return _spread(grid[0], most), _spread(grid[1], most)
 

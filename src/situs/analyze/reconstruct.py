@@ -24,7 +24,7 @@ from situs.methods.base import Method
 from situs.methods.droppos import DropPos
 from situs.methods.mp3 import MP3
 
-Grid = tuple[int, int]
+Grid = tuple[int, ...]
 RATIOS = (0.0, 0.25, 0.5, 0.75)
 """η of MP3 and γ of DropPos in the papers' figures."""
 

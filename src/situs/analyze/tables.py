@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from situs.backbones.base import Backbone
-from situs.core.position import Positions, sincos_2d
+from situs.core.position import Positions, sincos
 from situs.errors import SitusError
 
 INSTEAD = "ask `situs analyze attention` what its heads do with them, `situs audit positions` what its features know"
@@ -22,7 +22,7 @@ class PositionTable(NamedTuple):
 
     kind: str
     rows: Tensor
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
 
 
 def tables_of(backbone: Backbone) -> tuple[PositionTable, ...]:
@@ -30,12 +30,12 @@ def tables_of(backbone: Backbone) -> tuple[PositionTable, ...]:
     backbone.require("tokens")
     with torch.enable_grad():  # whether a table is learned shows in its gradient
         places = backbone.positions()
-    found = []
+    found, grid = [], (1, *backbone.grid)[-2:]  # a sequence is drawn as one row
     if places.table is not None:
         rows = places.table.detach().double().cpu()
-        found.append(PositionTable(_kind_of(rows, backbone.grid, places.table.requires_grad), rows, backbone.grid))
+        found.append(PositionTable(_kind_of(rows, grid, places.table.requires_grad), rows, grid))
     if places.rotary is not None:
-        found.append(PositionTable("rotation", rotation_features(places.rotary), backbone.grid))
+        found.append(PositionTable("rotation", rotation_features(places.rotary), grid))
     if not found:
         raise SitusError(f"{backbone.name}: {_nothing(backbone, places)}")
     if backbone.num_tokens < 2:
@@ -55,17 +55,17 @@ def rotation_features(rotary: Tensor) -> Tensor:
     return rotary.detach().double().cpu()[:, 0].movedim(-2, 0).reshape(count, -1)
 
 
-def reference_tables(count: int, grid: tuple[int, int], dim: int, seed: int = 0) -> dict[str, Tensor]:
+def reference_tables(count: int, grid: tuple[int, ...], dim: int, seed: int = 0) -> dict[str, Tensor]:
     """Tables of the same shape whose answers are known: sines and cosines of row and column, and random numbers."""
     noise = torch.randn(count, dim, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     even = max(dim - dim % 4, 4)
-    return {"sin-cos (reference)": sincos_2d(grid, even).double(), "random (reference)": noise * 0.02}
+    return {"sin-cos (reference)": sincos(grid, even).double(), "random (reference)": noise * 0.02}
 
 
-def _kind_of(rows: Tensor, grid: tuple[int, int], learned: bool) -> str:
+def _kind_of(rows: Tensor, grid: tuple[int, ...], learned: bool) -> str:
     # Judged by its values: an export does not say whether its table was trained.
     dim = rows.shape[1]
-    if dim % 4 == 0 and torch.allclose(rows, sincos_2d(grid, dim).double(), atol=2e-3):
+    if dim % 4 == 0 and torch.allclose(rows, sincos(grid, dim).double(), atol=2e-3):
         return "sin-cos table"
     return "learned table" if learned else "fixed table"
 

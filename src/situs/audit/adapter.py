@@ -60,7 +60,8 @@ def adapt(
     backbone.stem = found = search_stem(backbone, images, *names)
     if isinstance(found, Stem):
         backbone.dim, backbone.num_prefix = parameters[found.table].shape[found.channels], found.first
-        backbone.grid = _grid(found.count, size)
+        backbone.grid = (h, w) = _grid(found.count, size)
+        backbone.input = backbone.input._replace(patch=(size[0] // h, size[1] // w) if h else None)
     return backbone
 
 

@@ -106,7 +106,7 @@ class Smoothness:
     Pairs that join a hidden place to another place do not count: what stands there is not known. size: of a patch.
     """
 
-    def __init__(self, hidden: Tensor, grid: tuple[int, int], size: tuple[int, int], values: int) -> None:
+    def __init__(self, hidden: Tensor, grid: tuple[int, ...], size: tuple[int, int], values: int) -> None:
         self.grid, self.size = grid, size
         owner = torch.arange(len(hidden), device=hidden.device, dtype=torch.float64)
         owner = unpatchify(owner.view(1, -1, 1).expand(-1, -1, values).contiguous(), grid, size)[0].long()

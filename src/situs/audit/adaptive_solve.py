@@ -43,7 +43,7 @@ APART = 1e-3
 
 
 def solve_directions(
-    block: FirstBlock, partly: Partly, grid: tuple[int, int], size: tuple[int, int], effort: Effort, deadline: Deadline
+    block: FirstBlock, partly: Partly, grid: tuple[int, ...], size: tuple[int, int], effort: Effort, deadline: Deadline
 ) -> Found:
     """θ of every patch; the order of the hidden ones among their places means nothing."""
     count, values = partly.base.shape

@@ -106,8 +106,8 @@ def _holds(backbone: Backbone) -> bool:
     """Whether the block-0 equation is one of this model: it is tried on noise, where nothing hides a misfit."""
     like = next(backbone.parameters())
     stem, names = require_stem(backbone), _first_attention(backbone)
-    assert backbone.img_size is not None
-    images = torch.randn(1, backbone.in_chans, *backbone.img_size, generator=torch.Generator().manual_seed(0))
+    assert backbone.input.shape is not None
+    images = torch.randn(1, backbone.input.channels, *backbone.input.shape, generator=torch.Generator().manual_seed(0))
     labels = torch.zeros(1, dtype=torch.int64, device=like.device)
     tried = victim_gradients(backbone, images.to(like.device, like.dtype), labels, dtype=like.dtype)
     own = dict(backbone.named_parameters())

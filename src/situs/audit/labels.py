@@ -31,7 +31,7 @@ def find_classifier(backbone: Backbone, size: tuple[int, int]) -> Classifier:
     product with the features. A model with several heads (distillation) names one of them."""
     like = next(backbone.parameters())
     named = {name: p for name, p in backbone.named_parameters() if p.requires_grad and p.dim() in (1, 2)}
-    images = torch.randn(1, backbone.in_chans, *size, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(1, backbone.input.channels, *size, generator=torch.Generator().manual_seed(0))
     with torch.enable_grad():
         logits = backbone(images.to(like.device, like.dtype))
         probe = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits)

@@ -35,6 +35,7 @@ from situs.audit.search import (
 from situs.audit.simulate import Simulation, guessed_draws, simulation
 from situs.audit.threat import Gradients, parameter_names
 from situs.backbones.base import Backbone
+from situs.core.tokens import pair
 from situs.errors import SitusError
 from situs.methods.base import Draws, Method
 
@@ -49,7 +50,7 @@ class Matching(Attack):
     config: MatchingConfig
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
-        if not backbone.in_chans:
+        if not backbone.input.channels:
             return Refused("it takes no images")
         if known.labels is None and not {*find_classifier(backbone, _size(backbone, known))} & {*sent}:
             return Refused(
@@ -143,16 +144,16 @@ def _infer(backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -
 
 
 def _size(backbone: Backbone, known: Knowledge) -> tuple[int, int]:
-    size = known.size or backbone.img_size
+    size = known.size or backbone.input.shape
     if size is None:
         raise SitusError(f"{backbone.name} takes images of any size: say which was used (Knowledge.size)")
-    return size
+    return pair(size)
 
 
 def _noise(backbone: Backbone, known: Knowledge, upload: int, restart: int) -> Tensor:
     """Where a search begins, [B, C, H, W]: noise that only the seed, the upload and the restart decide."""
     chance = torch.Generator().manual_seed((known.seed * 1_000_003 + upload) * 1_009 + restart)
-    return torch.randn(known.batch, backbone.in_chans, *_size(backbone, known), generator=chance)
+    return torch.randn(known.batch, backbone.input.channels, *_size(backbone, known), generator=chance)
 
 
 def _bounds(known: Knowledge, like: Tensor) -> tuple[Tensor, Tensor] | None:

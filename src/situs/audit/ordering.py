@@ -58,7 +58,7 @@ def _lines(patches: Tensor, size: tuple[int, int], side: str) -> tuple[Tensor, T
     return cells.select(dim, outer).flatten(1), cells.select(dim, inner).flatten(1)
 
 
-def make_puzzle(patches: Tensor, hidden: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Puzzle:
+def make_puzzle(patches: Tensor, hidden: Tensor, grid: tuple[int, ...], size: tuple[int, int]) -> Puzzle:
     """Patches [N, K] of which those at `hidden` [N] are in any order; costs in units of what true neighbours have."""
     places = hidden.nonzero()[:, 0]
     pieces = patches[places]
@@ -82,7 +82,7 @@ def make_puzzle(patches: Tensor, hidden: Tensor, grid: tuple[int, int], size: tu
     return Puzzle(alone / unit, right, below, beside, under)
 
 
-def _usual_cost(patches: Tensor, hidden: Tensor, grid: tuple[int, int], size: tuple[int, int]) -> Tensor:
+def _usual_cost(patches: Tensor, hidden: Tensor, grid: tuple[int, ...], size: tuple[int, int]) -> Tensor:
     """The mean cost of neighbours that both are known: what a right border costs in this image."""
     table = torch.arange(len(patches), device=patches.device).view(grid)
     costs = []
@@ -114,7 +114,7 @@ def predicted_costs(predictor: MP3, patches: Tensor, hidden: Tensor, size: tuple
 def order_hidden(
     patches: Tensor,
     hidden: Tensor,
-    grid: tuple[int, int],
+    grid: tuple[int, ...],
     size: tuple[int, int],
     *,
     predictor: MP3 | None = None,

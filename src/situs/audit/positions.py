@@ -39,7 +39,7 @@ class PositionAudit:
     """
 
     name: str
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     kinds: tuple[str, ...]
     trained: bool
     hierarchical: bool

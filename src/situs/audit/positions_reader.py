@@ -30,7 +30,7 @@ class Reading:
     """
 
     depth: str
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
     error: float
     r2: float
     right: float
@@ -47,7 +47,7 @@ class Reading:
 class Sums:
     """Over images of one depth: places P [N, D] and products Q [D, D], float64 on the features' device."""
 
-    def __init__(self, grid: tuple[int, int]) -> None:
+    def __init__(self, grid: tuple[int, ...]) -> None:
         self.grid, self.images = grid, 0
         self.places: Tensor | None = None
         self.products: Tensor | None = None

@@ -99,7 +99,7 @@ def variation(images: Tensor) -> Tensor:
     return down.flatten(1).mean(dim=1) + across.flatten(1).mean(dim=1)
 
 
-def border_steps(images: Tensor, grid: tuple[int, int]) -> Tensor:
+def border_steps(images: Tensor, grid: tuple[int, ...]) -> Tensor:
     """Mean squared step over the borders between patches of `grid`, down and across. images: [P, B, C, H, W]."""
     total = images.new_zeros(images.shape[0])
     for dim, count in ((-2, grid[0]), (-1, grid[1])):

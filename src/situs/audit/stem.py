@@ -16,7 +16,7 @@ from torch import Tensor
 from situs.audit.inverse import View
 from situs.audit.products import Feed, Kind
 from situs.backbones.base import Backbone
-from situs.core.tokens import patchify, unpatchify
+from situs.core.tokens import pair, patchify, unpatchify
 from situs.errors import SitusError
 from situs.models.module import OwnModule
 
@@ -78,9 +78,9 @@ def view_of(backbone: Backbone, stem: Stem) -> View | None:
     """What the patch embedding sees of an image, where that is not simply its patches."""
     if stem.layout == "patches":
         return None
-    assert backbone.img_size is not None
+    assert backbone.input.shape is not None
     device = next(backbone.parameters()).device
-    return View(Feed(backbone, stem.product), (backbone.in_chans, *backbone.img_size), device)
+    return View(Feed(backbone, stem.product), (backbone.input.channels, *pair(backbone.input.shape)), device)
 
 
 def to_images(patches: Tensor, backbone: Backbone, stem: Stem) -> Tensor:
@@ -97,9 +97,10 @@ def find_stem(backbone: Backbone) -> Stem | str:
         return backbone.stem
     if "tokens" in backbone.refusals:
         return f"{backbone.refusals['tokens']}, so there is no patch embedding to solve for"
-    if backbone.img_size is None or not backbone.in_chans:
+    if backbone.input.shape is None or not backbone.input.channels:
         return "it takes no images"
-    size = (backbone.img_size[0] // backbone.grid[0], backbone.img_size[1] // backbone.grid[1])
+    assert backbone.input.patch is not None
+    size = pair(backbone.input.patch)
     table = _find_table(backbone)
     if isinstance(table, str):
         return table
@@ -183,11 +184,11 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
 @torch.no_grad()
 def _find_weight(backbone: Backbone, size: tuple[int, int]) -> str | None:
     """The weight whose product with the patches is what `embed` gives."""
-    assert backbone.img_size is not None
-    images = _noise(backbone, 1, backbone.in_chans, *backbone.img_size)
+    assert backbone.input.shape is not None
+    images = _noise(backbone, 1, backbone.input.channels, *backbone.input.shape)
     tokens, patches = backbone.embed(images), patchify(images, size)
     parameters = dict(backbone.named_parameters())
-    shape = (backbone.dim, backbone.in_chans, *size)
+    shape = (backbone.dim, backbone.input.channels, *size)
     for name, weight in parameters.items():
         if tuple(weight.shape) != shape or not name.endswith("weight"):
             continue

@@ -47,9 +47,9 @@ def victim_of(model: Model, source: Any = None) -> Victim:
     """The model with what makes its gradients. source: where a model that is locked lies."""
     notes, backbone = dict(model.notes), model.backbone
     if isinstance(backbone, OwnModule) and not isinstance(backbone, StemBackbone):
-        asked = {"in_chans": backbone.in_chans, "name": backbone.name, "normalisation": backbone.normalisation}
-        assert backbone.img_size is not None
-        model = replace(model, backbone=adapt(backbone.model, backbone.img_size, **asked))
+        asked = {"in_chans": backbone.input.channels, "name": backbone.name, "normalisation": backbone.normalisation}
+        assert backbone.input.shape is not None
+        model = replace(model, backbone=adapt(backbone.model, backbone.input.shape, **asked))
     if model.locked:
         key = read_manifest(Path(source), None).key_id
         notes["lock"] = (
@@ -69,7 +69,7 @@ def open_predictor(source: str, victim: Backbone, device: torch.device | str = "
     method = open_model(source, any_weights=True, device=device).method
     if not isinstance(method, MP3):
         raise SitusError(f"predictor={source}: must be a run of MP3, and is none (--predictor)")
-    own, asked = ((model.img_size, model.grid) for model in (method.backbone, victim))
+    own, asked = ((model.input.shape, model.grid) for model in (method.backbone, victim))
     if own != asked:
         said = f"sees images of {own[0]} pixels in {own[1]} patches, and the model {asked[0]} in {asked[1]}"
         raise SitusError(f"predictor={source}: {said} (--predictor)")

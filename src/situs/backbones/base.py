@@ -12,6 +12,7 @@ Indices count patch tokens only; prefix tokens (CLS, registers, distillation) ap
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -66,6 +67,19 @@ class Stream:
         return Stream(z, p, places.rotary, places.bias, mask)
 
 
+class InputSpec(NamedTuple):
+    """What one input of a model is.
+
+    shape: its sides without the channels, (height, width) of an image; None where it takes several.
+    channels: numbers at each place of it; 0 for the ids of words.
+    patch: the sides of what becomes one token; None where the model has no tokens, or one a word.
+    """
+
+    shape: tuple[int, ...] | None = None
+    channels: int = 0
+    patch: tuple[int, ...] | None = None
+
+
 Taps = Sequence[Callable[[int, Tensor], None]]
 """Who looks at the layers: each is called with (number of the block, from 1; z [B, S, D] after it)."""
 
@@ -73,15 +87,15 @@ Taps = Sequence[Callable[[int, Tensor], None]]
 class Backbone(nn.Module, ABC):
     """A wrapped model. Subclasses know one library's layout; everything above knows only this class.
 
-    model: the wrapped module itself, its parameter names untouched. grid: (h, w) of its patch tokens. dim: D.
-    img_size and in_chans: the images it takes, where it takes images of one size.
+    model: the wrapped module itself, its parameter names untouched. grid: how many patch tokens along each side, (h, w)
+    of an image. dim: D. input: what it takes.
     out_grid: the grid of `Features.patches` (coarser than `grid` in a hierarchical model). out_dim: their width.
     """
 
     refusals: ClassVar[dict[str, str]] = {}
     """capability -> why this backbone refuses it; see `CAPABILITIES`."""
 
-    def __init__(self, model: nn.Module, name: str, grid: tuple[int, int], dim: int, prefix: int, depth: int) -> None:
+    def __init__(self, model: nn.Module, name: str, grid: Grid, dim: int, prefix: int, depth: int) -> None:
         super().__init__()
         self.model: Any = model
         self.name = name
@@ -89,8 +103,7 @@ class Backbone(nn.Module, ABC):
         self.dim = dim
         self.num_prefix = prefix
         self.depth = depth
-        self.in_chans = 0
-        self.img_size: tuple[int, int] | None = None
+        self.input = InputSpec()
         self.source: dict[str, Any] = {}
         """How the wrapped library makes this model again: library, architecture, model_args."""
 
@@ -200,7 +213,7 @@ class Backbone(nn.Module, ABC):
         return self.num_prefix
 
     @property
-    def table_grid(self) -> tuple[int, int]:
+    def table_grid(self) -> Grid:
         """The grid whose places the rows of the model's own table are."""
         return self.grid
 
@@ -213,17 +226,17 @@ class Backbone(nn.Module, ABC):
     @property
     def num_tokens(self) -> int:
         """N, the number of patch tokens."""
-        return self.grid[0] * self.grid[1]
+        return math.prod(self.grid)
 
     @property
     def patch_values(self) -> int:
-        """How many numbers a patch of the image holds: P_h * P_w * C."""
-        if self.img_size is None:
+        """How many numbers a patch of the input holds: P_h * P_w * C of an image."""
+        if self.input.patch is None:
             raise SitusError(f"{self.name} takes no images of a fixed size, so it has no patches of pixels")
-        return self.in_chans * (self.img_size[0] // self.grid[0]) * (self.img_size[1] // self.grid[1])
+        return self.input.channels * math.prod(self.input.patch)
 
     @property
-    def out_grid(self) -> tuple[int, int]:
+    def out_grid(self) -> Grid:
         return self.grid
 
     @property

@@ -9,21 +9,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from situs.backbones.base import Backbone, Features, Stream, Taps, join
+from situs.backbones.base import Backbone, Features, InputSpec, Stream, Taps, join
 from situs.backbones.config import PositionKind
 from situs.backbones.hf_layers import Head, check_attention, fit, run_layers
 from situs.backbones.hf_layout import NAMES, inner_prefix, one_block, write_dinov2, write_vit
 from situs.backbones.hf_names import own_state
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
-from situs.core.position import Positions, resample_table, sincos_2d
+from situs.core.position import Positions, resample_table, sincos
 from situs.core.tokens import Grid, Size, grid_of, pair
 from situs.errors import SitusError
 
 
 class ImageBackbone(Backbone):
     """What ViT and DINOv2 share: a patch convolution, a table whose row 0 belongs to CLS, pre-norm layers."""
-
-    img_size: tuple[int, int]
 
     def __init__(self, model: nn.Module, head: Head, size: Size | None = None) -> None:
         name = type(model).__name__
@@ -34,8 +32,7 @@ class ImageBackbone(Backbone):
         prefix = 1 + getattr(inner.config, "num_register_tokens", 0)
         depth = inner.config.num_hidden_layers
         super().__init__(model, name, grid, inner.config.hidden_size, prefix, depth)
-        self.img_size = new
-        self.in_chans = patches.num_channels
+        self.input = InputSpec(new, patches.num_channels, pair(patches.patch_size))
         self._head = head
         self._placeless = False
         check_attention(name, self._attentions())
@@ -61,9 +58,10 @@ class ImageBackbone(Backbone):
         """The rows of CLS and of another grid's patches, as transformers' own `interpolate_pos_encoding` makes them."""
         if self.table_grid[0] != self.table_grid[1]:
             self.own_grid(grid, "transformers reads its table as a square, and it is none")
-        ph, pw = (side // count for side, count in zip(self.img_size, self.grid, strict=True))
+        assert self.input.patch is not None
+        height, width = (count * side for count, side in zip(grid, self.input.patch, strict=True))
         shape = torch.empty(1, 1 + grid[0] * grid[1], self.dim, device="meta")
-        return self._inner.embeddings.interpolate_pos_encoding(shape, grid[0] * ph, grid[1] * pw)[0]
+        return self._inner.embeddings.interpolate_pos_encoding(shape, height, width)[0]
 
     def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
         raise NotImplementedError
@@ -102,7 +100,8 @@ class ImageBackbone(Backbone):
 
     def embed(self, x: Tensor) -> Tensor:
         convolution = self._inner.embeddings.patch_embeddings.projection
-        expected = (convolution.in_channels, *self.img_size)
+        assert self.input.shape is not None
+        expected = (self.input.channels, *self.input.shape)
         if x.dim() != 4 or tuple(x.shape[1:]) != expected:
             raise SitusError(
                 f"images of shape {list(x.shape)}: {self.name} takes [B, {', '.join(map(str, expected))}] (--img-size)"
@@ -132,7 +131,7 @@ class ImageBackbone(Backbone):
         if kind == "learned":
             nn.init.trunc_normal_(table, std=0.02)
         elif kind != "none":
-            table[0, 1:] = sincos_2d(self.grid, self.dim)
+            table[0, 1:] = sincos(self.grid, self.dim)
         table.requires_grad_(kind in ("learned", "learned_sincos"))
         self._placeless = kind == "none"
 
@@ -205,7 +204,7 @@ class Dinov2Backbone(ImageBackbone):
         write_dinov2(layout, self.dim, self._layers())
 
     @property
-    def table_grid(self) -> tuple[int, int]:
+    def table_grid(self) -> Grid:
         side = isqrt(self._inner.embeddings.position_embeddings.shape[1] - 1)
         return side, side
 

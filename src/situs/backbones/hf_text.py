@@ -1,7 +1,7 @@
 """transformers' text models behind the hinge: BERT, GPT-2 and the Llama-like decoders.
 
 Their tokens are all ordinary: [CLS] is one of the input ids, so there are no prefix tokens. `grid` is
-(1, length). The model's own positions hold `length` places; a shorter sentence takes the first ones.
+(length,). The model's own positions hold `length` places; a shorter sentence takes the first ones.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TextBackbone(Backbone):
             raise SitusError(
                 f"img_size={size}: {name} reads a row of 1 to {longest} tokens: give (1, length) (--img-size)"
             )
-        super().__init__(model, name, (1, length), config.hidden_size, 0, config.num_hidden_layers)
+        super().__init__(model, name, (length,), config.hidden_size, 0, config.num_hidden_layers)
         self._head = head
         self.train(model.training)
 

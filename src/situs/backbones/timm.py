@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.backbones.attention import check_blocks, run_blocks
-from situs.backbones.base import CAPABILITIES, Backbone, Features, Stream, Taps, join
+from situs.backbones.base import CAPABILITIES, Backbone, Features, InputSpec, Stream, Taps, join
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
 from situs.backbones.timm_layout import NAMES, write_flat, write_swin
 from situs.core.position import PairBias, Positions, resample_table
@@ -29,9 +29,7 @@ class FlatBackbone(Backbone):
         check_blocks(name, inner.blocks)
         height, width = inner.patch_embed.grid_size
         super().__init__(model, name, (height, width), inner.embed_dim, inner.num_prefix_tokens, len(inner.blocks))
-        self.in_chans = inner.patch_embed.proj.in_channels
-        self.patch_size: tuple[int, int] = inner.patch_embed.patch_size
-        self.img_size = (height * self.patch_size[0], width * self.patch_size[1])
+        self.input = _images_of(inner.patch_embed)
 
     def prefix_tokens(self) -> Tensor:
         """The prefix tokens with their own position rows added, [1, p, D]."""
@@ -45,10 +43,10 @@ class FlatBackbone(Backbone):
 
     def _embed(self, x: Tensor, index: Tensor | None) -> Tensor:
         stem = self.model.patch_embed
-        x = checked_images(self.name, x, self.in_chans, self.img_size, stem.proj.weight.dtype)
+        x = checked_images(self.name, x, self.input, stem.proj.weight.dtype)
         # A kernel as large as its stride sees each patch once: one matrix product, without the layouts that a
         # convolution asks for on its way there and back, and over the patches that are asked for alone.
-        patches = patchify(x, self.patch_size)
+        patches = patchify(x, stem.patch_size)
         patches = patches if index is None else take(patches, index)
         weight = stem.proj.weight.permute(0, 2, 3, 1).flatten(1)
         return stem.norm(F.linear(patches, weight, stem.proj.bias))
@@ -202,13 +200,11 @@ class SwinBackbone(Backbone):
         height, width = inner.patch_embed.grid_size
         depth = sum(len(stage.blocks) for stage in inner.layers)
         super().__init__(model, name, (height, width), inner.patch_embed.proj.out_channels, 0, depth)
-        self.in_chans = inner.patch_embed.proj.in_channels
-        ph, pw = inner.patch_embed.patch_size
-        self.img_size = (height * ph, width * pw)
+        self.input = _images_of(inner.patch_embed)
         self.table = None if table is None else nn.Parameter(table, requires_grad=learned)
 
     @property
-    def out_grid(self) -> tuple[int, int]:
+    def out_grid(self) -> Grid:
         height, width = self.grid
         for _ in self.model.layers[1:]:
             height, width = -(-height // 2), -(-width // 2)
@@ -220,7 +216,7 @@ class SwinBackbone(Backbone):
 
     def embed(self, x: Tensor) -> Tensor:
         stem = self.model.patch_embed
-        x = checked_images(self.name, x, self.in_chans, self.img_size, stem.proj.weight.dtype)
+        x = checked_images(self.name, x, self.input, stem.proj.weight.dtype)
         return stem(x).flatten(1, 2)
 
     def positions(self, grid: Grid | None = None) -> Positions:
@@ -291,7 +287,8 @@ class PixelBackbone(Backbone):
     def __init__(self, model: nn.Module, name: str) -> None:
         inner: Any = model
         super().__init__(model, name, (0, 0), inner.num_features, 0, len(inner.feature_info) - 1)
-        self.in_chans = inner.conv1.in_channels if isinstance(inner.conv1, nn.Conv2d) else inner.conv1[0].in_channels
+        first = inner.conv1 if isinstance(inner.conv1, nn.Conv2d) else inner.conv1[0]
+        self.input = InputSpec(channels=first.in_channels)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         if mask is not None:
@@ -308,7 +305,7 @@ class PixelBackbone(Backbone):
         return pooled, self.model.get_classifier()(pooled)
 
     def _checked(self, x: Tensor) -> Tensor:
-        return checked_images(self.name, x, self.in_chans, None, next(self.model.parameters()).dtype)
+        return checked_images(self.name, x, self.input, next(self.model.parameters()).dtype)
 
     def _no_tokens(self, *_: object, **__: object) -> Any:
         self.require("tokens")
@@ -340,8 +337,15 @@ def _refuse_patch_drop(name: str, patch_drop: Any, off: type) -> None:
         )
 
 
-def checked_images(name: str, x: Tensor, channels: int, size: tuple[int, int] | None, dtype: torch.dtype) -> Tensor:
+def _images_of(stem: Any) -> InputSpec:
+    """What timm's patch embedding takes; a border that fills no patch is left out of the image."""
+    (h, w), (ph, pw) = stem.grid_size, stem.patch_size
+    return InputSpec((h * ph, w * pw), stem.proj.in_channels, (ph, pw))
+
+
+def checked_images(name: str, x: Tensor, wants: InputSpec, dtype: torch.dtype) -> Tensor:
     """The images in the model's own precision; refused in another shape than it was made for, or as whole numbers."""
+    channels, size = wants.channels, wants.shape
     wanted = f"[B, {channels}, {size[0]}, {size[1]}]" if size else f"[B, {channels}, H, W]"
     if x.dim() != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != size):
         raise SitusError(f"{name}: images of shape {list(x.shape)} given, {wanted} needed (img_size=, in_chans=)")

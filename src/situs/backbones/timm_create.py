@@ -25,7 +25,7 @@ from situs.backbones.timm import (
     VitBackbone,
 )
 from situs.backbones.weights import load_into, load_weights, read_state_dict
-from situs.core.position import sincos_2d
+from situs.core.position import sincos
 from situs.core.tokens import grid_of, pair
 from situs.errors import SitusError
 from situs.files import read_json
@@ -217,7 +217,7 @@ def _fill_table(whole: nn.Parameter, patches: Tensor, backbone: Backbone, kind: 
         nn.init.trunc_normal_(whole, std=0.02)
         return
     whole.zero_()
-    patches.copy_(sincos_2d(backbone.grid, backbone.dim))
+    patches.copy_(sincos(backbone.grid, backbone.dim))
     whole.requires_grad_(kind == "learned_sincos")
 
 
@@ -229,7 +229,7 @@ def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:
             "positions='relative': Swin has its windows' relative bias always; choose learned, sincos or none"
         )
     if kind in ("sincos", "learned_sincos"):
-        table = sincos_2d(backbone.grid, backbone.dim)
+        table = sincos(backbone.grid, backbone.dim)
     else:
         table = nn.init.trunc_normal_(torch.empty(backbone.num_tokens, backbone.dim), std=0.02)
     return SwinBackbone(backbone.model, backbone.name, table, learned=kind != "sincos")

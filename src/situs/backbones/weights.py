@@ -90,7 +90,7 @@ def load_weights(backbone: Backbone, state: Mapping[str, Tensor], what: str) -> 
     return load_into(backbone.model, state, what, optional=HEADS)
 
 
-def _fit_table(given: Tensor, table: Tensor, grid: tuple[int, int], what: str) -> Tensor:
+def _fit_table(given: Tensor, table: Tensor, grid: tuple[int, ...], what: str) -> Tensor:
     """A square table with the prefix rows of `table`, on the grid of `table`."""
     prefix = table.shape[1] - grid[0] * grid[1]
     side = isqrt(max(0, given.shape[1] - prefix))

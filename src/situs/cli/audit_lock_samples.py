@@ -29,11 +29,11 @@ class Samples:
 def read_samples(folder: Path, backbone: Backbone, images: str | None, texts: Path | None, count: int) -> Samples:
     """The samples that the flags name, as this model takes them; at most `count`, the same every time."""
     if images is not None:
-        if not backbone.in_chans or backbone.img_size is None:
+        if not backbone.input.channels or backbone.input.shape is None:
             raise SitusError(f"images={images}: {backbone.name} takes words, not images: give texts (--texts)")
         return _images(folder, backbone, images, count)
     assert texts is not None
-    if backbone.in_chans:
+    if backbone.input.channels:
         raise SitusError(f"texts={texts}: {backbone.name} takes images, not words (--images)")
     return _texts(folder, backbone, texts, count)
 
@@ -41,24 +41,24 @@ def read_samples(folder: Path, backbone: Backbone, images: str | None, texts: Pa
 def _images(folder: Path, backbone: Backbone, path: str, count: int) -> Samples:
     import torch
 
+    from situs.core.tokens import pair
     from situs.data.loader import make_loader
     from situs.data.sources import open_source
     from situs.data.subset import Subset
     from situs.locks.recover_grams import shifted
 
-    assert backbone.img_size is not None
-    source = Subset(open_source(path, labels=False, channels=backbone.in_chans), count)
+    assert backbone.input.patch is not None
+    source = Subset(open_source(path, labels=False, channels=backbone.input.channels), count)
     if not len(source):
         raise SitusError(f"images={path}: holds no images (--images)")
     data = _prepared(folder, backbone, path, min(count, 64))
     whole = torch.cat([batch.inputs for batch in make_loader(data, None, source=source)])
-    height, width = backbone.img_size
-    patch = height // backbone.grid[0], width // backbone.grid[1]
-    return Samples(shifted(whole, patch), f"{len(whole)} unlabelled images")
+    return Samples(shifted(whole, pair(backbone.input.patch)), f"{len(whole)} unlabelled images")
 
 
 def _prepared(folder: Path, backbone: Backbone, path: str, batch: int) -> Any:
     """How the model wants its images, by what its folder says."""
+    from situs.core.tokens import pair
     from situs.data.loader import DataConfig
     from situs.files import read_json
 
@@ -68,10 +68,10 @@ def _prepared(folder: Path, backbone: Backbone, path: str, batch: int) -> Any:
         own = read_json(beside)
         said = {"mean": own.get("image_mean") or (), "std": own.get("image_std") or ()}
     mean, std = (tuple(said.get(name, ())) for name in ("mean", "std"))
-    fits = len(mean) == len(std) == backbone.in_chans
-    size = backbone.img_size
+    fits = len(mean) == len(std) == backbone.input.channels
+    size = backbone.input.shape
     assert size is not None
-    data = DataConfig(path=path, img_size=size, channels=backbone.in_chans, batch=batch, workers=0)
+    data = DataConfig(path=path, img_size=pair(size), channels=backbone.input.channels, batch=batch, workers=0)
     return replace(data, mean=mean, std=std) if fits else data
 
 

@@ -21,7 +21,7 @@ from situs.analyze.projection import principal
 from situs.backbones import Backbone, Features, create_backbone
 from situs.core.masking import BlockRule, block_mask, block_noise_shape, count_of, jigsaw
 from situs.core.permutation import permute_rows, random_permutation
-from situs.core.position import sincos_2d
+from situs.core.position import sincos
 from situs.core.random import uniform
 from situs.core.tokens import patchify, take, unpatchify
 from situs.data.samples import Samples, load_samples
@@ -169,7 +169,7 @@ def show_positions(stage: Stage) -> Lines:
     )
     table = stage.backbone.positions().table
     assert table is not None, f"{MODEL} has a position table"
-    tables = {"sin-cos, fixed": sincos_2d(GRID, stage.backbone.dim), "learned, before training": table.detach()}
+    tables = {"sin-cos, fixed": sincos(GRID, stage.backbone.dim), "learned, before training": table.detach()}
     drawn, shares = project(tables)
     section.figure(
         figures.png(drawn),

@@ -116,7 +116,7 @@ def _sample(
 
 def sample_blocks(
     source: Tensor,
-    grid: tuple[int, int],
+    grid: tuple[int, ...],
     target: int,
     rounds: int,
     attempts: int,

@@ -13,13 +13,13 @@ from situs.core.tokens import patchify, take, unpatchify
 from situs.errors import SitusError
 
 
-def puzzle_noise_shape(grid: tuple[int, int], ratio: float, *, rule: BlockRule = "paper") -> tuple[int]:
+def puzzle_noise_shape(grid: tuple[int, ...], ratio: float, *, rule: BlockRule = "paper") -> tuple[int]:
     """The shape of noise that one sample's puzzle takes: its block mask's, then one number a place."""
     return (block_noise_shape(grid, ratio, rule=rule)[0] + grid[0] * grid[1],)
 
 
 def draw_puzzle(
-    noise: Tensor, grid: tuple[int, int], ratio: float, *, rule: BlockRule = "paper"
+    noise: Tensor, grid: tuple[int, ...], ratio: float, *, rule: BlockRule = "paper"
 ) -> tuple[Tensor, Tensor]:
     """Mask (bool) and index (int64) of the masked jigsaw puzzle, both [B, N].
 
@@ -37,7 +37,7 @@ def draw_puzzle(
 
 
 def jigsaw_images(
-    images: Tensor, grid: tuple[int, int], ratio: float, noise: Tensor, *, rule: BlockRule = "paper"
+    images: Tensor, grid: tuple[int, ...], ratio: float, noise: Tensor, *, rule: BlockRule = "paper"
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Images with the patches of a block mask shuffled among themselves, the mask, and the index.
 
@@ -52,13 +52,13 @@ def jigsaw_images(
     return move_patches(images, grid, index), mask, index
 
 
-def move_patches(images: Tensor, grid: tuple[int, int], index: Tensor) -> Tensor:
+def move_patches(images: Tensor, grid: tuple[int, ...], index: Tensor) -> Tensor:
     """Images [B, C, H, W] whose patch at place i is the one that stood at index[i]; index: [N] or [B, N]."""
     size = patch_size_of(images, grid)
     return unpatchify(take(patchify(images, size), index), grid, size)
 
 
-def move_pixels(images: Tensor, grid: tuple[int, int], order: Tensor) -> Tensor:
+def move_pixels(images: Tensor, grid: tuple[int, ...], order: Tensor) -> Tensor:
     """Images whose pixels are moved within each patch, in every patch of an image alike, channels together.
 
     order: [P_h * P_w] or [B, P_h * P_w]: a pixel of a patch came from order[i] of the same patch.
@@ -69,7 +69,7 @@ def move_pixels(images: Tensor, grid: tuple[int, int], order: Tensor) -> Tensor:
     return unpatchify(take(pixels, order).transpose(1, 2).flatten(2), grid, size)
 
 
-def patch_size_of(images: Tensor, grid: tuple[int, int]) -> tuple[int, int]:
+def patch_size_of(images: Tensor, grid: tuple[int, ...]) -> tuple[int, int]:
     """The patch (height, width) that cuts images into `grid`; refuses a grid that does not divide them."""
     height, width = images.shape[-2:]
     if height % grid[0] or width % grid[1]:

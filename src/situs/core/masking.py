@@ -58,7 +58,7 @@ def random_subset(noise: Tensor, ratio: float, *, floor: bool = False, flag: str
     return Subset(order[..., :keep], order[..., keep:])
 
 
-def one_of_cells(noise: Tensor, grid: tuple[int, int]) -> Tensor:
+def one_of_cells(noise: Tensor, grid: tuple[int, ...]) -> Tensor:
     """One place of each 2x2 cell at random, the cells in random order: noise [B, N] -> places [B, N / 4].
 
     grid: (h, w), both even.
@@ -91,13 +91,13 @@ def jigsaw(mask: Tensor, noise: Tensor) -> Tensor:
     return torch.empty_like(places).scatter_(-1, places, shuffled)
 
 
-def block_noise_shape(grid: tuple[int, int], ratio: float, *, rule: BlockRule = "paper") -> tuple[int]:
+def block_noise_shape(grid: tuple[int, ...], ratio: float, *, rule: BlockRule = "paper") -> tuple[int]:
     """The shape of noise that one sample's `block_mask` takes, to be handed to `core.random.uniform`."""
     target = _target(grid, ratio, rule)
     return (_rounds(target, rule) * _NUMBERS * _ATTEMPTS + (grid[0] * grid[1] if rule == "paper" else 0),)
 
 
-def block_mask(noise: Tensor, grid: tuple[int, int], ratio: float, *, rule: BlockRule = "paper") -> Tensor:
+def block_mask(noise: Tensor, grid: tuple[int, ...], ratio: float, *, rule: BlockRule = "paper") -> Tensor:
     """Block-wise masks: rectangles laid one after the other until int(γN) places are covered.
 
     noise: [B, *block_noise_shape(grid, ratio, rule=rule)]; ratio: γ -> mask: bool [B, N], N = height · width.
@@ -139,7 +139,7 @@ def block_mask(noise: Tensor, grid: tuple[int, int], ratio: float, *, rule: Bloc
 
 
 def draw_block_mask(
-    seed: int, epoch: int, sample_ids: Tensor, stream: str, grid: tuple[int, int], ratio: float, *, rule: BlockRule
+    seed: int, epoch: int, sample_ids: Tensor, stream: str, grid: tuple[int, ...], ratio: float, *, rule: BlockRule
 ) -> Tensor:
     """`block_mask` of `core.random.uniform`'s noise: bool [B, N]. sample_ids: [B].
 
@@ -153,7 +153,7 @@ def draw_block_mask(
 
 
 def _in_one_kernel(
-    source: Tensor, grid: tuple[int, int], target: int, rule: BlockRule, shared: int | None = None
+    source: Tensor, grid: tuple[int, ...], target: int, rule: BlockRule, shared: int | None = None
 ) -> Tensor:
     from situs.core.block_kernel import sample_blocks
 
@@ -187,9 +187,9 @@ class _Tables(NamedTuple):
     """float [codes, S]: ones on an interval's cells. None where it is as long as its axis, as no block may be."""
 
     @staticmethod
-    def of(grid: tuple[int, int], device: torch.device) -> _Tables:
+    def of(grid: tuple[int, ...], device: torch.device) -> _Tables:
         stride = max(grid) + 1
-        limit = _column(*grid, device)
+        limit = _column(grid[0], grid[1], device)
         steps = torch.arange(stride, device=device)
         past = steps[:-1] - steps[:, None, None]
         cover = (past >= 0) & (past < steps[:, None]) & (steps[:, None] < limit[:, :, None, None])
@@ -273,7 +273,7 @@ def _fill(mask: Tensor, wanted: Tensor, noise: Tensor) -> Tensor:
     return mask | torch.zeros_like(mask).scatter_(1, order, chosen)
 
 
-def _target(grid: tuple[int, int], ratio: float, rule: BlockRule) -> int:
+def _target(grid: tuple[int, ...], ratio: float, rule: BlockRule) -> int:
     if rule not in ("paper", "official"):
         raise unknown_name("block rule", rule, ("paper", "official"))
     if not 0.0 <= ratio <= 1.0:

@@ -148,24 +148,18 @@ def _forget_rotary(rotary: Tensor, where: Tensor) -> Tensor:
     return torch.where(where[None, :, None, :, None], still, rotary)
 
 
-def sincos_1d(count: int, dim: int, *, temperature: float = 10000.0) -> Tensor:
-    """Fixed sine-cosine positions of a sequence, [count, dim] float32: dim/2 sines, then dim/2 cosines."""
-    if dim % 2:
-        raise SitusError(f"dim={dim}: sine-cosine positions need an even width")
-    return _sincos(torch.arange(count, dtype=torch.float64), dim, temperature).float()
+def sincos(grid: Grid, dim: int, *, temperature: float = 10000.0) -> Tensor:
+    """Fixed sine-cosine positions of a grid with any number of sides, [N, dim] float32.
 
-
-def sincos_2d(grid: tuple[int, int], dim: int, *, temperature: float = 10000.0) -> Tensor:
-    """Fixed 2-D sine-cosine positions, [h * w, dim] float32.
-
-    The first half of the channels encodes the column, the second half the row, each as sines then cosines: the
-    order MAE's and DropPos's published weights use, so that theirs load unchanged.
+    Each side has an equal share of the channels, sines then cosines, the last side first: on an image the column and
+    then the row, the order of MAE's and DropPos's published weights, so that theirs load unchanged.
     """
-    if dim % 4:
-        raise SitusError(f"dim={dim}: 2-D sine-cosine positions need a width divisible by 4")
-    rows, columns = coordinates(grid).double().unbind(-1)
-    halves = [_sincos(axis, dim // 2, temperature) for axis in (columns, rows)]
-    return torch.cat(halves, dim=-1).float()
+    if dim % (2 * len(grid)):
+        raise SitusError(
+            f"dim={dim}: sine-cosine positions on a grid of {len(grid)} sides need a width divisible by {2 * len(grid)}"
+        )
+    axes = coordinates(grid).double().unbind(-1)
+    return torch.cat([_sincos(axis, dim // len(grid), temperature) for axis in reversed(axes)], dim=-1).float()
 
 
 def _sincos(place: Tensor, dim: int, temperature: float) -> Tensor:
@@ -174,14 +168,17 @@ def _sincos(place: Tensor, dim: int, temperature: float) -> Tensor:
     return torch.cat([angle.sin(), angle.cos()], dim=-1)
 
 
-def coordinates(grid: tuple[int, int], device: torch.device | None = None) -> Tensor:
-    """(row, column) of each place, [N, 2] int64, 0-based."""
-    height, width = grid
-    place = torch.arange(height * width, device=device)
-    return torch.stack([place // width, place % width], dim=-1)
+def coordinates(grid: Grid, device: torch.device | None = None) -> Tensor:
+    """Where each place stands along each side, [N, sides] int64, 0-based: (row, column) on an image."""
+    place = torch.arange(math.prod(grid), device=device)
+    axes: list[Tensor] = []
+    for side in reversed(grid):
+        axes.append(place % side)
+        place = place // side
+    return torch.stack(axes[::-1], dim=-1)
 
 
-def smoothed_targets(grid: tuple[int, int], sigma: float | Tensor, *, squared: bool = False) -> Tensor:
+def smoothed_targets(grid: Grid, sigma: float | Tensor, *, squared: bool = False) -> Tensor:
     """DropPos's smoothed position targets w, [N, N] float32: w[i, j] ∝ exp(-dist(i, j) / σ²), rows sum to 1.
 
     sigma: σ; 0 is the one-hot target. A tensor σ keeps a schedule out of the compiled graph. squared: distances as
@@ -198,27 +195,27 @@ def smoothed_targets(grid: tuple[int, int], sigma: float | Tensor, *, squared: b
     return logits.softmax(dim=-1).float()
 
 
-def cut_targets(
-    count: int, grid: tuple[int, int], sigma: float | Tensor, *, squared: bool = True, columns: bool = True
-) -> Tensor:
+def cut_targets(count: int, grid: Grid, sigma: float | Tensor, *, squared: bool = True, columns: bool = True) -> Tensor:
     """Smoothed targets as DropPos's published code builds them, [count, count] float32; rows need not sum to 1.
 
     The map is made for a grid of its own (16x16 there, for 14x14 tokens), its *columns* are normalised, and only the
     first `count` rows and columns of it are used: at σ = 1 its rows sum to .66 to 1.11 on 14x14.
     """
-    if count > grid[0] * grid[1]:
+    if count > math.prod(grid):
         raise SitusError(f"target_grid={grid}: must have at least {count} places (--method.target-grid)")
     # The weights are symmetric, so normalising columns is the transpose of normalising rows.
     targets = smoothed_targets(grid, sigma, squared=squared)
     return (targets.T if columns else targets)[:count, :count]
 
 
-def relative_index(grid: tuple[int, int], device: torch.device | None = None) -> Tensor:
-    """2-D relative position index, [N, N] int64 in [0, (2h-1)(2w-1)): one number for each (Δrow, Δcolumn)."""
-    height, width = grid
+def relative_index(grid: Grid, device: torch.device | None = None) -> Tensor:
+    """Relative position index, [N, N] int64 in [0, (2h-1)(2w-1)): one number for each (Δrow, Δcolumn)."""
     place = coordinates(grid, device)
     delta = place[:, None] - place[None, :]
-    return (delta[..., 0] + height - 1) * (2 * width - 1) + delta[..., 1] + width - 1
+    index = torch.zeros_like(delta[..., 0])
+    for axis, side in enumerate(grid):
+        index = index * (2 * side - 1) + delta[..., axis] + side - 1
+    return index
 
 
 def resample_table(table: Tensor, old: Grid, new: Grid) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from situs.errors import SitusError
 
-Size = int | tuple[int, int]
+Size = int | tuple[int, ...]
 """One number for a square, or (height, width)."""
 
 
@@ -42,7 +42,7 @@ def patchify(images: Tensor, patch_size: Size) -> Tensor:
     return cells.permute(0, 2, 4, 3, 5, 1).reshape(batch, h * w, ph * pw * channels)
 
 
-def unpatchify(patches: Tensor, grid: tuple[int, int], patch_size: Size) -> Tensor:
+def unpatchify(patches: Tensor, grid: tuple[int, ...], patch_size: Size) -> Tensor:
     """patches: [B, N, P_h * P_w * C] on `grid` -> images: [B, C, H, W]; the inverse of `patchify`."""
     batch, count, pixels = patches.shape
     (h, w), (ph, pw) = grid, pair(patch_size)

@@ -61,7 +61,7 @@ class Shuffled:
     backbone: Backbone
     method: MJP | None
     positions: bool
-    grid: tuple[int, int]
+    grid: tuple[int, ...]
 
     @property
     def untellable(self) -> str | None:
@@ -110,7 +110,7 @@ class Shuffled:
 
 
 def shuffled(
-    model: Backbone | Method, *, positions: bool = True, grid: tuple[int, int] | None = None, size: tuple[int, int]
+    model: Backbone | Method, *, positions: bool = True, grid: tuple[int, ...] | None = None, size: tuple[int, int]
 ) -> Shuffled:
     """Readies a backbone or a run's method. grid: for a network without tokens; size: of its images."""
     method = model if isinstance(model, MJP) else None
@@ -120,7 +120,7 @@ def shuffled(
         if grid not in (None, backbone.grid):
             raise SitusError(f"grid={grid}: {backbone.name} has its own, {backbone.grid} (--grid)")
         return Shuffled(backbone, method, positions, backbone.grid)
-    cut: tuple[int, int] = grid or (_grid_for(size) if method is None else method.config.pixel_grid)
+    cut: tuple[int, ...] = grid or (_grid_for(size) if method is None else method.config.pixel_grid)
     if min(cut) < 1 or size[0] % cut[0] or size[1] % cut[1]:
         raise SitusError(f"grid={cut}: must divide images of {size[0]}x{size[1]} pixels (--grid)")
     return Shuffled(backbone, method, False, cut)
@@ -137,7 +137,7 @@ def measure_consistency(
     classifier: bool = True,
     labels: bool = True,
     classes: int | None = None,
-    grid: tuple[int, int] | None = None,
+    grid: tuple[int, ...] | None = None,
 ) -> list[Consistency]:
     """Every γ, told (where the model can be told) and not told, in one pass over the data; waits once, at its end.
 

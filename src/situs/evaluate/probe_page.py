@@ -32,7 +32,7 @@ backbone is trained, so this measures what the representation already separates.
 
 
 def position_page(
-    probes: Mapping[str, tuple[PositionProbe, UnknownPosition]], grid: tuple[int, int], facts: Mapping[str, Cell]
+    probes: Mapping[str, tuple[PositionProbe, UnknownPosition]], grid: tuple[int, ...], facts: Mapping[str, Cell]
 ) -> tuple[Page, dict[str, bytes]]:
     """probes: by the model's name, in order; the second is the one after fine-tuning."""
     first = next(iter(probes))
@@ -142,13 +142,13 @@ def _tried(page: Page, fitted: Mapping[str, Fitted]) -> None:
         section.text("Only one was given, so there was nothing to choose.")
 
 
-def _bars(probes: Mapping[str, tuple[PositionProbe, UnknownPosition]], grid: tuple[int, int]) -> figures.Figure:
+def _bars(probes: Mapping[str, tuple[PositionProbe, UnknownPosition]], grid: tuple[int, ...]) -> figures.Figure:
     shares = {name: 100 * probe.score.accuracy for name, (probe, _) in probes.items()}
     shares[f"chance, 1 / {grid[0] * grid[1]}"] = 100 / (grid[0] * grid[1])
     return figures.bars(shares, "places named right, %", digits=".2f")
 
 
-def _maps(probes: Mapping[str, tuple[PositionProbe, UnknownPosition]], grid: tuple[int, int]) -> figures.Figure:
+def _maps(probes: Mapping[str, tuple[PositionProbe, UnknownPosition]], grid: tuple[int, ...]) -> figures.Figure:
     panels = {}
     for name, (probe, _) in probes.items():
         share = probe.score.hits.double() / probe.score.counts.clamp(min=1)

@@ -154,17 +154,17 @@ def _behind(backbone: Backbone, device: torch.device) -> Tensor:
     return rows // -(-height // high) * wide + columns // -(-width // wide)
 
 
-def _apart(grid: tuple[int, int]) -> Tensor:
+def _apart(grid: tuple[int, ...]) -> Tensor:
     """Distances between places in patches, [N, N] float64."""
     place = coordinates(grid).double()
     return (place[:, None] - place[None]).norm(dim=-1)
 
 
-def _distance(answers: Tensor, grid: tuple[int, int]) -> float:
+def _distance(answers: Tensor, grid: tuple[int, ...]) -> float:
     """Mean distance between the true and the named place; answers: [N, N] counts."""
     return float((answers.double() * _apart(grid)).sum() / answers.sum())
 
 
-def _least_distance(counts: Tensor, grid: tuple[int, int]) -> float:
+def _least_distance(counts: Tensor, grid: tuple[int, ...]) -> float:
     """The same for the one place that would do best if it were always named."""
     return float((counts.double() @ _apart(grid)).min() / counts.sum())

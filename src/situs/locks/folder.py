@@ -120,7 +120,10 @@ def write_model(backbone: Backbone, folder: Path) -> None:
             f"{backbone.name} was wrapped as a module, so how to make it again is not known: lock a folder"
         )
     model = backbone.model
-    described = {"num_classes": model.num_classes, "input_size": [backbone.in_chans, *(backbone.img_size or ())]}
+    described = {
+        "num_classes": model.num_classes,
+        "input_size": [backbone.input.channels, *(backbone.input.shape or ())],
+    }
     config = {"architecture": source["architecture"], "num_classes": model.num_classes}
     config |= {"model_args": source["model_args"], "pretrained_cfg": described}
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")

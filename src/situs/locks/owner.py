@@ -93,7 +93,7 @@ def _keyed_class(kind: type[Backbone]) -> type[Backbone]:
         z = kind.run_layers(self, replace(stream, z=moved(stream.z, self.key_in)), keys, seen)
         return moved(z, self.key_out)
 
-    def run_grid(self: Any, z: Tensor, grid: tuple[int, int], taps: Taps = ()) -> Tensor:
+    def run_grid(self: Any, z: Tensor, grid: tuple[int, ...], taps: Taps = ()) -> Tensor:
         if taps:  # the keys of stages differ, so each depth has one of its own
             raise SitusError(f"{self.name}: with its key it shows the last of its layers alone")
         return moved(cast(Any, kind).run_grid(self, moved(z, self.key_in), grid), self.key_out)

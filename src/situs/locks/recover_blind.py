@@ -179,8 +179,8 @@ def _entering(backbone: Backbone, inputs: Tensor | None) -> Tensor:
     weight = next(backbone.model.parameters())
     if inputs is None:
         generator = torch.Generator().manual_seed(0)
-        if backbone.img_size is not None:
-            inputs = torch.randn(PROBES, backbone.in_chans, *backbone.img_size, generator=generator)
+        if backbone.input.shape is not None:
+            inputs = torch.randn(PROBES, backbone.input.channels, *backbone.input.shape, generator=generator)
         else:
             words = backbone.model.config.vocab_size
             inputs = torch.randint(0, words, (PROBES, min(64, backbone.num_tokens)), generator=generator)

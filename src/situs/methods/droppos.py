@@ -12,6 +12,7 @@ On Swin (Table S2) a patch is the image's share behind an output token, and of e
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal
 
@@ -23,7 +24,7 @@ from situs.backbones.base import Backbone, Features, join
 from situs.backbones.cells import enable_cells, encode_cells
 from situs.config import Checked
 from situs.core.masking import kept_of, one_of_cells
-from situs.core.position import cut_targets, sincos_2d, smoothed_targets
+from situs.core.position import cut_targets, sincos, smoothed_targets
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, take
 from situs.errors import SitusError
@@ -148,12 +149,12 @@ class DropPos(Method):
             values = backbone.patch_values * backbone.num_tokens // self.count
             self.pixel_decoder = Decoder(backbone.out_dim, width, config.mae_depth, heads, values)
             self.pixel_token = nn.Parameter(torch.empty(width).normal_(std=0.02))
-            self.register_buffer("places", sincos_2d(self.grid, width), persistent=False)
+            self.register_buffer("places", sincos(self.grid, width), persistent=False)
 
     @property
     def count(self) -> int:
         """N: how many patches, and places, there are."""
-        return self.grid[0] * self.grid[1]
+        return math.prod(self.grid)
 
     @property
     def visible(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone, Features, join
 from situs.config import Checked
 from situs.core.masking import kept_of, random_subset
-from situs.core.position import sincos_2d
+from situs.core.position import sincos
 from situs.core.random import uniform
 from situs.core.tokens import patchify, take
 from situs.errors import SitusError
@@ -71,7 +71,7 @@ class MAE(Method):
             backbone.out_dim, width, config.decoder_depth, config.decoder_heads, backbone.patch_values
         )
         self.mask_token = nn.Parameter(torch.empty(width).normal_(std=0.02))
-        self.register_buffer("places", sincos_2d(backbone.grid, width), persistent=False)
+        self.register_buffer("places", sincos(backbone.grid, width), persistent=False)
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         noise = uniform(seed, epoch, batch.ids, "mae.mask", (self.backbone.num_tokens,))
@@ -107,7 +107,7 @@ def decode_pixels(
     return decoder.decode(torch.cat([seen[:, :p], tokens], dim=1), start=p + kept.shape[1])
 
 
-def patchify_on(images: Tensor, grid: tuple[int, int]) -> Tensor:
+def patchify_on(images: Tensor, grid: tuple[int, ...]) -> Tensor:
     """`patchify` with the patch size that cuts these images into `grid`."""
     return patchify(images, (images.shape[-2] // grid[0], images.shape[-1] // grid[1]))
 

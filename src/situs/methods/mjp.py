@@ -9,6 +9,7 @@ runs (its Swin targets are off by one: ours are not). `VARIANTS` are the rows A 
 
 from __future__ import annotations
 
+import math
 from copy import copy
 from dataclasses import replace
 from typing import ClassVar, Self
@@ -72,7 +73,7 @@ class MJP(Method):
         names = ids if config.draw_per == "sample" else ids[:1]
         fires = uniform(seed, epoch, names, "mjp.chance", (1,)) < (config.chance if epoch >= config.start_epoch else 0)
         if config.shuffle == "spp":
-            for name, count in (("index", self.grid[0] * self.grid[1]), ("pixels", self._pixels())):
+            for name, count in (("index", math.prod(self.grid)), ("pixels", self._pixels())):
                 draws[name] = random_permutation(uniform(seed, epoch, names, f"mjp.{name}", (count,)))
         elif config.shuffle == "jigsaw" or config.unknown:
             mask = draw_block_mask(seed, epoch, names, "mjp.mask", self.grid, config.mask_ratio, rule=config.rule)
@@ -88,9 +89,9 @@ class MJP(Method):
 
     def _pixels(self) -> int:
         """Pixels of a patch, for SPP."""
-        if self.backbone.img_size is None:
+        if self.backbone.input.patch is None:
             raise SitusError(f"shuffle='spp': {self.backbone.name} has no patches of a fixed size (--method.shuffle)")
-        return (self.backbone.img_size[0] // self.grid[0]) * (self.backbone.img_size[1] // self.grid[1])
+        return math.prod(self.backbone.input.patch)
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         images, mask = batch.inputs, draws.get("mask")

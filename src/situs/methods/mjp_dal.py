@@ -22,7 +22,7 @@ _ROUNDS = 16
 """Power iterations of the principal components; the published code takes 5 from a random start."""
 
 
-def dal_targets(grid: tuple[int, int], normalise: bool, device: torch.device) -> Tensor:
+def dal_targets(grid: tuple[int, ...], normalise: bool, device: torch.device) -> Tensor:
     """(row, column) of each place, [N, 2]: 0-based indices, or those divided by the largest of their axis."""
     places = coordinates(grid, device).float()
     if normalise:

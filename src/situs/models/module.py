@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
-from situs.backbones.base import CAPABILITIES, Backbone, Features, Stream, Taps
+from situs.backbones.base import CAPABILITIES, Backbone, Features, InputSpec, Stream, Taps
 from situs.core.position import Positions
 from situs.core.tokens import Grid, Size, pair
 from situs.errors import SitusError
@@ -31,7 +31,7 @@ class OwnModule(Backbone):
 
     def __init__(self, module: nn.Module, name: str, img_size: tuple[int, int], in_chans: int) -> None:
         super().__init__(module, name, (0, 0), 0, 0, 0)
-        self.img_size, self.in_chans = img_size, in_chans
+        self.input = InputSpec(img_size, in_chans)
         self.source = {"library": "own", "architecture": name}
         self.normalisation: tuple[Sequence[float], Sequence[float]] | None = None
         """Mean and deviation of the channels that it expects; ImageNet's where None."""

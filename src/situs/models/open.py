@@ -227,10 +227,10 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
         backbone = wrap_module(module, size, name=name, **fields)
     elif fields:
         _refuse(name, **fields)
-    if backbone.in_chans and backbone.img_size is None:
+    if backbone.input.channels and backbone.input.shape is None:
         raise SitusError(f"{name}: takes images of no one size")
-    if size is not None and backbone.img_size != pair(size):
-        raise SitusError(f"img_size={size}: {name} takes {backbone.img_size} (--img-size)")
+    if size is not None and backbone.input.shape != pair(size):
+        raise SitusError(f"img_size={size}: {name} takes {backbone.input.shape} (--img-size)")
     backbone.name = name
     told: Any = getattr(backbone.model, "pretrained_cfg", None) or {}
     if isinstance(backbone, OwnModule):

@@ -35,10 +35,10 @@ def class_names(described: Mapping[str, Any]) -> tuple[str, ...] | None:
 
 def images_for(backbone: Backbone, described: Mapping[str, Any], path: str = "") -> DataConfig | None:
     """How the model's images are prepared, by timm's description of it; None for one that takes none."""
-    channels = backbone.in_chans
+    channels = backbone.input.channels
     if not channels:
         return None
-    size = backbone.img_size or tuple(described.get("input_size", (3, 224, 224))[1:])
+    size = backbone.input.shape or tuple(described.get("input_size", (3, 224, 224))[1:])
     mean, std = (tuple(described.get(key, ())) for key in ("mean", "std"))
     fits = len(mean) == len(std) == channels
     return DataConfig(

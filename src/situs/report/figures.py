@@ -65,7 +65,7 @@ def image_grid(
     columns: int = 8,
     row_titles: Sequence[str] = (),
     masks: Any = None,
-    grid: tuple[int, int] | None = None,
+    grid: tuple[int, ...] | None = None,
     lines: bool = False,
 ) -> Figure:
     """Images side by side, row by row.
@@ -97,7 +97,7 @@ def image_grid(
     return figure
 
 
-def patches(image: Any, grid: tuple[int, int], title: str = "") -> Figure:
+def patches(image: Any, grid: tuple[int, ...], title: str = "") -> Figure:
     """An image with its patches' borders, and beside it the patches apart, each with its place."""
     figure, (whole, apart) = _canvas(1, 2, 7.2, 3.7)
     picture = _picture(image)
@@ -148,14 +148,14 @@ def _draw_image(axis: Axes, image: Any, title: str = "") -> None:
         axis.set_title(title, fontsize=LABEL, color=INK, pad=4)
 
 
-def _draw_lines(axis: Axes, size: Sequence[int], grid: tuple[int, int]) -> None:
+def _draw_lines(axis: Axes, size: Sequence[int], grid: tuple[int, ...]) -> None:
     (height, width), (h, w) = size, grid
     rows = [[(0, y), (width, y)] for y in np.linspace(0, height, h + 1)]
     columns = [[(x, 0), (x, height)] for x in np.linspace(0, width, w + 1)]
     axis.add_collection(LineCollection(rows + columns, colors=SKY, linewidths=0.8, clip_on=False))
 
 
-def _on_grid(mask: Any, grid: tuple[int, int] | None) -> np.ndarray:
+def _on_grid(mask: Any, grid: tuple[int, ...] | None) -> np.ndarray:
     mask = np.asarray(mask, dtype=bool)
     if grid is None or mask.size != grid[0] * grid[1]:
         raise SitusError(f"a mask of {mask.size} places does not fill the grid {grid}")
@@ -247,7 +247,7 @@ def heatmaps(
     return figure
 
 
-def projections(panels: Sequence[Projection], grid: tuple[int, int]) -> Figure:
+def projections(panels: Sequence[Projection], grid: tuple[int, ...]) -> Figure:
     """Points of a grid's places in the plane, neighbours joined: a sheet where they form one, else a tangle."""
     h, w = grid
     side = min(4.2, PAGE_WIDTH / len(panels))

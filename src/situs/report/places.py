@@ -42,7 +42,7 @@ class Sheet(NamedTuple):
     as_image: bool = False
 
 
-def sheets(panels: Sequence[Sheet], grid: tuple[int, int]) -> Figure:
+def sheets(panels: Sequence[Sheet], grid: tuple[int, ...]) -> Figure:
     """A grid's places with neighbours joined: coloured along each row (or column), pale across."""
     side = min(4.2, PAGE_WIDTH / len(panels))
     figure = _figure(side * len(panels), side + 0.55)
@@ -58,14 +58,14 @@ def sheets(panels: Sequence[Sheet], grid: tuple[int, int]) -> Figure:
     return figure
 
 
-def _lines(points: np.ndarray, grid: tuple[int, int], colour: str) -> tuple[list[Any], list[Any], np.ndarray]:
+def _lines(points: np.ndarray, grid: tuple[int, ...], colour: str) -> tuple[list[Any], list[Any], np.ndarray]:
     """The lines that bear colour, those across, and the colours [count, 4]."""
     cloth = points.reshape(*grid, -1)
     along, across = (cloth, cloth.swapaxes(0, 1)) if colour == "row" else (cloth.swapaxes(0, 1), cloth)
     return list(along), list(across), _ramp()(np.linspace(0, 1, len(along)))
 
 
-def _flat_sheet(axis: Axes, panel: Sheet, points: np.ndarray, grid: tuple[int, int]) -> None:
+def _flat_sheet(axis: Axes, panel: Sheet, points: np.ndarray, grid: tuple[int, ...]) -> None:
     along, across, colours = _lines(points, grid, panel.colour)
     axis.add_collection(LineCollection(across, colors=PALE, linewidths=0.6))
     axis.add_collection(LineCollection(along, colors=list(colours), linewidths=1.3))
@@ -81,7 +81,7 @@ def _flat_sheet(axis: Axes, panel: Sheet, points: np.ndarray, grid: tuple[int, i
     axis.set_axisbelow(True)
 
 
-def _solid_sheet(axis: Any, panel: Sheet, points: np.ndarray, grid: tuple[int, int]) -> None:
+def _solid_sheet(axis: Any, panel: Sheet, points: np.ndarray, grid: tuple[int, ...]) -> None:
     along, across, colours = _lines(points, grid, panel.colour)
     axis.add_collection3d(Line3DCollection(across, colors=PALE, linewidths=0.5))
     axis.add_collection3d(Line3DCollection(along, colors=list(colours), linewidths=1.2))

@@ -34,7 +34,7 @@ class Panel:
     wrong: Any = None
 
 
-def panels(rows: Sequence[Sequence[Panel | None]], grid: tuple[int, int], names: Sequence[str] = ()) -> Figure:
+def panels(rows: Sequence[Sequence[Panel | None]], grid: tuple[int, ...], names: Sequence[str] = ()) -> Figure:
     """Rows of panels, all of one grid (h, w); None leaves a gap. names: left of each row."""
     across = max(len(row) for row in rows)
     image = next(panel for panel in rows[0] if panel is not None).image
@@ -58,7 +58,7 @@ def panels(rows: Sequence[Sequence[Panel | None]], grid: tuple[int, int], names:
     return figure
 
 
-def _draw(axis: Axes, panel: Panel, grid: tuple[int, int]) -> None:
+def _draw(axis: Axes, panel: Panel, grid: tuple[int, ...]) -> None:
     height, width = panel.image.shape[-2:]
     step = np.array([width / grid[1], height / grid[0]])
     _draw_image(axis, panel.image, panel.title)
@@ -74,7 +74,7 @@ def _draw(axis: Axes, panel: Panel, grid: tuple[int, int]) -> None:
         axis.add_collection(LineCollection(list(lines), colors=GREEN, linewidths=1.3, clip_on=False, capstyle="round"))
 
 
-def _corners(places: Any, grid: tuple[int, int]) -> np.ndarray:
+def _corners(places: Any, grid: tuple[int, ...]) -> np.ndarray:
     """The top left corners (x, y) of places, in patches, [n, 2]."""
     index = np.flatnonzero(np.asarray(places))
     return np.stack([index % grid[1], index // grid[1]], axis=-1)

@@ -68,9 +68,9 @@ def card(backbone: Backbone, story: Story, notes: Sequence[str]) -> str:
 def _what(backbone: Backbone, story: Story) -> str:
     count = sum(parameter.numel() for parameter in backbone.model.parameters())
     facts = [f"- Parameters: {count:,}"]
-    if backbone.img_size is not None:
-        height, width = backbone.img_size
-        facts.append(f"- Images: {backbone.in_chans} channels, {height} × {width} pixels")
+    if backbone.input.shape is not None:
+        height, width = backbone.input.shape
+        facts.append(f"- Images: {backbone.input.channels} channels, {height} × {width} pixels")
     if story.mean is not None and story.std is not None:
         facts.append(f"- Normalised by mean {numbers(story.mean)} and deviation {numbers(story.std)}")
     if story.data:

@@ -156,7 +156,7 @@ def timm_config(backbone: Backbone, classes: int, story: Story) -> dict[str, Any
     model, source = backbone.model, backbone.source
     given: Mapping[str, Any] = model.pretrained_cfg
     arguments = {name: value for name, value in source["model_args"].items() if name not in TRAINING_ONLY}
-    channels, size = backbone.in_chans, backbone.img_size or tuple(given["input_size"][1:])
+    channels, size = backbone.input.channels, backbone.input.shape or tuple(given["input_size"][1:])
     described = {name: given[name] for name in KEPT if name in given}
     if channels != 3:
         # timm would take these weights for three channels and average, or drop, them.
@@ -210,17 +210,17 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, story:
         model.config.label2id = {name: number for number, name in enumerate(story.classes)}
     with quietly():
         model.save_pretrained(folder)
-    if backbone.img_size is not None:
-        height, width = backbone.img_size
+    if backbone.input.shape is not None:
+        height, width = backbone.input.shape
         around = [round(side / story.crop) for side in (height, width)]
         size = {"shortest_edge": around[0]} if height == width else dict(zip(("height", "width"), around, strict=True))
         prepared = {
             "image_processor_type": "BitImageProcessor",
             "size": size,
             "crop_size": {"height": height, "width": width},
-            "image_mean": list(story.mean or [0.0] * backbone.in_chans),
-            "image_std": list(story.std or [1.0] * backbone.in_chans),
-            "do_convert_rgb": backbone.in_chans == 3,
+            "image_mean": list(story.mean or [0.0] * backbone.input.channels),
+            "image_std": list(story.std or [1.0] * backbone.input.channels),
+            "do_convert_rgb": backbone.input.channels == 3,
         }
         write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
     return [] if "label" in method.needs_targets else ["It has no classifier: none was trained."]

@@ -105,8 +105,8 @@ def own_size(config: BackboneConfig) -> tuple[int, int]:
     except (SitusError, RuntimeError):  # a family that computes while it is built; a mistake is said below
         made = create_backbone(bare)
     described: Any = getattr(made.model, "pretrained_cfg", None) or {}
-    size = made.img_size or tuple(described.get("input_size", ()))[1:]
-    if len(size) != 2 or not made.in_chans:
+    size = made.input.shape or tuple(described.get("input_size", ()))[1:]
+    if len(size) != 2 or not made.input.channels:
         raise SitusError(
             f"img_size: {config.name} is made for no size of its own, so one must be given (--data.img-size)"
         )
@@ -136,8 +136,8 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
             num_classes=len(classes) if "label" in kind.needs_targets and classes is not None else 0,
         )
     )
-    if backbone.img_size not in (None, config.data.size):
-        raise SitusError(f"img_size={backbone.img_size}: must be the data's {config.data.size} (--data.img-size)")
+    if backbone.input.shape not in (None, config.data.size):
+        raise SitusError(f"img_size={backbone.input.shape}: must be the data's {config.data.size} (--data.img-size)")
     return create_method(config.method_name, backbone, config.method)
 
 
@@ -255,8 +255,8 @@ def _withdraw(run: RunFolder) -> None:
 def describe(config: RunConfig, method: Method, ranks: distributed.Ranks) -> str:
     """One line: what is trained, how large, where."""
     million = sum(p.numel() for p in method.parameters() if p.requires_grad) / 1e6
-    height, width = method.backbone.grid
-    tokens = f"{height} x {width} patches, " if height else ""
+    grid = " x ".join(map(str, method.backbone.grid))
+    tokens = f"{grid} patches, " if method.backbone.num_tokens else ""
     where = f"{ranks.world} x {ranks.device.type}" if ranks.world > 1 else str(ranks.device)
     name = config.backbone.name
     precision = config.train.precision_on(ranks.device)

@@ -290,7 +290,7 @@ def _column_of(part: Part, limit: float) -> Finding:
 
 
 def _embedding_kind(backbone: Backbone) -> str:
-    return "word embedding" if backbone.img_size is None else "convolution (patch embedding)"
+    return "word embedding" if backbone.input.shape is None else "convolution (patch embedding)"
 
 
 @torch.no_grad()
@@ -299,10 +299,10 @@ def _embedding(backbone: Backbone, sample: Sample) -> Finding:
     x = sample.x
     tokens = backbone.embed(x)
     order = moved_order(x.shape[0], tokens.shape[1], torch.Generator().manual_seed(2)).to(x.device)
-    if backbone.img_size is None:
+    if backbone.input.shape is None:
         moved = x.gather(1, order)
     else:
-        size = (backbone.img_size[0] // backbone.grid[0], backbone.img_size[1] // backbone.grid[1])
+        size = backbone.input.patch or 1
         moved = unpatchify(take(patchify(x, size), order), backbone.grid, size)
     error = relative_error(take(tokens, order), backbone.embed(moved))
     if error <= TOLERANCES.get(own_dtype(backbone), 1e-1):

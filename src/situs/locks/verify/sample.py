@@ -42,12 +42,12 @@ def check_input(backbone: Backbone, x: Any) -> None:
     """Refuses inputs that the model cannot take: not None, no tensor, empty, of the wrong kind, unknown words."""
     if x is None or "tokens" in backbone.refusals:
         return
-    kind = "ids [B, N], integers" if backbone.img_size is None else "images [B, C, H, W], floating point"
+    kind = "ids [B, N], integers" if backbone.input.shape is None else "images [B, C, H, W], floating point"
     if not isinstance(x, Tensor):
         raise SitusError(f"x is a {type(x).__name__}: {backbone.name} takes a tensor of {kind}")
-    if not x.numel() or x.is_floating_point() == (backbone.img_size is None):
+    if not x.numel() or x.is_floating_point() == (backbone.input.shape is None):
         raise SitusError(f"x is {list(x.shape)} of {x.dtype}: {backbone.name} takes {kind}")
-    if backbone.img_size is None and not 0 <= int(x.min()) <= int(x.max()) < backbone.model.config.vocab_size:
+    if backbone.input.shape is None and not 0 <= int(x.min()) <= int(x.max()) < backbone.model.config.vocab_size:
         raise SitusError(f"x holds ids beyond the {backbone.model.config.vocab_size} words of {backbone.name}")
 
 
@@ -70,8 +70,8 @@ def sample_of(backbone: Backbone, x: Tensor | None, tokens: int, generator: torc
 
 def _random_input(backbone: Backbone, tokens: int, generator: torch.Generator) -> Tensor:
     weight = next(backbone.model.parameters())
-    if backbone.img_size is not None:
-        images = torch.randn(2, backbone.in_chans, *backbone.img_size, generator=generator)
+    if backbone.input.shape is not None:
+        images = torch.randn(2, backbone.input.channels, *backbone.input.shape, generator=generator)
         return images.to(weight.device, weight.dtype)
     words = backbone.model.config.vocab_size
     return torch.randint(words, (2, min(backbone.num_tokens, tokens)), generator=generator).to(weight.device)
