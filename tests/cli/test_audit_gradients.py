@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -75,8 +77,6 @@ def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsy
 
 
 def umask() -> int:
-    import os
-
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -217,6 +217,28 @@ def test_broken_images_are_said(photographs: Path, tmp_path: Path, capsys: pytes
     shown = capsys.readouterr()
     assert "1 of 2 images of images could not be read and were skipped" in shown.err
     assert "1 of 1 images recovered exactly" in shown.out
+
+
+def test_in_the_place_of_a_broken_image_comes_the_next(
+    photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As many are attacked as were asked for, and all that was passed over is named, a pipe among it."""
+    folder, out = tmp_path / "images", tmp_path / "audit"
+    shutil.copytree(photographs, folder)
+    (folder / "00-broken.png").write_text("no picture")
+    (folder / "05-broken.png").write_text("no picture")
+    os.mkfifo(folder / "06-pipe.png")
+    words = ["audit", "gradients", NAME, "--images", str(folder), "--img-size", "64", "--out", str(out)]
+    assert main([*words, "--count", "2", "--attack", "patchembed", "--defence", "none"]) == 0
+    shown = capsys.readouterr()
+    assert "none: 2 of 2 images recovered exactly" in shown.out
+    names = [image["image"] for image in json.loads((out / "gradients.json").read_text())["pairs"][0]["images"]]
+    assert names == ["images 0", "images 3"]  # 0.png and 1.png
+    said = shown.err.splitlines()
+    assert "situs: images: left out 1 (pipes, devices or links to nothing); the first: 06-pipe.png" in said
+    [broken] = [line for line in said if "could not be read" in line]
+    assert broken.startswith("situs: 2 of 5 images of images could not be read and were skipped; the first: ")
+    assert "00-broken.png" in broken
 
 
 def test_a_file_is_no_folder(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -555,8 +577,6 @@ kill -INT $pid; wait $pid; echo "Ctrl-C $?"; cp j.xml ctrl-c.xml
 @pytest.mark.slow
 def test_the_gate_in_a_shell_script(own: str, photographs: Path) -> None:
     """Every exit status through the real command line, and each JUnit file read by the standard library's parser."""
-    import os
-
     script = SCRIPT.replace("OWN", own)
     given = {**os.environ, "PYTHON": sys.executable, "IMAGES": str(photographs)}
     done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False, env=given)

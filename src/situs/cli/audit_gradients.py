@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -55,7 +56,7 @@ class Args:
     """Classes of the new classifier that a model without one gets; labels are the images' own, or count through."""
 
     count: int = 12
-    """How many images, from the first on."""
+    """How many images, from the first on; one that cannot be read is named, and the next is taken."""
 
     attack: str = "patchembed,april"
     """Attacks by name, apart by commas; matching, april-optimisation and adaptive-mjp search, which takes minutes."""
@@ -281,9 +282,12 @@ def _deadline(args: Args, attacks: list[Attack]) -> Deadline:
 
 
 def _load(args: Args, victim: Victim, device: Any) -> TestSet:
-    """The first images, prepared as the model sees them, and their names."""
+    """The first images that can be read, prepared as the model sees them, and their names."""
+    import torch
+
     from situs.audit.cases import TestSet
     from situs.audit.victim import labels_for
+    from situs.cli.result import tell_left_out
     from situs.data.loader import make_loader
     from situs.data.sources import open_source
     from situs.errors import SitusError
@@ -292,16 +296,17 @@ def _load(args: Args, victim: Victim, device: Any) -> TestSet:
         source = open_source(args.images, args.split, channels=victim.model.data.channels)
     except SitusError as error:  # training calls the flag by another name
         raise SitusError(str(error).replace("(--data)", "(--images)")) from None
-    config = replace(victim.model.data, path=args.images, batch=args.count, workers=0, resident="never")
-    batch = next(iter(make_loader(config, None, device, source=source)), None)
-    skipped = source.skip_report()
-    if batch is None:
-        raise SitusError(f"{args.images}: holds no image that can be read: {skipped or 'it is empty'} (--images)")
-    if skipped:
-        print(f"situs: {skipped}", file=sys.stderr)
-    labels = labels_for(victim.model, batch.targets.get("label"), len(batch.inputs))
-    names = [f"{source.name} {number}" for number in batch.ids.tolist()]
-    return TestSet(batch.inputs, labels, victim.model.data.normalisation, names)
+    config = replace(victim.model.data, path=args.images, batch=1, workers=0, resident="never")
+    loader = make_loader(config, None, device, source=source)
+    found = list(islice(loader, args.count))  # one by one: in the place of a broken image comes the next
+    if not found:
+        why = "; ".join(source.left_out()) or "it is empty"
+        raise SitusError(f"{args.images}: holds no image that can be read: {why} (--images)")
+    tell_left_out(loader)
+    told = [batch.targets["label"] for batch in found if "label" in batch.targets]
+    labels = labels_for(victim.model, torch.cat(told) if told else None, len(found))
+    names = [f"{source.name} {int(batch.ids)}" for batch in found]
+    return TestSet(torch.cat([batch.inputs for batch in found]), labels, victim.model.data.normalisation, names)
 
 
 def _facts(task: Task) -> dict[str, Any]:
