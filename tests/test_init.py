@@ -44,7 +44,7 @@ def test_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_import_brings_no_heavy_package() -> None:
-    heavy = {"torch", "timm", "transformers", "numpy", "matplotlib", "tyro"}
+    heavy = {"torch", "timm", "transformers", "numpy", "matplotlib", "cyclopts"}
     code = f"import sys, situs; print(*sorted({heavy} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.split() == []

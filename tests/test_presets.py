@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from situs.cli.arguments import start_of
+from situs.cli.arguments import parse
 from situs.cli.main import VERBS
 from situs.config import choices_of, from_dict, to_dict
 from situs.methods import METHODS
@@ -53,7 +53,7 @@ def test_the_header_names_a_command_for_this_recipe_and_the_hardware(name: str) 
     assert "--out" in flags
     assert ("--from" in flags) == (verb == "finetune") == ("finetune" in name)
     module = import_module(VERBS[verb][0])
-    assert start_of(type(module.Args().config), ["--preset", name]) is not None
+    assert parse(module.Args, ["--preset", name], prog="situs").preset == name
     many = "GPUs" in "".join(line for line in header if line.startswith("Hardware"))
     assert many == any("torchrun" in line for line in header)
 
@@ -173,6 +173,7 @@ def test_a_schedule_inside_a_method_lasts_as_long_as_the_training() -> None:
 
 def test_the_choice_of_a_method_can_be_changed_on_top_of_a_recipe() -> None:
     assert set(choices_of(RunConfig)) == {"method"}
-    changed = start_of(RunConfig, ["--preset", "cifar100-mp3", "--method", "supervised"])
+    words = ["--preset", "cifar100-mp3", "--method", "supervised"]
+    changed = parse(import_module(VERBS["pretrain"][0]).Args, words, prog="situs").config
     assert changed.method_name == "supervised"
     assert changed.data.img_size == 32

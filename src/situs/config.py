@@ -46,7 +46,7 @@ class Checked:
     def __post_init__(self) -> None:
         for name, (kind, chosen) in _known(type(self)).items():
             if chosen is None:
-                _convert(kind, getattr(self, name), name)
+                convert(kind, getattr(self, name), name)
         self.check()
 
     def check(self) -> None:
@@ -131,7 +131,7 @@ def _table(cls: type[Any], data: Any, path: str) -> Any:
     for name, (kind, chosen) in known.items():
         below = f"{path}.{name}" if path else name
         if name in data:
-            values[name] = _convert(kind, data[name], below) if chosen is None else _chosen(chosen, data[name], below)
+            values[name] = convert(kind, data[name], below) if chosen is None else _chosen(chosen, data[name], below)
     required = {f.name for f in fields(cls) if f.init and f.default is MISSING and f.default_factory is MISSING}
     if missing := sorted(required - values.keys()):
         absent = [f"{path}.{name}" if path else name for name in missing]
@@ -145,12 +145,13 @@ def _table(cls: type[Any], data: Any, path: str) -> Any:
 def _chosen(chosen: Choice, data: Any, path: str) -> Any:
     if not isinstance(data, Mapping):
         raise _wrong(path, data, "a table with the key 'name'")
-    name = _convert(str, data.get("name", chosen.default), f"{path}.name")
+    name = convert(str, data.get("name", chosen.default), f"{path}.name")
     cls = chosen.config_class(path, name)
     return _table(cls, {key: value for key, value in data.items() if key != "name"}, path)
 
 
-def _convert(kind: Any, value: Any, path: str) -> Any:
+def convert(kind: Any, value: Any, path: str) -> Any:
+    """The value in this type, with the type's rules; what does not fit is an error of the field `path`."""
     origin, inner = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
@@ -164,11 +165,11 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
     if origin is tuple and isinstance(value, (list, tuple)):
         each = (inner[0],) * len(value) if inner[-1] is Ellipsis else inner
         if len(each) == len(value):
-            return tuple(_convert(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(each, value, strict=True)))
+            return tuple(convert(k, v, f"{path}[{i}]") for i, (k, v) in enumerate(zip(each, value, strict=True)))
     elif origin is list and isinstance(value, (list, tuple)):
-        return [_convert(inner[0], v, f"{path}[{i}]") for i, v in enumerate(value)]
+        return [convert(inner[0], v, f"{path}[{i}]") for i, v in enumerate(value)]
     elif origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _convert(inner[1], v, f"{path}.{key}") for key, v in value.items()}
+        return {key: convert(inner[1], v, f"{path}.{key}") for key, v in value.items()}
     elif origin is Literal:
         if any(type(value) is type(option) and value == option for option in inner):
             return value
@@ -179,7 +180,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
 
 def _ruled(kind: Any, value: Any, path: str) -> Any:
     bare, *notes = get_args(kind)
-    converted = _convert(bare, value, path)
+    converted = convert(bare, value, path)
     for rule in notes:
         if isinstance(rule, Rule) and not rule.holds(converted):
             raise _RuleError(field=path, value=value, allowed=rule.allowed)
@@ -195,7 +196,7 @@ def _union(kind: Any, value: Any, path: str) -> Any:
     fits, reasons = [], []
     for member in get_args(kind):
         try:
-            fits.append(_convert(member, value, path))
+            fits.append(convert(member, value, path))
         except SitusError as error:
             reasons.append((member, error))
     for fit in fits:
@@ -316,7 +317,7 @@ def _replace_at(config: Any, keys: list[str], value: Any, path: str) -> Any:
         value = _replace_at(held, keys[1:], value, path)
     elif not is_dataclass(value):
         kind, chosen = known[keys[0]]
-        value = _convert(kind, value, path) if chosen is None else _chosen(chosen, value, path)
+        value = convert(kind, value, path) if chosen is None else _chosen(chosen, value, path)
     return replace(config, **{keys[0]: value})
 
 

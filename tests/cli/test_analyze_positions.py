@@ -60,7 +60,7 @@ def test_a_name_carries_its_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "name at least one model"),
+        ([], "MODEL …: must be given"),
         (RELPOS, "biases between pairs of tokens, so that no place has a vector; ask `situs analyze attention`"),
         (["resnet18", "--weights", "random"], "it is a convolutional network and has no tokens"),
         (["vit_tiny_patch16_224"], "is neither a run nor an export; a timm name needs weights"),

@@ -13,7 +13,7 @@ from situs.cli.main import main
 
 
 def test_mp3_run(outline: Any, trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--show", "2", "--pairs", "1", "--ratios", "0", "0.5", "--out", str(tmp_path)]
+    words = ["--show", "2", "--pairs", "1", "--ratios", "0,0.5", "--out", str(tmp_path)]
     assert main(["analyze", "reconstruct", str(trained.mp3), *words]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith("mp3: puzzles of ")

@@ -32,7 +32,7 @@ def test_a_sound_machine(report: Report) -> None:
     status, found = report()
     assert status == 0
     assert found["python"]["value"].startswith(platform.python_version())
-    for name in ("torch", "torchvision", "timm", "tyro", "rich", "numpy"):
+    for name in ("torch", "torchvision", "timm", "cyclopts", "rich", "numpy"):
         assert (found[name]["state"], found[name]["value"]) == ("ok", version(name))
     assert found["cpu"]["value"].startswith(f"{doctor.cores()} cores")
     assert found["dev"]["state"] == "ok"

@@ -91,9 +91,7 @@ def test_a_locked_model_is_called_locked_and_its_key_opens_it(
     assert "x: is not locked, so that no key opens it (--key)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flags", [["--withhold", "embedding", "--withhold", "blocks=1"], ["--seal"]], ids=["withheld", "sealed"]
-)
+@pytest.mark.parametrize("flags", [["--withhold", "embedding,blocks=1"], ["--seal"]], ids=["withheld", "sealed"])
 def test_the_owner_looks_at_a_lock_that_is_no_whole_model(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:

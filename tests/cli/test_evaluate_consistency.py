@@ -14,7 +14,7 @@ from situs.cli.main import main
 def test_a_run_gives_table_page_and_numbers(
     outline: Any, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["evaluate", "consistency", str(trained.one), "--ratios", "0", ".5", "1", "--out", str(tmp_path)]
+    words = ["evaluate", "consistency", str(trained.one), "--ratios", "0,.5,1", "--out", str(tmp_path)]
     assert main([*words, "--device", "cpu", "--batch", "4"]) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == str(tmp_path / "consistency.html")

@@ -54,14 +54,14 @@ def test_droppos_gives_the_grid(
     assert "(val)" in page.partition("How this page was made")[2]
     assert f"over the 16 cells is {100 * numbers['mean']:.2f} %" in page
     assert (tmp_path / "position-grid.png").is_file()
-    again = ["--mask-ratios", ".5", "--position-mask-ratios", ".25", ".5", "--out", str(tmp_path / "b")]
+    again = ["--mask-ratios", ".5", "--position-mask-ratios", ".25,.5", "--out", str(tmp_path / "b")]
     assert main(["evaluate", "position", str(droppos), "--device", "cpu", *again]) == 0
     cells = json.loads((tmp_path / "b" / "position.json").read_text())["cells"]
     assert cells == numbers["cells"][8:10]
 
 
 def test_mp3_gives_the_curve(trained: Any, tmp_path: Path) -> None:
-    words = [str(trained.mp3), "--ratios", "0", "0.5", "--device", "cpu", "--out", str(tmp_path)]
+    words = [str(trained.mp3), "--ratios", "0,0.5", "--device", "cpu", "--out", str(tmp_path)]
     assert main(["evaluate", "position", *words]) == 0
     numbers = json.loads((tmp_path / "position.json").read_text())
     assert [row["ratio"] for row in numbers["accuracy"]] == [0.0, 0.5]

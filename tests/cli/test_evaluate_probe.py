@@ -39,7 +39,7 @@ def test_positions_before_and_after(
 
 def test_classes(outline: Any, trained: Any, tmp_path: Path) -> None:
     words = [str(trained.mp3), "--kind", "class", "--train-count", "20", "--device", "cpu", "--out", str(tmp_path)]
-    assert main(["evaluate", "probe", *words, "--weight-decays", "1e-3", "1e-1"]) == 0
+    assert main(["evaluate", "probe", *words, "--weight-decays", "1e-3,1e-1"]) == 0
     found = json.loads((tmp_path / "probe-class.json").read_text())["models"]["mp3"]
     assert (found["count"], found["train_images"], len(found["tried"])) == (15, 20, 2)
     assert found["accuracy"] > 0.6  # three greys far apart
@@ -69,7 +69,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         ([str(trained.mp3), "--data", str(tmp_path / "empty")], "empty"),
         ([str(trained.mp3), "--split", "train"], "judge it on val or test (--split)"),
         ([str(trained.mp3), "--train-count", "0"], "train_count=0: must be >= 1 (--train-count)"),
-        ([str(trained.mp3), "--weight-decays", "-1", "1"], "weight_decays=-1.0: must be > 0 (--weight-decays)"),
+        ([str(trained.mp3), "--weight-decays", "-1,1"], "weight_decays=-1.0: must be > 0 (--weight-decays)"),
     ):
         assert main(["evaluate", "probe", *words, "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err

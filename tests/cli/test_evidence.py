@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 from torch import nn
@@ -12,11 +13,12 @@ from torch import nn
 from situs.cli.arguments import parse
 from situs.cli.audit_gradients import Args
 from situs.cli.evidence import command_of, evidence
+from situs.cli.flags import POSITIONAL
 
 
 @dataclass(frozen=True)
 class Few:
-    model: str
+    model: Annotated[str, POSITIONAL]
     size: tuple[int, int] | None = None
     loud: bool = False
     pictures: bool = True
@@ -26,7 +28,7 @@ class Few:
 def test_what_is_not_a_default_is_in_the_command() -> None:
     assert command_of("audit x", Few("m")) == "situs audit x m"
     full = Few("a b", (3, 4), True, False, Path("deep") / "er")
-    assert command_of("audit x", full) == "situs audit x 'a b' --size 3 4 --loud --no-pictures --out er"
+    assert command_of("audit x", full) == "situs audit x 'a b' --size 3,4 --loud --no-pictures --out er"
 
 
 def test_paths_lose_their_folders_and_names_do_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,7 +40,7 @@ def test_paths_lose_their_folders_and_names_do_not(tmp_path: Path, monkeypatch: 
 
 
 def test_the_command_means_the_same_when_it_is_given_again() -> None:
-    words = ["m", "--images", "x", "--img-size", "3", "4", "--count", "2", "--fail-above", "psnr=20", "--no-pictures"]
+    words = ["m", "--images", "x", "--img-size", "3,4", "--count", "2", "--fail-above", "psnr=20", "--no-pictures"]
     args = parse(Args, words, prog="situs audit gradients", description="")
     command = shlex.split(command_of("audit gradients", args))
     assert command[:3] == ["situs", "audit", "gradients"]

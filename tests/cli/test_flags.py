@@ -44,4 +44,4 @@ def test_only_flags_that_the_verb_has_are_named() -> None:
 
 def test_the_command_line_says_the_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pretrain", "--method.mask-ratio", "1.2"]) == 2
-    assert capsys.readouterr().err.endswith("mask_ratio=1.2: must be in [0, 1) (--method.mask-ratio)\n")
+    assert capsys.readouterr().err.endswith(": method.mask_ratio=1.2: must be in [0, 1) (--method.mask-ratio)\n")

@@ -40,7 +40,7 @@ def test_facts_of_a_plain_vit(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sizes_are_passed_on(capsys: pytest.CaptureFixture[str]) -> None:
-    one = printed_json(capsys, "vit_tiny_patch16_224", "--img-size", "160", "224", "--in-chans", "1")
+    one = printed_json(capsys, "vit_tiny_patch16_224", "--img-size", "160,224", "--in-chans", "1")
     assert (one["facts"]["tokens"], one["facts"]["grid"]) == (140, [10, 14])
     two = printed_json(capsys, "vit_tiny_patch16_224", "--img-size", "32", "--patch-size", "4")
     assert (two["facts"]["tokens"], two["facts"]["grid"]) == (64, [8, 8])

@@ -95,7 +95,15 @@ def test_help_is_short_and_names_every_flag_once(
     assert max(map(len, shown.splitlines())) <= 100
     text = re.sub(r"[\s│]+", " ", shown)
     assert "situs pretrain --preset samples-mp3 --out runs/mp3" in text
-    for flag in ("--preset NAME", "--data PATH", "--out DIR", "--resume DIR", "--epochs N", "--steps N", "--batch N"):
+    for flag in (
+        "--preset NAME",
+        "--data PATH",
+        "--out DIR",
+        "--resume DIR",
+        "--epochs INT",
+        "--steps INT",
+        "--batch INT",
+    ):
         assert flag in text
     below = text[text.index("--help GROUP") :]
     for group in ("method", "backbone", "data", "augment", "optim", "train"):
@@ -106,8 +114,9 @@ def test_help_is_short_and_names_every_flag_once(
         assert flags == {f.name if f.name != "model_args" else "model_args.KEY" for f in fields(held)}
 
 
-def test_help_of_each_group_is_in_help_all(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_each_group_is_in_help_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Every flag the parser takes is explained somewhere, and only where it belongs."""
+    monkeypatch.setenv("COLUMNS", "120")
     assert main(["pretrain", "--help", "all"]) == 0
     flags = set(re.findall(r"(?m)^[ │]{2}(--[a-z][\w.-]*)", capsys.readouterr().out))
     found = set()
@@ -117,7 +126,7 @@ def test_help_of_each_group_is_in_help_all(capsys: pytest.CaptureFixture[str]) -
         own = set(re.findall(r"(?m)^[ │]{2}(--[a-z][\w.-]*)", shown))
         assert all(flag.startswith(f"--{group}.") for flag in own)
         names = {f.name for f in fields(getattr(RunConfig(), group))} - {"model_args"}
-        assert own == {f"--{group}.{name.replace('_', '-')}" for name in names}
+        assert own - {"--backbone.model-args.KEY"} == {f"--{group}.{name.replace('_', '-')}" for name in names}
         assert ("--backbone.model-args.KEY" in shown) == (group == "backbone")
         found |= own
     assert found == {flag for flag in flags if "." in flag}
@@ -200,7 +209,7 @@ def test_flags_that_cannot_be_meant(small: list[str], tmp_path: Path, capsys: py
     assert refused(small, capsys) == both
     assert refused([*told, "--preset", "nosuch"], capsys, out).startswith("unknown preset 'nosuch'; choose one of: cif")
     assert refused([*told, "--method.mask-ratio", "1.2"], capsys, out) == (
-        "mask_ratio=1.2: must be in [0, 1) (--method.mask-ratio)"
+        "method.mask_ratio=1.2: must be in [0, 1) (--method.mask-ratio)"
     )
     assert (
         refused([*told, "--device", "abacus"], capsys, out) == "device=abacus: must be cpu, cuda or cuda:N (--device)"

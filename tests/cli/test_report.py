@@ -39,5 +39,5 @@ def test_runs_side_by_side(outline: Any, trained, tmp_path: Path, capsys: pytest
 def test_what_is_no_run_is_one_sentence(words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     filled = [word.format(folder=tmp_path) for word in words]
     assert main(["report", *filled, "--out", str(tmp_path / "x")]) == 2
-    assert "(RUN)" in capsys.readouterr().err
+    assert "RUN" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

@@ -33,7 +33,7 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_json_of_a_vit(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = printed_json(capsys, NAME, "--img-size", "32", "48", "--steps", "1")
+    shown = printed_json(capsys, NAME, "--img-size", "32,48", "--steps", "1")
     assert (shown["model"], shown["dtype"], shown["steps"]) == (NAME, "float32", 1)
     assert shown["worst"] < shown["tolerance"] == 1e-10
     assert shown["control"] > 1e-3

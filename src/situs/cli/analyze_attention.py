@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import tyro
+from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from
 from situs.cli.result import tell_left_out, write_result
@@ -15,7 +15,7 @@ from situs.cli.result import tell_left_out, write_result
 class Args(ImageArgs):
     """Where a model's heads look."""
 
-    count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = 64
+    count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
     """So many of the images, chosen at random and the same every time."""
 
     layer: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import tyro
+from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs
 
@@ -16,7 +16,7 @@ NAME = "correlation"
 class Args(ImageArgs):
     """Correlation between places."""
 
-    count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = 64
+    count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
     """So many of the images, chosen at random and the same every time."""
 
     batch: int = 16

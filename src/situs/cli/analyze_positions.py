@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
+from cyclopts import Parameter
 
+from situs.cli.flags import POSITIONAL
 from situs.cli.model_args import OpenArgs, open_one_of
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ NAME = "positions"
 class Args(OpenArgs):
     """Position vectors of one or several models."""
 
-    models: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL …")]
+    models: Annotated[tuple[str, ...], POSITIONAL, Parameter(metavar="MODEL …")]
     """Runs, exports and other folders, timm names; a name's weights may follow it: NAME=FILE, NAME=pretrained."""
 
     folds: int = 5
@@ -34,7 +35,7 @@ class Args(OpenArgs):
     seed: int = 0
     """Seed of the folds, of UMAP and of random weights."""
 
-    out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("look")
+    out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("look")
     """Where the numbers (.json), the page (.html) and the figures (.png) go."""
 
 

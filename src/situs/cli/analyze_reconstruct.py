@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import tyro
+from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from
 from situs.cli.result import tell_left_out, write_result
@@ -15,13 +15,13 @@ from situs.cli.result import tell_left_out, write_result
 class Args(ImageArgs):
     """Puzzles that an MP3 or DropPos run solves."""
 
-    count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = 64
+    count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
     """So many of the images, chosen at random and the same every time."""
 
-    ratios: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="SHARE ...")] = None
+    ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
     """MP3's η, or DropPos's γ; the papers' 0, .25, .5 and .75 where nothing is said."""
 
-    position_ratios: Annotated[tuple[float, ...] | None, tyro.conf.arg(metavar="SHARE ...")] = None
+    position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
     """DropPos's γ_pos; .75 and the paper's .95 where nothing is said."""
 
     show: int = 6

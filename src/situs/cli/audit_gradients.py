@@ -9,7 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-import tyro
+from cyclopts import Parameter
+
+from situs.cli.flags import POSITIONAL
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,19 +39,19 @@ DEFENCES, AS_IT_IS = "none,noise,clip,no-pe-gradient", "none"
 class Args:
     """What a model's gradients give away."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
     """A run folder, an export or locked folder, a timm name, or your own module as package.module:function."""
 
-    images: Annotated[str, tyro.conf.arg(metavar="FOLDER")]
+    images: Annotated[str, Parameter(metavar="FOLDER")]
     """Images to attack; any layout that training reads."""
 
     split: str | None = None
     """train, val or test, where the images are split; by default train."""
 
-    weights: Annotated[str | None, tyro.conf.arg(metavar="FILE|pretrained|random")] = None
+    weights: Annotated[str | None, Parameter(metavar="FILE|pretrained|random")] = None
     """For a timm name: a weight file or those timm publishes; by default random."""
 
-    img_size: Annotated[int | tuple[int, int] | None, tyro.conf.arg(metavar="SIDE|HEIGHT WIDTH")] = None
+    img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """For a timm name or your own module: image size in pixels; by default its own."""
 
     classes: int = 1000
@@ -61,11 +63,11 @@ class Args:
     attack: str = "patchembed,april"
     """Attacks by name, apart by commas; matching, april-optimisation and adaptive-mjp search, which takes minutes."""
 
-    defence: Annotated[str | None, tyro.conf.arg(metavar="NAMES")] = None
+    defence: Annotated[str | None, Parameter(metavar="NAMES")] = None
     """Defences by name, apart by commas, settings behind "=": noise=1e-4, clip=0.5, mjp=0.27. For a run of MJP, none is
     the run's own method. By default none,noise,clip,no-pe-gradient; with --fail-above none alone."""
 
-    setting: Annotated[str, tyro.conf.arg(metavar="a,b,c")] = ""
+    setting: Annotated[str, Parameter(metavar="a,b,c")] = ""
     """The settings of MJP's Table 5 instead of the defences: attack x and compare with x (a), attack shuffled images
     and compare with them (b) or with x (c), by attackers who know MJP and who do not; γ by --defence mjp=γ."""
 
@@ -90,20 +92,20 @@ class Args:
     restarts: int = 1
     """matching: starts; the one whose gradients match best is kept."""
 
-    predictor: Annotated[str | None, tyro.conf.arg(metavar="RUN")] = None
+    predictor: Annotated[str | None, Parameter(metavar="RUN")] = None
     """adaptive-mjp: a run of MP3 at this size, asked where hidden patches belong."""
 
-    time_limit: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
+    time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
     """For the whole audit, shared evenly by the attacks still to come."""
 
-    lpips: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    lpips: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """LPIPS weights (AlexNet, checked by sha256); without them there is no LPIPS."""
 
-    fail_above: Annotated[str | None, tyro.conf.arg(metavar="METRIC=NUMBER")] = None
+    fail_above: Annotated[str | None, Parameter(metavar="METRIC=NUMBER")] = None
     """A gate, as psnr=20. Exit status 0: a closed form solved all images and none is above; 3: some image is above; 4:
     not judged (stopped, nothing applied, equations that do not fit), which is no pass."""
 
-    junit: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    junit: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """What the gate says as JUnit XML: a test a defence; not judged is an error."""
 
     pictures: bool = True
@@ -115,7 +117,7 @@ class Args:
     device: str | None = None
     """cpu, cuda or cuda:N; a GPU where there is one."""
 
-    out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("audit")
+    out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("audit")
     """Where gradients.json and report.html go."""
 
 

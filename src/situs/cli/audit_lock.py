@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
+from cyclopts import Parameter
 
+from situs.cli.flags import POSITIONAL
 from situs.cli.tables import print_table
 from situs.errors import SitusError, unknown_name
 from situs.results import percent
@@ -39,35 +40,35 @@ if TYPE_CHECKING:
 class Args:
     """Attacks on a lock."""
 
-    locked: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="LOCKED")]
+    locked: Annotated[Path, POSITIONAL, Parameter(metavar="LOCKED")]
     """The locked folder (situs lock)."""
 
-    attacker: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")] = ()
+    attacker: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ()
     """no-base, images, public-base, drifted-base or labels; several by comma or by giving the flag again. By default
     no-base, images where there are --images or --texts, and public-base where there is a --base."""
 
-    base: Annotated[str | None, tyro.conf.arg(metavar="MODEL")] = None
+    base: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """What the attacker has: a run, an export or model folder, or a timm name with --weights."""
 
-    weights: Annotated[str | None, tyro.conf.arg(metavar="FILE")] = None
+    weights: Annotated[str | None, Parameter(metavar="FILE")] = None
     """The weights of a --base that is a timm name."""
 
-    key: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    key: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The owner's key, to judge the attacks by; not needed where --base is the very model that was locked."""
 
-    images: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    images: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Unlabelled images for the attacker `images`, any that look like those the model was made for."""
 
-    texts: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The same for a model of words: a file with a text on each line; the locked folder brings the tokeniser."""
 
-    count: Annotated[int, tyro.conf.arg(metavar="SAMPLES")] = 24
+    count: Annotated[int, Parameter(metavar="SAMPLES")] = 24
     """So many of the --images or --texts, chosen at random and the same every time."""
 
-    drift: Annotated[tuple[float, ...], tyro.conf.arg(metavar="X")] = (0.3,)
+    drift: Annotated[tuple[float, ...], Parameter(metavar="X")] = (0.3,)
     """drifted-base: noise on the base, in standard deviations of each tensor."""
 
-    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Labelled images: for the attacker `labels`, and to measure accuracy before and after every attack."""
 
     k: int = 100
@@ -82,7 +83,7 @@ class Args:
     seed: int = 0
     """Of the drift and of the attacker's training."""
 
-    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    out: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Write report.html and audit.json there."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-import tyro
+from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs
 
@@ -16,13 +16,13 @@ NAME = "positions-audit"
 class Args(ImageArgs):
     """What a model knows of position."""
 
-    count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = 64
+    count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
     """So many of the images, chosen at random and the same every time; half fit the readers, half are read."""
 
     batch: int = 16
     """Images at a time."""
 
-    ratios: Annotated[tuple[float, ...], tyro.conf.arg(metavar="γ γ …")] = (0.15, 0.5, 0.9)
+    ratios: Annotated[tuple[float, ...], Parameter(metavar="γ,γ,…")] = (0.15, 0.5, 0.9)
     """Shares of the patches to shuffle; the verdict speaks of the first."""
 
     equivariance: bool = True

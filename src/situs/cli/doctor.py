@@ -17,8 +17,6 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Literal
 
-import tyro
-
 from situs.cli.tables import print_table
 
 IMPORTED = ("torch", "torchvision", "timm")
@@ -32,7 +30,7 @@ REQUIREMENT = r"(?P<name>[\w.-]+)(?:\[[^]]*\])?(?:>=(?P<low>[\d.]+))?[^;]*(?:;.*
 class Args:
     """What is installed here, what is missing and how to get it."""
 
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON instead of tables."""
 
 

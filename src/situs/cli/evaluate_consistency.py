@@ -1,6 +1,6 @@
 """What shuffled patches do to a classifier: top-1, Diff.Norm and consistency over γ, mask told and not told.
 
-For example: situs evaluate consistency runs/mjp --ratios 0 .15 .5 --out look
+For example: situs evaluate consistency runs/mjp --ratios 0,.15,.5 --out look
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
-import tyro
+from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from
 from situs.cli.result import print_cells, tell_left_out, write_result
@@ -18,10 +18,10 @@ from situs.cli.result import print_cells, tell_left_out, write_result
 class Args(ImageArgs):
     """Consistency under shuffled patches."""
 
-    ratios: Annotated[tuple[float, ...], tyro.conf.arg(metavar="γ γ …")] = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
+    ratios: Annotated[tuple[float, ...], Parameter(metavar="γ,γ,…")] = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
     """Shares of the patches to shuffle."""
 
-    grid: Annotated[tuple[int, int] | None, tyro.conf.arg(metavar="ROWS COLUMNS")] = None
+    grid: Annotated[tuple[int, int] | None, Parameter(metavar="ROWS,COLUMNS")] = None
     """For a network without tokens (ResNet): the patches to shuffle; else the run's, 14 × 14 or 8 × 8."""
 
     precision: Literal["fp32", "bf16"] = "fp32"

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
+from cyclopts import Parameter
 
+from situs.cli.flags import POSITIONAL
 from situs.cli.model_args import OpenArgs, open_one_of
 from situs.errors import SitusError
 
@@ -19,22 +20,22 @@ from situs.errors import SitusError
 class Args(OpenArgs):
     """Accuracy of several classifiers together."""
 
-    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL MODEL …")]
+    sources: Annotated[tuple[str, ...], POSITIONAL, Parameter(metavar="MODEL MODEL …")]
     """Two or more classifiers: fine-tuned runs, exports, or any other model."""
 
     average: Literal["softmax", "logits"] = "softmax"
     """What is averaged: the probabilities, or what stands before the softmax."""
 
-    count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = None
+    count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
     """So many of the images, chosen at random and the same every time; all where nothing is said."""
 
-    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """The images; by default those the first run was trained on."""
 
     split: str | None = None
     """train, val or test; val and test stand in for each other. By default val, or all of data that is not split."""
 
-    held_out: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    held_out: Annotated[float | None, Parameter(metavar="SHARE")] = None
     """Share of data without val and test that is held out as both; by default what the first run held out."""
 
     batch: int = 256
@@ -43,7 +44,7 @@ class Args(OpenArgs):
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the forward."""
 
-    out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("look")
+    out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("look")
     """Where the numbers (.json), the page (.html) and the figures (.png) go."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
-import tyro
+from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from
 from situs.cli.result import print_cells, tell_left_out, write_result
@@ -21,10 +21,10 @@ class Args(ImageArgs):
     k: int = 20
     """Neighbours."""
 
-    temperature: Annotated[float | None, tyro.conf.arg(metavar="τ|None")] = 0.07
+    temperature: Annotated[float | None, Parameter(metavar="τ|None")] = 0.07
     """τ of the weights exp(similarity / τ); None counts every neighbour as one."""
 
-    bank_count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = 10_000
+    bank_count: Annotated[int | None, Parameter(metavar="IMAGES")] = 10_000
     """At most so many images of the training split as the bank; None for all."""
 
     precision: Literal["fp32", "bf16"] = "fp32"

@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
-import tyro
+from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from
 from situs.cli.result import print_cells, tell_left_out, write_result
 
-_Ratios = Annotated[tuple[float, ...], tyro.conf.arg(metavar="SHARE …")]
+_Ratios = Annotated[tuple[float, ...], Parameter(metavar="SHARE,…")]
 
 
 @dataclass(frozen=True, kw_only=True)

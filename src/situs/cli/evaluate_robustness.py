@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-import tyro
+from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from
 from situs.cli.result import print_cells, write_result
@@ -20,7 +20,7 @@ from situs.cli.result import print_cells, write_result
 if TYPE_CHECKING:
     from situs.evaluate.robustness_run import Progress
 
-_Folder = Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")]
+_Folder = Annotated[Path | None, Parameter(metavar="FOLDER")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +42,10 @@ class Args(ImageArgs):
     imagenet_o: _Folder = None
     """Images of none of the classifier's classes: FOLDER/CLASS/IMAGE. AUPR against --in-distribution."""
 
-    in_distribution: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    in_distribution: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Images of the classifier's own classes beside ImageNet-O; by default --data."""
 
-    class_list: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    class_list: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Class names in the order of the outputs, one a line (for ImageNet the 1,000 wnids), where the model has none."""
 
     precision: Literal["fp32", "bf16"] = "fp32"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import shlex
-from dataclasses import fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from situs.cli.flags import flags_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,22 +37,21 @@ def evidence(verb: str, args: Any, model: nn.Module, weights: str | None = None)
 
 
 def command_of(verb: str, args: Any) -> str:
-    """The command with every flag that is not its default; of paths the last part, since a page tells no folders.
-
-    The first field of `args` is the positional argument.
-    """
-    first, *rest = fields(args)
-    words = ["situs", *verb.split(), _word(getattr(args, first.name))]
-    for field in rest:
-        value = getattr(args, field.name)
-        if value == field.default:
+    """The command with every flag that is not its default; of paths the last part, since a page tells no folders."""
+    places, words = ["situs", *verb.split()], []
+    for flag in flags_of(type(args)):
+        value = getattr(args, flag.fields[0])
+        if flag.positional:
+            places += [_word(each) for each in (value if isinstance(value, tuple) else (value,))]
+        elif value == flag.default:
             continue
-        flag = field.name.replace("_", "-")
-        if isinstance(value, bool):
-            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif isinstance(value, bool):
+            words.append(flag.name if value else f"--no-{flag.name[2:]}")
+        elif isinstance(value, dict):
+            words += [word for key, held in value.items() for word in (f"{flag.name}.{key}", json.dumps(held))]
         else:
-            words += [f"--{flag}", *(_word(each) for each in (value if isinstance(value, tuple) else (value,)))]
-    return shlex.join(words)
+            words += [flag.name, ",".join(map(str, value)) if isinstance(value, tuple) else _word(value)]
+    return shlex.join([*places, *words])
 
 
 def _word(value: Any) -> str:

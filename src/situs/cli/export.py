@@ -6,23 +6,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from cyclopts import Parameter
+
+from situs.cli.flags import POSITIONAL
 
 
 @dataclass(frozen=True)
 class Args:
     """The model of a run in a folder of its own."""
 
-    source: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    source: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
     """The run folder."""
 
-    to: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    to: Annotated[Path, Parameter(metavar="DIR")]
     """The folder to write; it must not exist or be empty."""
 
     ema: bool = True
     """The mean of the weights where there is one, or the weights themselves."""
 
-    force: tyro.conf.FlagCreatePairsOff[bool] = False
+    force: bool = False
     """Replace an export that is already there."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
-import tyro
+from cyclopts import Parameter
 
 from situs.cli.model_args import ModelArgs, open_from
 
@@ -15,16 +15,16 @@ from situs.cli.model_args import ModelArgs, open_from
 class Args(ModelArgs):
     """Pooled features of every image."""
 
-    out: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    out: Annotated[Path, Parameter(metavar="FILE")]
     """The file to write: .safetensors, .npz or .npy. NAME.names.csv beside it says which image each row is."""
 
-    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """The images; by default those a run was trained on."""
 
     split: str = "train"
     """train, val or test."""
 
-    held_out: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    held_out: Annotated[float | None, Parameter(metavar="SHARE")] = None
     """Share of data without val and test that is held out as both; by default what a run held out."""
 
     pool: Literal["mean", "cls"] = "mean"

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from cyclopts import Parameter
 
 from situs.backbones.config import PositionKind
 from situs.cli.arguments import configured
-from situs.cli.pretrain import Training, shortened, train
+from situs.cli.pretrain import SHORT, Training, train
 from situs.errors import SitusError
 from situs.evaluate.finetune import FinetuneConfig, check_labelled, finetune_config, images_of
 from situs.methods import METHODS
@@ -26,24 +26,23 @@ from situs.train.run import RunConfig
 class Args(Training):
     """Fine-tune a pretrained run with labels."""
 
-    source: Annotated[Path | None, tyro.conf.arg(name="from", metavar="RUN")] = None
+    source: Annotated[Path | None, Parameter(name="--from", metavar="RUN")] = None
     """The pretrained run; for other weights --init and --backbone.name instead."""
 
-    positions: Annotated[PositionKind | None, tyro.conf.arg(metavar="KIND")] = None
+    positions: Annotated[PositionKind | None, Parameter(metavar="KIND")] = None
     """learned, sincos, learned_sincos, relative or none; by default the run's own, and learned after MP3."""
 
-    validate_every: Annotated[int, tyro.conf.arg(metavar="N")] = 5
+    validate_every: Annotated[int, Parameter(metavar="N")] = 5
     """Epochs between two looks at the validation split; 0: none, for data without one."""
 
-    config: FinetuneConfig = configured(FinetuneConfig, run_flag="resume", ground=("from", images_of))
+    config: FinetuneConfig = configured(FinetuneConfig, run_flag="resume", ground=("from", images_of), short=SHORT)
 
 
 def run(args: Args) -> int:
     """Fine-tunes; the log holds val_top1 and val_top5."""
     from situs.evaluate.hooks import validation_hooks
 
-    config = shortened(args, args.config)
-    config = begun(args, config) if args.resume is None else resumed(args, config)
+    config = begun(args, args.config) if args.resume is None else resumed(args, args.config)
     return train(args, config, validation_hooks(args.validate_every))
 
 

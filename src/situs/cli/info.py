@@ -10,8 +10,6 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import tyro
-
 from situs.cli.model_args import ModelArgs, open_from
 from situs.cli.tables import print_table
 from situs.errors import SitusError
@@ -30,7 +28,7 @@ LOCKS = {
 class Args(ModelArgs):
     """What a model is made of."""
 
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON instead of tables."""
 
 

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from cyclopts import Parameter
 
 
 @dataclass(frozen=True)
 class Args:
     """A new key."""
 
-    out: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    out: Annotated[Path, Parameter(metavar="FILE")]
     """The file to write; one that exists is never overwritten."""
 
-    passphrase: tyro.conf.FlagCreatePairsOff[bool] = False
+    passphrase: bool = False
     """Wrap the key with a passphrase: SITUS_PASSPHRASE, or asked for."""
 
 

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
+from cyclopts import Parameter
 
+from situs.cli.flags import POSITIONAL
 from situs.results import percent
 
 if TYPE_CHECKING:
@@ -28,26 +29,26 @@ HONEST = (
 class Args:
     """A model, locked with a key."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
     """The folder of a model: an export, or a timm or transformers folder with safetensors."""
 
-    key: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    key: Annotated[Path, Parameter(metavar="FILE")]
     """The key (situs key new)."""
 
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    out: Annotated[Path, Parameter(metavar="DIR")]
     """The folder to write; it must not exist."""
 
-    withhold: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PART")] = ()
-    """Leave a part in a second file for the owner: embedding (all before the blocks) or blocks=K (the first K). Give
-    it again for both."""
+    withhold: Annotated[tuple[str, ...], Parameter(metavar="PART")] = ()
+    """Leave a part in a second file for the owner: embedding (all before the blocks), blocks=K (the first K), or
+    both: embedding,blocks=K."""
 
-    withheld: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The second file to write (mode 0600); by default beside the locked folder."""
 
-    seal: tyro.conf.FlagCreatePairsOff[bool] = False
+    seal: bool = False
     """Encrypt the files at rest as well (AES-256-GCM); the manifest, with names and shapes, stays readable."""
 
-    cover: tyro.conf.FlagCreatePairsOff[bool] = False
+    cover: bool = False
     """Also move MLP units, heads and their channels: it hinders matching, and is no strength of its own."""
 
 

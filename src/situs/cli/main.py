@@ -1,6 +1,6 @@
 """`situs`: finds the verb and runs it.
 
-A verb is a module with a frozen dataclass `Args` and a function `run(args) -> int | None`. Its module, tyro and
+A verb is a module with a frozen dataclass `Args` and a function `run(args) -> int | None`. Its module, cyclopts and
 torch are imported only when it is called: `situs --help` reads the dict below and nothing else.
 """
 
@@ -65,6 +65,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "report": ("situs.cli.report", "several runs side by side on one page, finished or still going"),
         "info": ("situs.cli.info", "what a model is made of, and which methods and locks apply to it"),
         "doctor": ("situs.cli.doctor", "what is installed here, what is missing and how to get it"),
+        "completion": ("situs.cli.completion", "a script that completes verbs and flags in your shell"),
     },
 }
 """heading -> verb -> (module, one line). A verb may have two words: "evaluate ensemble"."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import tyro
+from cyclopts import Parameter
+
+from situs.cli.flags import POSITIONAL
 
 if TYPE_CHECKING:
     from situs.models import Model
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 class OpenArgs:
     """How models are opened."""
 
-    weights: Annotated[str | None, tyro.conf.arg(metavar="FILE|pretrained|random")] = None
+    weights: Annotated[str | None, Parameter(metavar="FILE|pretrained|random")] = None
     """For a timm name: a weight file, those timm publishes, or none."""
 
-    img_size: Annotated[int | tuple[int, int] | None, tyro.conf.arg(metavar="SIDE|HEIGHT WIDTH")] = None
+    img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """Image size in pixels, where it differs from the model's own; your own module needs it."""
 
-    patch_size: Annotated[int | None, tyro.conf.arg(metavar="PIXELS")] = None
+    patch_size: Annotated[int | None, Parameter(metavar="PIXELS")] = None
     """For a timm name: patch size in pixels, where it differs from the model's own."""
 
-    in_chans: Annotated[int | None, tyro.conf.arg(metavar="CHANNELS")] = None
+    in_chans: Annotated[int | None, Parameter(metavar="CHANNELS")] = None
     """For a timm name or your own module: channels of an image; 3 where nothing is said."""
 
-    model_args: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME=VALUE")] = ()
+    model_args: dict[str, Any] = field(default_factory=dict)
     """Arguments for a timm model or your own."""
 
     ema: bool = True
     """For a run: the mean of the weights where there is one, or the weights themselves."""
 
-    key: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    key: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """For a locked folder: the key it was locked with; without one it is looked at as it is."""
 
-    withheld: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """For a locked folder of which parts were withheld: the owner's second file, beside --key."""
 
     device: str | None = None
@@ -52,7 +52,7 @@ class OpenArgs:
 class ModelArgs(OpenArgs):
     """Which model."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
     """A run, an export or another model's folder (timm, Hugging Face), a locked folder, a timm name with its weights
     (NAME=FILE or --weights), or your own module (file.py:Name, package.module:name)."""
 
@@ -61,7 +61,7 @@ class ModelArgs(OpenArgs):
 class LookArgs(ModelArgs):
     """Which model, and where what is found goes."""
 
-    out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("look")
+    out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("look")
     """Where the numbers (.json), the page (.html) and the figures (.png) go."""
 
 
@@ -69,16 +69,16 @@ class LookArgs(ModelArgs):
 class ImageArgs(LookArgs):
     """Which model, on which images."""
 
-    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """The images; by default those a run was trained on."""
 
     split: str | None = None
     """train, val or test; val and test stand in for each other. By default val, or all of data that is not split."""
 
-    held_out: Annotated[float | None, tyro.conf.arg(metavar="SHARE")] = None
+    held_out: Annotated[float | None, Parameter(metavar="SHARE")] = None
     """Share of data without val and test that is held out as both; by default what a run held out."""
 
-    count: Annotated[int | None, tyro.conf.arg(metavar="IMAGES")] = None
+    count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
     """So many of the images, chosen at random and the same every time; all where nothing is said."""
 
     batch: int = 256
@@ -119,7 +119,7 @@ def open_named(
         device=device or start(args.device).device,
         patch_size=args.patch_size,
         in_chans=args.in_chans,
-        model_args=parse_arguments(args.model_args) or None,
+        model_args=args.model_args or None,
         **fields,
     )
     tell_locked(model)
@@ -132,7 +132,7 @@ def open_one_of(source: str, args: OpenArgs, **asked: Any) -> Model:
 
     none: dict[str, Any] = {}
     if Path(source).exists():  # a folder brings its own
-        none = {"weights": None, "img_size": None, "patch_size": None, "in_chans": None, "model_args": ()}
+        none = {"weights": None, "img_size": None, "patch_size": None, "in_chans": None, "model_args": {}}
     elif "=" in source:
         none = {"weights": None}
     if not is_locked(source):
@@ -153,22 +153,6 @@ def unlock_of(source: str, key: Path | None, withheld: Path | None) -> Unlock | 
     from situs.locks.owner import unlocking
 
     return unlocking(read_key(key), withheld)
-
-
-def parse_arguments(given: Sequence[str]) -> dict[str, Any]:
-    """NAME=VALUE in order: numbers, true, false, lists as JSON writes them, else text."""
-    from situs.errors import SitusError
-
-    found = {}
-    for text in given:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise SitusError(f"model_args={text}: must be NAME=VALUE (--model-args)")
-        try:
-            found[name] = json.loads(value)
-        except ValueError:
-            found[name] = value
-    return found
 
 
 def tell_locked(model: Model) -> None:

@@ -8,50 +8,42 @@ On many GPUs: torchrun --nproc-per-node 8 -m situs pretrain and the same flags.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-import tyro
+from cyclopts import Parameter
 
 from situs.cli.arguments import Recipe, configured
 from situs.methods import METHODS
 from situs.train.contract import Result
 from situs.train.run import Hooks, RunConfig, train_run
 
+SHORT = {
+    "data": ("data.path",),
+    "epochs": ("train.epochs",),
+    "steps": ("train.max_steps",),
+    "batch": ("data.batch",),
+    "seed": ("train.seed", "data.seed"),
+    "parallel": ("train.parallel",),
+}
+"""Everyday flags, each for fields of the run's config."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Recipe):
-    """What every training verb takes; a short flag here stands for the longer one it names."""
+    """What every training verb takes."""
 
-    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
-    """The images: folder, parquet files, WebDataset tars, CIFAR batches, or "samples" for the embedded set."""
-
-    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    out: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """A new folder for the run."""
 
-    resume: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    resume: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """A run to go on with, after a crash, a Ctrl-C or a full disk; --epochs or --steps makes it longer."""
 
-    start_over: tyro.conf.FlagCreatePairsOff[bool] = False
+    start_over: bool = False
     """With --resume, where no checkpoint is whole: begin again, the rest set aside."""
 
-    epochs: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Passes over the data (--train.epochs)."""
-
-    steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Stop after so many updates (--train.max-steps)."""
-
-    batch: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Images a step over all ranks (--data.batch)."""
-
-    seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Seed of initial weights, draws, order and augmentation (--train.seed, --data.seed)."""
-
-    parallel: Literal["ddp", "fsdp"] | None = None
-    """How torchrun's ranks share the model: copied or sharded (--train.parallel)."""
-
-    device: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda or cuda:N; by default a GPU where there is one."""
 
 
@@ -59,32 +51,14 @@ class Training(Recipe):
 class Args(Training):
     """Pretrain a backbone."""
 
-    config: RunConfig = configured(RunConfig, run_flag="resume")
+    config: RunConfig = configured(RunConfig, run_flag="resume", short=SHORT)
 
 
 def run(args: Args) -> int:
     """Trains; exit status 130 where it was interrupted (and can be resumed)."""
     from situs.evaluate.hooks import probe_hooks
 
-    return train(args, shortened(args, args.config), probe_hooks)
-
-
-def shortened(args: Training, config: RunConfig) -> RunConfig:
-    """The config with what the short flags say."""
-    train, data = config.train, config.data
-    if args.epochs is not None:
-        train = replace(train, epochs=args.epochs)
-    if args.steps is not None:
-        train = replace(train, max_steps=args.steps)
-    if args.parallel is not None:
-        train = replace(train, parallel=args.parallel)
-    if args.seed is not None:
-        train, data = replace(train, seed=args.seed), replace(data, seed=args.seed)
-    if args.batch is not None:
-        data = replace(data, batch=args.batch)
-    if args.data is not None:
-        data = replace(data, path=args.data)
-    return replace(config, train=train, data=data)
+    return train(args, args.config, probe_hooks)
 
 
 def train(args: Training, config: RunConfig, hooks: Hooks) -> int:

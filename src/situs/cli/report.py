@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
-import tyro
+from cyclopts import Parameter
 
+from situs.cli.flags import POSITIONAL
 from situs.cli.result import write_result
 
 
@@ -15,13 +16,13 @@ from situs.cli.result import write_result
 class Args:
     """Runs side by side."""
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN…")]
+    runs: Annotated[tuple[Path, ...], POSITIONAL, Parameter(metavar="RUN…")]
     """Run folders: finished, going on or broken off."""
 
     over: Literal["epoch", "step"] = "epoch"
     """What the curves run over."""
 
-    out: Annotated[Path, tyro.conf.arg(metavar="FOLDER")] = Path("look")
+    out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("look")
     """Where the numbers (.json), the page (.html) and the figures (.png) go."""
 
 

@@ -6,12 +6,13 @@ Without a run to start from, a small ViT is pretrained on the embedded images fi
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import tyro
+from cyclopts import Parameter
 
+from situs.cli.arguments import configured
 from situs.cli.tables import print_table
 from situs.locks.study.finetune import StudyConfig
 from situs.results import percent
@@ -27,16 +28,16 @@ PAPER = {"normal": "97.74 %", "authorised": "97.94 %", "unauthorised": "78.03 %"
 class Args:
     """The fine-tuning study of a locked ViT."""
 
-    source: Annotated[str | None, tyro.conf.arg(name="from", metavar="RUN")] = None
+    source: Annotated[str | None, Parameter(name="--from", metavar="RUN")] = None
     """The run whose model is locked; by default a small ViT is pretrained on the embedded images."""
 
-    data: Annotated[str | None, tyro.conf.arg(metavar="PATH")] = None
+    data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Labelled images to fine-tune on; by default those of the run."""
 
-    out: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    out: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Write report.html and study.json there."""
 
-    config: Annotated[StudyConfig, tyro.conf.arg(name="")] = field(default_factory=StudyConfig)
+    config: StudyConfig = configured(StudyConfig)
     """How long, and on how much."""
 
 

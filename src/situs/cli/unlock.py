@@ -10,26 +10,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import tyro
+from cyclopts import Parameter
+
+from situs.cli.flags import POSITIONAL
 
 
 @dataclass(frozen=True)
 class Args:
     """A locked model, opened."""
 
-    locked: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="LOCKED")]
+    locked: Annotated[Path, POSITIONAL, Parameter(metavar="LOCKED")]
     """The locked folder."""
 
-    key: Annotated[Path, tyro.conf.arg(metavar="FILE")]
+    key: Annotated[Path, Parameter(metavar="FILE")]
     """The key it was locked with."""
 
-    out: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    out: Annotated[Path, Parameter(metavar="DIR")]
     """The folder to write; it must not exist."""
 
-    withheld: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The owner's second file, where parts were withheld."""
 
-    retrained: tyro.conf.FlagCreatePairsOff[bool] = False
+    retrained: bool = False
     """The locked weights were trained since: take new values of the same layout (manifest.json beside them)."""
 
 

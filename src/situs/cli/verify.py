@@ -12,8 +12,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-import tyro
-
 from situs.cli.model_args import ModelArgs, open_from
 from situs.cli.tables import print_table
 
@@ -37,7 +35,7 @@ class Args(ModelArgs):
     modules: bool = True
     """Also list the verdicts module by module."""
 
-    json: tyro.conf.FlagCreatePairsOff[bool] = False
+    json: bool = False
     """Print JSON instead of tables."""
 
 

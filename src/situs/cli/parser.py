@@ -1,0 +1,88 @@
+"""cyclopts' parser of a verb's flags. It gives words; what they mean is for `situs.config`, as it is for files."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from cyclopts import App, Parameter
+
+from situs.cli.flags import Flag
+
+
+def app_of(flags: Sequence[Flag], prog: str, about: str = "") -> App:
+    """The parser of these flags; its help shows them in groups."""
+
+    def verb(*_: Any, **__: Any) -> None:
+        raise AssertionError("parsed, never called")
+
+    places = [flag for flag in flags if flag.positional]
+    parameters = [
+        inspect.Parameter(
+            identifier(flag),
+            inspect.Parameter.POSITIONAL_ONLY if flag.positional else inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if flag.required else flag.default,
+            annotation=_annotation(flag),
+        )
+        for flag in (*places, *(flag for flag in flags if not flag.positional))
+    ]
+    verb.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    usage = " ".join([prog, *(flag.metavar for flag in places), "[FLAGS]"])
+    app = App(name=prog, help=about, usage=usage, help_flags=(), version_flags=(), result_action="return_value")
+    app.default(verb)
+    return app
+
+
+def identifier(flag: Flag) -> str:
+    """The name that the parser knows a flag by."""
+    return "flag_" + (flag.fields[0] if flag.positional else flag.name[2:].replace("-", "_").replace(".", "__"))
+
+
+def _annotation(flag: Flag) -> Any:
+    words = [str(word) for each in members_of(flag.kind) if get_origin(each) is Literal for word in get_args(each)]
+    kind: Any = str
+    if get_origin(flag.kind) is dict:
+        kind = dict[str, str]
+    elif flag.positional and get_origin(flag.kind) is tuple:
+        kind = tuple[str, ...]
+    elif flag.kind is bool:
+        kind = bool
+    # What is off by itself needs no word that puts it off; but a preset may have put a config's on.
+    twin = flag.kind is bool and not (flag.own and flag.default is False)
+    return Annotated[
+        kind,
+        Parameter(
+            name=flag.name,
+            negative=None if twin else (),
+            allow_repeating=kind in (str, bool),  # the last one counts, so that a script may add to a command
+            choices=words or None,
+            show_choices=False,
+            help=flag.help,
+            metavar=flag.metavar if kind is str else None,
+            show_default=_shown(flag),
+            group="Arguments" if flag.positional else flag.group or "Flags",
+        ),
+    ]
+
+
+def _shown(flag: Flag) -> Any:
+    """How the help shows a default: a list as it is written, and nothing where it would say nothing."""
+    value = flag.default
+    if value in (None, "", ()) or isinstance(value, dict) or (flag.own and value is False):
+        return False
+    if isinstance(value, bool):
+        return lambda _: "yes" if value else "no"
+    if isinstance(value, tuple):
+        return lambda _: ",".join(f"{each:g}" if isinstance(each, float) else str(each) for each in value)
+    return True
+
+
+def members_of(kind: Any) -> tuple[Any, ...]:
+    """The types of a union, or the one type."""
+    if get_origin(kind) is Annotated:
+        return members_of(get_args(kind)[0])
+    if get_origin(kind) in (Union, UnionType):
+        return tuple(each for member in get_args(kind) for each in members_of(member))
+    return (kind,)

@@ -1,0 +1,56 @@
+"""The shell completes verbs, flags and words: bash runs the script that the verb prints."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from situs.cli.main import main
+
+COMPLETE = """
+source {script}
+COMP_LINE="{line}"; COMP_POINT=${{#COMP_LINE}}
+read -ra COMP_WORDS <<< "{line}"; [[ "{line}" == *" " ]] && COMP_WORDS+=("")
+COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
+{function}
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from contextlib import redirect_stdout
+
+    path = tmp_path_factory.mktemp("completion") / "situs.bash"
+    with path.open("w") as file, redirect_stdout(file):
+        assert main(["completion", "bash"]) == 0
+    return path
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("situs ev", {"evaluate"}),
+        ("situs evaluate kn", {"knn"}),
+        ("situs pretrain --optim.warm", {"--optim.warmup-epochs"}),
+        ("situs pretrain --method.dal-w", {"--method.dal-weight", "--method.dal-warmup"}),
+        ("situs evaluate probe --kind ", {"position", "class"}),
+    ],
+)
+def test_bash_completes(line: str, words: set[str], script: Path) -> None:
+    bash = shutil.which("bash")
+    assert bash is not None
+    text = script.read_text()
+    function = text.split("complete ")[-1].split("-F ")[1].split()[0]
+    code = COMPLETE.format(script=script, line=line, function=function)
+    done = subprocess.run([bash, "-c", code], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) == words
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish", "powershell"])
+def test_other_shells_get_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    assert "audit" in capsys.readouterr().out
