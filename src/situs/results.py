@@ -6,8 +6,9 @@ Nothing here draws or writes; `situs.pages` knows the page of each type of resul
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, SupportsFloat
 
 Cell = str | int | float | bool | None
@@ -48,6 +49,22 @@ class Provenance:
     facts: Mapping[str, Any] = field(default_factory=dict)
     of: tuple[Origin, ...] = ()
     left_out: tuple[str, ...] = ()
+
+    @classmethod
+    def joint(cls, parts: Iterable[Provenance], facts: Mapping[str, Any] = MappingProxyType({})) -> Provenance:
+        """That of several beside each other; facts: what holds for all of them."""
+        parts = list(parts)
+        left_out = dict.fromkeys(said for part in parts for said in part.left_out)
+        return cls(facts, tuple(origin for part in parts for origin in part.of), tuple(left_out))
+
+    @property
+    def name(self) -> str:
+        """Of what was measured, the first of several."""
+        return self.of[0].name if self.of else "model"
+
+    def title(self, text: str) -> str:
+        """`text` behind the name of the data."""
+        return f"{self.facts['data']}, {text}" if "data" in self.facts else text
 
 
 @dataclass(frozen=True, kw_only=True)

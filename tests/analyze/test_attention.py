@@ -14,6 +14,8 @@ from torch import Tensor
 
 from situs.analyze import attention
 from situs.analyze.attention import (
+    Attention,
+    Shown,
     check_layer,
     image_maps,
     offset_counts,
@@ -25,12 +27,13 @@ from situs.analyze.attention import (
     top_share,
     uniform_distance,
 )
-from situs.analyze.attention_page import Shown, attention_numbers, attention_page, layer_rows
 from situs.backbones import create_backbone
 from situs.backbones.attention_maps import watch_attention
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.methods.base import Batch
+from situs.pages import make_page
+from situs.results import Provenance
 
 GRIDS = st.tuples(st.integers(1, 4), st.integers(1, 4))
 
@@ -189,9 +192,10 @@ def page_of(name: str) -> tuple[str, dict[str, Any], dict[str, bytes]]:
     images = batches()[0].inputs
     shown = Shown(images.clamp(0, 1), image_maps(backbone, images, 1), 1, cls="reg4" not in name)
     found = survey(backbone, batches())
-    page, pictures = attention_page("tiny", found, shown, {"seed": 0})
-    assert [row[0] for row in layer_rows(found)] == ["1", "2"]
-    return page.render(), attention_numbers(found, shown), pictures
+    result = Attention(found, shown, provenance=Provenance({"seed": 0}))
+    assert [row[0] for row in result.summary().tables[0].rows] == ["1", "2"]
+    page = make_page(result)
+    return page.render(), result.numbers(), page.pictures
 
 
 @pytest.mark.parametrize(

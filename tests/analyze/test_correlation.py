@@ -12,13 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.analyze.correlation import Correlation, correlate, distances, standardised
-from situs.analyze.correlation_page import in_words, make_page, overview, to_json
+from situs.analyze.correlation import Correlation, Correlations, correlate, distances, standardised
 from situs.analyze.layers import Layer, patch_layers
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.data.batch import Batch
 from situs.errors import SitusError
+from situs.pages import make_page
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 24, "num_heads": 3}
 
@@ -67,17 +67,17 @@ def test_batches_do_not_matter(backbone: Backbone) -> None:
 def test_shared_place_counts_with_positions_and_not_without(backbone: Backbone) -> None:
     """Images of noise have nothing in common but their places."""
     sets = batches(40, (40,))
-    told, untold = (correlate(backbone, sets, positions=each)["norm"].summary for each in (True, False))
+    told, untold = (correlate(backbone, sets, positions=each)["norm"].means for each in (True, False))
     assert told["position"] > 0.3
     assert abs(untold["position"]) < 0.05
 
 
-def test_summary_by_hand() -> None:
+def test_means_by_hand() -> None:
     within = torch.tensor([[1.0, 0.6, 0.2], [0.6, 1.0, 0.4], [0.2, 0.4, 1.0]], dtype=torch.float64)
     across = torch.tensor([[0.5, 0.1, 0.0], [0.1, 0.3, 0.2], [0.0, 0.2, 0.1]], dtype=torch.float64)
     found = Correlation((1, 3), within, across, 4)
     expected = {"within_near": 0.5, "within": 0.4, "across_same": 0.3, "across": 0.1, "position": 0.2, "image": 0.3}
-    assert found.summary == pytest.approx(expected)
+    assert found.means == pytest.approx(expected)
     steps, inside, between = found.by_distance()
     assert steps == [0, 1, 2]
     assert inside == pytest.approx([1.0, 0.5, 0.2])
@@ -118,14 +118,16 @@ def of_three(place: float, image: float) -> Correlation:
     ],
 )
 def test_a_gain_of_a_hundredth_is_worth_a_word(place: float, image: float, said: tuple[str, str]) -> None:
-    words = in_words({"embedding": of_three(0.3, 0.1), "1": of_three(0.1, 0.1), "norm": of_three(place, image)})
+    depths = {"embedding": of_three(0.3, 0.1), "1": of_three(0.1, 0.1), "norm": of_three(place, image)}
+    words = Correlations(depths).summary().sentence
     assert all(each in words for each in said)
     assert ("A shared place weighs most after the final norm: 0.40" in words) == (place == 0.4)
     assert ("A shared place weighs most before the first block: 0.30" in words) == (place < 0.4)
 
 
 def test_a_row_for_every_depth() -> None:
-    header, rows = overview({"embedding": of_three(0.3, 0.1), "norm": of_three(0.02, 0.2)})
+    depths = {"embedding": of_three(0.3, 0.1), "norm": of_three(0.02, 0.2)}
+    _, header, rows = Correlations(depths).summary().tables[0]
     assert header == ["after", "near", "1 image", "same place", "2 images", "shared place", "shared image"]
     assert rows == [
         ["embedding", "0.400", "0.400", "0.600", "0.300", "0.300", "0.100"],
@@ -135,16 +137,16 @@ def test_a_row_for_every_depth() -> None:
 
 def test_page_says_first_what_was_found(backbone: Backbone) -> None:
     found = correlate(backbone, batches(12, (12,)))
-    page, pictures = make_page("tiny", found, {"seed": 0})
+    page, said = make_page(Correlations(found)), Correlations(found).summary().sentence
     text = page.render()
-    assert set(pictures) == {"maps", "distance", "layers"}
-    assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
-    assert text.index(in_words(found)[:60]) < text.index("<figure>") < text.index("<table")
-    assert "they keep their position" in in_words(found)
+    assert set(page.pictures) == {"maps", "distance", "layers"}
+    assert all(picture.startswith(b"\x89PNG") for picture in page.pictures.values())
+    assert text.index(said[:60]) < text.index("<figure>") < text.index("<table")
+    assert "they keep their position" in said
     untold = correlate(backbone, batches(60, (60,)), positions=False)
-    last = untold["norm"].summary
-    assert ("no position is left" in in_words(untold)) == (last["position"] < 0.01)
-    numbers = json.loads(json.dumps(to_json(found)))
+    last = untold["norm"].means
+    assert ("no position is left" in Correlations(untold).summary().sentence) == (last["position"] < 0.01)
+    numbers = json.loads(json.dumps(Correlations(found).to_json()))
     assert numbers["images"] == 12
-    assert numbers["depths"]["norm"]["within"] == pytest.approx(found["norm"].summary["within"])
+    assert numbers["depths"]["norm"]["within"] == pytest.approx(found["norm"].means["within"])
     assert np.array(numbers["across"]).shape == (6, 6)

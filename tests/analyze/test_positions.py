@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from situs.analyze import positions_page
-from situs.analyze.positions import Look, grasp, in_words, look_at, look_at_references, to_json
-from situs.analyze.positions_page import few_places, make_page, overview
+from situs.analyze.positions import Look, PositionTables, grasp, in_words, look_at, look_at_references, to_json
 from situs.analyze.tables import PositionTable
 from situs.core.position import sincos
+from situs.pages import positions as page_of_positions
+from situs.pages.positions import few_places, page
 
 
 def table(name: str = "sincos", grid: tuple[int, int] = (4, 5), dim: int = 16) -> PositionTable:
@@ -58,7 +58,7 @@ def test_without_a_seed_it_is_0() -> None:
 def test_references_are_known(looks: list[Look]) -> None:
     sincos, random = look_at_references(looks[0].table)
     assert sincos.decoded.left < 0.1 < 0.9 < random.decoded.left
-    header, rows = overview(looks, [sincos, random])
+    _, header, rows = PositionTables(looks, [sincos, random]).summary().tables[0]
     assert [row[0] for row in rows] == [
         "knows, learned table",
         "knows nothing, learned table",
@@ -69,9 +69,9 @@ def test_references_are_known(looks: list[Look]) -> None:
 
 
 def test_page_shows_each_model_and_says_how_to_get_umap(looks: list[Look], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(positions_page, "has_umap", lambda: False)
-    page, pictures = make_page(looks, look_at_references(looks[0].table), {"seed": 0})
-    text = page.render()
+    monkeypatch.setattr(page_of_positions, "has_umap", lambda: False)
+    drawn = page(PositionTables(looks, look_at_references(looks[0].table)))
+    text, pictures = drawn.render(), drawn.pictures
     each = {"pca-2d", "pca-3d", "cosine", "guesses"}
     assert set(pictures) == each | {f"{name}-2" for name in each} | {"energy"}
     assert text.count("<figure>") == len(pictures)
@@ -81,11 +81,11 @@ def test_page_shows_each_model_and_says_how_to_get_umap(looks: list[Look], monke
 
 
 def test_page_draws_umap_where_it_is_installed(looks: list[Look], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(positions_page, "has_umap", lambda: True)
-    monkeypatch.setattr(positions_page, "umap_points", lambda rows, seed: rows[:, :2].numpy())
-    page, pictures = make_page(looks[:1], [], {})
-    assert "umap" in pictures
-    text = page.render()
+    monkeypatch.setattr(page_of_positions, "has_umap", lambda: True)
+    monkeypatch.setattr(page_of_positions, "umap_points", lambda rows, seed: rows[:, :2].numpy())
+    drawn = page(PositionTables(looks[:1], []))
+    assert "umap" in drawn.pictures
+    text = drawn.render()
     assert "UMAP with 15 neighbours" in text
     assert "pip install" not in text
 
@@ -98,6 +98,6 @@ def test_few_places_are_owned_up_to(dim: int, said: str) -> None:
 
 
 def test_a_single_row_of_places_has_a_page() -> None:
-    page, pictures = make_page([look_at("small", table("noise", grid=(1, 6), dim=8))], [], {})
-    assert "cosine" in pictures
-    assert "<h1>Positions of small</h1>" in page.render()
+    drawn = page(PositionTables([look_at("small", table("noise", grid=(1, 6), dim=8))], []))
+    assert "cosine" in drawn.pictures
+    assert "<h1>Positions of small</h1>" in drawn.render()

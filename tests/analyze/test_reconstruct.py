@@ -24,22 +24,12 @@ from situs.analyze.reconstruct import (
     solve_mix,
     study,
 )
-from situs.analyze.reconstruct_page import (
-    mix_figure,
-    own_places_panel,
-    placed_panel,
-    reconstruct_numbers,
-    reconstruct_page,
-    score_rows,
-    trained_with,
-    unordered_panel,
-    verdict_panel,
-)
 from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.methods import METHODS, Batch
 from situs.methods.droppos import DropPos, DropPosConfig
 from situs.methods.mp3 import MP3, MP3Config
+from situs.pages.reconstruct import mix_figure, own_places_panel, page, placed_panel, unordered_panel, verdict_panel
 
 SHAPE = {"depth": 1, "embed_dim": 16, "num_heads": 2}
 GRID = (2, 3)
@@ -263,17 +253,17 @@ def test_a_study_is_one_pass_that_equals_separate_solving() -> None:
         assert torch.equal(found.solved[setting].guesses, whole.guesses[:3])
     assert len(found.mixes) == len(found.pairs) == 2
     assert torch.equal(found.pairs[1][1], batch(5).inputs[3:4] / 2)
-    numbers = reconstruct_numbers(found)
+    numbers = found.numbers()
     assert numbers["settings"][1]["right"] == found.scores[tried[1]].right
-    assert [row[0] for row in score_rows(found.scores, 6)] == ["η = 0", "η = 0.5"]
+    assert [row[0] for row in found.summary().tables[0].rows] == ["η = 0", "η = 0.5"]
 
 
 def test_pages_carry_their_figures_and_words(outline: Any) -> None:
     method = make(MP3, MP3Config(mask_ratio=0.5))
     found = study_of(method, [Setting(0.0), Setting(0.5)], show=2, pairs=1)
-    page, pictures = reconstruct_page("tiny", found, trained_with(method), {"seed": 0})
-    assert set(pictures) == {"one", "placed", "mix-1"}
-    text = page.render()
+    drawn = page(found)
+    assert set(drawn.pictures) == {"one", "placed", "mix-1"}
+    text = drawn.render()
     assert "The model was trained with η = 0.5." in text
     assert "Two images in one" in text
     best = max(scores.right for scores in found.scores.values())
@@ -281,11 +271,11 @@ def test_pages_carry_their_figures_and_words(outline: Any) -> None:
 
     method = make(DropPos, DropPosConfig(decoder_width=16, decoder_heads=2, decoder_depth=1))
     found = study_of(method, [Setting(0.0, 0.5), Setting(0.5, 0.5), Setting(0.0, 0.75)], show=2)
-    page, pictures = reconstruct_page("tiny", found, trained_with(method), {"seed": 0})
-    assert set(pictures) == {"verdict-0.5", "placed-0.5", "verdict-0.75", "placed-0.75"}
-    assert found.mixes == []
-    assert "γ = 0.75, γ_pos = 0.75." in page.render()
-    assert outline(page.render()) == [
+    drawn = page(found)
+    assert set(drawn.pictures) == {"verdict-0.5", "placed-0.5", "verdict-0.75", "placed-0.75"}
+    assert not found.mixes
+    assert "γ = 0.75, γ_pos = 0.75." in drawn.render()
+    assert outline(drawn.render()) == [
         "How many patches are put right, 3 rows",
         "γ_pos = 0.5, 1 text, 2 figures",
         "γ_pos = 0.75, 1 text, 2 figures",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from situs.analyze.runs import (
+    Runs,
     best,
     curve,
     find_results,
@@ -20,8 +21,8 @@ from situs.analyze.runs import (
     speed,
     split_configs,
 )
-from situs.analyze.runs_page import runs_numbers, runs_page, status_rows
 from situs.errors import SitusError
+from situs.pages import make_page
 from situs.report import figures
 from situs.report.html import Page
 from situs.train.folder import FORMAT
@@ -93,7 +94,7 @@ def test_how_far_runs_came(runs: list[Path]) -> None:
     assert going.status == "not finished: step 20 of 30 (it may be running, or was stopped)"
     (runs[1] / "nan").mkdir()
     assert read_runs(runs)[1].status == "ended after step 20 by a step that was not finite"
-    assert status_rows([whole])[0] == ["whole", "mp3", "finished, 40 steps", "1:20", "2.5"]
+    assert Runs([whole]).summary().tables[0].rows[0] == ["whole", "mp3", "finished, 40 steps", "1:20", "2.5"]
 
 
 def test_a_line_that_is_being_written_is_left_out(runs: list[Path]) -> None:
@@ -166,8 +167,7 @@ def test_results_in_a_run_are_found_by_their_page(runs: list[Path]) -> None:
     Page("Grid").write(look / "grid.html")
     (found,) = find_results(runs[0])
     assert (found.name, found.pictures) == ("look/grid", {"cells": picture})
-    page, _ = runs_page(read_runs(runs))
-    text = page.render()
+    text = make_page(Runs(read_runs(runs))).render()
     assert "Result: look/grid" in text
     assert "<td>mean</td>" in text
     assert "<td>inner.top</td>" in text
@@ -177,7 +177,7 @@ def test_results_in_a_run_are_found_by_their_page(runs: list[Path]) -> None:
 
 def test_page_says_what_the_numbers_say(runs: list[Path]) -> None:
     found = read_runs(runs)
-    page, pictures = runs_page(found)
+    page = make_page(Runs(found))
     text = page.render()
     assert "1 of 2 runs are finished." in text
     assert "Val top1 is best in going (0.75) and worst in whole (0.3)." in text
@@ -186,27 +186,26 @@ def test_page_says_what_the_numbers_say(runs: list[Path]) -> None:
     assert "<summary>5 fields that all runs share</summary>" in text
     assert "data.batch = 8" in text
     assert "NVIDIA H200" in text
-    assert list(pictures) == ["curves"]
-    numbers = json.loads(json.dumps(runs_numbers(found)))
+    assert list(page.pictures) == ["curves"]
+    numbers = json.loads(json.dumps(Runs(found).to_json()))
     assert numbers["runs"][0]["last"]["val_top1"] == 0.3
     assert numbers["runs"][0]["best"]["val_top1"] == {"value": 0.5, "step": 20}
     assert "different methods" not in text
 
 
 def test_one_run_and_runs_of_different_methods(runs: list[Path], tmp_path: Path) -> None:
-    page, _ = runs_page(read_runs(runs[:1]), "step")
-    text = page.render()
+    text = make_page(Runs(read_runs(runs[:1]), "step")).render()
     assert "Loss went from 10 to 2.5." in text
     assert "All 7 fields" in text
     other = write_run(tmp_path / "droppos", records(40), {**CONFIG, "method": {"name": "droppos"}})
-    text = runs_page(read_runs([runs[0], other]))[0].render()
+    text = make_page(Runs(read_runs([runs[0], other]))).render()
     assert "their losses measure different things" in text
     assert "Position accuracy, each method on its own task: 0.4 in whole, 0.4 in droppos." in text
 
 
 def test_an_empty_run_beside_another_is_told(runs: list[Path], tmp_path: Path) -> None:
     empty = write_run(tmp_path / "new", None)
-    text = runs_page(read_runs([runs[0], empty]))[0].render()
+    text = make_page(Runs(read_runs([runs[0], empty]))).render()
     assert "Nothing is logged yet by new." in text
     assert "has logged nothing yet" in text
 

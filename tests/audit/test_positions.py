@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from situs.audit.positions import PositionAudit, audit_positions, to_dict, verdict
-from situs.audit.positions_page import make_page
+from situs.audit.positions import PositionAudit, audit_positions, verdict
 from situs.audit.positions_probe import OWN, REMOVED, SHUFFLED
 from situs.backbones import create_backbone
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.locks.verify import Finding
+from situs.pages import make_page
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 24, "num_heads": 3}
 
@@ -77,7 +77,7 @@ def test_model_without_positions_does_not_mind_shuffles() -> None:
     assert all(row.diff_norm < 1e-9 for row in found.shuffled)
     assert found.no_vectors.startswith("its positions took no part")
     assert (found.rows, found.looks) == (None, ())
-    text = make_page(found, {})[0].render()
+    text = make_page(found).render()
     assert "Not measured (--no-equivariance)" in text
     assert "There is nothing to see: its positions took no part" in text
 
@@ -112,9 +112,9 @@ def test_words_at_the_borders(audit: PositionAudit) -> None:
 
 
 def test_page_opens_with_the_verdict_and_shows_every_depth(audit: PositionAudit) -> None:
-    page, pictures = make_page(audit, {"seed": 0})
+    page = make_page(audit)
     text = page.render()
-    assert set(pictures) == {"error", "named", "vectors", "spectrum"}
+    assert set(page.pictures) == {"error", "named", "vectors", "spectrum"}
     assert text.index("<h2>Verdict</h2>") < text.index("is told its 3 × 4 places") < text.index("<figure>")
     for condition in (OWN, REMOVED, SHUFFLED):
         assert f"features, {condition}" in text
@@ -125,7 +125,7 @@ def test_page_opens_with_the_verdict_and_shows_every_depth(audit: PositionAudit)
 
 
 def test_numbers_are_plain_json(audit: PositionAudit) -> None:
-    numbers = json.loads(json.dumps(to_dict(audit)))
+    numbers = json.loads(json.dumps(audit.to_json()))
     assert numbers["verdict"] == verdict(audit)
     assert [each["depth"] for each in numbers["readings"][OWN]] == ["embedding", "1", "2", "norm"]
     assert (numbers["images_fitted_on"], numbers["images_read"]) == (20, 20)

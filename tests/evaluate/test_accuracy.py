@@ -8,8 +8,7 @@ from sklearn.metrics import log_loss, top_k_accuracy_score
 from torch import Tensor, nn
 
 from situs.errors import SitusError
-from situs.evaluate.accuracy import Accuracy, ClassTally, evaluate_accuracy
-from situs.evaluate.accuracy_page import by_class
+from situs.evaluate.accuracy import Accuracy, evaluate_accuracy, evaluate_classes
 from situs.methods.base import Batch
 
 CLASSES = 12
@@ -132,13 +131,12 @@ def test_ranks_are_summed_and_not_averaged(monkeypatch: pytest.MonkeyPatch) -> N
 def test_answers_are_counted_by_class() -> None:
     logits = torch.eye(3)[torch.tensor([0, 1, 1, 2, 0])]
     labels = torch.tensor([0, 0, 1, 1, 0])
-    tally = ClassTally(3)
     parts = [
         Batch(logits[:3], torch.arange(3), {"label": labels[:3]}),
         Batch(logits[3:], torch.arange(2), {"label": labels[3:]}),
     ]
-    found = evaluate_accuracy(lambda images: images, parts, classes=3, tally=tally)
-    assert found.top1 == 3 / 5
-    assert tally.answers().tolist() == [[2, 1, 0], [0, 1, 1], [0, 0, 0]]
-    rows = by_class(tally.answers(), ("a", "b", "c"))
+    found = evaluate_classes(lambda images: images, parts, ("a", "b", "c"))
+    assert found.accuracy.top1 == 3 / 5
+    assert found.answers.tolist() == [[2, 1, 0], [0, 1, 1], [0, 0, 0]]
+    rows = found.numbers()["classes"]
     assert [tuple(row.values()) for row in rows] == [("a", 3, 2 / 3, "b"), ("b", 2, 1 / 2, "c"), ("c", 0, None, None)]

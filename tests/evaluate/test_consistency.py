@@ -87,7 +87,7 @@ def test_every_number_is_that_of_one_image_at_a_time(kind: str) -> None:
         model = MJP(backbone, VARIANTS["J"]).double()
         unknown = nn.init.normal_(model.unknown, std=2.0).detach()
     sets = batches(7, 7, 4)
-    found = measure_consistency(model.train(), sets, (0.1, 0.6), seed=5)
+    found = measure_consistency(model.train(), sets, (0.1, 0.6), seed=5).rows
     assert [(row.ratio, row.told) for row in found] == [(0.1, True), (0.1, False), (0.6, True), (0.6, False)]
     for row in found:
         hand = by_hand(backbone, row.ratio, row.told, unknown, sets, 5)
@@ -104,17 +104,17 @@ def test_a_model_without_positions_does_not_mind_any_shuffle(ratio: float, seed:
     sets = batches(5, 3)
     views = [make("none"), MJP(make("learned"), VARIANTS["B"]).double()]
     for model in views:
-        (row,) = measure_consistency(model, sets, (ratio,), seed=seed)
+        (row,) = measure_consistency(model, sets, (ratio,), seed=seed).rows
         assert (row.told, row.consistency) == (False, 1.0)
         assert row.diff_norm < 1e-9
         assert row.clean_norm > 1
-    (row,) = measure_consistency(make("learned"), sets, (ratio,), seed=seed, positions=False)
+    (row,) = measure_consistency(make("learned"), sets, (ratio,), seed=seed, positions=False).rows
     assert row.diff_norm < 1e-9
 
 
 @pytest.mark.parametrize("positions", ["learned", "sincos", "relative"])
 def test_nothing_shuffled_changes_nothing(positions: str) -> None:
-    for row in measure_consistency(make(positions), batches(5), (0.0,)):
+    for row in measure_consistency(make(positions), batches(5), (0.0,)).rows:
         assert (row.masked, row.diff_norm, row.diff_norm_squared, row.consistency) == (0, 0.0, 0.0, 1.0)
 
 
@@ -133,20 +133,20 @@ def test_a_samples_puzzle_does_not_depend_on_its_batch() -> None:
     (whole,) = batches(9)
     assert "label" in whole.targets
     parts = [whole.part(slice(start, start + 3)) for start in (0, 3, 6)]
-    together, apart = (measure_consistency(make(), sets, (0.5,)) for sets in ([whole], parts))
+    together, apart = (measure_consistency(make(), sets, (0.5,)).rows for sets in ([whole], parts))
     for one, other in zip(together, apart, strict=True):
         assert one.diff_norm == pytest.approx(other.diff_norm, rel=1e-12)
         assert one.consistency == other.consistency
-    assert measure_consistency(make(), [whole], (0.5,), seed=1)[0].diff_norm != together[0].diff_norm
+    assert measure_consistency(make(), [whole], (0.5,), seed=1).rows[0].diff_norm != together[0].diff_norm
 
 
 def test_swin_with_a_table_can_be_told_and_one_without_cannot() -> None:
     fields = {"model_args": {"embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2), "window_size": 2}}
-    found = measure_consistency(make("learned", name="swin_tiny_patch4_window7_224", **fields), batches(3), (0.5,))
+    found = measure_consistency(make("learned", name="swin_tiny_patch4_window7_224", **fields), batches(3), (0.5,)).rows
     assert [row.told for row in found] == [True, False]
     assert min(row.diff_norm for row in found) > 1e-3
     plain = make(None, name="swin_tiny_patch4_window7_224", **fields)
-    assert [row.told for row in measure_consistency(plain, batches(3), (0.5,))] == [False]
+    assert [row.told for row in measure_consistency(plain, batches(3), (0.5,)).rows] == [False]
     assert "windows" in str(shuffled(plain, size=SIZE).untellable)
 
 
@@ -154,7 +154,7 @@ def test_a_convolutional_network_is_shuffled_by_pixels_and_never_told() -> None:
     torch.manual_seed(0)
     backbone = create_backbone("resnet18", num_classes=3).double()
     sets = batches(2, pixels=(32, 32))
-    (row,) = measure_consistency(backbone, sets, (0.5,), grid=(4, 4))
+    (row,) = measure_consistency(backbone, sets, (0.5,), grid=(4, 4)).rows
     assert (row.told, row.masked) == (False, 8)
     view = shuffled(backbone.eval(), grid=(4, 4), size=(32, 32))
     with torch.no_grad():
@@ -190,7 +190,7 @@ def test_rotary_tokens_can_be_told() -> None:
     view = shuffled(backbone, size=SIZE)
     assert view.untellable is None
     assert "no rotation" in view.unknown
-    assert [row.told for row in measure_consistency(backbone, batches(3), (0.5,))] == [True, False]
+    assert [row.told for row in measure_consistency(backbone, batches(3), (0.5,)).rows] == [True, False]
 
 
 def test_a_transformers_model_is_read_by_its_cls() -> None:
@@ -206,7 +206,7 @@ def test_a_transformers_model_is_read_by_its_cls() -> None:
         nn.init.normal_(parameter, std=0.5)
     backbone = create_backbone(model)
     (batch,) = batches(3, pixels=(8, 8))
-    told, untold = measure_consistency(backbone, [batch], (0.5,))
+    told, untold = measure_consistency(backbone, [batch], (0.5,)).rows
     view = shuffled(backbone.eval(), size=(8, 8))
     with torch.no_grad():
         mask, index = view.puzzle(batch.ids, 0.5, 0)
@@ -219,14 +219,14 @@ def test_a_transformers_model_is_read_by_its_cls() -> None:
 
 
 def test_without_classifier_or_fitting_labels_the_norms_stay() -> None:
-    whole = measure_consistency(make(), batches(5), (0.5,))[0]
+    whole = measure_consistency(make(), batches(5), (0.5,)).rows[0]
     for row in (
-        measure_consistency(make(), batches(5), (0.5,), labels=False)[0],
-        measure_consistency(make(), batches(5, labels=False), (0.5,))[0],
-        measure_consistency(make(), batches(5), (0.5,), classes=4)[0],
+        measure_consistency(make(), batches(5), (0.5,), no_top1="other classes").rows[0],
+        measure_consistency(make(), batches(5, labels=False), (0.5,)).rows[0],
+        measure_consistency(make(), batches(5), (0.5,), classes=4).rows[0],
     ):
         assert (row.top1, row.consistency, row.diff_norm) == (None, whole.consistency, whole.diff_norm)
-    row = measure_consistency(make(), batches(5), (0.5,), classifier=False)[0]
+    row = measure_consistency(make(), batches(5), (0.5,), classifier=False).rows[0]
     assert (row.top1, row.consistency, row.diff_norm) == (None, None, whole.diff_norm)
 
 

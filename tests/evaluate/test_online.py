@@ -8,7 +8,7 @@ from situs.errors import SitusError
 from situs.evaluate.features import extract
 from situs.evaluate.knn import knn_accuracy
 from situs.evaluate.online import OnlineProbe, ProbeConfig
-from situs.evaluate.position import position_accuracy_over
+from situs.evaluate.position import position_curve
 from situs.methods import MAE, MP3, Batch, MAEConfig, Method, MP3Config
 from situs.train.contract import RunState
 from situs.train.ema import Ema
@@ -46,7 +46,7 @@ def test_the_numbers_are_those_of_the_evaluations() -> None:
     expected = knn_accuracy(train.features, train.labels, test.features, test.labels, 5)
     assert found["knn_accuracy"] == expected
     assert expected > 0.5  # the classes are there to be seen
-    assert found["position_accuracy_test"] == position_accuracy_over(subject, batches(2), (0.5,))[0.5]
+    assert found["position_accuracy_test"] == position_curve(subject, batches(2), (0.5,)).accuracy[0.5]
 
 
 def test_a_method_that_uses_positions_is_probed_with_them() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from situs.backbones import create_backbone
 from situs.errors import SitusError
-from situs.evaluate.position import position_accuracy_over, position_grid, position_method
+from situs.evaluate.position import position_curve, position_grid, position_method
 from situs.methods import MP3, Batch, DropPos, DropPosConfig, MP3Config
 
 RATIOS = (0.0, 0.5, 0.8)
@@ -29,7 +29,7 @@ def batches() -> list[Batch]:
 
 def test_each_ratio_is_what_a_method_of_that_ratio_says() -> None:
     method = make(0.5).train()
-    found = position_accuracy_over(method, batches(), RATIOS, seed=3)
+    found = position_curve(method, batches(), RATIOS, seed=3).accuracy
     assert tuple(found) == RATIOS
     assert len(set(found.values())) > 1  # the ratio matters
     for ratio in RATIOS:
@@ -46,7 +46,7 @@ def test_each_ratio_is_what_a_method_of_that_ratio_says() -> None:
 def test_the_method_is_left_as_it_was() -> None:
     method = make(0.5).train()
     before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
-    position_accuracy_over(method, batches(), RATIOS)
+    position_curve(method, batches(), RATIOS)
     assert (method.training, method.config.mask_ratio, method.context) == (True, 0.5, 3)
     assert all(torch.equal(before[name], tensor) for name, tensor in method.state_dict().items())
 
@@ -67,16 +67,16 @@ def test_a_perfect_reader_scores_one_and_chance_is_chance() -> None:
         row, column = divmod(place, 3)
         images[:, 0, 4 * row + place // 4, 4 * column + place % 4] = 1.0
     batch = Batch(images, torch.tensor([0, 1]))
-    assert position_accuracy_over(method, [batch], RATIOS) == dict.fromkeys(RATIOS, 1.0)
+    assert position_curve(method, [batch], RATIOS).accuracy == dict.fromkeys(RATIOS, 1.0)
     blank = batch._replace(inputs=torch.zeros_like(images))
-    assert position_accuracy_over(method, [blank], RATIOS) == pytest.approx(dict.fromkeys(RATIOS, 1 / 6))
+    assert position_curve(method, [blank], RATIOS).accuracy == pytest.approx(dict.fromkeys(RATIOS, 1 / 6))
 
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(SitusError, match="no samples"):
-        position_accuracy_over(make(), [])
+        position_curve(make(), [])
     with pytest.raises(SitusError, match=r"mask_ratio=1.0: must be in \[0, 1\)"):
-        position_accuracy_over(make(), batches(), (1.0,))
+        position_curve(make(), batches(), (1.0,))
 
 
 def make_droppos(**fields: object) -> DropPos:
@@ -146,7 +146,7 @@ def test_an_untrained_head_guesses_one_place_in_n() -> None:
     torch.manual_seed(0)
     shape = {"depth": 2, "embed_dim": 16, "num_heads": 2}
     backbone = create_backbone("vit_tiny_patch16_224", img_size=(8, 12), patch_size=2, model_args=shape)
-    for accuracy in position_accuracy_over(MP3(backbone, MP3Config()), many).values():
+    for accuracy in position_curve(MP3(backbone, MP3Config()), many).accuracy.values():
         # All 24 patches of an image are asked for, and a head that always says one place is right exactly once.
         assert abs(accuracy - 1 / 24) < 4.5 * (1 / 24 * 23 / 24 / (128 * 24)) ** 0.5
 

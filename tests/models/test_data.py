@@ -61,8 +61,10 @@ def test_a_run_is_judged_on_what_it_held_out(flat: Path, run: Path) -> None:
     bank, test = load_bank(subject, None, None, 8)
     assert (names(bank), names(test)) == (names(trained), names(judged))
     assert len(load_set(subject.holding_out(0.0), None, None, 8, "cpu").source) == 40
-    said = made_with(subject, judged, 0)["left out"]
-    assert said == "flat: left out 1 (no images by their names: .txt 1); the first: dark/notes.txt"
+    said = made_with(subject, judged, 0, beside=[trained], more={"fitted_to": "x"})
+    assert said.facts["left out"] == "flat: left out 1 (no images by their names: .txt 1); the first: dark/notes.txt"
+    assert set(said.left_out) == {*trained.source.left_out(), *judged.source.left_out()}
+    assert (said.name, said.facts["fitted_to"], list(said.facts)[-1]) == (subject.name, "x", "fitted_to")
 
 
 def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,10 @@ from situs.backbones.base import Backbone
 from situs.core.position import coordinates, relative_index
 from situs.data.batch import Batch
 from situs.errors import SitusError
+from situs.results import Result, Summary, Table, percent
 
+LOCAL = 0.5
+"""A head is called local where it looks less than this share as far as one that looks everywhere alike."""
 _WEIGHTS_AT_ONCE = 1 << 23
 """Pairs of tokens looked at together, for each head: a layer's weights then stay below about a gigabyte."""
 
@@ -44,6 +48,88 @@ class Survey:
     def uniform_entropy(self) -> float:
         """The entropy of equal attention to all tokens, log S: no head can have more."""
         return math.log(self.tokens)
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What is laid over images [n, C, H, W] in [0, 1]: maps [n, H, h, w] of `layer`, counted from 0.
+
+    cls: whether they are those of CLS. positions: whether the model was given its positions.
+    """
+
+    images: Tensor
+    maps: Tensor
+    layer: int
+    cls: bool
+    positions: bool = True
+
+    @property
+    def brightest_tenth(self) -> float:
+        """The share of the mean map on its brightest tenth of the patches, averaged over the images."""
+        return float(top_share(self.maps.mean(dim=1)).mean())
+
+
+@dataclass(frozen=True)
+class Attention(Result):
+    """Where a model's heads look: over all images, and over a few that are shown."""
+
+    file: ClassVar[str] = "attention"
+
+    survey: Survey
+    shown: Shown
+
+    def summary(self) -> Summary:
+        """The brightest tenth, the sharpest and the widest head, how many are local; a row a layer."""
+        found, shown = self.survey, self.shown
+        layers, heads = found.entropy.shape
+        low, high = int(found.entropy.argmin()), int(found.entropy.argmax())
+        local = int((found.distance < LOCAL * uniform_distance(found.grid)).sum())
+        locals_ = {0: "No head is local: none looks", 1: "One head is local: it looks"}
+        said = (
+            f"In layer {shown.layer + 1} {'CLS' if shown.cls else 'the average patch'} puts "
+            f"{percent(shown.brightest_tenth, 0)} of its attention to patches on a tenth of them. The sharpest of "
+            f"{layers * heads} heads is {self._head(low)}, the widest {self._head(high)}. "
+            f"{locals_.get(local, f'{local} heads are local: they look')} less than half as far as even attention "
+            "would."
+        )
+        each = zip(found.entropy, found.distance, found.prefix_share, strict=True)
+        rows = [
+            [str(layer), f"{nats.mean():.2f}", f"{nats.min():.2f}", f"{nats.max():.2f}", f"{far.mean():.1f}",
+             percent(prefix.mean())]
+            for layer, (nats, far, prefix) in enumerate(each, start=1)
+        ]  # fmt: skip
+        header = ["layer", "mean entropy", "lowest", "highest", "distance", "to prefix tokens"]
+        title = f"{self.provenance.name}: attention over {found.images:,} images"
+        return Summary(said, (Table(title, header, rows),))
+
+    def _head(self, index: int) -> str:
+        found = self.survey
+        layer, head = divmod(index, found.entropy.shape[1])
+        nats = float(found.entropy.flatten()[index])
+        seen = f"{nats:.2f} nats, as if it saw {math.exp(nats):.1f} of {found.tokens} tokens"
+        return f"head {head + 1} of layer {layer + 1} ({seen})"
+
+    def numbers(self) -> dict[str, Any]:
+        """Every head, and the maps that are shown."""
+        found, shown = self.survey, self.shown
+        return {
+            "images": found.images,
+            "grid": list(found.grid),
+            "tokens": found.tokens,
+            "positions": shown.positions,
+            "uniform_entropy": found.uniform_entropy,
+            "uniform_distance": uniform_distance(found.grid),
+            "entropy": found.entropy.tolist(),
+            "distance": found.distance.tolist(),
+            "prefix_share": found.prefix_share.tolist(),
+            "maps": {
+                "layer": shown.layer + 1,
+                "of": "cls" if shown.cls else "mean of the patches",
+                "images": len(shown.maps),
+                "on_brightest_tenth": shown.brightest_tenth,
+                "on_brightest_tenth_by_head": top_share(shown.maps).mean(dim=0).tolist(),
+            },
+        }
 
 
 # --- pure functions of the weights ---------------------------------------------------------------------------

@@ -11,17 +11,32 @@ of image b, each row less its mean and of length 1,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from situs.analyze.layers import Layer, patch_layers
+from situs.analyze.layers import LAST, Layer, patch_layers
 from situs.backbones.base import Backbone
 from situs.core.position import coordinates
 from situs.data.batch import Batch
 from situs.errors import SitusError
+from situs.results import Result, Summary, Table
+
+HEAD = {
+    "within_near": "near",
+    "within": "1 image",
+    "across_same": "same place",
+    "across": "2 images",
+    "position": "shared place",
+    "image": "shared image",
+}
+HARDLY = 0.01
+"""A gain that is not worth a word."""
+LARGEST = 400
+"""The most places whose maps go into the JSON."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +49,7 @@ class Correlation:
     images: int
 
     @property
-    def summary(self) -> dict[str, float]:
+    def means(self) -> dict[str, float]:
         """What the maps say: means over pairs of places.
 
         within_near: one image, places side by side. within: one image, any two places. across_same: two images, the
@@ -60,6 +75,55 @@ class Correlation:
         steps = rounded.unique().tolist()
         means = [[float(each[rounded == step].mean()) for step in steps] for each in (self.within, self.across)]
         return steps, means[0], means[1]
+
+    def numbers(self) -> dict[str, Any]:
+        """The means, over pairs of places and over distance."""
+        steps, within, across = self.by_distance()
+        told = {"distance": steps, "within_by_distance": within, "across_by_distance": across}
+        return {"grid": list(self.grid), **self.means, **told}
+
+
+@dataclass(frozen=True)
+class Correlations(Result):
+    """The correlations at every depth of a model, in its order. depth: the one whose maps are drawn."""
+
+    file: ClassVar[str] = "correlation"
+
+    depths: Mapping[str, Correlation]
+    depth: str = LAST
+
+    def summary(self) -> Summary:
+        """What the maps at the end of the model say, and where position weighs most; a row a depth."""
+        last = self.depths[LAST].means
+        if last["position"] < HARDLY:
+            place = f"no more than two different places do ({last['across']:.2f}): no position is left in them"
+        else:
+            more = f"{last['position']:.2f} more than two different places ({last['across']:.2f})"
+            place = f"{more}: they keep their position"
+        means = {depth: each.means for depth, each in self.depths.items()}
+        peak = max(means, key=lambda depth: means[depth]["position"])
+        where = {LAST: "after the final norm", "embedding": "before the first block"}.get(peak, f"after block {peak}")
+        said = (
+            f"After the final norm the features of two places of one image correlate {last['within']:.2f} on average, "
+            f"{last['image']:.2f} more than in two different images: features of one image "
+            f"{'flock together' if last['image'] > HARDLY else 'do not flock together'}. The same place in two images "
+            f"correlates {last['across_same']:.2f}, {place}. A shared place weighs most {where}: "
+            f"{means[peak]['position']:.2f}."
+        )
+        rows = [[depth, *(f"{each[key]:.3f}" for key in HEAD)] for depth, each in means.items()]
+        title = self.provenance.title(f"{self.depths[self.depth].images} images")
+        return Summary(said, (Table(title, ["after", *HEAD.values()], rows),))
+
+    def numbers(self) -> dict[str, Any]:
+        """Means at every depth and over distance; of the end the maps too, where they are not too many numbers (N²)."""
+        last = self.depths[LAST]
+        maps = {"within": last.within, "across": last.across}
+        kept = {name: _rounded(each) if len(each) <= LARGEST else None for name, each in maps.items()}
+        return {"images": last.images, "depths": {name: each.numbers() for name, each in self.depths.items()}, **kept}
+
+
+def _rounded(maps: Tensor) -> list[list[float]]:
+    return [[round(value, 5) for value in row] for row in maps.tolist()]
 
 
 @torch.no_grad()

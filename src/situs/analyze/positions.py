@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from situs.analyze.decode import FOLDS, Decoded, decode_places
 from situs.analyze.projection import Components, principal
 from situs.analyze.spectrum import Spectrum, spectrum
 from situs.analyze.tables import PositionTable, reference_tables
-from situs.results import percent
+from situs.results import Cell, Result, Summary, Table, percent
 
 SHOWN = (3, 4, 5, 6, 7)
 """The dimensions of MJP's Table 6."""
@@ -38,6 +39,41 @@ class Look:
         """Grid and width, in words."""
         (h, w), dim = self.table.grid, self.table.rows.shape[1]
         return f"{h} × {w} places, {dim} channels"
+
+
+@dataclass(frozen=True)
+class PositionTables(Result):
+    """The position vectors of several models side by side, and tables whose answers are known. seed: of UMAP too."""
+
+    file: ClassVar[str] = "positions"
+
+    looks: Sequence[Look]
+    references: Sequence[Look]
+    seed: int = 0
+
+    def summary(self) -> Summary:
+        """A paragraph a table; a row a table, the known ones last."""
+        rows: list[list[Cell]] = []
+        for look in (*self.looks, *self.references):
+            found = look.decoded
+            rows.append(
+                [
+                    look.title if look in self.looks else look.name,
+                    f"{look.table.grid[0]}×{look.table.grid[1]} × {look.table.rows.shape[1]}",
+                    percent(look.spectrum.explained_by(3)),
+                    look.spectrum.components_for(0.9),
+                    f"{found.two.mean:.3f}",
+                    f"{found.chance_two:.2f}",
+                ]
+            )
+        header = ["table", "grid × channels", "3-PCA", "for 90 %", "2-D error, patches", "blind"]
+        said = "\n\n".join(map(in_words, self.looks))
+        return Summary(said, (Table("Position vectors", header, rows),))
+
+    def numbers(self) -> dict[str, Any]:
+        """Every number of every table."""
+        sets = {"models": self.looks, "references": self.references}
+        return {name: [to_json(look) for look in looks] for name, looks in sets.items()}
 
 
 def look_at(name: str, table: PositionTable, *, folds: int = FOLDS, seed: int = 0, note: str = "") -> Look:

@@ -7,9 +7,9 @@ together (14 and 15); DropPos sees some patches and is told where a few of these
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from situs.errors import SitusError
 from situs.methods.base import Method
 from situs.methods.droppos import DropPos
 from situs.methods.mp3 import MP3
+from situs.results import Result, Summary, Table, percent
 
 Grid = tuple[int, ...]
 RATIOS = (0.0, 0.25, 0.5, 0.75)
@@ -221,17 +222,62 @@ def solve_mix(method: MP3, pair: tuple[Tensor, Tensor], setting: Setting, *, see
 # --- all of it, for a page ------------------------------------------------------------------------------------
 
 
-class Study(NamedTuple):
+@dataclass(frozen=True)
+class Reconstruction(Result):
     """Puzzles of a method over a set. images: [n, C, H, W] in [0, 1], those shown; solved: their puzzles.
 
     scores: over the whole set. pairs and mixes: two images [1, C, H, W] each, and what is built of them at each η.
+    trained: the setting of the method's own training. seed: of the draws.
     """
 
+    file: ClassVar[str] = "reconstruct"
+
     images: Tensor
-    solved: dict[Setting, Puzzle]
-    scores: dict[Setting, Scores]
-    pairs: list[tuple[Tensor, Tensor]]
-    mixes: list[dict[Setting, Mix]]
+    solved: Mapping[Setting, Puzzle]
+    scores: Mapping[Setting, Scores]
+    trained: Setting
+    pairs: Sequence[tuple[Tensor, Tensor]] = ()
+    mixes: Sequence[Mapping[Setting, Mix]] = ()
+    seed: int = 0
+
+    @property
+    def grid(self) -> Grid:
+        """Of the places."""
+        return next(iter(self.solved.values())).grid
+
+    def summary(self) -> Summary:
+        """Where most and least are put right; a row a setting."""
+        best, worst = (choose(self.scores.items(), key=lambda item: item[1].right) for choose in (max, min))
+        said = (
+            f"Of {best[1].images:,} images, {percent(best[1].right)} of the patches asked for are put right at "
+            f"{best[0].text}"
+        )
+        if worst[0] != best[0]:
+            said += f", and {percent(worst[1].right)} at {worst[0].text}, {worst[1].off_by:.1f} patches off on average"
+        chance = percent(1 / (self.grid[0] * self.grid[1]))
+        rows = [
+            [setting.text, percent(found.right), chance, f"{found.off_by:.2f}", percent(found.empty)]
+            for setting, found in self.scores.items()
+        ]
+        data = self.provenance.facts.get("data")
+        title = f"{self.provenance.name}: puzzles" + (f" of {data}" if data else "")
+        table = Table(title, ["setting", "right", "chance", "off by", "places left empty"], rows)
+        return Summary(f"{said}. The model was trained with {self.trained.text}.", (table,))
+
+    def numbers(self) -> dict[str, Any]:
+        """Every setting, and what stayed of the mixes."""
+        return {
+            "settings": [{**setting._asdict(), **scores._asdict()} for setting, scores in self.scores.items()],
+            "mixes": [
+                [{"ratio": setting.ratio, "stayed": mix.stayed} for setting, mix in pair.items()] for pair in self.mixes
+            ],
+        }
+
+
+def trained_with(method: Method) -> Setting:
+    """The setting of a method's own training."""
+    config = method.config
+    return Setting(config.mask_ratio, config.position_mask_ratio if isinstance(method, DropPos) else None)
 
 
 def study(
@@ -243,7 +289,7 @@ def study(
     show: int = 6,
     pairs: int = 2,
     seed: int = 0,
-) -> Study:
+) -> Reconstruction:
     """Solves every image at every setting, in one pass, and keeps the first `show` to be seen.
 
     look: a model's images as a person sees them (`denormalise`). pairs: how many pairs of the images are mixed.
@@ -264,14 +310,15 @@ def study(
     scores = {setting: _scores(found) for setting, found in sums.items()}
     chosen = torch.cat(images)
     solved = {setting: _first(_join(parts), show) for setting, parts in kept.items()}
+    found = Reconstruction(look(chosen[:show]).cpu(), solved, scores, trained_with(method), seed=seed)
     couples = [(chosen[at : at + 1], chosen[at + 1 : at + 2]) for at in range(0, min(2 * pairs, len(chosen) - 1), 2)]
     if not isinstance(method, MP3) or method.config.anchor_ratio:
-        return Study(look(chosen[:show]).cpu(), solved, scores, [], [])
+        return found
     mixes = []
     for number, couple in enumerate(couples):
         mixes.append({s: _seen(solve_mix(method, couple, s, seed=seed + number), look) for s in settings})
     seen = [(look(one).cpu(), look(other).cpu()) for one, other in couples]
-    return Study(look(chosen[:show]).cpu(), solved, scores, seen, mixes)
+    return replace(found, pairs=seen, mixes=mixes)
 
 
 def _first(puzzle: Puzzle, count: int) -> Puzzle:

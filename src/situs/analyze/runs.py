@@ -10,12 +10,14 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from situs.config import flat
 from situs.errors import SitusError
 from situs.files import read_json
+from situs.results import Result, Summary, Table
 from situs.train.checkpoint import RunFolder, read_config
+from situs.train.log import clock
 from situs.train.run import is_run
 
 PLACES = ("step", "epoch")
@@ -24,13 +26,16 @@ PLACES = ("step", "epoch")
 ASIDE = ("seconds", "images_per_second", "data_wait", "memory_gib", "loss_scale")
 """Numbers of a record that say how a run went, not what it learned."""
 
+JUDGED = ("val_", "knn", "accuracy")
+"""Metrics with one of these in their names measure what runs of one kind may be compared by."""
+
 _NO_RESULTS = ("checkpoints", "nan", "tensorboard", "wandb")
 
 Curve = tuple[list[float], list[float]]
 
 
 @dataclass(frozen=True)
-class Result:
+class StoredResult:
     """A result that a verb left in a run's folder: NAME.json, NAME.html, NAME-PICTURE.png."""
 
     name: str
@@ -51,7 +56,7 @@ class Run:
     records: list[dict[str, Any]]
     state: dict[str, Any]
     stopped: bool
-    results: list[Result]
+    results: list[StoredResult]
 
     @property
     def method(self) -> str:
@@ -93,6 +98,101 @@ class Run:
         return f"not finished: step {self.step:,}{end} (it may be running, or was stopped)"
 
 
+@dataclass(frozen=True)
+class Runs(Result):
+    """Runs side by side. over: what their curves run over, epoch or step."""
+
+    file: ClassVar[str] = "report"
+
+    runs: Sequence[Run]
+    over: str = "epoch"
+
+    def summary(self) -> Summary:
+        """How far they came and what they reached; a row a run."""
+        runs, done = self.runs, sum(run.finished for run in self.runs)
+        if len(runs) == 1:
+            said = f"{runs[0].method}: {runs[0].status}.{_went(runs[0])}"
+        elif done < len(runs):
+            said = f"{done} of {len(runs)} runs are finished.{_ranked(runs)}"
+        else:
+            said = f"All {len(runs)} runs are finished.{_ranked(runs)}"
+        rows = []
+        for run in runs:
+            seconds, loss = last(run, "seconds"), last(run, "loss")
+            told = None if seconds is None else clock(seconds), None if loss is None else _short(loss)
+            rows.append([run.name, run.method, run.status, *told])
+        return Summary(said, (Table("Runs", ["run", "method", "how far", "time", "last loss"], rows),))
+
+    def numbers(self) -> dict[str, Any]:
+        """Every run, and the fields in which their configs differ."""
+        names = metric_names(self.runs)
+        return {
+            "runs": [
+                {
+                    "name": run.name,
+                    "method": run.method,
+                    "status": run.status,
+                    "finished": run.finished,
+                    "step": run.step,
+                    "total_steps": run.total,
+                    "last": {name: value for name in names if (value := last(run, name)) is not None},
+                    "best": {
+                        name: {"value": found[0], "step": found[1]}
+                        for name in names
+                        if name != "lr" and (found := best(run, name)) is not None
+                    },
+                    "speed": speed(run),
+                    "results": [result.name for result in run.results],
+                }
+                for run in self.runs
+            ],
+            "config_differences": split_configs(self.runs)[0],
+        }
+
+
+def _went(run: Run) -> str:
+    """Where the loss and the judged metrics of one run went."""
+    said = ""
+    for name in metric_names([run]):
+        values = curve(run, name, "step")[1]
+        if len(values) > 1 and (name == "loss" or is_judged(name)):
+            said += f" {spoken(name).capitalize()} went from {_short(values[0])} to {_short(values[-1])}."
+    return said
+
+
+def _ranked(runs: Sequence[Run]) -> str:
+    """The judged metrics that all runs have: the best and the worst run, or all values where methods differ."""
+    said = ""
+    same = len({run.method for run in runs}) == 1
+    for name in metric_names(runs):
+        values = {run.name: last(run, name) for run in runs}
+        found = {run: value for run, value in values.items() if value is not None}
+        if len(found) < len(runs) or not is_judged(name):
+            continue
+        order = sorted(found, key=found.__getitem__, reverse="loss" not in name)
+        if same or name.startswith(("val_", "knn")):
+            ends = " and worst in ".join(f"{run} ({_short(found[run])})" for run in (order[0], order[-1]))
+            said += f" {spoken(name).capitalize()} is best in {ends}."
+        else:
+            listed = ", ".join(f"{_short(value)} in {run}" for run, value in found.items())
+            said += f" {spoken(name).capitalize()}, each method on its own task: {listed}."
+    return said
+
+
+def is_judged(name: str) -> bool:
+    """Whether it is among `JUDGED`."""
+    return any(part in name for part in JUDGED)
+
+
+def spoken(name: str) -> str:
+    """A metric's name in words."""
+    return name.replace("_", " ")
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}"
+
+
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     """The runs at `paths`, each once, in this order; refuses what is no run, a broken log, and logs all empty."""
     folders = list({Path(path).resolve(): Path(path) for path in paths}.values())
@@ -124,7 +224,7 @@ def _read(folder: Path, name: str) -> Run:
     return Run(name, config, run.records(), run.facts(), (folder / "nan").is_dir(), find_results(folder))
 
 
-def find_results(folder: Path) -> list[Result]:
+def find_results(folder: Path) -> list[StoredResult]:
     """Results in a run's folder or one folder below: a NAME.json with its NAME.html beside it."""
     below = sorted(path for path in folder.iterdir() if path.is_dir() and path.name not in _NO_RESULTS)
     found = []
@@ -135,7 +235,7 @@ def find_results(folder: Path) -> list[Result]:
                 name = page.stem if place == folder else f"{place.name}/{page.stem}"
                 start = len(page.stem) + 1
                 pictures = {path.stem[start:]: path.read_bytes() for path in sorted(place.glob(f"{page.stem}-*.png"))}
-                found.append(Result(name, read_json(numbers), pictures))
+                found.append(StoredResult(name, read_json(numbers), pictures))
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from situs.analyze.positions import Look, grasp, look_at, to_json
 from situs.analyze.tables import tables_of
@@ -16,7 +16,7 @@ from situs.errors import SitusError
 from situs.evaluate.consistency import Consistency, measure_consistency
 from situs.locks.verify import Finding, verify
 from situs.methods.base import Method
-from situs.results import percent
+from situs.results import Cell, Result, Summary, Table, percent
 
 RATIOS = (0.15, 0.5, 0.9)
 """γ of the shuffles: MJP's Table 1, half, nearly all."""
@@ -33,10 +33,12 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class PositionAudit:
+class PositionAudit(Result):
     """All that was found. kinds: of `Positions`. trained: whether they took part in training. looks: at its vectors, or
     none and `no_vectors` says why. rows: the law of permuted tokens, or None where it was not measured.
     """
+
+    file: ClassVar[str] = "positions-audit"
 
     name: str
     grid: tuple[int, ...]
@@ -54,6 +56,28 @@ class PositionAudit:
         """The first (0) or last (-1) depth's reading under a condition, where there is one."""
         found = self.probed.readings.get(condition)
         return None if found is None else found[place]
+
+    def summary(self) -> Summary:
+        """The verdict, and the figures that it speaks of."""
+        return Summary(verdict(self), (Table(self.name, (), list(at_a_glance(self).items())),))
+
+    def numbers(self) -> dict[str, Any]:
+        """Every number."""
+        readings = {c: [asdict(each) for each in found] for c, found in self.probed.readings.items()}
+        return {
+            "name": self.name,
+            "grid": list(self.grid),
+            "kinds": list(self.kinds),
+            "positions_in_training": self.trained,
+            "verdict": verdict(self),
+            "vectors": [to_json(look) for look in self.looks],
+            "no_vectors_why": self.no_vectors or None,
+            "images_fitted_on": self.probed.fitted,
+            "images_read": self.probed.tested,
+            "readings": readings,
+            "shuffled": [asdict(row) for row in self.shuffled],
+            "row_law": None if self.rows is None else asdict(self.rows),
+        }
 
 
 def audit_positions(
@@ -79,7 +103,7 @@ def audit_positions(
     looks, no_vectors = _look(name, backbone, positions, seed)
     probed = probe_places(backbone, batches, positions=positions, seed=seed)
     shuffled = measure_consistency(
-        model, batches, ratios, seed=seed, positions=positions, classifier=classifier, labels=False
+        model, batches, ratios, seed=seed, positions=positions, classifier=classifier, no_top1="it is not asked for"
     )
     rows = verify(backbone, steps=0, tokens=16, seed=seed).whole("row") if equivariance else None
     return PositionAudit(
@@ -92,7 +116,7 @@ def audit_positions(
         looks=looks,
         no_vectors=no_vectors,
         probed=probed,
-        shuffled=tuple(shuffled),
+        shuffled=tuple(shuffled.rows),
         rows=rows,
     )
 
@@ -192,20 +216,21 @@ def _law(audit: PositionAudit) -> str:
     return f"Its blocks treat tokens as a set, to {worst:.0e} in float64{told}: what it knows of order comes with them."
 
 
-def to_dict(audit: PositionAudit) -> dict[str, Any]:
-    """Every number."""
-    readings = {c: [asdict(each) for each in found] for c, found in audit.probed.readings.items()}
-    return {
-        "name": audit.name,
-        "grid": list(audit.grid),
-        "kinds": list(audit.kinds),
-        "positions_in_training": audit.trained,
-        "verdict": verdict(audit),
-        "vectors": [to_json(look) for look in audit.looks],
-        "no_vectors_why": audit.no_vectors or None,
-        "images_fitted_on": audit.probed.fitted,
-        "images_read": audit.probed.tested,
-        "readings": readings,
-        "shuffled": [asdict(row) for row in audit.shuffled],
-        "row_law": None if audit.rows is None else asdict(audit.rows),
-    }
+def at_a_glance(audit: PositionAudit) -> dict[str, Cell]:
+    """The figures that the verdict speaks of."""
+    kinds = [KINDS[kind] for kind in audit.kinds] or ["none"]
+    found: dict[str, Cell] = {"positions": "; ".join(kinds) + ("" if audit.trained else " (not used in training)")}
+    for look in audit.looks:
+        found[f"{look.table.kind}, 3-PCA"] = f"{percent(look.spectrum.explained_by(3))} of the variance"
+        found[f"{look.table.kind}, reading error"] = (
+            f"{look.decoded.two.mean:.2f} patches (blind {look.decoded.chance_two:.2f})"
+        )
+    for condition in audit.probed.readings:
+        first, last = audit.probed.readings[condition][0], audit.probed.readings[condition][-1]
+        found[f"features, {condition}"] = (
+            f"error {first.error:.2f} → {last.error:.2f} patches, place named {percent(first.right)} → "
+            f"{percent(last.right)}, from embedding to norm (blind {last.blind_error:.2f}, {percent(last.blind_right)})"
+        )
+    if audit.rows is not None:
+        found["blocks(P s) = P blocks(s)"] = "holds" if audit.rows.status == "holds" else "refused"
+    return found

@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from
-from situs.cli.result import tell_left_out, write_result
+from situs.cli.result import present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,10 +30,8 @@ class Args(ImageArgs):
 
 def run(args: Args) -> None:
     """Looks, prints a line for each layer, and writes the page."""
-    from situs.analyze.attention import check_layer, image_maps, survey
-    from situs.analyze.attention_page import LAYER_HEADER, Shown, attention_numbers, attention_page, layer_rows
+    from situs.analyze.attention import Attention, Shown, check_layer, image_maps, survey
     from situs.backbones.attention_maps import check_attention_maps, has_cls
-    from situs.cli.tables import print_table
     from situs.config import check_range
     from situs.data.augment import denormalise
     from situs.models.data import load_set, made_with
@@ -53,10 +51,4 @@ def run(args: Args) -> None:
         cls=has_cls(backbone),
         positions=model.positions,
     )
-    facts = made_with(model, loader, args.seed)
-    page, pictures = attention_page(model.name, found, shown, facts)
-    numbers = {**facts, **attention_numbers(found, shown)}
-    print_table(f"{model.name}: attention over {found.images:,} images", [LAYER_HEADER, *layer_rows(found)])
-    print(page.lead)
-    tell_left_out(loader)
-    print(write_result(args.out, "attention", numbers, page, pictures, of=[model]))
+    present(Attention(found, shown, provenance=made_with(model, loader, args.seed)), args.out)

@@ -9,8 +9,6 @@ from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs
 
-NAME = "correlation"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Args(ImageArgs):
@@ -28,30 +26,16 @@ class Args(ImageArgs):
 
 def run(args: Args) -> None:
     """Runs the images through the model, prints the means of every depth, and writes the page."""
-    from situs.analyze.correlation import correlate
-    from situs.analyze.correlation_page import in_words, make_page, overview, to_json
+    from situs.analyze.correlation import Correlations, correlate
     from situs.cli.model_args import open_from
-    from situs.cli.result import tell_left_out, write_result
-    from situs.cli.tables import print_table
+    from situs.cli.result import present
     from situs.errors import unknown_name
     from situs.models.data import load_set, made_with
-    from situs.results import show
 
     model = open_from(args)
     loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count)
     found = correlate(model.backbone, loader, positions=model.positions)
     if args.depth not in found:
         raise unknown_name("depth", args.depth, found)
-    facts = made_with(model, loader, args.seed)
-    if not model.positions:
-        facts["positions"] = "left out, as in its training"
-    page, pictures = make_page(model.name, found, facts, args.depth)
-    header, rows = overview(found)
-    print_table(
-        f"{loader.source.name}, {found[args.depth].images} images",
-        [[show(cell) for cell in row] for row in (header, *rows)],
-    )
-    print(in_words(found))
-    numbers = {**facts, **to_json(found)}
-    tell_left_out(loader)
-    print(write_result(args.out, NAME, numbers, page, pictures, of=[model]))
+    told = None if model.positions else {"positions": "left out, as in its training"}
+    present(Correlations(found, args.depth, provenance=made_with(model, loader, args.seed, more=told)), args.out)

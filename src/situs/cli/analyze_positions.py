@@ -19,8 +19,6 @@ from situs.cli.model_args import OpenArgs, open_one_of
 if TYPE_CHECKING:
     from situs.models import Model
 
-NAME = "positions"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Args(OpenArgs):
@@ -41,12 +39,10 @@ class Args(OpenArgs):
 
 def run(args: Args) -> None:
     """Looks at every model's table and rotation, prints a line for each, and writes the page."""
-    from situs.analyze.positions import look_at, look_at_references, to_json
-    from situs.analyze.positions_page import make_page, overview
+    from situs.analyze.positions import PositionTables, look_at, look_at_references
     from situs.analyze.tables import tables_of
-    from situs.cli.result import check_folder, write_result
-    from situs.cli.tables import print_table
-    from situs.results import show
+    from situs.cli.result import check_folder, present
+    from situs.results import Provenance
 
     check_folder(args.out)
     looks, models = [], open_all(args)
@@ -56,15 +52,8 @@ def run(args: Args) -> None:
         looks += [look_at(name, table, folds=args.folds, seed=args.seed, note=note) for table in tables]
     references = look_at_references(looks[0].table, folds=args.folds, seed=args.seed)
     facts = {"folds": looks[0].decoded.folds, "seed": args.seed, **versions()}
-    page, pictures = make_page(looks, references, facts, seed=args.seed)
-    numbers = {
-        **facts,
-        "models": [to_json(look) for look in looks],
-        "references": [to_json(look) for look in references],
-    }
-    header, rows = overview(looks, references)
-    print_table("Position vectors", [[show(cell) for cell in row] for row in (header, *rows)])
-    print(write_result(args.out, NAME, numbers, page, pictures, of=[*models.values()]))
+    made = Provenance(facts, tuple(model.origin for model in models.values()))
+    present(PositionTables(looks, references, args.seed, provenance=made), args.out)
 
 
 def open_all(args: Args) -> dict[str, Model]:

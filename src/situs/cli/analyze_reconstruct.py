@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from
-from situs.cli.result import tell_left_out, write_result
+from situs.cli.result import present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,6 @@ class Args(ImageArgs):
 def run(args: Args) -> None:
     """Solves, prints a line for each setting, and writes the page."""
     from situs.analyze.reconstruct import settings_of, study
-    from situs.analyze.reconstruct_page import (
-        SCORE_HEADER,
-        reconstruct_numbers,
-        reconstruct_page,
-        score_rows,
-        trained_with,
-    )
-    from situs.cli.tables import print_table
     from situs.config import check_range
     from situs.data.augment import denormalise
     from situs.models.data import load_set, made_with
@@ -62,11 +54,4 @@ def run(args: Args) -> None:
         pairs=args.pairs,
         seed=args.seed,
     )
-    facts = made_with(model, loader, args.seed)
-    page, pictures = reconstruct_page(model.name, found, trained_with(method), facts, seed=args.seed)
-    numbers = {**facts, **reconstruct_numbers(found)}
-    rows = score_rows(found.scores, method.backbone.num_tokens)
-    print_table(f"{model.name}: puzzles of {loader.source.name}", [SCORE_HEADER, *rows])
-    print(page.lead)
-    tell_left_out(loader)
-    print(write_result(args.out, "reconstruct", numbers, page, pictures, of=[model]))
+    present(replace(found, provenance=made_with(model, loader, args.seed)), args.out)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs
-
-NAME = "positions-audit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,14 +29,11 @@ class Args(ImageArgs):
 
 def run(args: Args) -> None:
     """Audits, prints the verdict, and writes the page."""
-    from situs.audit.positions import audit_positions, to_dict, verdict
-    from situs.audit.positions_page import at_a_glance, make_page
+    from situs.audit.positions import audit_positions
     from situs.cli.model_args import open_from
-    from situs.cli.result import tell_left_out, write_result
-    from situs.cli.tables import print_table
+    from situs.cli.result import present
     from situs.errors import SitusError
     from situs.models.data import load_set, made_with
-    from situs.results import show
 
     if not args.ratios:
         raise SitusError("ratios: must name at least one share of the patches to shuffle (--ratios)")
@@ -55,10 +50,4 @@ def run(args: Args) -> None:
         equivariance=args.equivariance,
         seed=args.seed,
     )
-    facts = made_with(model, loader, args.seed)
-    page, pictures = make_page(audit, facts)
-    print_table(model.name, [(name, show(value)) for name, value in at_a_glance(audit).items()])
-    print(verdict(audit))
-    numbers = {**facts, **to_dict(audit)}
-    tell_left_out(loader)
-    print(write_result(args.out, NAME, numbers, page, pictures, of=[model]))
+    present(replace(audit, provenance=made_with(model, loader, args.seed)), args.out)

@@ -7,17 +7,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from situs.analyze.attention import image_maps, survey
-from situs.analyze.attention_page import Shown
+from situs.analyze.attention import Shown, image_maps, survey
 from situs.analyze.decode import decode_places
 from situs.analyze.reconstruct import Setting, settings_of, study
-from situs.analyze.reconstruct_page import mix_figure, one_image_figure, placed_figure, verdict_figure
 from situs.cli.demo_sections import GRID, LOOKS, PLACES, Lines, Stage, project
 from situs.cli.demo_training import QUICK, Length, config_of, load, show_training, train
 from situs.data.loader import Loader
-from situs.evaluate.position import position_accuracy_over, position_grid
-from situs.evaluate.position_page import curve_page, grid_page
+from situs.evaluate.position import position_curve, position_grid
 from situs.methods import MP3, DropPos, DropPosConfig, SupervisedConfig
+from situs.pages.position import curve, heatmap
+from situs.pages.reconstruct import mix_figure, one_image_figure, placed_figure, verdict_figure
 from situs.report import figures
 from situs.report.attention import attention_over_images, relative_maps
 from situs.results import percent
@@ -58,14 +57,13 @@ def show_places(stage: Stage) -> Lines:
     )
     mp3, droppos = stage.models["mp3"], _train_droppos(stage)
     assert isinstance(mp3, MP3)
-    over = position_accuracy_over(mp3, _test_images(stage))
     section.figure(
-        curve_page(over, _judged(stage), mp3, "MP3", {})[1]["curve"],
+        curve(position_curve(mp3, _test_images(stage))),
         "MP3, trained with η = 0.5, at other shares of queries.",
     )
     grid = position_grid(droppos, _test_images(stage))
     section.figure(
-        grid_page(grid, droppos, "DropPos", {})[1]["grid"],
+        heatmap(grid),
         f"DropPos, trained with γ = γ_pos = 0.75: right guesses in percent. Chance is {percent(1 / PLACES)}.",
     )
     tried = [Setting(gamma, 0.75) for gamma in (0.0, 0.25, 0.5, 0.75)]

@@ -5,11 +5,11 @@ For example: situs evaluate accuracy runs/ft --out look
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from situs.cli.model_args import ImageArgs, open_from
-from situs.cli.result import print_cells, tell_left_out, write_result
+from situs.cli.result import present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,21 +22,11 @@ class Args(ImageArgs):
 
 def run(args: Args) -> None:
     """Evaluates, prints one line of numbers and writes the page."""
-    from situs.evaluate.accuracy import ClassTally, evaluate_accuracy
-    from situs.evaluate.accuracy_page import by_class, finding, make_page, table
+    from situs.evaluate.accuracy import evaluate_classes
     from situs.models.data import check_classes, check_labels, load_set, made_with
 
     model = open_from(args)
     loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count, shared=True)
     check_classes(model, loader)
-    classes = check_labels(loader)
-    tally = ClassTally(len(classes))
-    found = evaluate_accuracy(model.backbone, loader, classes=len(classes), precision=args.precision, tally=tally)
-    answers = tally.answers()
-    facts = made_with(model, loader, args.seed, args.precision)
-    page, pictures = make_page(model.name, found, answers, classes, facts)
-    print_cells(f"{loader.source.name}, {found.count:,} images", *table(model.name, found))
-    print(finding(model.name, found, len(classes)))
-    tell_left_out(loader)
-    numbers = {**facts, **asdict(found), "classes": by_class(answers, classes)}
-    print(write_result(args.out, "accuracy", numbers, page, pictures, of=[model]))
+    found = evaluate_classes(model.backbone, loader, check_labels(loader), precision=args.precision)
+    present(replace(found, provenance=made_with(model, loader, args.seed, args.precision)), args.out)

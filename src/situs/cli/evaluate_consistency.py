@@ -5,13 +5,13 @@ For example: situs evaluate consistency runs/mjp --ratios 0,.15,.5 --out look
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from
-from situs.cli.result import print_cells, tell_left_out, write_result
+from situs.cli.result import present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,42 +31,23 @@ class Args(ImageArgs):
 def run(args: Args) -> None:
     """Measures, prints the table and writes the page."""
     from situs.evaluate.consistency import measure_consistency, shuffled
-    from situs.evaluate.consistency_page import finding, make_page, table
     from situs.models.data import examples, load_set, made_with, top1_reason
     from situs.models.model import check_classifier
 
     model = open_from(args)
     check_classifier(model)
-    view = shuffled(model.trained, positions=model.positions, grid=args.grid, size=model.data.size)
+    shuffled(model.trained, positions=model.positions, grid=args.grid, size=model.data.size)  # refuses a wrong --grid
     loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count, shared=True)
-    no_top1 = top1_reason(model, loader)
-    rows = measure_consistency(
+    found = measure_consistency(
         model.trained,
         loader,
         args.ratios,
         seed=args.seed,
         precision=args.precision,
         positions=model.positions,
-        labels=no_top1 is None,
+        no_top1=top1_reason(model, loader),
         classes=None if loader.classes is None else len(loader.classes),
         grid=args.grid,
     )
-    if no_top1 is None and rows[0].top1 is None:
-        no_top1 = "the model has another number of classes than the data"
-    facts = made_with(model, loader, args.seed, args.precision)
-    example = examples(loader, 1)[0]
-    page, pictures = make_page(rows, view, model.name, facts, no_top1=no_top1, example=example, seed=args.seed)
-    print_cells(f"{loader.source.name}, {rows[0].count:,} images", *table(rows))
-    print(finding(rows, view))
-    if view.untellable:
-        print(f"mask told: {view.untellable}")
-    numbers = {
-        **facts,
-        "feature": view.backbone.reads,
-        "unknown": None if view.untellable else view.unknown,
-        "not_told_why": view.untellable,
-        "no_top1_why": no_top1,
-        "rows": [asdict(row) for row in rows],
-    }
-    tell_left_out(loader)
-    print(write_result(args.out, "consistency", numbers, page, pictures, of=[model]))
+    made = made_with(model, loader, args.seed, args.precision)
+    present(replace(found, example=examples(loader, 1)[0], provenance=made), args.out)

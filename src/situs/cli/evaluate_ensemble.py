@@ -5,7 +5,7 @@ For example: situs evaluate ensemble runs/mp3-ft runs/mae-ft --out look
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -51,10 +51,10 @@ class Args(OpenArgs):
 def run(args: Args) -> None:
     """Evaluates all in one pass, prints a row for each and one for all, and writes the page."""
     from situs import __version__
-    from situs.cli.result import check_folder, print_cells, tell_left_out, write_result
+    from situs.cli.result import check_folder, present
     from situs.evaluate.ensemble import evaluate_ensemble
-    from situs.evaluate.ensemble_page import finding, make_page, table
     from situs.models.data import check_classes, load_set
+    from situs.results import Provenance
 
     if len(args.sources) < 2 or len(set(args.sources)) < len(args.sources):
         raise SitusError("an ensemble needs at least two runs, each named once")
@@ -74,11 +74,6 @@ def run(args: Args) -> None:
     found = evaluate_ensemble(backbones, loaders, average=args.average, precision=args.precision)
     data = next(iter(loaders.values())).source.name
     facts = {"data": data, "precision": args.precision, "average": args.average, "situs": __version__}
-    print_cells(f"{data}, {found.together.count:,} images", *table(found, args.average))
-    print(finding(found))
-    told = {name: f"{s.facts.get('method') or 'unknown method'} on {s.facts['model']}" for name, s in models.items()}
-    page, pictures = make_page(found, args.average, {**told, **facts})
-    members = {name: {**models[name].facts, **asdict(score)} for name, score in found.alone.items()}
-    numbers = {**facts, **asdict(found), "alone": members}
-    tell_left_out(*loaders.values())
-    print(write_result(args.out, "ensemble", numbers, page, pictures, of=list(models.values())))
+    made = (Provenance({}, (model.origin,), loaders[name].source.left_out()) for name, model in models.items())
+    members = {name: model.facts for name, model in models.items()}
+    present(replace(found, members=members, provenance=Provenance.joint(made, facts)), args.out)

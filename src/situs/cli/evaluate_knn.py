@@ -5,13 +5,13 @@ For example: situs evaluate knn runs/mp3 --k 20 --out look
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from
-from situs.cli.result import print_cells, tell_left_out, write_result
+from situs.cli.result import present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,12 @@ class Args(ImageArgs):
 def run(args: Args) -> None:
     """Measures, prints the table and writes the page."""
     from situs.evaluate.knn_layers import knn_by_layer
-    from situs.evaluate.knn_page import finding, make_page, table
     from situs.models.data import check_labels, load_bank, made_with
 
     model = open_from(args)
     bank, test = load_bank(
         model, args.data, args.split, args.batch, bank_count=args.bank_count, count=args.count, flag="--bank-count"
     )
-    chance = 1 / len(check_labels(test))
     found = knn_by_layer(
         model.trained,
         bank,
@@ -50,11 +48,7 @@ def run(args: Args) -> None:
         temperature=args.temperature,
         precision=args.precision,
         positions=model.positions,
+        classes=len(check_labels(test)),
     )
-    facts = made_with(model, test, args.seed, args.precision) | {"bank_data": bank.source.name}
-    page, pictures = make_page(found, model.name, args.k, args.temperature, chance, facts)
-    print_cells(f"{test.source.name}, {found.count:,} images, k = {args.k} of {found.bank:,}", *table(found))
-    print(finding(found, chance))
-    numbers = {**facts, "k": args.k, "temperature": args.temperature, **asdict(found)}
-    tell_left_out(bank, test)
-    print(write_result(args.out, "knn", numbers, page, pictures, of=[model]))
+    made = made_with(model, test, args.seed, args.precision, beside=[bank], more={"bank_data": bank.source.name})
+    present(replace(found, provenance=made), args.out)

@@ -5,13 +5,13 @@ For example: situs evaluate position runs/droppos --out look
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from
-from situs.cli.result import print_cells, tell_left_out, write_result
+from situs.cli.result import present
 
 _Ratios = Annotated[tuple[float, ...], Parameter(metavar="SHARE,…")]
 
@@ -35,31 +35,16 @@ class Args(ImageArgs):
 
 def run(args: Args) -> None:
     """Measures, prints the table and writes the page."""
-    from situs.evaluate import position_page as pages
-    from situs.evaluate.position import position_accuracy_over, position_grid, position_method
+    from situs.evaluate.position import position_curve, position_grid, position_method
     from situs.methods.droppos import DropPos
     from situs.models.data import load_set, made_with
 
     model = open_from(args)
     method = position_method(model.method, model.name)
     loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count, shared=True)
-    title = loader.source.name
+    draws = {"seed": args.seed, "precision": args.precision}
     if isinstance(method, DropPos):
-        shares = args.mask_ratios, args.position_mask_ratios
-        grid = position_grid(method, loader, *shares, seed=args.seed, precision=args.precision)
-        facts = made_with(model, loader, args.seed, args.precision)
-        page, pictures = pages.grid_page(grid, method, model.name, facts)
-        print_cells(f"{title}, {grid.count:,} images", *pages.grid_table(grid))
-        print(pages.grid_finding(grid))
-        numbers = {**asdict(grid), "mean": grid.mean}
+        found = position_grid(method, loader, args.mask_ratios, args.position_mask_ratios, **draws)
     else:
-        found = position_accuracy_over(method, loader, args.ratios, seed=args.seed, precision=args.precision)
-        count = loader.plan.n
-        facts = made_with(model, loader, args.seed, args.precision)
-        page, pictures = pages.curve_page(found, count, method, model.name, facts)
-        print_cells(f"{title}, {count:,} images", *pages.curve_table(found))
-        print(pages.curve_finding(found, method))
-        numbers = {"count": count, "accuracy": [{"ratio": key, "accuracy": value} for key, value in found.items()]}
-    numbers = {**facts, "places": method.backbone.num_tokens, **numbers}
-    tell_left_out(loader)
-    print(write_result(args.out, "position", numbers, page, pictures, of=[model]))
+        found = position_curve(method, loader, args.ratios, **draws)
+    present(replace(found, provenance=made_with(model, loader, args.seed, args.precision)), args.out)

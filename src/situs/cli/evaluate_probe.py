@@ -5,17 +5,19 @@ For example: situs evaluate probe runs/droppos --kind position --after runs/fine
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from, open_one_of
-from situs.cli.result import print_cells, tell_left_out, write_result
+from situs.cli.result import present
 
 if TYPE_CHECKING:
-    from situs.evaluate.probe import Fitted
+    from situs.data.loader import Loader
+    from situs.evaluate.probe import Probes
     from situs.models import Model
+    from situs.results import Provenance
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class Args(ImageArgs):
 
 def run(args: Args) -> None:
     """Fits, scores, prints the table and writes the page."""
+    from situs.results import Provenance
+
     model = open_from(args)
     if args.data is None and model.data.path:  # a second model is judged on the same images
         args = replace(args, data=model.data.path, held_out=model.data.held_out)
@@ -53,20 +57,19 @@ def run(args: Args) -> None:
     if args.after is not None:
         after = open_one_of(args.after, args).holding_out(args.held_out)
         models[after.name if after.name != model.name else f"{after.name} (after)"] = after
-    (_position if args.kind == "position" else _class)(args, models)
+    found = (_position if args.kind == "position" else _class)(args, models)
+    present(replace(found, provenance=Provenance.joint(found.made.values())), args.out)
 
 
-def _position(args: Args, models: dict[str, Model]) -> None:
+def _position(args: Args, models: dict[str, Model]) -> Probes[Any]:
     from situs.errors import SitusError
-    from situs.evaluate import probe_page as pages
-    from situs.evaluate.probe_position import follow, probe_position
+    from situs.evaluate.probe_position import PositionProbes, follow, probe_position
 
     unknowns = follow({name: (each.trained, each.positions) for name, each in models.items()})
-    probes, facts = {}, {}
+    probes, made = {}, {}
     for name, model in models.items():
-        train, test, facts[name] = _loaders(args, model)
-        held = unknowns[name]
-        found = probe_position(
+        train, test = _loaders(args, model)
+        probes[name] = probe_position(
             model.trained,
             train,
             test,
@@ -74,49 +77,23 @@ def _position(args: Args, models: dict[str, Model]) -> None:
             seed=args.seed,
             precision=args.precision,
             positions=model.positions,
-            unknown=held,
+            unknown=unknowns[name],
             weight_decays=args.weight_decays,
         )
-        tell_left_out(train, test)
-        probes[name] = found, held
+        made[name] = _made(args, model, train, test)
     grids = {model.backbone.out_grid for model in models.values()}
     if len(grids) > 1:
         raise SitusError(f"the two models have grids of {' and '.join(map(str, sorted(grids)))} places (--after)")
-    page, pictures = pages.position_page(probes, grids.pop(), _shown(facts))
-    print_cells(_title(facts), *pages.position_table(probes))
-    print(pages.position_finding(probes))
-    numbers = {
-        name: {
-            **facts[name],
-            "accuracy": probe.score.accuracy,
-            "distance": probe.distance,
-            "constant_guess_distance": probe.guess,
-            "patches": probe.score.count,
-            "unknown": held.words,
-            **_fit(probe.fitted, probe.train_count),
-        }
-        for name, (probe, held) in probes.items()
-    }
-    print(
-        write_result(
-            args.out,
-            "probe-position",
-            {"ratio": args.ratio, "models": numbers},
-            page,
-            pictures,
-            of=[*models.values()],
-        )
-    )
+    return PositionProbes(probes, made, grid=grids.pop(), ratio=args.ratio)
 
 
-def _class(args: Args, models: dict[str, Model]) -> None:
-    from situs.evaluate import probe_page as pages
-    from situs.evaluate.probe_class import probe_class
+def _class(args: Args, models: dict[str, Model]) -> Probes[Any]:
+    from situs.evaluate.probe_class import ClassProbes, probe_class
     from situs.models.data import check_labels
 
-    probes, facts, classes = {}, {}, ()
+    probes, made, classes = {}, {}, ()
     for name, model in models.items():
-        train, test, facts[name] = _loaders(args, model)
+        train, test = _loaders(args, model)
         classes = check_labels(test)
         probes[name] = probe_class(
             model.trained,
@@ -129,44 +106,20 @@ def _class(args: Args, models: dict[str, Model]) -> None:
             positions=model.positions,
             weight_decays=args.weight_decays,
         )
-        tell_left_out(train, test)
-    page, pictures = pages.class_page(probes, classes, _shown(facts))
-    print_cells(_title(facts), *pages.class_table(probes))
-    print(pages.class_finding(probes))
-    numbers = {
-        name: {
-            **facts[name],
-            "pool": probe.pool,
-            "accuracy": probe.score.accuracy,
-            "loss": probe.score.loss,
-            "count": probe.score.count,
-            **_fit(probe.fitted, probe.train_count),
-        }
-        for name, probe in probes.items()
-    }
-    print(write_result(args.out, "probe-class", {"models": numbers}, page, pictures, of=[*models.values()]))
+        made[name] = _made(args, model, train, test)
+    return ClassProbes(probes, made, classes=classes)
 
 
-def _loaders(args: Args, model: Model) -> tuple[Any, Any, dict[str, Any]]:
-    """The images to fit to, those to score on, and how all was made."""
-    from situs.models.data import load_bank, made_with
+def _loaders(args: Args, model: Model) -> tuple[Loader, Loader]:
+    """The images to fit to, and those to score on."""
+    from situs.models.data import load_bank
 
-    train, test = load_bank(
+    return load_bank(
         model, args.data, args.split, args.batch, bank_count=args.train_count, count=args.count, flag="--train-count"
     )
-    return train, test, made_with(model, test, args.seed, args.precision) | {"fitted_to": train.source.name}
 
 
-def _fit(fitted: Fitted, train_count: int) -> dict[str, Any]:
-    tried = [asdict(each) for each in fitted.tried]
-    return {"train_images": train_count, "weight_decay": fitted.weight_decay, "tried": tried}
+def _made(args: Args, model: Model, train: Loader, test: Loader) -> Provenance:
+    from situs.models.data import made_with
 
-
-def _shown(facts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """One list of facts; those of a second model bear its name."""
-    (_, first), *rest = facts.items()
-    return first | {f"{key} ({name})": value for name, each in rest for key, value in each.items()}
-
-
-def _title(facts: dict[str, dict[str, Any]]) -> str:
-    return next(iter(facts.values()))["data"]
+    return made_with(model, test, args.seed, args.precision, beside=[train], more={"fitted_to": train.source.name})

@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from
-from situs.cli.result import print_cells, write_result
+from situs.cli.result import present
 
 if TYPE_CHECKING:
     from situs.evaluate.robustness_run import Progress
@@ -55,11 +55,10 @@ class Args(ImageArgs):
 def run(args: Args) -> None:
     """Measures, prints the tables and writes the page."""
     from situs import __version__
-    from situs.cli.tables import print_table
-    from situs.evaluate import robustness_page as pages
     from situs.evaluate.corruptions import find_corruptions, find_severities
     from situs.evaluate.robustness_run import Plan, evaluate_robustness
     from situs.evaluate.robustness_sets import read_class_list
+    from situs.results import Provenance
 
     plan = Plan(
         data=args.data,
@@ -81,13 +80,7 @@ def run(args: Args) -> None:
         found = evaluate_robustness(model, plan, progress)
     made = {"data": found.data, "seed": args.seed, "precision": args.precision, "situs": __version__}
     facts = {"name": model.name, **model.facts, "img_size": "x".join(map(str, model.data.size)), **made}
-    page, pictures = pages.make_page(found, model.name, facts)
-    if found.cells:
-        print_cells(f"{found.given or found.data}, corrupted", *pages.cells_table(found))
-    print_table(model.name, pages.summary(found, facts))
-    for said in (*found.skipped, pages.finding(found)):
-        print(said)
-    print(write_result(args.out, "robustness", pages.to_json(found, facts), page, pictures, of=[model]))
+    present(replace(found, provenance=Provenance(facts, (model.origin,))), args.out)
 
 
 @contextmanager

@@ -67,4 +67,4 @@ def run(args: Args) -> None:
     count, dim = found.features.shape
     labels = "with labels" if found.labels is not None else "without labels"
     print(f"{args.out}: {count} features of {dim} numbers, {labels}")
-    tell_left_out(loader)
+    tell_left_out(loader.source.left_out())

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from situs.cli.flags import POSITIONAL
-from situs.cli.result import write_result
+from situs.cli.result import present
 
 
 @dataclass(frozen=True)
@@ -28,19 +28,11 @@ class Args:
 
 def run(args: Args) -> None:
     """Reads, prints a line for each run, and writes the page."""
-    from situs.analyze.runs import read_runs
-    from situs.analyze.runs_page import STATUS, runs_numbers, runs_page, status_rows
-    from situs.cli.tables import print_table
+    from situs.analyze.runs import Runs, read_runs
     from situs.models.model import identity_of
+    from situs.results import Origin, Provenance
 
     found = read_runs(args.runs)
-    page, pictures = runs_page(found, args.over)
-    print_table("Runs", [STATUS, *status_rows(found)])
     places = (identity_of(folder.resolve().as_posix()) for folder in args.runs)
-    whose = [_Whose(run.name, place) for run, place in zip(found, places, strict=True)]
-    print(write_result(args.out, "report", runs_numbers(found), page, pictures, of=whose))
-
-
-class _Whose(NamedTuple):
-    name: str
-    identity: str
+    of = tuple(Origin(run.name, place) for run, place in zip(found, places, strict=True))
+    present(Runs(found, args.over, provenance=Provenance(of=of)), args.out)

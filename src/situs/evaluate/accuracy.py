@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 from situs.errors import SitusError
 from situs.evaluate.inference import evaluating, sum_over_ranks
 from situs.methods.base import Batch
+from situs.results import Result, Summary, Table, percent
 from situs.train.step import autocast
 
 Classifier = Callable[[Tensor], Tensor]
@@ -26,6 +28,51 @@ class Accuracy:
     top5: float
     count: int
     loss: float
+
+
+@dataclass(frozen=True)
+class ClassAccuracy(Result):
+    """A classifier's accuracy and which classes it knows. answers: [C, C] counts by (true, said). classes: names."""
+
+    file: ClassVar[str] = "accuracy"
+
+    accuracy: Accuracy
+    answers: Tensor
+    classes: Sequence[str]
+
+    def summary(self) -> Summary:
+        """How often it is right, beside a guess."""
+        found, count, name = self.accuracy, len(self.classes), self.provenance.name
+        said = (
+            f"{name} recognises {percent(found.top1, 2)} of {found.count:,} images of {count:,} classes "
+            f"(a guess: {percent(1 / count, 2)})."
+        )
+        row = [name, percent(found.top1, 2), percent(found.top5, 2), f"{found.loss:.4f}"]
+        title = self.provenance.title(f"{found.count:,} images")
+        return Summary(said, (Table(title, ["", "top-1", "top-5", "loss"], [row]),))
+
+    def numbers(self) -> dict[str, Any]:
+        """The three numbers, and a row a class."""
+        return {**asdict(self.accuracy), "classes": self.by_class()}
+
+    def by_class(self) -> list[dict[str, Any]]:
+        """A row a class: how many images, the share recognised, and the class the others are taken for most often.
+
+        None where there is no image, or none that is taken for another class.
+        """
+        most, which = self.answers.clone().fill_diagonal_(0).max(dim=1)
+        counts, hits = self.answers.sum(dim=1), self.answers.diagonal()
+        return [
+            {
+                "class": name,
+                "count": count,
+                "top1": hit / count if count else None,
+                "taken_for": self.classes[said] if often else None,
+            }
+            for name, count, hit, often, said in zip(
+                self.classes, counts.tolist(), hits.tolist(), most.tolist(), which.tolist(), strict=True
+            )
+        ]
 
 
 class Tally:
@@ -98,6 +145,15 @@ def evaluate_accuracy(
                 raise SitusError(f"the model has {logits.shape[-1]} classes and the data {classes} (--data)")
             tally.add(logits, labels_of(batch))
     return tally.result()
+
+
+def evaluate_classes(
+    model: Classifier, batches: Iterable[Batch], classes: Sequence[str], *, precision: str = "fp32"
+) -> ClassAccuracy:
+    """The accuracy of `model` and its answers by class. classes: the names of the data's, which the model must have."""
+    tally = ClassTally(len(classes))
+    found = evaluate_accuracy(model, batches, classes=len(classes), precision=precision, tally=tally)
+    return ClassAccuracy(found, tally.answers(), classes)
 
 
 def labels_of(batch: Batch) -> Tensor:

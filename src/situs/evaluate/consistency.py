@@ -9,7 +9,8 @@ On a plain ViT the order inside the mask then changes nothing at all, so that th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,10 +25,14 @@ from situs.errors import SitusError
 from situs.evaluate.inference import evaluating, sum_over_ranks
 from situs.methods.base import Batch, Method
 from situs.methods.mjp import MJP
+from situs.results import Cell, Result, Summary, Table, percent
 from situs.train.step import autocast
 
 RATIOS = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
 """γ: those the paper trains with, its Table 1's .15, and Figure 3's far end."""
+TABLE_1 = 0.15
+"""γ of the paper's Table 1, of which a result speaks first."""
+TELLING = {True: "mask told", False: "mask not told"}
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,8 @@ class Shuffled:
         return " and ".join(parts[kind] for kind in kinds) + ", since this model never learned an unknown place"
 
     def puzzle(self, ids: Tensor, ratio: float, seed: int) -> tuple[Tensor, Tensor]:
-        """Mask and index [B, N] of each sample at γ = ratio: the same whatever batch it stands in."""
-        shape = puzzle_noise_shape(self.grid, ratio)
-        return draw_puzzle(uniform(seed, 0, ids, f"consistency/{ratio}", shape), self.grid, ratio)
+        """Mask and index [B, N] of each sample at γ = ratio."""
+        return puzzle(self.grid, ids, ratio, seed)
 
     def read(self, images: Tensor, index: Tensor | None = None, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the head reads [B, D] and its logits, of images whose patches are moved by `index`.
@@ -107,6 +111,70 @@ class Shuffled:
                 places = places.forget(told)
             features = self.backbone.encode(tokens, places)
         return self.backbone.readout(features), self.backbone.head(features)
+
+
+@dataclass(frozen=True)
+class ConsistencyCurve(Result):
+    """Every γ, told and not told. reads: F, the vector that the head reads, in words.
+
+    unknown: what a masked place gets when the mask is told, untellable: why it cannot be told; one of the two is None.
+    no_top1: why there is no top-1. grid, seed: of the masks. example: an image [C, H, W] in [0, 1] to show them on.
+    """
+
+    file: ClassVar[str] = "consistency"
+
+    rows: Sequence[Consistency]
+    reads: str
+    unknown: str | None
+    untellable: str | None
+    grid: tuple[int, ...]
+    no_top1: str | None = None
+    example: Tensor | None = None
+    seed: int = 0
+
+    def summary(self) -> Summary:
+        """The result at the γ nearest to Table 1's; a row for each γ × told or not."""
+        rows = self.rows
+        shown = [row for row in rows if row.ratio > 0] or list(rows)
+        ratio = min((row.ratio for row in shown), key=lambda ratio: abs(ratio - TABLE_1))
+        at = {row.told: row for row in rows if row.ratio == ratio}
+        row = at[False]
+        part = f"{percent(row.diff_norm / row.clean_norm)} of its length" if row.clean_norm else "from a length of 0"
+        said = f"With {percent(ratio, None)} of the patches shuffled and the model not told, "
+        if row.consistency is not None:
+            said += f"{percent(row.consistency)} of {row.count:,} answers stay the same, and "
+        said += f"the {self.reads} moves by {row.diff_norm:.3g} ({part})."
+        if True in at:
+            told = at[True]
+            same = "" if told.consistency is None else f"{percent(told.consistency)} stay the same and "
+            said += f" Told which places to distrust, {same}it moves by {told.diff_norm:.3g}."
+        header = ["γ", "patches shuffled", "", "top-1, %", "consistency, %", "Diff.Norm", "Diff.Norm² (Eq. 6)"]
+        cells: list[list[Cell]] = [
+            [f"{r.ratio:g}", r.masked, TELLING[r.told], _points(r.top1), _points(r.consistency), r.diff_norm,
+             r.diff_norm_squared]
+            for r in rows
+        ]  # fmt: skip
+        table = Table(self.provenance.title(f"{rows[0].count:,} images"), header, cells)
+        return Summary(said, (table,), (f"mask told: {self.untellable}",) if self.untellable else ())
+
+    def numbers(self) -> dict[str, Any]:
+        """Every row, and what a reader must know of them."""
+        return {
+            "feature": self.reads,
+            "unknown": self.unknown,
+            "not_told_why": self.untellable,
+            "no_top1_why": self.no_top1,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def puzzle(grid: tuple[int, ...], ids: Tensor, ratio: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Mask and index [B, N] of each sample at γ = ratio: the same whatever batch it stands in."""
+    return draw_puzzle(uniform(seed, 0, ids, f"consistency/{ratio}", puzzle_noise_shape(grid, ratio)), grid, ratio)
+
+
+def _points(share: float | None) -> str | None:
+    return None if share is None else f"{100 * share:.2f}"
 
 
 def shuffled(
@@ -135,19 +203,20 @@ def measure_consistency(
     precision: str = "fp32",
     positions: bool = True,
     classifier: bool = True,
-    labels: bool = True,
+    no_top1: str | None = None,
     classes: int | None = None,
     grid: tuple[int, ...] | None = None,
-) -> list[Consistency]:
+) -> ConsistencyCurve:
     """Every γ, told (where the model can be told) and not told, in one pass over the data; waits once, at its end.
 
     positions: for a backbone, whether its own take part. classifier: False where the head was never trained; then
-    only norms are given. labels: whether the data's mean what the head's outputs mean; classes: how many it has, where
-    that is to be checked. grid: for a network without tokens, the patches that are shuffled.
+    only norms are given. no_top1: why the data's labels do not mean what the head's outputs mean, where that is so;
+    classes: how many it has, where that is to be checked. grid: for a network without tokens, the patches that are
+    shuffled.
     """
     for ratio in ratios:
         check_range("ratios", ratio, 0, 1, flag="--ratios")
-    sums, view, tells = None, None, (False,)
+    sums, view, tells, labels = None, None, (False,), no_top1 is None
     with evaluating(model):
         for batch in batches:
             if view is None:
@@ -160,10 +229,10 @@ def measure_consistency(
     if sums is None or view is None or not (count := int(sum_over_ranks(sums)[0].item())):
         raise SitusError("there are no samples to evaluate on (--data)")
     labelled, clean, *rest = (sums[1:] / count).tolist()
-    results = []
+    rows = []
     for number, (ratio, told) in enumerate((ratio, told) for ratio in ratios for told in tells):
         norm, square, same, right = rest[4 * number : 4 * number + 4]
-        results.append(
+        rows.append(
             Consistency(
                 ratio=ratio,
                 masked=count_of(ratio, view.grid[0] * view.grid[1]),
@@ -176,7 +245,10 @@ def measure_consistency(
                 clean_norm=clean,
             )
         )
-    return results
+    if rows[0].top1 is None and no_top1 is None:
+        no_top1 = "the model has another number of classes than the data" if classifier else "its head was not trained"
+    told = None if view.untellable else view.unknown
+    return ConsistencyCurve(rows, view.backbone.reads, told, view.untellable, view.grid, no_top1, seed=seed)
 
 
 def _measure(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,23 +16,55 @@ from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, Classifier, Tally, labels_of
 from situs.evaluate.inference import evaluating, sum_over_ranks
 from situs.methods.base import Batch
+from situs.results import Result, Summary, Table, percent
 from situs.train.step import autocast
 
 Average = Literal["softmax", "logits"]
 
 
 @dataclass(frozen=True)
-class Ensemble:
+class Ensemble(Result):
     """The accuracy of each model by name, and of all together.
 
     agreement: the share of images on which two models give the same answer, [M][M] in the order of `alone`. any_right:
-    the share that at least one model has right, which no choice among their answers can pass.
+    the share that at least one model has right, which no choice among their answers can pass. average: of what.
+    members: where each model comes from, by name.
     """
+
+    file: ClassVar[str] = "ensemble"
 
     alone: dict[str, Accuracy]
     together: Accuracy
     agreement: tuple[tuple[float, ...], ...]
     any_right: float
+    average: Average = "softmax"
+    members: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def summary(self) -> Summary:
+        """What the models gain from each other; a row a model, then all together."""
+        name, best = max(self.alone.items(), key=lambda item: item[1].top1)
+        gain = 100 * (self.together.top1 - best.top1)
+        said = (
+            f"Together {percent(self.together.top1, 2)} right, {abs(gain):.2f} points "
+            f"{'above' if gain >= 0 else 'below'} the best alone ({name}, {percent(best.top1, 2)}); at least one is "
+            f"right on {percent(self.any_right, 2)}."
+        )
+        rows = [
+            [name, f"{100 * each.top1:.2f}", f"{100 * each.top5:.2f}", f"{each.loss:.4f}"]
+            for name, each in {**self.alone, f"together ({self.average})": self.together}.items()
+        ]
+        title = self.provenance.title(f"{self.together.count:,} images")
+        return Summary(said, (Table(title, ["", "top-1, %", "top-5, %", "loss"], rows),))
+
+    def numbers(self) -> dict[str, Any]:
+        """Each model, all together, and how alike they answer."""
+        return {
+            "average": self.average,
+            "alone": {name: {**self.members.get(name, {}), **asdict(each)} for name, each in self.alone.items()},
+            "together": asdict(self.together),
+            "agreement": self.agreement,
+            "any_right": self.any_right,
+        }
 
 
 def combine(logits: Tensor, average: Average = "softmax") -> Tensor:
@@ -84,7 +116,7 @@ def evaluate_ensemble(
     assert shared is not None  # `result` has refused an empty set
     agreement, any_right = sum_over_ranks(shared)[:-1] / result.count, float(shared[-1]) / result.count
     pairs = tuple(map(tuple, agreement.view(len(models), -1).tolist()))
-    return Ensemble({name: tally.result() for name, tally in alone.items()}, result, pairs, any_right)
+    return Ensemble({name: tally.result() for name, tally in alone.items()}, result, pairs, any_right, average)
 
 
 def _agree(answers: Tensor, labels: Tensor) -> Tensor:

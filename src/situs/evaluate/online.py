@@ -11,7 +11,7 @@ from situs.config import Checked
 from situs.evaluate.features import FeatureSet, Pool, extract
 from situs.evaluate.inference import evaluating
 from situs.evaluate.knn import knn_accuracy
-from situs.evaluate.position import position_accuracy_over
+from situs.evaluate.position import position_curve
 from situs.limits import Count, Positive
 from situs.methods.base import Batch, Method
 from situs.methods.mp3 import MP3
@@ -71,8 +71,8 @@ class OnlineProbe:
                 found["knn_accuracy"] = knn_accuracy(*pairs, k, config.temperature)
         if isinstance(method, MP3):
             ratio = method.config.mask_ratio
-            right = position_accuracy_over(method, self.test(), (ratio,), precision=config.precision)
-            found["position_accuracy_test"] = right[ratio]
+            right = position_curve(method, self.test(), (ratio,), precision=config.precision)
+            found["position_accuracy_test"] = right.accuracy[ratio]
         return found
 
     def _features(self, method: Method, batches: Batches) -> FeatureSet:

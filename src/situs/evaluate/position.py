@@ -7,7 +7,8 @@ MP3: accuracy over the share η of patches that are no keys (the paper's Figure 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from situs.evaluate.inference import evaluating, sum_over_ranks
 from situs.methods.base import Batch, Method
 from situs.methods.droppos import DropPos
 from situs.methods.mp3 import MP3
+from situs.results import Result, Summary, Table, percent
 from situs.train.step import autocast
 
 RATIOS = (0.0, 0.25, 0.5, 0.75, 0.9)
@@ -42,20 +44,84 @@ class Cell:
     accuracy: float | None
     reason: str | None = None
 
+    def __str__(self) -> str:
+        return f"{percent(self.accuracy or 0.0, 2)} (γ = {self.mask_ratio:g}, γ_pos = {self.position_mask_ratio:g})"
+
 
 @dataclass(frozen=True)
-class PositionGrid:
-    """DropPos's grid, row by row of γ. count: images. places: N, so that chance is 1 / N."""
+class PositionGrid(Result):
+    """DropPos's grid, row by row of γ. count: images. places: N, so that chance is 1 / N.
+
+    trained: γ and γ_pos of the training.
+    """
+
+    file: ClassVar[str] = "position"
 
     cells: tuple[Cell, ...]
     count: int
     places: int
+    trained: tuple[float, float]
 
     @property
     def mean(self) -> float:
         """The mean over the cells that can be measured, each counting once."""
         found = [cell.accuracy for cell in self.cells if cell.accuracy is not None]
         return sum(found) / len(found)
+
+    def summary(self) -> Summary:
+        """The mean over the cells, the worst and the best; a row for each cell."""
+        found = [cell for cell in self.cells if cell.accuracy is not None]
+        worst, best = (choose(found, key=lambda cell: cell.accuracy or 0.0) for choose in (min, max))
+        chance, whole = 1 / self.places, len(self.cells)
+        cells = f"the {len(found)} cells" if len(found) == whole else f"{len(found)} of {whole} cells"
+        said = (
+            f"The mean position accuracy over {cells} is {percent(self.mean, 2)}, {self.mean / chance:.1f} times "
+            f"chance ({percent(chance, 2)}): from {worst} to {best}."
+        )
+        rows = [
+            [f"{cell.mask_ratio:g}", f"{cell.position_mask_ratio:g}", cell.visible, cell.dropped,
+             None if cell.accuracy is None else f"{100 * cell.accuracy:.2f}"]
+            for cell in self.cells
+        ]  # fmt: skip
+        header = ["γ", "γ_pos", "patches seen", "places dropped", "accuracy, %"]
+        return Summary(said, (Table(self.provenance.title(f"{self.count:,} images"), header, rows),))
+
+    def numbers(self) -> dict[str, Any]:
+        """Every cell and their mean."""
+        cells = [asdict(cell) for cell in self.cells]
+        return {"places": self.places, "cells": cells, "count": self.count, "mean": self.mean}
+
+
+@dataclass(frozen=True)
+class PositionCurve(Result):
+    """MP3's curve: η -> share of all patches whose place is guessed right. count: images. places: N.
+
+    trained: η of the training. anchors: share of the patches that the run tells their place, here too.
+    """
+
+    file: ClassVar[str] = "position"
+
+    accuracy: dict[float, float]
+    count: int
+    places: int
+    trained: float
+    anchors: float = 0.0
+
+    def summary(self) -> Summary:
+        """The accuracy at the η nearest to the one trained with; a row for each η."""
+        eta = min(self.accuracy, key=lambda ratio: abs(ratio - self.trained))
+        found, chance = self.accuracy[eta], 1 / self.places
+        said = (
+            f"At η = {eta:g} (trained at {self.trained:g}) the place of {percent(found, 2)} of all patches is guessed "
+            f"right, {found / chance:.1f} times chance ({percent(chance, 2)})."
+        )
+        rows = [[f"{ratio:g}", f"{100 * value:.2f}"] for ratio, value in self.accuracy.items()]
+        return Summary(said, (Table(self.provenance.title(f"{self.count:,} images"), ["η", "accuracy, %"], rows),))
+
+    def numbers(self) -> dict[str, Any]:
+        """Every η."""
+        found = [{"ratio": ratio, "accuracy": value} for ratio, value in self.accuracy.items()]
+        return {"places": self.places, "count": self.count, "accuracy": found}
 
 
 def position_method(method: Method | None, name: str) -> DropPos | MP3:
@@ -103,7 +169,8 @@ def position_grid(
         cell if cell.dropped is None else replace(cell, accuracy=next(hits_of) / (count * cell.dropped))
         for _, cell in blank
     ]
-    return PositionGrid(tuple(cells), int(count), method.count)
+    trained = method.config.mask_ratio, method.config.position_mask_ratio
+    return PositionGrid(tuple(cells), int(count), method.count, trained)
 
 
 def _cell(method: DropPos, mask_ratio: float, position_mask_ratio: float) -> tuple[DropPos | None, Cell]:
@@ -116,15 +183,15 @@ def _cell(method: DropPos, mask_ratio: float, position_mask_ratio: float) -> tup
     return view, Cell(mask_ratio, position_mask_ratio, view.visible, view.visible - view.anchors, None)
 
 
-def position_accuracy_over(
+def position_curve(
     method: MP3,
     batches: Iterable[Batch],
     ratios: Sequence[float] = RATIOS,
     *,
     seed: int = 0,
     precision: str = "fp32",
-) -> dict[float, float]:
-    """η -> share of all patches whose place is guessed right, over one pass, the same draws every time.
+) -> PositionCurve:
+    """The share of all patches whose place is guessed right at each η, over one pass, the same draws every time.
 
     The weights are those of `method`, whatever η it was trained with.
     """
@@ -139,7 +206,8 @@ def position_accuracy_over(
     if sums is None:
         raise SitusError("there are no samples to evaluate on (--data)")
     *right, total = sum_over_ranks(sums).tolist()
-    return {ratio: hits / total for ratio, hits in zip(views, right, strict=True)}
+    found, places = {ratio: hits / total for ratio, hits in zip(views, right, strict=True)}, method.backbone.num_tokens
+    return PositionCurve(found, int(total) // places, places, method.config.mask_ratio, method.config.anchor_ratio)
 
 
 def _hits(view: DropPos | MP3, batch: Batch, seed: int, precision: str) -> Tensor:

@@ -7,8 +7,9 @@ classifier is fitted to the whole training set.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from situs.config import check_range
 from situs.core.random import uniform
 from situs.errors import SitusError
+from situs.results import Cell, Provenance, Result, Table
 
 WEIGHT_DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
 HELD = 0.2
@@ -78,6 +80,58 @@ class Fitted:
     linear: Linear
     weight_decay: float
     tried: tuple[Tried, ...]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A fitted classifier. score: over the test split. train_count: images it was fitted to."""
+
+    score: Score
+    fitted: Fitted
+    train_count: int
+
+    def numbers(self) -> dict[str, Any]:
+        """How it was fitted, as JSON holds it."""
+        tried = [asdict(each) for each in self.fitted.tried]
+        return {"train_images": self.train_count, "weight_decay": self.fitted.weight_decay, "tried": tried}
+
+
+P = TypeVar("P", bound=Probe)
+
+
+@dataclass(frozen=True)
+class Probes(Result, Generic[P]):
+    """The same probe on one frozen model, or on several beside each other.
+
+    probes: by the model's name, in order. made: how each was made, by name.
+    """
+
+    probes: Mapping[str, P]
+    made: Mapping[str, Provenance]
+
+    @property
+    def first(self) -> tuple[str, P]:
+        """The name and the probe of the first model."""
+        return next(iter(self.probes.items()))
+
+    @property
+    def data(self) -> str:
+        """What the first model was judged on."""
+        return self.made[self.first[0]].facts.get("data", "")
+
+    def numbers(self) -> dict[str, Any]:
+        """Every model: how it was made, what was read, how that was fitted."""
+        return {"models": {name: {**self.made[name].facts, **each.numbers()} for name, each in self.probes.items()}}
+
+    def tried(self) -> Table:
+        """Every weight decay on the held part of the training split."""
+        rows: list[list[Cell]] = [
+            [name, f"{each.weight_decay:g}", f"{100 * each.accuracy:.2f}", each.loss,
+             each.weight_decay == probe.fitted.weight_decay]
+            for name, probe in self.probes.items()
+            for each in probe.fitted.tried
+        ]  # fmt: skip
+        return Table("", ["model", "weight decay", "held-out accuracy, %", "held-out loss", "chosen"], rows)
 
 
 def fit_probe(

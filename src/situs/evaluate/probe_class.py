@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -11,18 +12,48 @@ from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.evaluate.features import Pool, extract
 from situs.evaluate.online import hard
-from situs.evaluate.probe import WEIGHT_DECAYS, Fitted, Score, fit_probe, score
+from situs.evaluate.probe import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
 from situs.methods.base import Batch, Method
+from situs.results import Cell, Summary, Table, percent
 
 
 @dataclass(frozen=True)
-class ClassProbe:
-    """score: over the test split. train_count: images it was fitted to."""
+class ClassProbe(Probe):
+    """pool: what an image's vector is."""
 
-    score: Score
-    fitted: Fitted
     pool: Pool
-    train_count: int
+
+    def numbers(self) -> dict[str, Any]:
+        """What was read off, and how it was fitted."""
+        found = self.score
+        read = {"pool": self.pool, "accuracy": found.accuracy, "loss": found.loss, "count": found.count}
+        return {**read, **super().numbers()}
+
+
+@dataclass(frozen=True)
+class ClassProbes(Probes[ClassProbe]):
+    """Classes read off frozen features. classes: their names."""
+
+    file: ClassVar[str] = "probe-class"
+
+    classes: Sequence[str] = field(kw_only=True)
+
+    def summary(self) -> Summary:
+        """What is recognised of each model; a row a model."""
+        (name, first), *rest = self.probes.items()
+        words = {"mean": "the mean of its patches", "cls": "its CLS token"}[first.pool]
+        said = (
+            f"A linear classifier on {words} recognises {percent(first.score.accuracy, 2)} of {first.score.count:,} "
+            f"images in {name} (chance {percent(1 / len(first.score.counts), 2)})."
+        )
+        said += "".join(f" In {other} it is {percent(probe.score.accuracy, 2)}." for other, probe in rest)
+        header = ["model", "pool", "top-1, %", "loss", "images", "images fitted to", "weight decay"]
+        rows: list[list[Cell]] = [
+            [name, probe.pool, f"{100 * probe.score.accuracy:.2f}", probe.score.loss, probe.score.count,
+             probe.train_count, f"{probe.fitted.weight_decay:g}"]
+            for name, probe in self.probes.items()
+        ]  # fmt: skip
+        return Summary(said, (Table(self.data, header, rows),))
 
 
 def probe_class(
@@ -50,7 +81,7 @@ def probe_class(
         sets.append((found.features, _labels(found.labels)))
     (inputs, labels), held = sets
     fitted = fit_probe(inputs, labels, classes, weight_decays=weight_decays, seed=seed)
-    return ClassProbe(score(fitted.linear, [held], classes), fitted, pool, len(labels))
+    return ClassProbe(score(fitted.linear, [held], classes), fitted, len(labels), pool)
 
 
 def _labels(labels: Tensor | None) -> Tensor:

@@ -7,7 +7,8 @@ each of those came from. It is fitted to the training split and scored on anothe
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -20,25 +21,70 @@ from situs.core.random import uniform
 from situs.core.tokens import mask_of, take
 from situs.errors import SitusError
 from situs.evaluate.inference import evaluating
-from situs.evaluate.probe import WEIGHT_DECAYS, Fitted, Score, fit_probe, score
+from situs.evaluate.probe import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
 from situs.methods.base import Batch, Method, UnknownPosition
+from situs.results import Cell, Summary, Table, percent
 from situs.train.step import autocast
 
 RATIO = 0.75
 
 
 @dataclass(frozen=True)
-class PositionProbe:
+class PositionProbe(Probe):
     """score: over the test split's dropped patches, classes are places. distance: mean error in patches.
 
-    guess: what always naming the middle-most place would score as a distance, for scale.
+    guess: what always naming the middle-most place would score as a distance, for scale. unknown: what a patch gets
+    that lost its position, in words.
     """
 
-    score: Score
-    fitted: Fitted
     distance: float
     guess: float
-    train_count: int
+    unknown: str
+
+    def numbers(self) -> dict[str, Any]:
+        """What was read off, and how it was fitted."""
+        return {
+            "accuracy": self.score.accuracy,
+            "distance": self.distance,
+            "constant_guess_distance": self.guess,
+            "patches": self.score.count,
+            "unknown": self.unknown,
+            **super().numbers(),
+        }
+
+
+@dataclass(frozen=True)
+class PositionProbes(Probes[PositionProbe]):
+    """Places read off frozen features; the second model is the first one fine-tuned. ratio: share that is dropped."""
+
+    file: ClassVar[str] = "probe-position"
+
+    grid: tuple[int, int] = field(kw_only=True)
+    ratio: float = RATIO
+
+    def summary(self) -> Summary:
+        """How often the place is named, and how far off; a row a model."""
+        names, found = list(self.probes), list(self.probes.values())
+        first, last = found[0], found[-1]
+        said = (
+            f"A linear classifier names the place of {percent(first.score.accuracy, 2)} of the patches whose position "
+            f"was taken away (chance {percent(1 / len(first.score.counts), 2)}), and is {first.distance:.2f} patches "
+            "off on average."
+        )
+        if len(found) > 1:
+            said += f" In {names[-1]} it is {percent(last.score.accuracy, 2)} and {last.distance:.2f} patches."
+        asked = ["patches asked", "images fitted to"]
+        header = ["model", "accuracy, %", "mean error, patches", "error of one guess", *asked]
+        rows: list[list[Cell]] = [
+            [name, f"{100 * probe.score.accuracy:.2f}", probe.distance, probe.guess, probe.score.count,
+             probe.train_count]
+            for name, probe in self.probes.items()
+        ]  # fmt: skip
+        return Summary(said, (Table(self.data, header, rows),))
+
+    def numbers(self) -> dict[str, Any]:
+        """The share, and every model."""
+        return {"ratio": self.ratio, **super().numbers()}
 
 
 def unknown_position_of(model: Backbone | Method, *, positions: bool = True) -> UnknownPosition:
@@ -139,7 +185,7 @@ def probe_position(
         fitted = fit_probe(inputs, places, count, groups=groups, weight_decays=weight_decays, seed=seed)
         found = score(fitted.linear, ((part, truth) for part, truth, _ in features(test, "test")), count)
     distances = _distance(found.answers, grid), _least_distance(found.counts, grid)
-    return PositionProbe(found, fitted, *distances, train_count=len(groups.unique()))
+    return PositionProbe(found, fitted, len(groups.unique()), *distances, unknown=held.words)
 
 
 def _backbone(model: Backbone | Method) -> Backbone:

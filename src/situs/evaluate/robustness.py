@@ -8,7 +8,8 @@ AlexNet (*AlexNet-normalised*, the definition of Hendrycks and Dietterich, which
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy
+from situs.evaluate.corruptions import CORRUPTIONS
 from situs.evaluate.corruptions_severity import SEVERITIES
+from situs.results import Cell, Result, Summary, Table, percent
 
 ALEXNET = {
     "gaussian_noise": 0.886,
@@ -39,6 +42,8 @@ ALEXNET = {
 
 ALEXNET_CLEAN = 0.435
 """AlexNet's top-1 error on ImageNet itself, as the paper gives it."""
+
+IMAGENET_CLASSES, IMAGENET_SIDE = 1000, 224
 
 Cells = Mapping[str, Mapping[int, Accuracy]]
 """corruption -> severity -> accuracy."""
@@ -165,3 +170,162 @@ class Anomalies:
     def chance(self) -> float:
         """What a score that says nothing gets: the anomalies' share."""
         return self.anomalies / (self.anomalies + self.normal)
+
+
+@dataclass(frozen=True)
+class Robustness(Result):
+    """What was found. data: the name of the clean set. given: that of the corrupted set where it was not made here.
+
+    pictures: [corruptions, columns, C, H, W] in [0, 1], one image a severity; the clean image first where it is known.
+    outputs: the classifier's. skipped: sentences on images that could not be read. side: of the images, in pixels.
+    """
+
+    file: ClassVar[str] = "robustness"
+
+    data: str | None
+    given: str | None
+    clean: Accuracy | None
+    cells: Cells
+    pictures: Tensor | None
+    natural: Natural | None
+    anomalies: Anomalies | None
+    outputs: int
+    skipped: tuple[str, ...]
+    side: int
+
+    @property
+    def scores(self) -> Scores:
+        """The figures of the corruptions, where there are any."""
+        return score(self.cells, self.clean)
+
+    @property
+    def count(self) -> int:
+        """Images of a cell."""
+        return next(iter(next(iter(self.cells.values())).values())).count
+
+    @property
+    def caveat(self) -> str | None:
+        """Why the mCE is not a published model's neighbour, in one sentence; None where it is."""
+        reasons = []
+        if self.outputs != IMAGENET_CLASSES or self.side != IMAGENET_SIDE:
+            reasons.append(
+                f"AlexNet's errors are for ImageNet at 224 pixels, this is {self.outputs} classes at {self.side}"
+            )
+        if self.given is None:
+            reasons.append("the corrupted images were made here and frost is drawn")
+        if len(self.cells) < len(CORRUPTIONS):
+            reasons.append(f"it is over {len(self.cells)} of the 15 corruptions")
+        return "; ".join(reasons) or None
+
+    def summary(self) -> Summary:
+        """What corruption does, what hurts most; a row a corruption where there are any, then a row a measure."""
+        tables = [Table(f"{self.given or self.data}, corrupted", *self._corrupted())] if self.cells else []
+        tables.append(Table(self.provenance.name, (), self._measures()))
+        return Summary(self._verdict(), tuple(tables), self.skipped)
+
+    def _verdict(self) -> str:
+        said = []
+        if self.cells:
+            scores = self.scores
+            ranked = sorted(scores.errors, key=scores.errors.__getitem__)
+            best, worst = ranked[0], ranked[-1]
+            beside = "" if self.clean is None else f" instead of {percent(self.clean.top1)} on clean ones"
+            said.append(
+                f"It answers {percent(1 - scores.raw)} of corrupted images rightly{beside}: a raw mCE of "
+                f"{percent(scores.raw)}."
+            )
+            if worst != best:
+                name = spoken(worst)
+                said.append(
+                    f"{name[0].upper()}{name[1:]} hurts most ({percent(1 - scores.errors[worst])} right), "
+                    f"{spoken(best)} least ({percent(1 - scores.errors[best])})."
+                )
+        if (natural := self.natural) is not None:
+            aurra = percent(natural.aurra)
+            said.append(f"On {natural.name} it is right on {percent(natural.accuracy)} (AURRA {aurra}).")
+        if (strange := self.anomalies) is not None:
+            chance = percent(strange.chance)
+            said.append(
+                f"It tells {strange.name} apart with an AUPR of {percent(strange.aupr)}, chance being {chance}."
+            )
+        return " ".join(said)
+
+    def _corrupted(self) -> tuple[list[str], list[list[Cell]]]:
+        """Header, and a row a corruption: accuracy at each severity, mean error, error over AlexNet's."""
+        scores, severities = self.scores, list(next(iter(self.cells.values())))
+        normal = scores.normalised is not None
+        rows: list[list[Cell]] = []
+        if self.clean is not None:
+            blank: list[Cell] = [None] * len(severities)
+            rows.append(["clean", *blank, points(1 - self.clean.top1), *([None] if normal else [])])
+        for name, row in self.cells.items():
+            error = scores.errors[name]
+            over = [points(error / ALEXNET[name])] if normal else []
+            rows.append([spoken(name), *(points(cell.top1) for cell in row.values()), points(error), *over])
+        return ["top-1 at severity", *map(str, severities), "mean error", *(["error / AlexNet's"] * normal)], rows
+
+    def _measures(self) -> list[tuple[str, str, str]]:
+        """(measure, value, what to know of it)."""
+        rows: list[tuple[str, str, str]] = []
+        if self.clean is not None:
+            rows.append(("top-1, clean", percent(self.clean.top1), f"{self.data}, {self.clean.count:,} images"))
+        if self.cells:
+            scores = self.scores
+            several = f"{len(self.cells)} corruptions, {self.count:,} images each"
+            rows.append(("mCE, raw", percent(scores.raw), f"mean error over {several}"))
+            if scores.normalised is None:
+                rows.append(("mCE, AlexNet-normalised", "–", "needs all five severities, as AlexNet's errors do"))
+            else:
+                note = self.caveat or "as published models are compared"
+                rows.append(("mCE, AlexNet-normalised", percent(scores.normalised), note))
+            if scores.relative is not None:
+                added = "the same of what corruption adds to the clean error"
+                rows.append(("relative mCE, AlexNet-normalised", percent(scores.relative), added))
+        if (natural := self.natural) is not None:
+            kind = f"{natural.name}, {natural.count:,} images, among its {natural.classes} classes"
+            rows.append(("ImageNet-A, top-1", percent(natural.accuracy), kind))
+            rows.append(
+                ("ImageNet-A, AURRA", percent(natural.aurra), "accuracy over response rates, most confident first")
+            )
+        if (strange := self.anomalies) is not None:
+            kind = f"{strange.anomalies:,} anomalies against {strange.normal:,} of {strange.normal_name}"
+            rows.append(("ImageNet-O, AUPR", percent(strange.aupr), f"{kind}; chance {percent(strange.chance)}"))
+        return rows
+
+    def numbers(self) -> dict[str, Any]:
+        """Every number, without pictures."""
+        result: dict[str, Any] = {"outputs": self.outputs, "skipped": list(self.skipped)}
+        if self.cells:
+            scores = self.scores
+            result |= {
+                "images": "made here" if self.given is None else self.given,
+                "clean": None if self.clean is None else asdict(self.clean),
+                "corruptions": {
+                    name: {
+                        "severities": {str(severity): asdict(cell) for severity, cell in row.items()},
+                        "error": scores.errors[name],
+                        "alexnet_error": ALEXNET[name],
+                    }
+                    for name, row in self.cells.items()
+                },
+                "mce_raw": scores.raw,
+                "mce_alexnet_normalised": scores.normalised,
+                "mce_alexnet_relative": scores.relative,
+                "error_added": scores.added,
+                "mce_note": self.caveat,
+            }
+        if self.natural is not None:
+            result["imagenet_a"] = asdict(self.natural)
+        if self.anomalies is not None:
+            result["imagenet_o"] = {**asdict(self.anomalies), "chance": self.anomalies.chance}
+        return result
+
+
+def spoken(name: str) -> str:
+    """A corruption's name in words."""
+    return name.replace("_", " ").replace("jpeg", "JPEG").replace("gaussian", "Gaussian")
+
+
+def points(share: float) -> str:
+    """A share in percent, as tables hold it."""
+    return f"{100 * share:.1f}"

@@ -20,7 +20,7 @@ from situs.evaluate.accuracy import Accuracy, Classifier, Tally, labels_of
 from situs.evaluate.corruptions import CORRUPTIONS, corrupt
 from situs.evaluate.corruptions_severity import SEVERITIES
 from situs.evaluate.inference import evaluating
-from situs.evaluate.robustness import Anomalies, Cells, Natural, aupr, aurra, response_curve
+from situs.evaluate.robustness import Anomalies, Cells, Natural, Robustness, aupr, aurra, response_curve
 from situs.evaluate.robustness_sets import (
     class_numbers,
     match_classes,
@@ -57,24 +57,6 @@ class Plan:
     names: tuple[str, ...] | None = None
 
 
-@dataclass(frozen=True)
-class Robustness:
-    """What was found. data: the name of the clean set. given: that of the corrupted set where it was not made here.
-
-    pictures: [corruptions, columns, C, H, W] in [0, 1], one image a severity; the clean image first where it is known.
-    """
-
-    data: str | None
-    given: str | None
-    clean: Accuracy | None
-    cells: Cells
-    pictures: Tensor | None
-    natural: Natural | None
-    anomalies: Anomalies | None
-    outputs: int
-    skipped: tuple[str, ...]
-
-
 def evaluate_robustness(model: Model, plan: Plan, progress: Progress | None = None) -> Robustness:
     """Everything the plan asks for."""
     check_classifier(model)
@@ -107,6 +89,7 @@ def evaluate_robustness(model: Model, plan: Plan, progress: Progress | None = No
         anomalies=anomalies,
         outputs=bench.outputs,
         skipped=tuple(bench.skipped),
+        side=min(model.data.size),
     )
 
 

@@ -5,8 +5,8 @@ Only a run remembers where its images are; for any other model they must be name
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from situs.data.sources import judged_split, open_source
 from situs.data.subset import Subset
 from situs.errors import SitusError
 from situs.models.model import Model, check_classifier
+from situs.results import Provenance
 from situs.train import distributed
 
 
@@ -119,11 +120,31 @@ def examples(loader: Loader, count: int) -> Tensor:
     return denormalise(batch.inputs[:count], loader.mean, loader.std).cpu()
 
 
-def made_with(model: Model, loader: Loader, seed: int, precision: str = "fp32") -> dict[str, Any]:
-    """What a result must say of its making, without paths or dates."""
+def made_with(
+    model: Model,
+    loader: Loader,
+    seed: int,
+    precision: str = "fp32",
+    *,
+    beside: Sequence[Loader] = (),
+    more: Mapping[str, str] | None = None,
+) -> Provenance:
+    """What a result must say of its making, asked for when its images have been gone through.
+
+    beside: other data that was looked at. more: further facts.
+    """
     from situs import __version__
 
     size = "x".join(map(str, model.data.size))
     made = {"data": loader.source.name, "img_size": size, "seed": seed, "precision": precision, "situs": __version__}
     said = loader.source.left_out()
-    return {"name": model.name, **model.facts, **made, **({"left out": " ".join(said)} if said else {})}
+    facts = {
+        "name": model.name,
+        **model.facts,
+        **made,
+        **({"left out": " ".join(said)} if said else {}),
+        **(more or {}),
+    }
+    return Provenance(
+        facts, (model.origin,), tuple(text for each in (*beside, loader) for text in each.source.left_out())
+    )

@@ -13,6 +13,7 @@ from situs.backbones.base import Backbone
 from situs.data.loader import DataConfig
 from situs.errors import SitusError
 from situs.methods.base import Method
+from situs.results import Origin
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,11 @@ class Model:
     def device(self) -> torch.device:
         """Where its weights are; the CPU where it has none."""
         return next((weight.device for weight in self.backbone.parameters()), torch.device("cpu"))
+
+    @property
+    def origin(self) -> Origin:
+        """What a result of it says it is of."""
+        return Origin(self.name, self.identity)
 
     def holding_out(self, share: float | None) -> Model:
         """The same, with another share held out of data without a split to be judged on; None keeps what there is."""

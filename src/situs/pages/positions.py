@@ -1,13 +1,13 @@
-"""The page of `situs analyze positions`: several tables side by side, two known ones beneath them."""
+"""The page of position vectors: several tables side by side, two known ones beneath them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
-from situs.analyze.positions import SHOWN, Look, in_words
+from situs.analyze.positions import SHOWN, Look, PositionTables
 from situs.analyze.projection import FEWEST, NEIGHBOURS, has_umap, similarities, spread_places, umap_points
 from situs.report import figures, places
 from situs.report.html import Page, Section
@@ -16,45 +16,21 @@ from situs.results import Cell, percent
 NTH = ("1st", "2nd", "3rd")
 
 
-def make_page(
-    looks: Sequence[Look], references: Sequence[Look], facts: Mapping[str, Cell], *, seed: int = 0
-) -> tuple[Page, dict[str, bytes]]:
-    """The page and its pictures by name."""
+def page(found: PositionTables) -> Page:
+    """What was found, projections, likeness, spectrum, and what a linear map reads off."""
+    looks, references, said = found.looks, found.references, found.summary()
     names = ", ".join(dict.fromkeys(look.name for look in looks))
     page = Page(f"Positions of {names}", lead="What the vectors that stand for places hold, and what can be read off.")
-    pictures: dict[str, bytes] = {}
-    found = page.section("What was found")
-    for look in looks:
-        found.text(in_words(look))
-    found.table(*overview(looks, references))
-    _projections(page.section("The places in two and three dimensions"), looks, pictures, seed)
-    _alike(page.section("How alike the places are"), looks, pictures)
-    _spectrum(page.section("How many directions they fill"), looks, references, pictures)
-    _decoded(page.section("Reading a place off its vector"), looks, references, pictures)
-    page.section("How this was made").facts(facts)
-    return page, pictures
+    page.section("What was found").text(said.sentence).table(said.tables[0].header, said.tables[0].rows)
+    _projections(page.section("The places in two and three dimensions"), looks, found.seed)
+    _alike(page.section("How alike the places are"), looks)
+    _spectrum(page.section("How many directions they fill"), looks, references)
+    _decoded(page.section("Reading a place off its vector"), looks, references)
+    page.section("How this was made").facts(found.provenance.facts)
+    return page
 
 
-def overview(looks: Sequence[Look], references: Sequence[Look]) -> tuple[list[str], list[list[Cell]]]:
-    """Header and rows: one line a table, the known ones last."""
-    header = ["table", "grid × channels", "3-PCA", "for 90 %", "2-D error, patches", "blind"]
-    rows: list[list[Cell]] = []
-    for look in (*looks, *references):
-        found = look.decoded
-        rows.append(
-            [
-                look.title if look in looks else look.name,
-                f"{look.table.grid[0]}×{look.table.grid[1]} × {look.table.rows.shape[1]}",
-                percent(look.spectrum.explained_by(3)),
-                look.spectrum.components_for(0.9),
-                f"{found.two.mean:.3f}",
-                f"{found.chance_two:.2f}",
-            ]
-        )
-    return header, rows
-
-
-def _projections(section: Section, looks: Sequence[Look], pictures: dict[str, bytes], seed: int) -> None:
+def _projections(section: Section, looks: Sequence[Look], seed: int) -> None:
     section.text(
         "Neighbours are joined. Where the vectors know the grid, the lines of rows and of columns form a sheet, "
         "however bent; where they do not, a tangle."
@@ -68,22 +44,18 @@ def _projections(section: Section, looks: Sequence[Look], pictures: dict[str, by
                 places.Sheet(f"lines along each {along}", look.components.points[:, :dims], labels[:dims], along)
                 for along in ("row", "column")
             ]
-            picture = figures.png(places.sheets(panels, look.table.grid))
-            _add(
-                section,
-                pictures,
-                f"pca-{dims}d",
-                number,
-                picture,
+            section.figure(
+                places.sheets(panels, look.table.grid),
                 f"{look.title}: the {what} of the {'two' if dims == 2 else 'three'} largest principal components, with "
                 "the share of the variance that each holds.",
+                name=_file(f"pca-{dims}d", number),
             )
-        _umap(section, look, number, pictures, seed)
+        _umap(section, look, number, seed)
     if not has_umap():
         section.note("UMAP is not installed, so its picture is missing: `pip install 'situs[umap]'`.")
 
 
-def _umap(section: Section, look: Look, number: int, pictures: dict[str, bytes], seed: int) -> None:
+def _umap(section: Section, look: Look, number: int, seed: int) -> None:
     if not has_umap() or len(look.table.rows) < FEWEST:
         return
     points = umap_points(look.table.rows, seed=seed)
@@ -91,13 +63,12 @@ def _umap(section: Section, look: Look, number: int, pictures: dict[str, bytes],
         places.Sheet(f"lines along each {along}", points, ("UMAP, 1st", "UMAP, 2nd"), along)
         for along in ("row", "column")
     ]
-    picture = figures.png(places.sheets(panels, look.table.grid))
     near = min(NEIGHBOURS, len(points) - 1)
     said = f"{look.title}: UMAP with {near} neighbours. Distances between far places mean little here."
-    _add(section, pictures, "umap", number, picture, said)
+    section.figure(places.sheets(panels, look.table.grid), said, name=_file("umap", number))
 
 
-def _alike(section: Section, looks: Sequence[Look], pictures: dict[str, bytes]) -> None:
+def _alike(section: Section, looks: Sequence[Look]) -> None:
     section.text("The cosine of the angle between a place's vector and every other's, the mean vector taken off.")
     for number, look in enumerate(looks, start=1):
         h, w = look.table.grid
@@ -109,10 +80,10 @@ def _alike(section: Section, looks: Sequence[Look], pictures: dict[str, bytes]) 
         said = f"Each map shows all {h} × {w} places, for the one that is ringed" + (
             "." if every else f"; {len(chosen)} places at equal distances are shown."
         )
-        _add(section, pictures, "cosine", number, figures.png(drawn), said)
+        section.figure(drawn, said, name=_file("cosine", number))
 
 
-def _spectrum(section: Section, looks: Sequence[Look], references: Sequence[Look], pictures: dict[str, bytes]) -> None:
+def _spectrum(section: Section, looks: Sequence[Look], references: Sequence[Look]) -> None:
     section.text(
         "Few directions: the table holds little but the grid. Many: it holds more than that, or noise. Only a table "
         "that can also be read is informative."
@@ -135,11 +106,11 @@ def _spectrum(section: Section, looks: Sequence[Look], references: Sequence[Look
         energy = np.asarray(look.spectrum.energy[:shown])
         series[_row_name(look)] = (np.arange(1, len(energy) + 1), 100 * energy)
     drawn = figures.curves(series, "number n of singular values", "accumulated energy, %")
-    pictures["energy"] = figures.png(drawn)
-    section.figure(pictures["energy"], "Share of Σσ² that the n largest singular values hold (MJP's Figure 4).")
+    caption = "Share of Σσ² that the n largest singular values hold (MJP's Figure 4)."
+    section.figure(drawn, caption, name="energy")
 
 
-def _decoded(section: Section, looks: Sequence[Look], references: Sequence[Look], pictures: dict[str, bytes]) -> None:
+def _decoded(section: Section, looks: Sequence[Look], references: Sequence[Look]) -> None:
     folds = looks[0].decoded.folds
     section.text(
         f"The places are dealt out at random in {folds} parts. For each part a linear map is fitted on the vectors of "
@@ -175,7 +146,7 @@ def _decoded(section: Section, looks: Sequence[Look], references: Sequence[Look]
             for along in ("row", "column")
         ]
         said = f"{look.title}: where each place is read to be, when the map was fitted without it."
-        _add(section, pictures, "guesses", number, figures.png(places.sheets(panels, look.table.grid)), said)
+        section.figure(places.sheets(panels, look.table.grid), said, name=_file("guesses", number))
 
 
 PAPER = (
@@ -204,7 +175,6 @@ def _row_name(look: Look) -> str:
     return look.name if look.table.kind == "reference" else look.title
 
 
-def _add(section: Section, pictures: dict[str, bytes], name: str, number: int, picture: bytes, caption: str) -> None:
-    """Onto the page and among the files; the first table's pictures bear no number."""
-    pictures[name if number == 1 else f"{name}-{number}"] = picture
-    section.figure(picture, caption)
+def _file(name: str, number: int) -> str:
+    """Of a picture; those of the first table bear no number."""
+    return name if number == 1 else f"{name}-{number}"

@@ -1,9 +1,8 @@
-"""The page of `situs analyze reconstruct`, and its pictures."""
+"""The page of solved puzzles, and its pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -13,9 +12,8 @@ from situs.analyze.reconstruct import (
     Grid,
     Mix,
     Puzzle,
-    Scores,
+    Reconstruction,
     Setting,
-    Study,
     hidden_and_wrong,
     paint_places,
     place_patches,
@@ -23,63 +21,27 @@ from situs.analyze.reconstruct import (
 from situs.core.permutation import random_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of
-from situs.methods.base import Method
-from situs.methods.droppos import DropPos
-from situs.report.figures import channels_drawn, png
+from situs.report.figures import channels_drawn
 from situs.report.html import Page
 from situs.report.puzzles import Panel, panels
-from situs.results import Cell, percent
+from situs.results import percent
 
 Solved = Mapping[Setting, Puzzle]
 """The puzzles of the images on the page, by setting."""
 
-SCORE_HEADER = ("setting", "right", "chance", "off by", "places left empty")
 
-
-def score_rows(scores: Mapping[Setting, Scores], count: int) -> list[list[str]]:
-    """A row for each setting, as text. count: N, for chance."""
-    return [
-        [
-            setting.text,
-            percent(found.right),
-            percent(1 / count),
-            f"{found.off_by:.2f}",
-            percent(found.empty),
-        ]
-        for setting, found in scores.items()
-    ]
-
-
-def reconstruct_numbers(found: Study) -> dict[str, Any]:
-    """What the page says, as JSON holds it."""
-    return {
-        "settings": [{**setting._asdict(), **scores._asdict()} for setting, scores in found.scores.items()],
-        "mixes": [
-            [{"ratio": setting.ratio, "stayed": mix.stayed} for setting, mix in pair.items()] for pair in found.mixes
-        ],
-    }
-
-
-def reconstruct_page(
-    name: str, found: Study, trained: str, facts: Mapping[str, Cell], *, seed: int = 0
-) -> tuple[Page, dict[str, bytes]]:
-    """The page, and its figures by name. trained: the setting of the training, in words. facts: how it was made."""
-    grid = next(iter(found.solved.values())).grid
-    page = Page(f"What {name} makes of loose patches", lead=_lead(found, trained))
+def page(found: Reconstruction) -> Page:
+    """The scores, and the puzzles of a few images."""
+    said = found.summary()
+    page = Page(f"What {found.provenance.name} makes of loose patches", lead=said.sentence)
     section = page.section("How many patches are put right")
-    section.table(SCORE_HEADER, score_rows(found.scores, grid[0] * grid[1]), _SCORES_CAPTION)
-    if said := channels_drawn(found.images.shape[1]):
-        section.text(said)
+    section.table(said.tables[0].header, said.tables[0].rows, _SCORES_CAPTION)
+    if note := channels_drawn(found.images.shape[1]):
+        section.text(note)
     told = next(iter(found.scores)).position_ratio is not None
-    pictures = _droppos_sections(page, found) if told else _mp3_sections(page, found, seed)
-    page.section("How this page was made").facts(facts)
-    return page, pictures
-
-
-def trained_with(method: Method) -> str:
-    """The setting of a method's own training: `η = 0.5`."""
-    config = method.config
-    return Setting(config.mask_ratio, config.position_mask_ratio if isinstance(method, DropPos) else None).text
+    (_droppos_sections if told else _mp3_sections)(page, found)
+    page.section("How this page was made").facts(found.provenance.facts)
+    return page
 
 
 _SCORES_CAPTION = (
@@ -88,28 +50,17 @@ _SCORES_CAPTION = (
 )
 
 
-def _lead(found: Study, trained: str) -> str:
-    best, worst = (choose(found.scores.items(), key=lambda item: item[1].right) for choose in (max, min))
-    images = best[1].images
-    text = f"Of {images:,} images, {percent(best[1].right)} of the patches asked for are put right at {best[0].text}"
-    if worst[0] != best[0]:
-        text += f", and {percent(worst[1].right)} at {worst[0].text}, {worst[1].off_by:.1f} patches off on average"
-    return f"{text}. The model was trained with {trained}."
-
-
-def _mp3_sections(page: Page, found: Study, seed: int) -> dict[str, bytes]:
-    pictures = {
-        "one": png(one_image_figure(found.images[0], found.solved, seed)),
-        "placed": png(placed_figure(found.images, found.solved)),
-    }
+def _mp3_sections(page: Page, found: Reconstruction) -> None:
     section = page.section("One image")
     section.text(
         "The model gets all patches in no order and without positions (input). A random share 1 − η of them, the "
         "context (outlined in green), serves as keys; every patch, context included, is then put where the model "
         "says it was."
     )
-    section.figure(pictures["one"], f"{_PLACED} Top: the context in its true places.")
-    page.section("More images").figure(pictures["placed"], f"{_PLACED} The share of right guesses is over each.")
+    drawn = one_image_figure(found.images[0], found.solved, found.seed)
+    section.figure(drawn, f"{_PLACED} Top: the context in its true places.", name="one")
+    drawn, caption = placed_figure(found.images, found.solved), f"{_PLACED} The share of right guesses is over each."
+    page.section("More images").figure(drawn, caption, name="placed")
     if found.mixes:
         section = page.section("Two images in one")
         section.text(
@@ -118,9 +69,7 @@ def _mp3_sections(page: Page, found: Study, seed: int) -> dict[str, bytes]:
             + " ".join(_stayed(number, pair) for number, pair in enumerate(found.mixes, start=1))
         )
         for number, (pair, mixes) in enumerate(zip(found.pairs, found.mixes, strict=True), start=1):
-            pictures[f"mix-{number}"] = png(mix_figure(pair, mixes))
-            section.figure(pictures[f"mix-{number}"], f"Pair {number}. {_PLACED}")
-    return pictures
+            section.figure(mix_figure(pair, mixes), f"Pair {number}. {_PLACED}", name=f"mix-{number}")
 
 
 _PLACED = (
@@ -134,8 +83,7 @@ def _stayed(number: int, pair: Mapping[Setting, Mix]) -> str:
     return f"In pair {number} the patches that are put where they stood in their own image are {shares}."
 
 
-def _droppos_sections(page: Page, found: Study) -> dict[str, bytes]:
-    pictures: dict[str, bytes] = {}
+def _droppos_sections(page: Page, found: Reconstruction) -> None:
     for dropped in dict.fromkeys(setting.position_ratio for setting in found.solved):
         solved = {setting: puzzle for setting, puzzle in found.solved.items() if setting.position_ratio == dropped}
         section = page.section(f"γ_pos = {dropped:g}")
@@ -143,19 +91,18 @@ def _droppos_sections(page: Page, found: Study) -> dict[str, bytes]:
             f"Of the patches that are left at each γ, a share of {dropped:g} is not told where it stands; the others "
             "are (outlined in green). The share of right guesses is over each picture."
         )
-        pictures[f"verdict-{dropped:g}"] = png(verdict_figure(found.images, solved))
         section.figure(
-            pictures[f"verdict-{dropped:g}"],
+            verdict_figure(found.images, solved),
             "Black and hatched: not shown to the model. White with a red edge: its place is guessed wrong. All else is "
             "right, or told.",
+            name=f"verdict-{dropped:g}",
         )
-        pictures[f"placed-{dropped:g}"] = png(placed_figure(found.images, solved))
         section.figure(
-            pictures[f"placed-{dropped:g}"],
+            placed_figure(found.images, solved),
             "The same puzzles with each patch where the model puts it; patches that meet are averaged, hatched places "
             "got none.",
+            name=f"placed-{dropped:g}",
         )
-    return pictures
 
 
 # --- pictures ------------------------------------------------------------------------------------------------

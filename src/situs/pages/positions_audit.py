@@ -1,12 +1,10 @@
-"""The page of `situs audit positions`: the verdict in words first, then what it stands on."""
+"""The page of an audit of positions: the verdict in words first, then what it stands on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from situs.audit.positions import KINDS, PositionAudit, verdict
+from situs.audit.positions import PositionAudit, at_a_glance
 from situs.audit.positions_probe import OWN, REMOVED, SHUFFLED
-from situs.report import figures, places
+from situs.report import places
 from situs.report.html import Page, Section
 from situs.results import Cell, percent
 
@@ -19,43 +17,21 @@ CONDITIONS = {
 SHORT = {OWN: "own:", REMOVED: "removed:", SHUFFLED: "shuffled:"}
 
 
-def make_page(audit: PositionAudit, facts: Mapping[str, Cell]) -> tuple[Page, dict[str, bytes]]:
-    """The page and its pictures by name."""
-    page = Page(
-        f"What {audit.name} knows of position", lead="And how much of it shows: in vectors, features and answers."
-    )
-    pictures: dict[str, bytes] = {}
-    page.section("Verdict").text(verdict(audit)).facts(at_a_glance(audit))
-    _readings(page.section("Where a patch is, read off its features"), audit, pictures)
-    _vectors(page.section("The vectors of the places"), audit, pictures)
+def page(audit: PositionAudit) -> Page:
+    """The verdict, and each of the looks that it stands on."""
+    lead = "And how much of it shows: in vectors, features and answers."
+    page = Page(f"What {audit.name} knows of position", lead=lead)
+    page.section("Verdict").text(audit.summary().sentence).facts(at_a_glance(audit))
+    _readings(page.section("Where a patch is, read off its features"), audit)
+    _vectors(page.section("The vectors of the places"), audit)
     _shuffled(page.section("What shuffled patches do"), audit)
     _law(page.section("Whether the blocks mind the order"), audit)
     _meaning(page.section("What follows"), audit)
-    page.section("How this was made").facts(facts)
-    return page, pictures
+    page.section("How this was made").facts(audit.provenance.facts)
+    return page
 
 
-def at_a_glance(audit: PositionAudit) -> dict[str, Cell]:
-    """The figures that the verdict speaks of."""
-    kinds = [KINDS[kind] for kind in audit.kinds] or ["none"]
-    found: dict[str, Cell] = {"positions": "; ".join(kinds) + ("" if audit.trained else " (not used in training)")}
-    for look in audit.looks:
-        found[f"{look.table.kind}, 3-PCA"] = f"{percent(look.spectrum.explained_by(3))} of the variance"
-        found[f"{look.table.kind}, reading error"] = (
-            f"{look.decoded.two.mean:.2f} patches (blind {look.decoded.chance_two:.2f})"
-        )
-    for condition in audit.probed.readings:
-        first, last = audit.probed.readings[condition][0], audit.probed.readings[condition][-1]
-        found[f"features, {condition}"] = (
-            f"error {first.error:.2f} → {last.error:.2f} patches, place named {percent(first.right)} → "
-            f"{percent(last.right)}, from embedding to norm (blind {last.blind_error:.2f}, {percent(last.blind_right)})"
-        )
-    if audit.rows is not None:
-        found["blocks(P s) = P blocks(s)"] = "holds" if audit.rows.status == "holds" else "refused"
-    return found
-
-
-def _readings(section: Section, audit: PositionAudit, pictures: dict[str, bytes]) -> None:
+def _readings(section: Section, audit: PositionAudit) -> None:
     probed = audit.probed
     section.text(
         f"Linear readers are fitted on the patch features of {probed.fitted} images and read {probed.tested} others, "
@@ -68,9 +44,14 @@ def _readings(section: Section, audit: PositionAudit, pictures: dict[str, bytes]
             else ""
         )
     )
-    for key, label, name in (
-        ("error", "mean error, patches", "error"),
-        ("right", "patches whose place is named, %", "named"),
+    for key, label, name, caption in (
+        ("error", "mean error, patches", "error", "How far off a patch's row and column are read, mean of both; low"),
+        (
+            "right",
+            "patches whose place is named, %",
+            "named",
+            "How often the very place is named, of all there are; high",
+        ),
     ):
         scale = 100 if key == "right" else 1
         series, names = {}, []
@@ -81,9 +62,7 @@ def _readings(section: Section, audit: PositionAudit, pictures: dict[str, bytes]
         last = next(iter(probed.readings.values()))[-1]
         level = ("blind", scale * (last.blind_error if key == "error" else last.blind_right))
         drawn = places.lines_by_name(series, names, "after block", label, level=level)
-        pictures[name] = figures.png(drawn)
-    section.figure(pictures["error"], "How far off a patch's row and column are read, mean of both; low: it is known.")
-    section.figure(pictures["named"], "How often the very place is named, of all there are; high: it is known.")
+        section.figure(drawn, f"{caption}: it is known.", name=name)
     rows: list[list[Cell]] = []
     header = ["after"]
     for condition in probed.readings:
@@ -98,7 +77,7 @@ def _readings(section: Section, audit: PositionAudit, pictures: dict[str, bytes]
         section.note("This model gives its blocks no row of their own, and its end has a coarser grid than its start.")
 
 
-def _vectors(section: Section, audit: PositionAudit, pictures: dict[str, bytes]) -> None:
+def _vectors(section: Section, audit: PositionAudit) -> None:
     if not audit.looks:
         section.text(f"There is nothing to see: {audit.no_vectors}.")
         return
@@ -125,14 +104,14 @@ def _vectors(section: Section, audit: PositionAudit, pictures: dict[str, bytes])
             ),
         ]
         name = "vectors" if number == 1 else f"vectors-{number}"
-        pictures[name] = figures.png(places.sheets(panels, look.table.grid))
-        section.figure(pictures[name], "The places with neighbours joined; lines along a row share a colour.")
+        caption = "The places with neighbours joined; lines along a row share a colour."
+        section.figure(places.sheets(panels, look.table.grid), caption, name=name)
         shares = [100 * share for share in look.spectrum.explained[:20]]
         numbers = [str(number) for number in range(1, len(shares) + 1)]
         series = {look.table.kind: (range(len(shares)), shares)}
         drawn = places.lines_by_name(series, numbers, "principal component", "share of the variance, %")
-        pictures[f"spectrum{name.removeprefix('vectors')}"] = figures.png(drawn)
-        section.figure(figures.png(drawn), "The spectrum: how much each principal component holds.")
+        caption = "The spectrum: how much each principal component holds."
+        section.figure(drawn, caption, name=name.replace("vectors", "spectrum"))
 
 
 def _shuffled(section: Section, audit: PositionAudit) -> None:

@@ -11,11 +11,8 @@ import torch
 
 from situs.evaluate.accuracy import Accuracy
 from situs.evaluate.corruptions import CORRUPTIONS
-from situs.evaluate.robustness import Anomalies, Natural
-from situs.evaluate.robustness_page import caveat, cells_table, finding, make_page, summary, to_json
-from situs.evaluate.robustness_run import Robustness
-
-FACTS: dict[str, Any] = {"name": "m", "img_size": "224x224", "seed": 0}
+from situs.evaluate.robustness import Anomalies, Natural, Robustness
+from situs.pages.robustness import page
 
 
 def found(names: tuple[str, ...] = tuple(CORRUPTIONS), severities: tuple[int, ...] = (1, 2, 3, 4, 5)) -> Robustness:
@@ -24,7 +21,7 @@ def found(names: tuple[str, ...] = tuple(CORRUPTIONS), severities: tuple[int, ..
     }
     pictures = torch.rand(len(names), 1 + len(severities), 3, 8, 8) if names else None
     clean = Accuracy(0.8, 0.9, 400, 0.7)
-    return Robustness("val", None, clean, cells, pictures, None, None, 1000, ())
+    return Robustness("val", None, clean, cells, pictures, None, None, 1000, (), 224)
 
 
 def test_the_words_hold_the_figures() -> None:
@@ -33,11 +30,11 @@ def test_the_words_hold_the_figures() -> None:
         natural=Natural("a", 0.125, 0.25, 80, 20, tuple([0.2] * 100)),
         anomalies=Anomalies("o", "val", 0.4, 50, 150, 20),
     )
-    said = finding(result)
+    said = result.summary().sentence
     assert "50.0 % of corrupted images rightly instead of 80.0 % on clean ones: a raw mCE of 50.0 %" in said
     assert "On a it is right on 12.5 % (AURRA 25.0 %)" in said
     assert "o apart with an AUPR of 40.0 %, chance being 25.0 %" in said
-    rows = {row[0]: row[1:] for row in summary(result, FACTS)}
+    rows = {row[0]: row[1:] for row in result.summary().tables[-1].rows}
     assert rows["mCE, raw"][0] == "50.0 %" and rows["mCE, AlexNet-normalised"][0] == "64.7 %"
     assert rows["ImageNet-A, AURRA"][0] == "25.0 %" and rows["ImageNet-O, AUPR"][0] == "40.0 %"
 
@@ -46,42 +43,41 @@ def test_what_hurts_most_and_least_is_named() -> None:
     result = found(("fog", "jpeg_compression"))
     cells: dict[str, Any] = dict(result.cells)
     cells["fog"] = {severity: Accuracy(0.1, 0.9, 400, 1.0) for severity in (1, 2, 3, 4, 5)}
-    said = finding(replace(result, cells=cells))
+    said = replace(result, cells=cells).summary().sentence
     assert "Fog hurts most (10.0 % right), JPEG compression least (50.0 %)" in said
 
 
 @pytest.mark.parametrize(
-    ("change", "size", "reasons"),
+    ("change", "side", "reasons"),
     [
-        ({"given": "imagenet-c"}, "224x224", None),
-        ({}, "224x224", "the corrupted images were made here and frost is drawn"),
+        ({"given": "imagenet-c"}, 224, None),
+        ({}, 224, "the corrupted images were made here and frost is drawn"),
         (
             {"given": "c", "outputs": 10},
-            "224x224",
+            224,
             "AlexNet's errors are for ImageNet at 224 pixels, this is 10 classes",
         ),
-        ({"given": "c"}, "32x32", "this is 1000 classes at 32"),
+        ({"given": "c"}, 32, "this is 1000 classes at 32"),
     ],
 )
-def test_a_figure_that_compares_with_no_published_one_says_so(change: Any, size: str, reasons: str | None) -> None:
-    said = caveat(replace(found(), **change), {"img_size": size})
+def test_a_figure_that_compares_with_no_published_one_says_so(change: Any, side: int, reasons: str | None) -> None:
+    said = replace(found(), side=side, **change).caveat
     assert said is None if reasons is None else reasons in (said or "")
-    assert "over 1 of the 15" in (caveat(found(("fog",)), FACTS) or "")
+    assert "over 1 of the 15" in (found(("fog",)).caveat or "")
 
 
 def test_without_all_severities_nothing_is_normalised() -> None:
     result = found(("fog", "snow"), (2, 4))
-    header, rows = cells_table(result)
+    _, header, rows = result.summary().tables[0]
     assert header == ["top-1 at severity", "2", "4", "mean error"]
     assert rows == [["clean", None, None, "20.0"], ["fog", "60.0", "40.0", "50.0"], ["snow", "60.0", "40.0", "50.0"]]
-    numbers = to_json(result, FACTS)
+    numbers = result.to_json()
     assert numbers["mce_raw"] == pytest.approx(0.5) and numbers["mce_alexnet_normalised"] is None
-    page, _ = make_page(result, "m", FACTS)
-    assert "needs all five severities" in page.render()
+    assert "needs all five severities" in page(result).render()
 
 
 def test_the_json_holds_every_cell_and_is_json() -> None:
-    numbers = json.loads(json.dumps(to_json(found(), FACTS)))
+    numbers = json.loads(json.dumps(found().to_json()))
     assert numbers["corruptions"]["fog"]["severities"]["3"] == {"top1": 0.5, "top5": 0.9, "count": 400, "loss": 1.0}
     assert numbers["corruptions"]["fog"]["error"] == pytest.approx(0.5)
     assert numbers["corruptions"]["fog"]["alexnet_error"] == 0.819
@@ -92,10 +88,10 @@ def test_the_json_holds_every_cell_and_is_json() -> None:
 
 def test_the_page_has_its_pictures_and_says_what_they_are(outline: Any) -> None:
     result = replace(found(), natural=Natural("a", 0.125, 0.25, 80, 20, tuple([0.2] * 100)))
-    page, pictures = make_page(result, "m", FACTS)
-    assert set(pictures) == {"accuracy", "severity", "corruptions", "response"}
-    assert all(picture.startswith(b"\x89PNG") for picture in pictures.values())
-    text = page.render()
+    drawn = page(result)
+    assert set(drawn.pictures) == {"accuracy", "severity", "corruptions", "response"}
+    assert all(picture.startswith(b"\x89PNG") for picture in drawn.pictures.values())
+    text = drawn.render()
     assert outline(text) == [
         "What was found, 6 rows",
         "Accuracy at every corruption and severity, 1 text, 1 note, 2 figures, 15 rows",
@@ -106,13 +102,15 @@ def test_the_page_has_its_pictures_and_says_what_they_are(outline: Any) -> None:
     for part in ("frost is drawn", "ImageNet-C (224 pixels), lengths as published", "± 4.9 points", "AURRA"):
         assert part in text
     files = replace(found(), given="imagenet-c", pictures=torch.rand(15, 5, 3, 8, 8))
-    given, drawn = make_page(files, "m", FACTS)
+    given = page(files)
     assert "The first image of each folder of imagenet-c" in given.render() and "frost is drawn" not in given.render()
-    assert set(drawn) == {"accuracy", "severity", "corruptions"}
+    assert set(given.pictures) == {"accuracy", "severity", "corruptions"}
 
 
 def test_anomalies_alone_make_a_page() -> None:
-    alone = Robustness(None, None, None, {}, None, None, Anomalies("o", "val", 0.4, 50, 150, 20), 1000, ("1 skipped",))
-    page, pictures = make_page(alone, "m", FACTS)
-    assert pictures == {} and "1 skipped" in page.render()
-    assert to_json(alone, FACTS)["imagenet_o"]["chance"] == 0.25
+    alone = Robustness(
+        None, None, None, {}, None, None, Anomalies("o", "val", 0.4, 50, 150, 20), 1000, ("1 skipped",), 224
+    )
+    drawn = page(alone)
+    assert drawn.pictures == {} and "1 skipped" in drawn.render()
+    assert alone.to_json()["imagenet_o"]["chance"] == 0.25

@@ -1,0 +1,48 @@
+"""What the page says in words follows from the rows, told or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from situs.evaluate.consistency import Consistency, ConsistencyCurve
+from situs.pages.consistency import page
+
+
+def row(ratio: float, told: bool, share: float | None, norm: float) -> Consistency:
+    return Consistency(ratio, int(16 * ratio), told, 200, share, norm, norm**2, share, 4.0)
+
+
+def curve(rows: list[Consistency], **fields: Any) -> ConsistencyCurve:
+    given: dict[str, Any] = {"reads": "CLS token", "unknown": None, "untellable": None, "grid": (4, 4)}
+    return ConsistencyCurve(rows, **{**given, **fields})
+
+
+def test_a_network_that_cannot_be_told_says_why() -> None:
+    rows = [row(ratio, False, 1 - ratio, 2 * ratio) for ratio in (0.0, 0.25, 0.5)]
+    why = "only its pixels are shuffled"
+    found = curve(rows, untellable=why, no_top1="no labels", example=torch.rand(3, 32, 32))
+    drawn = page(found)
+    text = drawn.render()
+    assert (drawn.lead, found.summary().notes) == (found.summary().sentence, (f"mask told: {why}",))
+    assert drawn.lead == (
+        "With 25 % of the patches shuffled and the model not told, 75.0 % of 200 answers stay the same, and the CLS "
+        "token moves by 0.5 (12.5 % of its length)."
+    )
+    assert f"Mask told: {why}." in text
+    assert "There is no top-1: no labels." in text
+    assert sorted(drawn.pictures) == ["images", "norms", "shares"]
+
+
+def test_told_and_without_classifier() -> None:
+    found = curve([row(0.5, told, None, 1.0 + told) for told in (False, True)], unknown="a zero vector")
+    assert found.summary().sentence == (
+        "With 50 % of the patches shuffled and the model not told, the CLS token moves by 1 (25.0 % of its length). "
+        "Told which places to distrust, it moves by 2."
+    )
+    drawn = page(found)
+    text = drawn.render()
+    assert "Told, a masked place gets a zero vector." in text
+    assert text.index("<td>mask told</td>") < text.index("<td>mask not told</td>")  # the page puts what is told first
+    assert sorted(drawn.pictures) == ["norms"]  # no empty axes where there are no answers

@@ -1,0 +1,212 @@
+"""A published result is whole or not there, says the same in its three forms, and every type of result has a page."""
+
+from __future__ import annotations
+
+import ast
+import html
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from situs.analyze.attention import Attention, Shown, Survey
+from situs.analyze.correlation import Correlation, Correlations
+from situs.analyze.positions import PositionTables, look_at
+from situs.analyze.reconstruct import Puzzle, Reconstruction, Scores, Setting
+from situs.analyze.runs import Run, Runs
+from situs.analyze.tables import PositionTable
+from situs.audit.positions import PositionAudit
+from situs.audit.positions_probe import OWN, Probed
+from situs.audit.positions_reader import Reading
+from situs.errors import SitusError
+from situs.evaluate.accuracy import Accuracy, ClassAccuracy
+from situs.evaluate.consistency import Consistency, ConsistencyCurve
+from situs.evaluate.ensemble import Ensemble
+from situs.evaluate.knn_layers import LayerAccuracy, LayerKnn
+from situs.evaluate.position import Cell, PositionCurve, PositionGrid
+from situs.evaluate.probe import Fitted, Linear, Score, Tried
+from situs.evaluate.probe_class import ClassProbe, ClassProbes
+from situs.evaluate.probe_position import PositionProbe, PositionProbes
+from situs.evaluate.robustness import Robustness
+from situs.pages import PAGES, make_page, publish
+from situs.results import Origin, Provenance, Result, show
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = "<b>mine</b> & {{ 7 * 7 }}"
+SCORE = Accuracy(0.5, 0.75, 40, 1.25)
+
+
+def _fitted() -> Fitted:
+    weight = torch.zeros(2, 3)
+    return Fitted(
+        Linear(weight, weight[:, 0], weight[0], weight[0]), 0.1, (Tried(0.1, 0.5, 1.0), Tried(1.0, 0.25, 2.0))
+    )
+
+
+def _score(classes: int) -> Score:
+    return Score(0.5, 0.7, 2 * classes, torch.ones(classes, classes, dtype=torch.int64))
+
+
+def _attention() -> Attention:
+    layers = torch.full((2, 2), 0.5, dtype=torch.float64)
+    found = Survey((2, 2), 3, 5, layers, torch.rand(2, 2, 3, 3), layers, layers)
+    return Attention(found, Shown(torch.rand(2, 3, 8, 8), torch.full((2, 2, 2, 2), 0.25), 1, cls=True))
+
+
+def _positions() -> PositionTables:
+    rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return PositionTables([look_at(NAME, PositionTable("learned table", rows, (3, 4)))], [])
+
+
+def _reconstruction() -> Reconstruction:
+    places = torch.tensor([[0, 1, 2, 3]])
+    puzzle = Puzzle(places, places.flip(1), 2, 0, (2, 2))
+    setting = Setting(0.5)
+    return Reconstruction(torch.rand(1, 3, 8, 8), {setting: puzzle}, {setting: Scores(1, 0.5, 1.0, 0.0)}, setting)
+
+
+def _robustness() -> Robustness:
+    cells = {"fog": dict.fromkeys(range(1, 6), SCORE)}
+    return Robustness("val", None, SCORE, cells, torch.rand(1, 6, 3, 8, 8), None, None, 10, (), 8)
+
+
+def _probes(kind: str) -> Result:
+    made = {NAME: provenance()}
+    if kind == "class":
+        return ClassProbes({NAME: ClassProbe(_score(2), _fitted(), 20, "mean")}, made, classes=("a", "b"))
+    return PositionProbes({NAME: PositionProbe(_score(4), _fitted(), 20, 1.5, 2.0, "zeros")}, made, grid=(2, 2))
+
+
+def _runs() -> Runs:
+    lines = [{"step": step, "epoch": step / 2, "loss": 3 / step, "val_top1": 0.1 * step} for step in (1, 2)]
+    return Runs([Run(NAME, {"method": {"name": "mp3"}, "note": NAME}, lines, {"total_steps": 2}, False, [])])
+
+
+def _position_audit() -> PositionAudit:
+    read = [Reading(depth, (3, 4), 0.5, 0.9, 0.75, 1.0, 0.25, 1.0) for depth in ("embedding", "norm")]
+    looks = tuple(_positions().looks)
+    row = Consistency(0.5, 2, False, 9, None, 1.0, 1.0, None, 2.0)
+    return PositionAudit(
+        NAME, (3, 4), ("table",), True, False, "mean", looks, "", Probed({OWN: read}, 4, 4), (row,), None
+    )
+
+
+RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
+    "Attention": (_attention, {"images", "heads", "relative"}),
+    "ClassAccuracy": (lambda: ClassAccuracy(SCORE, torch.tensor([[3, 1], [0, 2]]), (NAME, "b")), {"classes"}),
+    "ClassProbes": (lambda: _probes("class"), {"classes"}),
+    "ConsistencyCurve": (
+        lambda: ConsistencyCurve([Consistency(0.5, 2, False, 9, 0.5, 1.0, 1.0, 0.5, 2.0)], "mean", None, NAME, (2, 2)),
+        {"norms", "shares"},
+    ),
+    "Correlations": (
+        lambda: Correlations({"norm": Correlation((2, 2), torch.eye(4).double(), torch.eye(4).double(), 3)}),
+        {"maps", "distance", "layers"},
+    ),
+    "Ensemble": (
+        lambda: Ensemble({NAME: SCORE, "b": SCORE}, SCORE, ((1.0, 0.5), (0.5, 1.0)), 0.75),
+        {"top1", "agreement"},
+    ),
+    "LayerKnn": (
+        lambda: LayerKnn(tuple(LayerAccuracy(n, "mean", n / 4) for n in (1, 2)), 8, 4, None, 3, None, 0.1),
+        {"layers"},
+    ),
+    "PositionAudit": (_position_audit, {"error", "named", "vectors", "spectrum"}),
+    "PositionCurve": (lambda: PositionCurve({0.0: 0.5, 0.5: 0.25}, 4, 16, 0.5), {"curve"}),
+    "PositionGrid": (lambda: PositionGrid((Cell(0.5, 0.5, 8, 4, 0.25),), 4, 16, (0.5, 0.5)), {"grid"}),
+    "PositionProbes": (lambda: _probes("position"), {"accuracy", "places"}),
+    "PositionTables": (_positions, {"pca-2d", "pca-3d", "cosine", "energy", "guesses"}),
+    "Reconstruction": (_reconstruction, {"one", "placed"}),
+    "Robustness": (_robustness, {"accuracy", "severity", "corruptions"}),
+    "Runs": (_runs, {"curves"}),
+}
+"""The class of a result -> a small one, and the pictures of its page."""
+
+
+def provenance() -> Provenance:
+    return Provenance({"name": NAME, "data": NAME, "seed": 3}, (Origin(NAME, "0123"),), (NAME,))
+
+
+def test_every_result_has_a_page_and_every_page_a_result() -> None:
+    found = set()
+    for path in (ROOT / "src" / "situs").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and any(
+                re.match(r"(Result|Probes)\b", ast.unparse(b)) for b in node.bases
+            ):
+                found.add(node.name)
+    assert found - {"Probes"} == set(PAGES) == set(RESULTS)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_page_says_what_its_result_says(name: str) -> None:
+    build, pictures = RESULTS[name]
+    result = replace(build(), provenance=provenance())
+    page, said = make_page(result), result.summary()
+    text = page.render()
+    for paragraph in said.sentence.replace("`", "").split("\n\n"):
+        assert paragraph in html.unescape(re.sub(r"</?code>", "", text))
+    cells = {html.unescape(cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", text)}
+    cells |= {html.unescape(cell) for cell in re.findall(r"<d[td]>(.*?)</d[td]>", text)}
+    for table in said.tables[-1:]:
+        assert {show(cell) for row in table.rows for cell in row} <= cells
+    assert {key for key in page.pictures if not key.startswith("umap")} == pictures
+    assert all(picture.startswith(b"\x89PNG") for picture in page.pictures.values())
+    if name != "Runs":  # a run has no maker but itself
+        assert "<dt>seed</dt><dd>3</dd>" in text
+    assert NAME not in text
+    assert "49" not in re.findall(r"<h1>.*?</h1>", text)[0]
+    assert json.loads(json.dumps(result.to_json()))["of"] == ["0123"]
+
+
+def knn(*of: Origin) -> LayerKnn:
+    rows = (LayerAccuracy(1, "mean", 0.5),)
+    return LayerKnn(rows, 8, 4, None, 3, None, 0.1, provenance=Provenance({"seed": 0}, of))
+
+
+def test_a_published_result_has_numbers_pictures_and_page(tmp_path: Path) -> None:
+    page = publish(knn(Origin("m", "1")), tmp_path / "new")
+    assert page == tmp_path / "new" / "knn.html"
+    assert "<h1>m: nearest neighbours</h1>" in page.read_text()
+    numbers = json.loads((tmp_path / "new" / "knn.json").read_text())
+    assert list(numbers)[:3] == ["of", "seed", "k"]
+    assert sorted(path.name for path in page.parent.iterdir()) == ["knn-layers.png", "knn.html", "knn.json"]
+    named = publish(knn(Origin("other", "2")), tmp_path / "new" / "mine.html")  # a page that is named is written there
+    assert named == tmp_path / "new" / "mine.html"
+    assert (tmp_path / "new" / "mine-layers.png").is_file() and (tmp_path / "new" / "mine.json").is_file()
+
+
+def test_a_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(SitusError, match=r"taken: could not be written: .* \(--out\)"):
+        publish(knn(), tmp_path / "taken")
+
+
+def test_a_page_of_another_model_stays(tmp_path: Path) -> None:
+    def write(*of: Origin) -> Path:
+        return publish(knn(*of), tmp_path)
+
+    one, two, three = Origin("mp3", "1"), Origin("mjp", "2"), Origin("mjp", "3")
+    assert write(one) == tmp_path / "knn.html"
+    assert write(one) == tmp_path / "knn.html"  # its own page is renewed
+    assert write(two) == tmp_path / "mjp" / "knn.html"
+    assert write(three) == tmp_path / "mjp-2" / "knn.html"  # another model of that name
+    assert write(two) == tmp_path / "mjp" / "knn.html"
+    assert write(one, two) == tmp_path / "mp3-mjp" / "knn.html"
+    for place, of in {"": ["1"], "mjp": ["2"], "mjp-2": ["3"], "mp3-mjp": ["1", "2"]}.items():
+        assert json.loads((tmp_path / place / "knn.json").read_text())["of"] == of
+    (tmp_path / "knn.json").write_text("{torn")
+    assert write(one) == tmp_path / "mp3" / "knn.html"  # nobody knows whose page that is
+    assert write(Origin("a/../../b c", "9")).parent.parent == tmp_path
+
+
+def test_what_has_no_page_is_one_sentence() -> None:
+    class Other(LayerKnn):
+        """A result that nobody registered."""
+
+    with pytest.raises(SitusError, match=r"Other: has no page; those of Attention, "):
+        make_page(Other(knn().rows, 8, 4, None, 3, None, 0.1))

@@ -1,0 +1,36 @@
+"""A grid with cells that cannot be: the page says why, counts the others, and draws a dash."""
+
+from __future__ import annotations
+
+from situs.evaluate.position import Cell, PositionCurve, PositionGrid
+from situs.pages.position import curve_page, grid_page
+
+
+def test_missing_cells_are_said_and_not_counted() -> None:
+    reason = "mask_ratio=0.5: must be 0.75 on swin"
+    cells = (Cell(0.5, 0.25, None, None, None, reason), Cell(0.75, 0.25, 4, 1, 0.2), Cell(0.75, 0.5, 4, 2, 0.6))
+    grid = PositionGrid((*cells[:1], Cell(0.5, 0.5, None, None, None, reason), *cells[1:]), 10, 16, (0.75, 0.5))
+    assert grid.mean == 0.4
+    said = grid.summary()
+    assert said.sentence == (
+        "The mean position accuracy over 2 of 4 cells is 40.00 %, 6.4 times chance (6.25 %): "
+        "from 20.00 % (γ = 0.75, γ_pos = 0.25) to 60.00 % (γ = 0.75, γ_pos = 0.5)."
+    )
+    page = grid_page(grid)
+    text = page.render()
+    assert f"Some cells cannot be measured: {reason}." in text
+    assert "The run was trained at γ = 0.75 and γ_pos = 0.5." in text
+    assert said.sentence in text
+    assert page.pictures["grid"].startswith(b"\x89PNG")
+    assert [row[-1] for row in said.tables[0].rows] == [None, None, "20.00", "60.00"]
+    assert len(said.tables[0].header) == 5
+
+
+def test_a_curve_speaks_of_the_share_nearest_to_the_training() -> None:
+    found = PositionCurve({0.0: 0.25, 0.5: 0.125}, 10, 16, 0.4, anchors=0.1)
+    assert found.summary().sentence == (
+        "At η = 0.5 (trained at 0.4) the place of 12.50 % of all patches is guessed right, 2.0 times chance (6.25 %)."
+    )
+    assert found.numbers()["accuracy"] == [{"ratio": 0.0, "accuracy": 0.25}, {"ratio": 0.5, "accuracy": 0.125}]
+    text = curve_page(found).render()
+    assert "This run tells 10 % of the patches their place, here too." in text
