@@ -19,6 +19,7 @@ from PIL import Image
 
 from situs.errors import SitusError
 from situs.report import figures
+from situs.report.canvas import ORANGE
 
 CORNER = np.zeros((1, 8, 12), dtype=np.uint8)
 CORNER[0, :4, :3] = 255  # the top left patch of a 2 × 4 grid
@@ -111,7 +112,7 @@ def test_mask_is_outlined_in_the_image_s_own_pixels() -> None:
     found = {frozenset(map(tuple, segment.tolist())) for segment in map(np.asarray, lines.get_segments())}
     corners = [(6.0, 4.0), (9.0, 4.0), (9.0, 8.0), (6.0, 8.0)]
     assert found == {frozenset({corners[i], corners[i - 1]}) for i in range(4)}
-    assert to_hex(tuple(np.asarray(lines.get_colors())[0])).upper() == figures.ORANGE
+    assert to_hex(tuple(np.asarray(lines.get_colors())[0])).upper() == ORANGE
     tint = np.asarray(axis.images[1].get_array())
     assert (tint[..., 3] > 0).ravel().tolist() == mask.tolist()
 
@@ -204,10 +205,10 @@ def test_what_cannot_be_drawn_is_one_sentence(call: object, message: str) -> Non
 def test_images_of_any_number_of_channels_are_drawn_and_that_is_said():
     image = np.random.default_rng(0).random((6, 4, 5))
     for channels in (4, 6):
-        assert np.array_equal(figures._picture(image[:channels]), image[:3].transpose(1, 2, 0))
+        assert np.array_equal(figures.as_picture(image[:channels]), image[:3].transpose(1, 2, 0))
         assert figures.channels_drawn(channels) == (
             f"The images have {channels} channels and are drawn by the first three, as red, green and blue."
         )
-    assert np.allclose(figures._picture(image[:2]), image[:2].mean(0))
+    assert np.allclose(figures.as_picture(image[:2]), image[:2].mean(0))
     assert "2 channels and are drawn by the mean of both" in figures.channels_drawn(2)
     assert (figures.channels_drawn(1), figures.channels_drawn(3)) == ("", "")

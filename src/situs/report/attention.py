@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from situs.report.figures import INK, LABEL, PAGE_WIDTH, TICK, TITLE, _canvas, _draw_image, _label
+from situs.report.canvas import INK, PAGE_WIDTH, TICK, TITLE, canvas, colour_bar, label, name_row, unframe
+from situs.report.figures import draw_image
 
 HEADS_A_LINE = 6
 """Heads side by side over an image; more go on in the next line."""
@@ -34,15 +34,14 @@ def attention_over_images(images: Any, maps: Any, titles: Sequence[str] = ()) ->
     rows = len(maps) * lines
     width = cell * (across + 2) + _SIDE * bool(titles)
     heading = 0.22 * (rows if lines > 1 else 1)
-    figure, axes = _canvas(rows, across + 2, width, cell * ratio * rows + heading)
-    _tighten(figure)
+    figure, axes = canvas(rows, across + 2, width, cell * ratio * rows + heading, tight=True)
     for axis in axes:
         axis.set_axis_off()
     for index, (image, own) in enumerate(zip(images, maps, strict=True)):
         place = index * lines * (across + 2)
-        _draw_image(axes[place], image, "image" if index == 0 else "")
+        draw_image(axes[place], image, "image" if index == 0 else "")
         if titles:
-            _row_name(axes[place], titles[index])
+            name_row(axes[place], titles[index])
         _draw_map(axes[place + 1], own.mean(axis=0), image.shape[-2:], "mean" if index == 0 else "")
         for head, values in enumerate(own):
             line, column = divmod(head, HEADS_A_LINE)
@@ -61,8 +60,7 @@ def relative_maps(relative: Any, entropy: Any) -> Figure:
     relative, entropy = np.asarray(relative, dtype=np.float64), np.asarray(entropy)
     layers, heads, high, wide = relative.shape
     cell = min(1.1, (PAGE_WIDTH - _SIDE) / heads)
-    figure, axes = _canvas(layers, heads, cell * heads + _SIDE, (cell * high / wide + 0.1) * layers + 0.2)
-    _tighten(figure)
+    figure, axes = canvas(layers, heads, cell * heads + _SIDE, (cell * high / wide + 0.1) * layers + 0.2, tight=True)
     for axis, values, nats in zip(axes, relative.reshape(-1, high, wide), entropy.flat, strict=True):
         scale = PowerNorm(0.5, vmin=0, vmax=max(values.max(), 1e-12))
         axis.imshow(values, cmap="cividis", norm=scale, interpolation="nearest", aspect="equal")
@@ -70,8 +68,7 @@ def relative_maps(relative: Any, entropy: Any) -> Figure:
         axis.set_yticks([(high - 1) / 2], [""])
         axis.tick_params(length=2, width=0.6, color=INK, top=True, right=True, pad=0)
         axis.set_xlabel(f"{nats:.2f}", fontsize=TICK if cell > 0.7 else 6, color=INK, labelpad=1.5)
-        for spine in axis.spines.values():
-            spine.set_visible(False)
+        unframe(axis)
     for head in range(heads):
         axes[head].set_title(f"head {head + 1}", fontsize=TICK, color=INK, pad=3)
     for layer in range(layers):
@@ -87,21 +84,17 @@ def head_tables(panels: Mapping[str, tuple[Any, str]], digits: str = ".2f") -> F
     count = len(panels)
     layers, heads = np.asarray(next(iter(panels.values()))[0]).shape
     width = min(PAGE_WIDTH / count, max(3.0, 0.45 * heads + 1.4))
-    figure, axes = _canvas(1, count, width * count, 0.27 * layers + 1.1)
-    for axis, (title, (values, label)) in zip(axes, panels.items(), strict=True):
+    figure, axes = canvas(1, count, width * count, 0.27 * layers + 1.1)
+    for axis, (title, (values, unit)) in zip(axes, panels.items(), strict=True):
         values = np.asarray(values, dtype=np.float64)
         drawn = axis.imshow(values, cmap="cividis", interpolation="nearest", aspect="auto")
-        _label(axis, title, "head", "layer" if axis is axes[0] else "")
+        label(axis, title, "head", "layer" if axis is axes[0] else "")
         axis.set_xticks(np.arange(heads), np.arange(1, heads + 1))
         axis.set_yticks(np.arange(layers), np.arange(1, layers + 1))
         axis.tick_params(length=0)
-        for spine in axis.spines.values():
-            spine.set_visible(False)
+        unframe(axis)
         _write_cells(axis, values, digits, small=width / (heads + 2) < 0.33)
-        bar = figure.colorbar(drawn, ax=axis, shrink=0.85, pad=0.02)
-        bar.set_label(label, fontsize=LABEL, color=INK)
-        bar.ax.tick_params(labelsize=TICK)
-        bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+        colour_bar(figure, drawn, axis, unit)
     return figure
 
 
@@ -112,15 +105,6 @@ def _write_cells(axis: Axes, values: np.ndarray, digits: str, *, small: bool) ->
         colour = "black" if bright else "white"
         size = 5.5 if small else 7
         axis.text(column, row, format(value, digits), ha="center", va="center", fontsize=size, color=colour)
-
-
-def _tighten(figure: Figure) -> None:
-    """Many small panels need less air between them than figures do."""
-    figure.set_layout_engine(ConstrainedLayoutEngine(h_pad=0.03, w_pad=0.03))
-
-
-def _row_name(axis: Axes, name: str) -> None:
-    axis.text(-0.08, 0.5, name, transform=axis.transAxes, ha="right", va="center", fontsize=LABEL, color=INK)
 
 
 def _draw_map(axis: Axes, values: np.ndarray, size: Sequence[int], title: str) -> None:

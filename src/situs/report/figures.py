@@ -1,8 +1,7 @@
 """Pictures of results: arrays in, a matplotlib `Figure` out; `png(figure)` gives the bytes a page holds.
 
-No pyplot and no global state: figures made in two threads do not meet. Colours are Okabe and Ito's, which
-people with any common colour blindness tell apart, and lines differ in dash too. Images are [C, H, W] with
-C = 1 or 3, uint8 or floats in [0, 1]; tensors on the CPU will do. A place counts the grid (h, w) row by row.
+Lines differ in dash and not in colour alone. Images are [C, H, W] with C = 1 or 3, uint8 or floats in [0, 1]; tensors
+on the CPU will do. A place counts the grid (h, w) row by row.
 """
 
 from __future__ import annotations
@@ -13,30 +12,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patheffects import withStroke
 
 from situs.errors import SitusError
-
-BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK = (
-    "#0072B2",
-    "#E69F00",
-    "#009E73",
-    "#D55E00",
-    "#CC79A7",
-    "#56B4E9",
-    "#000000",
+from situs.report.canvas import (
+    BLUE,
+    DASHES,
+    FAINT,
+    INK,
+    LABEL,
+    ORANGE,
+    PAGE_WIDTH,
+    PALETTE,
+    SKY,
+    TICK,
+    TITLE,
+    canvas,
+    colour_bar,
+    label,
+    name_row,
+    unframe,
 )
-PALETTE = (BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK)
-DASHES = ("-", "--", "-.", ":")
-INK = "#1d2329"
-FAINT = "#d5dade"
-TITLE, LABEL, TICK = 10, 9, 8
+
 RESOLUTION = 200  # pixels an inch; the page shows an inch as 100 of its pixels
-PAGE_WIDTH = 9.0  # inches
 
 
 class Projection(NamedTuple):
@@ -81,32 +81,31 @@ def image_grid(
     rows = -(-count // columns)
     cell = min(1.6, (PAGE_WIDTH - 0.9 * bool(row_titles)) / columns)
     head = 0.3 * (rows if len(titles) > columns else bool(titles))
-    figure, axes = _canvas(rows, columns, cell * columns + 0.9 * bool(row_titles), cell * rows + head)
+    figure, axes = canvas(rows, columns, cell * columns + 0.9 * bool(row_titles), cell * rows + head)
     for index, axis in enumerate(axes):
         axis.set_axis_off()
         if index >= count:
             continue
-        _draw_image(axis, images[index], titles[index] if index < len(titles) else "")
+        draw_image(axis, images[index], titles[index] if index < len(titles) else "")
         if grid is not None and lines:
             _draw_lines(axis, images[index].shape[-2:], grid)
         if masks is not None:
             _draw_mask(axis, images[index].shape[-2:], _on_grid(masks[index], grid))
         if row_titles and index % columns == 0:
-            name = row_titles[index // columns]
-            axis.text(-0.08, 0.5, name, transform=axis.transAxes, ha="right", va="center", fontsize=LABEL, color=INK)
+            name_row(axis, row_titles[index // columns])
     return figure
 
 
 def patches(image: Any, grid: tuple[int, ...], title: str = "") -> Figure:
     """An image with its patches' borders, and beside it the patches apart, each with its place."""
-    figure, (whole, apart) = _canvas(1, 2, 7.2, 3.7)
-    picture = _picture(image)
+    figure, (whole, apart) = canvas(1, 2, 7.2, 3.7)
+    picture = as_picture(image)
     (height, width), (h, w) = picture.shape[:2], grid
     ph, pw = height // h, width // w
     for axis, name in ((whole, title), (apart, f"{h * w} patches of {ph}×{pw} pixels, each with its place")):
         axis.set_axis_off()
         axis.set_title(name, fontsize=TITLE, color=INK)
-    _draw_image(whole, image)
+    draw_image(whole, image)
     _draw_lines(whole, (height, width), grid)
     step = 1.2  # a patch and its gap, in patches
     for place in range(h * w):
@@ -115,8 +114,8 @@ def patches(image: Any, grid: tuple[int, ...], title: str = "") -> Figure:
         patch = picture[row * ph : (row + 1) * ph, column * pw : (column + 1) * pw]
         apart.imshow(patch, extent=(x, x + 1, y + 1, y), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         apart.plot([x, x + 1, x + 1, x, x], [y, y, y + 1, y + 1, y], color=SKY, linewidth=0.8, clip_on=False)
-        label = apart.text(x + 0.5, y + 0.5, str(place), ha="center", va="center", fontsize=7, color="white")
-        label.set_path_effects([withStroke(linewidth=1.5, foreground="black")])
+        place_name = apart.text(x + 0.5, y + 0.5, str(place), ha="center", va="center", fontsize=7, color="white")
+        place_name.set_path_effects([withStroke(linewidth=1.5, foreground="black")])
     apart.set(xlim=(0, w * step - 0.2), ylim=(h * step - 0.2, 0), aspect=ph / pw)
     return figure
 
@@ -129,7 +128,7 @@ def channels_drawn(channels: int) -> str:
     return f"The images have {channels} channels and are drawn {drawn}."
 
 
-def _picture(image: Any) -> np.ndarray:
+def as_picture(image: Any) -> np.ndarray:
     """[C, H, W] -> floats in [0, 1], [H, W] or [H, W, 3]; of two channels the mean, of more the first three."""
     array = np.asarray(image)
     if array.ndim != 3 or not array.shape[0]:
@@ -139,8 +138,9 @@ def _picture(image: Any) -> np.ndarray:
     return array[0] if array.shape[0] == 1 else array.transpose(1, 2, 0)
 
 
-def _draw_image(axis: Axes, image: Any, title: str = "") -> None:
-    picture = _picture(image)
+def draw_image(axis: Axes, image: Any, title: str = "") -> None:
+    """An image on an axes, a unit a pixel."""
+    picture = as_picture(image)
     height, width = picture.shape[:2]
     # The extent puts patch borders on whole numbers; imshow's own puts them between pixels, on halves.
     axis.imshow(picture, cmap="gray", vmin=0, vmax=1, interpolation="nearest", extent=(0, width, height, 0))
@@ -197,7 +197,7 @@ def curves(
 
     y_limits: ends of the axis where the values have some of their own, as shares have; a mark on one is drawn whole.
     """
-    figure, (axis,) = _canvas(1, 1, 6.4, 3.6)
+    figure, (axis,) = canvas(1, 1, 6.4, 3.6)
     for index, (name, (x, y)) in enumerate(series.items()):
         x, y = np.asarray(x), np.asarray(y)
         marker = "o" if len(x) <= 20 else None
@@ -208,7 +208,7 @@ def curves(
         axis.set_yscale("log")
     if y_limits is not None:
         axis.set_ylim(*y_limits)
-    _label(axis, title, x_label, y_label)
+    label(axis, title, x_label, y_label)
     axis.grid(color=FAINT, linewidth=0.6)
     if len(series) > 1:
         axis.legend(frameon=False, fontsize=LABEL)
@@ -231,19 +231,14 @@ def heatmaps(
         high = max(abs(low), abs(high))
         low = -high
     side = min(3.0, (PAGE_WIDTH - 1.0) / len(arrays))
-    figure, axes = _canvas(1, len(arrays), side * len(arrays) + 1.0, side + 0.5)
+    figure, axes = canvas(1, len(arrays), side * len(arrays) + 1.0, side + 0.5)
     drawn = None
     for axis, (title, values) in zip(axes, arrays.items(), strict=True):
         cmap = "PuOr" if diverging else "cividis"
         drawn = axis.imshow(values, cmap=cmap, vmin=low, vmax=high, interpolation="nearest")
-        _label(axis, title, x_label, y_label if axis is axes[0] else "")
-        for spine in axis.spines.values():
-            spine.set_visible(False)
-    assert drawn is not None
-    bar = figure.colorbar(drawn, ax=list(axes), shrink=0.85, pad=0.02)
-    bar.set_label(value_label, fontsize=LABEL, color=INK)
-    bar.ax.tick_params(labelsize=TICK)
-    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+        label(axis, title, x_label, y_label if axis is axes[0] else "")
+        unframe(axis)
+    colour_bar(figure, drawn, axes, value_label)
     return figure
 
 
@@ -251,7 +246,7 @@ def projections(panels: Sequence[Projection], grid: tuple[int, ...]) -> Figure:
     """Points of a grid's places in the plane, neighbours joined: a sheet where they form one, else a tangle."""
     h, w = grid
     side = min(4.2, PAGE_WIDTH / len(panels))
-    figure, axes = _canvas(1, len(panels), side * len(panels), side)
+    figure, axes = canvas(1, len(panels), side * len(panels), side)
     for axis, panel in zip(axes, panels, strict=True):
         points = np.asarray(panel.points, dtype=np.float64)
         if points.shape != (h * w, 2):
@@ -264,7 +259,7 @@ def projections(panels: Sequence[Projection], grid: tuple[int, ...]) -> Figure:
         axis.scatter(*points.T, s=14, color=INK, zorder=3)
         for row, column in {(0, 0), (0, w - 1), (h - 1, 0), (h - 1, w - 1)}:
             _note_outside(axis, f"({row}, {column})", sheet[row, column], points.mean(axis=0))
-        _label(axis, panel.title, panel.x_label, panel.y_label)
+        label(axis, panel.title, panel.x_label, panel.y_label)
         axis.margins(0.22)
         axis.grid(color=FAINT, linewidth=0.6)
         axis.set_aspect("equal", adjustable="datalim")
@@ -287,7 +282,7 @@ def bars(
     values: Mapping[str, float], x_label: str, *, title: str = "", log: bool = False, digits: str = ".3g"
 ) -> Figure:
     """Horizontal bars by name with their numbers, the first on top. log: for numbers powers of ten apart."""
-    figure, (axis,) = _canvas(1, 1, 6.8, 0.75 + 0.42 * len(values) + 0.25 * bool(title))
+    figure, (axis,) = canvas(1, 1, 6.8, 0.75 + 0.42 * len(values) + 0.25 * bool(title))
     numbers = np.array(list(values.values()), dtype=np.float64)
     places = np.arange(len(values))
     drawn = axis.barh(places, numbers, color=BLUE, height=0.6)
@@ -301,26 +296,8 @@ def bars(
             axis.set_xlim(positive.min() / 10, positive.max() * 10)
     else:
         axis.margins(x=0.15)
-    _label(axis, title, x_label, "")
+    label(axis, title, x_label, "")
     axis.tick_params(axis="y", labelsize=LABEL, length=0)
     axis.grid(axis="x", color=FAINT, linewidth=0.6)
     axis.set_axisbelow(True)
     return figure
-
-
-def _canvas(rows: int, columns: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
-    layout = ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.1)
-    figure = Figure(figsize=(width, height), layout=layout, facecolor="white")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False)
-    return figure, list(axes.flat)
-
-
-def _label(axis: Axes, title: str, x_label: str, y_label: str) -> None:
-    if title:
-        axis.set_title(title, fontsize=TITLE, color=INK, pad=8)
-    axis.set_xlabel(x_label, fontsize=LABEL, color=INK)
-    axis.set_ylabel(y_label, fontsize=LABEL, color=INK)
-    axis.tick_params(labelsize=TICK, colors=INK)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)

@@ -11,7 +11,8 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from situs.errors import SitusError
-from situs.report.figures import INK, LABEL, PAGE_WIDTH, _canvas, _picture
+from situs.report.canvas import INK, LABEL, PAGE_WIDTH, canvas, unframe
+from situs.report.figures import as_picture
 
 _GAP = 0.06  # between neighbours, of a cell
 
@@ -24,17 +25,16 @@ def mosaic(images: Any, rows: Sequence[str], columns: Sequence[str]) -> Figure:
     cell = min(1.6, (PAGE_WIDTH - names) / len(columns))
     height, width = images[0][0].shape[-2:]
     tall = height / width
-    figure, (axis,) = _canvas(1, 1, cell * len(columns) + names, cell * tall * len(rows) + 0.45)
+    figure, (axis,) = canvas(1, 1, cell * len(columns) + names, cell * tall * len(rows) + 0.45)
     for y, row in enumerate(images):
         for x, image in enumerate(row):
             at = (x, x + 1 - _GAP, (y + 1 - _GAP) * tall, y * tall)
-            axis.imshow(_picture(image), extent=at, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+            axis.imshow(as_picture(image), extent=at, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     axis.set(xlim=(0, len(columns) - _GAP), ylim=((len(rows) - _GAP) * tall, 0), aspect="equal")
     middle = (1 - _GAP) / 2
     axis.set_xticks([x + middle for x in range(len(columns))], list(columns))
     axis.set_yticks([(y + middle) * tall for y in range(len(rows))], list(rows))
     axis.xaxis.tick_top()
     axis.tick_params(length=0, labelsize=LABEL, labelcolor=INK)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
+    unframe(axis)
     return figure

@@ -11,16 +11,28 @@ from typing import Any, Literal, NamedTuple
 import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.collections import LineCollection
 from matplotlib.colors import Colormap, LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from mpl_toolkits.mplot3d.art3d import Line3DCollection
 
 from situs.errors import SitusError
-from situs.report.figures import BLACK, DASHES, FAINT, INK, LABEL, PAGE_WIDTH, PALETTE, TICK, TITLE
+from situs.report.canvas import (
+    BLACK,
+    DASHES,
+    FAINT,
+    INK,
+    LABEL,
+    PAGE_WIDTH,
+    PALETTE,
+    TICK,
+    TITLE,
+    blank,
+    colour_bar,
+    label,
+    unframe,
+)
 
 PALE = "#b9c0c6"
 DOTS = 400
@@ -45,7 +57,7 @@ class Sheet(NamedTuple):
 def sheets(panels: Sequence[Sheet], grid: tuple[int, ...]) -> Figure:
     """A grid's places with neighbours joined: coloured along each row (or column), pale across."""
     side = min(4.2, PAGE_WIDTH / len(panels))
-    figure = _figure(side * len(panels), side + 0.55)
+    figure = blank(side * len(panels), side + 0.55)
     for number, panel in enumerate(panels, start=1):
         points = np.asarray(panel.points, dtype=np.float64)
         if points.shape not in {(grid[0] * grid[1], 2), (grid[0] * grid[1], 3)}:
@@ -76,7 +88,7 @@ def _flat_sheet(axis: Axes, panel: Sheet, points: np.ndarray, grid: tuple[int, .
     axis.set_aspect("equal", adjustable="datalim")
     if panel.as_image:
         axis.invert_yaxis()
-    _dress(axis, panel.labels[0], panel.labels[1])
+    label(axis, "", panel.labels[0], panel.labels[1])
     axis.grid(color=FAINT, linewidth=0.6)
     axis.set_axisbelow(True)
 
@@ -93,8 +105,8 @@ def _solid_sheet(axis: Any, panel: Sheet, points: np.ndarray, grid: tuple[int, .
     axis.set_zlim(low[2] - pad[2], high[2] + pad[2])
     axis.view_init(elev=24, azim=-58)
     axis.set_box_aspect((1, 1, 0.85), zoom=1.06)
-    for each, label in zip((axis.xaxis, axis.yaxis, axis.zaxis), panel.labels, strict=True):
-        each.set_label_text(label, fontsize=LABEL, color=INK)
+    for each, name in zip((axis.xaxis, axis.yaxis, axis.zaxis), panel.labels, strict=True):
+        each.set_label_text(name, fontsize=LABEL, color=INK)
         each.set_ticklabels([])  # components have no unit, and the numbers would cover the sheet
         each.labelpad = -8
         each.set_pane_color((0.98, 0.98, 0.98, 1.0))
@@ -136,19 +148,19 @@ def mosaics(
     shape = (len(rows) * h) / (len(columns) * w)
     side = max(1.4, min(5.2, PAGE_WIDTH / len(arrays) - 0.95, 7.0 / shape))
     bar = 0.8 * (len(arrays) if limits is None else 1)
-    figure = _figure(side * len(arrays) + bar + 0.3, max(side * shape, 1.4) + 0.5)
+    figure = blank(side * len(arrays) + bar + 0.3, max(side * shape, 1.4) + 0.5)
     axes = figure.subplots(1, len(arrays), squeeze=False)[0]
     drawn = []
     for axis, (title, maps) in zip(axes, arrays.items(), strict=True):
         low, high = limits or _range_of_others(maps, rows, columns)
         drawn.append(_mosaic(axis, maps, rows, columns, Normalize(low, high), "PuOr_r" if limits else "cividis"))
-        _dress(axis, "column of the ringed place", "row of the ringed place" if axis is axes[0] else "")
+        label(axis, "", "column of the ringed place", "row of the ringed place" if axis is axes[0] else "")
         axis.set_title(title, fontsize=TITLE, color=INK, pad=6)
     if limits is None:
         for axis, each in zip(axes, drawn, strict=True):
-            _bar(figure, each, [axis], value_label)
+            colour_bar(figure, each, [axis], value_label)
     else:
-        _bar(figure, drawn[-1], list(axes), value_label)
+        colour_bar(figure, drawn[-1], list(axes), value_label)
     return figure
 
 
@@ -161,13 +173,6 @@ def _range_of_others(maps: np.ndarray, rows: Sequence[int], columns: Sequence[in
     if np.isnan(others).all():
         return float(maps.min()), float(maps.max())
     return float(np.nanmin(others)), float(np.nanmax(others))
-
-
-def _bar(figure: Figure, drawn: Any, axes: list[Axes], label: str) -> None:
-    bar = figure.colorbar(drawn, ax=axes, shrink=0.85, pad=0.02)
-    bar.set_label(label, fontsize=LABEL, color=INK)
-    bar.ax.tick_params(labelsize=TICK)
-    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
 
 
 def _mosaic(
@@ -188,8 +193,7 @@ def _mosaic(
     axis.set_xticks([c * step_x + w / 2 for c in range(len(columns))], [str(column) for column in columns])
     axis.set_yticks([r * step_y + h / 2 for r in range(len(rows))], [str(row) for row in rows])
     axis.tick_params(length=0)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
+    unframe(axis)
     return drawn
 
 
@@ -203,7 +207,7 @@ def lines_by_name(
     title: str = "",
 ) -> Figure:
     """Lines by name over steps that have names themselves. level: a pale line to hold the others against."""
-    figure = _figure(7.2, 3.7)
+    figure = blank(7.2, 3.7)
     axis = figure.subplots()
     if level is not None:
         axis.axhline(level[1], color=PALE, linewidth=2.6, label=level[0], zorder=1)
@@ -211,24 +215,10 @@ def lines_by_name(
         (line,) = axis.plot(np.asarray(x), np.asarray(y), label=name, linewidth=1.8, marker="o", markersize=4)
         line.set(color=PALETTE[index % len(PALETTE)], linestyle=DASHES[index % len(DASHES)])
     axis.set_xticks(range(len(x_names)), list(x_names))
-    _dress(axis, x_label, y_label)
+    label(axis, "", x_label, y_label)
     axis.grid(color=FAINT, linewidth=0.6)
     if title:
         axis.set_title(title, fontsize=TITLE, color=INK, pad=8)
     if len(series) > 1 or level is not None:  # beside the lines, never on them
         axis.legend(frameon=False, fontsize=TICK, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
-
-
-def _figure(width: float, height: float) -> Figure:
-    figure = Figure(figsize=(width, height), layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.1), facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def _dress(axis: Axes, x_label: str, y_label: str) -> None:
-    axis.set_xlabel(x_label, fontsize=LABEL, color=INK)
-    axis.set_ylabel(y_label, fontsize=LABEL, color=INK)
-    axis.tick_params(labelsize=TICK, colors=INK)
-    for side in ("top", "right"):
-        axis.spines[side].set_visible(False)

@@ -10,10 +10,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 
-from situs.report.figures import FAINT, GREEN, INK, LABEL, PAGE_WIDTH, RED, _canvas, _draw_image, outline
+from situs.report.canvas import FAINT, GREEN, PAGE_WIDTH, RED, canvas, name_row
+from situs.report.figures import draw_image, outline
 
 _SIDE = 0.85  # inches left of a grid, for the names of its rows
 
@@ -42,8 +42,7 @@ def panels(rows: Sequence[Sequence[Panel | None]], grid: tuple[int, ...], names:
     cell = min(1.5, (PAGE_WIDTH - _SIDE * bool(names)) / across)
     heads = sum(0.19 for row in rows if any(panel is not None and panel.title for panel in row))
     width = cell * across + _SIDE * bool(names)
-    figure, axes = _canvas(len(rows), across, width, (cell * ratio - 0.02) * len(rows) + heads)
-    figure.set_layout_engine(ConstrainedLayoutEngine(h_pad=0.03, w_pad=0.03))
+    figure, axes = canvas(len(rows), across, width, (cell * ratio - 0.02) * len(rows) + heads, tight=True)
     for axis in axes:
         axis.set_axis_off()
     for number, row in enumerate(rows):
@@ -51,17 +50,14 @@ def panels(rows: Sequence[Sequence[Panel | None]], grid: tuple[int, ...], names:
             if panel is not None:
                 _draw(axes[number * across + column], panel, grid)
         if names:
-            first = axes[number * across]
-            first.text(
-                -0.08, 0.5, names[number], transform=first.transAxes, ha="right", va="center", fontsize=LABEL, color=INK
-            )
+            name_row(axes[number * across], names[number])
     return figure
 
 
 def _draw(axis: Axes, panel: Panel, grid: tuple[int, ...]) -> None:
     height, width = panel.image.shape[-2:]
     step = np.array([width / grid[1], height / grid[0]])
-    _draw_image(axis, panel.image, panel.title)
+    draw_image(axis, panel.image, panel.title)
     for places, face, edge, stroke in (
         (panel.empty, "#f4f6f7", None, FAINT),
         (panel.hidden, "black", None, "#6b767e"),

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from situs.report.figures import DASHES, FAINT, LABEL, PAGE_WIDTH, PALETTE, _canvas, _label
+from situs.report.canvas import DASHES, FAINT, LABEL, PAGE_WIDTH, PALETTE, canvas
+from situs.report.canvas import label as label_axis
 
 _PANEL_HEIGHT = 2.5
 
@@ -20,7 +21,7 @@ def curve_panels(metrics: Mapping[str, Mapping[str, tuple[Any, Any]]], x_label: 
     runs = list(dict.fromkeys(run for lines in metrics.values() for run in lines))
     legend = 0.3 * -(-len(runs) // 4) if len(runs) > 1 else 0.0
     width = PAGE_WIDTH if across == 2 else 6.4
-    figure, axes = _canvas(rows, across, width, _PANEL_HEIGHT * rows + legend)
+    figure, axes = canvas(rows, across, width, _PANEL_HEIGHT * rows + legend)
     handles: dict[str, Any] = {}
     for axis, (label, lines) in zip(axes, metrics.items(), strict=False):
         for run, (x, y) in lines.items():
@@ -30,7 +31,7 @@ def curve_panels(metrics: Mapping[str, Mapping[str, tuple[Any, Any]]], x_label: 
             (line,) = axis.plot(x, y, linewidth=1.6, marker=marker, markersize=3.5)
             line.set(color=PALETTE[index % len(PALETTE)], linestyle=DASHES[index % len(DASHES)])
             handles[run] = line
-        _label(axis, "", x_label, label)
+        label_axis(axis, "", x_label, label)
         axis.grid(color=FAINT, linewidth=0.6)
     for axis in axes[len(metrics) :]:
         axis.set_visible(False)

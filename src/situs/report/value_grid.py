@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from situs.report.figures import FAINT, INK, LABEL, TICK, _canvas, _label
+from situs.report.canvas import FAINT, INK, LABEL, canvas, colour_bar, label, unframe
 
 
 def value_grid(
@@ -29,7 +29,7 @@ def value_grid(
     """
     array = np.asarray(values, dtype=np.float64)
     height, width = array.shape
-    figure, (axis,) = _canvas(1, 1, 2.2 + 0.95 * width, 1.1 + cell_height * height)
+    figure, (axis,) = canvas(1, 1, 2.2 + 0.95 * width, 1.1 + cell_height * height)
     drawn = axis.imshow(np.ma.masked_invalid(array), cmap="cividis", vmin=limits[0], vmax=limits[1], aspect="auto")
     axis.set_facecolor(FAINT)
     axis.set_xticks(np.arange(width + 1) - 0.5, minor=True)
@@ -40,14 +40,10 @@ def value_grid(
         text = "–" if np.isnan(value) else format(value, digits)
         colour = INK if np.isnan(value) or value > middle else "white"
         axis.text(column, row, text, ha="center", va="center", fontsize=LABEL + 1, color=colour)
-    _label(axis, "", x_label, y_label)
+    label(axis, "", x_label, y_label)
     axis.set_xticks(range(width), list(columns))
     axis.set_yticks(range(height), list(rows))
     axis.tick_params(which="both", length=0)
-    for spine in axis.spines.values():
-        spine.set_visible(False)
-    bar = figure.colorbar(drawn, ax=axis, pad=0.03)
-    bar.set_label(value_label, fontsize=LABEL, color=INK)
-    bar.ax.tick_params(labelsize=TICK)
-    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    unframe(axis)
+    colour_bar(figure, drawn, axis, value_label, pad=0.03)
     return figure
