@@ -304,7 +304,7 @@ def _load(args: Args, victim: Victim, device: Any) -> TestSet:
     if not found:
         why = "; ".join(source.left_out()) or "it is empty"
         raise SitusError(f"{args.images}: holds no image that can be read: {why} (--images)")
-    tell_left_out(loader)
+    tell_left_out(loader.source.left_out())
     told = [batch.targets["label"] for batch in found if "label" in batch.targets]
     labels = labels_for(victim.model, torch.cat(told) if told else None, len(found))
     names = [f"{source.name} {int(batch.ids)}" for batch in found]

@@ -59,7 +59,7 @@ class PositionProbes(Probes[PositionProbe]):
 
     file: ClassVar[str] = "probe-position"
 
-    grid: tuple[int, int] = field(kw_only=True)
+    grid: tuple[int, ...] = field(kw_only=True)
     ratio: float = RATIO
 
     def summary(self) -> Summary:
