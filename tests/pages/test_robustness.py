@@ -13,6 +13,9 @@ from situs.evaluate.accuracy import Accuracy
 from situs.evaluate.corruptions import CORRUPTIONS
 from situs.evaluate.robustness import Anomalies, Natural, Robustness
 from situs.pages.robustness import page
+from situs.results import Provenance
+
+MADE = Provenance({"seed": 0})
 
 
 def found(names: tuple[str, ...] = tuple(CORRUPTIONS), severities: tuple[int, ...] = (1, 2, 3, 4, 5)) -> Robustness:
@@ -21,7 +24,7 @@ def found(names: tuple[str, ...] = tuple(CORRUPTIONS), severities: tuple[int, ..
     }
     pictures = torch.rand(len(names), 1 + len(severities), 3, 8, 8) if names else None
     clean = Accuracy(0.8, 0.9, 400, 0.7)
-    return Robustness("val", None, clean, cells, pictures, None, None, 1000, (), 224)
+    return Robustness("val", None, clean, cells, pictures, None, None, 1000, (), 224, provenance=MADE)
 
 
 def test_the_words_hold_the_figures() -> None:
