@@ -29,10 +29,10 @@ from torch.nn import functional as F
 
 from situs.backbones import Backbone, create_backbone
 from situs.data.samples import load_samples
+from situs.locks.attacks.recovery import drift, drift_between, opened, recover_blind, recover_with_base
 from situs.locks.folder import write_model
 from situs.locks.groups import permute_state, random_keys, residual_only
 from situs.locks.owner import with_key
-from situs.locks.recover import drift, drift_between, opened, recover_blind, recover_with_base
 
 PAIRS = [
     ("A man is eating food.", "Someone is having a meal."),

@@ -27,10 +27,13 @@ def locked(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Locked:
     place = tmp_path_factory.mktemp("audit")
     made = Locked(place / "export", place / "k", place / "plain", place / "cover")
     assert main(["export", str(trained.one), "--to", str(made.export)]) == 0
-    assert main(["key", "new", "--out", str(made.key)]) == 0
-    words = ["lock", str(made.export), "--key", str(made.key), "--out"]
-    assert main([*words, str(made.plain)]) == 0
-    assert main([*words, str(made.cover), "--cover"]) == 0
+    with pytest.MonkeyPatch.context() as patch:  # some keys of 16 channels hardly change what such a model answers
+        patch.setattr("secrets.token_bytes", lambda count: bytes(range(count)))
+        patch.setattr("secrets.token_hex", lambda count: "5a" * count)
+        assert main(["key", "new", "--out", str(made.key)]) == 0
+        words = ["lock", str(made.export), "--key", str(made.key), "--out"]
+        assert main([*words, str(made.plain)]) == 0
+        assert main([*words, str(made.cover), "--cover"]) == 0
     return made
 
 
@@ -57,8 +60,8 @@ def test_a_public_base_opens_it(locked: Locked, tmp_path: Path, capsys: pytest.C
 def test_several_attackers_with_data_and_key(
     trained: Any, locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ["--attacker", "drifted-base,no-base", "--attacker", "labels"]
-    words = ["--base", trained.two, "--key", locked.key, "--data", trained.data, "--drift", 0, 0.3, "--steps", 4]
+    names = ["--attacker", "drifted-base,no-base,labels"]
+    words = ["--base", trained.two, "--key", locked.key, "--data", trained.data, "--drift", "0,0.3", "--steps", 4]
     assert audit(locked.plain, *names, *words, "--k", 6, "--out", tmp_path) == 0
     written = json.loads((tmp_path / "audit.json").read_text())
     assert [attack["attacker"] for attack in written["attacks"]] == [
@@ -137,9 +140,9 @@ def test_images_without_labels(
 
 
 def test_what_is_attacked_does_not_drop_out(locked: Locked) -> None:
-    from situs.cli.audit_lock import Args, _target
+    from situs.locks.attacks.audit import LockAuditConfig, _target
 
-    backbone = _target(Args(locked.plain)).backbone
+    backbone = _target(locked.plain, None, None, None, None, None, None, LockAuditConfig()).backbone
     assert not any(module.training for module in backbone.modules())
 
 

@@ -274,7 +274,7 @@ def rewrite(
     found: dict[str, str] = {}
     waiting: deque[tuple[Spec, Future[tuple[memoryview, str]]]] = deque()
 
-    def settle(count: int) -> None:
+    def compare_with_truth(count: int) -> None:
         while len(waiting) > count:
             spec, work = waiting.popleft()
             data, found[spec.name] = work.result()
@@ -284,7 +284,7 @@ def rewrite(
     with ThreadPoolExecutor(WORKERS) as workers:
         for spec in tensors:
             if spec.name not in changes and spec.size > LARGEST_WHOLE:
-                settle(0)
+                compare_with_truth(0)
                 into = None if sink is None else sink(spec)
                 found[spec.name] = _through(source(spec), spec.size, into, start(spec.name))
                 if check is not None:
@@ -293,8 +293,8 @@ def rewrite(
             values = np.empty(spec.shape, dtype=BITS[WIDTHS[spec.dtype]])
             source(spec).fill(_bytes(values))
             waiting.append((spec, workers.submit(_work, spec, values, changes.get(spec.name), start, check)))
-            settle(WORKERS)
-        settle(0)
+            compare_with_truth(WORKERS)
+        compare_with_truth(0)
     return found
 
 

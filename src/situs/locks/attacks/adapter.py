@@ -22,9 +22,9 @@ from situs.backbones.layout import Group
 from situs.config import Checked
 from situs.errors import SitusError
 from situs.limits import Count, Positive
+from situs.locks.attacks.match import assign
+from situs.locks.attacks.recovery import Recovery, compare_with_truth
 from situs.locks.groups import residual_only
-from situs.locks.recover import Recovery, settle
-from situs.locks.recover_match import assign
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def recover_with_labels(
         control=accuracy_of(control, *test),
         keys=keys,
     )
-    return settle(found, [group], truth)
+    return compare_with_truth(found, [group], truth)
 
 
 def train_adapter(backbone: Backbone, samples: tuple[Tensor, Tensor], config: AdapterConfig) -> Adapted:

@@ -19,9 +19,9 @@ from situs.backbones.base import Backbone
 from situs.backbones.layout import Group, Member
 from situs.core.permutation import identity
 from situs.errors import SitusError
+from situs.locks.attacks.graph import normal_scores
+from situs.locks.attacks.match import channels
 from situs.locks.groups import residual_only
-from situs.locks.recover_graph import normal_scores
-from situs.locks.recover_match import channels
 
 BLOCKS = 2
 """Blocks that are looked at, from the first that the file holds: the stream has moved on in later ones."""

@@ -3,8 +3,8 @@
 A lock is obfuscation, not encryption: its key is a permutation of channels, and a channel is known by its weights.
 Who has the model that was locked reads the key off (`public-base`); who has a fine-tuned relative nearly so
 (`drifted-base`); who has only the locked file can compare its clear parts with its locked ones (`no-base`), with
-unlabelled samples far better (`images`, in `recover_images`), or train around it with labelled ones (`labels`, in
-`recover_adapter`). Keys of inner groups are found on the way where
+unlabelled samples far better (`images`, in `attacks.images`), or train around it with labelled ones (`labels`, in
+`attacks.adapter`). Keys of inner groups are found on the way where
 they are needed, and never count: permuting them leaves the function as it was.
 """
 
@@ -22,9 +22,9 @@ from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.core.permutation import identity
 from situs.errors import SitusError
+from situs.locks.attacks.blind import match_blind
+from situs.locks.attacks.match import Keys, State, fit_error, match_keys
 from situs.locks.groups import permute_state, residual_only
-from situs.locks.recover_blind import match_blind
-from situs.locks.recover_match import Keys, State, fit_error, match_keys
 
 SEED_BITS = 256
 """Length of the seed that every key is made of: no lock is stronger, however many permutations there are."""
@@ -143,7 +143,7 @@ def verdict(results: Sequence[Recovery], lacking: Collection[str] = ()) -> str:
     return " ".join(said)
 
 
-def settle(recovery: Recovery, groups: Sequence[Group], truth: Mapping[str, Tensor] | None) -> Recovery:
+def compare_with_truth(recovery: Recovery, groups: Sequence[Group], truth: Mapping[str, Tensor] | None) -> Recovery:
     """The recovery with its residual keys compared with the true ones; inner groups never count."""
     if truth is None:
         return recovery
@@ -175,7 +175,7 @@ def recover_with_base(
     turns = f", {match.rounds} rounds over {len(groups)} groups" if len(groups) > 1 else ""
     cost = f"one base model, no data; {weights / 1e6:.1f} M weights compared{turns}"
     found = Recovery(attacker, _size(groups), seconds=seconds, cost=cost, keys=match.keys)
-    return settle(found, groups, truth)
+    return compare_with_truth(found, groups, truth)
 
 
 def recover_blind(
@@ -185,7 +185,7 @@ def recover_blind(
     truth: Mapping[str, Tensor] | None = None,
     inputs: Tensor | None = None,
 ) -> Recovery:
-    """What the locked file gives away: its clear parts against its locked ones, see `recover_blind`.
+    """What the locked file gives away: its clear parts against its locked ones, see `attacks.blind`.
 
     inputs: unlabelled samples that this attacker has as well; None: the locked file alone.
     """
@@ -195,7 +195,7 @@ def recover_blind(
     had = "alone" if inputs is None else f"and {len(inputs)} unlabelled samples"
     cost = f"the locked file {had}"
     found = Recovery("no-base", _size(groups), seconds=time.perf_counter() - began, cost=cost, keys=whole)
-    return settle(found, groups, truth)
+    return compare_with_truth(found, groups, truth)
 
 
 def without(groups: Sequence[Group], gone: Collection[str]) -> tuple[Group, ...]:

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group, Member
 from situs.core.permutation import identity
+from situs.locks.attacks.match import Keys, assign, channels
 from situs.locks.groups import residual_only
-from situs.locks.recover_match import Keys, assign, channels
 
 STEPS = 30
 PROBES = 32

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from situs.backbones import create_backbone
-from situs.cli.audit_lock_samples import read_samples
 from situs.errors import SitusError
+from situs.locks.attacks.samples import read_samples
 from situs.locks.folder import write_model
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from situs.backbones import create_backbone
+from situs.locks.attacks.grams import clear_side, shifted
+from situs.locks.attacks.graph import root
+from situs.locks.attacks.images import recover_with_samples
+from situs.locks.attacks.recovery import bits_left
 from situs.locks.groups import permute_state, random_keys, residual_only
-from situs.locks.recover import bits_left
-from situs.locks.recover_grams import clear_side, shifted
-from situs.locks.recover_graph import root
-from situs.locks.recover_images import recover_with_samples
 
 DIM = 32
 

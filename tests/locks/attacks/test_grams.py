@@ -14,10 +14,10 @@ from torch.nn import functional as F
 
 from situs.backbones import create_backbone
 from situs.errors import SitusError
+from situs.locks.attacks.grams import RIDGE, SHIFTS, clear_side, locked_side, shifted
+from situs.locks.attacks.graph import normal_scores
+from situs.locks.attacks.recovery import without
 from situs.locks.groups import permute_state, random_keys, residual_only
-from situs.locks.recover import without
-from situs.locks.recover_grams import RIDGE, SHIFTS, clear_side, locked_side, shifted
-from situs.locks.recover_graph import normal_scores
 
 KINDS = ["vit", "eva", "swin", "bert", "gpt2", "llama", "hf_vit"]
 

@@ -17,11 +17,14 @@ from torch import Tensor
 from situs.backbones import create_backbone
 from situs.backbones.layout import Group, Member
 from situs.errors import SitusError
-from situs.locks.groups import permute_state, random_keys, residual_only
-from situs.locks.recover import (
+from situs.locks.attacks.adapter import AdapterConfig, accuracy_of, randomised, recover_with_labels, train_adapter
+from situs.locks.attacks.blind import graph_match
+from situs.locks.attacks.match import assign, channels, match_keys
+from situs.locks.attacks.recovery import (
     Recovery,
     bits_left,
     check_finite,
+    compare_with_truth,
     drift,
     drift_between,
     exact_truth,
@@ -29,14 +32,11 @@ from situs.locks.recover import (
     recover_blind,
     recover_with_base,
     scored,
-    settle,
     strength_bits,
     verdict,
     without,
 )
-from situs.locks.recover_adapter import AdapterConfig, accuracy_of, randomised, recover_with_labels, train_adapter
-from situs.locks.recover_blind import graph_match
-from situs.locks.recover_match import assign, channels, match_keys
+from situs.locks.groups import permute_state, random_keys, residual_only
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -213,7 +213,7 @@ def test_graph_match_finds_a_permutation_of_a_graph() -> None:
 
 def test_both_ends_of_the_blocks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is read against what the embedding writes, and what is written against what the head reads."""
-    from situs.locks import recover_blind as blind
+    from situs.locks.attacks import blind
 
     backbone = vit()
     groups, state = residual_only(backbone.groups()), backbone.model.state_dict()
@@ -370,9 +370,9 @@ def test_inner_groups_never_count() -> None:
     groups = vit().groups()
     truth = random_keys(groups, seeded(0))
     wrong = random_keys(groups, seeded(1))
-    found = settle(Recovery("x", 24, keys={**wrong, "residual": truth["residual"]}), groups, truth)
+    found = compare_with_truth(Recovery("x", 24, keys={**wrong, "residual": truth["residual"]}), groups, truth)
     assert (found.right, found.bits) == (24, 0)
-    lost = settle(Recovery("x", 24, keys={**truth, "residual": wrong["residual"]}), groups, truth)
+    lost = compare_with_truth(Recovery("x", 24, keys={**truth, "residual": wrong["residual"]}), groups, truth)
     assert lost.right == int((wrong["residual"] == truth["residual"]).sum())
 
 

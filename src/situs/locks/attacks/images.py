@@ -18,10 +18,8 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.core.permutation import identity
-from situs.locks.groups import residual_only
-from situs.locks.recover import Recovery, settle
-from situs.locks.recover_grams import Clear, Locked, clear_side, locked_side
-from situs.locks.recover_graph import (
+from situs.locks.attacks.grams import Clear, Locked, clear_side, locked_side
+from situs.locks.attacks.graph import (
     Schedule,
     agreement,
     alike,
@@ -37,13 +35,15 @@ from situs.locks.recover_graph import (
     settled,
     unit,
 )
+from situs.locks.attacks.recovery import Recovery, compare_with_truth
+from situs.locks.groups import residual_only
 
 READS = ("q", "k", "v", "up", "up again")
 """Projections whose tables are compared with the clear one; what a block writes says less."""
 
 CORRELATIONS = {"centre": 0.75, "lean": 0.5, "reach": 0.4, "axis": 0.6}
 """How well a clue to single channels is taken to agree with the clear side. Chosen, as every number here and in
-`recover_graph`, on ViTs that were trained for it and on no model that results are given for."""
+`graph`, on ViTs that were trained for it and on no model that results are given for."""
 
 AXES = 2
 """Main axes of the locked side, each of which, either way round, may be the clear side's first."""
@@ -86,7 +86,7 @@ def recover_with_samples(
     cost = f"the locked file and {had}; J {best:.2f}, from random hints at most {max(failed):.2f}"
     size = sum(group.size for group in residual)
     found = Recovery("images", size, cost=cost, agreement=best, failed=max(failed), keys=keys)
-    return settle(replace(found, seconds=time.perf_counter() - began), groups, truth)
+    return compare_with_truth(replace(found, seconds=time.perf_counter() - began), groups, truth)
 
 
 def _match(clear: Clear, locked: Locked, seed: int) -> tuple[Tensor, float, list[float]]:

@@ -45,7 +45,7 @@ def _images(folder: Path, backbone: Backbone, path: str, count: int) -> Samples:
     from situs.data.loader import make_loader
     from situs.data.sources import open_source
     from situs.data.subset import Subset
-    from situs.locks.recover_grams import shifted
+    from situs.locks.attacks.grams import shifted
 
     assert backbone.input.patch is not None
     source = Subset(open_source(path, labels=False, channels=backbone.input.channels), count)

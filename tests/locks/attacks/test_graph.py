@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import special, stats
 from torch import Tensor
 
-from situs.locks.recover_graph import (
+from situs.locks.attacks.graph import (
     BALANCE,
     CUT,
     REFINE,
@@ -31,7 +31,7 @@ from situs.locks.recover_graph import (
     unit,
     zscore,
 )
-from situs.locks.recover_match import assign
+from situs.locks.attacks.match import assign
 
 
 def seeded(seed: int) -> torch.Generator:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from situs.core.permutation import identity
-from situs.locks.recover_match import assign
+from situs.locks.attacks.match import assign
 
 BALANCE = 10
 """Rounds of Sinkhorn's balancing."""

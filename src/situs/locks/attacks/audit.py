@@ -1,0 +1,317 @@
+"""`audit_lock`: attacks a locked model as somebody without its key would, and says what is left of the lock."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from situs.backbones.base import Backbone
+from situs.backbones.layout import Group
+from situs.config import Checked
+from situs.data.loader import Loader, make_loader
+from situs.data.sources import open_source
+from situs.data.subset import Subset
+from situs.errors import SitusError, unknown_name
+from situs.limits import Count
+from situs.locks.attacks.adapter import AdapterConfig, accuracy_of, recover_with_labels
+from situs.locks.attacks.images import recover_with_samples
+from situs.locks.attacks.recovery import (
+    ATTACKERS,
+    Recovery,
+    check_finite,
+    drift,
+    exact_truth,
+    opened,
+    recover_blind,
+    recover_with_base,
+    scored,
+    strength_bits,
+    verdict,
+    without,
+)
+from situs.locks.attacks.samples import Samples, read_samples
+from situs.locks.folder import names_in_file
+from situs.locks.key import Key
+from situs.locks.lock import rename, unseal
+from situs.locks.manifest import Manifest, permutations_of, read_manifest
+from situs.locks.owner import left_of
+from situs.locks.withhold import words
+from situs.models import open_model
+from situs.models.data import check_classes
+from situs.models.model import Model
+
+Labelled = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class LockAuditConfig(Checked):
+    """How much the attackers have, and for how long they try."""
+
+    count: Count = 24
+    """So many of the unlabelled images or texts, chosen at random and the same every time."""
+
+    drift: tuple[float, ...] = (0.3,)
+    """drifted-base: noise on the base, in standard deviations of each tensor."""
+
+    k: Count = 100
+    """Labelled samples that the attacker `labels` has."""
+
+    steps: Count = 200
+    """Updates that the attacker `labels` makes."""
+
+    test: Count = 1000
+    """Images that accuracy is measured on."""
+
+    seed: int = 0
+    """Of the drift and of the attacker's training."""
+
+    def check(self) -> None:
+        for amount in self.drift:
+            if not amount >= 0:
+                raise SitusError(field="drift", value=amount, allowed="at least 0")
+
+
+@dataclass(frozen=True)
+class LockAudit:
+    """What every attacker got, and what that leaves of the lock.
+
+    idle: attackers that had nothing to start from -> a sentence that says why. lacking: attackers that apply and were
+    not run, so that no strength is given. kept: what the owner kept back, in words. judged: whether accuracy was
+    measured.
+    """
+
+    model: str
+    sizes: tuple[int, ...]
+    inner: int
+    attacks: tuple[Recovery, ...]
+    idle: dict[str, str] = field(default_factory=dict)
+    lacking: frozenset[str] = frozenset()
+    kept: str = ""
+    judged: bool = False
+
+    @property
+    def strength(self) -> float | None:
+        """min(256, best attack) in bits; None where nobody attacked, was judged, or where one who could did not."""
+        return strength_bits(self.attacks, self.lacking)
+
+    @property
+    def verdict(self) -> str:
+        """The strength in a line or two, and what it means."""
+        return " ".join([verdict(self.attacks, self.lacking), *self.idle.values()])
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures, without the keys that were found."""
+        told = ("attacker", "size", "right", "share", "bits", "seconds", "cost", "agreement", "failed")
+        fields = (*told, "before", "after", "owner", "control")
+        held = [{name: getattr(result, name) for name in fields} for result in self.attacks]
+        return {"model": self.model, "strength_bits": self.strength, "verdict": self.verdict, "attacks": held}
+
+
+def audit_lock(
+    locked: str | Path,
+    *,
+    base: str | Path | nn.Module | Model | None = None,
+    weights: str | None = None,
+    key: Key | None = None,
+    images: str | None = None,
+    texts: Path | None = None,
+    data: str | None = None,
+    attacker: Sequence[str] = (),
+    config: LockAuditConfig | None = None,
+) -> LockAudit:
+    """Attacks the locked folder.
+
+    base: the model that the attacker has; weights: of a base that is a timm name. key: the owner's, to judge the
+    attacks by; not needed where `base` is the very model that was locked. images, texts: unlabelled samples. data:
+    labelled images, for the attacker `labels` and to measure accuracy before and after every attack. attacker: names of
+    `ATTACKERS`; by default no-base, images where there are images or texts, and public-base where there is a base.
+    """
+    config = LockAuditConfig() if config is None else config
+    names = _chosen(attacker, base=base is not None, data=data is not None, images=images, texts=texts)
+    target = _target(Path(locked), base, weights, key, images, texts, data, config)
+    results = [result for name in names if name not in target.idle for result in _attack(name, target, config)]
+    lacking = ({"images"} - set(names) - target.idle.keys()) if results else set[str]()
+    return LockAudit(
+        model=target.backbone.name,
+        sizes=tuple(group.size for group in target.groups if group.kind == "residual"),
+        inner=sum(group.kind != "residual" for group in target.groups),
+        attacks=tuple(results),
+        idle=target.idle,
+        lacking=frozenset(lacking),
+        kept=target.kept,
+        judged=target.test is not None,
+    )
+
+
+def _chosen(given: Sequence[str], *, base: bool, data: bool, images: str | None, texts: Path | None) -> list[str]:
+    """The attackers asked for, each once, in order; what one of them lacks is said before anything is loaded."""
+    unlabelled = images is not None or texts is not None
+    usual = {"no-base": True, "images": unlabelled, "public-base": base}
+    names = list(dict.fromkeys(given)) or [name for name, able in usual.items() if able]
+    for name in names:
+        if name not in ATTACKERS:
+            raise unknown_name("attacker", name, ATTACKERS, field="attacker")
+        if name.endswith("-base") and name != "no-base" and not base:
+            raise SitusError(f"attacker={name}: needs the model that the attacker has", field="base")
+        if name == "labels" and not data:
+            raise SitusError("attacker=labels: needs labelled images", field="data")
+        if name == "images" and not unlabelled:
+            raise SitusError("attacker=images: needs unlabelled images or texts", field=("images", "texts"))
+    if images is not None and texts is not None:
+        said = f"images={images}, texts={texts}: a model takes one or the other"
+        raise SitusError(said, field=("images", "texts"))
+    return names
+
+
+# --- what is attacked -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Target:
+    """What is attacked, and what the auditor knows beside it. samples, test: images and labels; seen: without."""
+
+    backbone: Backbone
+    groups: tuple[Group, ...]
+    state: dict[str, Tensor]
+    base: dict[str, Tensor] | None
+    truth: dict[str, Tensor] | None
+    samples: Labelled | None
+    test: Labelled | None
+    seen: Samples | None
+    idle: dict[str, str]
+    kept: str
+
+
+def _target(
+    locked: Path,
+    base: str | Path | nn.Module | Model | None,
+    weights: str | None,
+    key: Key | None,
+    images: str | None,
+    texts: Path | None,
+    data: str | None,
+    config: LockAuditConfig,
+) -> _Target:
+    manifest = read_manifest(locked, key)
+    theirs = None if base is None else _base_state(base, weights)
+    with _readable(locked, manifest, key) as folder:
+        backbone, gone = left_of(folder, replace(manifest, sealed=False))
+        samples, test = _labelled(folder, data, config, gone)
+        embedded = manifest.withheld is None or "embedding" not in manifest.withheld.parts
+        unlabelled = embedded and (images is not None or texts is not None)
+        seen = read_samples(folder, backbone, images, texts, config.count) if unlabelled else None
+    names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
+    groups = without(rename(manifest.groups, {name: own for own, name in names.items()}), gone)
+    state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
+    for name in gone:  # not there, and so neither right nor wrong
+        state[name].zero_()
+    backbone.eval().model.load_state_dict(state)  # in training mode an embedding may drop out
+    for tensors, what in ((state, str(locked)), (theirs or {}, f"base={base}")):
+        check_finite(tensors, what)
+    truth = permutations_of(manifest, key) if key is not None else None
+    if truth is None and theirs is not None:
+        truth = exact_truth(state, theirs, groups)
+    idle = {} if embedded else {"images": "The attacker `images` has nothing to start from: the embedding is withheld."}
+    kept = "" if manifest.withheld is None else f"; {words(manifest.withheld.parts)} withheld"
+    return _Target(backbone, groups, state, theirs, truth, samples, test, seen, idle, kept)
+
+
+@contextmanager
+def _readable(locked: Path, manifest: Manifest, key: Key | None) -> Iterator[Path]:
+    """The folder whose weights an attacker sees: with a seal, what is under it, as everybody who runs the model has."""
+    if not manifest.sealed:
+        yield locked
+        return
+    if key is None:
+        raise SitusError(
+            f"{locked}: is sealed, so the file is encrypted and nothing was attacked; with the owner's key the audit "
+            "opens the seal and attacks the locked weights under it, which who runs the model has",
+            field="key",
+        )
+    with tempfile.TemporaryDirectory() as place:
+        unseal(locked, manifest, key, Path(place))
+        yield Path(place)
+
+
+def _labelled(
+    folder: Path, data: str | None, config: LockAuditConfig, gone: frozenset[str]
+) -> tuple[Labelled | None, Labelled | None]:
+    """The labelled images to learn from and to be judged on, as the model takes them, where there are some."""
+    if data is None:
+        return None, None
+    if gone:
+        said = f"data={data}: parts of the model are withheld, so it cannot be run on images"
+        raise SitusError(said, field="data")
+    model = open_model(str(folder))
+    sets = []
+    for split, count in (("train", config.k), ("val", config.test)):
+        loader = _loader(model.data, data, split, count)
+        check_classes(model, loader)
+        batches = list(loader)
+        sets.append((torch.cat([b.inputs for b in batches]), torch.cat([b.targets["label"] for b in batches])))
+    return sets[0], sets[1]
+
+
+def _loader(prepared: Any, path: str, split: str, count: int) -> Loader:
+    source = Subset(open_source(path, split, channels=prepared.channels, held_out=prepared.held_out), count)
+    return make_loader(replace(prepared, path=path, split=split, batch=min(count, 256)), None, source=source)
+
+
+def _base_state(base: str | Path | nn.Module | Model, weights: str | None) -> dict[str, Tensor]:
+    try:
+        return dict(open_model(base, weights=weights).backbone.model.state_dict())
+    except SitusError as error:
+        raise SitusError(f"base={base}: {error}", field="base") from error
+
+
+# --- the attacks ------------------------------------------------------------------------------------------------
+
+
+def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[Recovery]:
+    """The results of one attacker: one, or one for each drift."""
+    truth, owner = target.truth, None
+    if target.test is not None and truth is not None:
+        owner = _score(target)(opened(target.state, target.groups, truth))
+    if name == "labels":
+        assert target.samples is not None
+        assert target.test is not None
+        settings = AdapterConfig(steps=config.steps, seed=config.seed)
+        sets = (target.samples, target.test)
+        return [recover_with_labels(target.backbone, target.groups, *sets, settings, truth=truth, owner=owner)]
+    if name == "no-base":
+        inputs = None if target.samples is None else target.samples[0]
+        found = [recover_blind(target.backbone, target.groups, truth=truth, inputs=inputs)]
+    elif name == "images":
+        assert target.seen is not None
+        seen, known = target.seen, {"truth": truth, "seed": config.seed}
+        found = [recover_with_samples(target.backbone, target.groups, seen.batches, had=seen.had, **known)]
+    else:
+        assert target.base is not None
+        found = []
+        for amount in config.drift if name == "drifted-base" else (None,):
+            base = target.base if amount is None else drift(target.base, amount, config.seed)
+            label = name if amount is None else f"{name}, {amount:g} ×"
+            found.append(recover_with_base(target.state, base, target.groups, truth=truth, attacker=label))
+    if target.test is None:
+        return found
+    return [scored(each, target.state, target.groups, _score(target), owner) for each in found]
+
+
+def _score(target: _Target) -> Any:
+    assert target.test is not None
+    images, labels = target.test
+    trial = copy.deepcopy(target.backbone)
+
+    def score(state: Any) -> float:
+        trial.model.load_state_dict(dict(state))
+        return accuracy_of(trial, images, labels)
+
+    return score

@@ -1,0 +1,95 @@
+"""`audit_lock` for Python users: what it says of a lock, and that nothing untried is ever counted as strength."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+from situs.locks.attacks import LockAuditConfig, audit_lock
+from situs.locks.key import Key
+from situs.locks.lock import lock
+
+pytest.importorskip("cryptography")
+KEY = Key(bytes(range(32)))
+
+
+@pytest.fixture(scope="module")
+def folders(model_folder, tmp_path_factory):
+    place = tmp_path_factory.mktemp("audit")
+    clear = model_folder("vit")
+    lock(clear, KEY, place / "locked", groups="all")
+    lock(clear, KEY, place / "sealed", seal=True)
+    lock(clear, KEY, place / "less", withhold=("embedding",))
+    return clear, place
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["folder", "module"])
+def test_who_has_the_base_has_the_key(folders, opened):
+    clear, place = folders
+    audit = audit_lock(place / "locked", base=create_backbone(clear).model if opened else clear)
+    (blind, base) = audit.attacks
+    assert (blind.attacker, base.attacker) == ("no-base", "public-base")
+    assert (base.right, base.size, base.bits) == (24, 24, 0.0)
+    assert audit.strength == 0 and "The lock is open to them" in audit.verdict
+    assert (audit.sizes, audit.inner > 0, audit.judged) == ((24,), True, False)
+    written = audit.to_json()
+    assert written["strength_bits"] == 0 and "keys" not in written["attacks"][0]
+
+
+def test_no_strength_without_the_attack_that_anybody_can_make(folders):
+    _, place = folders
+    audit = audit_lock(place / "locked", key=KEY)
+    assert audit.lacking == {"images"}
+    assert audit.strength is None and "bits." not in audit.verdict
+    assert audit.attacks[0].bits is not None
+    unjudged = audit_lock(place / "locked")
+    assert unjudged.strength is None and unjudged.attacks[0].bits is None
+    less = audit_lock(place / "less", key=KEY, attacker=["images"], images="samples")
+    assert less.attacks == () and less.strength is None
+    assert less.verdict.startswith("Not attacked: no strength can be given.")
+
+
+def test_drifts_are_attacked_one_by_one_and_the_same_every_time(folders):
+    clear, place = folders
+    config = LockAuditConfig(drift=(0.0, 30.0))
+    one, two = (
+        audit_lock(place / "locked", base=clear, key=KEY, attacker=["drifted-base"], config=config) for _ in range(2)
+    )
+    assert [each.attacker for each in one.attacks] == ["drifted-base, 0 ×", "drifted-base, 30 ×"]
+    assert one.attacks[0].right == 24 > one.attacks[1].right
+    assert all(
+        torch.equal(a.keys["residual"], b.keys["residual"]) for a, b in zip(one.attacks, two.attacks, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"attacker": ["thief"]}, "attacker"),
+        ({"attacker": ["public-base"]}, "base"),
+        ({"attacker": ["labels"]}, "data"),
+        ({"attacker": ["images"]}, "images"),
+        ({"images": "a", "texts": "b"}, "images"),
+        ({"base": "no/such/folder"}, "base"),
+    ],
+)
+def test_a_mistake_names_its_field(folders, arguments, field):
+    with pytest.raises(SitusError) as caught:
+        audit_lock(folders[1] / "locked", **arguments)
+    assert caught.value.field == field
+
+
+def test_a_seal_needs_the_key(folders):
+    with pytest.raises(SitusError, match="nothing was attacked") as caught:
+        audit_lock(folders[1] / "sealed")
+    assert caught.value.field == "key"
+    assert audit_lock(folders[1] / "sealed", key=KEY).attacks[0].bits is not None
+
+
+@pytest.mark.parametrize("wrong", [{"drift": (-1.0,)}, {"count": 0}, {"k": 0}, {"steps": 0}, {"test": 0}])
+def test_settings_that_cannot_be(wrong):
+    with pytest.raises(SitusError) as caught:
+        LockAuditConfig(**wrong)
+    assert caught.value.field == next(iter(wrong))
