@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from outcomes import outcome, undone
 
 from situs.audit.cases import Outcome, Step
-from situs.audit.gate import ABOVE, NOT_JUDGED, PASSED, Judgement, Limit, Ruling, Worst, parse_limit, rule
+from situs.audit.gate import ABOVE, NOT_JUDGED, PASSED, Judgement, Limit, Ruling, Worst, judge, parse_limit
 from situs.audit.gradients import Audit
 from situs.errors import SitusError
 
@@ -34,20 +34,20 @@ def search(*values: float, **fields: Any) -> Outcome:
     return outcome("matching", "none", scores={"psnr": list(values), "lpips": None}, **fields)
 
 
-def judge(*pairs: Outcome, **fields: Any) -> Judgement:
-    [judged] = rule(audit(*pairs, **fields), LIMIT).judgements
+def judged_alone(*pairs: Outcome, **fields: Any) -> Judgement:
+    [judged] = judge(audit(*pairs, **fields), LIMIT).judgements
     return judged
 
 
 def test_the_worst_image_decides_and_the_limit_itself_passes() -> None:
-    above = judge(closed(3.0, 20.5))
+    above = judged_alone(closed(3.0, 20.5))
     assert above == Judgement(
         "none",
         ABOVE,
         "1 of 2 images above 20; the worst, b, has psnr 20.5 by patchembed",
         Worst("patchembed", "b", 20.5),
     )
-    passed = judge(closed(3.0, 20.0))
+    passed = judged_alone(closed(3.0, 20.0))
     assert passed == Judgement(
         "none",
         PASSED,
@@ -132,8 +132,9 @@ NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", NOT_PASSED)
 def test_everything_else_is_not_judged(case: str) -> None:
     pairs, fields, said = NOT_PASSED[case]
-    judged = judge(*pairs, **fields)
+    judged = judged_alone(*pairs, **fields)
     assert (judged.status, judged.outcome, judged.said) == (NOT_JUDGED, "not judged", said)
+    assert judged.answer == ("nothing_applied" if case == "nothing applies" else "incomplete")
 
 
 @pytest.mark.parametrize("case", [case for case, (pairs, _, _) in NOT_PASSED.items() if pairs])
@@ -141,12 +142,12 @@ def test_an_image_above_counts_whatever_else_happened(case: str) -> None:
     """Also in a stopped audit, by an attack that proves nothing."""
     pairs, fields, _ = NOT_PASSED[case]
     extra = search(99.0, partial="1 of 9 iterations")
-    assert judge(*pairs, extra, **fields).status == ABOVE
+    assert judged_alone(*pairs, extra, **fields).status == ABOVE
 
 
 def test_one_proof_is_enough_and_the_other_attacks_count_for_the_worst() -> None:
     april = closed(9.0, 2.0, doubt="its equations do not fit for 2 of 2 images", attack="april")
-    judged = judge(closed(3.0, 4.0), april, outcome("adaptive-mjp", "none", reason="no table"))
+    judged = judged_alone(closed(3.0, 4.0), april, outcome("adaptive-mjp", "none", reason="no table"))
     assert judged.status == PASSED
     assert judged.said.endswith("the worst, a, has psnr 9 by april")
 
@@ -174,6 +175,7 @@ def test_the_file_says_passed_with_status_0_alone() -> None:
             "defence": "none",
             "status": 4,
             "outcome": "not judged",
+            "answer": "incomplete",
             "said": "why",
             "worst": {"attack": "april", "image": "a", "value": 3.0},
         }
@@ -199,9 +201,11 @@ def test_the_three_outcomes_by_their_definition(pairs: list[Outcome], cut: bool)
     stopped = cut or any(pair.partial for pair in pairs)
     expected = 3 if any(value > 20 for value in found) else 0 if ran and not stopped else 4
     left = [undone("april", "none")] if cut else []
-    ruling = rule(replace(audit(*pairs, *left), about={"none": ""}), LIMIT)
+    ruling = judge(replace(audit(*pairs, *left), about={"none": ""}), LIMIT)
     assert ruling.status == expected
     assert ruling.passed == (expected == 0)
+    tried = cut or any(pair.reason is None for pair in pairs)
+    assert ruling.answer == {0: "passed", 3: "above", 4: "incomplete" if tried else "nothing_applied"}[expected]
 
 
 @pytest.mark.parametrize(

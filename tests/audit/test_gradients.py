@@ -14,7 +14,7 @@ from outcomes import outcome, undone
 from situs.audit import Attack, Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
 from situs.audit.cases import Outcome, Step, TestSet
 from situs.audit.deadline import Deadline
-from situs.audit.gate import Limit, rule
+from situs.audit.gate import Limit, judge
 from situs.audit.gradients import (
     FALLBACK,
     Audit,
@@ -362,7 +362,7 @@ def test_a_search_made_by_itself_that_is_stopped_is_no_pass(cut: bool, monkeypat
     assert search.case.by_itself and "of 300 iterations" in str(search.partial)
     assert deadline.interrupted == cut
     assert (found.stopped is not None) == cut  # its own 120 s are no stop of the audit
-    assert rule(found, Limit("psnr", 200.0)).status == 4
+    assert judge(found, Limit("psnr", 200.0)).status == 4
 
 
 class Half(PatchEmbedding):
@@ -408,7 +408,7 @@ def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -
     hidden = "without noise and in float32"
     assert all(hidden in str(doubts["half", defence]) for defence in ("noise", "clip"))
     assert ("do not fit" if dtype == torch.float32 else hidden) in str(doubts["half", "none"])
-    status = {judged.defence.split()[0]: judged.status for judged in rule(found, Limit("psnr", 50.0)).judgements}
+    status = {judged.defence.split()[0]: judged.status for judged in judge(found, Limit("psnr", 50.0)).judgements}
     assert status == {"none": 0, "noise": 0, "clip": 0}
     alone = replace(found, outcomes=[p for p in found.pairs if p.attack == "half"])
-    assert {judged.status for judged in rule(alone, Limit("psnr", 50.0)).judgements} == {4}
+    assert {judged.status for judged in judge(alone, Limit("psnr", 50.0)).judgements} == {4}

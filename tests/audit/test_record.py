@@ -16,7 +16,7 @@ from torch import nn
 from situs.audit import Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
 from situs.audit.cases import TestSet
 from situs.audit.deadline import Deadline
-from situs.audit.gate import Limit, rule
+from situs.audit.gate import Limit, judge
 from situs.audit.gradients import Audit, audit_gradients
 from situs.audit.record import SCHEMA, to_json, weights_digest
 from situs.backbones import create_backbone
@@ -66,7 +66,7 @@ FACTS = {
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
     found = example()
-    return json.loads(json.dumps({**to_json(found), **FACTS, "gate": rule(found, Limit("psnr", 20.0)).to_json()}))
+    return json.loads(json.dumps({**to_json(found), **FACTS, "gate": judge(found, Limit("psnr", 20.0)).to_json()}))
 
 
 def test_a_real_audit_keeps_to_the_schema(told: dict[str, Any], schema_breaks: Breaks) -> None:
@@ -80,7 +80,7 @@ def test_a_real_audit_keeps_to_the_schema(told: dict[str, Any], schema_breaks: B
     deadline.interrupt()
     stopped = example(deadline=deadline)
     assert stopped.undone
-    assert breaks({**to_json(stopped), **FACTS, "gate": rule(stopped, Limit("ssim", 0.5)).to_json()}) == []
+    assert breaks({**to_json(stopped), **FACTS, "gate": judge(stopped, Limit("ssim", 0.5)).to_json()}) == []
 
 
 def test_the_worst_is_the_image_that_came_back_best(told: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from situs.audit import ATTACKS, DEFENCES, Attack, Knowledge, MatchingConfig, create_attack, create_defence
 from situs.audit.attack import Recovery, Refused
 from situs.audit.cases import Step, TestSet
-from situs.audit.gate import Limit, rule
+from situs.audit.gate import Limit, judge
 from situs.audit.gradients import Audit, audit_gradients, verdict
 from situs.audit.page import make_page, table
 from situs.audit.record import to_json
@@ -116,10 +116,10 @@ def test_the_whole_audit_is_figures_and_reasons(whole: Audit) -> None:
         figures = [value for values in pair.scores.values() for value in values or ()]
         assert torch.tensor(figures).isfinite().all()
     assert whole.stopped is None and whole.undone == []
-    judged = {each.defence.split()[0]: each.status for each in rule(whole, Limit("psnr", 300.0)).judgements}
+    judged = {each.defence.split()[0]: each.status for each in judge(whole, Limit("psnr", 300.0)).judgements}
     assert judged["no-pe-gradient"] == 4  # whatever a search does not find
     assert judged["none"] == (0 if whole.step.batch == 1 else 4)
-    assert verdict(whole) and rule(whole, Limit("psnr", 1.0)).status == 3
+    assert verdict(whole) and judge(whole, Limit("psnr", 1.0)).status == 3
     header, rows = table(whole)
     assert all(len(row) == len(header) for row in rows)
     assert not to_json(whole)["partial"]

@@ -51,7 +51,8 @@ class Step:
 class TestSet:
     """The images under attack. pixels: x, [n, C, H, W], normalised by `normalisation`. labels: [n].
 
-    names: for a reader. shuffled: x̃, like pixels, where cases ask for it; mask: [n, N], the patches that it shuffles.
+    names: for a reader, their files where they have some. left_out: what could not be read. shuffled: x̃, like pixels,
+    where cases ask for it; mask: [n, N], the patches that it shuffles.
     """
 
     __test__: ClassVar[bool] = False  # pytest takes whatever begins with Test
@@ -62,6 +63,7 @@ class TestSet:
     names: Sequence[str] = ()
     shuffled: Tensor | None = None
     mask: Tensor | None = None
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         named = [*self.names, *(str(i) for i in range(len(self.names), len(self.pixels)))]

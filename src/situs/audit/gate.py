@@ -11,12 +11,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from situs.audit.cases import Outcome
-from situs.audit.gradients import Audit
 from situs.audit.metrics import BEST_PSNR, HIGHER_IS_CLOSER, LOWER_IS_CLOSER
 from situs.errors import SitusError, unknown_name
+
+if TYPE_CHECKING:
+    from situs.audit.gradients import Audit
+
+Answer = Literal["passed", "above", "incomplete", "nothing_applied"]
+"""What a gate says. incomplete: something was stopped, is missing or proves nothing; nothing_applied: no attack could
+be made at all. Neither is a pass."""
 
 PASSED, ABOVE, NOT_JUDGED = 0, 3, 4
 """What a gate says, as exit statuses."""
@@ -51,10 +57,18 @@ class Judgement:
     status: int
     said: str
     worst: Worst | None = None
+    applied: bool = True
+    """Whether any attack was made, or stopped before it was."""
 
     @property
     def outcome(self) -> str:
         return OUTCOMES[self.status]
+
+    @property
+    def answer(self) -> Answer:
+        if self.status == NOT_JUDGED:
+            return "incomplete" if self.applied else "nothing_applied"
+        return "passed" if self.status == PASSED else "above"
 
     def to_json(self) -> dict[str, Any]:
         worst = None if self.worst is None else self.worst._asdict()
@@ -62,6 +76,7 @@ class Judgement:
             "defence": self.defence,
             "status": self.status,
             "outcome": self.outcome,
+            "answer": self.answer,
             "said": self.said,
             "worst": worst,
         }
@@ -81,6 +96,14 @@ class Ruling:
         return max((judged.status for judged in self.judgements), key=order.index, default=NOT_JUDGED)
 
     @property
+    def answer(self) -> Answer:
+        """The worst of the defences'; nothing at all is incomplete."""
+        found = {judged.answer for judged in self.judgements}
+        order: tuple[Answer, ...] = ("above", "incomplete", "nothing_applied", "passed")
+        worst: list[Answer] = [answer for answer in order if answer in found]
+        return worst[0] if worst else "incomplete"
+
+    @property
     def passed(self) -> bool:
         return self.status == PASSED
 
@@ -96,6 +119,7 @@ class Ruling:
             "limit": str(self.limit),
             "status": self.status,
             "outcome": OUTCOMES[self.status],
+            "answer": self.answer,
             "passed": self.passed,
             "defences": [judged.to_json() for judged in self.judgements],
         }
@@ -127,7 +151,7 @@ def parse_limit(text: str) -> Limit:
     return Limit(name, bound)
 
 
-def rule(audit: Audit, limit: Limit) -> Ruling:
+def judge(audit: Audit, limit: Limit) -> Ruling:
     """Every defence of the audit against the limit."""
     return Ruling(limit, [_judge(audit, defence, limit) for defence in audit.about])
 
@@ -152,7 +176,8 @@ def _judge(audit: Audit, defence: str, limit: Limit) -> Judgement:
     proofs = [pair.attack for pair in pairs if _proves(pair, audit)]
     gaps = _gaps(audit, defence, pairs, limit) + ([] if proofs else _lacking(audit, pairs))
     if gaps or not proofs:
-        return Judgement(defence, NOT_JUDGED, "; ".join([*gaps, *([shown] if shown else [])]), worst)
+        applied = any(each.status != "refused" for each in audit.outcomes if each.defence == defence)
+        return Judgement(defence, NOT_JUDGED, "; ".join([*gaps, *([shown] if shown else [])]), worst, applied)
     said = f"{' and '.join(proofs)} solved all {len(audit.names)} images and the equations fit; {shown}"
     return Judgement(defence, PASSED, said, worst)
 

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from situs.audit import create_attack, create_defence
 from situs.audit.attack import Attack
 from situs.audit.cases import Case, Outcome, Step, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.engine import SHOWN, run
+from situs.audit.gate import Ruling, judge, parse_limit
 from situs.audit.matching import Matching
 from situs.audit.metrics import BEST_PSNR, Mean, mean_of
 from situs.audit.scoring import Lpips, Scores, measure_guesses
 from situs.audit.search import MatchingConfig
 from situs.audit.threat import Defence
+from situs.audit.victim import Victim, load_test_set, open_victim
 from situs.backbones.base import Backbone
 from situs.methods.base import Method
 
@@ -60,6 +65,11 @@ class Audit:
     def attacked(self) -> list[Outcome]:
         return [outcome for outcome in self.outcomes if outcome.attacked]
 
+    def judge(self, **limit: float) -> Ruling:
+        """Whether no image came back closer than a limit on one metric, as `judge(psnr=20)`: see `gate`."""
+        [(metric, bound)] = limit.items()
+        return judge(self, parse_limit(f"{metric}={bound}"))
+
     @property
     def undone(self) -> list[tuple[str, str]]:
         """(attack, defence) never begun."""
@@ -67,25 +77,37 @@ class Audit:
 
 
 def audit_gradients(
-    model: Backbone | Method,
-    test: TestSet,
-    attacks: Sequence[Attack],
-    defences: Sequence[Defence],
+    model: Any,
+    data: TestSet | str | Path,
+    attacks: Sequence[Attack | str] = ("patchembed", "april"),
+    defences: Sequence[Defence | str] = ("none",),
     *,
+    count: int = 12,
     step: Step | None = None,
     search: MatchingConfig | None = None,
     lpips: Lpips | None = None,
     deadline: Deadline | None = None,
     keep: Callable[[Audit], None] | None = None,
+    **asked: Any,
 ) -> Audit:
-    """Runs the model's step on the test set in batches, and every attack on what it sends.
+    """What a model's training gradients give away: its step on images, and every attack on what it sends.
 
-    model: a backbone, trained as each defence says, or a run's own method. search: how matching searches where no
-    closed form applies; None for no such search. When the deadline's time is over, or on Ctrl-C, what is there is
-    returned and says so (`Audit.stopped`); after Ctrl-C `deadline.interrupted` is set. keep: is given the audit as it
-    stands whenever there is more of it.
+    model: whatever `open_model` opens (which is given `asked`), an opened `Victim`, or a backbone, trained as each
+    defence says, or a run's own method. data: where images lie, of which the first `count` are taken; a backbone or a
+    method wants them as a `TestSet`. attacks, defences: or their names, "noise=1e-3". search: how matching searches
+    where no closed form applies; None for no such search. When the deadline's time is over, or on Ctrl-C, what is there
+    is returned and says so (`Audit.stopped`); after Ctrl-C `deadline.interrupted` is set. keep: is given the audit as
+    it stands whenever there is more of it. `Audit.judge(psnr=20)` says whether a limit is kept.
     """
     step, deadline = step or Step(), deadline or Deadline()
+    if not isinstance(model, Backbone | Method):
+        victim = model if isinstance(model, Victim) else open_victim(model, **asked)
+        data = data if isinstance(data, TestSet) else load_test_set(victim, data, count)
+        model, step = victim.trains, replace(step, epoch=victim.epoch)
+    assert isinstance(data, TestSet), "a backbone by itself does not say how its images are prepared"
+    test = data
+    attacks = [create_attack(attack) if isinstance(attack, str) else attack for attack in attacks]
+    defences = [create_defence(defence) if isinstance(defence, str) else defence for defence in defences]
     test.whole_batches(step.batch)
     backbone = model if isinstance(model, Backbone) else model.backbone
     cases = _cases(model, len(test), attacks, defences, step, search)

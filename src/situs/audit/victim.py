@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor
 
 from situs.audit.adapter import adapt
+from situs.audit.cases import TestSet
 from situs.audit.stem import StemBackbone
 from situs.backbones.base import Backbone
+from situs.data.loader import make_loader
+from situs.data.sources import open_source
 from situs.errors import SitusError
 from situs.locks.manifest import read_manifest
 from situs.methods.base import Method
@@ -88,3 +92,23 @@ def labels_for(model: Model, labels: Tensor | None, count: int) -> Tensor:
     if labels is not None and int(labels.max()) < classes:
         return labels
     return torch.arange(count, device=model.device) % classes
+
+
+def load_test_set(
+    victim: Victim, data: str | Path, count: int = 12, split: str | None = None, device: torch.device | str = "cpu"
+) -> TestSet:
+    """The first images that can be read, prepared as the model sees them; named by their files where they have some."""
+    source = open_source(data, split, channels=victim.model.data.channels)
+    config = replace(victim.model.data, path=str(data), batch=1, workers=0, resident="never")
+    # One by one: in the place of a broken image comes the next.
+    found = list(islice(make_loader(config, None, device, source=source), count))
+    left_out = source.left_out()
+    if not found:
+        why = "; ".join(left_out) or "it is empty"
+        raise SitusError(f"{data}: holds no image that can be read: {why} (--images)")
+    told = [batch.targets["label"] for batch in found if "label" in batch.targets]
+    labels = labels_for(victim.model, torch.cat(told) if told else None, len(found))
+    numbers = [int(batch.ids) for batch in found]
+    names = [f"{source.name} {i}" if source.key(i) == str(i) else source.key(i) for i in numbers]
+    pixels = torch.cat([batch.inputs for batch in found])
+    return TestSet(pixels, labels, victim.model.data.normalisation, names, left_out=tuple(left_out))

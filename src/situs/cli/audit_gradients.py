@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -141,8 +140,10 @@ def run(args: Args) -> int:
     from situs.audit.deadline import first_ctrl_c
     from situs.audit.gate import ABOVE, parse_limit
     from situs.audit.lpips import Lpips
-    from situs.audit.victim import open_predictor, open_victim
+    from situs.audit.victim import load_test_set, open_predictor, open_victim
+    from situs.cli.result import tell_left_out
     from situs.core.tokens import pair
+    from situs.errors import SitusError
     from situs.train.distributed import start
 
     _check(args)
@@ -163,7 +164,11 @@ def run(args: Args) -> int:
         if args.predictor is not None:
             predictor = AdaptiveConfig(predictor=open_predictor(args.predictor, victim.model.backbone, device))
             attacks = {name: create_attack(name, search, predictor) for name in names}
-        test = _load(args, victim, device)
+        try:
+            test = load_test_set(victim, args.images, args.count, args.split, device)
+        except SitusError as error:  # training calls the flag by another name
+            raise SitusError(str(error).replace("(--data)", "(--images)")) from None
+        tell_left_out(test.left_out)
         _check_gate(limit, len(test))
         by_itself = search if limit is not None and "matching" not in attacks else None
         task = Task(args, victim, test, list(attacks.values()), by_itself, defences, lpips, deadline)
@@ -187,7 +192,7 @@ def _default(limit: Limit | None) -> str:
 def _run_pairs(task: Task, limit: Limit | None) -> Ruling | None:
     """Attacks × defences, printed and written; what the gate says, None without one."""
     from situs.audit.cases import Step
-    from situs.audit.gate import rule
+    from situs.audit.gate import judge
     from situs.audit.gradients import audit_gradients
     from situs.audit.threat import DTYPES
 
@@ -196,21 +201,21 @@ def _run_pairs(task: Task, limit: Limit | None) -> Ruling | None:
     facts = _facts(task)
 
     def write(audit: Audit) -> None:
-        _write_numbers(args, audit, facts, victim, None if limit is None else rule(audit, limit))
+        _write_numbers(args, audit, facts, victim, None if limit is None else judge(audit, limit))
 
     audit = audit_gradients(
-        victim.trains,
+        victim,
         task.test,
         task.attacks,
         task.defences,
-        step=Step(args.batch, args.local_steps, DTYPES[args.precision], args.seed, known, victim.epoch),
+        step=Step(args.batch, args.local_steps, DTYPES[args.precision], args.seed, known),
         search=task.by_itself,
         lpips=task.lpips,
         deadline=task.deadline,
         keep=now_and_then(write),
     )
     task.deadline.close()
-    ruling = None if limit is None else rule(audit, limit)
+    ruling = None if limit is None else judge(audit, limit)
     _report(args, audit, facts, victim, ruling)
     return ruling
 
@@ -281,34 +286,6 @@ def _deadline(args: Args, attacks: list[Attack]) -> Deadline:
             print(line, file=sys.stderr, flush=True)
 
     return Deadline(say, args.time_limit)
-
-
-def _load(args: Args, victim: Victim, device: Any) -> TestSet:
-    """The first images that can be read, prepared as the model sees them, and their names."""
-    import torch
-
-    from situs.audit.cases import TestSet
-    from situs.audit.victim import labels_for
-    from situs.cli.result import tell_left_out
-    from situs.data.loader import make_loader
-    from situs.data.sources import open_source
-    from situs.errors import SitusError
-
-    try:
-        source = open_source(args.images, args.split, channels=victim.model.data.channels)
-    except SitusError as error:  # training calls the flag by another name
-        raise SitusError(str(error).replace("(--data)", "(--images)")) from None
-    config = replace(victim.model.data, path=args.images, batch=1, workers=0, resident="never")
-    loader = make_loader(config, None, device, source=source)
-    found = list(islice(loader, args.count))  # one by one: in the place of a broken image comes the next
-    if not found:
-        why = "; ".join(source.left_out()) or "it is empty"
-        raise SitusError(f"{args.images}: holds no image that can be read: {why} (--images)")
-    tell_left_out(loader.source.left_out())
-    told = [batch.targets["label"] for batch in found if "label" in batch.targets]
-    labels = labels_for(victim.model, torch.cat(told) if told else None, len(found))
-    names = [f"{source.name} {int(batch.ids)}" for batch in found]
-    return TestSet(torch.cat([batch.inputs for batch in found]), labels, victim.model.data.normalisation, names)
 
 
 def _facts(task: Task) -> dict[str, Any]:
