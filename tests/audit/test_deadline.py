@@ -82,3 +82,15 @@ def test_the_second_ctrl_c_takes_nothing_away(capfd: pytest.CaptureFixture[str])
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_while_the_result_is_written_takes_nothing_away(capfd: pytest.CaptureFixture[str]) -> None:
+    deadline = Deadline()
+    with first_ctrl_c(deadline):
+        deadline.close()
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert deadline.interrupted
+        with pytest.raises(KeyboardInterrupt):  # who insists
+            signal.raise_signal(signal.SIGINT)
+    assert capfd.readouterr().err.encode() == SECOND * 2

@@ -412,3 +412,17 @@ def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -
     assert status == {"none": 0, "noise": 0, "clip": 0}
     alone = replace(found, outcomes=[p for p in found.pairs if p.attack == "half"])
     assert {judged.status for judged in judge(alone, Limit("psnr", 50.0)).judgements} == {4}
+
+
+def test_one_call_from_a_name_to_a_judgement() -> None:
+    """What Python users write: a model by name, images by place, defences by name."""
+    kept: list[Audit] = []
+    fields = {"count": 2, "img_size": (32, 32), "keep": kept.append}
+    found = audit_gradients("test_vit", "samples", ["patchembed"], ["none", "noise=1"], **fields)
+    assert found.names == ["samples (train) 0", "samples (train) 1"] and found.stopped is None
+    judged = found.judge(psnr=20)
+    assert (judged.answer, judged.passed, judged.status) == ("above", False, 3)
+    assert [each.answer for each in judged.judgements] == ["above", "passed"]
+    assert [len(each.attacked) for each in kept] == [1, 2]  # as it goes, and what is left says so
+    assert kept[0].stopped == "the end of its process, with 1 of 2 pairs of attack and defence finished"
+    assert [each.answer for each in kept[0].judge(psnr=20).judgements] == ["above", "incomplete"]

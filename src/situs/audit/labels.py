@@ -64,7 +64,7 @@ def class_gradient(upload: Gradients, classifier: Classifier) -> Tensor | None:
     weight = known_numbers(upload[classifier.weight])
     weight = weight[:, weight.isfinite().all(dim=0)]
     if not weight.numel():
-        return torch.zeros(weight.shape[0], dtype=torch.float64)  # all of it overflowed, and says nothing
+        return None
     # The direction that the batch's features share. Its sign: labels are few and large, the other classes many.
     u, s, _ = svd(weight)
     along = u[:, 0] * s[0]

@@ -68,8 +68,8 @@ class Matching(Attack):
         known, deadline = known or Knowledge(), deadline or Deadline()
         config, method = self.config, known.trained(backbone)
         inferred = None if known.labels is not None else _infer(backbone, uploads, known)
-        labels = inferred if known.labels is None else known.labels
-        assert labels is not None, "`prepare` has asked"
+        labels = known.labels if inferred is None else inferred
+        assert labels is not None
         each = max(1, config.parallel // config.restarts)
         images, facts, partial = [], [], None
         for first in range(0, len(uploads), each):
@@ -135,12 +135,11 @@ class Matching(Attack):
         return lambda guess: (weights * gradient_distances(guess, target, self.config.distance)).mean(dim=1)
 
 
-def _infer(backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -> Tensor | None:
-    """Labels [uploads, batch] from the classifier's gradients; None where they were not sent."""
+def _infer(backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -> Tensor:
+    """Labels [uploads, batch] from the classifier's gradients; 0 where all of them overflowed, and any guess is as good."""
     classifier, noise = find_classifier(backbone, _size(backbone, known)), known.defence.noise_level(known.batch)
     found = [infer_labels(upload, classifier, known.batch, noise) for upload in uploads]
-    there = [labels for labels in found if labels is not None]
-    return torch.stack(there) if len(there) == len(found) else None
+    return torch.stack([torch.zeros(known.batch, dtype=torch.int64) if each is None else each for each in found])
 
 
 def _size(backbone: Backbone, known: Knowledge) -> tuple[int, int]:
