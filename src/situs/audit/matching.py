@@ -136,7 +136,7 @@ class Matching(Attack):
 
 
 def _infer(backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -> Tensor:
-    """Labels [uploads, batch] from the classifier's gradients; 0 where all of them overflowed, and any guess is as good."""
+    """Labels [uploads, batch] from the classifier's gradients; 0 where all overflowed: any guess is as good."""
     classifier, noise = find_classifier(backbone, _size(backbone, known)), known.defence.noise_level(known.batch)
     found = [infer_labels(upload, classifier, known.batch, noise) for upload in uploads]
     return torch.stack([torch.zeros(known.batch, dtype=torch.int64) if each is None else each for each in found])
