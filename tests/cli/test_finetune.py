@@ -95,11 +95,11 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     out = ["--out", str(tmp_path / "ft")]
     told = [*out, "--from", str(trained.mp3), *QUICK]
     assert refused(out, capsys) == (
-        "give the pretrained run to start from (--from), other weights with their --backbone.name (--init) or a run to "
-        "go on with (--resume)"
+        "give the pretrained model to start from (--from), other weights with their --backbone.name (--init) or a run "
+        "to go on with (--resume)"
     )
     assert refused([*told, "--init", "x.pt"], capsys) == (
-        f"give the run to start from (--from {trained.mp3}) or other weights (--init x.pt)"
+        f"give the model to start from (--from {trained.mp3}) or other weights (--init x.pt)"
     )
     for_pretrain = ["--resume", str(trained.mp3), "--device", "cpu"]
     assert refused(for_pretrain, capsys) == (
@@ -121,3 +121,12 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     flat = [*told, "--data", str(trained.data / "train" / "dark"), "--batch", "4"]
     assert refused(flat, capsys).startswith(f"supervised needs labels, and {trained.data / 'train' / 'dark'} has none")
     assert not (tmp_path / "ft").exists()
+
+
+def test_a_fine_tuning_that_pretrain_goes_on_with_is_still_validated(trained: Any, tmp_path: Path) -> None:
+    out = tmp_path / "ft"
+    words = ["--from", str(trained.one), *QUICK[:6], "--optim.warmup-epochs", "0", "--validate-every", "1"]
+    assert main(["finetune", *words, "--epochs", "1", "--out", str(out)]) == 0
+    assert main(["pretrain", "--resume", str(out), "--epochs", "2", "--device", "cpu"]) == 0
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len([line for line in lines if "val_top1" in line]) == 2

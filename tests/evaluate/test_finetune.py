@@ -11,8 +11,8 @@ import torch
 from situs.config import from_dict, merge
 from situs.errors import SitusError
 from situs.evaluate.finetune import FinetuneConfig, finetune_config, images_of
+from situs.models.initialise import initialise, starting
 from situs.train.checkpoint import RunFolder
-from situs.train.initialise import initialise
 from situs.train.run import RunConfig, load_run, make_eval_loader, make_method, train_run
 
 BASE: dict[str, Any] = {
@@ -56,11 +56,11 @@ def test_the_default_method_is_supervised_and_one_without_labels_is_refused(runs
         finetune_config(tables(runs["mp3"], method={"name": "mae"}), runs["mp3"], None)
 
 
-def test_a_folder_without_a_run_names_the_flag(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match=r"holds no run, .* \(--from\)$"):
-        finetune_config(FinetuneConfig(), tmp_path, None)
-    with pytest.raises(SitusError, match=r"\(--from\)$"):
-        images_of(tmp_path / "none")
+def test_a_folder_without_a_model_names_the_flag(tmp_path: Path) -> None:
+    for source in (tmp_path, tmp_path / "none"):
+        with pytest.raises(SitusError, match="holds no run and no model") as error:
+            finetune_config(FinetuneConfig(), source, None)
+        assert error.value.field == "source"
 
 
 def test_the_images_are_the_runs_and_what_the_user_says_goes_before(runs: dict[str, Path]) -> None:
@@ -99,7 +99,7 @@ def test_positions_are_kept_where_they_meant_something(
 def test_fine_tuning_runs_with_every_kind_of_position(positions: Any, runs: dict[str, Path], tmp_path: Path) -> None:
     own = finetune_config(tables(runs["mp3"], data={"batch": 16}, train={"max_steps": 1}), runs["mp3"], positions)
     said: list[str] = []
-    train_run(own, out=tmp_path / "ft", device="cpu", say=said.append)
+    train_run(own, out=tmp_path / "ft", device="cpu", start=starting(), say=said.append)
     before = RunFolder.open(runs["mp3"], writer=False).latest()
     assert before is not None
     encoder = {n for n in before.tensors("model") if n.startswith("backbone.model.") and "pos_embed" not in n}
@@ -124,3 +124,53 @@ def test_without_positions_the_first_features_are_those_of_the_pretrained_run(ru
     assert torch.equal(found.prefix, wanted.prefix)
     assert torch.equal(found.patches, wanted.patches)
     assert wanted.patches.std() > 0.1
+
+
+def test_every_kind_of_model_is_a_beginning(runs: dict[str, Path], tmp_path: Path) -> None:
+    """The first features of a fine-tuning are those of what it started from, bit for bit."""
+    from situs.evaluate.finetune import beginning
+    from situs.locks.folder import write_model
+    from situs.locks.key import new_key
+    from situs.locks.lock import lock
+    from situs.locks.owner import unlocking
+
+    backbone = load_run(runs["mae"]).method.backbone
+    (tmp_path / "plain").mkdir()
+    write_model(backbone, tmp_path / "plain")
+    key = new_key(tmp_path / "owner.key")
+    lock(tmp_path / "plain", key, tmp_path / "locked")
+    lock(tmp_path / "plain", key, tmp_path / "sealed", seal=True)
+    torch.save(backbone.model.state_dict(), tmp_path / "w.pt")
+    shape = {"img_size": 28, "patch_size": 7, **BASE["backbone"]["model_args"]}
+    named = {"backbone": {"patch_size": 7, "model_args": BASE["backbone"]["model_args"]}, "data": {"img_size": 28}}
+    named["data"] |= {"mean": [0.3], "std": [0.4]}
+    cases: dict[str, dict[str, Any]] = {
+        str(runs["mae"]): {},
+        str(tmp_path / "plain"): {},
+        str(tmp_path / "locked"): {},
+        f"vit_tiny_patch16_224={tmp_path / 'w.pt'}": named,
+    }
+    x = torch.rand(2, 1, 28, 28)
+    with torch.no_grad():
+        expected = backbone.encode(backbone.embed(x), backbone.positions()).patches
+    assert beginning(tmp_path / "plain").backbone.model_args == {k: v for k, v in shape.items() if k != "img_size"}
+    for source, over in cases.items():
+        over = {**over, "data": {"path": "samples", "channels": 1, **over.get("data", {})}}
+        config = finetune_config(tables(Path(source), **over), source, None)
+        fresh = make_method(config, tuple("abc")).backbone.eval()
+        unlock = unlocking(key) if source.endswith("locked") else None
+        assert config.init is not None
+        initialise(fresh, config.init, positions=config.init_positions, unlock=unlock)
+        with torch.no_grad():
+            assert torch.equal(fresh.encode(fresh.embed(x), fresh.positions()).patches, expected), source
+    with pytest.raises(SitusError, match="without its key its blocks are scrambled") as error:
+        initialise(fresh, str(tmp_path / "locked"))
+    assert error.value.field == "key"
+    for source, said in (
+        ("package.module:Net", "your own module, which a run cannot make again"),
+        (str(tmp_path / "sealed"), "is sealed"),
+        ("vit_tiny_patch16_224=random", "nothing to start from"),
+        ("vit_tiny_patch16_224", "needs its weights"),
+    ):
+        with pytest.raises(SitusError, match=said):
+            beginning(source)

@@ -20,8 +20,8 @@ from situs.core.position import resample_table, sincos
 from situs.errors import SitusError
 from situs.evaluate.finetune import FinetuneConfig, finetune_config, images_of
 from situs.models import open_model
+from situs.models.initialise import initialise
 from situs.models.model import check_classifier
-from situs.train.initialise import initialise
 from situs.train.run import RunConfig, load_run, make_method, train_run
 
 transformers = pytest.importorskip("transformers")

@@ -14,6 +14,7 @@ import torch
 from situs.backbones import BackboneConfig
 from situs.config import from_dict, merge, replace_at
 from situs.errors import SitusError
+from situs.models.initialise import starting
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.distributed import Ranks
 from situs.train.run import (
@@ -221,10 +222,28 @@ def test_a_loaded_run_asks_for_none_of_the_files_it_started_from(mp3: Path, tmp_
         shutil.rmtree(tmp_path / "gone", ignore_errors=True)
         shutil.copytree(mp3, started)
         torch.save(load_run(mp3).method.backbone.model.state_dict(), tmp_path / "w.pt")
-        train_run(config(**source, train={"max_steps": 1}), out=tmp_path / name, device="cpu")
+        train_run(config(**source, train={"max_steps": 1}), out=tmp_path / name, device="cpu", start=starting())
         (tmp_path / "w.pt").unlink()
         shutil.move(started, tmp_path / "gone")
         assert load_run(tmp_path / name).config.train.max_steps == 1
+
+
+def test_a_run_says_that_the_folder_its_model_is_made_by_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    shape = transformers.ViTConfig(**sizes, image_size=28, patch_size=7, num_channels=1)
+    transformers.ViTModel(shape).save_pretrained(tmp_path / "hf")
+    monkeypatch.chdir(tmp_path)
+    own = replace(config(train={"max_steps": 1}), backbone=BackboneConfig("hf"))
+    train_run(own, out=tmp_path / "run", device="cpu")
+    monkeypatch.chdir(tmp_path.parent)
+    (tmp_path / "hf" / "model.safetensors").unlink()  # the checkpoint has the weights
+    assert load_run(tmp_path / "run").config.backbone.name == str(tmp_path / "hf")
+    shutil.move(tmp_path / "hf", tmp_path / "elsewhere")
+    with pytest.raises(SitusError, match=r"hf: is gone, and the run's model is made by its config.json"):
+        load_run(tmp_path / "run")
 
 
 def test_a_run_without_a_checkpoint_cannot_be_loaded(tmp_path: Path) -> None:
@@ -277,9 +296,11 @@ def test_another_config_is_refused_and_nothing_is_touched(mp3: Path) -> None:
 
 def test_a_run_that_died_before_its_first_checkpoint_starts_from_its_init_again(mp3: Path, tmp_path: Path) -> None:
     own = config(init=str(mp3), optim={"lr": 1e-9}, train={"max_steps": 1})
-    train_run(own, out=tmp_path / "peace", device="cpu")
+    with pytest.raises(SitusError, match="nothing was given that reads it"):  # and not trained from random weights
+        train_run(own, out=tmp_path / "peace", device="cpu")
+    train_run(own, out=tmp_path / "peace", device="cpu", start=starting())
     RunFolder.create(tmp_path / "died", own)
-    train_run(own, resume=tmp_path / "died", device="cpu")
+    train_run(own, resume=tmp_path / "died", device="cpu", start=starting())
     peace, died = weights(tmp_path / "peace"), weights(tmp_path / "died")
     assert all(torch.equal(peace[name], died[name]) for name in peace)
     name = "backbone.model.blocks.0.attn.qkv.weight"

@@ -19,11 +19,11 @@ from situs.data.subset import Subset
 from situs.evaluate.hooks import Validation
 from situs.methods import MP3Config, SupervisedConfig
 from situs.methods.base import Method
+from situs.models.initialise import initialise
 from situs.report import figures
 from situs.results import percent
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
-from situs.train.initialise import initialise
 from situs.train.loop import TrainConfig, fit
 from situs.train.optim import OptimConfig
 from situs.train.run import RunConfig, make_method

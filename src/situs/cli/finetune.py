@@ -1,14 +1,13 @@
-"""Train a classifier on a pretrained run, with the positions of your choice.
+"""Train a classifier on a pretrained model, with the positions of your choice.
 
 For example: situs finetune --from runs/mp3 --positions learned --data PATH --out runs/ft
 
-Backbone and image size are the run's own; the log holds top-1 and top-5 on the validation split.
+Backbone and image size are the model's own; the log holds top-1 and top-5 on the validation split.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -21,19 +20,23 @@ from situs.evaluate.finetune import FinetuneConfig, check_labelled, finetune_con
 from situs.methods import METHODS
 from situs.train.run import RunConfig
 
+VALIDATED = 5
+"""Epochs between two looks at the validation split, where nothing is said."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(Training):
-    """Fine-tune a pretrained run with labels."""
+    """Fine-tune a pretrained model with labels."""
 
-    source: Annotated[Path | None, Parameter(name="--from", metavar="RUN")] = None
-    """The pretrained run; for other weights --init and --backbone.name instead."""
+    source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
+    """The pretrained model: a run, an export or another model's folder, a locked folder with its --key, or a timm name
+    with its weights (NAME=FILE, NAME=pretrained); for weights alone --init and --backbone.name instead."""
 
     positions: Annotated[PositionKind | None, Parameter(metavar="KIND")] = None
     """learned, sincos, learned_sincos, relative or none; by default the run's own, and learned after MP3."""
 
-    validate_every: Annotated[int, Parameter(metavar="N")] = 5
-    """Epochs between two looks at the validation split; 0: none, for data without one."""
+    validate_every: Annotated[int | None, Parameter(metavar="N")] = None
+    """Epochs between two looks at the validation split, by default 5; 0: none, for data without one."""
 
     config: FinetuneConfig = configured(FinetuneConfig, run_flag="resume", ground=("from", images_of), short=SHORT)
 
@@ -43,20 +46,22 @@ def run(args: Args) -> int:
     from situs.evaluate.hooks import validation_hooks
 
     config = begun(args, args.config) if args.resume is None else resumed(args, args.config)
-    return train(args, config, validation_hooks(args.validate_every))
+    every = config.probe_every or VALIDATED if args.validate_every is None else args.validate_every
+    hooks = validation_hooks(every)
+    return train(args, replace(config, probe_every=every), hooks)  # the run remembers it, whatever verb goes on with it
 
 
 def begun(args: Args, config: RunConfig) -> RunConfig:
-    """The config of a new fine-tuning: of a run (--from), or of weights that are no run (--init)."""
+    """The config of a new fine-tuning: of a model (--from), or of weights alone (--init)."""
     if args.source is not None:
         if config.init is not None:
             raise SitusError(
-                f"give the run to start from (--from {args.source}) or other weights (--init {config.init})"
+                f"give the model to start from (--from {args.source}) or other weights (--init {config.init})"
             )
         return finetune_config(config, args.source, args.positions)
     if config.init is None:
         raise SitusError(
-            "give the pretrained run to start from (--from), other weights with their --backbone.name (--init) or a "
+            "give the pretrained model to start from (--from), other weights with their --backbone.name (--init) or a "
             "run to go on with (--resume)"
         )
     check_labelled(config)

@@ -43,6 +43,12 @@ class Training(Recipe):
     start_over: bool = False
     """With --resume, where no checkpoint is whole: begin again, the rest set aside."""
 
+    key: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """The key of a locked folder that the training starts from."""
+
+    withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """The owner's second file, where parts of that folder were withheld."""
+
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda or cuda:N; by default a GPU where there is one."""
 
@@ -63,6 +69,10 @@ def run(args: Args) -> int:
 
 def train(args: Training, config: RunConfig, hooks: Hooks) -> int:
     """Runs the training and says how it ended."""
+    from situs.cli.model_args import unlock_of
+    from situs.models.initialise import starting
+
+    locked = None if config.init is None else unlock_of(config.init, args.key, args.withheld)
     result = train_run(
         config,
         out=args.out,
@@ -70,6 +80,7 @@ def train(args: Training, config: RunConfig, hooks: Hooks) -> int:
         device=args.device,
         start_over=args.start_over,
         hooks=hooks,
+        start=starting(locked),
         say=_say,
     )
     if result.interrupted:

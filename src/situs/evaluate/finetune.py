@@ -1,4 +1,4 @@
-"""Fine-tuning: a pretrained run's backbone, a fresh classifier, the positions of your choice."""
+"""Fine-tuning: a pretrained model's backbone, a fresh classifier, the positions of your choice."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from situs.backbones.config import PositionKind
+from situs.backbones.config import BackboneConfig, PositionKind
 from situs.config import choice, from_dict, to_dict
 from situs.errors import SitusError
 from situs.methods import METHODS
+from situs.models import PUBLISHED, RANDOM, Model, open_model
+from situs.models.module import names_module
+from situs.models.open import is_locked, model_folder
 from situs.train.checkpoint import read_config
+from situs.train.export import POSITIONS, TRAINING_ONLY
 from situs.train.run import RunConfig, is_run
 
 SAME_IMAGES = (
@@ -36,25 +40,85 @@ class FinetuneConfig(RunConfig):
     """What is learned."""
 
 
-def finetune_config(config: RunConfig, source: Path, positions: PositionKind | None) -> RunConfig:
-    """`config` with the backbone of the run at `source`, starting from its weights.
+@dataclass(frozen=True)
+class Beginning:
+    """What a fine-tuning starts from.
 
-    positions: None keeps the run's own, and takes learned ones where its method never used any (MP3).
+    backbone: how its model is made again. init: where its weights are, for `RunConfig.init`. images: how its images are
+    prepared, and of a run where they are. sees: whether its positions took part in its training. named: whether it is
+    a name alone, whose patch size and channels are those of the weights, which the user knows.
+    """
+
+    backbone: BackboneConfig
+    init: str
+    images: dict[str, Any]
+    sees: bool
+    named: bool = False
+
+
+def beginning(source: str | Path) -> Beginning:
+    """A run, a model's folder, a locked folder or a timm name with its weights, as what a fine-tuning starts from.
+
+    Refused is what a run could not make again by itself.
+    """
+    source = str(source)
+    if is_run(source):
+        config = from_dict(RunConfig, read_config(Path(source)), where=f"{source}/config.json")
+        data = to_dict(config.data)
+        sees = METHODS[config.method_name].uses_positions(config.method)
+        return Beginning(replace(config.backbone, weights=None), source, {n: data[n] for n in SAME_IMAGES}, sees)
+    if names_module(source):
+        raise SitusError(f"{source}: is your own module, which a run cannot make again by itself", field="source")
+    folder = model_folder(source)
+    if folder is None and is_locked(source):
+        raise SitusError(f"{source}: is sealed, so that a run could not make its model again; unlock it first")
+    name, _, weights = source.partition("=")
+    if folder is None and (not weights or weights == RANDOM):
+        said = "has random weights, which are nothing to start from" if weights else "holds no run and no model"
+        told = f"{source}: {said}; a timm name needs its weights, as NAME=FILE or NAME=pretrained"
+        raise SitusError(told, field="source")
+    # The shapes tell all; the weights are read when the training starts.
+    model = open_model(folder or name, any_weights=True, device="meta")
+    data = to_dict(model.data)
+    images = {name: data[name] for name in ("img_size", "channels", "mean", "std", "crop_share")}
+    if folder is None:
+        return Beginning(BackboneConfig(name), name if weights == PUBLISHED else weights, images, True, named=True)
+    return Beginning(_described(model, folder), str(folder), images, model.positions)
+
+
+def _described(model: Model, folder: Path) -> BackboneConfig:
+    """How the model of a folder is made again: from itself alone where timm makes it, else by its folder."""
+    own = model.backbone.source
+    if own["library"] != "timm":
+        return BackboneConfig(str(folder))
+    follows = ("num_classes", "in_chans", "img_size", *TRAINING_ONLY)  # from the data and the recipe
+    shaped = {name: value for name, value in own["model_args"].items() if name not in follows}
+    beside = (folder / POSITIONS).is_file()
+    return BackboneConfig(own["architecture"], positions="learned" if beside else None, model_args=shaped)
+
+
+def finetune_config(config: RunConfig, source: str | Path, positions: PositionKind | None) -> RunConfig:
+    """`config` with the backbone of the model at `source`, starting from its weights.
+
+    positions: None keeps the model's own, and takes learned ones where its method never used any (MP3).
     """
     check_labelled(config)
-    pretrained = recorded(source)
-    if positions is None and not METHODS[pretrained.method_name].uses_positions(pretrained.method):
+    begun = beginning(source)
+    if positions is None and not begun.sees:
         positions = "learned"
     backbone = replace(
-        pretrained.backbone,
+        begun.backbone,
         img_size=config.backbone.img_size,
-        positions=positions or pretrained.backbone.positions,
+        positions=positions or begun.backbone.positions,
         drop_path=config.backbone.drop_path,
-        weights=None,
-        model_args={**pretrained.backbone.model_args, **config.backbone.model_args},
+        model_args={**begun.backbone.model_args, **config.backbone.model_args},
     )
-    data = replace(config.data, channels=pretrained.data.channels)
-    return replace(config, backbone=backbone, data=data, init=str(source), init_positions=positions is None)
+    data = config.data
+    if begun.named:
+        backbone = replace(backbone, patch_size=config.backbone.patch_size)
+    else:
+        data = replace(data, channels=begun.images["channels"])
+    return replace(config, backbone=backbone, data=data, init=begun.init, init_positions=positions is None)
 
 
 def check_labelled(config: RunConfig) -> None:
@@ -63,14 +127,6 @@ def check_labelled(config: RunConfig) -> None:
         raise SitusError(f"method={config.method_name}: fine-tuning needs a method with labels (--method supervised)")
 
 
-def recorded(source: Path) -> RunConfig:
-    """The config of the run at `source`."""
-    if not is_run(source):
-        raise SitusError(f"{source}: holds no run, there is no config.json with checkpoints beside it (--from)")
-    return from_dict(RunConfig, read_config(source), where=f"{source}/config.json")
-
-
-def images_of(source: Path) -> dict[str, Any]:
-    """The tables that a fine-tuning starts from, below any preset: the images as the run at `source` saw them."""
-    data = to_dict(recorded(source).data)
-    return {"data": {name: data[name] for name in SAME_IMAGES}}
+def images_of(source: str | Path) -> dict[str, Any]:
+    """The tables that a fine-tuning starts from, below any preset: the images as the model at `source` saw them."""
+    return {"data": beginning(source).images}

@@ -107,6 +107,13 @@ def _open(
     return replace(model, identity=identity_of(origin))
 
 
+def open_whole(source: str | Path, unlock: Unlock | None) -> Model:
+    """A locked folder with its key, for what must not go on with scrambled blocks."""
+    if unlock is None:
+        raise SitusError(f"{source}: is locked, and without its key its blocks are scrambled", field="key")
+    return open_model(source, unlock=unlock)
+
+
 def is_locked(source: str | Path) -> bool:
     """Whether a lock's manifest stands in a folder."""
     try:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from situs.backbones import BackboneConfig, create_backbone
+from situs.backbones.base import Backbone
 from situs.config import Checked, choice, choices_of, from_dict
 from situs.data.augment import AugmentConfig
 from situs.data.loader import BATCH, NO_DATA, DataConfig, Loader, make_loader
@@ -29,7 +30,6 @@ from situs.train import distributed
 from situs.train.checkpoint import CLASSES, RunFolder, check_target, read_config
 from situs.train.contract import Hook, Result
 from situs.train.export import load_checkpoint
-from situs.train.initialise import initialise
 from situs.train.loop import TrainConfig, fit
 from situs.train.optim import OptimConfig
 
@@ -57,7 +57,8 @@ class RunConfig(Checked):
     """How long, in which precision, how often it speaks."""
 
     init: str | None = None
-    """Weights to start from: a run, an export, a weight file (timm, DINOv2, MAE, DropPos), or a timm name."""
+    """Weights to start from: a run, an export, a weight file (timm, DINOv2, MAE, DropPos), a timm name, or any other
+    model."""
 
     init_positions: bool = True
     """Whether positions are taken from `init` too, where both have the kind; no: they stay as the model is made."""
@@ -164,6 +165,12 @@ def make_eval_loader(
 
 
 Hooks = Callable[[RunConfig, Loader, torch.device], Sequence[Hook]]
+Start = Callable[[RunConfig, Backbone], Sequence[str]]
+"""Puts the tensors that `RunConfig.init` names into a new backbone; gives what a user should know, a line each."""
+
+
+def _cannot_start(config: RunConfig, backbone: Backbone) -> Sequence[str]:
+    raise SitusError(f"init={config.init}: nothing was given that reads it for {backbone.name}", field="start")
 
 
 def train_run(
@@ -174,12 +181,14 @@ def train_run(
     device: str | None = None,
     start_over: bool = False,
     hooks: Hooks | None = None,
+    start: Start = _cannot_start,
     say: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Trains what `config` says, in a new folder `out` or going on in `resume`.
 
     start_over: a resumed run that has no whole checkpoint left begins again, and what it had is set aside.
-    hooks: makes the probes, given the config, the training loader and the device. say: receives a few lines.
+    hooks: makes the probes, given the config, the training loader and the device. start: puts the tensors of
+    `config.init` into a new backbone (`situs.models.initialise.starting`). say: receives a few lines.
     """
     if (out is None) == (resume is None):
         raise SitusError("give a new folder (--out) or a run to go on with (--resume), and not both")
@@ -205,7 +214,7 @@ def train_run(
         told = _tell_skipped(loader, 0, speak)
         method = make_method(config, loader.classes)
         if config.init is not None and fresh:
-            for line in initialise(method.backbone, config.init, positions=config.init_positions):
+            for line in start(config, method.backbone):
                 speak(line)
         method.to(ranks.device)
         watching = () if hooks is None else hooks(config, loader, ranks.device)
@@ -276,10 +285,22 @@ def load_run(path: str | Path, device: torch.device | str = "cpu", *, ema: bool 
     checkpoint = run.newest()
     classes = run.classes()
     # The weights are the checkpoint's: the files that the run once started from may be gone.
-    bare = replace(config, init=None, backbone=replace(config.backbone, weights=None))
+    bare = replace(config, init=None, backbone=replace(config.backbone, name=_bare_name(config), weights=None))
     method = make_method(bare, classes)
     load_checkpoint(method, checkpoint, ema=ema)
     return Loaded(config, method.to(device).eval(), run, classes)
+
+
+def _bare_name(config: RunConfig) -> str:
+    """The model's name; of a folder its config.json alone, which must still be there."""
+    name = config.backbone.name
+    folder = Path(name.removeprefix("hf:"))
+    if not folder.is_absolute():
+        return name
+    file = folder if folder.is_file() else folder / "config.json"
+    if not file.is_file():
+        raise SitusError(f"{folder}: is gone, and the run's model is made by its config.json; put it back there")
+    return str(file)
 
 
 def is_run(path: str | Path) -> bool:

@@ -1,4 +1,4 @@
-"""Starting from weights that exist: a run, an export, a published file or a timm name, positions resampled."""
+"""Starting from weights that exist: of any model that can be opened, or a published file; positions resampled."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.backbones.weights import load_into, load_weights, read_state_dict
 from situs.core.position import resample_table
+from situs.models.module import make_module, names_module
+from situs.models.open import PUBLISHED, Unlock, is_locked, open_whole
 from situs.train.checkpoint import RunFolder
 from situs.train.export import POSITIONS
+from situs.train.run import RunConfig, Start, is_run
 
 METHOD_PARTS = re.compile(r"^(decoder|mask_token|projector|predictor|position_head|sigma|dino_head|ibot)")
 """Names that published checkpoints keep beside the encoder; they belong to a method, not to the model."""
@@ -28,13 +31,26 @@ MAY_BE_NEW = re.compile(r"^(head|head_dist|fc|fc_norm|norm|classifier|((vit|bert
 BACKBONE, MODEL = "backbone.", "model."
 
 
-def initialise(backbone: Backbone, source: str, *, positions: bool = True) -> list[str]:
+def starting(unlock: Unlock | None = None) -> Start:
+    """For `train_run`: what puts the weights that `RunConfig.init` names into a new backbone.
+
+    unlock: what opens them, where that is a locked folder.
+    """
+
+    def start(config: RunConfig, backbone: Backbone) -> list[str]:
+        assert config.init is not None
+        return initialise(backbone, config.init, positions=config.init_positions, unlock=unlock)
+
+    return start
+
+
+def initialise(backbone: Backbone, source: str, *, positions: bool = True, unlock: Unlock | None = None) -> list[str]:
     """Puts the weights at `source` into the backbone. Returns what a user should know, a line each.
 
     positions: False leaves them as the model was made, whatever the file holds (fine-tuning with `--positions`).
     Prefix tokens stay what they were in the file: `cls_token` takes in the difference of its rows in the tables.
     """
-    read, beside = _read(source)
+    read, beside = _read(source, unlock)
     state = backbone.renamed({name: value for name, value in read.items() if not METHOD_PARTS.match(name)})
     own = backbone.model.state_dict()
     places = {name for name in {*state, *own} if POSITION_PARTS.search(name)}
@@ -91,18 +107,29 @@ def _has_prefix_rows(table: Tensor, backbone: Backbone) -> bool:
     return patches == backbone.num_tokens or math.isqrt(patches) ** 2 == patches
 
 
-def _read(source: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def _read(source: str, unlock: Unlock | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The model's tensors at `source`, and those of positions that stand beside the model."""
     path = Path(source).expanduser()
-    if (path / "checkpoints").is_dir():
+    if is_run(path):
         checkpoint = RunFolder.open(path, writer=False).newest()
         tensors = {**checkpoint.tensors("model"), **checkpoint.tensors("ema")}
-        inside = {n.removeprefix(BACKBONE): v for n, v in tensors.items() if n.startswith(BACKBONE)}
-        model = {n.removeprefix(MODEL): v for n, v in inside.items() if n.startswith(MODEL)}
-        return model, {n: v for n, v in inside.items() if not n.startswith(MODEL)}
+        return _apart({n.removeprefix(BACKBONE): v for n, v in tensors.items() if n.startswith(BACKBONE)})
+    if is_locked(path):
+        return _apart(open_whole(path, unlock).backbone.state_dict())
     if path.exists():
         table = path / POSITIONS
         return read_state_dict(path), read_state_dict(table) if table.is_file() else {}
+    if names_module(source):
+        return make_module(source).state_dict(), {}
+    name, _, file = source.partition("=")
+    if file and file != PUBLISHED:
+        return read_state_dict(file), {}
     from situs.backbones.timm_create import pretrained_state  # timm takes seconds, which `pretrain --help` would pay
 
-    return pretrained_state(source), {}
+    return pretrained_state(name), {}
+
+
+def _apart(state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A backbone's tensors: those of the wrapped model, under its own names, and those beside it."""
+    model = {n.removeprefix(MODEL): v for n, v in state.items() if n.startswith(MODEL)}
+    return model, {n: v for n, v in state.items() if not n.startswith(MODEL)}

@@ -15,10 +15,10 @@ from situs.backbones.timm_create import pretrained_state
 from situs.core.position import resample_table
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
+from situs.models.initialise import initialise
 from situs.train.card import Story
 from situs.train.checkpoint import RunFolder
 from situs.train.export import write_export
-from situs.train.initialise import initialise
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 16, "num_heads": 2}
 
