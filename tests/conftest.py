@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -63,6 +64,16 @@ def run_python_blocks() -> Callable[[Path], dict[str, Any]]:
         return names
 
     return run
+
+
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Figures are made and not drawn, which takes most of a page's time: for tests of something else on the page."""
+    from PIL import Image
+
+    dot = io.BytesIO()
+    Image.new("L", (2, 2)).save(dot, "PNG")
+    monkeypatch.setattr("situs.report.figures.png", lambda _: dot.getvalue())
 
 
 @pytest.fixture(scope="session")

@@ -80,6 +80,7 @@ def test_page_shows_each_model_and_says_how_to_get_umap(looks: list[Look], monke
     assert "`" not in text.split("</style>")[1]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_page_draws_umap_where_it_is_installed(looks: list[Look], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(page_of_positions, "has_umap", lambda: True)
     monkeypatch.setattr(page_of_positions, "umap_points", lambda rows, seed: rows[:, :2].numpy())

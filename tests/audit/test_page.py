@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from outcomes import outcome, undone
 
@@ -27,6 +28,10 @@ SCORES = measure_all(REAL, REAL, 8)
 FACTS = [{"rank": 4 - i, "unknowns": 4, "condition": (20.0, 10.0, None)[i]} for i in range(3)]
 WORKED = outcome("patchembed", "none", None, "a caveat", SCORES, FACTS, REAL)
 REFUSED = outcome("april", "none", "there is <no> table")
+
+
+# Whether its pictures can be drawn is seen in tests/cli/test_audit_gradients.py.
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 def headings(text: str) -> list[str]:

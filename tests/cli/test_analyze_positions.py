@@ -40,6 +40,7 @@ def test_two_runs_side_by_side(outline: Any, trained: Any, tmp_path: Path, capsy
     assert str(tmp_path) not in page
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_name_carries_its_weights(tmp_path: Path) -> None:
     from situs.backbones import create_backbone
 

@@ -88,6 +88,7 @@ VERBS = {
 
 
 @pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.usefixtures("undrawn")
 def test_every_verb_follows_the_rule(verb: str, flat: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = [*verb.split(), *MODEL, "--data", str(flat), "--out", str(tmp_path), "--batch", "8", *VERBS[verb]]
     learns = verb in {"evaluate knn", "evaluate probe"}

@@ -69,6 +69,7 @@ def test_a_figure_that_compares_with_no_published_one_says_so(change: Any, side:
     assert "over 1 of the 15" in (found(("fog",)).caveat or "")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_without_all_severities_nothing_is_normalised() -> None:
     result = found(("fog", "snow"), (2, 4))
     _, header, rows = result.summary().tables[0]
