@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import pytest
@@ -202,3 +203,60 @@ def test_pad_shifts_of_both_axes_are_two_draws(related):
     for axis in (0, 1):
         counts = boxes[:, axis].long().add(4).bincount(minlength=9).numpy()
         assert stats.chisquare(counts).pvalue > 1e-3
+
+
+def _changes(count: int, seed: int = 0):
+    """Boxes, flips and two affine changes a sample, for sources of 24 x 32 pixels and results of 12 x 18."""
+    draw = torch.Generator().manual_seed(seed)
+    boxes = torch.tensor([0.0, 0, 10, 14]) + torch.rand(count, 4, generator=draw) * torch.tensor([6.0, 6, 8, 10])
+    turn = geometry.rotation(torch.rand(count, generator=draw) * 40 - 20, 12, 18)
+    lean = geometry.shear(torch.rand(count, generator=draw) * 0.4 - 0.2, torch.zeros(count))
+    return boxes, torch.arange(count) % 2 == 0, torch.stack([turn, lean], 1)
+
+
+def test_masks_lie_where_the_pixels_do():
+    """Slowly: the place of each pixel by matrix products, and the number of the pixel it falls in."""
+    boxes, flip, matrices = _changes(4)
+    masks = torch.randint(0, 200, (4, 24, 32), generator=torch.Generator().manual_seed(1))
+    got = geometry.warp_masks(masks, boxes, flip, (12, 18), matrices)
+    filled = 0
+    for n, row, column in product(range(4), range(12), range(18)):
+        at, inside = torch.tensor([column + 0.5, row + 0.5, 1.0], dtype=torch.float64), True
+        for slot in (1, 0):
+            at[:2] = matrices[n, slot].double() @ at
+            inside = inside and 0 <= at[0] < 18 and 0 <= at[1] < 12
+        x = (18 - at[0] if flip[n] else at[0]) * boxes[n, 3].double() / 18 + boxes[n, 1]
+        y = at[1] * boxes[n, 2].double() / 12 + boxes[n, 0]
+        inside = inside and 0 <= x < 32 and 0 <= y < 24
+        filled += not inside
+        near = min(float(x % 1), 1 - float(x % 1), float(y % 1), 1 - float(y % 1)) < 1e-3  # between two pixels
+        assert near or int(got[n, row, column]) == (int(masks[n, int(y), int(x)]) if inside else 255)
+    assert 0 < filled < got.numel() / 2
+    still = torch.zeros(4, dtype=torch.bool)
+    assert torch.equal(
+        geometry.warp_masks(masks, geometry.whole_boxes(4, 24, 32, masks.device), still, (24, 32)), masks
+    )
+
+
+def test_boxes_go_the_way_back():
+    """A corner that is moved is taken from where it was: the places of the result lead back to it."""
+    boxes, flip, matrices = _changes(5)
+    points = torch.rand(5, 7, 2, generator=torch.Generator().manual_seed(2)) * torch.tensor([8.0, 6.0]) + 9
+    moved = geometry.warp_boxes(torch.cat([points, points], -1), boxes, flip, (12, 18), matrices)
+    assert torch.allclose(moved[..., :2], moved[..., 2:], atol=1e-4)
+    back = 0
+    for n, k in product(range(5), range(7)):
+        x, y = moved[n, k, :2].tolist()
+        if not (0 < x < 18 and 0 < y < 12):
+            continue  # cut at the border
+        at = torch.tensor([x, y, 1.0])
+        for slot in (1, 0):
+            at[:2] = matrices[n, slot] @ at
+        x = (18 - at[0] if flip[n] else at[0]) * boxes[n, 3] / 18 + boxes[n, 1]
+        y = at[1] * boxes[n, 2] / 12 + boxes[n, 0]
+        assert torch.allclose(torch.stack([x, y]), points[n, k], atol=1e-3)
+        back += 1
+    assert back > 10
+    whole = torch.tensor([[[2.0, 3.0, 10.0, 9.0]]])
+    upright = geometry.warp_boxes(whole, torch.tensor([[0.0, 0, 24, 32]]), torch.tensor([True]), (12, 16))
+    assert upright.tolist() == [[[11.0, 1.5, 15.0, 4.5]]]

@@ -37,7 +37,7 @@ def write(path: Path, content: pa.Table, **options: Any) -> Path:
 def test_a_row_without_a_label_is_skipped_and_counted(tmp_path):
     write(tmp_path / "x.parquet", table([0, None, 1, -1]))
     source = open_source(tmp_path)
-    assert (source.classes, source.read(2)[1]) == (("0", "1"), 1)
+    assert (source.classes, source.read(2)["label"]) == (("0", "1"), 1)
     with pytest.raises(BrokenImageError, match=r"row 1 of row group 0: the row has no label"):
         source.read(1)
     with pytest.raises(BrokenImageError, match=r"row 3 of row group 0: the row has the label -1"):
@@ -53,7 +53,7 @@ def test_labels_that_are_all_missing_are_none(tmp_path):
     write(tmp_path / "x.parquet", table([None, None]))
     source = open_source(tmp_path)
     assert source.classes is None
-    assert source.read(0)[1] is None
+    assert "label" not in source.read(0)
 
 
 def test_a_corrupt_page_is_named(tmp_path):
@@ -108,7 +108,7 @@ def test_another_shard_must_have_the_same_columns(tmp_path):
     write(tmp_path / "1.parquet", pa.table({"image": pa.array([png(9)], pa.large_binary()), "label": [3]}))
     source = open_source(tmp_path)
     assert (len(source), source.classes) == (3, ("0", "1", "2", "3"))
-    assert int(source.read(2)[0][0, 0, 0]) == 9
+    assert int(source.read(2)["image"][0, 0, 0]) == 9
 
 
 def test_a_label_that_is_an_id_makes_no_hundred_million_names(tmp_path):
@@ -129,7 +129,7 @@ def test_a_file_that_unpacks_to_much_is_not_held(tmp_path):
     assert path.stat().st_size < 10**6
     source = ParquetSource(path, held_bytes=10**6)
     assert source._held == {}
-    assert int(source.read(3)[0][0, 0, 0]) == 1
+    assert int(source.read(3)["image"][0, 0, 0]) == 1
 
 
 def test_a_row_is_named_by_its_file_and_number(tmp_path):

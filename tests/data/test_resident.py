@@ -30,7 +30,7 @@ def test_it_holds_what_the_source_reads_in_the_same_order(folder):
     seen = []
     held = load_resident(source, threads=3, progress=lambda done, total: seen.append((done, total)))
     for index in (0, 1, 255, 256, 599):
-        image, label = source.read(index)
+        image, label = source.read(index).values()
         assert torch.equal(held.images[index], image)
         assert held.labels is not None
         assert int(held.labels[index]) == label
@@ -45,7 +45,7 @@ def test_broken_images_are_skipped_counted_and_reported(folder):
     held = load_resident(source)
     assert len(held.images) == 598
     assert [entry.index for entry in source.skipped] == [0, 300 + 150]
-    assert torch.equal(held.images[0], source.read(1)[0])
+    assert torch.equal(held.images[0], source.read(1)["image"])
     assert held.index[0] == 1
     report = source.skip_report()
     assert report is not None

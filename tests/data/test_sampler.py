@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from situs.core.random import uniform
-from situs.data.sampler import BatchPlan, batches_for, draw_ids, epoch_order, sample_of
+from situs.data.sampler import BatchPlan, LengthBuckets, batches_for, draw_ids, epoch_order, sample_of
 from situs.errors import SitusError
 
 
@@ -96,3 +96,36 @@ def test_the_orders_of_two_epochs_and_seeds_are_unrelated(related):
     assert related({**places, **before}) == {}
     crop = uniform(0, 0, torch.arange(20000), "augment.crop", (1,))[:, 0]
     assert related({**places, "the crop": crop}) == {}
+
+
+def test_buckets_hold_every_sample_once_and_like_lengths_together():
+    n, batch = 330, 8
+    lengths = torch.randint(1, 60, (n,), generator=torch.Generator().manual_seed(0))
+    order = LengthBuckets(lengths, batch, pool=10)
+    first = order(3, 0, n)
+    assert torch.equal(first.sort().values, torch.arange(n))
+    assert torch.equal(first, order(3, 0, n)) and not torch.equal(first, order(3, 1, n))
+    assert torch.equal(first[-2:], epoch_order(3, 0, n)[-2:])  # what fills no batch
+
+    def padding(rows: torch.Tensor) -> float:
+        held = lengths[rows[: n // batch * batch]].view(-1, batch)
+        return float((held.amax(1, keepdim=True) - held).sum())
+
+    assert padding(first) < 0.3 * padding(epoch_order(3, 0, n))
+    longest = lengths[first[: n // batch * batch]].view(-1, batch).amax(1)
+    assert not torch.equal(longest, longest.sort().values)  # the batches themselves are in no order of length
+    assert torch.equal(LengthBuckets(lengths[:5], batch)(0, 0, 5), epoch_order(0, 0, 5))
+
+
+@pytest.mark.parametrize("repeated", [1, 3])
+def test_a_replaced_order_resumes_and_is_cut_by_ranks_as_any_other(repeated):
+    order = LengthBuckets(torch.arange(50) % 7, 12)
+    whole = list(batches_for(BatchPlan(50, 12, 4, repeated=repeated, order=order), 2))
+    assert [rows.step for rows in whole] == [0, 1, 2, 3]
+    for rows, again in zip(
+        whole[2:], batches_for(BatchPlan(50, 12, 4, repeated=repeated, order=order), 2, 2), strict=True
+    ):
+        assert torch.equal(rows.ids, again.ids)
+    ranks = [list(batches_for(BatchPlan(50, 12, 4, rank, 3, repeated, order=order), 2)) for rank in range(3)]
+    for step, rows in enumerate(whole):
+        assert torch.equal(torch.cat([share[step].ids for share in ranks]), rows.ids)

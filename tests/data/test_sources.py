@@ -33,7 +33,8 @@ def write(path: Path, data: bytes) -> None:
 
 
 def everything(source) -> list[tuple[int, int | None]]:
-    return [(int(image[0, 0, 0]), label) for image, label in (source.read(i) for i in range(len(source)))]
+    read = [source.read(i) for i in range(len(source))]
+    return [(int(sample["image"][0, 0, 0]), sample.get("label")) for sample in read]
 
 
 def test_a_labelled_folder_is_read_in_the_order_of_its_paths(tmp_path):
@@ -164,7 +165,7 @@ def test_webdataset_where_one_label_is_missing(tmp_path):
 
 def test_the_embedded_samples():
     source = open_source("samples", channels=3)
-    image, label = source.read(3)
+    image, label = source.read(3).values()
     assert (image.shape, label, len(source)) == ((3, 28, 28), 3, 9000)
     assert source.classes is not None
     assert len(source.classes) == 10
@@ -217,9 +218,9 @@ def test_a_broken_file_is_named_when_it_is_read(tmp_path):
 def test_the_real_cifar100(shared_data):
     test = open_source(shared_data / "cifar100", "val")
     assert (len(test), test.classes and test.classes[:2]) == (10000, ("apple", "aquarium_fish"))
-    labels = torch.tensor([test.read(i)[1] for i in range(0, 10000, 10)])
+    labels = torch.tensor([test.read(i)["label"] for i in range(0, 10000, 10)])
     assert torch.bincount(labels, minlength=100).min() >= 2
-    image, _ = test.read(17)
+    image = test.read(17)["image"]
     assert image.shape == (3, 32, 32)
     assert len(open_source(shared_data / "cifar100")) == 50000
 
@@ -229,7 +230,7 @@ def test_real_photographs(shared_data):
     source = open_source(shared_data / "imagenet-samples", channels=3)
     assert len(source) == 1000
     assert source.classes is None
-    assert min(source.read(7)[0].shape[1:]) == 224
+    assert min(source.read(7)["image"].shape[1:]) == 224
 
 
 def test_what_the_system_refuses_is_one_sentence(tmp_path, monkeypatch):

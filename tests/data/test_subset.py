@@ -24,7 +24,7 @@ def numbered(count: int, classes: int, *, turns: bool) -> TensorSource:
 
 
 def rows(subset: Subset) -> list[int]:
-    read = [subset.read(index)[0].flatten().tolist() for index in range(len(subset))]
+    read = [subset.read(index)["image"].flatten().tolist() for index in range(len(subset))]
     return [256 * high + low for high, low in read]
 
 
@@ -35,14 +35,14 @@ def test_a_part_is_distinct_repeatable_and_keeps_images_with_their_labels() -> N
     chosen = rows(part)
     assert len(set(chosen)) == 200
     assert chosen == rows(Subset(numbered(1000, 10, turns=True), 200))
-    assert [part.read(index)[1] for index in range(200)] == [row % 10 for row in chosen]
+    assert [part.read(index)["label"] for index in range(200)] == [row % 10 for row in chosen]
     assert (part.name, part.classes, part.channels, part.strict) == ("numbered", source.classes, None, False)
 
 
 @pytest.mark.parametrize("turns", [True, False])
 def test_every_class_is_there_in_either_order(turns: bool) -> None:
     part = Subset(numbered(1000, 10, turns=turns), 200)
-    counts = torch.bincount(torch.tensor([part.read(index)[1] for index in range(200)]), minlength=10)
+    counts = torch.bincount(torch.tensor([part.read(index)["label"] for index in range(200)]), minlength=10)
     # 20 of each are expected; a hypergeometric count is within 5 deviations (19) of that.
     assert counts.min() > 1
     assert counts.max() < 40

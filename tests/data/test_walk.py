@@ -88,7 +88,7 @@ def test_a_file_too_large_for_an_image_is_named_before_it_is_read(tmp_path):
         BrokenImageError, match=r"b\.png: has 1,099,511,627,776 bytes, and an image at most 1,073,741,824"
     ):
         source.read(1)
-    assert source.read(0)[0].shape == (3, 5, 6)
+    assert source.read(0)["image"].shape == (3, 5, 6)
 
 
 def test_a_pipe_as_the_data_is_refused(tmp_path):
@@ -109,7 +109,7 @@ def test_every_ending_of_an_image_is_read_and_files_without_one_by_their_bytes(t
     write(tmp_path / "more.txt", b"no image")
     source = open_source(tmp_path)
     assert [source.key(index) for index in range(len(source))] == sorted(kinds)
-    assert all(source.read(index)[0].shape == (3, 5, 6) for index in range(len(source)))
+    assert all(source.read(index)["image"].shape == (3, 5, 6) for index in range(len(source)))
     said = "left out 3 (no images by their names: .txt 2, no ending 1); the first: README"
     assert source.left_out() == [f"{tmp_path.name}: {said}"]
 

@@ -67,7 +67,7 @@ def test_folders_as_in_imagenet_c(tmp_path: Path, below: str) -> None:
     write(tmp_path / below / "fog" / "2", {"cat": 2, "dog": 1}, value=40)
     source, numbered = open_corrupted(tmp_path, "fog", 2, 3)
     assert (source.classes, len(source), numbered) == (("cat", "dog"), 3, False)
-    assert int(source.read(1)[0][0, 0, 0]) == 41
+    assert int(source.read(1)["image"][0, 0, 0]) == 41
     with pytest.raises(SitusError, match=r"fog: has no folder for severity 3; name those it has \(--severities\)"):
         open_corrupted(tmp_path, "fog", 3, 3)
     with pytest.raises(SitusError, match=r"has no folder 'snow'; name those it has \(--corruptions\)"):
@@ -85,7 +85,7 @@ def test_arrays_as_in_cifar_c(tmp_path: Path) -> None:
     np.save(tmp_path / "labels.npy", np.array([2, 0] * 5, dtype=np.uint8))
     source, numbered = open_corrupted(tmp_path, "fog", 4, 3)
     assert numbered and len(source) == 2 and source.classes == ("0", "1", "2")
-    image, label = source.read(1)
+    image, label = source.read(1).values()
     assert image.shape == (3, 4, 4) and int(image[0, 0, 0]) == 7 and label == 0
     np.save(tmp_path / "snow.npy", images[:9])
     with pytest.raises(SitusError, match=r"snow.npy: holds uint8 .*must be uint8 \[5 n, H, W, C\]"):
@@ -105,7 +105,7 @@ def test_parts_know_their_rows_and_labels(tmp_path: Path) -> None:
     assert class_numbers(part) == [class_numbers(folder)[row] for row in part.rows]
     chosen = Rows(folder, [4, 1])
     assert class_numbers(chosen) == [1, 0] and len(chosen) == 2
-    assert torch.equal(chosen.read(0)[0], folder.read(4)[0])
+    assert torch.equal(chosen.read(0)["image"], folder.read(4)["image"])
     assert row_numbers(Rows(chosen, [1])).tolist() == [1]  # type: ignore[union-attr]  (in the whole, not in the part)
     assert row_numbers(Rows(chosen, [0])).tolist() == [4]  # type: ignore[union-attr]
     tensors = TensorSource(torch.zeros(2, 1, 4, 4), torch.tensor([1, 0]), ("a", "b"))

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -34,7 +35,7 @@ class Skipped:
 
 
 class Source(ABC):
-    """Images by number. `read` gives an image and its label, or raises `BrokenImageError` naming the file.
+    """Samples by number. `read` gives what one holds, or raises `BrokenImageError` naming the file.
 
     name:     what reports call the set
     classes:  the class names in label order, or None for a set without labels
@@ -55,8 +56,9 @@ class Source(ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def read(self, index: int) -> tuple[Tensor, int | None]:
-        """The image [C, H, W] (uint8, or float32 in [0, 1]) and its label (None without labels)."""
+    def read(self, index: int) -> dict[str, Any]:
+        """What sample `index` holds, by name: "image" [C, H, W] (uint8, or float32 in [0, 1]), and "label" where
+        the set has labels. Another modality has names of its own, which its pipeline reads."""
 
     def key(self, index: int) -> str:
         """The image's own name, which no image added to the set and no other place of the set changes."""
@@ -95,9 +97,9 @@ class EncodedSource(Source):
     def entry(self, index: int) -> str:
         """What an error calls this item: its file, or its shard and row."""
 
-    def read(self, index: int) -> tuple[Tensor, int | None]:
+    def read(self, index: int) -> dict[str, Any]:
         """The decoded image and its label."""
-        return decode(self.payload(index), self.entry(index), self.channels), self.label(index)
+        return _sample(decode(self.payload(index), self.entry(index), self.channels), self.label(index))
 
 
 class TensorSource(Source):
@@ -125,10 +127,14 @@ class TensorSource(Source):
     def __len__(self) -> int:
         return self.images.shape[0]
 
-    def read(self, index: int) -> tuple[Tensor, int | None]:
+    def read(self, index: int) -> dict[str, Any]:
         """Image and label `index`."""
         label = None if self.labels is None else int(self.labels[index])
-        return to_channels(self.images[index], self.channels, f"{self.name}, image {index}"), label
+        return _sample(to_channels(self.images[index], self.channels, f"{self.name}, image {index}"), label)
+
+
+def _sample(image: Tensor, label: int | None) -> dict[str, Any]:
+    return {"image": image} if label is None else {"image": image, "label": label}
 
 
 def choose_split(available: Iterable[str], split: str | None, where: str) -> str | None:

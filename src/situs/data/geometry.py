@@ -8,6 +8,7 @@ that a sample comes out the same whatever batch it stands in.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,28 +70,31 @@ def _column(side: Tensor | int, like: Tensor) -> Tensor:
     return torch.full((like.shape[0], 1), float(side), device=like.device)
 
 
-def warp(
-    images: Tensor,
+class Places(NamedTuple):
+    """Where each pixel of a result is taken from. x, y: in pixels of the source, [B or 1, h, w]. inside: likewise,
+    False where the place lay outside the picture at any of the changes. finer: samples along a side of each pixel."""
+
+    x: Tensor
+    y: Tensor
+    inside: Tensor
+    finer: int
+
+
+def places(
     boxes: Tensor,
     flip: Tensor,
     size: tuple[int, int],
-    fill: Tensor,
+    source: tuple[int, int],
     matrices: Tensor | None = None,
-    mode: str = "bicubic",
-) -> Tensor:
-    """Crop to `boxes`, resize to `size`, flip, then the affine changes: one resampling, [B, C, *size] in [0, 1].
+    finer: int = 1,
+) -> Places:
+    """Crop to `boxes`, resize to `size`, flip, then the affine changes, as places in a source of a size.
 
-    images:   [B, C, H, W] float in [0, 1]. flip: [B] bool. fill: [C], the colour outside the image.
-    matrices: [B, S, 2, 3], S affine changes in the order they happen, each mapping a place in its result (x, y) to
-              the place it is taken from, in pixels of the resized crop.
-
-    The changes are composed, and a place that leaves the picture at any of them is filled, so the result is that of
-    one change after the other with only one interpolation. Enlarging needs no filter against aliasing. Where `size`
-    is much smaller than the images, each output pixel is the mean of k × k samples, k being the rounded ratio.
+    flip: [B] bool. matrices: [B, S, 2, 3], S affine changes in the order they happen, each mapping a place in its
+    result (x, y) to the place it is taken from, in pixels of the resized crop. The changes are composed, and a place
+    that leaves the picture at any of them lies outside.
     """
-    height, width = size
-    finer = max(1, round(images.shape[2] / height), round(images.shape[3] / width))
-    device = images.device
+    (height, width), device = size, boxes.device
     x = (torch.arange(width * finer, device=device) + 0.5).div(finer).view(1, 1, -1)
     y = (torch.arange(height * finer, device=device) + 0.5).div(finer).view(1, -1, 1)
     inside = None
@@ -103,14 +107,78 @@ def warp(
     top, left, box_h, box_w = boxes.view(-1, 4, 1, 1).unbind(1)
     x = torch.where(flip.view(-1, 1, 1), width - x, x) * (box_w / width) + left
     y = y * (box_h / height) + top
-    source_h, source_w = images.shape[2:]
-    within = (x >= 0) & (x < source_w) & (y >= 0) & (y < source_h)
-    inside = within if inside is None else inside & within
-    grid = torch.stack(torch.broadcast_tensors(x * (2 / source_w) - 1, y * (2 / source_h) - 1), dim=-1)
-    warped = F.grid_sample(images, grid, mode=mode, padding_mode="border", align_corners=False)
+    within = (x >= 0) & (x < source[1]) & (y >= 0) & (y < source[0])
+    return Places(x, y, within if inside is None else inside & within, finer)
+
+
+def sample(images: Tensor, at: Places, mode: str) -> Tensor:
+    """The values of images [B, C, H, W] float at each place, [B, C, h, w]; beyond the border the border's."""
+    height, width = images.shape[2:]
+    grid = torch.stack(torch.broadcast_tensors(at.x * (2 / width) - 1, at.y * (2 / height) - 1), dim=-1)
+    return F.grid_sample(images, grid, mode=mode, padding_mode="border", align_corners=False)
+
+
+def warp(
+    images: Tensor,
+    boxes: Tensor,
+    flip: Tensor,
+    size: tuple[int, int],
+    fill: Tensor,
+    matrices: Tensor | None = None,
+    mode: str = "bicubic",
+) -> Tensor:
+    """Images [B, C, H, W] float in [0, 1] at `places`: one resampling, [B, C, *size] in [0, 1].
+
+    fill: [C], the colour outside the image. The result is that of one change after the other with only one
+    interpolation. Enlarging needs no filter against aliasing. Where `size` is much smaller than the images, each
+    output pixel is the mean of k × k samples, k being the rounded ratio.
+    """
+    height, width = images.shape[2:]
+    finer = max(1, round(height / size[0]), round(width / size[1]))
+    at = places(boxes, flip, size, (height, width), matrices, finer)
     # Bicubic weights overshoot at edges.
-    warped = torch.where(inside[:, None], warped.clamp(0.0, 1.0), fill.view(1, -1, 1, 1))
+    warped = torch.where(at.inside[:, None], sample(images, at, mode).clamp(0.0, 1.0), fill.view(1, -1, 1, 1))
     return warped if finer == 1 else F.avg_pool2d(warped, finer)
+
+
+def warp_masks(
+    masks: Tensor,
+    boxes: Tensor,
+    flip: Tensor,
+    size: tuple[int, int],
+    matrices: Tensor | None = None,
+    *,
+    fill: int = 255,
+) -> Tensor:
+    """Segment numbers [B, H, W] whole at the same places as `warp`'s pixels, each taken from the nearest: [B, *size].
+
+    fill: the number outside the image; 255 is what losses leave out.
+    """
+    at = places(boxes, flip, size, (masks.shape[1], masks.shape[2]), matrices)
+    # float64 holds every number that a mask can have.
+    taken = sample(masks[:, None].double(), Places(at.x.double(), at.y.double(), at.inside, 1), "nearest")[:, 0]
+    return torch.where(at.inside, taken.to(masks.dtype), fill)
+
+
+def warp_boxes(
+    objects: Tensor, boxes: Tensor, flip: Tensor, size: tuple[int, int], matrices: Tensor | None = None
+) -> Tensor:
+    """Where objects' boxes [B, K, 4] (left, top, right, bottom in pixels) come to lie, cut at the result's border.
+
+    By the inverse of the changes: a turned box is the upright one around its corners. Empty where nothing is left.
+    """
+    height, width = size
+    x, y = objects[..., [0, 2, 2, 0]], objects[..., [1, 1, 3, 3]]
+    top, left, box_h, box_w = boxes.view(-1, 4, 1, 1).unbind(1)
+    x, y = (x - left) * (width / box_w), (y - top) * (height / box_h)
+    x = torch.where(flip.view(-1, 1, 1), width - x, x)
+    for slot in range(0 if matrices is None else matrices.shape[1]):
+        assert matrices is not None
+        a, b, c, d, e, f = matrices[:, slot].reshape(-1, 6, 1, 1).unbind(1)
+        u, v, det = x - c, y - f, a * e - b * d
+        x, y = (e * u - b * v) / det, (a * v - d * u) / det
+    x, y = x.clamp(0, width), y.clamp(0, height)
+    return torch.stack([x.amin(-1), y.amin(-1), x.amax(-1), y.amax(-1)], dim=-1)
 
 
 def rotation(degrees: Tensor, height: int, width: int) -> Tensor:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from situs.config import Checked
-from situs.data.augment import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
+from situs.data.augment import AugmentConfig
 from situs.data.base import Source, TensorSource
 from situs.data.batch import Batch
+from situs.data.image_pipeline import ImagePipeline, centre_crop
 from situs.data.images import BrokenImageError
+from situs.data.pipeline import Pipeline
 from situs.data.resident import Progress, Resident, load_resident
 from situs.data.sampler import BatchPlan, batches_for, sample_of
 from situs.data.sources import open_source
-from situs.data.streaming import Stream, Views, centre_crop
+from situs.data.streaming import Stream
 from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
 
@@ -93,18 +95,25 @@ class Loader(ABC):
     behind the caller's back and only its launching counts.
     """
 
-    def __init__(
-        self, source: Source, config: DataConfig, augment: AugmentConfig | None, plan: BatchPlan, device: torch.device
-    ) -> None:
-        self.source, self.config, self.augment, self.plan, self.device = source, config, augment, plan, device
-        self.mean, self.std = (torch.tensor(part, device=device) for part in config.normalisation)
+    def __init__(self, pipeline: Pipeline, plan: BatchPlan, device: torch.device) -> None:
+        self.source, self.plan, self.device = pipeline.source, plan, device
+        self.pipeline: Any = pipeline.to(device)
         self.data_wait = 0.0
-        self._apply = apply
 
     def compile(self) -> Loader:
-        """Fuse the augmentation with torch.compile: on a GPU about a quarter of the time, after half a minute once."""
-        self._apply = torch.compile(apply, fullgraph=True)
+        """Fuse the augmentation with torch.compile."""
+        self.pipeline.compile()
         return self
+
+    @property
+    def mean(self) -> Tensor:
+        """Of images: what was subtracted from each channel."""
+        return self.pipeline.mean
+
+    @property
+    def std(self) -> Tensor:
+        """Of images: what each channel was divided by."""
+        return self.pipeline.std
 
     @property
     def steps_per_epoch(self) -> int:
@@ -142,25 +151,14 @@ class Loader(ABC):
     def __iter__(self) -> Iterator[Batch]:
         return self.iterate()
 
-    def _finish(self, images: Tensor, ids: Tensor, epoch: int, augment: AugmentConfig) -> tuple[Tensor, Tensor | None]:
-        """Augmented images, and the noise by which they are to be mixed."""
-        noise = draw(augment, ids, seed=self.config.seed, epoch=epoch)
-        return self._apply(images, noise, augment, self.config.size, self.mean, self.std), noise.get("mix")
-
-    def _mixed(self, batch: Batch, noise: Tensor | None) -> Batch:
-        count = len(self.classes) if self.classes is not None else None
-        named = {} if noise is None else {"mix": noise}
-        images, labels = apply_mix(batch.inputs, batch.targets.get("label"), named, self.augment or NONE, count)
-        return Batch(images, batch.ids, {} if labels is None else {"label": labels})
-
 
 class ResidentLoader(Loader):
-    """The whole set on the device; a batch is an index into it."""
+    """The whole set of images on the device; a batch is an index into it."""
 
-    def __init__(
-        self, source: Source, config: DataConfig, augment: AugmentConfig | None, plan: BatchPlan, held: Resident
-    ) -> None:
-        super().__init__(source, config, augment, plan, held.images.device)
+    pipeline: ImagePipeline
+
+    def __init__(self, pipeline: ImagePipeline, plan: BatchPlan, held: Resident) -> None:
+        super().__init__(pipeline, plan, held.images.device)
         self.held = held
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
@@ -175,34 +173,32 @@ class ResidentLoader(Loader):
             yield from self._augmented(waiting, epoch)
 
     def _steps_at_once(self) -> int:
-        if self.device.type == "cpu" or self.augment is None:
+        if self.device.type == "cpu" or not self.pipeline.training:
             return 1
-        height, width = self.config.size
+        height, width = self.pipeline.size
         share = self.plan.batch // self.plan.world
         return max(1, _AT_ONCE // (share * self.held.images.shape[1] * height * width))
 
     def _augmented(self, steps: list[Tensor], epoch: int) -> Iterator[Batch]:
-        ids = torch.cat(steps)
+        ids, pipeline = torch.cat(steps), self.pipeline
         rows = sample_of(ids)
         if len(self.held.images) < len(self.source):  # a broken image must not give its number to the next
             ids = ids - rows + self.held.index[rows]
         images = self.held.images[rows]
         targets = {} if self.held.labels is None else {"label": self.held.labels[rows]}
-        if self.augment is None:
-            images = centre_crop(images, self.config.size, self.config.crop_share)
-            images, noise = normalise(as_floats(images), self.mean, self.std), None
-        else:
-            images, noise = self._finish(images, ids, epoch, self.augment)
+        if not pipeline.training:
+            images = centre_crop(images, pipeline.size, pipeline.crop_share)
+        noise = pipeline.noise(ids, epoch)
+        together = Batch(pipeline.view(images, noise), ids, targets)
         # Pairs stay within their batch where batches are even, so that all of them are mixed at once.
-        together = Batch(images, ids, targets)
         even = all(len(part) % 2 == 0 for part in steps)
         if even:
-            together = self._mixed(together, noise)
+            together = pipeline.mix(together, noise)
         start = 0
         for part in steps:
             span = slice(start, start := start + len(part))
             own = together.part(span)
-            yield own if even else self._mixed(own, None if noise is None else noise[span])
+            yield own if even else pipeline.mix(own, {"mix": noise["mix"][span]} if "mix" in noise else {})
 
     def describe(self) -> str:
         """Count, size and memory."""
@@ -213,31 +209,21 @@ class ResidentLoader(Loader):
 
 
 class StreamLoader(Loader):
-    """Decoded by workers as it is asked for."""
+    """Any modality, read by workers as it is asked for. workers: 0 reads in this process."""
 
-    def __init__(
-        self, source: Source, config: DataConfig, augment: AugmentConfig | None, plan: BatchPlan, device: torch.device
-    ) -> None:
-        super().__init__(source, config, augment, plan, device)
-        views = Views(source, config.size, config.seed, augment, config.crop_share)
-        self.stream = Stream(views, plan, config.workers, pin=device.type == "cuda")
+    def __init__(self, pipeline: Pipeline, plan: BatchPlan, device: torch.device, workers: int = 0) -> None:
+        super().__init__(pipeline, plan, device)
+        self.stream = Stream(pipeline, plan, workers, pin=device.type == "cuda")
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        for chunk in self.stream.chunks(epoch, start_step):
-            for index, reason in chunk.broken:
+        for given in self.stream.batches(epoch, start_step):
+            for index, reason in given.broken:
                 self.source.skip(index, reason)
-            if not len(chunk.ids):
+            if not len(given.ids):
                 continue
-            images = chunk.images.to(self.device, non_blocking=True)
-            ids = chunk.ids.to(self.device, non_blocking=True)
-            targets = {} if chunk.labels is None else {"label": chunk.labels.to(self.device, non_blocking=True)}
-            if self.augment is None:
-                yield Batch(normalise(as_floats(images), self.mean, self.std), ids, targets)
-                continue
-            # The worker has made the resized crop; a shift is made here.
-            rest = replace(self.augment, crop="none") if self.augment.crop == "resized" else self.augment
-            images, noise = self._finish(images, ids, epoch, rest)
-            yield self._mixed(Batch(images, ids, targets), noise)
+            values = {name: value.to(self.device, non_blocking=True) for name, value in given.values.items()}
+            ids = given.ids.to(self.device, non_blocking=True)
+            yield self.pipeline.finish(values, ids, self.pipeline.noise(ids, epoch))
 
     def describe(self) -> str:
         """Count and workers."""
@@ -285,9 +271,18 @@ def make_loader(
         shuffle=training,
         drop_last=training,
     )
+    pipeline = ImagePipeline(
+        source,
+        config.size,
+        config.seed,
+        augment,
+        crop_share=config.crop_share,
+        normalisation=config.normalisation,
+        held=held is not None,
+    )
     if held is not None:
-        return ResidentLoader(source, config, augment, plan, held)
-    return StreamLoader(source, config, augment, plan, device)
+        return ResidentLoader(pipeline, plan, held)
+    return StreamLoader(pipeline, plan, device, config.workers)
 
 
 def default_batch(count: int, world: int, *, training: bool) -> int:
@@ -321,7 +316,7 @@ def _probe(source: Source) -> set[tuple[int, int]]:
     found = set()
     for index in range(0, len(source), max(1, len(source) // _PROBES)):
         try:
-            found.add(tuple(source.read(index)[0].shape[1:]))
+            found.add(tuple(source.read(index)["image"].shape[1:]))
         except BrokenImageError:
             continue
     return found

@@ -98,15 +98,16 @@ def _decode_all(
         broken = []
         for index in range(start, min(start + _AT_ONCE, count)):
             try:
-                image, label = source.read(index)
+                sample = source.read(index)
             except BrokenImageError as error:
                 if source.strict:
                     raise
                 broken.append((index, str(error)))
                 continue
-            images[index] = _same_form(image if size is None else centre_fit(image, *size), images, index, source)
-            if labels is not None and label is not None:
-                labels[index] = label
+            image = sample["image"] if size is None else centre_fit(sample["image"], *size)
+            images[index] = _same_form(image, images, index, source)
+            if labels is not None and "label" in sample:
+                labels[index] = sample["label"]
             good[index] = True
         return broken
 
@@ -126,7 +127,7 @@ def _first_readable(source: Source) -> Tensor:
     reason = "it is empty"
     for index in range(len(source)):
         try:
-            return source.read(index)[0]
+            return source.read(index)["image"]
         except BrokenImageError as error:
             if source.strict:
                 raise

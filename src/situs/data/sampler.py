@@ -6,7 +6,7 @@ see exactly what one rank would, and a run that resumes at step t only starts co
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -40,11 +40,40 @@ def sample_of(ids: AnyIds) -> AnyIds:
     return ids & _SAMPLE_MASK
 
 
-def epoch_order(seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> Tensor:
+Order = Callable[[int, int, int, "torch.device | str"], Tensor]
+"""(seed, epoch, n, device) -> a permutation of range(n), [n] int64."""
+
+
+def epoch_order(
+    seed: int, epoch: int, n: int, device: torch.device | str = "cpu", stream: str = "sampler.order"
+) -> Tensor:
     """A uniform random permutation of range(n), [n] int64, a pure function of (seed, epoch)."""
-    words = bits(seed, epoch, torch.arange(n, device=device), "sampler.order", ())
+    words = bits(seed, epoch, torch.arange(n, device=device), stream, ())
     # Stable, so that even two equal 64-bit words would leave every device with the same order.
     return torch.argsort(words, stable=True)
+
+
+@dataclass(frozen=True)
+class LengthBuckets:
+    """An `Order` in which the samples of a batch are about equally long, so that little of it is padding.
+
+    lengths: [n], of each sample. batch: of the plan. In each epoch, pools of `pool` batches are drawn at random, each
+    is sorted by length and cut in batches, and the batches come in random order; a last, smaller one stays last.
+    """
+
+    lengths: Tensor
+    batch: int
+    pool: int = 16
+
+    def __call__(self, seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> Tensor:
+        order, lengths = epoch_order(seed, epoch, n, device), self.lengths.to(device)
+        whole = n // self.batch * self.batch
+        pools = order[:whole].split(self.pool * self.batch)
+        rows = [part[lengths[part].argsort(stable=True)].view(-1, self.batch) for part in pools]
+        if not rows:
+            return order
+        shuffled = epoch_order(seed, epoch, whole // self.batch, device, "sampler.buckets")
+        return torch.cat([torch.cat(rows)[shuffled].flatten(), order[whole:]])
 
 
 @dataclass(frozen=True)
@@ -67,6 +96,8 @@ class BatchPlan:
     """Whether each epoch has its own random order."""
     drop_last: bool = True
     """Whether a last, smaller batch is left out."""
+    order: Order = epoch_order
+    """Which order each epoch has, where they are shuffled: a pure function, the same on every rank."""
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.batch % self.world:
@@ -91,7 +122,7 @@ def batches_for(plan: BatchPlan, epoch: int, start_step: int = 0, device: torch.
     evenly as it goes, and a rank without a row in it still gets its empty share.
     """
     n, batch = plan.n, plan.batch
-    order = epoch_order(plan.seed, epoch, n, device) if plan.shuffle else torch.arange(n, device=device)
+    order = plan.order(plan.seed, epoch, n, device) if plan.shuffle else torch.arange(n, device=device)
     distinct = -(-batch // plan.repeated)
     for step in range(start_step, plan.steps):
         size = min(batch, n - step * batch)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-
-from torch import Tensor
+from typing import Any
 
 from situs.data.base import Source
 from situs.data.sampler import epoch_order
@@ -28,8 +27,8 @@ class Rows(Source):
         """The image's name in its source."""
         return self.source.key(self.rows[index])
 
-    def read(self, index: int) -> tuple[Tensor, int | None]:
-        """Image and label `index` of the part."""
+    def read(self, index: int) -> dict[str, Any]:
+        """Sample `index` of the part."""
         return self.source.read(self.rows[index])
 
 

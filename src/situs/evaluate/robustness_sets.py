@@ -37,7 +37,7 @@ def class_numbers(source: Source) -> list[int | None]:
     if isinstance(source, Rows):
         whole = class_numbers(source.source)
         return [whole[row] for row in source.rows]
-    return [source.read(index)[1] for index in range(len(source))]
+    return [source.read(index).get("label") for index in range(len(source))]
 
 
 def _label(source: EncodedSource, index: int) -> int | None:

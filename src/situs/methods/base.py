@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.data.batch import Batch
+from situs.errors import SitusError
 
 Draws = dict[str, Tensor]
 """Everything random (or scheduled) about one step, by name; saved beside a batch it can be replayed exactly."""
@@ -58,6 +59,11 @@ class Method(nn.Module, ABC):
     @abstractmethod
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """A batch's draws, on its device. progress: share of the training done, in [0, 1], for schedules."""
+
+    def refuse_padding(self, batch: Batch) -> None:
+        """For a method that would take padding for tokens."""
+        if batch.mask is not None:
+            raise SitusError(f"{type(self).__name__} takes no batches with padding; MP3 and supervised training do")
 
     @abstractmethod
     def forward(self, batch: Batch, draws: Draws) -> Output:

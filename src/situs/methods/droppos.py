@@ -124,7 +124,7 @@ class DropPos(Method):
 
     places: Tensor
     Config: ClassVar[type[DropPosConfig]] = DropPosConfig
-    needs: ClassVar[tuple[str, ...]] = ("images", "tokens")
+    needs: ClassVar[tuple[str, ...]] = ("tokens",)
 
     def __init__(self, backbone: Backbone, config: DropPosConfig) -> None:
         super().__init__(backbone)
@@ -188,6 +188,7 @@ class DropPos(Method):
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """visible: [B, V], anchors' places first. hidden: [B, N - V], where pixels are asked for. sigma: a scalar."""
+        self.refuse_padding(batch)
         noise = uniform(seed, epoch, batch.ids, "droppos.mask", (self.count,))
         if self.by_cells:
             chosen = mask_of(one_of_cells(noise, self.grid), self.count)

@@ -8,19 +8,26 @@ from torch.nn import functional as F
 
 from situs.errors import SitusError
 
+_LEFT_OUT = -100
+"""What cross entropy reads as no place."""
 
-def position_loss(logits: Tensor, places: Tensor) -> Tensor:
-    """Cross entropy of each token's place, mean over all tokens.
+
+def position_loss(logits: Tensor, places: Tensor, real: Tensor | None = None) -> Tensor:
+    """Cross entropy of each token's place, mean over all tokens; over the real ones where some are padding.
 
     logits: [B, K, N], classes on the LAST axis (K = N in MP3: swapped axes would run, and be wrong). places: [B, K].
+    real: [B, K] bool, False for padding.
     """
-    return F.cross_entropy(logits.flatten(0, 1).float(), places.flatten())
+    if real is not None:
+        places = places.masked_fill(~real, _LEFT_OUT)
+    return F.cross_entropy(logits.flatten(0, 1).float(), places.flatten(), ignore_index=_LEFT_OUT)
 
 
 @torch.no_grad()
-def position_accuracy(logits: Tensor, places: Tensor) -> Tensor:
-    """Share of tokens whose place is guessed right. logits: [B, K, N]; places: [B, K]."""
-    return (logits.argmax(dim=-1) == places).float().mean()
+def position_accuracy(logits: Tensor, places: Tensor, real: Tensor | None = None) -> Tensor:
+    """Share of (real) tokens whose place is guessed right. logits: [B, K, N]; places, real: [B, K]."""
+    right = (logits.argmax(dim=-1) == places).float()
+    return right.mean() if real is None else (right * real).sum() / real.sum()
 
 
 def check_decoder(width: int, heads: int) -> None:

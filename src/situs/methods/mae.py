@@ -74,6 +74,7 @@ class MAE(Method):
         self.register_buffer("places", sincos(backbone.grid, width), persistent=False)
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+        self.refuse_padding(batch)
         noise = uniform(seed, epoch, batch.ids, "mae.mask", (self.backbone.num_tokens,))
         subset = random_subset(noise, self.config.mask_ratio, floor=self.config.floor_counts)
         return {"kept": subset.kept, "dropped": subset.dropped}

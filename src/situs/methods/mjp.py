@@ -69,6 +69,7 @@ class MJP(Method):
         Each stands there where the config uses it. Where chance or epoch says no, the mask is empty and the orders
         are the identity, so that one graph serves both.
         """
+        self.refuse_padding(batch)
         ids, config, draws = batch.ids, self.config, Draws()
         names = ids if config.draw_per == "sample" else ids[:1]
         fires = uniform(seed, epoch, names, "mjp.chance", (1,)) < (config.chance if epoch >= config.start_epoch else 0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.config import Checked
@@ -41,7 +41,7 @@ class MP3(Method):
     """`draw` orders the tokens, context first; `forward` reads like Figure 1."""
 
     Config: ClassVar[type[MP3Config]] = MP3Config
-    needs: ClassVar[tuple[str, ...]] = ("images", "tokens", "context")
+    needs: ClassVar[tuple[str, ...]] = ("tokens", "context")
 
     def __init__(self, backbone: Backbone, config: MP3Config) -> None:
         super().__init__(backbone)
@@ -67,9 +67,14 @@ class MP3(Method):
         return other
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
-        """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where anchors are used."""
+        """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where anchors are used.
+
+        Of a padded sample the padding stands last, and its context is chosen among its real tokens.
+        """
         count = self.backbone.num_tokens
         noise = uniform(seed, epoch, batch.ids, "mp3.context", (count,))
+        if batch.mask is not None:
+            noise = noise.masked_fill(~batch.mask, 1.0)  # noise is below 1, and the sort is stable
         draws = {"order": torch.cat(random_subset(noise, self.config.mask_ratio), dim=1)}
         if self.config.anchor_ratio:
             chance = uniform(seed, epoch, batch.ids, "mp3.anchors", (count,))
@@ -85,7 +90,16 @@ class MP3(Method):
         places = None
         if "anchors" in draws:
             places = self.backbone.positions().take(order).forget(~draws["anchors"])
-        features = self.backbone.encode(tokens, places, context=self.context)
+        real, keys = self._real(batch)
+        features = self.backbone.encode(tokens, places, context=self.context, mask=keys)
         logits = self.position_head(features.patches)
-        metrics = {"position_accuracy": position_accuracy(logits, order)}
-        return Output(position_loss(logits, order), metrics, {"logits": logits.detach(), "places": order})
+        metrics = {"position_accuracy": position_accuracy(logits, order, real)}
+        return Output(position_loss(logits, order, real), metrics, {"logits": logits.detach(), "places": order})
+
+    def _real(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
+        """Of padded samples: which tokens, in the order drawn, are real [B, N], and which serve as keys."""
+        if batch.mask is None:
+            return None, None
+        slot, length = torch.arange(batch.mask.shape[1], device=batch.mask.device), batch.mask.sum(dim=1, keepdim=True)
+        hidden = (self.config.mask_ratio * length + 1e-6).long()  # of each sample's own tokens, as `count_of` reckons
+        return slot < length, slot < length - hidden

@@ -31,7 +31,7 @@ class Supervised(Method):
     """Cross entropy on the backbone's logits. Works on every backbone, convolutional ones too."""
 
     Config: ClassVar[type[SupervisedConfig]] = SupervisedConfig
-    needs: ClassVar[tuple[str, ...]] = ("images",)
+    needs: ClassVar[tuple[str, ...]] = ()
     needs_targets: ClassVar[tuple[str, ...]] = ("label",)
 
     def __init__(self, backbone: Backbone, config: SupervisedConfig) -> None:
@@ -42,7 +42,7 @@ class Supervised(Method):
         return {}
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
-        logits = self.backbone(batch.inputs)
+        logits = self.backbone(batch.inputs, batch.mask)
         loss, metrics = label_loss(logits, batch, self.config.label_smoothing)
         return Output(loss, metrics, {"logits": logits.detach()})
 

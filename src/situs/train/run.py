@@ -137,6 +137,7 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
             num_classes=len(classes) if "label" in kind.needs_targets and classes is not None else 0,
         )
     )
+    backbone.require("images")  # which the data of a run are
     if backbone.input.shape not in (None, config.data.size):
         raise SitusError(f"img_size={backbone.input.shape}: must be the data's {config.data.size} (--data.img-size)")
     return create_method(config.method_name, backbone, config.method)

@@ -140,8 +140,8 @@ def test_pretraining_keeps_the_study_images_apart(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(study, "fit", stop)
     made = pretrain(StudyConfig(images=200, test=50), tmp_path)
     assert (len(seen[0].source), len(made.train), len(made.test)) == (8000, 200, 50)
-    trained_on = {seen[0].source.read(i)[0].numpy().tobytes() for i in range(8000)}
-    apart = [made.train.read(i)[0].numpy().tobytes() not in trained_on for i in range(200)]
+    trained_on = {seen[0].source.read(i)["image"].numpy().tobytes() for i in range(8000)}
+    apart = [made.train.read(i)["image"].numpy().tobytes() not in trained_on for i in range(200)]
     assert sum(apart) >= 199  # Fashion-MNIST has a few images twice
 
 

@@ -27,7 +27,7 @@ def gap(a: Tensor, b: Tensor) -> float:
 
 def places(backbone: Backbone, x: Tensor) -> Positions:
     """A shorter sentence takes the first places."""
-    return backbone.positions() if backbone.input.shape is not None else backbone.positions(x.shape[1])
+    return backbone.positions() if backbone.input.shape is not None else backbone.positions((x.shape[1],))
 
 
 @pytest.mark.parametrize("name", ROWS)

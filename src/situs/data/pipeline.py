@@ -1,0 +1,91 @@
+"""The way of one modality from a source to a batch: read in a worker, noise for each sample, finished on the device.
+
+A new modality is a `Source` whose `read` gives what a sample holds, and a `Pipeline` with `collate` and `finish`;
+`situs.data.loader.StreamLoader` and the training loop know nothing else of it.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from situs.data.base import Source
+from situs.data.batch import Batch
+from situs.data.images import BrokenImageError
+from situs.data.sampler import sample_of
+from situs.errors import SitusError
+
+Noise = dict[str, Tensor]
+
+
+class WorkerBatch(NamedTuple):
+    """A batch as a worker gives it. values: [b, …] by name. ids: [b] draw numbers.
+
+    broken: (row, reason) for each sample found broken on the way. Without rows where every sample was.
+    """
+
+    values: dict[str, Tensor]
+    ids: Tensor
+    broken: list[tuple[int, str]]
+
+
+class Pipeline(ABC):
+    """Plain data, so that it can be sent to a worker process; `to` gives the loader's own copy, on its device.
+
+    training: the next readable sample stands in for a broken one, under the broken one's draw, so that batches keep
+    their size. Otherwise it is left out.
+    """
+
+    def __init__(self, source: Source, *, training: bool) -> None:
+        self.source, self.training = source, training
+
+    # --- in a worker ----------------------------------------------------------------------------------------------
+
+    def read(self, epoch: int, draws: list[int]) -> WorkerBatch:
+        """The samples of some draws. Nothing is drawn but by (seed, epoch, draw): no worker changes anything."""
+        broken: list[tuple[int, str]] = []
+        found = [(draw, sample) for draw in draws if (sample := self._sample(draw, broken)) is not None]
+        if not found:
+            return WorkerBatch({}, torch.empty(0, dtype=torch.int64), broken)
+        kept = [draw for draw, _ in found]
+        return WorkerBatch(self.collate(epoch, kept, [sample for _, sample in found]), torch.tensor(kept), broken)
+
+    def _sample(self, draw: int, broken: list[tuple[int, str]]) -> dict[str, Any] | None:
+        row, count = sample_of(draw), len(self.source)
+        for offset in range(count if self.training else 1):
+            index = (row + offset) % count
+            try:
+                return self.source.read(index)
+            except BrokenImageError as error:
+                if self.source.strict:
+                    raise
+                broken.append((index, str(error)))
+        if self.training:
+            raise SitusError(f"{self.source.name}: none of its {count} images can be read; {broken[-1][1]}")
+        return None
+
+    @abstractmethod
+    def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """What the source read, cut or padded to one size: [b, …] by name."""
+
+    # --- on the device --------------------------------------------------------------------------------------------
+
+    def to(self, device: torch.device) -> Self:  # noqa: ARG002  (those who hold tensors use it)
+        """A copy whose tensors lie on the device."""
+        return copy.copy(self)
+
+    def compile(self) -> None:  # noqa: B027  (a modality that gains nothing leaves it)
+        """Lets torch.compile fuse `finish`, where that pays."""
+
+    def noise(self, ids: Tensor, epoch: int) -> Noise:  # noqa: ARG002  (those who augment use it)
+        """The random numbers of each sample, [B, …] by name: pure functions of its id and the epoch."""
+        return {}
+
+    @abstractmethod
+    def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
+        """The batch that a method sees."""

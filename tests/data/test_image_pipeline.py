@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms.v2 import InterpolationMode
+from torchvision.transforms.v2 import functional as tv
+
+from situs.core.random import uniform
+from situs.data.augment import AugmentConfig
+from situs.data.base import TensorSource
+from situs.data.geometry import CROP_NOISE, resized_crop_boxes
+from situs.data.image_pipeline import ImagePipeline, centre_crop, random_crops
+from situs.data.images import BrokenImageError
+from situs.data.sampler import BatchPlan, draw_ids
+from situs.data.sources import open_source
+from situs.data.streaming import Stream
+from situs.errors import SitusError
+
+CROP = AugmentConfig()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rng = np.random.default_rng(0)
+    for number in range(23):
+        height, width = rng.integers(10, 40, 2)
+        array = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        (tmp_path / f"{number % 3}").mkdir(exist_ok=True)
+        Image.fromarray(array).save(tmp_path / f"{number % 3}" / f"{number:02}.png")
+    return tmp_path
+
+
+def test_the_crop_is_torchvisions_at_the_boxes_of_the_hash():
+    image = torch.randint(0, 256, (3, 50, 70), dtype=torch.uint8)
+    got = random_crops([image], (16, 20), CROP, seed=1, epoch=2, draws=[77])[0]
+    noise = uniform(1, 2, torch.tensor([77]), "augment.crop", (CROP_NOISE,))
+    top, left, height, width = resized_crop_boxes(noise, 50, 70, CROP.scale, CROP.ratio)[0].int().tolist()
+    cut = image[:, top : top + height, left : left + width]
+    assert torch.equal(got, tv.resize(cut, [16, 20], InterpolationMode.BICUBIC, antialias=True))
+    assert not torch.equal(got, random_crops([image], (16, 20), CROP, seed=1, epoch=3, draws=[77])[0])
+
+
+def test_copies_have_their_own_crops():
+    source = TensorSource(torch.randint(0, 256, (2, 3, 40, 40), dtype=torch.uint8), None, None)
+    draws = [int(draw_ids(torch.tensor(1), torch.tensor(copy))) for copy in (0, 1)]
+    first, second = ImagePipeline(source, (16, 16), 0, CROP).read(0, draws).values["image"]
+    assert not torch.equal(first, second)
+
+
+def test_a_broken_image_is_replaced_in_training_and_left_out_in_evaluation(folder):
+    files = sorted(folder.rglob("*.png"))
+    files[4].write_bytes(b"broken")
+    files[5].write_bytes(files[5].read_bytes()[:70])
+    source = open_source(folder, channels=3)
+    read = ImagePipeline(source, (8, 8), 0, CROP).read(0, [4])
+    assert torch.equal(read.values["image"][0], random_crops([source.read(6)["image"]], (8, 8), CROP, 0, 0, [4])[0])
+    assert read.values["label"].tolist() == [source.read(6)["label"]]
+    assert (read.ids.tolist(), [index for index, _ in read.broken]) == ([4], [4, 5])
+    left_out = ImagePipeline(source, (8, 8), 0, None).read(0, [4])
+    assert (left_out.values, left_out.ids.tolist(), len(left_out.broken)) == ({}, [], 1)
+    some = ImagePipeline(source, (8, 8), 0, None).read(0, [3, 4, 6])
+    assert (some.ids.tolist(), len(some.values["image"])) == ([3, 6], 2)
+    source.strict = True
+    with pytest.raises(BrokenImageError, match=files[4].name):
+        ImagePipeline(source, (8, 8), 0, CROP).read(0, [4])
+    # A worker's own sentence, without its traceback.
+    for workers in (0, 1):
+        stream = Stream(ImagePipeline(source, (8, 8), 0, CROP), BatchPlan(len(source), len(source)), workers, pin=False)
+        with pytest.raises(BrokenImageError, match=r"^\S+\.png: cannot be decoded as an image \(.*\)$"):
+            list(stream.batches(0, 0))
+
+
+def test_nothing_readable(tmp_path):
+    for number in range(3):
+        (tmp_path / f"{number}.png").write_bytes(b"")
+    with pytest.raises(SitusError, match="none of its 3 images can be read"):
+        ImagePipeline(open_source(tmp_path), (8, 8), 0, CROP).read(0, [1])
+
+
+def test_the_centre_crop_keeps_the_central_share():
+    image = torch.rand(3, 64, 64)
+    assert torch.equal(centre_crop(image, (56, 56), 56 / 64), image[:, 4:60, 4:60])
+    assert torch.equal(centre_crop(image, (64, 64), 1.0), image)
+    wide = torch.randint(0, 256, (3, 300, 500), dtype=torch.uint8)
+    wanted = tv.center_crop(tv.resize(wide, [256], InterpolationMode.BICUBIC, antialias=True), [224, 224])
+    assert torch.equal(centre_crop(wide, (224, 224), 0.875), wanted)  # ImageNet's evaluation, as torchvision does it
+
+
+def test_collate():
+    deep, flat = torch.rand(3, 2, 2), torch.full((3, 2, 2), 255, dtype=torch.uint8)
+    pipeline = ImagePipeline(TensorSource(flat[None], None, None), (2, 2), 0, None)
+    values = pipeline.collate(0, [0, 1], [{"image": deep, "label": 1}, {"image": flat, "label": 0}])
+    assert torch.equal(values["image"], torch.stack([deep, torch.ones(3, 2, 2)]))
+    assert values["label"].tolist() == [1, 0]
+    assert pipeline.collate(0, [0], [{"image": flat}]).keys() == {"image"}
+    with pytest.raises(SitusError, match="images of 1 and 3 channels in one batch"):
+        pipeline.collate(0, [0, 1], [{"image": deep}, {"image": deep[:1]}])
