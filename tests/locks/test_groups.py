@@ -20,6 +20,7 @@ from situs.locks.groups import (
     Group,
     Member,
     axis_index,
+    changes_of,
     check_keys,
     entrance_and_exit,
     invert_keys,
@@ -68,6 +69,16 @@ def test_a_member_moves_as_its_layout_says(case: tuple[Member, int, Tensor], see
             o, i, n = inside // (size * member.inner), inside // member.inner % size, inside % member.inner
             source[member.axis] = member.start + (o * size + int(p[i])) * member.inner + n
         assert y[tuple(place)] == x[tuple(source)]
+
+
+@given(layouts(), st.integers(0, 100))
+def test_files_and_tensors_move_alike(case: tuple[Member, int, Tensor], seed: int) -> None:
+    """Twice the same axis and a slice of it: what is written to files is what `permute_state` gives."""
+    member, size, x = case
+    groups = [Group("g", "hidden", size, (member,)), Group("h", "hidden", size, (replace(member, at=None),))]
+    keys = {name: torch.randperm(size, generator=random(seed + n)) for n, name in enumerate("gh")}
+    written = changes_of(groups, keys, {"t": x.shape, "other": (3,)})["t"](x.numpy())
+    assert torch.equal(torch.from_numpy(written), permute_state({"t": x}, groups, keys)["t"])
 
 
 @given(layouts(), st.integers(0, 100))

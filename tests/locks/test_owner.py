@@ -12,9 +12,9 @@ from torch import Tensor
 from situs.backbones import Backbone, create_backbone
 from situs.errors import SitusError
 from situs.locks.folder import names_in_file, write_model
-from situs.locks.groups import invert_keys, permute_state
+from situs.locks.groups import invert_keys, permute_state, rename
 from situs.locks.key import Key
-from situs.locks.lock import check, lock, rename, unlock
+from situs.locks.lock import check, lock, unlock
 from situs.locks.manifest import NAME, permutations_of
 from situs.locks.owner import keyed_blocks, open_locked, with_key
 from situs.locks.verify.precise import KeepDouble

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -216,6 +216,10 @@ class Backbone(nn.Module, ABC):
     def table_grid(self) -> Grid:
         """The grid whose places the rows of the model's own table are."""
         return self.grid
+
+    def own_names(self, names: Iterable[str]) -> dict[str, str]:
+        """Names in a file -> names in the wrapped model's state dict; what has none of its own may be left out."""
+        return {name: name for name in names}
 
     def renamed(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A file's tensors under the names of the wrapped model; those it does not know keep theirs."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import isqrt
 from typing import Any
 
@@ -13,7 +13,7 @@ from situs.backbones.base import Backbone, Features, InputSpec, Stream, Taps, jo
 from situs.backbones.config import PositionKind
 from situs.backbones.hf_layers import Head, check_attention, fit, run_layers
 from situs.backbones.hf_layout import NAMES, inner_prefix, one_block, write_dinov2, write_vit
-from situs.backbones.hf_names import own_state
+from situs.backbones.hf_names import own_names, own_state
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
 from situs.core.position import Positions, resample_table, sincos
 from situs.core.tokens import Grid, Size, grid_of, pair
@@ -155,6 +155,9 @@ class ImageBackbone(Backbone):
 
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
         return [(layer,) for layer in self._layers()]
+
+    def own_names(self, names: Iterable[str]) -> dict[str, str]:
+        return own_names(self.model, names)
 
     def one_block_args(self) -> dict[str, Any]:
         return one_block(self.model.config)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone, Features, Stream, Taps
 from situs.backbones.hf_layers import Head, check_attention, fit, run_layers
 from situs.backbones.hf_layout import NAMES, inner_prefix, one_block, write_bert, write_gpt2, write_llama
+from situs.backbones.hf_names import own_names
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
 from situs.core.position import Positions
 from situs.core.tokens import Grid, Size, pair
@@ -65,6 +67,9 @@ class TextBackbone(Backbone):
 
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
         return [(layer,) for layer in self._layers()]
+
+    def own_names(self, names: Iterable[str]) -> dict[str, str]:
+        return own_names(self.model, names)
 
     def one_block_args(self) -> dict[str, Any]:
         return one_block(self.model.config)

@@ -91,15 +91,9 @@ def structure_of(folder: Path, device: str = "meta", changed: Mapping[str, Any] 
 
 def names_in_file(backbone: Backbone, specs: Mapping[str, Spec]) -> dict[str, str]:
     """Names in the model -> names in the file. Shapes must agree; a name that two tensors lay claim to is refused."""
-    if type(backbone.model).__module__.startswith("transformers."):
-        from situs.backbones.hf_names import own_names
-
-        pairs = own_names(backbone.model, specs)
-    else:
-        pairs = {name: name for name in specs}
     state = backbone.model.state_dict()
     found: dict[str, str] = {}
-    for name, own in pairs.items():
+    for name, own in backbone.own_names(specs).items():
         if own in found:
             raise SitusError(f"{backbone.name}: both {found[own]} and {name} would be loaded as {own}")
         if own in state and tuple(state[own].shape) == specs[name].shape:

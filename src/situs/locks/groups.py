@@ -10,8 +10,10 @@ inverse of each key, in whatever order, gives back the very bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,6 +94,39 @@ def _moved(tensor: Tensor, moves: Moves) -> Tensor:
             # select removes its axis, so that those behind it move up by one.
             tensor.select(*at).copy_(tensor.select(*at).index_select(axis - (axis > at[0]), index))
     return tensor
+
+
+def changes_of(
+    groups: Sequence[Group], keys: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]]
+) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
+    """What the keys do to the tensors of files, of which there are more than memory holds: name -> function."""
+    moves = moves_of(groups, keys, shapes)
+    return {name: _mover([(axis, at, index.numpy()) for axis, at, index in own]) for name, own in moves.items()}
+
+
+def _mover(moves: Sequence[tuple[int, tuple[int, int] | None, np.ndarray]]) -> Callable[[np.ndarray], np.ndarray]:
+    """numpy's take on whole numbers moves the columns of bfloat16 four times as fast as torch's index_select."""
+
+    def change(values: np.ndarray) -> np.ndarray:
+        for axis, at, index in moves:
+            if at is None:
+                values = values.take(index, axis=axis)
+            else:
+                # One slice of a table moves; the axis that picks it is gone inside the slice.
+                values = values.copy()
+                inside = (slice(None),) * at[0] + (at[1],)
+                values[inside] = values[inside].take(index, axis=axis - (axis > at[0]))
+        return values
+
+    return change
+
+
+def rename(groups: Sequence[Group], names: Mapping[str, str]) -> tuple[Group, ...]:
+    """The same groups over tensors of other names."""
+    return tuple(
+        replace(group, members=tuple(replace(member, tensor=names[member.tensor]) for member in group.members))
+        for group in groups
+    )
 
 
 def check_keys(groups: Sequence[Group], keys: Mapping[str, Tensor]) -> None:

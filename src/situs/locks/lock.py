@@ -26,7 +26,7 @@ from situs.locks import folder as files
 from situs.locks import shards, store
 from situs.locks.certify import certify_folder
 from situs.locks.contents import TABLE, check_tensors, sort_files
-from situs.locks.groups import residual_only
+from situs.locks.groups import changes_of, rename, residual_only
 from situs.locks.key import Key, codes_of, derive
 from situs.locks.manifest import (
     NAME,
@@ -36,17 +36,17 @@ from situs.locks.manifest import (
     Withheld,
     fingerprint_of,
     layout_of,
+    openers,
     read_manifest,
     write_manifest,
 )
-from situs.locks.moves import changes_of, openers, rename
 from situs.locks.retrained import unlock_retrained
 from situs.locks.seal import SUFFIX
 from situs.locks.shards import Change, Header, Sink, Spec
 from situs.locks.withhold import NAME as SECOND
 from situs.locks.withhold import beside, parse_parts, second_header, tensors_of
 
-__all__ = ["Result", "check", "lock", "rename", "unlock", "unseal"]
+__all__ = ["Result", "check", "lock", "unlock", "unseal"]
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def lock(
     fingerprint = fingerprint_of(codes, layout, clear)
     keys = derive(key, moved, fingerprint, lock_id)
     certify_folder(folder, backbone, rename(moved, {name: own for own, name in names.items()}), keys)
-    changes = changes_of(moved, keys, specs)
+    changes = changes_of(moved, keys, {name: spec.shape for name, spec in specs.items()})
     keep, second = key if seal else None, second_header(headers, held, lock_id)
     beyond = None if not parts else Path(withheld) if withheld is not None else beside(out)
 

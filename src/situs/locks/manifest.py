@@ -23,8 +23,9 @@ from situs.backbones.layout import Group
 from situs.config import from_dict
 from situs.errors import SitusError
 from situs.files import write_text
+from situs.locks.groups import changes_of, invert_keys
 from situs.locks.key import ID_DIGITS, Codes, Key, derive
-from situs.locks.shards import WIDTHS, Spec, unique
+from situs.locks.shards import WIDTHS, Change, Spec, unique
 
 NAME = "manifest.json"
 FORMAT = "situs-lock"
@@ -248,3 +249,9 @@ def _parse(path: Path, raw: bytes) -> Manifest:
         reason = str(error) if isinstance(error, SitusError) else "it is no valid JSON"
         raise SitusError(f"{path}: no valid manifest: {' '.join(reason.split())[:300]}") from None
     return manifest
+
+
+def openers(manifest: Manifest, key: Key) -> dict[str, Change]:
+    """What opens each tensor that the key moves."""
+    keys = invert_keys(permutations_of(manifest, key))
+    return changes_of(manifest.groups, keys, {spec.name: spec.shape for spec in manifest.specs()})

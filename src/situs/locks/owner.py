@@ -23,9 +23,9 @@ from situs.backbones.layout import Group
 from situs.core.permutation import invert
 from situs.errors import SitusError
 from situs.locks.folder import names_in_file, structure_of, weight_files
-from situs.locks.groups import entrance_and_exit, invert_keys, permute_state
+from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, rename
 from situs.locks.key import Key
-from situs.locks.lock import check, rename, unseal
+from situs.locks.lock import check, unseal
 from situs.locks.manifest import Manifest, permutations_of
 from situs.locks.store import all_specs, header_of
 from situs.locks.withhold import tensors_of

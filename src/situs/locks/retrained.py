@@ -10,8 +10,7 @@ from situs.locks import folder as files
 from situs.locks import shards, store
 from situs.locks.contents import sort_files
 from situs.locks.key import Key, codes_of
-from situs.locks.manifest import NAME, Manifest
-from situs.locks.moves import openers
+from situs.locks.manifest import NAME, Manifest, openers
 from situs.locks.shards import Header, Source, Spec
 from situs.locks.withhold import missing
 

@@ -335,9 +335,9 @@ def test_models_of_both_libraries_as_they_are() -> None:
     [
         (
             nn.TransformerEncoderLayer(12, 2),
-            "TransformerEncoderLayer is neither timm's nor transformers', so where its blocks begin",
+            "its class TransformerEncoderLayer is not among those Situs knows",
         ),
-        (nn.Linear(2, 2).half(), "Linear is neither"),
+        (nn.Linear(2, 2).half(), "its class Linear is not among"),
         ("vit_tiny_patch16_224", "not a str; create_backbone"),
         (None, "not a NoneType"),
     ],

@@ -39,8 +39,9 @@ from situs.locks.attacks.recovery import (
 )
 from situs.locks.attacks.samples import Samples, read_samples
 from situs.locks.folder import names_in_file
+from situs.locks.groups import rename
 from situs.locks.key import Key
-from situs.locks.lock import rename, unseal
+from situs.locks.lock import unseal
 from situs.locks.manifest import Manifest, permutations_of, read_manifest
 from situs.locks.owner import left_of
 from situs.locks.withhold import words
