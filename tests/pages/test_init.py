@@ -32,6 +32,10 @@ from situs.evaluate.probe import Fitted, Linear, Score, Tried
 from situs.evaluate.probe_class import ClassProbe, ClassProbes
 from situs.evaluate.probe_position import PositionProbe, PositionProbes
 from situs.evaluate.robustness import Robustness
+from situs.locks.attacks import LockAudit
+from situs.locks.attacks.recovery import Recovery
+from situs.locks.study.finetune import WAYS, Curve, Study, StudyConfig
+from situs.locks.study.paper import RuleCheck
 from situs.pages import PAGES, make_page, publish
 from situs.results import Origin, Provenance, Result, show
 
@@ -95,6 +99,16 @@ def _position_audit() -> PositionAudit:
     )
 
 
+def _lock_audit() -> LockAudit:
+    attacks = [Recovery(f"drifted-base, {amount} ×", 4, 4 - 2 * amount, 0.5, NAME) for amount in (0, 1)]
+    return LockAudit(NAME, (4,), 0, tuple(attacks))
+
+
+def _study() -> Study:
+    curves = {way: Curve([0, 2], [2.0, 1.0], [0.25, 0.5]) for way in WAYS}
+    return Study(StudyConfig(), NAME, curves, 0.1, 1e-6, 1e-7, (RuleCheck("a key", False, 1e-3, NAME),))
+
+
 RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Attention": (_attention, {"images", "heads", "relative"}),
     "ClassAccuracy": (lambda: ClassAccuracy(SCORE, torch.tensor([[3, 1], [0, 2]]), (NAME, "b")), {"classes"}),
@@ -115,6 +129,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
         lambda: LayerKnn(tuple(LayerAccuracy(n, "mean", n / 4) for n in (1, 2)), 8, 4, None, 3, None, 0.1),
         {"layers"},
     ),
+    "LockAudit": (_lock_audit, set()),
     "PositionAudit": (_position_audit, {"error", "named", "vectors", "spectrum"}),
     "PositionCurve": (lambda: PositionCurve({0.0: 0.5, 0.5: 0.25}, 4, 16, 0.5), {"curve"}),
     "PositionGrid": (lambda: PositionGrid((Cell(0.5, 0.5, 8, 4, 0.25),), 4, 16, (0.5, 0.5)), {"grid"}),
@@ -123,6 +138,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Reconstruction": (_reconstruction, {"one", "placed"}),
     "Robustness": (_robustness, {"accuracy", "severity", "corruptions"}),
     "Runs": (_runs, {"curves"}),
+    "Study": (_study, set()),
 }
 """The class of a result -> a small one, and the pictures of its page."""
 
@@ -156,7 +172,7 @@ def test_a_page_says_what_its_result_says(name: str) -> None:
         assert {show(cell) for row in table.rows for cell in row} <= cells
     assert {key for key in page.pictures if not key.startswith("umap")} == pictures
     assert all(picture.startswith(b"\x89PNG") for picture in page.pictures.values())
-    if name != "Runs":  # a run has no maker but itself
+    if name not in ("LockAudit", "Runs", "Study"):  # which say it in their own words
         assert "<dt>seed</dt><dd>3</dd>" in text
     assert NAME not in text
     assert "49" not in re.findall(r"<h1>.*?</h1>", text)[0]

@@ -17,8 +17,8 @@ def check_folder(folder: Path) -> None:
     require(good, "out", str(folder), "a folder", "--out")
 
 
-def present(result: Result, out: Path) -> None:
-    """Prints the tables and the sentence, publishes the result, and says where its page is."""
+def present(result: Result, out: Path | None) -> None:
+    """Prints the tables and the sentence, publishes the result where there is a place for it, and says where."""
     from situs.pages import publish
 
     said = result.summary()
@@ -26,8 +26,10 @@ def present(result: Result, out: Path) -> None:
         print_cells(table)
     for text in (said.sentence, *said.notes):
         print(text.replace("`", ""))
-    path = publish(result, out)
     tell_left_out(result.provenance.left_out)
+    if out is None:
+        return
+    path = publish(result, out)
     if path.parent != out:
         told = f"{out / path.name} is of another model and stays; this one goes to {path.parent}"
         print(f"situs: {told}", file=sys.stderr)

@@ -29,6 +29,7 @@ PAGES = {
     "Correlations": "correlation.page",
     "Ensemble": "ensemble.page",
     "LayerKnn": "knn.page",
+    "LockAudit": "lock.audit_page",
     "PositionAudit": "positions_audit.page",
     "PositionCurve": "position.curve_page",
     "PositionGrid": "position.grid_page",
@@ -37,6 +38,7 @@ PAGES = {
     "Reconstruction": "reconstruct.page",
     "Robustness": "robustness.page",
     "Runs": "runs.page",
+    "Study": "lock.study_page",
 }
 """The class of a result -> the function of a module here that makes its page; loaded when it is asked for."""
 
@@ -57,11 +59,13 @@ def publish(result: Result, out: Path | str) -> Path:
     this one goes to a folder of its own below. Where several ranks have come to the result, the first one writes it.
     """
     out = Path(out)
-    folder, name = (out.parent, out.stem) if out.suffix == ".html" else (out, result.file)
+    named = out.suffix == ".html"
+    folder, name = (out.parent, out.stem) if named else (out, result.file)
+    page_name = f"{name if named else result.page_file or name}.html"
     if distributed.rank():
-        return folder / f"{name}.html"
+        return folder / page_name
     page, numbers = make_page(result), result.to_json()
-    if folder == out and "of" in numbers:
+    if not named and "of" in numbers:
         folder = _own_folder(out, name, [origin.name for origin in result.provenance.of], numbers["of"])
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -70,7 +74,7 @@ def publish(result: Result, out: Path | str) -> Path:
         write_bytes(folder / f"{name}.json", (json.dumps(numbers, indent=2, ensure_ascii=False) + "\n").encode())
     except OSError as error:
         raise SitusError(f"{folder}: could not be written: {(error.strerror or str(error)).lower()} (--out)") from error
-    return page.write(folder / f"{name}.html")
+    return page.write(folder / page_name)
 
 
 def _own_folder(folder: Path, name: str, names: list[str], of: list[str]) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from situs.locks.attacks.adapter import AdapterConfig, accuracy_of, recover_with
 from situs.locks.attacks.images import recover_with_samples
 from situs.locks.attacks.recovery import (
     ATTACKERS,
+    SEED_BITS,
     Recovery,
     check_finite,
     drift,
@@ -48,6 +49,7 @@ from situs.locks.withhold import words
 from situs.models import open_model
 from situs.models.data import check_classes
 from situs.models.model import Model
+from situs.results import Result, Summary, Table, percent, show
 
 Labelled = tuple[Tensor, Tensor]
 
@@ -81,13 +83,16 @@ class LockAuditConfig(Checked):
 
 
 @dataclass(frozen=True)
-class LockAudit:
+class LockAudit(Result):
     """What every attacker got, and what that leaves of the lock.
 
     idle: attackers that had nothing to start from -> a sentence that says why. lacking: attackers that apply and were
     not run, so that no strength is given. kept: what the owner kept back, in words. judged: whether accuracy was
     measured.
     """
+
+    file: ClassVar[str] = "audit"
+    page_file: ClassVar[str] = "report"
 
     model: str
     sizes: tuple[int, ...]
@@ -108,12 +113,29 @@ class LockAudit:
         """The strength in a line or two, and what it means."""
         return " ".join([verdict(self.attacks, self.lacking), *self.idle.values()])
 
-    def to_json(self) -> dict[str, Any]:
+    def summary(self) -> Summary:
+        """The verdict, and a row an attacker; accuracies only where there is data."""
+        scores = ("locked", "after attack", "with the key") if self.judged else ()
+        header = ("attacker", "key recovered", "bits left", *scores, "seconds", "what it took")
+        cover = f", {self.inner} inner groups as cover" if self.inner else ""
+        title = f"{self.model}: {' + '.join(map(str, self.sizes))} residual channels{cover}{self.kept}"
+        return Summary(self.verdict, (Table(title, header, [_row(each, self.judged) for each in self.attacks]),))
+
+    def numbers(self) -> dict[str, Any]:
         """The figures, without the keys that were found."""
         told = ("attacker", "size", "right", "share", "bits", "seconds", "cost", "agreement", "failed")
         fields = (*told, "before", "after", "owner", "control")
         held = [{name: getattr(result, name) for name in fields} for result in self.attacks]
         return {"model": self.model, "strength_bits": self.strength, "verdict": self.verdict, "attacks": held}
+
+
+def _row(result: Recovery, judged: bool) -> list[str | None]:
+    share = "not judged" if result.share is None else f"{percent(result.share)} ({result.right} of {result.size})"
+    bits = "not judged" if result.bits is None else f"{min(float(SEED_BITS), result.bits):.0f}"
+    scores = [None if value is None else percent(value) for value in (result.before, result.after, result.owner)]
+    if result.control is not None:
+        scores[1] = f"{show(scores[1])} (random blocks {percent(result.control)})"
+    return [result.attacker, share, bits, *(scores if judged else ()), f"{result.seconds:.2f}", result.cost]
 
 
 def audit_lock(

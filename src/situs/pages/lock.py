@@ -1,0 +1,60 @@
+"""The pages of a lock: the attacks on it, and the fine-tuning study of a locked model."""
+
+from __future__ import annotations
+
+from situs.locks.attacks import LockAudit
+from situs.locks.attacks.recovery import ATTACKERS
+from situs.locks.study.finetune import Study
+from situs.report import figures
+from situs.report.html import Page
+
+
+def audit_page(found: LockAudit) -> Page:
+    """What each attacker got, and over the drift of the base where several were tried."""
+    said = found.summary()
+    page = Page("Attacks on a lock", lead=f"{found.model}, locked{found.kept}: {said.sentence}")
+    section = page.section("What each attacker got")
+    section.table(said.tables[0].header, said.tables[0].rows)
+    section.facts({name: f"{text}." for name, text in ATTACKERS.items()})
+    drifted = [(r.attacker, r.share) for r in found.attacks if r.attacker.startswith("drifted") and r.share is not None]
+    if len(drifted) > 1:
+        amounts = [float(name.split(", ")[1].removesuffix(" ×")) for name, _ in drifted]
+        line = {"key recovered": (amounts, [100 * share for _, share in drifted])}
+        labels = "noise on the base, in standard deviations", "residual channels recovered, %"
+        drawn = figures.curves(line, *labels, y_limits=(0, 100))
+        section.figure(drawn, "Linear assignment against a base that drifted.")
+    section.note(
+        "Bits left, at most the seed's 256: log2 of the orders of the channels that are still wrong, the attacker "
+        "being taken to know which; where most are right, log2 of the exchanges that put one after the other right; 0 "
+        "where accuracy came back without the key. J tells how well the two sides agree, which needs no key: a search "
+        "that failed ends where those from random hints do. Inner groups (MLP units, heads, their channels) never "
+        "count: moving them leaves the function as it was."
+    )
+    return page
+
+
+def study_page(study: Study) -> Page:
+    """The four ways at the last step, and their curves."""
+    said = study.summary()
+    page = Page("Fine-tuning a locked model", lead=f"With its key, without it, and from scratch: {study.about}.")
+    section = page.section("Who can use a locked model")
+    section.text(
+        "The lock permutes the channels between the blocks. Its owner permutes the stream along, so that training with "
+        "the key is training in another order of the channels; a thief has blocks whose weights do not fit the "
+        "embedding and the head, and can only train on from there."
+    )
+    section.table(said.tables[0].header, said.tables[0].rows, "After the last step.")
+    section.note(" ".join([said.sentence, *said.notes]))
+    for title, unit, name, scale in (
+        ("Validation loss", "cross entropy", "loss", 1),
+        ("Validation accuracy", "images classified right, %", "accuracy", 100),
+    ):
+        lines = {way: (c.steps, [scale * v for v in getattr(c, name)]) for way, c in study.curves.items()}
+        drawn = figures.curves(lines, "update", unit, title=title)
+        section.figure(drawn, f"{title} of the four ways (Figures 4 and 5 of the paper).")
+    section.text(
+        "What the unauthorised have over training from scratch is what the lock does not take away: embedding, "
+        "positions, and the statistics of the weights. `situs audit lock` measures how far a thief gets by attacking "
+        "the key instead."
+    )
+    return page
