@@ -15,7 +15,7 @@ def test_a_classifier(outline: Any, trained: Any, tmp_path: Path, capsys: pytest
     words = [str(trained.one), "--ratios", "0.5", "--out", str(tmp_path)]
     assert main(["audit", "positions", *words]) == 0
     printed = capsys.readouterr().out.rstrip().splitlines()
-    assert printed[-2].startswith("one is told its 2 × 2 places by a vector added to each token.")
+    assert printed[-2].startswith("`one` is told its 2 × 2 places by a vector added to each token.")
     assert printed[-1].startswith(str(tmp_path / "positions-audit.html"))
     numbers = json.loads((tmp_path / "positions-audit.json").read_text())
     assert (numbers["images_fitted_on"], numbers["images_read"]) == (8, 7)
@@ -42,7 +42,7 @@ def test_a_classifier(outline: Any, trained: Any, tmp_path: Path, capsys: pytest
 
 def test_mp3_is_audited_without_positions(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", "positions", str(trained.mp3), "--no-equivariance", "--out", str(tmp_path)]) == 0
-    assert "mp3 is told no positions: it was trained without them." in capsys.readouterr().out
+    assert "`mp3` is told no positions: it was trained without them." in capsys.readouterr().out
     numbers = json.loads((tmp_path / "positions-audit.json").read_text())
     assert list(numbers["readings"]) == ["as it is"]
     assert numbers["row_law"] is None

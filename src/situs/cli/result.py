@@ -25,7 +25,7 @@ def present(result: Result, out: Path | None) -> None:
     for table in said.tables:
         print_cells(table)
     for text in (said.sentence, *said.notes):
-        print(text.replace("`", ""))
+        print(text)
     tell_left_out(result.provenance.left_out)
     if out is None:
         return
