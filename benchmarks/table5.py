@@ -26,7 +26,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.lpips import Lpips
 from situs.audit.patchembed import PatchEmbedding
 from situs.audit.settings import Attacker, Comparison, Contestant, Plan, compare_settings, to_json, verdict
-from situs.audit.settings_page import settings_page, settings_table
+from situs.audit.settings_tables import settings_table
 from situs.audit.victim import Victim, labels_for, open_predictor, open_victim
 from situs.backbones import create_backbone
 from situs.data.loader import DataConfig
@@ -34,6 +34,7 @@ from situs.files import write_text
 from situs.methods.base import Method
 from situs.models import Model
 from situs.models.data import load_set
+from situs.pages.settings import settings_page
 
 
 def opened_victim(source: str, args: argparse.Namespace) -> Victim:

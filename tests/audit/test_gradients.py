@@ -27,10 +27,10 @@ from situs.audit.gradients import (
     summary,
     verdict,
 )
-from situs.audit.page import make_page
 from situs.audit.record import to_json
 from situs.backbones import create_backbone
 from situs.errors import SitusError
+from situs.pages.gradients import make_page
 
 NORMALISATION = ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 SHAPE = {"depth": 2, "embed_dim": 48, "num_heads": 4}

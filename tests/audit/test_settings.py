@@ -24,13 +24,14 @@ from situs.audit.settings import (
     to_json,
     verdict,
 )
-from situs.audit.settings_page import glance, settings_page, settings_table
+from situs.audit.settings_tables import glance, settings_table
 from situs.backbones import create_backbone
 from situs.core.jigsaw import move_patches
 from situs.data.batch import Batch
 from situs.data.samples import load_samples
 from situs.errors import SitusError
 from situs.methods.mjp import MJP, MJPConfig
+from situs.pages.settings import settings_page
 
 SHAPE = {"depth": 2, "embed_dim": 64, "num_heads": 4}
 NORMALISATION = ((0.5,), (0.3,))

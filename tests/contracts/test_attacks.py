@@ -14,10 +14,11 @@ from situs.audit.attack import Recovery, Refused
 from situs.audit.cases import Step, TestSet
 from situs.audit.gate import Limit, judge
 from situs.audit.gradients import Audit, audit_gradients, verdict
-from situs.audit.page import make_page, table
 from situs.audit.record import to_json
+from situs.audit.tables import table
 from situs.audit.threat import victim_gradients
 from situs.backbones import create_backbone
+from situs.pages.gradients import make_page
 
 SHAPE = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 NORMALISATION = ((0.5,) * 3, (0.25,) * 3)

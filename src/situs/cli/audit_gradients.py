@@ -317,9 +317,10 @@ def _write_numbers(args: Args, audit: Audit, facts: dict[str, Any], victim: Vict
 def _report(args: Args, audit: Audit, facts: dict[str, Any], victim: Victim, ruling: Ruling | None) -> None:
     from situs.audit.gradients import verdict
     from situs.audit.junit import junit
-    from situs.audit.page import make_page, reasons, table
+    from situs.audit.tables import reasons, table
     from situs.cli.scores import write_file
     from situs.cli.tables import print_table
+    from situs.pages.gradients import make_page
     from situs.results import show
 
     _write_numbers(args, audit, facts, victim, ruling)  # first: what was found is not lost while the rest is made

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 def run_settings(task: Task, settings: list[str]) -> None:
     """Attacks, prints the table, writes settings.json and settings.html."""
     from situs.audit.settings import Plan, attackers, compare_settings, contestants, to_json, verdict
-    from situs.audit.settings_page import settings_page, settings_table
+    from situs.audit.settings_tables import settings_table
     from situs.cli.audit_gradients import now_and_then
     from situs.cli.evidence import evidence
     from situs.cli.scores import write_scores
     from situs.cli.tables import print_table
+    from situs.pages.settings import settings_page
     from situs.results import show
 
     args, victim = task.args, task.victim

@@ -1,9 +1,8 @@
-"""The audit as one page: threat model, verdict, table of attacks × defences, pictures, what would reduce the leak."""
+"""The page of a gradient audit: threat model, verdict, attacks × defences, pictures, what would reduce the leak."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,33 +18,19 @@ from situs.audit.gradients import (
     seen,
     steps_of,
     strength,
-    summary,
 )
-from situs.audit.metrics import BEST_PSNR, Mean
-from situs.audit.scoring import Scores
+from situs.audit.metrics import BEST_PSNR
+from situs.audit.tables import REFUSED, alone, grid, judged, measured, reasons, table, unmeasured
 from situs.audit.threat import THREAT
 from situs.report import figures
 from situs.report.html import Page, Section
 from situs.results import Cell
 
-COLUMNS = {
-    "psnr": "PSNR, dB",
-    "ssim": "SSIM",
-    "mse": "MSE",
-    "fft2d": "FFT2D",
-    "lpips": "LPIPS",
-    "patch_psnr": "best-match PSNR, dB",
-    "order_accuracy": "order",
-    "reidentified": "re-identified",
-}
-"""metric -> the head of its column."""
-
-REFUSED = "not attacked here"
-"""What stands where an attack does not apply: its reason is given, and nothing is known of privacy."""
 PRIVATE = (
     "This page holds private images and what was recovered of them: keep it as safe as the images themselves, or make "
     "it with `--no-pictures`."
 )
+
 EXACTLY = (
     f"Exactly means a PSNR of {EXACT:g} dB or more: the mean error is below half a grey level of 255, which no eye "
     f"sees; {BEST_PSNR:g} dB stands for no error at all. Where every pixel was read to its exact byte, the attacker "
@@ -53,7 +38,7 @@ EXACTLY = (
 )
 
 ALONE = "not defined for one image, which is the nearest to whatever is found."
-WORST = "PSNR of the worst image, dB"
+
 GATE = (
     "The gate, by the worst image. Passed: a closed form solved every image to the end, its equations fit as the "
     "stated noise and precision predict, and no image is above. Not judged, which is no pass: stopped, nothing "
@@ -61,6 +46,7 @@ GATE = (
 )
 
 BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips")
+
 CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 """The metrics of the table of means, and of the one with intervals: all of them in one are too wide for a page."""
 
@@ -70,6 +56,7 @@ They take away what the closed forms of this audit read; the patches stand in th
 and attacks that read them there are known. This audit does not have them yet: where it says "{REFUSED}", nothing is
 known.
 """
+
 REMEDIES = """
 Aggregate securely over many images, so that only sums over a batch are seen: the closed forms of this audit fail from
 two images on, gradient matching does not, and gets harder with every image. That says nothing of other attacks. A batch
@@ -132,60 +119,6 @@ def _headline(audit: Audit) -> str:
 def described(attacks: Iterable[str]) -> dict[str, Cell]:
     """What the attacks of these names do, for the threat model."""
     return {f"attack {name}": ATTACKS[name].about for name in attacks if name in ATTACKS}
-
-
-def table(
-    audit: Audit, columns: Sequence[str] = tuple(COLUMNS), cell: Callable[[Mean | None], Cell] | None = None
-) -> tuple[list[str], list[list[Cell]]]:
-    """Header, and a row for each attack × defence and baseline: exact, worst PSNR, metrics, rank, condition.
-
-    cell: shows a mean.
-    """
-    cell = cell or interval
-    rows: list[list[Cell]] = []
-    for pair in audit.pairs:
-        name: list[Cell] = [pair.attack, pair.defence]
-        if pair.reason is not None:
-            rows.append([*name, REFUSED, *[None] * (len(columns) + 3)])
-            continue
-        exact = f"{pair.exact} of {pair.count}" + ", stopped" * (pair.partial is not None)
-        rows.append([*name, exact, f"{pair.worst_psnr:.3g}", *_cells(pair.scores, columns, cell), *_system(pair)])
-    for guess, scores in audit.baselines.items():
-        best = f"{max(scores['psnr'] or [0.0]):.3g}"
-        rows.append(["baseline", guess, None, best, *_cells(scores, columns, cell), None, None])
-    header = ["attack", "defence", "exact", WORST, *(COLUMNS[name] for name in columns), "rank of G", "condition of G"]
-    return header, rows
-
-
-def judged(ruling: Ruling) -> tuple[list[str], list[list[Cell]]]:
-    """Header and a row for each defence: what the gate says of it, and by which image."""
-    rows: list[list[Cell]] = []
-    for each in ruling.judgements:
-        value = None if each.worst is None else f"{each.worst.value:.4g}"
-        found = (None, None) if each.worst is None else (each.worst.image, each.worst.attack)
-        rows.append([each.defence, each.outcome, value, *found, each.said])
-    return ["defence", "gate", f"worst {ruling.limit.metric}", "image", "by", "why"], rows
-
-
-def reasons(audit: Audit) -> list[tuple[str, str]]:
-    """(attack against defences, why it does not apply or is not exact); the same said of several defences, once."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for pair in audit.pairs:
-        verdicts = [str(fact.get("verdict") or "") for fact in pair.facts]
-        doubt = None if pair.caveat or pair.doubt is None else f"proves nothing: {pair.doubt}"
-        for said in dict.fromkeys([pair.reason, _stopped(pair), pair.caveat, *verdicts, doubt]):
-            if said:
-                found.setdefault((pair.attack, said), []).append(pair.defence)
-    every = len(audit.about) > 2
-    names = {
-        key: "every defence" if every and set(defences) == set(audit.about) else " | ".join(defences)
-        for key, defences in found.items()
-    }
-    return [(f"{attack} against {names[attack, said]}", said) for attack, said in found]
-
-
-def _stopped(pair: Outcome) -> str | None:
-    return None if pair.partial is None else f"stopped after {pair.partial}"
 
 
 def _searched(pair: Outcome, batch: int) -> str | None:
@@ -257,64 +190,6 @@ def _results(section: Section, audit: Audit) -> None:
             section.text(said)
 
 
-def measured(columns: Sequence[str], rows: Iterable[Outcome]) -> tuple[str, ...]:
-    """Those of the metrics that some row has: LPIPS needs a file."""
-    rows = list(rows)
-    return tuple(name for name in columns if any(row.scores.get(name) is not None for row in rows))
-
-
-def unmeasured(rows: Iterable[Outcome]) -> str:
-    """That LPIPS is missing, and how to have it; else ""."""
-    return "" if measured(("lpips",), rows) else " LPIPS was not measured (it needs `--lpips FILE`)."
-
-
-def grid(audit: Audit) -> tuple[list[str], list[list[Cell]]]:
-    """Attacks down, defences across: PSNR, mean and worst, and how many images were recovered exactly."""
-    attacks = dict.fromkeys([*(pair.attack for pair in audit.pairs), *(attack for attack, _ in audit.undone)])
-    cells: dict[tuple[str, str], str] = dict.fromkeys(audit.undone, "not attacked")
-    for pair in audit.pairs:
-        psnr = summary(pair.scores)["psnr"] if pair.reason is None else None
-        said = f"mean {alone(psnr)}, worst {pair.worst_psnr:.3g}; exact {pair.exact} of {pair.count}"
-        said += ", stopped" * (pair.partial is not None)
-        cells[pair.attack, pair.defence] = REFUSED if psnr is None else said
-    rows: list[list[Cell]] = [[attack, *(cells.get((attack, name)) for name in audit.about)] for attack in attacks]
-    return ["attack", *audit.about], rows
-
-
-def _cells(scores: Scores, columns: Sequence[str], cell: Callable[[Mean | None], Cell]) -> list[Cell]:
-    found = summary(scores)
-    return [cell(found[name]) for name in columns]
-
-
-def interval(mean: Mean | None) -> str | None:
-    """A mean and its 95 % interval."""
-    if mean is None or mean.low is None or mean.high is None:
-        return alone(mean)
-    return f"{mean.mean:.3g} [{mean.low:.3g}, {mean.high:.3g}]"
-
-
-def alone(mean: Mean | None) -> str | None:
-    """A mean; what is nearly nothing is said so."""
-    if mean is None:
-        return None
-    return "< 1e-6" if 0 < mean.mean < 1e-6 else f"{mean.mean:.3g}"
-
-
-def _system(pair: Outcome) -> tuple[Cell, Cell]:
-    """Rank and condition over the images that have them: the least rank and the median condition, infinite below full.
-
-    An attack may solve one system for some images and search for the others (adaptive-mjp, by whether any is hidden).
-    """
-    solved = [fact for fact in pair.facts if "rank" in fact]
-    if not solved:
-        return None, None
-    ranks: list[Any] = [fact["rank"] for fact in solved]
-    sizes: list[Any] = [fact["condition"] for fact in solved]
-    middle = sorted(math.inf if size is None else size for size in sizes)[len(sizes) // 2]
-    rank = f"{min(ranks)} of {solved[0]['unknowns']}"
-    return rank, "∞" if middle == math.inf else f"{middle:.3g}"
-
-
 def _pictures(page: Page, audit: Audit, shown: Sequence[Outcome], most: int = 4) -> None:
     if not shown:
         return
@@ -329,7 +204,7 @@ def _pictures(page: Page, audit: Audit, shown: Sequence[Outcome], most: int = 4)
             row_titles=("original", "recovered", "difference"),
         )
         section.figure(
-            figures.png(figure),
+            figure,
             f"{pair.attack} against {pair.defence}: originals, what was recovered from the gradients, and the absolute "
             "difference (black: none); over each its PSNR."
             f"{'' if pair.partial is None else f' Stopped after {pair.partial}.'}",

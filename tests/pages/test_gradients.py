@@ -14,7 +14,8 @@ from situs.audit.cases import Outcome, Step
 from situs.audit.gate import Judgement, Limit, Ruling, Worst
 from situs.audit.gradients import Audit, verdict
 from situs.audit.metrics import measure_all
-from situs.audit.page import COLUMNS, PRIVATE, grid, judged, make_page, reasons, table
+from situs.audit.tables import COLUMNS, grid, judged, reasons, table
+from situs.pages.gradients import PRIVATE, make_page
 
 REAL = torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 

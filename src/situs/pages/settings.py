@@ -1,18 +1,19 @@
-"""The settings of Table 5 as one page: verdict, the table, shown and hidden patches apart, pictures."""
+"""The page of the settings of Table 5: verdict, the table, shown and hidden patches apart, pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from situs.audit.cases import Outcome
 from situs.audit.gradients import summary
-from situs.audit.metrics import Mean
-from situs.audit.page import COLUMNS, EXACTLY, PRIVATE, REFUSED, alone, described, interval, measured, unmeasured
 from situs.audit.settings import SETTINGS, Comparison, attacker_of, setting_of, verdict
+from situs.audit.settings_tables import PARTS, glance, settings_table
+from situs.audit.tables import COLUMNS, REFUSED, alone, interval, measured, unmeasured
 from situs.audit.threat import THREAT
+from situs.pages.gradients import EXACTLY, PRIVATE, described
 from situs.report import figures
 from situs.report.html import Page
 from situs.results import Cell
@@ -21,20 +22,19 @@ CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 """The metrics shown with intervals: PSNR, and those that a shuffle cannot hide from."""
 
 SHUFFLED = "an image, and the same image with the patches of a block mask shuffled, as MJP trains on it"
+
 STATIC = "does not know that MJP is at work, as in the paper; who knows MJP has its method and its weights"
+
 ORDERED = """
 In (b) one who knows MJP is compared with x̃ although he puts the patches in the order of x; that he has them all is
 shown by the best-match PSNR below, and by (c).
 """
+
 UNORDERED = """
 In (c) a plain model gives away x̃, and x̃ is not x: nothing in its gradients says which patches were moved, so that
 nobody puts them back.
 """
-PARTS = {
-    "shown_psnr": "shown patches, PSNR, dB",
-    "hidden_psnr": "hidden patches in any order, PSNR, dB",
-    "hidden_order": "hidden patches at their place",
-}
+
 PUBLISHED = [
     ["DeiT-S", "a", 0.0350, 0.0057, 18.94, 0.5182, 0.3767],
     ["DeiT-S + MJP", "a", 0.1055, 0.0166, 11.52, 0.4053, 0.6545],
@@ -43,32 +43,6 @@ PUBLISHED = [
     ["DeiT-S + MJP", "c", 0.1706, 0.0338, 8.07, 0.0875, 0.8945],
 ]
 """MJP's Table 5 (γ = 0.27, 1,000 images of ImageNet, APRIL's analytic attack by one who does not know MJP)."""
-
-
-def settings_table(
-    comparison: Comparison,
-    columns: Sequence[str] = (*COLUMNS, *PARTS),
-    cell: Callable[[Mean | None], Cell] | None = None,
-) -> tuple[list[str], list[list[Cell]]]:
-    """Header and rows: setting, model, attacker, exact, metrics; then who saw no gradient. cell: shows a mean."""
-    cell, rows = cell or interval, list[list[Cell]]()
-    for setting in SETTINGS:
-        for row in comparison.rows:
-            if setting_of(row) != setting:
-                continue
-            name: list[Cell] = [setting, row.case.name, attacker_of(row)]
-            if row.reason is not None:
-                rows.append([*name, REFUSED, *[None] * len(columns)])
-                continue
-            means, done = summary(row.scores), len(row.facts)
-            exact = f"{row.exact} of {done}" + ", stopped" * (row.partial is not None)
-            rows.append([*name, exact, *(cell(means.get(column)) for column in columns)])
-        for (where, guess), scores in comparison.guesses.items():
-            if where == setting:
-                means = summary(scores)
-                rows.append([setting, "no gradient", guess, None, *(cell(means.get(column)) for column in columns)])
-    heads = {**COLUMNS, **PARTS}
-    return ["setting", "model", "attacker", "exact", *(heads[column] for column in columns)], rows
 
 
 def settings_page(comparison: Comparison, facts: Mapping[str, Cell], *, pictures: bool = True) -> Page:
@@ -107,25 +81,6 @@ def settings_page(comparison: Comparison, facts: Mapping[str, Cell], *, pictures
     )
     page.section("How this page was made").facts(facts)
     return page
-
-
-def glance(comparison: Comparison) -> tuple[list[str], list[list[Cell]]]:
-    """Models and attackers down, settings across: mean PSNR and how many images were recovered exactly."""
-    settings = [setting for setting in SETTINGS if any(setting_of(row) == setting for row in comparison.rows)]
-    cells: dict[tuple[str, str], dict[str, str]] = {}
-    for row in comparison.rows:
-        psnr = summary(row.scores).get("psnr")
-        said = REFUSED if row.reason is not None else f"{alone(psnr)} dB, {row.exact} of {len(row.facts)}"
-        cells.setdefault((row.case.name, attacker_of(row)), {})[setting_of(row)] = said
-    for (setting, guess), scores in comparison.guesses.items():
-        cells.setdefault(("no gradient", guess), {})[setting] = f"{alone(summary(scores)['psnr'])} dB"
-    header = ["model", "attacker", *(f"({setting}) {_short(setting)}" for setting in settings)]
-    return header, [[*name, *(found.get(setting) for setting in settings)] for name, found in cells.items()]
-
-
-def _short(setting: str) -> str:
-    """ "step on x̃, compared with x"."""
-    return SETTINGS[setting].removeprefix("attack a ").replace("compare with", "compared with")
 
 
 def _tables(page: Page, comparison: Comparison) -> None:
@@ -189,7 +144,7 @@ def _pictures(page: Page, comparison: Comparison, shown: Sequence[Outcome], most
             row_titles=tuple(name for name, _ in strips),
         )
         section.figure(
-            figures.png(figure),
+            figure,
             f"Setting ({setting}): {SETTINGS[setting]}. What each attacker recovered from one step on the first "
             f"{count} images; beside each row the mean PSNR against x over those he came to of all "
             f"{len(comparison.names)}.",
