@@ -15,11 +15,11 @@ from collections.abc import Iterator
 
 import torch
 
-from situs.data.augment import RECIPES
-from situs.data.base import Source, TensorSource
+from situs.data.augment.recipes import RECIPES
 from situs.data.loader import DataConfig, Loader, make_loader
 from situs.data.resident import load_resident
 from situs.data.sources import open_source
+from situs.data.sources.base import Source, TensorSource
 
 
 def synchronise(device: str) -> None:

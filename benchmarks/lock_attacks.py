@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.backbones import Backbone, create_backbone
-from situs.data.samples import load_samples
+from situs.data.sources.samples import load_samples
 from situs.locks.attacks.recovery import drift, drift_between, opened, recover_blind, recover_with_base
 from situs.locks.folder import write_model
 from situs.locks.groups import permute_state, random_keys, residual_only

@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from torch import Tensor
 
 import situs
-from situs.data.samples import load_samples
+from situs.data.sources.samples import load_samples
 
 GRID, PATCH, STEP = (7, 7), 4, 1.16
 INK, QUIET, MOVED, LOST = "#1d2433", "#c4cad6", "#e4572e", "#1f7a8c"

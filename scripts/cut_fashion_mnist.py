@@ -2,7 +2,7 @@
 
 FOLDER holds the four idx files; Debian's package `dataset-fashion-mnist` installs them in
 usr/share/datasets/fashion-mnist. The same files give the same bytes: the images are chosen by a hash, and the
-sha256 printed at the end is the one that `situs.data.samples` checks.
+sha256 printed at the end is the one that `situs.data.sources.samples` checks.
 
 The file is an xz stream of two .npy arrays, train then test, each uint8 [class, index, column, row]: no
 pickle, and no labels, which are the first axis. Bytes an image, measured on 5,000 images: npz 434, PNG mosaic

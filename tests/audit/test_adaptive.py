@@ -27,7 +27,7 @@ from situs.audit.threat import Defence, NoDefence, victim_gradients
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
 from situs.data.batch import Batch
-from situs.data.samples import load_samples
+from situs.data.sources.samples import load_samples
 from situs.methods.mjp import MJP, VARIANTS
 
 SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 4}

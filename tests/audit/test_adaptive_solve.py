@@ -21,7 +21,7 @@ from situs.audit.threat import MaskedJigsaw, known_gradient, victim_gradients
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
 from situs.data.batch import Batch
-from situs.data.samples import load_samples
+from situs.data.sources.samples import load_samples
 
 SIZE = (7, 7)
 

@@ -23,7 +23,7 @@ from situs.audit.bytes import (
 from situs.audit.equations import Solution, solve_pixels, whiten
 from situs.audit.threat import victim_gradients
 from situs.backbones import create_backbone
-from situs.data.augment import as_floats, normalise
+from situs.data.augment.recipes import as_floats, normalise
 
 NORMALISATION = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 STEP = 1 / 255 / 0.229

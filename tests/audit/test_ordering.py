@@ -27,7 +27,7 @@ from situs.backbones import create_backbone
 from situs.core.jigsaw import draw_puzzle, puzzle_noise_shape
 from situs.core.random import uniform
 from situs.core.tokens import patchify
-from situs.data.samples import load_samples
+from situs.data.sources.samples import load_samples
 from situs.methods.mp3 import MP3, MP3Config
 
 PHOTOGRAPHS = Path(__file__).parents[3] / "shared" / "data" / "imagenet-samples"

@@ -28,7 +28,7 @@ from situs.audit.settings_tables import glance, settings_table
 from situs.backbones import create_backbone
 from situs.core.jigsaw import move_patches
 from situs.data.batch import Batch
-from situs.data.samples import load_samples
+from situs.data.sources.samples import load_samples
 from situs.errors import SitusError
 from situs.methods.mjp import MJP, MJPConfig
 from situs.pages.settings import settings_page

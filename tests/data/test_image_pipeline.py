@@ -8,13 +8,13 @@ from torchvision.transforms.v2 import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
 from situs.core.random import uniform
-from situs.data.augment import AugmentConfig
-from situs.data.base import TensorSource
-from situs.data.geometry import CROP_NOISE, resized_crop_boxes
+from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
+from situs.data.augment.recipes import AugmentConfig
 from situs.data.image_pipeline import ImagePipeline, centre_crop, random_crops
-from situs.data.images import BrokenImageError
 from situs.data.sampler import BatchPlan, draw_ids
 from situs.data.sources import open_source
+from situs.data.sources.base import TensorSource
+from situs.data.sources.images import BrokenImageError
 from situs.data.streaming import Stream
 from situs.errors import SitusError
 

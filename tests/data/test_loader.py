@@ -7,11 +7,11 @@ import pytest
 import torch
 from PIL import Image
 
-from situs.data.augment import AugmentConfig, recipe
-from situs.data.base import TensorSource
+from situs.data.augment.recipes import AugmentConfig, recipe
 from situs.data.loader import DataConfig, ResidentLoader, StreamLoader, default_batch, make_loader
 from situs.data.sampler import epoch_order, sample_of
 from situs.data.sources import open_source
+from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
 
 CONFIG = DataConfig(path="samples", img_size=28, channels=1, batch=64, workers=0)

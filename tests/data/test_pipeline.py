@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from situs.backbones.base import Backbone, Features, InputSpec, Stream, Taps
 from situs.core.position import Positions, sincos
 from situs.core.random import uniform
-from situs.data.base import Source
 from situs.data.batch import Batch
-from situs.data.images import BrokenImageError
 from situs.data.loader import StreamLoader
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sampler import BatchPlan, LengthBuckets
+from situs.data.sources.base import Source
+from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
 from situs.train.checkpoint import RunFolder

@@ -7,10 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
-from situs.data.base import TensorSource
-from situs.data.images import BrokenImageError
 from situs.data.resident import load_resident
 from situs.data.sources import open_source
+from situs.data.sources.base import TensorSource
+from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from situs.data.augment import AugmentConfig
+from situs.data.augment.recipes import AugmentConfig
 from situs.data.image_pipeline import ImagePipeline
 from situs.data.pipeline import WorkerBatch
 from situs.data.sampler import BatchPlan

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from situs.data.base import TensorSource
 from situs.data.loader import DataConfig, Loader, make_loader
-from situs.data.samples import load_samples
-from situs.data.subset import Subset
+from situs.data.sources.base import TensorSource
+from situs.data.sources.samples import load_samples
+from situs.data.sources.subset import Subset
 from situs.evaluate.corruptions import corrupt
 from situs.evaluate.robustness_run import answers, corrupted_accuracy, seen
 

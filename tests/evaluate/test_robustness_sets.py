@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from situs.data.base import TensorSource
 from situs.data.sources import open_source
-from situs.data.subset import Rows, Subset
+from situs.data.sources.base import TensorSource
+from situs.data.sources.subset import Rows, Subset
 from situs.errors import SitusError
 from situs.evaluate.robustness_sets import (
     class_numbers,

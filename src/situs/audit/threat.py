@@ -24,7 +24,7 @@ from situs.config import check_range
 from situs.errors import SitusError
 from situs.methods.base import Batch, Method
 from situs.methods.mjp import MJP, MJPConfig
-from situs.methods.mjp_dal import require_table
+from situs.methods.mjp.dal import require_table
 from situs.methods.supervised import Supervised, SupervisedConfig
 
 Gradients = dict[str, Tensor]

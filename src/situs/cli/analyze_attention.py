@@ -33,7 +33,7 @@ def run(args: Args) -> None:
     from situs.analyze.attention import Attention, Shown, check_layer, image_maps, survey
     from situs.backbones.attention_maps import check_attention_maps, has_cls
     from situs.config import check_range
-    from situs.data.augment import denormalise
+    from situs.data.augment.recipes import denormalise
     from situs.models.data import load_set, made_with
 
     check_range("show", args.show, 1, flag="--show")

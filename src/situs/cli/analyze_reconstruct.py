@@ -35,7 +35,7 @@ def run(args: Args) -> None:
     """Solves, prints a line for each setting, and writes the page."""
     from situs.analyze.reconstruct import settings_of, study
     from situs.config import check_range
-    from situs.data.augment import denormalise
+    from situs.data.augment.recipes import denormalise
     from situs.models.data import load_set, made_with
 
     check_range("show", args.show, 1, flag="--show")

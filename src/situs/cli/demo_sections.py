@@ -24,7 +24,7 @@ from situs.core.permutation import permute_rows, random_permutation
 from situs.core.position import sincos
 from situs.core.random import uniform
 from situs.core.tokens import patchify, take, unpatchify
-from situs.data.samples import Samples, load_samples
+from situs.data.sources.samples import Samples, load_samples
 from situs.methods.base import Method
 from situs.report import figures
 from situs.report.html import Page, Section

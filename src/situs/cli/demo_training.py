@@ -12,10 +12,10 @@ import torch
 from situs.backbones import BackboneConfig
 from situs.backbones.config import PositionKind
 from situs.cli.demo_sections import GRID, MODEL, PATCH, PLACES, Lines, Stage
-from situs.data.augment import AugmentConfig
+from situs.data.augment.recipes import AugmentConfig
 from situs.data.loader import DataConfig, Loader, make_loader
 from situs.data.sources import open_source
-from situs.data.subset import Subset
+from situs.data.sources.subset import Subset
 from situs.evaluate.hooks import Validation
 from situs.methods import MP3Config, SupervisedConfig
 from situs.methods.base import Method

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from situs.core.random import uniform
-from situs.data.augment import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
-from situs.data.base import Source
+from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
+from situs.data.augment.recipes import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
 from situs.data.batch import Batch
-from situs.data.geometry import CROP_NOISE, resized_crop_boxes
-from situs.data.images import centre_fit
 from situs.data.pipeline import Noise, Pipeline
+from situs.data.sources.base import Source
+from situs.data.sources.images import centre_fit
 from situs.errors import SitusError
 
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from situs.config import Checked
-from situs.data.augment import AugmentConfig
-from situs.data.base import Source, TensorSource
+from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
 from situs.data.image_pipeline import ImagePipeline, centre_crop
-from situs.data.images import BrokenImageError
 from situs.data.pipeline import Pipeline
 from situs.data.resident import Progress, Resident, load_resident
 from situs.data.sampler import BatchPlan, batches_for, sample_of
 from situs.data.sources import open_source
+from situs.data.sources.base import Source, TensorSource
+from situs.data.sources.images import BrokenImageError
 from situs.data.streaming import Stream
 from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within

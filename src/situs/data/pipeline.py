@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from situs.data.base import Source
 from situs.data.batch import Batch
-from situs.data.images import BrokenImageError
 from situs.data.sampler import sample_of
+from situs.data.sources.base import Source
+from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 
 Noise = dict[str, Tensor]

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from situs.data.base import Source, TensorSource
-from situs.data.images import BrokenImageError, centre_fit, to_channels
+from situs.data.sources.base import Source, TensorSource
+from situs.data.sources.images import BrokenImageError, centre_fit, to_channels
 from situs.errors import SitusError
 
 DEFAULT_BYTES = 4 << 30

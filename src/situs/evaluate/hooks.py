@@ -10,7 +10,7 @@ import torch
 from situs.config import check_range
 from situs.data.loader import BATCH, Loader, make_loader
 from situs.data.sources import open_source
-from situs.data.subset import Subset
+from situs.data.sources.subset import Subset
 from situs.errors import SitusError
 from situs.evaluate.accuracy import evaluate_accuracy
 from situs.evaluate.inference import evaluating

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from situs.config import check_range
-from situs.data.augment import normalise
-from situs.data.base import Source
+from situs.data.augment.recipes import normalise
 from situs.data.loader import Loader, make_loader
-from situs.data.subset import Rows, Subset
+from situs.data.sources.base import Source
+from situs.data.sources.subset import Rows, Subset
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, Classifier, Tally, labels_of
 from situs.evaluate.corruptions import CORRUPTIONS, corrupt

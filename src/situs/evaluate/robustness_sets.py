@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from situs.data.base import EncodedSource, Source, TensorSource
-from situs.data.images import BrokenImageError
 from situs.data.sources import judged_split, open_source
-from situs.data.subset import Rows
+from situs.data.sources.base import EncodedSource, Source, TensorSource
+from situs.data.sources.images import BrokenImageError
+from situs.data.sources.subset import Rows
 from situs.errors import SitusError
 from situs.evaluate.corruptions import GROUPS
 

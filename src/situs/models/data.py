@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from situs.config import check_range
-from situs.data.augment import denormalise
+from situs.data.augment.recipes import denormalise
 from situs.data.loader import Loader, make_loader
 from situs.data.sources import judged_split, open_source
-from situs.data.subset import Subset
+from situs.data.sources.subset import Subset
 from situs.errors import SitusError
 from situs.models.model import Model, check_classifier
 from situs.results import Provenance

@@ -19,7 +19,7 @@ import torch
 from situs.backbones import BackboneConfig, create_backbone
 from situs.backbones.base import Backbone
 from situs.config import Checked, choice, choices_of, from_dict
-from situs.data.augment import AugmentConfig
+from situs.data.augment.recipes import AugmentConfig
 from situs.data.loader import BATCH, NO_DATA, DataConfig, Loader, make_loader
 from situs.data.sources import SAMPLES
 from situs.errors import SitusError

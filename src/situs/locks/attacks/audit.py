@@ -18,7 +18,7 @@ from situs.backbones.layout import Group
 from situs.config import Checked
 from situs.data.loader import Loader, make_loader
 from situs.data.sources import open_source
-from situs.data.subset import Subset
+from situs.data.sources.subset import Subset
 from situs.errors import SitusError, unknown_name
 from situs.limits import Count
 from situs.locks.attacks.adapter import AdapterConfig, accuracy_of, recover_with_labels

@@ -44,7 +44,7 @@ def _images(folder: Path, backbone: Backbone, path: str, count: int) -> Samples:
     from situs.core.tokens import pair
     from situs.data.loader import make_loader
     from situs.data.sources import open_source
-    from situs.data.subset import Subset
+    from situs.data.sources.subset import Subset
     from situs.locks.attacks.grams import shifted
 
     assert backbone.input.patch is not None

@@ -25,12 +25,12 @@ from torch.nn import functional as F
 from situs.backbones import BackboneConfig
 from situs.backbones.layout import Group
 from situs.config import Checked
-from situs.data.augment import AugmentConfig
-from situs.data.base import Source, TensorSource
+from situs.data.augment.recipes import AugmentConfig
 from situs.data.loader import DataConfig, Loader, make_loader
-from situs.data.samples import load_samples
 from situs.data.sources import open_source
-from situs.data.subset import Subset
+from situs.data.sources.base import Source, TensorSource
+from situs.data.sources.samples import load_samples
+from situs.data.sources.subset import Subset
 from situs.errors import SitusError
 from situs.limits import Count, Positive
 from situs.locks.groups import invert_keys, permute_state, random_keys, residual_only

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from situs.data.base import Source
 from situs.data.sampler import epoch_order
+from situs.data.sources.base import Source
 from situs.errors import SitusError
 
 

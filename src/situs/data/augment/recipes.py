@@ -2,7 +2,7 @@
 
 Every number comes from the counter-based hash of (seed, epoch, draw id), and every step treats the rows of a batch
 apart from each other, so a sample's view is the same whatever the batch, its order, the worker or the rank. Only MixUp
-and CutMix look at a second sample (`situs.data.mix`).
+and CutMix look at a second sample (`situs.data.augment.mix`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from situs.config import Checked
 from situs.core.random import uniform
-from situs.data import colour, erasing, geometry, mix, randaugment
+from situs.data.augment import colour, erasing, geometry, mix, randaugment
 from situs.errors import unknown_name
 from situs.limits import Count, Natural, NotNegative, Positive, Rule, Share, Within
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.data.base import TensorSource, choose_split
-from situs.data.pickled import read_pickled
+from situs.data.sources.base import TensorSource, choose_split
+from situs.data.sources.pickled import read_pickled
 from situs.errors import SitusError
 
 _PIXELS = 3 * 32 * 32

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from situs.data.images import BrokenImageError, centre_fit, decode, to_channels
+from situs.data.sources.images import BrokenImageError, centre_fit, decode, to_channels
 from situs.errors import SitusError
 
 RNG = np.random.default_rng(0)

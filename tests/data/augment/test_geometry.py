@@ -14,7 +14,7 @@ from torchvision.transforms.v2 import InterpolationMode, RandomResizedCrop
 from torchvision.transforms.v2 import functional as tv
 
 from situs.core.random import uniform
-from situs.data import geometry
+from situs.data.augment import geometry
 
 STILL = torch.zeros(1, dtype=torch.bool)
 FILL = torch.tensor([0.25])

@@ -1,7 +1,7 @@
 """RandAugment (Cubuk et al., 2020) of a whole batch, with the fifteen operations and ranges that DeiT trained with.
 
 Each sample draws its own operations. The geometric ones become affine matrices that the crop's own resampling takes up
-(`situs.data.geometry.warp`), so they cost no pass over the pixels; the colour ones become one look-up a slot and two
+(`geometry.warp`), so they cost no pass over the pixels; the colour ones become one look-up a slot and two
 blends. Geometric operations therefore come before the colour ones of the same sample, whatever the order drawn.
 Saturation leaves images that are not RGB as they are.
 """
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from situs.data import colour, geometry
+from situs.data.augment import colour, geometry
 
 OPERATIONS = (
     "auto_contrast",

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from situs.data.images import BrokenImageError
 from situs.data.sources import open_source
-from situs.data.walk import plain, walk
+from situs.data.sources.images import BrokenImageError
+from situs.data.sources.walk import plain, walk
 from situs.errors import SitusError
 
 

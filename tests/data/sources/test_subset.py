@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from situs.data.base import Source, TensorSource
-from situs.data.images import BrokenImageError
 from situs.data.loader import DataConfig, make_loader
 from situs.data.sources import judged_split, open_source, splits_at
-from situs.data.subset import Subset, hold_out
+from situs.data.sources.base import Source, TensorSource
+from situs.data.sources.images import BrokenImageError
+from situs.data.sources.subset import Subset, hold_out
 from situs.errors import SitusError
 
 
@@ -168,7 +168,7 @@ def test_what_an_evaluation_takes_by_itself(tmp_path: Path) -> None:
 
 
 def test_training_and_judging_take_the_two_sides_of_a_config(tmp_path: Path) -> None:
-    from situs.data.augment import RECIPES
+    from situs.data.augment.recipes import RECIPES
 
     config = DataConfig(str(images_at(tmp_path / "flat")), held_out=0.25, img_size=4, channels=1, batch=4, workers=0)
     train, judged = make_loader(config, RECIPES["none"]), make_loader(config, None)

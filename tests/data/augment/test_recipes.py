@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as tv
 
-from situs.data.augment import RECIPES, AugmentConfig, apply, apply_mix, denormalise, draw, normalise, recipe
+from situs.data.augment.recipes import RECIPES, AugmentConfig, apply, apply_mix, denormalise, draw, normalise, recipe
 from situs.data.sampler import draw_ids
 from situs.errors import SitusError
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from PIL import Image
 
-from situs.data.images import BrokenImageError
 from situs.data.sources import judged_split, open_source
+from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 
 RNG = np.random.default_rng(1)
@@ -92,11 +92,11 @@ def parquet(path: Path, values: list[int], names: list[str] | None, column: str 
 
 @pytest.mark.parametrize("held_bytes", [1 << 30, 0])
 def test_hugging_face_parquet(tmp_path, held_bytes, monkeypatch):
-    monkeypatch.setattr("situs.data.parquet._GROUPS_KEPT", 1)
+    monkeypatch.setattr("situs.data.sources.parquet._GROUPS_KEPT", 1)
     parquet(tmp_path / "train-00001-of-00002.parquet", [4, 5], ["even", "odd"])
     parquet(tmp_path / "train-00000-of-00002.parquet", [1, 2, 3], ["even", "odd"])
     parquet(tmp_path / "test-00000-of-00001.parquet", [7], ["even", "odd"])
-    from situs.data.parquet import ParquetSource
+    from situs.data.sources.parquet import ParquetSource
 
     source = ParquetSource(tmp_path, "train", held_bytes=held_bytes)
     assert source.classes == ("even", "odd")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from situs.data.base import SPLIT_WORDS, EncodedSource, choose_split
-from situs.data.images import IMAGE_SUFFIXES, BrokenImageError, check_bytes
-from situs.data.walk import plain, walk
+from situs.data.sources.base import SPLIT_WORDS, EncodedSource, choose_split
+from situs.data.sources.images import IMAGE_SUFFIXES, BrokenImageError, check_bytes
+from situs.data.sources.walk import plain, walk
 from situs.errors import SitusError
 
 _TINY_IMAGENET_LABELS = "val_annotations.txt"

@@ -4,7 +4,7 @@ import torch
 from scipy import stats
 
 from situs.core.random import uniform
-from situs.data import erasing
+from situs.data.augment import erasing
 
 AREA = (0.02, 1 / 3)
 

@@ -12,8 +12,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from situs.data.base import EncodedSource, find_shards, number_names, split_of
-from situs.data.images import BrokenImageError
+from situs.data.sources.base import EncodedSource, find_shards, number_names, split_of
+from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 
 _IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from situs.data import samples
-from situs.data.samples import CLASSES, load_samples
+from situs.data.sources import samples
+from situs.data.sources.samples import CLASSES, load_samples
 from situs.errors import SitusError
 
 FOLDER = resources.files("situs.data")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageOps
 
-from situs.data import colour
+from situs.data.augment import colour
 
 RNG = np.random.default_rng(0)
 RAMP = np.linspace(30, 200, 20 * 17 * 3).reshape(20, 17, 3).astype(np.uint8)

@@ -10,7 +10,7 @@ from sklearn.linear_model import LinearRegression
 from torch import Tensor
 
 from situs.backbones import create_backbone
-from situs.methods.mjp_dal import Dal, dal_loss, dal_targets, principal_axes, principal_guesses
+from situs.methods.mjp.dal import Dal, dal_loss, dal_targets, principal_axes, principal_guesses
 
 GRID = (5, 7)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from situs.data.images import BrokenImageError
 from situs.data.sources import open_source
+from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 
 
@@ -78,7 +78,7 @@ def test_a_negative_size_leads_to_no_circle(tmp_path, size):
 
 
 def test_a_member_too_large_for_an_image_is_named_before_it_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr("situs.data.images._MOST_BYTES", 50)
+    monkeypatch.setattr("situs.data.sources.images._MOST_BYTES", 50)
     source = open_source(write(tmp_path / "x.tar", WHOLE))
     with pytest.raises(BrokenImageError, match=r"x\.tar, 0\.png: has [\d,]+ bytes, and an image at most 50"):
         source.read(0)

@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from situs.data.images import IMAGE_SUFFIXES, is_image
+from situs.data.sources.images import IMAGE_SUFFIXES, is_image
 
 _SHOWN = 5
 

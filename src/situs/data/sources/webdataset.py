@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from situs.data.base import EncodedSource, find_shards, number_names, split_of
-from situs.data.images import IMAGE_SUFFIXES, BrokenImageError, check_bytes
-from situs.data.walk import Found, plain
+from situs.data.sources.base import EncodedSource, find_shards, number_names, split_of
+from situs.data.sources.images import IMAGE_SUFFIXES, BrokenImageError, check_bytes
+from situs.data.sources.walk import Found, plain
 from situs.errors import SitusError
 
 _BLOCK = 512

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from situs.data.images import decode, to_channels
+from situs.data.sources.images import decode, to_channels
 from situs.errors import SitusError
 
 # A split by any of its names; where the first is absent the next serves (ImageNet has no labelled test split,

@@ -11,8 +11,8 @@ from PIL import Image, ImageEnhance, ImageOps
 from scipy import stats
 
 from situs.core.random import uniform
-from situs.data import geometry, randaugment
-from situs.data.randaugment import OPERATIONS, Plan
+from situs.data.augment import geometry, randaugment
+from situs.data.augment.randaugment import OPERATIONS, Plan
 
 SIZE = 24
 ARRAY = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from situs.data.base import SPLITS, Source, TensorSource, choose_split, list_shards, splits_of
-from situs.data.cifar import find_cifar, open_cifar
-from situs.data.folder import FolderSource, split_folders
-from situs.data.subset import hold_out
+from situs.data.sources.base import SPLITS, Source, TensorSource, choose_split, list_shards, splits_of
+from situs.data.sources.cifar import find_cifar, open_cifar
+from situs.data.sources.folder import FolderSource, split_folders
+from situs.data.sources.subset import hold_out
 from situs.errors import SitusError
 
 SAMPLES = "samples"
@@ -91,11 +91,11 @@ def _open(path: str | Path, split: str | None, labels: bool, channels: int | Non
         return _open_file(path, split, labels, channels, strict)
     # Shards of any split: what decides the kind of a folder must not depend on the split asked for.
     if list_shards(path, ".parquet"):
-        from situs.data.parquet import ParquetSource
+        from situs.data.sources.parquet import ParquetSource
 
         return ParquetSource(path, split, labels=labels, channels=channels, strict=strict)
     if list_shards(path, ".tar"):
-        from situs.data.webdataset import TarSource
+        from situs.data.sources.webdataset import TarSource
 
         return TarSource(path, split, labels=labels, channels=channels, strict=strict)
     if find_cifar(path):
@@ -105,18 +105,18 @@ def _open(path: str | Path, split: str | None, labels: bool, channels: int | Non
 
 def _open_file(path: Path, split: str | None, labels: bool, channels: int | None, strict: bool) -> Source:
     if path.suffix == ".parquet" and path.is_file():
-        from situs.data.parquet import ParquetSource
+        from situs.data.sources.parquet import ParquetSource
 
         return ParquetSource(path, split, labels=labels, channels=channels, strict=strict)
     if path.suffix == ".tar" and path.is_file():
-        from situs.data.webdataset import TarSource
+        from situs.data.sources.webdataset import TarSource
 
         return TarSource(path, split, labels=labels, channels=channels, strict=strict)
     raise SitusError(f"{path}: must be a folder, a .parquet or a .tar file (--data)")
 
 
 def _open_samples(split: str | None, labels: bool, channels: int | None) -> TensorSource:
-    from situs.data.samples import load_samples
+    from situs.data.sources.samples import load_samples
 
     chosen = choose_split(("train", "test"), split, SAMPLES)
     samples = load_samples("test" if chosen == "test" else "train")

@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from situs.data.images import BrokenImageError
 from situs.data.loader import DataConfig, make_loader
 from situs.data.sources import open_source
+from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 
 
@@ -122,7 +122,7 @@ def test_a_label_that_is_an_id_makes_no_hundred_million_names(tmp_path):
 
 def test_a_file_that_unpacks_to_much_is_not_held(tmp_path):
     """Ten million equal bytes pack to almost nothing; what decides is what they unpack to."""
-    from situs.data.parquet import ParquetSource
+    from situs.data.sources.parquet import ParquetSource
 
     rows = [{"bytes": png(1) + bytes(10**6), "path": None}] * 10
     path = write(tmp_path / "x.parquet", pa.table({"image": rows}), compression="zstd", use_dictionary=False)
@@ -141,7 +141,7 @@ def test_a_row_is_named_by_its_file_and_number(tmp_path):
 
 def test_offsets_that_run_backwards_are_named(tmp_path, monkeypatch):
     """A damaged page may unpack to them; Arrow looks for that only when it is asked to check everything."""
-    from situs.data import parquet
+    from situs.data.sources import parquet
 
     source = parquet.ParquetSource(write(tmp_path / "x.parquet", pa.table({"image": [png(1), png(2)]})), held_bytes=0)
     offsets, data = pa.array([0, 900, 10], pa.int32()).buffers()[1], pa.py_buffer(bytes(20))

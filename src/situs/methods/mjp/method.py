@@ -26,11 +26,9 @@ from situs.core.random import uniform
 from situs.core.tokens import take
 from situs.errors import SitusError
 from situs.methods.base import Batch, Draws, Method, Output, UnknownPosition
-from situs.methods.mjp_config import VARIANTS, MJPConfig, dal_weight_at
-from situs.methods.mjp_dal import Dal, dal_loss, dal_targets
+from situs.methods.mjp.config import MJPConfig, dal_weight_at
+from situs.methods.mjp.dal import Dal, dal_loss, dal_targets
 from situs.methods.supervised import label_loss
-
-__all__ = ["MJP", "VARIANTS", "MJPConfig"]
 
 
 class MJP(Method):

@@ -10,7 +10,7 @@ from situs.config import Checked
 from situs.core.masking import BlockRule
 from situs.errors import SitusError
 from situs.limits import Count, Natural, NotNegative, Share, Within
-from situs.methods.mjp_dal import DalKind
+from situs.methods.mjp.dal import DalKind
 from situs.methods.schedule import epoch_share
 
 

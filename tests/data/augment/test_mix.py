@@ -6,7 +6,7 @@ from scipy import stats
 from torch.nn import functional as F
 
 from situs.core.random import uniform
-from situs.data import mix
+from situs.data.augment import mix
 
 ON = {"mixup": 0.8, "cutmix": 1.0, "probability": 1.0, "switch": 0.5}
 
