@@ -20,13 +20,12 @@ from situs.backbones.base import Backbone
 from situs.backbones.layout import Group, Member
 from situs.errors import SitusError
 from situs.locks.folder import structure_of
-from situs.locks.groups import residual_only
 from situs.locks.verify.experiment import Experiment
 from situs.locks.verify.findings import TOLERANCES
 from situs.locks.verify.sample import evaluating, sample_of
 
-LARGE = 30_000_000
-"""Parameters above which one block stands for all: float64 copies of more would need more memory than the lock."""
+LARGE = 5_000_000
+"""Parameters above which one block stands for all: float64 copies of more take longer and more memory than the lock."""
 
 
 def certify(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tensor], *, seed: int = 0) -> float:
@@ -75,10 +74,12 @@ def _randomised(backbone: Backbone) -> Backbone:
 
 
 def _check_blocks_alike(groups: Sequence[Group], name: str) -> None:
-    """Refuses a layout in which a block's residual axes are not those of the others."""
-    found: dict[str, set[Member]] = defaultdict(set)
-    for member in (member for group in residual_only(groups) for member in group.members):
-        before, number, after = re.split(r"(?:^|(?<=\.))(\d+)(?=\.)", member.tensor, maxsplit=1)
-        found[number].add(replace(member, tensor=f"{before}*{after}"))
+    """Refuses a layout in which the axes that move in one block are not those of the others."""
+    found: dict[str, set[tuple[str, Member]]] = defaultdict(set)
+    for group in groups:
+        for member in group.members:
+            parts = re.split(r"(?:^|(?<=\.))(\d+)(?=\.)", member.tensor, maxsplit=1)
+            if len(parts) == 3:  # else it is in no block: a table that all of them share
+                found[parts[1]].add((group.kind, replace(member, tensor=f"{parts[0]}*{parts[2]}")))
     if len({frozenset(each) for each in found.values()}) != 1:
         raise SitusError(f"{name}: its blocks are not laid out alike, so that one cannot be checked for all")
