@@ -178,12 +178,12 @@ def test_layers_are_counted_as_people_do() -> None:
     backbone = make()
     assert (check_layer(backbone, None), check_layer(backbone, 1), check_layer(backbone, 2)) == (1, 0, 1)
     for wrong in (0, 3, -1):
-        with pytest.raises(SitusError, match=rf"layer={wrong}: must be in 1 to 2, the layers of .* \(--layer\)"):
+        with pytest.raises(SitusError, match=rf"layer={wrong}: must be in 1 to 2, the layers of .*"):
             check_layer(backbone, wrong)
 
 
 def test_no_images_is_one_sentence() -> None:
-    with pytest.raises(SitusError, match=r"no images to look at \(--data\)"):
+    with pytest.raises(SitusError, match=r"no images to look at"):
         survey(make(), [])
 
 

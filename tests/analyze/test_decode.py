@@ -90,7 +90,7 @@ def test_seed_chooses_the_folds() -> None:
 def test_fewer_places_than_folds_are_each_a_fold() -> None:
     found = decode_places(sincos((2, 2), 8), (2, 2))
     assert (found.folds, found.fitted) == (4, 3)
-    with pytest.raises(SitusError, match=r"folds=1: .*\(--folds\)"):
+    with pytest.raises(SitusError, match=r"folds=1: "):
         decode_places(noise(9, 3), (3, 3), folds=1)
 
 

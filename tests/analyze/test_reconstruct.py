@@ -121,7 +121,7 @@ def test_scores_weigh_every_guess_alike() -> None:
     two = Puzzle(torch.tensor([[1, 0], [0, 1]]), torch.tensor([[1, 0], [0, 1]]), 0, 0, (1, 2))
     found = score([one, two])
     assert found == (3, 5 / 6, 1 / 6, 0.5 / 3)
-    with pytest.raises(SitusError, match=r"no images to make puzzles of \(--data\)"):
+    with pytest.raises(SitusError, match=r"no images to make puzzles of"):
         score([])
 
 
@@ -230,7 +230,7 @@ def test_settings_follow_the_papers_and_refuse_methods_without_a_position_head()
     assert [s.ratio for s in settings_of(mp3, "run", None, None)] == [0.0, 0.25, 0.5, 0.75]
     assert settings_of(droppos, "run", (0.5,), None) == [Setting(0.5, 0.75), Setting(0.5, 0.95)]
     assert settings_of(droppos, "run", None, (0.5,))[-1].text == "γ = 0.75, γ_pos = 0.5"
-    with pytest.raises(SitusError, match=r"run: only droppos drops positions.*\(--position-ratios\)"):
+    with pytest.raises(SitusError, match=r"run: only droppos drops positions"):
         settings_of(mp3, "run", None, (0.5,))
     with pytest.raises(SitusError, match=r"run: was trained without a position head; runs of mp3 and droppos"):
         settings_of(make(METHODS["mae"], METHODS["mae"].Config(decoder_width=16, decoder_heads=2)), "run", None, None)

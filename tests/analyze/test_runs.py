@@ -227,7 +227,7 @@ def test_a_broken_or_empty_log_is_one_sentence(tmp_path: Path, lines: str | None
 
 
 def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match=r"holds no run, .* \(RUN\)"):
+    with pytest.raises(SitusError, match="holds no run, "):
         read_runs([tmp_path])
     with pytest.raises(SitusError, match="at least one run"):
         read_runs([])

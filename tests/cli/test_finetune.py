@@ -114,9 +114,8 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     alone = [*told, "--data", str(trained.data / "train")]
     assert refused(alone, capsys) == (
         f"{trained.data / 'train'}: has no split 'val', it is not split and 'train' means all of it; hold a "
-        "share of it out, as with 0.1 (--data.held-out, in evaluations --held-out), or name another split "
-        "(--data.split, --split); "
-        "--validate-every 0 trains without validation"
+        "share of it out, as with 0.1, or name another split; validate_every=0 trains without validation "
+        "(--data.held-out, --data.split, --validate-every)"
     )
     flat = [*told, "--data", str(trained.data / "train" / "dark"), "--batch", "4"]
     assert refused(flat, capsys).startswith(f"supervised needs labels, and {trained.data / 'train' / 'dark'} has none")

@@ -166,13 +166,15 @@ def test_a_run_without_a_whole_checkpoint_starts_over_only_when_asked(
     out = tmp_path / "run"
     assert main([*small, "--steps", "2", "--train.save-every", "1", "--out", str(out)]) == 0
     before, words = weights(out), ["pretrain", "--resume", str(out), "--device", "cpu"]
-    assert refused([*words, "--start-over"], capsys).startswith(f"{out}: the checkpoint of step 2 is whole, --resume")
+    assert refused([*words, "--start-over"], capsys).startswith(
+        f"{out}: the checkpoint of step 2 is whole, and resuming"
+    )
     for torn in (out / "checkpoints").iterdir():
         (torn / "state.json").write_text((torn / "state.json").read_text().replace('"step": ', '"step": 1'))
     held = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
     assert refused(words, capsys) == (
         f"{out}: the run has no whole checkpoint left (the checkpoint of step 2 is torn (state.json is not as it was "
-        "written)); --start-over begins it again at step 0 and sets what is there aside"
+        "written)); starting over begins it again at step 0 and sets what is there aside (--start-over)"
     )
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == held
     assert main([*words, "--start-over"]) == 0
@@ -205,14 +207,14 @@ def test_another_config_on_resume_is_refused(
 def test_flags_that_cannot_be_meant(small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     told = [*small, "--out", str(out)]
-    both = "give a new folder (--out) or a run to go on with (--resume), and not both"
+    both = "give a new folder or a run to go on with, and not both (--out, --resume)"
     assert refused(small, capsys) == both
     assert refused([*told, "--preset", "nosuch"], capsys, out).startswith("unknown preset 'nosuch'; choose one of: cif")
     assert refused([*told, "--method.mask-ratio", "1.2"], capsys, out) == (
         "method.mask_ratio=1.2: must be in [0, 1) (--method.mask-ratio)"
     )
     assert (
-        refused([*told, "--device", "abacus"], capsys, out) == "device=abacus: must be cpu, cuda or cuda:N (--device)"
+        refused([*told, "--device", "abacus"], capsys, out) == "device='abacus': must be cpu, cuda or cuda:N (--device)"
     )
     assert "batch=9001: must be at most the 9000 images" in refused([*told, "--batch", "9001"], capsys, out)
     assert "epochs=0: must be >= 1 (--epochs)" in refused([*told, "--epochs", "0"], capsys, out)
@@ -243,10 +245,10 @@ def test_both_out_and_resume(small: list[str], tmp_path: Path, capsys: pytest.Ca
     out = tmp_path / "run"
     assert main([*small, "--steps", "1", "--out", str(out)]) == 0
     said = refused(["pretrain", "--resume", str(out), "--out", str(tmp_path / "new")], capsys, tmp_path / "new")
-    assert said == "give a new folder (--out) or a run to go on with (--resume), and not both"
+    assert said == "give a new folder or a run to go on with, and not both (--out, --resume)"
     before = weights(out)
     assert refused([*small, "--steps", "1", "--out", str(out)], capsys) == (
-        f"{out}: already holds a run; go on with --resume {out} or choose another --out"
+        f"{out}: already holds a run; resume it or choose another folder (--resume, --out)"
     )
     assert all(torch.equal(value, before[name]) for name, value in weights(out).items())
     (tmp_path / "file").write_text("")
@@ -320,7 +322,7 @@ def test_a_full_disk_is_one_sentence_and_the_earlier_checkpoint_is_whole(
     [said] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("situs: ")]
     assert said == (
         f"situs: {out}: the checkpoint of step 4 could not be written: no space left on device; "
-        f"that of step 2 is whole, go on from it with --resume {out}"
+        f"that of step 2 is whole, and resuming {out} goes on from it"
     )
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000002"]
     monkeypatch.setattr(room, "write_tensors", real)
@@ -345,7 +347,7 @@ def test_ctrl_c_saves_and_the_run_can_be_resumed(small: list[str], tmp_path: Pat
     assert process.returncode == 130, complaints
     assert "Traceback" not in complaints
     step = max(RunFolder.open(out, writer=False).steps())
-    assert f"stopped after step {step}; go on with --resume {out}" in complaints
+    assert f"stopped after step {step}; resuming {out} goes on" in complaints
     assert "done:" not in printed
     told = ["pretrain", "--resume", str(out), "--device", "cpu", "--steps", str(step + 1), "--train.log-every", "1"]
     assert main(told) == 0

@@ -67,8 +67,8 @@ def test_counts_are_those_a_person_reckons():
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.0, 1.2, math.nan])
 def test_a_ratio_outside_the_range_names_its_flag(ratio: float):
-    with pytest.raises(SitusError, match=r"mask_ratio=.*: must be in \[0, 1\) \(--method.mask-ratio\)"):
-        random_subset(torch.rand(1, 4), ratio, flag="--method.mask-ratio")
+    with pytest.raises(SitusError, match=r"mask_ratio=.*: must be in \[0, 1\)"):
+        random_subset(torch.rand(1, 4), ratio, field="mask_ratio")
 
 
 def test_every_place_is_kept_equally_often_and_so_is_every_pair():

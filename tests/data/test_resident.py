@@ -71,13 +71,13 @@ def test_sizes_that_differ_need_a_size(folder):
 
 def test_channels_that_differ_need_a_number(folder):
     Image.new("L", (6, 4)).save(folder / "dog/600.png")
-    with pytest.raises(SitusError, match=r"image 600 has 1 channels, the first has 3; .*\(--data.channels\)"):
+    with pytest.raises(SitusError, match=r"image 600 has 1 channels, the first has 3; "):
         load_resident(open_source(folder))
     assert load_resident(open_source(folder, channels=3)).images.shape == (601, 3, 4, 6)
 
 
 def test_too_large_a_set_is_refused_before_it_is_decoded(folder):
-    with pytest.raises(SitusError, match=r"600 images take 0\.0 GiB .*--data.resident never"):
+    with pytest.raises(SitusError, match=r"600 images take 0\.0 GiB .*stream them"):
         load_resident(open_source(folder), max_bytes=600 * 72 - 1)
     assert load_resident(open_source(folder), max_bytes=600 * 72).images.nbytes == 600 * 72
 

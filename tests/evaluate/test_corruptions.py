@@ -185,7 +185,7 @@ def test_names_and_severities_of_the_command_line() -> None:
     assert find_corruptions("none") == ()
     assert find_corruptions("fog, snow,noise") == ("gaussian_noise", "shot_noise", "impulse_noise", "snow", "fog")
     assert find_severities("5,1, 1") == (1, 5)
-    with pytest.raises(SitusError, match=r"unknown corruption 'rain'; choose from: all, .*--corruptions"):
+    with pytest.raises(SitusError, match=r"unknown corruption 'rain'; choose from: all, "):
         find_corruptions("snow,rain")
     for wrong in ("0", "6", "x", "-1", "1.5"):
         with pytest.raises(SitusError, match=f"severity={wrong}: must be one of 1, 2, 3, 4, 5"):

@@ -86,7 +86,7 @@ def test_each_model_may_have_its_own_view_of_the_same_samples() -> None:
 def test_what_a_source_complains_of_is_not_taken_for_another_length() -> None:
     def broken() -> Iterator[Batch]:
         yield batches()[0]
-        raise SitusError("cat.png: cannot be decoded (--data)")
+        raise SitusError("cat.png: cannot be decoded")
 
     with pytest.raises(SitusError, match=r"^cat\.png: cannot be decoded"):
         evaluate_ensemble({"a": sharp, "b": turned}, {"a": batches(), "b": broken()})

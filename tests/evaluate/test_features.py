@@ -139,7 +139,7 @@ def test_the_ending_names_the_form_and_a_table_the_images(tmp_path: Path, suffix
 
 def test_an_ending_of_no_form_is_refused(tmp_path: Path) -> None:
     for name in ("x", "x.pt", "x.csv"):
-        with pytest.raises(SitusError, match=r"must be a file ending in \.safetensors, \.npz, \.npy \(--out\)"):
+        with pytest.raises(SitusError, match=r"must be a file ending in \.safetensors, \.npz, \.npy"):
             write_features(tmp_path / name, NAMED, {})
     assert list(tmp_path.iterdir()) == []
 

@@ -107,7 +107,7 @@ def test_one_weight_decay_leaves_nothing_to_choose() -> None:
 
 def test_mistakes_are_named() -> None:
     inputs, labels = data(10)
-    with pytest.raises(SitusError, match=r"weight_decays=0.0: must be > 0 \(--weight-decays\)"):
+    with pytest.raises(SitusError, match=r"weight_decays=0.0: must be > 0"):
         fit_probe(inputs, labels, 4, weight_decays=(0.0, 1.0))
     with pytest.raises(SitusError, match=r"not \[10, 6\] and \[9\]"):
         fit_linear(inputs, labels[:9], 4, 0.1)

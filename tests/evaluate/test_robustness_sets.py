@@ -37,7 +37,7 @@ def test_classes_are_matched_by_name() -> None:
     assert match_classes(("x", "y"), None, 2, "a") == [0, 1]
     with pytest.raises(SitusError, match=r"a: its class 'n05' is none of the classifier's 4, such as 'n01'"):
         match_classes(("n01", "n05"), names, 4, "a")
-    with pytest.raises(SitusError, match=r"a: has 2 classes and the classifier 4 outputs .*--class-list"):
+    with pytest.raises(SitusError, match=r"a: has 2 classes and the classifier 4 outputs"):
         match_classes(("n01", "n02"), None, 4, "a")
     with pytest.raises(SitusError, match="4 class names are given and the classifier has 5 outputs"):
         match_classes(("n01",), names, 5, "a")
@@ -50,7 +50,7 @@ def test_class_lists(tmp_path: Path) -> None:
     file.write_text("n01440764 tench, Tinca tinca\n\nn01443537\n  Ankle boot \n", encoding="utf-8")
     assert read_class_list(file) == ("n01440764", "n01443537", "Ankle boot")
     file.write_text("a\nb\na\n", encoding="utf-8")
-    with pytest.raises(SitusError, match=r"names 'a' twice \(--class-list\)"):
+    with pytest.raises(SitusError, match=r"names 'a' twice"):
         read_class_list(file)
     file.write_text("\n", encoding="utf-8")
     with pytest.raises(SitusError, match="holds no class names"):
@@ -58,7 +58,7 @@ def test_class_lists(tmp_path: Path) -> None:
     file.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(SitusError, match=r"cannot be read \(it is not text\)"):
         read_class_list(file)
-    with pytest.raises(SitusError, match=r"cannot be read \(No such file or directory\) \(--class-list\)"):
+    with pytest.raises(SitusError, match=r"cannot be read \(No such file or directory\)"):
         read_class_list(tmp_path / "none")
 
 
@@ -68,14 +68,14 @@ def test_folders_as_in_imagenet_c(tmp_path: Path, below: str) -> None:
     source, numbered = open_corrupted(tmp_path, "fog", 2, 3)
     assert (source.classes, len(source), numbered) == (("cat", "dog"), 3, False)
     assert int(source.read(1)["image"][0, 0, 0]) == 41
-    with pytest.raises(SitusError, match=r"fog: has no folder for severity 3; name those it has \(--severities\)"):
+    with pytest.raises(SitusError, match=r"fog: has no folder for severity 3; name those it has"):
         open_corrupted(tmp_path, "fog", 3, 3)
-    with pytest.raises(SitusError, match=r"has no folder 'snow'; name those it has \(--corruptions\)"):
+    with pytest.raises(SitusError, match=r"has no folder 'snow'; name those it has"):
         open_corrupted(tmp_path, "snow", 2, 3)
     (tmp_path / below / "fog" / "5").mkdir()
-    with pytest.raises(SitusError, match=r"holds no images .*\(--imagenet-c\)"):
+    with pytest.raises(SitusError, match=r"holds no images "):
         open_corrupted(tmp_path, "fog", 5, 3)
-    with pytest.raises(SitusError, match=r"no such folder \(--imagenet-c\)"):
+    with pytest.raises(SitusError, match=r"no such folder"):
         open_corrupted(tmp_path / "none", "fog", 1, 3)
 
 
@@ -91,7 +91,7 @@ def test_arrays_as_in_cifar_c(tmp_path: Path) -> None:
     with pytest.raises(SitusError, match=r"snow.npy: holds uint8 .*must be uint8 \[5 n, H, W, C\]"):
         open_corrupted(tmp_path, "snow", 1, 3)
     (tmp_path / "frost.npy").write_bytes(b"no array")
-    with pytest.raises(SitusError, match=r"frost.npy and labels.npy cannot be read .*\(--imagenet-c\)"):
+    with pytest.raises(SitusError, match=r"frost.npy and labels.npy cannot be read "):
         open_corrupted(tmp_path, "frost", 1, 3)
 
 
@@ -127,5 +127,5 @@ def test_normal_images_are_the_split_or_the_whole_of_an_unsplit_folder(tmp_path:
         open_normal(str(tmp_path / "trained"), None, 3)
     with pytest.raises(SitusError, match="no such folder"):
         open_normal(str(tmp_path / "none"), None, 3)
-    with pytest.raises(SitusError, match=r"no such folder \(--imagenet-a\)"):
+    with pytest.raises(SitusError, match=r"no such folder"):
         open_folder(tmp_path / "none", 3, "--imagenet-a")

@@ -291,6 +291,6 @@ def test_published_weights_out_of_reach_are_one_sentence(flag: str, monkeypatch:
 
 def test_neither_a_file_nor_a_name(tmp_path: Path) -> None:
     said = refusal(vit(1), Path("vit_nosuch"))
-    assert said == "init=vit_nosuch: neither a run, an export, a weight file nor a timm model (--init)"
+    assert said == "init=vit_nosuch: neither a run, an export, a weight file nor a timm model"
     (tmp_path / "text.pth").write_text("no weights")
     assert "text.pth: no torch file that can be loaded" in refusal(vit(1), tmp_path / "text.pth")

@@ -186,7 +186,7 @@ def test_a_failed_write_keeps_the_old_file_and_no_litter(tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full_disk)
-    with pytest.raises(SitusError, match=r"report\.html: cannot be written \(No space left on device\) \(--out\)"):
+    with pytest.raises(SitusError, match=r"report\.html: cannot be written \(No space left on device\)"):
         Page("new").write(path)
     assert path.read_text() == "old"
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]

@@ -135,10 +135,10 @@ def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_device_that_is_not_there_is_an_error() -> None:
-    with pytest.raises(SitusError, match=r"device=cuda: this machine has no CUDA device \(--device\)"):
+    with pytest.raises(SitusError, match=r"device=cuda: this machine has no CUDA device"):
         distributed.start("cuda")
 
 
 def test_a_device_that_cannot_compute_is_an_error() -> None:
-    with pytest.raises(SitusError, match=r"device=meta: torch cannot compute there; cpu always serves \(--device\)"):
+    with pytest.raises(SitusError, match=r"device=meta: torch cannot compute there; cpu always serves"):
         distributed.start("meta")

@@ -248,7 +248,7 @@ def test_a_target_is_refused_or_replaced(tmp_path: Path) -> None:
     method, target = make("table"), tmp_path / "x"
     target.mkdir()
     write_export(method, target, Story("one"))  # an empty folder is free
-    with pytest.raises(SitusError, match="--force replaces an export"):
+    with pytest.raises(SitusError, match="replace the export there by force"):
         write_export(method, target, Story("two"))
     assert "trained with one" in (target / "README.md").read_text()
     write_export(method, target, Story("two"), force=True)

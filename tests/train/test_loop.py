@@ -100,7 +100,7 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path, number: int
     assert signal.getsignal(number) is before
     assert (first.step, first.interrupted) == (7, True)
     assert first.checkpoint == run.checkpoints / "step-00000007"
-    assert "stopped after step 7; go on with --resume" in capsys.readouterr().err
+    assert "stopped after step 7; resuming " in capsys.readouterr().err
     second, method, run = train(tmp_path / "run")
     assert (second.step, second.interrupted) == (20, False)
     assert same(method, peace)
@@ -122,7 +122,7 @@ def test_a_wish_in_the_last_step_is_not_lost(tmp_path: Path, capsys) -> None:
 def test_a_warm_up_that_would_not_end_is_shortened_and_said(tmp_path: Path, capsys) -> None:
     long = dataclasses.replace(OPTIM, warmup_epochs=5)
     _, _, run = train(tmp_path / "run", dataclasses.replace(TRAIN, log_every=1), long)
-    said = "the warm-up of 5 epochs does not end within the run: it is shortened to 2 of the 20 steps (--optim.warmup"
+    said = "the warm-up of 5 epochs does not end within the run: it is shortened to 2 of the 20 steps (optim.warmup"
     assert said in capsys.readouterr().err
     rates = [record["lr"] for record in run.records()]
     assert rates == [rate_at(step, 20, 2, 1e-2, long) for step in range(20)]
@@ -180,7 +180,7 @@ def test_a_run_whose_checkpoints_are_all_torn_is_refused_and_keeps_them(tmp_path
     for torn in run.checkpoints.iterdir():
         (torn / "state.json").write_text("{}")
     held = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
-    with pytest.raises(SitusError, match=r"no whole checkpoint left .* --start-over begins it again at step 0"):
+    with pytest.raises(SitusError, match=r"no whole checkpoint left .* starting over begins it again at step 0"):
         train(tmp_path / "run")
     assert {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()} == held
 
@@ -243,7 +243,7 @@ def test_a_complete_run_is_left_alone(tmp_path: Path, capsys) -> None:
 
 def test_a_run_cannot_end_before_it_stands(tmp_path: Path) -> None:
     train(tmp_path / "run")
-    with pytest.raises(SitusError, match=r"20 steps are done, the run cannot end at 10 .*--train\.epochs"):
+    with pytest.raises(SitusError, match=r"20 steps are done, the run cannot end at 10"):
         train(tmp_path / "run", dataclasses.replace(TRAIN, epochs=2))
     result, _, _ = train(tmp_path / "run")  # the refused wish left nothing behind
     assert result.step == 20

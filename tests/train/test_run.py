@@ -93,9 +93,9 @@ def test_one_line_says_what_is_trained_where() -> None:
 
 
 def test_labels_are_asked_for_where_they_are_needed() -> None:
-    with pytest.raises(SitusError, match=r"^supervised needs labels, and samples has none \(--data\)$"):
+    with pytest.raises(SitusError, match=r"^supervised needs labels, and samples has none"):
         make_method(config(method={"name": "supervised"}), None)
-    with pytest.raises(SitusError, match=r"img_size=\(14, 14\): must be the data's \(28, 28\) \(--data.img-size\)"):
+    with pytest.raises(SitusError, match=r"img_size=\(14, 14\): must be the data's \(28, 28\)"):
         make_method(config(backbone={"img_size": [14, 14]}), None)
 
 
@@ -106,7 +106,7 @@ def test_images_have_the_model_s_own_size_unless_another_is_given() -> None:
     assert settled(from_dict(RunConfig, merge(tables, {"backbone": {"img_size": [28, 42]}}))).data.size == (28, 42)
     assert settled(from_dict(RunConfig, merge(tables, {"data": {"img_size": 56}}))).data.size == (56, 56)
     assert own_size(BackboneConfig("resnet18")) == (224, 224)
-    with pytest.raises(SitusError, match=r"^img_size: must be given where no model says it \(--data\.img-size\)$"):
+    with pytest.raises(SitusError, match=r"^img_size: must be given where no model says it$"):
         _ = from_dict(RunConfig, {}).data.size
 
 
@@ -143,14 +143,14 @@ def test_a_run_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytes
     said: list[str] = []
     own = config(data={"path": "images", "batch": None, "workers": 0}, train={"max_steps": 1})
     train_run(own, out="../run", device="cpu", say=said.append)
-    assert "batch 20: the set has no more images for a step (--batch)" in said
+    assert "batch 20: the set has no more images for a step" in said
     monkeypatch.chdir(tmp_path / "there")
     longer = replace_at(from_dict(RunConfig, read_config(tmp_path / "run")), "train.max_steps", 2)
     assert train_run(longer, resume="../run", device="cpu").step == 2
 
 
 def test_images_must_be_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(SitusError, match=r"^give the images, or samples for the embedded set of .* \(--data\)$"):
+    with pytest.raises(SitusError, match=r"^give the images, or samples for the embedded set of .*"):
         train_run(config(data={"path": ""}), out=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
 
@@ -282,9 +282,9 @@ def test_more_epochs_go_on_and_say_what_happens_to_the_schedule(
     rates = [record["lr"] for record in RunFolder.open(tmp_path / "run").records()]
     assert rates[3] == pytest.approx(5e-3, rel=1e-3)  # half way down the cosine over six steps
     assert train_run(twice, resume=tmp_path / "run", device="cpu").step == 6
-    assert "the run is complete; a larger --epochs would go on" in capsys.readouterr().err
+    assert "the run is complete; more epochs would go on" in capsys.readouterr().err
     assert train_run(replace_at(twice, "train.max_steps", 6), resume=tmp_path / "run", device="cpu").step == 6
-    assert "the run is complete; a larger --steps would go on" in capsys.readouterr().err
+    assert "the run is complete; more steps would go on" in capsys.readouterr().err
 
 
 def test_another_config_is_refused_and_nothing_is_touched(mp3: Path) -> None:
@@ -326,7 +326,7 @@ def test_what_is_no_run_is_said_without_a_flag_that_is_not_there(tmp_path: Path)
 def test_out_or_resume_and_not_both(mp3: Path, tmp_path: Path) -> None:
     cases: tuple[dict[str, Any], ...] = ({}, {"out": tmp_path / "x", "resume": mp3})
     for given in cases:
-        with pytest.raises(SitusError, match=r"\(--out\) or a run to go on with \(--resume\), and not both"):
+        with pytest.raises(SitusError, match="give a new folder or a run to go on with, and not both"):
             train_run(config(), device="cpu", **given)
     assert not (tmp_path / "x").exists()
 
@@ -334,9 +334,9 @@ def test_out_or_resume_and_not_both(mp3: Path, tmp_path: Path) -> None:
 def test_a_folder_with_a_run_and_a_file_are_refused_before_the_data_is_read(mp3: Path, tmp_path: Path) -> None:
     absent = config(data={"path": "nowhere"})
     (tmp_path / "file").touch()
-    with pytest.raises(SitusError, match=r"file: is a file; a run is a folder \(--out\)"):
+    with pytest.raises(SitusError, match=r"file: is a file; a run is a folder"):
         train_run(absent, out=tmp_path / "file", device="cpu")
-    with pytest.raises(SitusError, match="already holds a run; go on with --resume"):
+    with pytest.raises(SitusError, match="already holds a run; resume it"):
         train_run(absent, out=mp3, device="cpu")
 
 
@@ -373,7 +373,7 @@ def test_what_a_failed_run_has_reached_stays(tmp_path: Path) -> None:
 
 def test_a_folder_with_files_in_it_is_no_place_for_a_run(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    said = r"is not empty, it holds notes\.txt; a run needs a new or empty folder \(--out\)"
+    said = r"is not empty, it holds notes\.txt; a run needs a new or empty folder"
     with pytest.raises(SitusError, match=said):
         train_run(config(data={"path": "nowhere"}), out=tmp_path, device="cpu")  # said before the data is read
     with pytest.raises(SitusError, match=said):

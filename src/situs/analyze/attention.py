@@ -200,7 +200,7 @@ def survey(backbone: Backbone, batches: Iterable[Batch], *, positions: bool = Tr
         count += len(images)
         _add_up(sums, backbone, images, positions)
     if not count:
-        raise SitusError("there are no images to look at (--data)")
+        raise SitusError("there are no images to look at", field="data")
     means = {name: torch.stack(layers).cpu() / count for name, layers in sums.items()}
     relative = means["relative"] / offset_counts(backbone.grid)
     weighted = means["relative"] * offset_distances(backbone.grid)
@@ -234,7 +234,7 @@ def check_layer(backbone: Backbone, layer: int | None) -> int:
     """A layer as people count it, 1 to L (None: the last), as an index from 0."""
     number = backbone.depth if layer is None else layer
     if not 1 <= number <= backbone.depth:
-        raise SitusError(f"layer={layer}: must be in 1 to {backbone.depth}, the layers of {backbone.name} (--layer)")
+        raise SitusError(field="layer", value=layer, allowed=f"in 1 to {backbone.depth}, the layers of {backbone.name}")
     return number - 1
 
 

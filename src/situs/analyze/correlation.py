@@ -141,7 +141,7 @@ def correlate(backbone: Backbone, batches: Iterable[Batch], *, positions: bool =
     for batch in batches:
         patch_layers(backbone, backbone.embed(batch.inputs), backbone.positions() if positions else None, see)
     if not sums or next(iter(sums.values())).images < 2:
-        raise SitusError("correlations across images need at least two of them (--count, --data)")
+        raise SitusError("correlations across images need at least two of them", field=("count", "data"))
     return {depth: each.result() for depth, each in sums.items()}
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from situs.config import check_range
 from situs.core.position import coordinates
+from situs.limits import check_value
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -66,7 +66,7 @@ def decode_places(table: Tensor, grid: tuple[int, ...], *, folds: int = FOLDS, s
     from sklearn.model_selection import KFold
 
     vectors = table.double().cpu().numpy()
-    check_range("folds", folds, 2, flag="--folds")
+    check_value("folds", folds, ">= 2")
     folds = min(folds, len(vectors))
     places = coordinates(grid).double().numpy()
     index = np.arange(len(vectors), dtype=np.float64)

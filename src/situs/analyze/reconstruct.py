@@ -14,12 +14,12 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from situs.config import check_range
 from situs.core.permutation import random_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, patchify, put_at, take, unpatchify
 from situs.data.batch import Batch
 from situs.errors import SitusError
+from situs.limits import check_value
 from situs.methods.base import Method
 from situs.methods.droppos import DropPos
 from situs.methods.mp3 import MP3
@@ -141,7 +141,7 @@ def _sums(puzzle: Puzzle) -> Tensor:
 def _scores(sums: Tensor) -> Scores:
     images, guesses, right, far, empty = sums.tolist()
     if not images:
-        raise SitusError("there are no images to make puzzles of (--data)")
+        raise SitusError("there are no images to make puzzles of", field="data")
     return Scores(int(images), right / guesses, far / guesses, empty / images)
 
 
@@ -154,14 +154,14 @@ def settings_of(
     """What to try on a method, by the papers' figures where nothing is said; refuses one without a position head."""
     if not isinstance(method, MP3 | DropPos):
         lacks = "was trained without a position head" if method is not None else "is no run, so it has no position head"
-        raise SitusError(f"{name}: {lacks}; runs of mp3 and droppos have one (RUN)")
+        raise SitusError(f"{name}: {lacks}; runs of mp3 and droppos have one", field="model")
     for ratio in ratios or ():
-        check_range("ratios", ratio, 0, 1, flag="--ratios", high_open=True)
+        check_value("ratios", ratio, "[0, 1)")
     for ratio in position_ratios or ():
-        check_range("position_ratios", ratio, 0, 1, flag="--position-ratios", low_open=True)
+        check_value("position_ratios", ratio, "(0, 1]")
     if isinstance(method, MP3):
         if position_ratios is not None:
-            raise SitusError(f"{name}: only droppos drops positions, mp3 takes them all (--position-ratios)")
+            raise SitusError(f"{name}: only droppos drops positions, mp3 takes them all", field="position_ratios")
         return [Setting(ratio) for ratio in (RATIOS if ratios is None else ratios)]
     tried = ((0.75,) if method.by_cells else RATIOS) if ratios is None else ratios
     return [

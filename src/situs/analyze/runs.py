@@ -197,14 +197,18 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     """The runs at `paths`, each once, in this order; refuses what is no run, a broken log, and logs all empty."""
     folders = list({Path(path).resolve(): Path(path) for path in paths}.values())
     if not folders:
-        raise SitusError("name at least one run folder (RUN)")
+        raise SitusError("name at least one run folder", field="runs")
     for folder in folders:
         if not is_run(folder):
-            raise SitusError(f"{folder}: holds no run, there is no config.json with checkpoints beside it (RUN)")
+            raise SitusError(
+                f"{folder}: holds no run, there is no config.json with checkpoints beside it", field="runs"
+            )
     runs = [_read(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
     if not any(run.records for run in runs):
         these = "this run has" if len(runs) == 1 else "these runs have"
-        raise SitusError(f"{', '.join(map(str, folders))}: {these} logged nothing yet, metrics.jsonl is empty (RUN)")
+        raise SitusError(
+            f"{', '.join(map(str, folders))}: {these} logged nothing yet, metrics.jsonl is empty", field="runs"
+        )
     return runs
 
 

@@ -39,7 +39,7 @@ def tables_of(backbone: Backbone) -> tuple[PositionTable, ...]:
     if not found:
         raise SitusError(f"{backbone.name}: {_nothing(backbone, places)}")
     if backbone.num_tokens < 2:
-        raise SitusError(f"{backbone.name}: has a single place, which stands to no other (--img-size)")
+        raise SitusError(f"{backbone.name}: has a single place, which stands to no other", field="img_size")
     for table in found:
         _check_rows(backbone.name, table)
     return tuple(found)

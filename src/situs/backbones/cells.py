@@ -36,7 +36,8 @@ def enable_cells(backbone: Backbone) -> None:
         raise SitusError(
             f"{backbone.name} refuses one patch of each 2x2 cell: half of its {backbone.grid[0]}x{backbone.grid[1]}"
             f" tokens must be cut by its windows ({', '.join(map(str, windows))}) in every stage; give it twice the"
-            " image it is made for, as 448 pixels for windows of 7 (--data.img-size)"
+            " image it is made for, as 448 pixels for windows of 7",
+            field="data.img_size",
         )
     for stage in backbone.model.layers:
         for block in stage.blocks:

@@ -77,7 +77,8 @@ def _transformers_args(config: BackboneConfig) -> dict[str, Any]:
     if config.drop_path:
         raise SitusError(
             f"drop_path={config.drop_path}: transformers models have no stochastic depth that rises from block to "
-            "block; timm's have (--backbone.drop-path)"
+            "block; timm's have",
+            field="backbone.drop_path",
         )
     given = {} if config.patch_size is None else {"patch_size": config.patch_size}
     if config.in_chans != BackboneConfig.in_chans:

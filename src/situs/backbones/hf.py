@@ -117,7 +117,9 @@ def create_hf_backbone(
     backbone = family.adapter(model, family.head, img_size)
     if positions is not None:
         if not isinstance(backbone, hf_image.ImageBackbone):
-            raise SitusError(f"positions={positions!r}: {backbone.name} reads text and keeps its own (--backbone.name)")
+            raise SitusError(
+                f"positions={positions!r}: {backbone.name} reads text and keeps its own", field="backbone.name"
+            )
         backbone.set_positions(positions)
     entries = model.config.to_diff_dict()
     backbone.source = {"library": "transformers", "architecture": backbone.name, "model_args": entries}
@@ -189,7 +191,7 @@ def _class_of(config: Any, num_classes: int | None) -> tuple[str, dict[str, Any]
     classifier = FAMILIES[name].classifier
     if num_classes < 0 or classifier is None:
         allowed = "at least 0" if classifier else f"0 or left out, for {name} has no classifier"
-        raise SitusError(f"num_classes={num_classes}: must be {allowed} (--num-classes)")
+        raise SitusError(field="num_classes", value=num_classes, allowed=f"{allowed}")
     return classifier, {}
 
 

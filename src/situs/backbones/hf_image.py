@@ -104,7 +104,8 @@ class ImageBackbone(Backbone):
         expected = (self.input.channels, *self.input.shape)
         if x.dim() != 4 or tuple(x.shape[1:]) != expected:
             raise SitusError(
-                f"images of shape {list(x.shape)}: {self.name} takes [B, {', '.join(map(str, expected))}] (--img-size)"
+                f"images of shape {list(x.shape)}: {self.name} takes [B, {', '.join(map(str, expected))}]",
+                field="img_size",
             )
         return convolution(x.to(convolution.weight.dtype)).flatten(2).transpose(1, 2)
 
@@ -121,11 +122,12 @@ class ImageBackbone(Backbone):
         """
         table = self._inner.embeddings.position_embeddings
         if kind == "relative":
-            raise SitusError(f"positions='relative': {self.name} has a table and no relative form (--positions)")
+            raise SitusError(f"positions='relative': {self.name} has a table and no relative form", field="positions")
         if kind in ("sincos", "learned_sincos") and self.table_grid != self.grid:
             raise SitusError(
                 f"positions={kind!r}: {self.name} keeps a square table, and a resampled one is not the sincos table "
-                f"of {self.grid[0]}x{self.grid[1]} patches; choose learned or none, or a square image (--img-size)"
+                f"of {self.grid[0]}x{self.grid[1]} patches; choose learned or none, or a square image",
+                field="img_size",
             )
         table.zero_()
         if kind == "learned":
@@ -219,7 +221,8 @@ class Dinov2Backbone(ImageBackbone):
         if old[0] != old[1] or (old != new and isqrt(count) ** 2 != count):
             raise SitusError(
                 f"image_size={old[0]}x{old[1]}: transformers reads {self.name}'s table as a square; "
-                "give the config such an image_size and choose any other with img_size= (--img-size)"
+                "give the config such an image_size and choose any other with img_size=",
+                field="img_size",
             )
         if old != new and new[0] == new[1]:
             self._replace_table(self._table()[1:], new)

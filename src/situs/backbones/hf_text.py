@@ -50,7 +50,7 @@ class TextBackbone(Backbone):
         height, length = (1, size or longest) if isinstance(size, int | None) else pair(size)
         if height != 1 or not 1 <= length <= longest:
             raise SitusError(
-                f"img_size={size}: {name} reads a row of 1 to {longest} tokens: give (1, length) (--img-size)"
+                f"img_size={size}: {name} reads a row of 1 to {longest} tokens: give (1, length)", field="img_size"
             )
         super().__init__(model, name, (length,), config.hidden_size, 0, config.num_hidden_layers)
         self._head = head
@@ -89,7 +89,8 @@ class TextBackbone(Backbone):
         if x.dim() != 2 or x.is_floating_point() or x.shape[1] > self.num_tokens:
             raise SitusError(
                 f"ids of shape {list(x.shape)} ({x.dtype}): {self.name} takes integers [B, N] "
-                f"with N <= {self.num_tokens} (--img-size)"
+                f"with N <= {self.num_tokens}",
+                field="img_size",
             )
         return self._inner.get_input_embeddings()(x)
 

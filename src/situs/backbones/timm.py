@@ -333,7 +333,7 @@ def _pooling(model: Any) -> str:
 def _refuse_patch_drop(name: str, patch_drop: Any, off: type) -> None:
     if type(patch_drop) is not off:
         raise SitusError(
-            f"{name}: patch_drop_rate must be 0, a method chooses its tokens itself (--backbone.model-args)"
+            f"{name}: patch_drop_rate must be 0, a method chooses its tokens itself", field="backbone.model_args"
         )
 
 

@@ -235,17 +235,18 @@ def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:
     return SwinBackbone(backbone.model, backbone.name, table, learned=kind != "sincos")
 
 
-def pretrained_state(name: str, flag: str = "--init") -> dict[str, Tensor]:
+def pretrained_state(name: str, field: str = "init") -> dict[str, Tensor]:
     """The weights that timm publishes under a model's name; needs the network, or timm's cache.
 
-    flag: which one asked for them.
+    field: which one asked for them.
     """
     if not timm.is_model(name):
-        raise SitusError(f"init={name}: neither a run, an export, a weight file nor a timm model (--init)")
+        raise SitusError(f"{field}={name}: neither a run, an export, a weight file nor a timm model", field=field)
     try:
         return timm.create_model(name, pretrained=True).state_dict()
     except Exception as error:  # the hub's client raises a different class for each way of not being reached
         raise SitusError(
             f"{name}: its published weights could not be fetched and are not in timm's cache ({type(error).__name__}); "
-            f"without a network give a weight file ({flag} FILE)"
+            f"without a network give a weight file",
+            field=field,
         ) from error

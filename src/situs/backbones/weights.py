@@ -29,7 +29,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     if path.is_dir():
         return _read_folder(path)
     if not path.exists():
-        raise SitusError(f"weights={path}: no such file (--weights)")
+        raise SitusError(f"weights={path}: no such file", field="weights")
     if path.suffix == ".safetensors":
         try:
             return _strip(load_file(path))
@@ -46,7 +46,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
 def _read_folder(path: Path) -> dict[str, Tensor]:
     shards = sorted(path.glob("*.safetensors"))
     if not shards:
-        raise SitusError(f"weights={path}: the folder holds no .safetensors file (--weights)")
+        raise SitusError(f"weights={path}: the folder holds no .safetensors file", field="weights")
     whole = [shard for shard in shards if shard.name == "model.safetensors"]
     state: dict[str, Tensor] = {}
     for shard in whole or shards:

@@ -9,6 +9,7 @@ from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from
 from situs.cli.result import present
+from situs.limits import check_value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +35,11 @@ class Args(ImageArgs):
 def run(args: Args) -> None:
     """Solves, prints a line for each setting, and writes the page."""
     from situs.analyze.reconstruct import settings_of, study
-    from situs.config import check_range
     from situs.data.augment.recipes import denormalise
     from situs.models.data import load_set, made_with
 
-    check_range("show", args.show, 1, flag="--show")
-    check_range("pairs", args.pairs, 0, flag="--pairs")
+    check_value("show", args.show, ">= 1")
+    check_value("pairs", args.pairs, ">= 0")
     model = open_from(args)
     settings = settings_of(model.method, model.name, args.ratios, args.position_ratios)
     method = model.method

@@ -38,7 +38,7 @@ def run(args: Args) -> None:
 
     model = open_from(args)
     bank, test = load_bank(
-        model, args.data, args.split, args.batch, bank_count=args.bank_count, count=args.count, flag="--bank-count"
+        model, args.data, args.split, args.batch, bank_count=args.bank_count, count=args.count, field="bank_count"
     )
     found = knn_by_layer(
         model.trained,

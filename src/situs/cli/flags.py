@@ -26,6 +26,18 @@ POSITIONAL = object()
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", NoneType: "none"}
 
 
+PREFERRED = {"img_size": "data.img_size", "in_chans": "data.channels", "positions": "backbone.positions"}
+"""Which field of a run's config is meant where several end alike."""
+
+
+PREFERRED = {"img_size": "data.img_size", "in_chans": "data.channels", "positions": "backbone.positions"}
+"""Which field of a run's config is meant where several end alike."""
+
+
+PREFERRED = {"img_size": "data.img_size", "in_chans": "data.channels", "positions": "backbone.positions"}
+"""Which field of a run's config is meant where several end alike."""
+
+
 @dataclass(frozen=True)
 class Flag:
     """One flag. fields: what it sets, as paths from `Args` (own) or from the config. group: "" for an everyday one."""
@@ -185,7 +197,11 @@ def flag_of(field: str, args_type: type[Any]) -> str | None:
     for flag in flags_of(args_type, every=True):
         for path in flag.fields:
             known.setdefault(path.removesuffix(".name") if flag.metavar == "NAME" else path, flag.name)
-    if field in known:
-        return known[field]
+        known.setdefault(flag.name.lstrip("-").replace("-", "_"), flag.name)
+        known.setdefault(flag.name.lstrip("-").replace("-", "_"), flag.name)
+        known.setdefault(flag.name.lstrip("-").replace("-", "_"), flag.name)
+    for name in (field, PREFERRED.get(field)):
+        if name in known:
+            return known[name]
     ends = {flag for path, flag in known.items() if path.endswith(f".{field}")}
     return ends.pop() if len(ends) == 1 else None

@@ -58,6 +58,7 @@ def _annotation(flag: Flag) -> Any:
             negative=None if twin else (),
             allow_repeating=kind in (str, bool),  # the last one counts, so that a script may add to a command
             choices=words or None,
+            allow_leading_hyphen="," in flag.metavar,  # of a list the first number may be below 0
             show_choices=False,
             help=flag.help,
             metavar=flag.metavar if kind is str else None,

@@ -6,15 +6,16 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from situs.errors import SitusError
 from situs.results import Result, Table, show
 
 
 def check_folder(folder: Path) -> None:
     """Refuses what is no folder to write to, before the work is done."""
-    from situs.config import require
 
     good = folder.is_dir() if folder.exists() else folder.suffix not in (".json", ".html")
-    require(good, "out", str(folder), "a folder", "--out")
+    if not (good):
+        raise SitusError(field="out", value=str(folder), allowed="a folder")
 
 
 def present(result: Result, out: Path | None) -> None:

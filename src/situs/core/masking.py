@@ -45,13 +45,13 @@ def kept_of(ratio: float, n: int, *, floor: bool = False) -> int:
     return count_of(1.0 - ratio, n) if floor else n - count_of(ratio, n)
 
 
-def random_subset(noise: Tensor, ratio: float, *, floor: bool = False, flag: str = "--ratio") -> Subset:
+def random_subset(noise: Tensor, ratio: float, *, floor: bool = False, field: str = "ratio") -> Subset:
     """Keep `kept_of(ratio, N)` of N places at random, for each sample.
 
-    noise: [B, N]; flag: the command line's name of the ratio, for the error.
+    noise: [B, N]; field: the ratio's name, for the error.
     """
     if not 0.0 <= ratio < 1.0:
-        raise SitusError(f"{_name(flag)}={ratio}: must be in [0, 1) ({flag})")
+        raise SitusError(field=field, value=ratio, allowed="in [0, 1)")
     n = noise.shape[-1]
     order = noise.argsort(dim=-1, stable=True)
     keep = kept_of(ratio, n, floor=floor)
@@ -291,7 +291,3 @@ def _rounds(target: int, rule: BlockRule) -> int:
     `paper`: on 14×14 fewer than one mask in 10⁴ needs more up to γ=.9; past that the rest is filled at random.
     """
     return min(32, 6 + target // 6) if rule == "paper" else min(target, 20 + target // 6)
-
-
-def _name(flag: str) -> str:
-    return flag.rsplit(".", 1)[-1].lstrip("-").replace("-", "_")

@@ -202,7 +202,7 @@ def cut_targets(count: int, grid: Grid, sigma: float | Tensor, *, squared: bool 
     first `count` rows and columns of it are used: at σ = 1 its rows sum to .66 to 1.11 on 14x14.
     """
     if count > math.prod(grid):
-        raise SitusError(f"target_grid={grid}: must have at least {count} places (--method.target-grid)")
+        raise SitusError(f"target_grid={grid}: must have at least {count} places", field="target_grid")
     # The weights are symmetric, so normalising columns is the transpose of normalising rows.
     targets = smoothed_targets(grid, sigma, squared=squared)
     return (targets.T if columns else targets)[:count, :count]

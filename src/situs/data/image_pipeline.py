@@ -120,5 +120,5 @@ def _stack(images: list[Tensor]) -> Tensor:
         images = [as_floats(image) for image in images]
     if len({image.shape for image in images}) > 1:
         counts = sorted({image.shape[0] for image in images})
-        raise SitusError(f"images of {' and '.join(map(str, counts))} channels in one batch (--data.channels)")
+        raise SitusError(f"images of {' and '.join(map(str, counts))} channels in one batch", field="channels")
     return torch.stack(images)

@@ -32,7 +32,7 @@ _AT_ONCE = 1 << 24
 _PROBES = 16
 _LARGEST = 8  # times the size the model sees
 BATCH = 256
-NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of clothes (--data)"
+NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of clothes"
 
 
 @dataclass(frozen=True)
@@ -250,7 +250,7 @@ def make_loader(
     device = torch.device(device)
     if source is None:
         if not config.path:
-            raise SitusError(NO_DATA)
+            raise SitusError(NO_DATA, field="data")
         split = config.split or (None if augment is not None else "val")
         source = open_source(
             config.path, split, channels=config.channels, strict=config.strict, held_out=config.held_out

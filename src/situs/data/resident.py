@@ -62,7 +62,8 @@ def _check_bytes(source: Source, shape: tuple[int, ...], dtype: torch.dtype, max
         raise SitusError(
             f"{source.name}: {len(source)} images take {needed / 2**30:.1f} GiB and "
             f"{max_bytes / 2**30:.1f} GiB are allowed; "
-            "raise --data.resident-gib or stream them with --data.resident never"
+            "allow more or stream them (resident: never)",
+            field=("resident_gib", "resident"),
         )
 
 
@@ -140,13 +141,14 @@ def _same_form(image: Tensor, images: Tensor, index: int, source: Source) -> Ten
     if image.shape[0] != images.shape[1]:
         raise SitusError(
             f"{source.name}: image {index} has {image.shape[0]} channels, the first has {images.shape[1]}; "
-            "say how many you want (--data.channels)"
+            "say how many you want",
+            field="channels",
         )
     if image.shape != images.shape[1:]:
         raise SitusError(
             f"{source.name}: image {index} is {image.shape[1]} × {image.shape[2]} and the first is "
-            f"{images.shape[2]} × {images.shape[3]}; give a size to bring them to, or stream them "
-            "(--data.resident never)"
+            f"{images.shape[2]} × {images.shape[3]}; give a size to bring them to, or stream them",
+            field="resident",
         )
     if image.dtype == images.dtype:
         return image

@@ -101,11 +101,11 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         if self.batch < 1 or self.batch % self.world:
-            raise SitusError(f"batch={self.batch}: must be a multiple of the {self.world} ranks (--data.batch)")
+            raise SitusError(field="batch", value=self.batch, allowed=f"a multiple of the {self.world} ranks")
         if self.drop_last and self.n < self.batch:
-            raise SitusError(f"batch={self.batch}: must be at most the {self.n} images of the set (--data.batch)")
+            raise SitusError(field="batch", value=self.batch, allowed=f"at most the {self.n} images of the set")
         if self.repeated < 1:
-            raise SitusError(f"repeated={self.repeated}: must be at least 1 (--augment.repeated)")
+            raise SitusError(field="augment.repeated", value=self.repeated, allowed="at least 1")
 
     @property
     def steps(self) -> int:

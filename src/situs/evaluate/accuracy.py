@@ -94,10 +94,10 @@ class Tally:
     def result(self) -> Accuracy:
         """The means over all samples of all ranks; waits for the device."""
         if self.sums is None:
-            raise SitusError("there are no samples to evaluate on (--data)")
+            raise SitusError("there are no samples to evaluate on", field="data")
         top1, top5, loss, count = sum_over_ranks(self.sums.clone()).tolist()
         if not count:
-            raise SitusError("there are no samples to evaluate on (--data)")
+            raise SitusError("there are no samples to evaluate on", field="data")
         return Accuracy(top1 / count, top5 / count, int(count), loss / count)
 
 
@@ -142,7 +142,7 @@ def evaluate_accuracy(
             with autocast(batch.inputs.device, precision):
                 logits = model(batch.inputs)
             if classes not in (None, logits.shape[-1]):
-                raise SitusError(f"the model has {logits.shape[-1]} classes and the data {classes} (--data)")
+                raise SitusError(f"the model has {logits.shape[-1]} classes and the data {classes}", field="data")
             tally.add(logits, labels_of(batch))
     return tally.result()
 
@@ -159,5 +159,5 @@ def evaluate_classes(
 def labels_of(batch: Batch) -> Tensor:
     """The labels of a batch, or one sentence where the data has none."""
     if "label" not in batch.targets:
-        raise SitusError("this evaluation needs labels, and the data has none (--data)")
+        raise SitusError("this evaluation needs labels, and the data has none", field="data")
     return batch.targets["label"]

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.backbones.timm import PixelBackbone
-from situs.config import check_range
 from situs.core.jigsaw import draw_puzzle, move_patches, puzzle_noise_shape
 from situs.core.masking import count_of
 from situs.core.random import uniform
 from situs.errors import SitusError
 from situs.evaluate.inference import evaluating, sum_over_ranks
+from situs.limits import check_value
 from situs.methods.base import Batch, Method
 from situs.methods.mjp import MJP
 from situs.results import Cell, Result, Summary, Table, percent
@@ -186,11 +186,11 @@ def shuffled(
     positions = model.sees_positions if isinstance(model, Method) else positions
     if backbone.num_tokens:
         if grid not in (None, backbone.grid):
-            raise SitusError(f"grid={grid}: {backbone.name} has its own, {backbone.grid} (--grid)")
+            raise SitusError(f"grid={grid}: {backbone.name} has its own, {backbone.grid}", field="grid")
         return Shuffled(backbone, method, positions, backbone.grid)
     cut: tuple[int, ...] = grid or (_grid_for(size) if method is None else method.config.pixel_grid)
     if min(cut) < 1 or size[0] % cut[0] or size[1] % cut[1]:
-        raise SitusError(f"grid={cut}: must divide images of {size[0]}x{size[1]} pixels (--grid)")
+        raise SitusError(f"grid={cut}: must divide images of {size[0]}x{size[1]} pixels", field="grid")
     return Shuffled(backbone, method, False, cut)
 
 
@@ -215,7 +215,7 @@ def measure_consistency(
     shuffled.
     """
     for ratio in ratios:
-        check_range("ratios", ratio, 0, 1, flag="--ratios")
+        check_value("ratios", ratio, "[0, 1]")
     sums, view, tells, labels = None, None, (False,), no_top1 is None
     with evaluating(model):
         for batch in batches:
@@ -227,7 +227,7 @@ def measure_consistency(
                 found = _measure(view, batch if labels else batch._replace(targets={}), ratios, tells, seed, classes)
             sums = found if sums is None else sums + found
     if sums is None or view is None or not (count := int(sum_over_ranks(sums)[0].item())):
-        raise SitusError("there are no samples to evaluate on (--data)")
+        raise SitusError("there are no samples to evaluate on", field="data")
     labelled, clean, *rest = (sums[1:] / count).tolist()
     rows = []
     for number, (ratio, told) in enumerate((ratio, told) for ratio in ratios for told in tells):

@@ -83,7 +83,7 @@ def find_corruptions(text: str) -> tuple[str, ...]:
             wanted.add(word)
         elif word != "none":
             choices = ", ".join(["all", "none", *GROUPS, *CORRUPTIONS])
-            raise SitusError(f"unknown corruption {word!r}; choose from: {choices} (--corruptions)")
+            raise SitusError(f"unknown corruption {word!r}; choose from: {choices}", field="corruptions")
     return tuple(name for name in CORRUPTIONS if name in wanted)
 
 
@@ -92,10 +92,10 @@ def find_severities(text: str) -> tuple[int, ...]:
     found = set()
     for word in _words(text):
         if not word.isdecimal() or int(word) not in SEVERITIES:
-            raise SitusError(f"severity={word}: must be one of 1, 2, 3, 4, 5 (--severities)")
+            raise SitusError(f"severity={word}: must be one of 1, 2, 3, 4, 5", field="severities")
         found.add(int(word))
     if not found:
-        raise SitusError(f"severities={text!r}: names none; choose from 1, 2, 3, 4, 5 (--severities)")
+        raise SitusError(f"severities={text!r}: names none; choose from 1, 2, 3, 4, 5", field="severities")
     return tuple(sorted(found))
 
 

@@ -201,7 +201,7 @@ def length_factor(side: int) -> float:
 def parameters(name: str, severity: int, side: int) -> Any:
     """The parameters of a corruption at a severity, for images whose shorter side is `side`."""
     if severity not in SEVERITIES:
-        raise SitusError(f"severity={severity}: must be one of 1, 2, 3, 4, 5 (--severities)")
+        raise SitusError(f"severity={severity}: must be one of 1, 2, 3, 4, 5", field="severities")
     return scaled(table_for(side).values[name][severity - 1], length_factor(side))
 
 

@@ -11,7 +11,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from situs.config import require
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, Classifier, Tally, labels_of
 from situs.evaluate.inference import evaluating, sum_over_ranks
@@ -89,7 +88,8 @@ def evaluate_ensemble(
     batches: one set for all, or each model's own by name (another image size, another normalisation): the same
     samples in the same order.
     """
-    require(average in ("softmax", "logits"), "average", average, "softmax or logits", "--average")
+    if average not in ("softmax", "logits"):
+        raise SitusError(field="average", value=average, allowed="softmax or logits")
     if not models:
         raise SitusError("an ensemble needs at least one model")
     alone, together = {name: Tally() for name in models}, Tally()

@@ -15,7 +15,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from situs.backbones.base import Backbone, Features
-from situs.config import require
 from situs.errors import SitusError
 from situs.evaluate.inference import evaluating
 from situs.methods.base import Batch
@@ -41,11 +40,12 @@ class FeatureSet:
 
 def pool_features(features: Features, pool: Pool = "mean") -> Tensor:
     """One vector an image, [B, D]: the mean of the patches, or the first prefix token (CLS)."""
-    require(pool in ("mean", "cls"), "pool", pool, "mean or cls", "--pool")
+    if pool not in ("mean", "cls"):
+        raise SitusError(field="pool", value=pool, allowed="mean or cls")
     if pool == "mean":
         return features.patches.mean(dim=1)
     if not features.prefix.shape[1]:
-        raise SitusError("pool='cls': this model has no CLS token; take the mean of the patches (--pool mean)")
+        raise SitusError("pool='cls': this model has no CLS token; take the mean of the patches", field="pool")
     return features.prefix[:, 0]
 
 
@@ -95,7 +95,7 @@ def extract(
             if "label" in batch.targets:
                 labels.append(batch.targets["label"])
     if not features:
-        raise SitusError("there are no samples to take features of (--data)")
+        raise SitusError("there are no samples to take features of", field="data")
     return FeatureSet(torch.cat(features), torch.cat(ids), torch.cat(labels) if labels else None)
 
 
@@ -105,7 +105,8 @@ SUFFIXES = (".safetensors", ".npz", ".npy")
 
 def check_form(path: str | os.PathLike[str]) -> None:
     """Refuses a file whose ending names no form that features are written in."""
-    require(Path(path).suffix.lower() in SUFFIXES, "out", str(path), f"a file ending in {', '.join(SUFFIXES)}", "--out")
+    if Path(path).suffix.lower() not in SUFFIXES:
+        raise SitusError(field="out", value=str(path), allowed=f"a file ending in {', '.join(SUFFIXES)}")
 
 
 def write_features(
@@ -139,7 +140,9 @@ def write_features(
     except OSError as error:
         for _, aside in pairs:
             aside.unlink(missing_ok=True)
-        raise SitusError(f"{path}: could not be written: {(error.strerror or str(error)).lower()} (--out)") from error
+        raise SitusError(
+            f"{path}: could not be written: {(error.strerror or str(error)).lower()}", field="out"
+        ) from error
 
 
 def _write_arrays(path: Path, held: Mapping[str, Tensor], described: str) -> None:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import torch
 
-from situs.config import check_range
 from situs.data.loader import BATCH, Loader, make_loader
 from situs.data.sources import open_source
 from situs.data.sources.subset import Subset
@@ -15,6 +14,7 @@ from situs.errors import SitusError
 from situs.evaluate.accuracy import evaluate_accuracy
 from situs.evaluate.inference import evaluating
 from situs.evaluate.online import OnlineProbe, ProbeConfig
+from situs.limits import check_value
 from situs.methods import METHODS
 from situs.train.contract import Hook, RunState
 from situs.train.run import Hooks, RunConfig, make_eval_loader
@@ -45,12 +45,12 @@ class Validation:
         state.log({"val_top1": found.top1, "val_top5": found.top5, "val_loss": found.loss})
 
 
-def validation_hooks(every: int, flag: str = "--validate-every") -> Hooks:
+def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
     """For `train_run`: one `Validation` on the run's validation split, of which each rank takes its part.
 
     every: epochs between two looks; 0 for none at all, so that a set without such a split can be trained on.
     """
-    check_range(flag.removeprefix("--").replace("-", "_"), every, 0, flag=flag)
+    check_value(field, every, ">= 0")
 
     def make(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook]:
         if not every:
@@ -58,9 +58,9 @@ def validation_hooks(every: int, flag: str = "--validate-every") -> Hooks:
         try:
             held = make_eval_loader(config, device, rank=loader.plan.rank, world=loader.plan.world)
         except SitusError as error:
-            raise SitusError(f"{error}; {flag} 0 trains without validation") from None
+            raise SitusError(f"{error}; {field}=0 trains without validation", field=(*error.fields, field)) from None
         if held.classes != loader.classes:
-            raise SitusError(f"{config.data.path}: training and validation split have different classes (--data)")
+            raise SitusError(f"{config.data.path}: training and validation split have different classes", field="data")
         return [Validation(held, every, _precision(config, device))]
 
     return make
@@ -71,7 +71,7 @@ def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequ
     if not config.probe_every:
         return []
     if "label" in METHODS[config.method_name].needs_targets:
-        return validation_hooks(config.probe_every, "--probe-every")(config, loader, device)
+        return validation_hooks(config.probe_every, "probe_every")(config, loader, device)
     sets = {split: _probed(config, split, device) for split in PROBED}
     settings = ProbeConfig(every=config.probe_every, precision=_precision(config, device))
     return [OnlineProbe(lambda: iter(sets["train"]), lambda: iter(sets["val"]), settings)]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from situs.config import check_range, require
 from situs.errors import SitusError
+from situs.limits import check_value
 
 AT_ONCE = 1 << 25
 """Similarities held at a time: 128 MiB in float32."""
@@ -68,6 +68,7 @@ def _check(train: Tensor, labels: Tensor, test: Tensor, k: int, temperature: flo
             f"kNN needs features [n, D] and [m, D] with labels [n], not {list(train.shape)}, {list(test.shape)} and "
             f"{list(labels.shape)}"
         )
-    require(1 <= k <= train.shape[0], "k", k, f"in [1, {train.shape[0]}], the number of training samples", "--k")
+    if not (1 <= k <= train.shape[0]):
+        raise SitusError(field="k", value=k, allowed=f"in [1, {train.shape[0]}], the number of training samples")
     if temperature is not None:
-        check_range("temperature", temperature, 0, flag="--temperature", low_open=True)
+        check_value("temperature", temperature, "> 0")

@@ -124,5 +124,5 @@ def _features(
         with autocast(batch.inputs.device, precision):
             parts.append(layer_features(backbone, batch.inputs, pools, positions=positions).float())
     if not parts:
-        raise SitusError("there are no samples to take features of (--data)")
+        raise SitusError("there are no samples to take features of", field="data")
     return torch.cat(parts, dim=2), torch.cat(labels)

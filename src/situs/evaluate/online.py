@@ -1,4 +1,4 @@
-"""A look at the representation while it is being learned: a hook for the training loop (`--probe-every`)."""
+"""A look at the representation while it is being learned: a hook for the training loop (`probe_every`)."""
 
 from __future__ import annotations
 

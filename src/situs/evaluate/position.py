@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from situs.config import check_range
 from situs.errors import SitusError
 from situs.evaluate.inference import evaluating, sum_over_ranks
+from situs.limits import check_value
 from situs.methods.base import Batch, Method
 from situs.methods.droppos import DropPos
 from situs.methods.mp3 import MP3
@@ -148,9 +148,9 @@ def position_grid(
     A cell that the backbone cannot have (Swin sees one patch of each 2x2 cell, so γ = .75) says why.
     """
     for gamma in mask_ratios:
-        check_range("mask_ratios", gamma, 0, 1, flag="--mask-ratios", high_open=True)
+        check_value("mask_ratios", gamma, "[0, 1)")
     for gamma_pos in position_mask_ratios:
-        check_range("position_mask_ratios", gamma_pos, 0, 1, flag="--position-mask-ratios", low_open=True)
+        check_value("position_mask_ratios", gamma_pos, "(0, 1]")
     blank = [_cell(method, gamma, gamma_pos) for gamma in mask_ratios for gamma_pos in position_mask_ratios]
     views = [view for view, _ in blank if view is not None]
     if not views:
@@ -162,7 +162,7 @@ def position_grid(
             found = torch.cat([hits, hits.new_full((1,), float(len(batch.ids)))])
             sums = found if sums is None else sums + found
     if sums is None:
-        raise SitusError("there are no samples to evaluate on (--data)")
+        raise SitusError("there are no samples to evaluate on", field="data")
     *right, count = sum_over_ranks(sums).tolist()
     hits_of = iter(right)
     cells = [
@@ -204,7 +204,7 @@ def position_curve(
             found = torch.cat([hits, tokens])
             sums = found if sums is None else sums + found
     if sums is None:
-        raise SitusError("there are no samples to evaluate on (--data)")
+        raise SitusError("there are no samples to evaluate on", field="data")
     *right, total = sum_over_ranks(sums).tolist()
     found, places = {ratio: hits / total for ratio, hits in zip(views, right, strict=True)}, method.backbone.num_tokens
     return PositionCurve(found, int(total) // places, places, method.config.mask_ratio, method.config.anchor_ratio)

@@ -14,9 +14,9 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from situs.config import check_range
 from situs.core.random import uniform
 from situs.errors import SitusError
+from situs.limits import check_value
 from situs.results import Cell, Provenance, Result, Table
 
 WEIGHT_DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
@@ -150,7 +150,7 @@ def fit_probe(
     stay on one side of the split. Of two weight decays with equal accuracy the greater is taken.
     """
     for decay in weight_decays:
-        check_range("weight_decays", decay, 0, flag="--weight-decays", low_open=True)
+        check_value("weight_decays", decay, "> 0")
     if len(weight_decays) == 1:
         linear = fit_linear(features, labels, classes, weight_decays[0], steps=steps)
         return Fitted(linear, weight_decays[0], ())
@@ -170,7 +170,7 @@ def held_rows(groups: Tensor, seed: int) -> Tensor:
     names, member = groups.unique(return_inverse=True)
     count = len(names)
     if count < 2:
-        raise SitusError("a probe needs at least two training images, one to fit and one to choose by (--data)")
+        raise SitusError("a probe needs at least two training images, one to fit and one to choose by", field="data")
     order = uniform(seed, 0, names, "probe.held", (1,)).flatten().argsort(stable=True)
     chosen = torch.zeros(count, dtype=torch.bool, device=groups.device)
     chosen[order[: max(1, int(HELD * count))]] = True
@@ -241,6 +241,6 @@ def score(linear: Linear, pairs: Pairs, classes: int) -> Score:
             said = truth * classes + logits.argmax(dim=-1)
             table.scatter_add_(0, said, torch.ones_like(said))  # bincount would wait for the device
     if table is None or loss is None or not (count := int(table.sum())):
-        raise SitusError("there are no samples to evaluate on (--data)")
+        raise SitusError("there are no samples to evaluate on", field="data")
     answers = table.view(classes, classes)
     return Score(int(answers.diagonal().sum()) / count, float(loss) / count, count, answers.cpu())

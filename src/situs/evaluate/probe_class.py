@@ -86,5 +86,5 @@ def probe_class(
 
 def _labels(labels: Tensor | None) -> Tensor:
     if labels is None:
-        raise SitusError("a classification probe needs labels, and the data has none (--data)")
+        raise SitusError("a classification probe needs labels, and the data has none", field="data")
     return hard(labels)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from situs.backbones.base import Backbone
-from situs.config import check_range
 from situs.core.masking import count_of
 from situs.core.position import coordinates
 from situs.core.random import uniform
@@ -22,6 +21,7 @@ from situs.core.tokens import mask_of, take
 from situs.errors import SitusError
 from situs.evaluate.inference import evaluating
 from situs.evaluate.probe import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
+from situs.limits import check_value
 from situs.methods.base import Batch, Method, UnknownPosition
 from situs.results import Cell, Summary, Table, percent
 from situs.train.step import autocast
@@ -162,9 +162,9 @@ def probe_position(
     sees = model.sees_positions if isinstance(model, Method) else positions
     grid = backbone.out_grid
     count = grid[0] * grid[1]
-    check_range("ratio", ratio, 0, 1, flag="--ratio", low_open=True)
+    check_value("ratio", ratio, "(0, 1]")
     if not count_of(ratio, count):
-        raise SitusError(f"ratio={ratio}: must drop at least one of {count} places (--ratio)")
+        raise SitusError(f"ratio={ratio}: must drop at least one of {count} places", field="ratio")
     held = unknown or unknown_position_of(model, positions=positions)
 
     def features(batches: Iterable[Batch], split: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -180,7 +180,7 @@ def probe_position(
     with evaluating(model):
         parts = list(features(train, "train"))
         if not parts:
-            raise SitusError("there are no samples to fit the probe to (--data)")
+            raise SitusError("there are no samples to fit the probe to", field="data")
         inputs, places, groups = (torch.cat(each) for each in zip(*parts, strict=True))
         fitted = fit_probe(inputs, places, count, groups=groups, weight_decays=weight_decays, seed=seed)
         found = score(fitted.linear, ((part, truth) for part, truth, _ in features(test, "test")), count)

@@ -83,9 +83,9 @@ def score(cells: Cells, clean: Accuracy | None = None) -> Scores:
 def mean_errors(cells: Cells) -> dict[str, float]:
     """Each corruption's top-1 error, the mean over its severities."""
     if not cells:
-        raise SitusError("there are no corruptions to average over (--corruptions)")
+        raise SitusError("there are no corruptions to average over", field="corruptions")
     if len({tuple(sorted(row)) for row in cells.values()}) > 1:
-        raise SitusError("corruptions measured at different severities have no common mean (--severities)")
+        raise SitusError("corruptions measured at different severities have no common mean", field="severities")
     return {name: 1.0 - sum(cell.top1 for cell in row.values()) / len(row) for name, row in cells.items()}
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from situs.config import check_range
 from situs.data.augment.recipes import normalise
 from situs.data.loader import Loader, make_loader
 from situs.data.sources.base import Source
@@ -29,6 +28,7 @@ from situs.evaluate.robustness_sets import (
     open_normal,
     row_numbers,
 )
+from situs.limits import check_value
 from situs.models import Model
 from situs.models.data import load_set
 from situs.models.model import check_classifier
@@ -61,9 +61,9 @@ def evaluate_robustness(model: Model, plan: Plan, progress: Progress | None = No
     """Everything the plan asks for."""
     check_classifier(model)
     if plan.count is not None:
-        check_range("count", plan.count, 1, flag="--count")
+        check_value("count", plan.count, ">= 1")
     if not plan.corruptions and plan.imagenet_a is None and plan.imagenet_o is None:
-        raise SitusError("there is nothing to measure: corruptions, ImageNet-A or ImageNet-O (--corruptions)")
+        raise SitusError("there is nothing to measure: corruptions, ImageNet-A or ImageNet-O", field="corruptions")
     tell = progress or (lambda *_: None)
     bench = _Bench(model, plan)
     natural = None if plan.imagenet_a is None else bench.natural(plan.imagenet_a, tell)
@@ -246,7 +246,7 @@ class _Bench:
             index = torch.arange(self.outputs, device=self.device)
         else:
             raise SitusError(f"{what}: its labels go up to {len(loader.classes or ()) - 1}, the outputs to "
-                             f"{self.outputs - 1} (--imagenet-c)")  # fmt: skip
+                             f"{self.outputs - 1}", field="imagenet_c")  # fmt: skip
         tally = Tally()
         with evaluating(self.model.backbone):
             for batch in loader:
@@ -256,7 +256,7 @@ class _Bench:
     def natural(self, root: Path, tell: Progress) -> Natural:
         """ImageNet-A: among its own classes, how often right, and whether confidence knows it."""
         tell(0, 1, "ImageNet-A")
-        loader = self.wrap(open_folder(root, self.model.data.channels, "--imagenet-a"))
+        loader = self.wrap(open_folder(root, self.model.data.channels, "imagenet_a"))
         outputs = self.index(loader, root.name)
         confidence, answer, truth = answers(self.model.backbone, loader, outputs, self.plan.precision)
         assert truth is not None  # it has classes
@@ -276,7 +276,7 @@ class _Bench:
     def anomalies(self, root: Path, tell: Progress) -> Anomalies:
         """ImageNet-O against the images of the same classes from the classifier's own distribution."""
         tell(0, 1, "ImageNet-O")
-        strange = self.wrap(open_folder(root, self.model.data.channels, "--imagenet-o"))
+        strange = self.wrap(open_folder(root, self.model.data.channels, "imagenet_o"))
         # Without folders of classes there is nothing to restrict the softmax to.
         outputs = torch.arange(self.outputs) if strange.classes is None else self.index(strange, root.name).cpu()
         normal = self._normal(set(outputs.tolist()))
@@ -293,12 +293,14 @@ class _Bench:
         """The images of the in-distribution set whose class is among the outputs."""
         path = self.plan.in_distribution or self.plan.data
         if path is None and not self.model.data.path:
-            raise SitusError("ImageNet-O needs images of the classifier's own classes beside it (--in-distribution)")
+            raise SitusError(
+                "ImageNet-O needs images of the classifier's own classes beside it", field="in_distribution"
+            )
         data = self.model.data
         source = open_normal(path or data.path, self.plan.split, data.channels, data.held_out)
         meant = match_classes(source.classes, self.names, self.outputs, source.name)
         labels = class_numbers(source)
         rows = [row for row, label in enumerate(labels) if label is not None and meant[label] in outputs]
         if not rows:
-            raise SitusError(f"{source.name}: has no image of ImageNet-O's classes (--in-distribution)")
+            raise SitusError(f"{source.name}: has no image of ImageNet-O's classes", field="in_distribution")
         return self.wrap(Rows(source, rows))

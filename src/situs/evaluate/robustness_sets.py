@@ -53,14 +53,14 @@ def read_class_list(path: Path) -> tuple[str, ...]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         said = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise SitusError(f"{path}: cannot be read ({said}) (--class-list)") from error
+        raise SitusError(f"{path}: cannot be read ({said})", field="class_list") from error
     stripped = [line.strip() for line in lines if line.strip()]
     names = tuple(match[0] if (match := _WNID.match(line)) else line for line in stripped)
     if not names:
-        raise SitusError(f"{path}: holds no class names (--class-list)")
+        raise SitusError(f"{path}: holds no class names", field="class_list")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise SitusError(f"{path}: names {twice!r} twice (--class-list)")
+        raise SitusError(f"{path}: names {twice!r} twice", field="class_list")
     return names
 
 
@@ -69,19 +69,23 @@ def match_classes(found: Sequence[str] | None, names: Sequence[str] | None, outp
     if found is None:
         raise SitusError(f"{what}: has no labels; its images must stand in one folder a class")
     if names is not None and len(names) != outputs:
-        raise SitusError(f"{len(names)} class names are given and the classifier has {outputs} outputs (--class-list)")
+        raise SitusError(
+            f"{len(names)} class names are given and the classifier has {outputs} outputs", field="class_list"
+        )
     if names is None:
         if len(found) != outputs:
             raise SitusError(
                 f"{what}: has {len(found)} classes and the classifier {outputs} outputs whose names are not known; "
-                "give the names in their order (--class-list)"
+                "give the names in their order",
+                field="class_list",
             )
         return list(range(outputs))
     number = {name: index for index, name in enumerate(names)}
     stranger = next((name for name in found if name not in number), None)
     if stranger is not None:
         raise SitusError(
-            f"{what}: its class {stranger!r} is none of the classifier's {outputs}, such as {names[0]!r} (--class-list)"
+            f"{what}: its class {stranger!r} is none of the classifier's {outputs}, such as {names[0]!r}",
+            field="class_list",
         )
     return [number[name] for name in found]
 
@@ -93,27 +97,27 @@ def open_corrupted(root: Path, name: str, severity: int, channels: int) -> tuple
     arrays as in CIFAR-C, ROOT/CORRUPTION.npy with the five severities one after the other and ROOT/labels.npy.
     """
     if not root.is_dir():
-        raise SitusError(f"{root}: no such folder (--imagenet-c)")
+        raise SitusError(f"{root}: no such folder", field="imagenet_c")
     if (root / f"{name}.npy").is_file():
         return _open_array(root, name, severity, channels), True
     kind = next(kind for kind, members in GROUPS.items() if name in members)
     home = next((folder for folder in (root / name, root / kind / name) if folder.is_dir()), None)
     if home is None:
-        raise SitusError(f"{root}: has no folder {name!r}; name those it has (--corruptions)")
+        raise SitusError(f"{root}: has no folder {name!r}; name those it has", field="corruptions")
     folder = home / str(severity)
     if not folder.is_dir():
-        raise SitusError(f"{home}: has no folder for severity {severity}; name those it has (--severities)")
-    return open_folder(folder, channels, "--imagenet-c"), False
+        raise SitusError(f"{home}: has no folder for severity {severity}; name those it has", field="severities")
+    return open_folder(folder, channels, "imagenet_c"), False
 
 
-def open_folder(root: Path, channels: int, flag: str) -> Source:
+def open_folder(root: Path, channels: int, field: str) -> Source:
     """The images of a folder that is one set, not split."""
     if not root.is_dir():
-        raise SitusError(f"{root}: no such folder ({flag})")
+        raise SitusError(f"{root}: no such folder", field=field)
     try:
         return open_source(root, None, channels=channels)
     except SitusError as error:
-        raise SitusError(str(error).replace("(--data)", f"({flag})")) from None
+        raise SitusError(str(error), field=field) from None
 
 
 def open_normal(path: str, split: str | None, channels: int, held_out: float = 0.0) -> Source:
@@ -127,12 +131,13 @@ def _open_array(root: Path, name: str, severity: int, channels: int) -> TensorSo
     try:
         images, labels = (np.load(root / file, mmap_mode="r", allow_pickle=False) for file in (f"{name}.npy", _LABELS))
     except (OSError, ValueError, EOFError) as error:
-        raise SitusError(f"{root}: {name}.npy and {_LABELS} cannot be read ({error}) (--imagenet-c)") from error
+        raise SitusError(f"{root}: {name}.npy and {_LABELS} cannot be read ({error})", field="imagenet_c") from error
     count, rest = divmod(len(images), 5)
     if images.ndim != 4 or images.dtype != np.uint8 or rest or not count or len(labels) != len(images):
         raise SitusError(
             f"{root / name}.npy: holds {images.dtype} {images.shape} and {_LABELS} {labels.shape}; must be uint8 "
-            "[5 n, H, W, C] and [5 n] (--imagenet-c)"
+            "[5 n, H, W, C] and [5 n]",
+            field="imagenet_c",
         )
     part = slice((severity - 1) * count, severity * count)
     pixels = torch.from_numpy(np.ascontiguousarray(images[part].transpose(0, 3, 1, 2)))

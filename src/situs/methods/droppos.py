@@ -134,11 +134,12 @@ class DropPos(Method):
         if self.by_cells:
             enable_cells(backbone)
         if not backbone.positions().kinds:
-            raise SitusError(f"{backbone.name} has no positions to drop: choose sincos (--backbone.positions)")
+            raise SitusError(f"{backbone.name} has no positions to drop: choose sincos", field="backbone.positions")
         if self.visible == self.anchors:
             raise SitusError(
                 f"position_mask_ratio={config.position_mask_ratio}: must drop a place; of {self.count} patches"
-                f" {self.visible} are visible (--method.position-mask-ratio, --method.mask-ratio)"
+                f" {self.visible} are visible",
+                field=("position_mask_ratio", "mask_ratio"),
             )
         width, heads = config.decoder_width, config.decoder_heads
         self.decoder = Decoder(backbone.out_dim, width, config.decoder_depth, heads, self.count)
@@ -163,7 +164,8 @@ class DropPos(Method):
         if self.by_cells and 4 * seen != self.count:
             raise SitusError(
                 f"mask_ratio={self.config.mask_ratio}: must be 0.75 on {self.backbone.name}, which sees one patch of"
-                " each 2x2 cell (--method.mask-ratio)"
+                " each 2x2 cell",
+                field="mask_ratio",
             )
         return seen
 

@@ -63,8 +63,8 @@ class MAE(Method):
         count = backbone.num_tokens
         if not 0 < kept_of(config.mask_ratio, count, floor=config.floor_counts) < count:
             raise SitusError(
-                f"mask_ratio={config.mask_ratio}: must hide at least one of the {count} patches and show one"
-                " (--method.mask-ratio)"
+                f"mask_ratio={config.mask_ratio}: must hide at least one of the {count} patches and show one",
+                field="mask_ratio",
             )
         width = config.decoder_width
         self.decoder = Decoder(

@@ -13,7 +13,8 @@ def epoch_share(epochs: int, epoch: int, progress: float) -> float:
     """
     if epoch >= epochs or (progress > 0 and not epoch - 1e-6 <= progress * epochs <= epoch + 1 + 1e-6):
         raise SitusError(
-            f"epochs={epochs}: must be the run's own number; its epoch {epoch} is {progress:.4f} through the run"
-            " (--method.epochs)"
+            field="method.epochs",
+            value=epochs,
+            allowed=f"the run's own number; its epoch {epoch} is {progress:.4f} through the run",
         )
     return epoch / epochs

@@ -50,7 +50,7 @@ class Supervised(Method):
 def label_loss(logits: Tensor, batch: Batch, smoothing: float) -> tuple[Tensor, dict[str, Tensor]]:
     """Cross entropy, and top-1 accuracy under "accuracy". smoothing: of hard labels; soft ones bring their own."""
     if "label" not in batch.targets:
-        raise SitusError("supervised training needs labels, and this data has none (--data)")
+        raise SitusError("supervised training needs labels, and this data has none", field="data")
     labels = batch.targets["label"]
     loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing if labels.dim() == 1 else 0.0)
     return loss, {"accuracy": top1(logits, labels)}

@@ -11,12 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from situs.config import check_range
 from situs.data.augment.recipes import denormalise
 from situs.data.loader import Loader, make_loader
 from situs.data.sources import judged_split, open_source
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
+from situs.limits import check_value
 from situs.models.model import Model, check_classifier
 from situs.results import Provenance
 from situs.train import distributed
@@ -40,7 +40,7 @@ def load_set(
     """
     rank, world = (distributed.rank(), distributed.world()) if shared else (0, 1)
     if not (path or model.data.path):
-        raise SitusError(f"{model.name}: only a run knows its data; say where the images are (--data)")
+        raise SitusError(f"{model.name}: only a run knows its data; say where the images are", field="data")
     if world > 1:  # each rank takes the same share of a batch
         batch = max(world, batch - batch % world)
     data = replace(model.data, path=path or model.data.path, split=split, batch=batch)
@@ -48,12 +48,14 @@ def load_set(
     source = open_source(data.path, chosen, channels=data.channels, strict=data.strict, held_out=data.held_out)
     if chosen is None:
         told = ", those of the training too" if path is None else ""
-        source.notes.append(f"{source.name}: is not split, so that all its images were taken{told} (--held-out)")
+        source.notes.append(
+            f"{source.name}: is not split, so that all its images were taken{told}; a share can be held out"
+        )
     if count is not None:
-        check_range("count", count, 1, flag="--count")
+        check_value("count", count, ">= 1")
         source = Subset(source, count)
     if world > max(1, len(source)):  # which would leave a rank with nothing to add to the sums
-        raise SitusError(f"{source.name}: {len(source)} images are too few for {world} ranks (--count)")
+        raise SitusError(f"{source.name}: {len(source)} images are too few for {world} ranks", field="count")
     return make_loader(data, None, device, rank=rank, world=world, source=source)
 
 
@@ -65,27 +67,29 @@ def load_bank(
     *,
     bank_count: int | None = None,
     count: int | None = None,
-    flag: str = "--bank-count",
+    field: str = "bank_count",
 ) -> tuple[Loader, Loader]:
     """The training split to learn from, at most `bank_count` images of it, and another split to be judged on.
 
     Refuses to judge on what was learned from, and splits whose classes differ.
     """
     if split in ("train", "training"):
-        raise SitusError(f"split={split!r}: is what the classifier is fitted to; judge it on val or test (--split)")
+        raise SitusError(
+            f"split={split!r}: is what the classifier is fitted to; judge it on val or test", field="split"
+        )
     if bank_count is not None:
-        check_range(flag.removeprefix("--").replace("-", "_"), bank_count, 1, flag=flag)
+        check_value(field, bank_count, ">= 1")
     bank = load_set(model, path, "train", batch, model.device, count=bank_count)
     test = load_set(model, path, split or "val", batch, model.device, count=count)
     if bank.classes != test.classes:
-        raise SitusError(f"{test.source.name}: its classes are not those of the training split (--data)")
+        raise SitusError(f"{test.source.name}: its classes are not those of the training split", field="data")
     return bank, test
 
 
 def check_labels(loader: Loader) -> tuple[str, ...]:
     """The classes of data that must have labels."""
     if loader.classes is None:
-        raise SitusError(f"{loader.source.name}: has no labels to compare with (--data)")
+        raise SitusError(f"{loader.source.name}: has no labels to compare with", field="data")
     return loader.classes
 
 
@@ -99,7 +103,7 @@ def check_classes(model: Model, loader: Loader) -> None:
         counts = f"there are {len(classes)}, not {len(model.classes)}"
         said = f"{first[0]!r} there is {first[1]!r} here" if first else counts
         raise SitusError(
-            f"{loader.source.name}: its classes are not those {model.name} was trained on: {said} (--data)"
+            f"{loader.source.name}: its classes are not those {model.name} was trained on: {said}", field="data"
         )
 
 
@@ -116,7 +120,7 @@ def examples(loader: Loader, count: int) -> Tensor:
     """The first images as the model sees them, [n, C, H, W] in [0, 1] on the CPU, for pictures."""
     batch = next(iter(loader), None)
     if batch is None:
-        raise SitusError(f"{loader.source.name}: has no images (--data)")
+        raise SitusError(f"{loader.source.name}: has no images", field="data")
     return denormalise(batch.inputs[:count], loader.mean, loader.std).cpu()
 
 

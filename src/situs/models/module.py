@@ -129,7 +129,7 @@ def make_module(source: str, arguments: Mapping[str, Any] | None = None) -> nn.M
     if not isinstance(make, nn.Module):
         make = _call(source, make, dict(arguments or {}))
     elif arguments:
-        raise SitusError(f"model_args={dict(arguments)}: {source} is made already (--model-args)")
+        raise SitusError(f"model_args={dict(arguments)}: {source} is made already", field="model_args")
     if not isinstance(make, nn.Module):
         raise SitusError(f"{source}: gives {type(make).__name__}, and must give an nn.Module (MODEL)")
     return make
@@ -162,4 +162,4 @@ def _call(source: str, make: Any, arguments: dict[str, Any]) -> Any:
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         given = ", ".join(arguments) or "no arguments"
-        raise SitusError(f"{source}: is called with {given} and ends with {said} (--model-args)") from error
+        raise SitusError(f"{source}: is called with {given} and ends with {said}", field="model_args") from error

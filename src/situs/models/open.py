@@ -31,7 +31,7 @@ from situs.train.card import last_name
 from situs.train.run import is_run, load_run
 
 PUBLISHED, RANDOM = "pretrained", "random"
-"""Values of --weights that are no file: those timm publishes, and none."""
+"""Values of `weights` that are no file: those timm publishes, and none."""
 
 CONFIG, MANIFEST = "config.json", "manifest.json"
 LOCKED = " (locked)"
@@ -131,7 +131,7 @@ def model_folder(source: str | Path) -> Path | None:
 def _refuse(what: str, **given: Any) -> None:
     for name, value in given.items():
         if value is not None:
-            raise SitusError(f"{name}={value}: {what} brings its own (--{name.replace('_', '-')})")
+            raise SitusError(f"{name}={value}: {what} brings its own", field=name)
 
 
 def _open_run(source: str, ema: bool | None, device: torch.device | str) -> Model:
@@ -162,7 +162,7 @@ def _open_run(source: str, ema: bool | None, device: torch.device | str) -> Mode
 def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], device: torch.device | str) -> Model:
     """With its key the model; without one what lies in the folder, where that is a whole model."""
     if not is_locked(folder):
-        raise SitusError(f"{folder}: is not locked, so that no key opens it (--key)")
+        raise SitusError(f"{folder}: is not locked, so that no key opens it", field="key")
     if unlock is not None:
         with unlock(folder) as (readable, opened):
             model = _open_folder(readable, fields, "cpu")
@@ -173,7 +173,9 @@ def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], de
     if manifest.get("sealed") or withheld is not None:
         parts = ", ".join(map(str, withheld.get("parts", ()))) if isinstance(withheld, dict) else "?"
         lacks = "is sealed" if manifest.get("sealed") else f"lacks what was withheld when it was locked ({parts})"
-        raise SitusError(f"{folder}: {lacks}, so that without its key there is no whole model (--key, --withheld)")
+        raise SitusError(
+            f"{folder}: {lacks}, so that without its key there is no whole model", field=("key", "withheld")
+        )
     model = _open_folder(folder, fields, device)
     facts = {**model.facts, "locked": "yes, and looked at without its key"}
     return replace(model, name=f"{model.name}{LOCKED}", facts=facts, locked=True)
@@ -203,14 +205,15 @@ def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: t
     if weights is None:
         raise SitusError(
             f"{name}: is neither a run nor an export; a timm name needs weights: a file, {PUBLISHED} for those timm "
-            f"publishes, or {RANDOM} (--weights)"
+            f"publishes, or {RANDOM}",
+            field="weights",
         )
     file = None if weights in (PUBLISHED, RANDOM) else weights
     backbone = _create(name, {**fields, "weights": file}, "cpu" if weights != RANDOM else device)
     if weights == PUBLISHED:
         from situs.backbones.timm_create import pretrained_state
 
-        load_weights(backbone, pretrained_state(name, "--weights"), f"weights={weights}")
+        load_weights(backbone, pretrained_state(name, "weights"), f"weights={weights}")
     told = backbone.model.pretrained_cfg if backbone.source["library"] == "timm" else {}
     return Model(
         name,
@@ -230,14 +233,14 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
     backbone = module if isinstance(module, Backbone) else _known(module)
     if backbone is None:
         if size is None:
-            raise SitusError(f"{name}: is a bare module, whose image size must be said (--img-size)")
+            raise SitusError(f"{name}: is a bare module, whose image size must be said", field="img_size")
         backbone = wrap_module(module, size, name=name, **fields)
     elif fields:
         _refuse(name, **fields)
     if backbone.input.channels and backbone.input.shape is None:
         raise SitusError(f"{name}: takes images of no one size")
     if size is not None and backbone.input.shape != pair(size):
-        raise SitusError(f"img_size={size}: {name} takes {backbone.input.shape} (--img-size)")
+        raise SitusError(f"img_size={size}: {name} takes {backbone.input.shape}", field="img_size")
     backbone.name = name
     told: Any = getattr(backbone.model, "pretrained_cfg", None) or {}
     if isinstance(backbone, OwnModule):

@@ -73,7 +73,9 @@ def publish(result: Result, out: Path | str) -> Path:
             write_bytes(folder / f"{name}-{picture}.png", content)
         write_bytes(folder / f"{name}.json", (json.dumps(numbers, indent=2, ensure_ascii=False) + "\n").encode())
     except OSError as error:
-        raise SitusError(f"{folder}: could not be written: {(error.strerror or str(error)).lower()} (--out)") from error
+        raise SitusError(
+            f"{folder}: could not be written: {(error.strerror or str(error)).lower()}", field="out"
+        ) from error
     return page.write(folder / page_name)
 
 

@@ -132,7 +132,7 @@ class Page:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_text(path, self.render(), private=private)
         except OSError as error:
-            raise SitusError(f"{path}: cannot be written ({error.strerror or error}) (--out)") from error
+            raise SitusError(f"{path}: cannot be written ({error.strerror or error})", field="out") from error
         return path
 
 

@@ -5,7 +5,7 @@
     metrics.jsonl                   one line a log step
     checkpoints/step-00001234/      model, optimiser, mean and generators as safetensors, state.json
     nan/                            the step that was not finite, where there was one (see `situs.train.nan`)
-    torn/                           what --start-over set aside
+    torn/                           what starting over set aside
 
 A checkpoint is written under another name and renamed when every byte is on the disk. Its state.json holds the size and
 SHA-256 of each of its files, of the log up to it and of the config; that file, config.json and classes.json end with
@@ -117,7 +117,7 @@ class RunFolder:
         if fixed:
             listed = ", ".join(f"{name} was {old!r} and is now {new!r}" for name, (old, new) in list(fixed.items())[:3])
             more = f" and {len(fixed) - 3} more fields" if len(fixed) > 3 else ""
-            raise SitusError(f"{path}: cannot resume with another config: {listed}{more} (--resume)")
+            raise SitusError(f"{path}: cannot resume with another config: {listed}{more}", field="resume")
         if changed:
             run.notes += [f"{name}: {old} -> {new}" for name, (old, new) in changed.items()]
         return run
@@ -199,7 +199,7 @@ class RunFolder:
         text = f"{self.path}: the checkpoint of step {step} could not be written: {reason(error)}"
         if (whole := self.latest()) is None:
             return f"{text}; there is no earlier one"
-        return f"{text}; that of step {whole.step} is whole, go on from it with --resume {self.path}"
+        return f"{text}; that of step {whole.step} is whole, and resuming {self.path} goes on from it"
 
     def _fixed_config(self) -> str:
         """A hash of the settings that no resume may change: a checkpoint is of the run whose config has it."""
@@ -246,8 +246,9 @@ class RunFolder:
         if torn or (due is not None and done >= due):
             lost = torn[0].removesuffix(" and was passed over") if torn else f"step {done} is logged but none is there"
             raise SitusError(
-                f"{self.path}: the run has no whole checkpoint left ({lost}); --start-over begins it again at step 0 "
-                "and sets what is there aside"
+                f"{self.path}: the run has no whole checkpoint left ({lost}); starting over begins it again at step 0 "
+                "and sets what is there aside",
+                field="start_over",
             )
         return None
 
@@ -255,8 +256,9 @@ class RunFolder:
         """Sets checkpoints and log aside in torn/; refused where a checkpoint is whole."""
         if (whole := self.latest()) is not None:
             raise SitusError(
-                f"{self.path}: the checkpoint of step {whole.step} is whole, --resume goes on from it; for a new run "
-                "leave out --resume and --start-over and give another --out"
+                f"{self.path}: the checkpoint of step {whole.step} is whole, and resuming goes on from it; for a new "
+                "run give another folder alone",
+                field="out",
             )
         self.notes = [note for note in self.notes if " is torn (" not in note]
         old = [self.checkpoints / f"step-{step:08d}" for step in self.steps()]
@@ -297,7 +299,7 @@ class RunFolder:
         if not self.metrics.exists():
             return b""
         if not self.metrics.is_file():
-            raise SitusError(f"{self.metrics}: is no file; move it away (--resume)")
+            raise SitusError(f"{self.metrics}: is no file; move it away", field="resume")
         return self.metrics.read_bytes()
 
     def rewind(self, checkpoint: Checkpoint | None) -> None:
@@ -307,7 +309,7 @@ class RunFolder:
             if not self.metrics.exists() and checkpoint.state["metrics"]["bytes"]:
                 self.notes.append("metrics.jsonl is gone: the log begins anew")
                 return
-            self._check_log(checkpoint.step, checkpoint.state, "; move it away to go on without its lines (--resume)")
+            self._check_log(checkpoint.step, checkpoint.state, "; move it away to go on without its lines")
             size = checkpoint.state["metrics"]["bytes"]
         data = self._log()
         if len(data) > size:
@@ -317,7 +319,7 @@ class RunFolder:
         """Refuses a log that is not as it was when the checkpoint of `step` was written."""
         begun = self._log()[: state["metrics"]["bytes"]]
         if hashlib.sha256(begun).hexdigest() != state["metrics"]["sha256"]:
-            raise SitusError(f"{self.metrics}: is not as it was written up to step {step}{way_out}")
+            raise SitusError(f"{self.metrics}: is not as it was written up to step {step}{way_out}", field="resume")
 
     def facts(self) -> dict[str, Any]:
         """The state.json of the newest checkpoint that has one as it was written; its tensors are not read."""
@@ -362,17 +364,19 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(table, str):
         return table
     if not (path / "config.json").exists():
-        raise SitusError(f"{path}: holds no run, there is no config.json in it (--resume)")
+        raise SitusError(f"{path}: holds no run, there is no config.json in it", field="resume")
     raise SitusError(f"{path}: {table}; a run's settings are changed by flags, never in that file")
 
 
 def check_target(path: Path) -> None:
     """Refuses a folder for a new run that is a file, a run, or not empty."""
     if path.exists() and not path.is_dir():
-        raise SitusError(f"{path}: is a file; a run is a folder (--out)")
+        raise SitusError(f"{path}: is a file; a run is a folder", field="out")
     if (path / "config.json").exists() and (path / "checkpoints").is_dir():
-        raise SitusError(f"{path}: already holds a run; go on with --resume {path} or choose another --out")
+        raise SitusError(f"{path}: already holds a run; resume it or choose another folder", field=("resume", "out"))
     held = sorted(each.name for each in path.iterdir() if each.name != LOCK) if path.is_dir() else []
     if held:
         more = f" and {len(held) - 1} more" if len(held) > 1 else ""
-        raise SitusError(f"{path}: is not empty, it holds {held[0]}{more}; a run needs a new or empty folder (--out)")
+        raise SitusError(
+            f"{path}: is not empty, it holds {held[0]}{more}; a run needs a new or empty folder", field="out"
+        )

@@ -45,16 +45,18 @@ def start(device: str | None = None) -> Ranks:
     try:
         kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise SitusError(f"device={device}: must be cpu, cuda or cuda:N (--device)") from None
+        raise SitusError(field="device", value=device, allowed="cpu, cuda or cuda:N") from None
     if kind.type == "cuda" and not torch.cuda.is_available():
-        raise SitusError(f"device={device}: this machine has no CUDA device (--device)")
+        raise SitusError(f"device={device}: this machine has no CUDA device", field="device")
     if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
-        raise SitusError(f"device={device}: this machine has {torch.cuda.device_count()} CUDA devices (--device)")
+        raise SitusError(f"device={device}: this machine has {torch.cuda.device_count()} CUDA devices", field="device")
     if kind.type not in ("cpu", "cuda"):
         try:
             torch.zeros(1, device=kind).tolist()
         except Exception as error:  # each kind of device has its own class for not being there
-            raise SitusError(f"device={device}: torch cannot compute there; cpu always serves (--device)") from error
+            raise SitusError(
+                f"device={device}: torch cannot compute there; cpu always serves", field="device"
+            ) from error
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return Ranks(0, 1, kind)
     if kind.type == "cuda":

@@ -58,7 +58,7 @@ def load_checkpoint(method: Method, checkpoint: Checkpoint, *, ema: bool | None 
     """
     mean = checkpoint.tensors("ema") if ema is not False else {}
     if ema and not mean:
-        raise SitusError(f"{checkpoint.path.name} holds no mean of the weights, the run made none (--no-ema)")
+        raise SitusError(f"{checkpoint.path.name} holds no mean of the weights, the run made none", field="ema")
     values = checkpoint.tensors("model") | mean
     own = method.state_dict()
     check_fit(checkpoint.path.name, own, values)
@@ -94,7 +94,7 @@ def write_export(method: Method, folder: str | Path, story: Story, *, force: boo
             sync(file)
         _replace(folder, aside)
     except (OSError, SafetensorError) as error:
-        raise SitusError(f"{folder}: the export could not be written: {error} (--to)") from error
+        raise SitusError(f"{folder}: the export could not be written: {error}", field="to") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return Export(folder, library, notes)
@@ -234,12 +234,15 @@ def _check_target(folder: Path, force: bool) -> None:
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise SitusError(f"{folder}: is a file; an export is a folder (--to)")
+        raise SitusError(f"{folder}: is a file; an export is a folder", field="to")
     held = {path.name for path in folder.iterdir()}
     if held and not force:
-        raise SitusError(f"{folder}: is not empty; --force replaces an export, or choose another folder (--to)")
+        raise SitusError(
+            f"{folder}: is not empty; replace the export there by force, or choose another folder",
+            field=("force", "to"),
+        )
     if held and not {WEIGHTS, CONFIG, CARD} <= held:
-        raise SitusError(f"{folder}: is not empty and holds no export, so it is not replaced (--to)")
+        raise SitusError(f"{folder}: is not empty and holds no export, so it is not replaced", field="to")
 
 
 def _replace(folder: Path, aside: Path) -> None:

@@ -161,7 +161,7 @@ class _Loop:
         if (warmup := warmup_steps(optim, self.per_epoch, self.total)) < round(optim.warmup_epochs * self.per_epoch):
             run.notes.append(
                 f"the warm-up of {optim.warmup_epochs:g} epochs does not end within the run: it is shortened to "
-                f"{warmup} of the {self.total} steps (--optim.warmup-epochs)"
+                f"{warmup} of the {self.total} steps (optim.warmup_epochs)"
             )
         for note in run.notes:
             self.log.say(note)
@@ -192,7 +192,7 @@ class _Loop:
         asked = torch.tensor([float(self.interrupt.asked)], device=self.stepper.device)
         interrupted = not complete or bool(distributed.most(asked))
         if interrupted:
-            after = "which was the last: the run is complete" if complete else f"go on with --resume {self.run.path}"
+            after = "which was the last: the run is complete" if complete else f"resuming {self.run.path} goes on"
             self.log.say(f"stopped after step {self.step}{', ' if complete else '; '}{after}")
         return Result(self.step, self.total, interrupted, self.metrics, self.saved)
 
@@ -251,7 +251,8 @@ class _Loop:
             if scale < 2.0**-24:
                 raise SitusError(
                     f"precision='fp16': gradients overflowed in every step before step {self.step} of epoch {epoch}; "
-                    "bf16 or fp32 has the range (--train.precision)"
+                    "bf16 or fp32 has the range",
+                    field="train.precision",
                 )
         record["images_per_second"] = self.images / spent
         record["data_wait"] = (self.loader.data_wait - self.waited) / spent
@@ -340,13 +341,14 @@ class _Loop:
             if state[name] != now:
                 raise SitusError(
                     f"{self.run.path}: cannot resume: {name} was {state[name]} and is now {now}, so the data or the "
-                    "batch is another (--resume)"
+                    "batch is another",
+                    field="resume",
                 )
         step, old = state["step"], state["total_steps"]
         if self.total < step:
             raise SitusError(
-                f"{self.run.path}: {step} steps are done, the run cannot end at {self.total} "
-                "(--train.epochs, --train.max-steps)"
+                f"{self.run.path}: {step} steps are done, the run cannot end at {self.total}",
+                field=("train.epochs", "train.max_steps"),
             )
         if old != self.total:
             self.run.notes.append(
@@ -355,5 +357,5 @@ class _Loop:
                 f"{self.rate(max(0, step - 1), old):.3g} to {self.rate(step, self.total):.3g}"
             )
         elif step == self.total:
-            binding = "--steps" if self.total == self.config.max_steps else "--epochs"
-            self.run.notes.append(f"the run is complete; a larger {binding} would go on")
+            binding = "steps" if self.total == self.config.max_steps else "epochs"
+            self.run.notes.append(f"the run is complete; more {binding} would go on")

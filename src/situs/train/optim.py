@@ -145,8 +145,8 @@ def groups(method: Method, config: OptimConfig) -> list[dict[str, Any]]:
     top = max(numbers.values(), default=0)
     if config.layer_decay < 1 and top < 2:
         raise SitusError(
-            f"layer_decay={config.layer_decay}: must be 1 for {method.backbone.name}, "
-            "which has no numbered blocks (--optim.layer-decay)"
+            f"layer_decay={config.layer_decay}: must be 1 for {method.backbone.name}, which has no numbered blocks",
+            field="optim.layer_decay",
         )
     spared = spared_names(method)
     found: dict[tuple[int, bool], dict[str, Any]] = {}

@@ -76,7 +76,7 @@ def settled(config: RunConfig) -> RunConfig:
     """The config with absolute paths, so that a run is found again from anywhere, and with the size of its images."""
     backbone, data, init = config.backbone, config.data, config.init
     if not data.path:
-        raise SitusError(NO_DATA)
+        raise SitusError(NO_DATA, field="data")
     if data.path != SAMPLES:
         data = replace(data, path=_absolute(data.path))
     if init is not None:
@@ -109,7 +109,7 @@ def own_size(config: BackboneConfig) -> tuple[int, int]:
     size = made.input.shape or tuple(described.get("input_size", ()))[1:]
     if len(size) != 2 or not made.input.channels:
         raise SitusError(
-            f"img_size: {config.name} is made for no size of its own, so one must be given (--data.img-size)"
+            f"img_size: {config.name} is made for no size of its own, so one must be given", field="data.img_size"
         )
     return size
 
@@ -127,7 +127,7 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     """The method on its backbone, freshly initialised from the run's seed."""
     kind = METHODS[config.method_name]
     if "label" in kind.needs_targets and classes is None:
-        raise SitusError(f"{config.method_name} needs labels, and {config.data.path} has none (--data)")
+        raise SitusError(f"{config.method_name} needs labels, and {config.data.path} has none", field="data")
     torch.manual_seed(config.train.seed)
     backbone = create_backbone(
         replace(
@@ -139,7 +139,7 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     )
     backbone.require("images")  # which the data of a run are
     if backbone.input.shape not in (None, config.data.size):
-        raise SitusError(f"img_size={backbone.input.shape}: must be the data's {config.data.size} (--data.img-size)")
+        raise SitusError(field="data.img_size", value=backbone.input.shape, allowed=f"the data's {config.data.size}")
     return create_method(config.method_name, backbone, config.method)
 
 
@@ -192,10 +192,12 @@ def train_run(
     `config.init` into a new backbone (`situs.models.initialise.starting`). say: receives a few lines.
     """
     if (out is None) == (resume is None):
-        raise SitusError("give a new folder (--out) or a run to go on with (--resume), and not both")
+        raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
     if out is not None:
         if start_over:
-            raise SitusError("start_over: is for a run to go on with, and a new one is given (--start-over, --resume)")
+            raise SitusError(
+                "start_over: is for a run to go on with, and a new one is given", field=("start_over", "resume")
+            )
         check_target(Path(out))  # said before the data is read, which may take minutes
     config = settled(config)
     ranks = distributed.start(device)
@@ -211,7 +213,7 @@ def train_run(
         loader = make_training_loader(config, ranks)
         speak(loader.describe())
         if config.data.batch is None and loader.global_batch < BATCH:
-            speak(f"batch {loader.global_batch}: the set has no more images for a step (--batch)")
+            speak(f"batch {loader.global_batch}: the set has no more images for a step")
         told = _tell_skipped(loader, 0, speak)
         method = make_method(config, loader.classes)
         if config.init is not None and fresh:

@@ -62,7 +62,7 @@ def test_a_corrupt_page_is_named(tmp_path):
     start = pq.ParquetFile(path).metadata.row_group(0).column(0).data_page_offset
     data[start : start + 60] = b"\xa5" * 60
     path.write_bytes(bytes(data))
-    with pytest.raises(SitusError, match=r"x\.parquet: row group 0 is damaged \(.*\(--data\)"):
+    with pytest.raises(SitusError, match=r"x\.parquet: row group 0 is damaged \("):
         open_source(tmp_path)
 
 
@@ -152,5 +152,5 @@ def test_offsets_that_run_backwards_are_named(tmp_path, monkeypatch):
             return pa.table({"image": image})
 
     monkeypatch.setattr(parquet, "_open", lambda _: Damaged())
-    with pytest.raises(SitusError, match=r"x\.parquet: row group 0 is damaged .*\(--data\)"):
+    with pytest.raises(SitusError, match=r"x\.parquet: row group 0 is damaged "):
         source.payload(0)

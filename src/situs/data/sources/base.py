@@ -145,7 +145,7 @@ def choose_split(available: Iterable[str], split: str | None, where: str) -> str
     """
     names = sorted(set(available))
     if split is not None and split not in SPLITS and split not in {n for v in SPLITS.values() for n in v}:
-        raise SitusError(f"split={split!r}: must be one of {', '.join(SPLITS)} (--data.split)")
+        raise SitusError(field="split", value=split, allowed=f"one of {', '.join(SPLITS)}")
     wanted = SPLITS.get(split or "train") or (split, *SPLITS["val"])
     for name in wanted:
         if name in names:
@@ -156,15 +156,17 @@ def choose_split(available: Iterable[str], split: str | None, where: str) -> str
         return names[0]
     found = f"it has {', '.join(names)}" if names else "it is not split and 'train' means all of it"
     raise SitusError(
-        f"{where}: has no split {split!r}, {found}; hold a share of it out, as with 0.1 "
-        "(--data.held-out, in evaluations --held-out), or name another split (--data.split, --split)"
+        f"{where}: has no split {split!r}, {found}; hold a share of it out, as with 0.1, or name another split",
+        field=("held_out", "split"),
     )
 
 
 def number_names(most: int, where: str) -> tuple[str, ...]:
     """The class numbers 0 to `most` as names, for data that names none."""
     if most >= _MOST_CLASSES:
-        raise SitusError(f"{where}: class number {most:,}: must be below {_MOST_CLASSES:,}; is it no class? (--data)")
+        raise SitusError(
+            f"{where}: class number {most:,}: must be below {_MOST_CLASSES:,}; is it no class?", field="data"
+        )
     return tuple(str(number) for number in range(most + 1))
 
 

@@ -89,10 +89,10 @@ def _reading(file: Path) -> Iterator[None]:
     except SitusError:
         raise
     except OSError as error:
-        raise SitusError(f"{file}: cannot be read ({error.strerror or error}) (--data)") from error
+        raise SitusError(f"{file}: cannot be read ({error.strerror or error})", field="data") from error
     except Exception as error:  # damaged bytes turn up as values of any type, and fail where they are used
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-        raise SitusError(f"{file}: is not a CIFAR batch ({reason}) (--data)") from error
+        raise SitusError(f"{file}: is not a CIFAR batch ({reason})", field="data") from error
 
 
 def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
@@ -100,7 +100,7 @@ def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
     if isinstance(layout.label, int):
         row = layout.bytes_before + _PIXELS
         if not data or len(data) % row:
-            raise SitusError(f"{file}: {len(data)} bytes are no whole number of {row}-byte rows (--data)")
+            raise SitusError(f"{file}: {len(data)} bytes are no whole number of {row}-byte rows", field="data")
         rows = np.frombuffer(data, np.uint8).reshape(-1, row)
         pixels, numbers = rows[:, layout.bytes_before :], rows[:, layout.label]
     else:
@@ -108,16 +108,16 @@ def _read_batch(file: Path, layout: _Layout) -> tuple[Tensor, Tensor]:
         pixels, numbers = _entry(batch, "data", file), _entry(batch, layout.label, file)
         fits = isinstance(pixels, np.ndarray) and pixels.dtype == np.uint8 and pixels.shape[1:] == (_PIXELS,)
         if not fits or not len(pixels):
-            raise SitusError(f"{file}: 'data' is not uint8 [n, {_PIXELS}] (--data)")
+            raise SitusError(f"{file}: 'data' is not uint8 [n, {_PIXELS}]", field="data")
         if len(numbers) != len(pixels):
-            raise SitusError(f"{file}: {len(pixels)} images and {len(numbers)} labels (--data)")
+            raise SitusError(f"{file}: {len(pixels)} images and {len(numbers)} labels", field="data")
     images = torch.from_numpy(pixels.copy()).view(-1, 3, 32, 32)
     return images, torch.from_numpy(np.asarray(numbers, dtype=np.int64))
 
 
 def _entry(batch: Any, key: str, file: Path) -> Any:
     if not isinstance(batch, dict) or key not in batch:
-        raise SitusError(f"{file}: holds no {key!r}, so it is no CIFAR batch (--data)")
+        raise SitusError(f"{file}: holds no {key!r}, so it is no CIFAR batch", field="data")
     return batch[key]
 
 

@@ -64,7 +64,8 @@ class FolderSource(EncodedSource):
         if stranger is not None:
             raise SitusError(
                 f"{self.root / plain(self._files[stranger])}: class {names[stranger]!r} is not among the "
-                f"{len(classes)} classes of {home} (--data)"
+                f"{len(classes)} classes of {home}",
+                field="data",
             )
         return classes, [number[name] for name in names]
 
@@ -106,4 +107,4 @@ def _class_folders(root: Path) -> list[str]:
 def _no_images(folder: Path, notes: list[str]) -> SitusError:
     kinds = " ".join(sorted(IMAGE_SUFFIXES))
     said = "".join(f"; {note}" for note in notes)
-    return SitusError(f"{folder}: holds no images ({kinds}), parquet, tar or CIFAR files{said} (--data)")
+    return SitusError(f"{folder}: holds no images ({kinds}), parquet, tar or CIFAR files{said}", field="data")

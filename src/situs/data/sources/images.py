@@ -84,8 +84,8 @@ def to_channels(image: Tensor, channels: int | None, name: str) -> Tensor:
         grey = (image.to(torch.float32) * weights).sum(0, keepdim=True)
         return grey.round().to(torch.uint8) if image.dtype == torch.uint8 else grey
     raise SitusError(
-        f"{name}: has {have} channels and {channels} were asked for; "
-        "only grey to RGB and RGB to grey convert (--data.channels)"
+        f"{name}: has {have} channels and {channels} were asked for; only grey to RGB and RGB to grey convert",
+        field="channels",
     )
 
 

@@ -34,9 +34,9 @@ def open_source(
     held_out: share of data without a val or test split that is held out as both; train is the rest.
     """
     if channels is not None and channels < 1:
-        raise SitusError(f"channels={channels}: must be at least 1 (--data.channels)")
+        raise SitusError(field="channels", value=channels, allowed="at least 1")
     if not 0 <= held_out < 1:
-        raise SitusError(f"held_out={held_out}: must be in [0, 1) (--data.held-out, in evaluations --held-out)")
+        raise SitusError(field="held_out", value=held_out, allowed="in [0, 1)")
     with _told(path):
         if not held_out or _is_judged(splits_at(path)):
             return _open(path, split, labels, channels, strict)
@@ -51,7 +51,7 @@ def _told(path: str | Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise SitusError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()}) (--data)") from error
+        raise SitusError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})", field="data") from error
 
 
 def judged_split(path: str | Path, held_out: float = 0.0) -> str | None:
@@ -79,7 +79,7 @@ def _existing(path: str | Path) -> Path:
     if str(path) != SAMPLES:
         path = Path(path).expanduser()
         if not path.exists():
-            raise SitusError(f"{path}: no such folder or file (--data)")
+            raise SitusError(f"{path}: no such folder or file", field="data")
     return Path(path)
 
 
@@ -112,7 +112,7 @@ def _open_file(path: Path, split: str | None, labels: bool, channels: int | None
         from situs.data.sources.webdataset import TarSource
 
         return TarSource(path, split, labels=labels, channels=channels, strict=strict)
-    raise SitusError(f"{path}: must be a folder, a .parquet or a .tar file (--data)")
+    raise SitusError(f"{path}: must be a folder, a .parquet or a .tar file", field="data")
 
 
 def _open_samples(split: str | None, labels: bool, channels: int | None) -> TensorSource:

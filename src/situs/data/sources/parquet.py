@@ -52,7 +52,7 @@ class ParquetSource(EncodedSource):
                     held += described.total_byte_size  # unpacked: a small file may hold much
         self._ends = list(accumulate(sizes))
         if not self._ends or self._ends[-1] == 0:
-            raise SitusError(f"{path}: its parquet files hold no rows (--data)")
+            raise SitusError(f"{path}: its parquet files hold no rows", field="data")
         self._lock = threading.Lock()
         self._held: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
         small = held <= held_bytes
@@ -147,7 +147,7 @@ def _reading(file: Path, part: str = "") -> Iterator[None]:
     except (pa.ArrowException, OSError, ValueError, TypeError, LookupError, OverflowError, MemoryError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
         what = f"{part} is damaged" if part else "is not a readable parquet file"
-        raise SitusError(f"{file}: {what} ({reason}) (--data)") from error
+        raise SitusError(f"{file}: {what} ({reason})", field="data") from error
 
 
 def _open(file: Path) -> Any:
@@ -165,7 +165,7 @@ def _layout(files: list[Path], labels: bool) -> tuple[str, str | None, tuple[str
         found = _columns(file, _schema(file), labels)
         if found != (image, label):
             said, wanted = (", ".join(repr(name) for name in pair if name) for pair in (found, (image, label)))
-            raise SitusError(f"{file}: its images and labels are {said}, in {files[0].name} {wanted} (--data)")
+            raise SitusError(f"{file}: its images and labels are {said}, in {files[0].name} {wanted}", field="data")
     if label is None:
         return image, None, None
     most = _largest_label(files, label)
@@ -175,7 +175,9 @@ def _layout(files: list[Path], labels: bool) -> tuple[str, str | None, tuple[str
     if not names:
         return image, label, number_names(most, f"{files[0]}, column {label!r}")
     if most >= len(names):
-        raise SitusError(f"{files[0]}: names {len(names)} classes, its column {label!r} goes up to {most} (--data)")
+        raise SitusError(
+            f"{files[0]}: names {len(names)} classes, its column {label!r} goes up to {most}", field="data"
+        )
     return image, label, names
 
 
@@ -219,7 +221,7 @@ def _class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
             described = described.get(key) or {}
         return tuple(str(name) for name in described)
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
-        raise SitusError(f"{file}: its 'huggingface' metadata is damaged ({str(error)[:80]}) (--data)") from error
+        raise SitusError(f"{file}: its 'huggingface' metadata is damaged ({str(error)[:80]})", field="data") from error
 
 
 def _largest_label(files: list[Path], label: str) -> int:

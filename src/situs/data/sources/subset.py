@@ -52,8 +52,8 @@ def hold_out(source: Source, share: float, *, held: bool) -> Rows:
     if not rows:
         rest = "no image is held out" if held else "every image is held out"
         raise SitusError(
-            f"held_out={share:g}: of the {len(source)} images of {source.name} {rest}; choose another share "
-            "(--data.held-out, in evaluations --held-out)"
+            f"held_out={share:g}: of the {len(source)} images of {source.name} {rest}; choose another share",
+            field="held_out",
         )
     said = f"the {share:.3g} held out" if held else f"without the {share:.3g} held out"
     return Rows(source, rows, f"{source.name}, {said}")

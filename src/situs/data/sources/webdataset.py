@@ -55,7 +55,7 @@ class TarSource(EncodedSource):
             self._members += members
             numbers += found
         if not self._members:
-            raise SitusError(f"{path}: its tar files hold no images (--data)")
+            raise SitusError(f"{path}: its tar files hold no images", field="data")
         labelled = [number for number in numbers if number is not None]
         if labelled and len(labelled) < len(numbers):
             lonely = self._members[numbers.index(None)]
@@ -129,10 +129,11 @@ def _index(file: Path, shard: int, labels: bool, left_out: Found) -> tuple[list[
         reason = plain(str(error))[:120]
         raise SitusError(
             f"{file}: is not a plain tar of images and class numbers, or is damaged after {len(members):,} images "
-            f"({reason}) (--data)"
+            f"({reason})",
+            field="data",
         ) from error
     if any(number < 0 for number in numbers.values()):
-        raise SitusError(f"{file}: a .cls holds a negative class number (--data)")
+        raise SitusError(f"{file}: a .cls holds a negative class number", field="data")
     return members, [numbers.get(member.key) for member in members]
 
 
@@ -152,13 +153,15 @@ def _check_end(raw: BinaryIO, end: int, file: Path, images: int) -> None:
         what = "was cut short" if cut else "is damaged"
         raise SitusError(
             f"{file}: {what} after {images:,} images, at byte {end:,}, where neither another member nor the end of "
-            "the archive follows; get it again (--data)"
+            "the archive follows; get it again",
+            field="data",
         )
     while part := raw.read(1 << 20):
         if any(part):
             raise SitusError(
                 f"{file}: goes on after its end, after {images:,} images: several tar files in one? Join them with "
-                "tar --concatenate, or keep them apart (--data)"
+                "tar --concatenate, or keep them apart",
+                field="data",
             )
 
 

@@ -147,4 +147,4 @@ def require_table(backbone: Backbone) -> None:
         reason = "its position table is fixed, so a loss on it teaches nothing"
     else:
         return
-    raise SitusError(f"{backbone.name} refuses DAL: {reason}; choose dal='none' (--method.dal)")
+    raise SitusError(f"{backbone.name} refuses DAL: {reason}; choose dal='none'", field="dal")

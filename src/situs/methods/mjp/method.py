@@ -44,7 +44,8 @@ class MJP(Method):
         if backbone.num_tokens == 0 and (config.unknown or config.dal != "none" or config.index != "none"):
             raise SitusError(
                 f"{backbone.name} has no positions to hide or to regress from: choose unknown=False, dal='none' and"
-                " index='none', and only its pixels are shuffled (--method.unknown, --method.dal, --method.index)"
+                " index='none', and only its pixels are shuffled",
+                field=("unknown", "dal", "index"),
             )
         self.grid = backbone.grid if backbone.num_tokens else config.pixel_grid
         if config.table_std is not None:
@@ -89,7 +90,7 @@ class MJP(Method):
     def _pixels(self) -> int:
         """Pixels of a patch, for SPP."""
         if self.backbone.input.patch is None:
-            raise SitusError(f"shuffle='spp': {self.backbone.name} has no patches of a fixed size (--method.shuffle)")
+            raise SitusError(f"shuffle='spp': {self.backbone.name} has no patches of a fixed size", field="shuffle")
         return math.prod(self.backbone.input.patch)
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
