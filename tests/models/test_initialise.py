@@ -16,7 +16,7 @@ from situs.core.position import resample_table
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
 from situs.models.initialise import initialise
-from situs.train.card import Story
+from situs.train.card import ModelProvenance
 from situs.train.checkpoint import RunFolder
 from situs.train.export import write_export
 
@@ -174,7 +174,7 @@ def test_swins_table_beside_the_model_comes_along(way: str, tmp_path: Path) -> N
     if way == "run":
         save_run(tmp_path / "run", method)
     else:
-        write_export(method, tmp_path / "export", Story(method="supervised"))
+        write_export(method, tmp_path / "export", ModelProvenance(method="supervised"))
     target = swin(1, num_classes=3)
     said = initialise(target, str(tmp_path / way))
     assert torch.equal(target.table, source.table)
@@ -198,7 +198,7 @@ def test_swins_table_beside_the_model_comes_along(way: str, tmp_path: Path) -> N
 
 def test_an_export_gives_the_same_features(tmp_path: Path) -> None:
     method = MAE(vit(0), MAEConfig(0.5, 16, 1, 2))
-    write_export(method, tmp_path / "export", Story(method="mae"))
+    write_export(method, tmp_path / "export", ModelProvenance(method="mae"))
     target = vit(1)
     changed, _ = put(target, tmp_path / "export")
     assert changed == own_names(target)

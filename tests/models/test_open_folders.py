@@ -14,7 +14,7 @@ from situs.backbones import create_backbone
 from situs.data.loader import DataConfig
 from situs.methods import Supervised, SupervisedConfig
 from situs.models import Model, open_model
-from situs.train.card import Story
+from situs.train.card import ModelProvenance
 from situs.train.export import write_export
 
 SMALL: dict[str, Any] = {"depth": 1, "embed_dim": 16, "num_heads": 2}
@@ -33,7 +33,7 @@ def test_weights_in_half_precision_are_evaluated_in_float32(tmp_path: Path) -> N
     backbone = create_backbone(
         "vit_tiny_patch16_224", img_size=16, patch_size=4, num_classes=3, model_args=SMALL
     ).eval()
-    write_export(Supervised(backbone, SupervisedConfig()), tmp_path / "export", Story(method="supervised"))
+    write_export(Supervised(backbone, SupervisedConfig()), tmp_path / "export", ModelProvenance(method="supervised"))
     halve(tmp_path / "export" / "model.safetensors")
     subject = open_model(str(tmp_path / "export"))
     assert {weight.dtype for weight in subject.backbone.parameters()} == {torch.float32}

@@ -17,7 +17,7 @@ from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
-from situs.train.card import Story, last_metrics, last_name
+from situs.train.card import ModelProvenance, last_metrics, last_name
 from situs.train.checkpoint import RunFolder
 from situs.train.ema import Ema
 from situs.train.export import POSITIONS, WEIGHTS, load_checkpoint, write_export
@@ -121,7 +121,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
     asked = {}
     for number, (case, method) in enumerate(methods.items()):
         folder, file = base / str(number), base / f"{number}.safetensors"
-        write_export(method, folder, Story("test", classes=[f"class {i}" for i in range(7)]))
+        write_export(method, folder, ModelProvenance("test", classes=[f"class {i}" for i in range(7)]))
         save_file({"images": images(method.backbone)}, file)
         asked[case] = (str(folder), str(file))
     out = base / "found.safetensors"
@@ -184,7 +184,7 @@ def test_what_was_not_trained_is_said_and_left_out(exported: dict[str, Any]) -> 
 def test_rotation_cannot_be_taken_out_and_the_card_says_so(tmp_path: Path) -> None:
     torch.manual_seed(0)
     backbone = create_backbone("vit_small_patch16_rope_224", img_size=(64, 48), model_args=SMALL)
-    found = write_export(MP3(backbone, MP3Config(0.5)), tmp_path / "x", Story("mp3"))
+    found = write_export(MP3(backbone, MP3Config(0.5)), tmp_path / "x", ModelProvenance("mp3"))
     assert "its rotation is no weight and acts in the plain forward" in found.notes[0]
     assert found.notes[0] in (tmp_path / "x" / "README.md").read_text()
 
@@ -193,7 +193,7 @@ def test_our_own_table_is_saved_beside(tmp_path: Path) -> None:
     torch.manual_seed(0)
     _, fields = CASES["swin"]
     method = Supervised(create_backbone(**fields, positions="learned"), SupervisedConfig()).eval()
-    found = write_export(method, tmp_path / "x", Story("supervised"))
+    found = write_export(method, tmp_path / "x", ModelProvenance("supervised"))
     assert POSITIONS in found.notes[0]
     assert load_file(tmp_path / "x" / POSITIONS).keys() == {"table"}
     assert "table" not in load_file(tmp_path / "x" / WEIGHTS)
@@ -209,7 +209,7 @@ def test_transformers_gets_its_own_layout(tmp_path: Path) -> None:
     config = ViTConfig(hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=8,
                        patch_size=4, num_labels=3, architectures=["ViTForImageClassification"])  # fmt: skip
     method = Supervised(create_backbone(config), SupervisedConfig()).eval()
-    write_export(method, tmp_path / "x", Story("supervised"))
+    write_export(method, tmp_path / "x", ModelProvenance("supervised"))
     x = torch.randn(2, 3, 8, 8)
     model = ViTForImageClassification.from_pretrained(tmp_path / "x").eval()
     torch.testing.assert_close(model(x).logits, method.backbone(x), rtol=1e-6, atol=1e-6)
@@ -219,9 +219,11 @@ def test_transformers_gets_its_own_layout(tmp_path: Path) -> None:
 
 def test_the_card_tells_the_story_without_paths(tmp_path: Path) -> None:
     recipe = {"data": {"path": str(tmp_path / "sets" / "cifar100"), "size": [16, 24]}, "train": {"epochs": 3}}
-    story = Story("supervised", str(tmp_path / "sets" / "cifar100"), recipe, {"top1": 0.51234}, step=1200, ema=True,
-                  mean=(0.5, 0.25, 0.125), std=(1.0, 2.0, 3.0), crop=0.875, classes=list("abcdefg"))  # fmt: skip
-    write_export(make("table"), tmp_path / "x", story)
+    data = str(tmp_path / "sets" / "cifar100")
+    provenance = ModelProvenance("supervised", data, recipe, {"top1": 0.51234}, step=1200, ema=True,
+                                 mean=(0.5, 0.25, 0.125), std=(1.0, 2.0, 3.0), crop=0.875,
+                                 classes=list("abcdefg"))  # fmt: skip
+    write_export(make("table"), tmp_path / "x", provenance)
     card = (tmp_path / "x" / "README.md").read_text()
     assert str(tmp_path) not in card
     for part in ("vit_tiny_patch16_224", "Data: cifar100", "1,200", "running mean (EMA)", "| top1 | 0.5123 |",
@@ -247,20 +249,20 @@ def test_the_last_numbers_are_the_newest_of_each_kind() -> None:
 def test_a_target_is_refused_or_replaced(tmp_path: Path) -> None:
     method, target = make("table"), tmp_path / "x"
     target.mkdir()
-    write_export(method, target, Story("one"))  # an empty folder is free
+    write_export(method, target, ModelProvenance("one"))  # an empty folder is free
     with pytest.raises(SitusError, match="replace the export there by force"):
-        write_export(method, target, Story("two"))
+        write_export(method, target, ModelProvenance("two"))
     assert "trained with one" in (target / "README.md").read_text()
-    write_export(method, target, Story("two"), force=True)
+    write_export(method, target, ModelProvenance("two"), force=True)
     assert "trained with two" in (target / "README.md").read_text()
     other = tmp_path / "precious"
     other.mkdir()
     (other / "thesis.tex").write_text("years")
     with pytest.raises(SitusError, match="holds no export, so it is not replaced"):
-        write_export(method, other, Story("two"), force=True)
+        write_export(method, other, ModelProvenance("two"), force=True)
     (tmp_path / "file").write_text("")
     with pytest.raises(SitusError, match="is a file"):
-        write_export(method, tmp_path / "file", Story("two"), force=True)
+        write_export(method, tmp_path / "file", ModelProvenance("two"), force=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "precious", "x"]
 
 
@@ -268,14 +270,14 @@ def test_a_full_disk_leaves_the_old_export(tmp_path: Path, monkeypatch: pytest.M
     from situs.train import export
 
     method, target = make("table"), tmp_path / "x"
-    write_export(method, target, Story("one"))
+    write_export(method, target, ModelProvenance("one"))
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(export, "save", full)
     with pytest.raises(SitusError, match=r"could not be written: .*No space left"):
-        write_export(method, target, Story("two"), force=True)
+        write_export(method, target, ModelProvenance("two"), force=True)
     assert "trained with one" in (target / "README.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
@@ -284,7 +286,7 @@ def test_a_module_wrapped_by_hand_is_refused(tmp_path: Path) -> None:
     method = make("table")
     bare = Supervised(create_backbone(method.backbone.model), SupervisedConfig())
     with pytest.raises(SitusError, match="wrapped as a module"):
-        write_export(bare, tmp_path / "x", Story("supervised"))
+        write_export(bare, tmp_path / "x", ModelProvenance("supervised"))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -148,10 +148,10 @@ class Backbone(nn.Module, ABC):
 
     @property
     def reads(self) -> str:
-        """What `readout` gives, in words."""
+        """What `pooled` gives, in words."""
         return "CLS token" if self.num_prefix else "mean of the patches"
 
-    def readout(self, features: Features) -> Tensor:
+    def pooled(self, features: Features) -> Tensor:
         """The vector the head's last layer reads, [B, D]: F_CLS where it reads CLS."""
         return features.prefix[:, 0] if self.num_prefix else features.patches.mean(dim=1)
 

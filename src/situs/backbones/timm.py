@@ -92,7 +92,7 @@ class FlatBackbone(Backbone):
     def reads(self) -> str:
         return _pooling(self.model)
 
-    def readout(self, features: Features) -> Tensor:
+    def pooled(self, features: Features) -> Tensor:
         return self.model.forward_head(join(features), pre_logits=True)
 
 
@@ -273,7 +273,7 @@ class SwinBackbone(Backbone):
     def reads(self) -> str:
         return _pooling(self.model)
 
-    def readout(self, features: Features) -> Tensor:
+    def pooled(self, features: Features) -> Tensor:
         return self.model.forward_head(features.patches.unflatten(1, self.out_grid), pre_logits=True)
 
 
@@ -310,7 +310,7 @@ class PixelBackbone(Backbone):
     def _no_tokens(self, *_: object, **__: object) -> Any:
         self.require("tokens")
 
-    embed = positions = assemble = run_layers = finish = head = readout = _no_tokens
+    embed = positions = assemble = run_layers = finish = head = pooled = _no_tokens
 
 
 def check_stem(name: str, stem: Any) -> None:

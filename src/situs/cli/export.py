@@ -31,7 +31,7 @@ class Args:
 def run(args: Args) -> None:
     """Writes the export and says how to load it."""
     from situs.config import to_dict
-    from situs.train.card import Story, last_metrics
+    from situs.train.card import ModelProvenance, last_metrics
     from situs.train.export import write_export
     from situs.train.run import load_run
 
@@ -40,7 +40,7 @@ def run(args: Args) -> None:
     checkpoint = folder.latest()
     assert checkpoint is not None  # load_run found one
     mean, std = config.data.normalisation
-    story = Story(
+    provenance = ModelProvenance(
         method=config.method_name,
         data=config.data.path,
         recipe=to_dict(config),
@@ -52,7 +52,7 @@ def run(args: Args) -> None:
         crop=config.data.crop_share,
         classes=classes,
     )
-    export = write_export(method, args.to, story, force=args.force)
+    export = write_export(method, args.to, provenance, force=args.force)
     print(f"{args.to}: {method.backbone.source['architecture']} after {checkpoint.step} updates")
     for note in export.notes:
         print(note)

@@ -110,7 +110,7 @@ class Shuffled:
             if places is not None and told is not None:
                 places = places.forget(told)
             features = self.backbone.encode(tokens, places)
-        return self.backbone.readout(features), self.backbone.head(features)
+        return self.backbone.pooled(features), self.backbone.head(features)
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from situs.backbones.base import Backbone
 
 
 @dataclass(frozen=True)
-class Story:
+class ModelProvenance:
     """Where a model comes from.
 
     method: its name. data: what the set is called. recipe: the run's config as plain tables. metrics: the last
@@ -45,39 +45,41 @@ def last_metrics(records: Iterable[Mapping[str, Any]], step: int) -> dict[str, f
     return found
 
 
-def card(backbone: Backbone, story: Story, notes: Sequence[str]) -> str:
+def card(backbone: Backbone, provenance: ModelProvenance, notes: Sequence[str]) -> str:
     """The card in Markdown, with the head that model hubs read."""
     library, architecture = backbone.source["library"], backbone.source["architecture"]
     parts = [
-        f"---\nlibrary_name: {library}\ntags:\n- situs\n- {story.method}\n---",
-        f"# {architecture}, trained with {story.method}",
-        _what(backbone, story),
+        f"---\nlibrary_name: {library}\ntags:\n- situs\n- {provenance.method}\n---",
+        f"# {architecture}, trained with {provenance.method}",
+        _what(backbone, provenance),
         *notes,
         "## Loading it",
         _loading(library, architecture),
     ]
-    if story.metrics:
-        rows = [f"| {name.replace('_', ' ')} | {value:.4g} |" for name, value in story.metrics.items()]
+    if provenance.metrics:
+        rows = [f"| {name.replace('_', ' ')} | {value:.4g} |" for name, value in provenance.metrics.items()]
         parts += ["## Last numbers of its log", "\n".join(["| what | value |", "|---|---|", *rows])]
-    if story.recipe:
-        recipe = json.dumps(public(story.recipe), indent=2, ensure_ascii=False)
+    if provenance.recipe:
+        recipe = json.dumps(public(provenance.recipe), indent=2, ensure_ascii=False)
         parts += ["## Recipe", f"Situs {__version__}, with this config:", f"```json\n{recipe}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
-def _what(backbone: Backbone, story: Story) -> str:
+def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
     count = sum(parameter.numel() for parameter in backbone.model.parameters())
     facts = [f"- Parameters: {count:,}"]
     if backbone.input.shape is not None:
         height, width = backbone.input.shape
         facts.append(f"- Images: {backbone.input.channels} channels, {height} × {width} pixels")
-    if story.mean is not None and story.std is not None:
-        facts.append(f"- Normalised by mean {numbers(story.mean)} and deviation {numbers(story.std)}")
-    if story.data:
-        facts.append(f"- Data: {last_name(story.data)}")
-    if story.step is not None:
-        facts.append(f"- Updates: {story.step:,}")
-    facts.append(f"- Weights: {'the running mean (EMA) of' if story.ema else 'those of'} the run's last checkpoint")
+    if provenance.mean is not None and provenance.std is not None:
+        facts.append(f"- Normalised by mean {numbers(provenance.mean)} and deviation {numbers(provenance.std)}")
+    if provenance.data:
+        facts.append(f"- Data: {last_name(provenance.data)}")
+    if provenance.step is not None:
+        facts.append(f"- Updates: {provenance.step:,}")
+    facts.append(
+        f"- Weights: {'the running mean (EMA) of' if provenance.ema else 'those of'} the run's last checkpoint"
+    )
     return "\n".join(facts)
 
 

@@ -27,7 +27,7 @@ from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.files import write_text
 from situs.methods.base import Method
-from situs.train.card import Story, card
+from situs.train.card import ModelProvenance, card
 from situs.train.checkpoint import Checkpoint
 from situs.train.state import check_fit
 from situs.train.tensors import save, sync
@@ -66,10 +66,10 @@ def load_checkpoint(method: Method, checkpoint: Checkpoint, *, ema: bool | None 
     return bool(mean)
 
 
-def write_export(method: Method, folder: str | Path, story: Story, *, force: bool = False) -> Export:
+def write_export(method: Method, folder: str | Path, provenance: ModelProvenance, *, force: bool = False) -> Export:
     """Writes the backbone of `method` to `folder` for the library it came from; see the file's head.
 
-    story: what the card tells. force: replace an export that is already there.
+    provenance: what the card tells. force: replace an export that is already there.
     """
     folder = Path(folder)
     _check_target(folder, force)
@@ -86,10 +86,10 @@ def write_export(method: Method, folder: str | Path, story: Story, *, force: boo
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
         if library == "timm":
-            notes += _write_timm(aside, backbone, method, story)
+            notes += _write_timm(aside, backbone, method, provenance)
         else:
-            notes += _write_transformers(aside, backbone, method, story)
-        write_text(aside / CARD, card(backbone, story, notes))
+            notes += _write_transformers(aside, backbone, method, provenance)
+        write_text(aside / CARD, card(backbone, provenance, notes))
         for file in aside.iterdir():
             sync(file)
         _replace(folder, aside)
@@ -128,7 +128,7 @@ _WORDS = {"table": "position table", "bias": "relative position bias", "rotary":
 # --- timm ---------------------------------------------------------------------------------------------------
 
 
-def _write_timm(folder: Path, backbone: Backbone, method: Method, story: Story) -> list[str]:
+def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: ModelProvenance) -> list[str]:
     model, notes = backbone.model, []
     state = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
     classes = model.num_classes
@@ -137,8 +137,8 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, story: Story) 
         state = {name: tensor for name, tensor in state.items() if not name.startswith(names)}
         classes = 0
         notes.append("It has no classifier: none was trained.")
-    config = timm_config(backbone, classes, story)
-    config["situs"] = {"version": __version__, "method": story.method, "positions": method.sees_positions}
+    config = timm_config(backbone, classes, provenance)
+    config["situs"] = {"version": __version__, "method": provenance.method, "positions": method.sees_positions}
     write_text(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     _save(folder / WEIGHTS, state)
     own = {name: tensor for name, tensor in backbone.state_dict().items() if not name.startswith("model.")}
@@ -151,7 +151,7 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, story: Story) 
     return notes
 
 
-def timm_config(backbone: Backbone, classes: int, story: Story) -> dict[str, Any]:
+def timm_config(backbone: Backbone, classes: int, provenance: ModelProvenance) -> dict[str, Any]:
     """timm's config.json: the architecture, the arguments that make it again, and what its images look like."""
     model, source = backbone.model, backbone.source
     given: Mapping[str, Any] = model.pretrained_cfg
@@ -163,9 +163,9 @@ def timm_config(backbone: Backbone, classes: int, story: Story) -> dict[str, Any
         described["first_conv"] = None
     described |= {
         "input_size": [channels, *size],
-        "mean": list(story.mean or _fitting(given["mean"], channels, 0.0)),
-        "std": list(story.std or _fitting(given["std"], channels, 1.0)),
-        "crop_pct": story.crop,
+        "mean": list(provenance.mean or _fitting(given["mean"], channels, 0.0)),
+        "std": list(provenance.std or _fitting(given["std"], channels, 1.0)),
+        "crop_pct": provenance.crop,
         "num_classes": classes,
     }
     config = {
@@ -175,8 +175,8 @@ def timm_config(backbone: Backbone, classes: int, story: Story) -> dict[str, Any
         "model_args": arguments | {"num_classes": classes},
         "pretrained_cfg": described,
     }
-    if classes and story.classes is not None:
-        config["label_names"] = list(story.classes)
+    if classes and provenance.classes is not None:
+        config["label_names"] = list(provenance.classes)
     try:
         return json.loads(json.dumps(config))
     except TypeError as error:
@@ -199,27 +199,27 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
 # --- transformers -------------------------------------------------------------------------------------------
 
 
-def _write_transformers(folder: Path, backbone: Backbone, method: Method, story: Story) -> list[str]:
+def _write_transformers(folder: Path, backbone: Backbone, method: Method, provenance: ModelProvenance) -> list[str]:
     from situs.backbones.hf_names import quietly
 
     model = backbone.model if "label" in method.needs_targets else backbone.model.base_model
     backbone.source = {**backbone.source, "architecture": type(model).__name__}
-    model.config.situs = {"version": __version__, "method": story.method, "positions": method.sees_positions}
-    if "label" in method.needs_targets and story.classes is not None:
-        model.config.id2label = dict(enumerate(story.classes))
-        model.config.label2id = {name: number for number, name in enumerate(story.classes)}
+    model.config.situs = {"version": __version__, "method": provenance.method, "positions": method.sees_positions}
+    if "label" in method.needs_targets and provenance.classes is not None:
+        model.config.id2label = dict(enumerate(provenance.classes))
+        model.config.label2id = {name: number for number, name in enumerate(provenance.classes)}
     with quietly():
         model.save_pretrained(folder)
     if backbone.input.shape is not None:
         height, width = backbone.input.shape
-        around = [round(side / story.crop) for side in (height, width)]
+        around = [round(side / provenance.crop) for side in (height, width)]
         size = {"shortest_edge": around[0]} if height == width else dict(zip(("height", "width"), around, strict=True))
         prepared = {
             "image_processor_type": "BitImageProcessor",
             "size": size,
             "crop_size": {"height": height, "width": width},
-            "image_mean": list(story.mean or [0.0] * backbone.input.channels),
-            "image_std": list(story.std or [1.0] * backbone.input.channels),
+            "image_mean": list(provenance.mean or [0.0] * backbone.input.channels),
+            "image_std": list(provenance.std or [1.0] * backbone.input.channels),
             "do_convert_rgb": backbone.input.channels == 3,
         }
         write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
