@@ -19,12 +19,12 @@ from typing import Any
 
 import torch
 
-from situs.audit.adaptive import AdaptiveConfig, AdaptiveMJP
-from situs.audit.april import April
+from situs.audit.attacks.adaptive.attack import AdaptiveConfig, AdaptiveMJP
+from situs.audit.attacks.april import April
+from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.audit.cases import TestSet
 from situs.audit.deadline import Deadline
-from situs.audit.lpips import Lpips
-from situs.audit.patchembed import PatchEmbedding
+from situs.audit.scores.lpips import Lpips
 from situs.audit.settings import Attacker, Comparison, Contestant, Plan, compare_settings, to_json, verdict
 from situs.audit.settings_tables import settings_table
 from situs.audit.victim import Victim, labels_for, open_predictor, open_victim

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from situs.audit import ATTACKS
-from situs.audit.attack import Attack, Knowledge, Ready, Refused
+from situs.audit.attacks.base import Attack, Knowledge, Ready, Refused
 from situs.audit.cases import Case, Outcome
-from situs.audit.threat import Defence
+from situs.audit.defences import Defence
 
 
 @dataclass(frozen=True)

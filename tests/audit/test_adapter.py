@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from situs.audit import Knowledge, MaskedJigsaw, Matching, MatchingConfig, NoPositionGradient, PatchEmbedding, adapt
 from situs.audit.cases import TestSet
+from situs.audit.client import victim_gradients
+from situs.audit.defences import NoDefence
 from situs.audit.gradients import audit_gradients
 from situs.audit.stem import require_stem
-from situs.audit.threat import NoDefence, victim_gradients
 from situs.errors import SitusError
 
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from situs.audit import Matching, MatchingConfig, PatchEmbedding, engine
-from situs.audit.attack import Attack, Knowledge, Ready, Recovery, Refused
+from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused
 from situs.audit.cases import Case, Outcome, Step, TestSet
+from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.scoring import measure
-from situs.audit.threat import NoDefence, Noise, NoPositionGradient, victim_gradients
+from situs.audit.defences import NoDefence, Noise, NoPositionGradient
+from situs.audit.scores.scoring import measure
 from situs.backbones import create_backbone
 from situs.errors import SitusError
 

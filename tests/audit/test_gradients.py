@@ -14,7 +14,6 @@ from outcomes import outcome, undone
 from situs.audit import Attack, Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
 from situs.audit.cases import Outcome, Step, TestSet
 from situs.audit.deadline import Deadline
-from situs.audit.gate import Limit, judge
 from situs.audit.gradients import (
     FALLBACK,
     Audit,
@@ -27,7 +26,8 @@ from situs.audit.gradients import (
     summary,
     verdict,
 )
-from situs.audit.record import to_json
+from situs.audit.judge.gate import Limit, judge
+from situs.audit.judge.record import to_json
 from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.pages.gradients import make_page

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from situs.audit import AdaptiveConfig, AdaptiveMJP, April, Matching, MatchingConfig, PatchEmbedding, adapt
-from situs.audit.attack import Attack, Knowledge, Ready, Recovery
+from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery
 from situs.audit.cases import TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.settings import (

@@ -50,7 +50,7 @@ def test_table_page_and_file(
 
 def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Date, command, versions and hashes; pictures for their owner's eyes alone, or none."""
-    from situs.audit.record import weights_digest
+    from situs.audit.judge.record import weights_digest
     from situs.audit.victim import open_victim
 
     out = tmp_path / "audit"
@@ -426,7 +426,7 @@ def test_ctrl_c_after_an_image_was_above_is_above(
     limit: str, status: int, own: str, photographs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from situs.audit import Matching, PatchEmbedding
-    from situs.audit.attack import Recovery
+    from situs.audit.attacks.base import Recovery
 
     def cut(*_: Any) -> Recovery:
         raise KeyboardInterrupt
@@ -497,7 +497,7 @@ def test_a_run_of_mjp_is_audited_with_its_own_method(
     """What it trained (E_unk, DAL) makes the gradients, at its last epoch; no defence needs to be named for that."""
     import torch
 
-    from situs.audit.threat import hidden_places, victim_gradients
+    from situs.audit.client import hidden_places, victim_gradients
     from situs.audit.victim import open_victim
 
     victim = open_victim(str(mjp_run))
@@ -519,7 +519,7 @@ def test_a_run_of_mjp_is_audited_with_its_own_method(
 
 
 def test_an_mp3_run_is_asked_about_the_order(trained: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from situs.audit import adaptive
+    from situs.audit.attacks.adaptive import attack as adaptive
     from situs.methods.mp3 import MP3
 
     asked, order = [], adaptive.order_hidden

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from situs.audit import ATTACKS, DEFENCES, Attack, Knowledge, MatchingConfig, create_attack, create_defence
-from situs.audit.attack import Recovery, Refused
+from situs.audit.attacks.base import Recovery, Refused
 from situs.audit.cases import Step, TestSet
-from situs.audit.gate import Limit, judge
+from situs.audit.client import victim_gradients
 from situs.audit.gradients import Audit, audit_gradients, verdict
-from situs.audit.record import to_json
+from situs.audit.judge.gate import Limit, judge
+from situs.audit.judge.record import to_json
 from situs.audit.tables import table
-from situs.audit.threat import victim_gradients
 from situs.backbones import create_backbone
 from situs.pages.gradients import make_page
 

@@ -11,9 +11,9 @@ import torch
 from outcomes import outcome, undone
 
 from situs.audit.cases import Outcome, Step
-from situs.audit.gate import Judgement, Limit, Ruling, Worst
 from situs.audit.gradients import Audit, verdict
-from situs.audit.metrics import measure_all
+from situs.audit.judge.gate import Judgement, Limit, Ruling, Worst
+from situs.audit.scores.metrics import measure_all
 from situs.audit.tables import COLUMNS, grid, judged, reasons, table
 from situs.pages.gradients import PRIVATE, make_page
 

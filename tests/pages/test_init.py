@@ -19,9 +19,9 @@ from situs.analyze.positions import PositionTables, look_at
 from situs.analyze.reconstruct import Puzzle, Reconstruction, Scores, Setting
 from situs.analyze.runs import Run, Runs
 from situs.analyze.tables import PositionTable
-from situs.audit.positions import PositionAudit
-from situs.audit.positions_probe import OWN, Probed
-from situs.audit.positions_reader import Reading
+from situs.audit.position.audit import PositionAudit
+from situs.audit.position.probe import OWN, Probed
+from situs.audit.position.reader import Reading
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, ClassAccuracy
 from situs.evaluate.consistency import Consistency, ConsistencyCurve

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from situs.audit.stem import Stem, StemBackbone
-from situs.audit.stem_search import search_stem
+from situs.audit.stem.search import search_stem
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
 from situs.models.module import wrap_module

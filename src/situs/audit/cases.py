@@ -10,10 +10,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from situs.audit.attack import Attack, Fact
-from situs.audit.metrics import denormalise, mean_of
-from situs.audit.scoring import Normalisation, Scores
-from situs.audit.threat import Defence
+from situs.audit.attacks.base import Attack, Fact
+from situs.audit.defences import Defence
+from situs.audit.scores.metrics import denormalise, mean_of
+from situs.audit.scores.scoring import Normalisation, Scores
 from situs.backbones.base import Backbone
 from situs.config import check_range
 from situs.errors import SitusError

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from situs.audit.attack import Fact, Knowledge, Ready, Refused
+from situs.audit.attacks.base import Fact, Knowledge, Ready, Refused
 from situs.audit.cases import Case, Outcome, Step, TestSet
+from situs.audit.client import names_sent, victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.proof import doubt_of
-from situs.audit.scoring import Lpips, Scores, extend, facts_of, measure, measure_parts, pictures_of
-from situs.audit.threat import Gradients, NoDefence, blurred, method_of, names_sent, victim_gradients
+from situs.audit.defences import Gradients, NoDefence, blurred, method_of
+from situs.audit.judge.proof import doubt_of
+from situs.audit.scores.scoring import Lpips, Scores, extend, facts_of, measure, measure_parts, pictures_of
 from situs.methods.base import Method
 
 GROUP = 8

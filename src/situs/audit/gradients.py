@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from situs.audit import create_attack, create_defence
-from situs.audit.attack import Attack
+from situs.audit.attacks import create_attack
+from situs.audit.attacks.base import Attack
+from situs.audit.attacks.matching.attack import Matching
+from situs.audit.attacks.matching.search import MatchingConfig
 from situs.audit.cases import Case, Outcome, Step, TestSet
 from situs.audit.deadline import Deadline
+from situs.audit.defences import Defence, create_defence
 from situs.audit.engine import SHOWN, run
-from situs.audit.gate import Ruling, judge, parse_limit
-from situs.audit.matching import Matching
-from situs.audit.metrics import BEST_PSNR, Mean, mean_of
-from situs.audit.scoring import Lpips, Scores, measure_guesses
-from situs.audit.search import MatchingConfig
-from situs.audit.threat import Defence
+from situs.audit.judge.gate import Ruling, judge, parse_limit
+from situs.audit.scores.metrics import BEST_PSNR, Mean, mean_of
+from situs.audit.scores.scoring import Lpips, Scores, measure_guesses
 from situs.audit.victim import Victim, load_test_set, open_victim
 from situs.backbones.base import Backbone
 from situs.methods.base import Method

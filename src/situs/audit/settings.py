@@ -15,15 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from situs.audit.adaptive import AdaptiveMJP
-from situs.audit.attack import Attack
+from situs.audit.attacks.adaptive.attack import AdaptiveMJP
+from situs.audit.attacks.base import Attack
 from situs.audit.cases import Case, Outcome, Step, TestSet, Which
 from situs.audit.deadline import Deadline
+from situs.audit.defences import Defence, MaskedJigsaw, NoDefence, method_of
 from situs.audit.engine import SHOWN, run
 from situs.audit.gradients import summary
-from situs.audit.metrics import mean_of
-from situs.audit.scoring import Lpips, Scores, measure, measure_guesses
-from situs.audit.threat import Defence, MaskedJigsaw, NoDefence, method_of
+from situs.audit.scores.metrics import mean_of
+from situs.audit.scores.scoring import Lpips, Scores, measure, measure_guesses
 from situs.backbones.base import Backbone
 from situs.config import check_range
 from situs.core.jigsaw import draw_puzzle, move_patches, puzzle_noise_shape

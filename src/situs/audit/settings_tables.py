@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from situs.audit.gradients import summary
-from situs.audit.metrics import Mean
+from situs.audit.scores.metrics import Mean
 from situs.audit.settings import SETTINGS, Comparison, attacker_of, setting_of
 from situs.audit.tables import COLUMNS, REFUSED, alone, interval
 from situs.results import Cell

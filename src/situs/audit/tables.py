@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from situs.audit.cases import Outcome
-from situs.audit.gate import Ruling
 from situs.audit.gradients import Audit, summary
-from situs.audit.metrics import Mean
-from situs.audit.scoring import Scores
+from situs.audit.judge.gate import Ruling
+from situs.audit.scores.metrics import Mean
+from situs.audit.scores.scoring import Scores
 from situs.results import Cell
 
 COLUMNS = {

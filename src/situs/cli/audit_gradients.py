@@ -15,14 +15,14 @@ from situs.cli.flags import POSITIONAL
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from situs.audit.attack import Attack
+    from situs.audit.attacks.base import Attack
+    from situs.audit.attacks.matching.search import MatchingConfig
     from situs.audit.cases import TestSet
     from situs.audit.deadline import Deadline
-    from situs.audit.gate import Limit, Ruling
+    from situs.audit.defences import Defence
     from situs.audit.gradients import Audit
-    from situs.audit.lpips import Lpips
-    from situs.audit.search import MatchingConfig
-    from situs.audit.threat import Defence
+    from situs.audit.judge.gate import Limit, Ruling
+    from situs.audit.scores.lpips import Lpips
     from situs.audit.victim import Victim
 
 Result = TypeVar("Result")
@@ -138,8 +138,8 @@ def run(args: Args) -> int:
     """Audits, prints the table, writes the files, and says by its status whether the gate is passed."""
     from situs.audit import AdaptiveConfig, MatchingConfig, create_attack, create_defence
     from situs.audit.deadline import first_ctrl_c
-    from situs.audit.gate import ABOVE, parse_limit
-    from situs.audit.lpips import Lpips
+    from situs.audit.judge.gate import ABOVE, parse_limit
+    from situs.audit.scores.lpips import Lpips
     from situs.audit.victim import load_test_set, open_predictor, open_victim
     from situs.cli.result import tell_left_out
     from situs.core.tokens import pair
@@ -192,9 +192,9 @@ def _default(limit: Limit | None) -> str:
 def _run_pairs(task: Task, limit: Limit | None) -> Ruling | None:
     """Attacks × defences, printed and written; what the gate says, None without one."""
     from situs.audit.cases import Step
-    from situs.audit.gate import judge
+    from situs.audit.client import DTYPES
     from situs.audit.gradients import audit_gradients
-    from situs.audit.threat import DTYPES
+    from situs.audit.judge.gate import judge
 
     args, victim = task.args, task.victim
     known = args.labels == "known"
@@ -307,7 +307,7 @@ def _facts(task: Task) -> dict[str, Any]:
 
 
 def _write_numbers(args: Args, audit: Audit, facts: dict[str, Any], victim: Victim, ruling: Ruling | None) -> None:
-    from situs.audit.record import to_json
+    from situs.audit.judge.record import to_json
     from situs.cli.scores import write_scores
 
     gate = None if ruling is None else ruling.to_json()
@@ -316,7 +316,7 @@ def _write_numbers(args: Args, audit: Audit, facts: dict[str, Any], victim: Vict
 
 def _report(args: Args, audit: Audit, facts: dict[str, Any], victim: Victim, ruling: Ruling | None) -> None:
     from situs.audit.gradients import verdict
-    from situs.audit.junit import junit
+    from situs.audit.judge.junit import junit
     from situs.audit.tables import reasons, table
     from situs.cli.scores import write_file
     from situs.cli.tables import print_table

@@ -29,7 +29,7 @@ class Args(ImageArgs):
 
 def run(args: Args) -> None:
     """Audits, prints the verdict, and writes the page."""
-    from situs.audit.positions import audit_positions
+    from situs.audit.position.audit import audit_positions
     from situs.cli.model_args import open_from
     from situs.cli.result import present
     from situs.errors import SitusError

@@ -22,7 +22,7 @@ def evidence(verb: str, args: Any, model: nn.Module, weights: str | None = None)
     import torch
 
     from situs import __version__
-    from situs.audit.record import weights_digest
+    from situs.audit.judge.record import weights_digest
     from situs.train.tensors import digest
 
     file = None if weights is None or not Path(weights).is_file() else Path(weights)

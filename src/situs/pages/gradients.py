@@ -10,7 +10,7 @@ from torch import Tensor
 
 from situs.audit import ATTACKS
 from situs.audit.cases import EXACT, Outcome
-from situs.audit.gate import Ruling
+from situs.audit.defences import THREAT
 from situs.audit.gradients import (
     Audit,
     findings,
@@ -19,9 +19,9 @@ from situs.audit.gradients import (
     steps_of,
     strength,
 )
-from situs.audit.metrics import BEST_PSNR
+from situs.audit.judge.gate import Ruling
+from situs.audit.scores.metrics import BEST_PSNR
 from situs.audit.tables import REFUSED, alone, grid, judged, measured, reasons, table, unmeasured
-from situs.audit.threat import THREAT
 from situs.report import figures
 from situs.report.html import Page, Section
 from situs.results import Cell

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from situs.audit.positions import PositionAudit, at_a_glance
-from situs.audit.positions_probe import OWN, REMOVED, SHUFFLED
+from situs.audit.position.audit import PositionAudit, at_a_glance
+from situs.audit.position.probe import OWN, REMOVED, SHUFFLED
 from situs.report import places
 from situs.report.html import Page, Section
 from situs.results import Cell, percent

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from situs.audit.cases import Outcome
+from situs.audit.defences import THREAT
 from situs.audit.gradients import summary
 from situs.audit.settings import SETTINGS, Comparison, attacker_of, setting_of, verdict
 from situs.audit.settings_tables import PARTS, glance, settings_table
 from situs.audit.tables import COLUMNS, REFUSED, alone, interval, measured, unmeasured
-from situs.audit.threat import THREAT
 from situs.pages.gradients import EXACTLY, PRIVATE, described
 from situs.report import figures
 from situs.report.html import Page

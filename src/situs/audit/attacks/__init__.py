@@ -1,0 +1,28 @@
+"""Attacks: what a server can make of the gradients that a client sends."""
+
+from __future__ import annotations
+
+from situs.audit.attacks.adaptive.attack import AdaptiveMJP
+from situs.audit.attacks.april import April
+from situs.audit.attacks.base import Attack
+from situs.audit.attacks.matching.april import AprilOptimisation
+from situs.audit.attacks.matching.attack import Matching
+from situs.audit.attacks.patchembed.attack import PatchEmbedding
+from situs.errors import unknown_name
+
+ATTACKS: dict[str, type[Attack]] = {
+    "adaptive-mjp": AdaptiveMJP,
+    "april": April,
+    "april-optimisation": AprilOptimisation,
+    "matching": Matching,
+    "patchembed": PatchEmbedding,
+}
+"""Every attack by name. The command line and the contract tests read this dict."""
+
+
+def create_attack(name: str, *configs: object) -> Attack:
+    """An attack by name, with that of the configs which is its own; without one as it is by default."""
+    if name not in ATTACKS:
+        raise unknown_name("attack (--attack)", name, ATTACKS)
+    kind = ATTACKS[name]
+    return kind(next((config for config in configs if type(config) is kind.Config), None))

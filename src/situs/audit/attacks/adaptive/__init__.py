@@ -1,0 +1,1 @@
+"""The attack by one who knows MJP."""

@@ -1,0 +1,225 @@
+"""The attack on MJP by one who knows it: the mask, the shown patches, the hidden patches, and then their order.
+
+1. Rows of ∂l/∂E_pos that are all zero, or nothing but the noise that a defence adds, are the hidden places. DAL touches
+   only the rows of shown places, and its gradient is known: it is subtracted.
+2. Algebra gives every patch up to m - 1 directions that all patches share (`adaptive_algebra`).
+3. The row spaces of the first block's gradients give the rest, for shown and hidden patches alike (`adaptive_spans`,
+   `adaptive_block`, `adaptive_search`, `adaptive_solve`), as long as there are fewer tokens than channels.
+4. The gradients do not depend on the order of the hidden patches. Their borders do: `ordering` solves the puzzle.
+
+Where no row is zero, nothing is hidden and `patchembed` is all that is needed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from situs.audit.attacks.adaptive.algebra import Partly, separate
+from situs.audit.attacks.adaptive.block import FirstBlock, first_linears
+from situs.audit.attacks.adaptive.ordering import order_hidden
+from situs.audit.attacks.adaptive.search import SOLVED, Effort, Found
+from situs.audit.attacks.adaptive.solve import solve_directions
+from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, known_numbers
+from situs.audit.attacks.patchembed.attack import PatchEmbedding
+from situs.audit.attacks.patchembed.equations import judge, whiten
+from situs.audit.attacks.patchembed.rows import patch_rows
+from situs.audit.client import hidden_places
+from situs.audit.deadline import Deadline
+from situs.audit.defences import UNKNOWN, Gradients
+from situs.audit.stem import Stem, flat_weight, require_stem, table_rows, to_images
+from situs.backbones.base import Backbone
+from situs.methods.base import Method
+from situs.methods.mp3 import MP3
+
+
+@dataclass(frozen=True)
+class AdaptiveConfig(Effort):
+    """How long it tries for each image, and who helps."""
+
+    predictor: MP3 | None = None
+    """A trained MP3 that is asked about the order, beside the borders."""
+
+
+class AdaptiveMJP(Attack):
+    """The mask, the shown patches, the hidden ones, and their order."""
+
+    name: ClassVar[str] = "adaptive-mjp"
+    about: ClassVar[str] = (
+        "knows MJP: the mask from rows without gradient, all patches from the patch embedding's gradient and the row "
+        "spaces of the first block's, the hidden ones' order from their borders"
+    )
+    closed_form: ClassVar[bool] = True
+    separates_hidden: ClassVar[bool] = True
+    slow: ClassVar[bool] = True
+    Config: ClassVar[type[AdaptiveConfig]] = AdaptiveConfig
+    config: AdaptiveConfig
+
+    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
+        found = PatchEmbedding().prepare(backbone, sent, known)
+        if isinstance(found, Refused):
+            return found
+        said, tokens = found.caveat, backbone.num_tokens + backbone.num_prefix
+        if said is None and tokens >= backbone.dim:
+            said = (
+                f"{tokens} tokens are not fewer than {backbone.dim} channels: most row spaces of the first block are "
+                "full and say nothing, so patches are guessed by smoothness where the algebra leaves them open"
+            )
+        return Ready((*(found.reads or ()), *first_linears(backbone)), said)
+
+    @torch.no_grad()
+    def recover(
+        self,
+        backbone: Backbone,
+        uploads: Sequence[Gradients],
+        known: Knowledge | None = None,
+        deadline: Deadline | None = None,
+    ) -> Recovery:
+        known, deadline = known or Knowledge(), deadline or Deadline()
+        stem, method = require_stem(backbone), known.trained(backbone)
+        precise = deepcopy(backbone).double().requires_grad_(False).eval()
+        images, facts = [], []
+        for number, upload in enumerate(uploads):
+            if images and deadline.over():
+                break
+            hides = method.hidden_share is not None
+            if hides and known.batch == 1:
+                upload = _without_noise(upload, stem, known.defence.noise_level(1))
+            hidden = hidden_places(table_rows(upload[stem.table], stem))
+            if known.batch > 1 or not hidden.any() or not hides:
+                plain = PatchEmbedding().recover_shown(backbone, [upload], known)
+                images.append(plain.images[0].double())
+                told = known.batch == 1 and known.defence.noise_level(1) == 0  # else none need not mean that
+                facts.append({**plain.facts[0], "hidden": int(hidden.sum()) if told else None})
+                continue
+            deadline.say(f"{self.name}: upload {known.first + number + 1}, {int(hidden.sum())} patches are hidden")
+            try:
+                image, fact = self._one(precise, stem, method, upload, hidden, known, deadline)
+            except KeyboardInterrupt:  # of this image there is nothing: those before it stay
+                if not images:
+                    raise
+                deadline.interrupt()
+                break
+            images.append(image)
+            facts.append(fact)
+        cut = deadline.over() and facts[-1].get("patches_that_fit") not in (None, backbone.num_tokens)
+        partial = "a part of the last image's search" if cut else None
+        return Recovery(torch.stack(images).float(), facts, partial=partial)
+
+    def _one(
+        self,
+        backbone: Backbone,
+        stem: Stem,
+        method: Method,
+        upload: Gradients,
+        hidden: Tensor,
+        known: Knowledge,
+        deadline: Deadline,
+    ) -> tuple[Tensor, dict[str, Fact]]:
+        """One image of an MJP step: [C, H, W], and what the attacker can say of it."""
+        partly = _separate(method, stem, upload, hidden, known)
+        learned = method.unknown_position()
+        vector = None if learned is None else learned.vector
+        unknown = torch.zeros_like(partly.base[0, :1]) if vector is None else vector.double()
+        block = FirstBlock(backbone, stem, upload, hidden, unknown)
+        found = solve_directions(block, partly, backbone.grid, stem.patch_size, self.config, deadline)
+        patches = partly.patches(found.at)
+        patches = order_hidden(patches, hidden, backbone.grid, stem.patch_size, predictor=self.config.predictor)
+        told = _facts(partly, found, block)
+        told.update(_fit(partly, found, _equations(method, stem, upload, known), upload[stem.table].dtype, known))
+        return to_images(patches.unsqueeze(0), backbone, stem)[0], told
+
+
+def _without_noise(upload: Gradients, stem: Stem, sigma: float) -> Gradients:
+    """The upload with zeros in those rows of the table's gradient that noise of deviation σ explains.
+
+    Where it explains all of them, the mask is not in them, and they stay.
+    """
+    if sigma == 0:
+        return upload
+    table = upload[stem.table].clone()
+    rows = table_rows(table, stem)
+    size = rows.double().square().mean(dim=-1).sqrt()
+    noise = size <= sigma * (1 + 4 / (2 * rows.shape[-1]) ** 0.5)  # four deviations of what noise alone has
+    if noise.all():
+        return upload
+    rows[noise] = 0
+    return {**upload, stem.table: table}
+
+
+def _separate(method: Method, stem: Stem, upload: Gradients, hidden: Tensor, known: Knowledge) -> Partly:
+    equations = _equations(method, stem, upload, known)
+    sent, sigma = upload[stem.table].dtype, known.defence.noise_level(known.batch)
+    return separate(*equations, hidden, sent, sigma)
+
+
+def _equations(method: Method, stem: Stem, upload: Gradients, known: Knowledge) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The table's rows [N, D], ∂l/∂W [D, K] and ∂l/∂E_unk [D] on those channels where none of them overflowed."""
+    rows = patch_rows(method, stem, upload, known)
+    weight = flat_weight(known_numbers(upload[stem.weight]), stem)
+    total = None
+    if UNKNOWN in upload:
+        total = known_numbers(upload[UNKNOWN])
+    elif stem.bias in upload:
+        total = known_numbers(upload[stem.bias]) - rows.sum(dim=0)  # the bias has the sum over all patches
+    whole = rows.isfinite().all(dim=0) & weight.isfinite().all(dim=1)
+    whole = whole if total is None else whole & total.isfinite()
+    return rows[:, whole], weight[whole], None if total is None else total[whole]
+
+
+def _facts(partly: Partly, found: Found, block: FirstBlock) -> dict[str, Fact]:
+    """proof: how the attacker knows that he is right; verdict: why he may not be."""
+    fits = int((found.fit <= SOLVED).sum())
+    everything = len(found.fit)
+    proof = verdict = None
+    if not len(partly.z) and not partly.base[partly.hidden].any():
+        verdict = "nothing of the hidden patches stands out of rounding and noise: they are left grey"
+    elif not len(partly.z) and int(partly.hidden.sum()) > 1:
+        proof = "nothing is left open: up to rounding and noise all hidden patches are alike"
+    elif not len(partly.z):
+        proof = "nothing is left open: one hidden patch is solved with the others"
+    elif block.reason is not None:
+        verdict = f"{len(partly.z)} directions of each patch were guessed by smoothness: {block.reason}"
+    elif fits == everything:
+        proof = "every patch agrees with the gradients of the first block up to rounding"
+    else:
+        verdict = "of some images there are patches that the gradients of the first block do not prove right"
+    return {
+        "hidden": int(partly.hidden.sum()),
+        "open_directions": len(partly.z),
+        "patches_that_fit": fits if block.reason is None and len(partly.z) else None,
+        "proof": proof,
+        "verdict": verdict,
+    }
+
+
+def _fit(
+    partly: Partly,
+    found: Found,
+    equations: tuple[Tensor, Tensor, Tensor | None],
+    sent: torch.dtype,
+    known: Knowledge,
+) -> dict[str, Fact]:
+    """Whether everything that was solved meets its equations.
+
+    Where directions were searched: how many times more of the worst token sticks out of the first block's spans than
+    noise explains. Else what is left of ∂l/∂W beside the shown patches and the one that stands for all hidden ones.
+    """
+    if len(partly.z):
+        worst = float(found.fit.max())
+        size = worst if math.isfinite(worst) else None
+        return {"residual": size, "expected_residual": 1.0, "fits": worst <= SOLVED}
+    rows, weight, total = equations
+    shown, patches = rows[~partly.hidden], partly.base[~partly.hidden]
+    if total is not None:
+        shown = torch.cat([shown, total[None]])
+        patches = torch.cat([patches, partly.base[partly.hidden][:1]])
+    white, right = whiten(weight[None], shown[None], sent, known.defence.noise_level(known.batch))
+    residual, expected, fits = (float(part) for part in judge(white, right, patches[None], sent))
+    return {"residual": residual, "expected_residual": expected, "fits": bool(fits)}

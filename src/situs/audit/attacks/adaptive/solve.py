@@ -1,0 +1,239 @@
+"""Along Z: every patch, shown and hidden, token by token, from the first block's gradients.
+
+What enters a layer lies in the row space of its gradient. Of the first block's layers two are linear in what is not
+known: o lies in the span of the attention's last layer, and norm(z + A o + b) in that of the MLP's first. Together
+they leave a token a family of as many dimensions as Z has (`family_of`), with no word of the other tokens: attention
+is not computed, it is eliminated. Adding differences of hidden tokens never leaves a family, which is why nothing
+linear can do better. The MLP's activation is not linear: a token's a = late(m) must lie in the row space of the last
+layer's gradient, some thousand equations for a handful of unknowns (`adaptive_search`).
+
+The hidden tokens share E_unk, so they are the m roots of one and the same equations. Roots found are kept out by the
+functionals that vanish on them and on the shown tokens: dividing residuals by those leaves only the other roots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from situs.audit.attacks.adaptive.algebra import Partly, Smoothness, smoothest
+from situs.audit.attacks.adaptive.block import FirstBlock
+from situs.audit.attacks.adaptive.search import DOUBTFUL, SOLVED, Effort, Family, Found, Trial, search
+from situs.audit.attacks.patchembed.equations import svd
+from situs.audit.deadline import Deadline
+
+LOUD = 3.0
+"""θ longer than this many times a patch of pixels ±1, or the largest patch of the smoothest image, is no picture:
+normalised pixels do not reach that far."""
+
+WEAK = 1e-2
+"""Equations that say less than this share of what the strongest says are left out, and their direction is searched."""
+
+COPIED = 1e-3
+"""A copy is believed if the solved tokens' streams come out as near as this, and nearer by `NEARER` than with any other
+root in its place."""
+
+NEARER = 3.0
+
+PASSES = 3
+"""Times that each copy is chosen anew beside the others as they are then."""
+
+APART = 1e-3
+"""Two roots are two if they are this share of the patches' spread apart."""
+
+
+def solve_directions(
+    block: FirstBlock, partly: Partly, grid: tuple[int, ...], size: tuple[int, int], effort: Effort, deadline: Deadline
+) -> Found:
+    """θ of every patch; the order of the hidden ones among their places means nothing."""
+    count, values = partly.base.shape
+    theta = smoothest(partly, Smoothness(torch.zeros_like(partly.hidden), grid, size, values))
+    if not len(partly.z):
+        return Found(theta, theta.new_zeros(count))
+    found = Found(theta, theta.new_full((count,), torch.inf))
+    if block.reason is not None:
+        return found
+    loud = LOUD * max(values**0.5, float(partly.patches(theta).norm(dim=1).max()))
+    trial = Trial(block, family_of(block, partly, effort.loose), partly, loud, effort, deadline)
+    smooth = Smoothness(partly.hidden, grid, size, values)
+    found = Found(trial.family.phi(trial.everywhere, theta), found.fit)
+    found = solve_hidden(trial, solve_shown(trial, smooth, found))
+    wrong = found.fit > DOUBTFUL
+    theta = torch.where(wrong.unsqueeze(-1), theta, trial.family.theta(trial.everywhere, found.at))
+    return Found(smoothest(partly, smooth, theta, wrong), found.fit)
+
+
+def family_of(block: FirstBlock, partly: Partly, loose: int = Effort.loose) -> Family:
+    """What is left open when attention is eliminated.
+
+    The unknowns of a token are θ [r], its o as coordinates c in the span of the attention's last layer, and the
+    deviation s that its norm divides by. norm(m) = w (m - mean) / s + β lies in the span of the MLP's first layer, so
+    w (m - mean) + s β does, which is linear in all three; its solutions are a flat with θ free along it.
+    """
+    weight, bias = block.norm.weight, block.norm.bias
+    width = block.into.shape[1]
+    weight = block.shift.new_ones(width) if weight is None else weight
+    biased = bias is not None and bool(bias.any())
+
+    def outside(m: Tensor) -> Tensor:
+        return block.fc1.outside((m - m.mean(dim=-1, keepdim=True)) * weight * block.fc1.column)
+
+    mixing = (block.proj.inside / block.proj.column) @ block.into  # [T, D]: c -> A o
+    streams = torch.cat([partly.z @ block.weight.T, mixing])
+    scale = outside(streams)[:0] if bias is None or not biased else block.fc1.outside(bias * block.fc1.column)[None]
+    left, values, right = svd(torch.cat([outside(streams), scale]), full=True)
+    # Theory says how many are independent (without β all are centred, the span too); of the weak among those some are
+    # better searched than believed.
+    independent = min(block.tokens + biased, width - block.tokens - (not biased))
+    strong = int((values > WEAK * values[0]).sum())
+    rank = min(independent, max(strong, independent - loose))
+    flat = left[:, rank:].T
+    known = block.embed(partly.base) + block.shift
+    given = outside(known) @ right[:rank].T / values[:rank]
+    solution = -given @ left[:, :rank].T
+    r, u = len(partly.z), len(streams)
+    return Family(known + solution[:, :u] @ streams, flat[:, :u] @ streams, solution[:, :r], flat[:, :r])
+
+
+# --- shown patches ------------------------------------------------------------------------------------------------
+
+
+def solve_shown(trial: Trial, smooth: Smoothness, found: Found) -> Found:
+    """Each shown token by itself: from the smoothest image, then from that beside the patches that are solved and
+    from patches like those. Found holds φ."""
+    family, effort, shown = trial.family, trial.effort, trial.shown
+    phi, fit = found.at.clone(), found.fit.clone()
+    for number in range(effort.rounds):
+        lacking = shown[fit[shown] > SOLVED]
+        if not len(lacking) or (number and trial.deadline.over()):
+            break
+        places, starts = lacking, phi[lacking]
+        if number:
+            theta = family.theta(trial.everywhere, phi)
+            free = torch.zeros_like(trial.partly.hidden).scatter(0, lacking, True)
+            pool = theta[Found(phi, fit).solved(shown)]
+            places = lacking.repeat(1 + effort.retries)
+            others = _like(pool if len(pool) > 1 else theta[shown], len(places) - len(lacking), trial.chance)
+            starts = family.phi(places, torch.cat([smoothest(trial.partly, smooth, theta, free)[lacking], others]))
+        at, sticks = search(trial, places, starts)
+        best = sticks.view(-1, len(lacking)).min(dim=0)
+        better = best.values < fit[lacking]
+        chosen = at.view(-1, len(lacking), at.shape[1])[best.indices, torch.arange(len(lacking), device=at.device)]
+        phi[lacking[better]], fit[lacking[better]] = chosen[better], best.values[better]
+        solved = len(Found(phi, fit).solved(shown))
+        trial.deadline.say(f"adaptive-mjp: round {number + 1}, {solved} of {len(shown)} shown fit")
+    return Found(phi, fit)
+
+
+def _like(pool: Tensor, count: int, chance: torch.Generator) -> Tensor:
+    """Starts [count, r]: half of them rows of the pool, half drawn from a normal twice as wide as it."""
+    rows = pool[torch.randint(len(pool), (count - count // 2,), generator=chance).to(pool.device)]
+    away = pool - pool.mean(dim=0)
+    mix = torch.randn(count // 2, len(pool), generator=chance, dtype=torch.float64).to(pool.device)
+    return torch.cat([rows, pool.mean(dim=0) + 2 * mix @ away / len(pool) ** 0.5])
+
+
+# --- hidden patches -----------------------------------------------------------------------------------------------
+
+
+def solve_hidden(trial: Trial, found: Found) -> Found:
+    """The roots that many starts run into, put at the hidden places in any order."""
+    block, family, hidden = trial.block, trial.family, trial.hidden
+    one, solved = hidden[:1], found.solved(trial.shown)
+    pool = _pool(trial, found)
+    apart = APART * float((pool - pool.mean(dim=0)).norm(dim=1).median())
+    known = block.late(family.streams(solved, found.at[solved]))
+    roots = ends = Found(found.at[:0], found.fit[:0])
+    for number in range(trial.effort.rounds):
+        if len(roots.at) == len(hidden) or trial.deadline.over():
+            break
+        places = one.expand(trial.effort.starts)
+        seen = torch.cat([known, block.late(family.streams(one.expand(len(roots.at)), roots.at))])
+        starts = family.phi(places, _like(pool, len(places), trial.chance))
+        ends = Found(*search(trial, places, starts, _functionals(block, seen)))
+        fits = ends.fit <= SOLVED
+        if fits.any():
+            # Without functionals an end that was only held beside a root slides back into it.
+            roots = _with_others(trial, roots, Found(*search(trial, places[fits], ends.at[fits])), SOLVED, apart)
+        trial.deadline.say(f"adaptive-mjp: round {number + 1}, {len(roots.at)} of {len(hidden)} hidden found")
+    phi, fit = found.at.clone(), found.fit.clone()
+    # Any of the hidden places stands for all: their bases and rows of the table are the same. What noise explains and
+    # nothing proves is a better guess than none.
+    every = _with_others(trial, roots, _unproven(ends), DOUBTFUL, apart)
+    phi[hidden[: len(every.at)]], fit[hidden[: len(every.at)]] = every
+    return _copied(trial, Found(phi, fit), len(roots.at))
+
+
+def _unproven(ends: Found) -> Found:
+    """Ends that fit but are no roots: they were held beside one, and prove nothing."""
+    return Found(ends.at, torch.where(ends.fit <= SOLVED, SOLVED * (1 + ends.fit), ends.fit))
+
+
+def _with_others(trial: Trial, roots: Found, ends: Found, most: float, apart: float) -> Found:
+    """The roots, and those ends beside them that fit up to `most` and are `apart` from all before: m at most."""
+    one = trial.hidden[:1]
+    for index in ends.fit.argsort().tolist():
+        away = (trial.family.theta(one, roots.at) - trial.family.theta(one, ends.at[index])).norm(dim=1)
+        if ends.fit[index] <= most and len(roots.at) < len(trial.hidden) and bool((away > apart).all()):
+            roots = Found(*(torch.cat([old, new[index : index + 1]]) for old, new in zip(roots, ends, strict=True)))
+    return roots
+
+
+def _pool(trial: Trial, found: Found) -> Tensor:
+    """θ of patches such as the hidden ones may be, [·, r]: the shown ones; where there are none, noise of as much
+    energy as normalised pixels have."""
+    shown, solved = trial.shown, found.solved(trial.shown)
+    among = solved if len(solved) > 1 else shown
+    if len(among) > 1:
+        return trial.family.theta(among, found.at[among])
+    r, values = trial.partly.z.shape
+    noise = torch.randn(trial.effort.starts, r, generator=trial.chance, dtype=torch.float64)
+    return noise.to(trial.partly.z) * (values / r) ** 0.5
+
+
+def _functionals(block: FirstBlock, seen: Tensor) -> Tensor:
+    """A basis of the functionals on the last layer's span that vanish on inputs that were seen [k, H]: [T - k, T]."""
+    inside = (seen * block.fc2.column) @ block.fc2.inside.T
+    if not len(inside):
+        return torch.eye(block.tokens).to(inside)
+    inside = inside / inside.norm(dim=1, keepdim=True)
+    return svd(inside, full=True)[2][min(len(inside), block.tokens - 1) :]
+
+
+def _copied(trial: Trial, found: Found, count: int) -> Found:
+    """Hidden patches that are equal are one root. Which stands twice shows in the attention that it draws: those copies
+    are taken with which the block's own forward pass gives the solved tokens their streams.
+
+    count: of the roots found. Z is as wide as the hidden patches that differ, less one: with fewer roots some are
+    missing, and no copy is right.
+    """
+    family, solved = trial.family, found.solved(trial.shown)
+    roots, lacking = trial.hidden[:count], trial.hidden[count:]
+    if count <= len(trial.partly.z) or not len(lacking) or not len(solved):
+        return found
+    phi, fit = found.at.clone(), found.fit.clone()
+    truth = family.streams(solved, phi[solved])
+    phi[lacking], fit[lacking] = phi[roots[0]].clone(), DOUBTFUL
+
+    def errors(place: int) -> Tensor:
+        """How far the streams are off with each root at a place, [roots]."""
+        off, tried = [], phi.clone()
+        for root in roots.tolist():
+            tried[place] = phi[root]
+            middle = trial.block.middle(trial.partly.patches(family.theta(trial.everywhere, tried)))
+            off.append((middle[solved] - truth).norm() / truth.norm())
+        return torch.stack(off)
+
+    for _ in range(PASSES):
+        before = phi.clone()
+        for place in lacking.tolist():
+            if trial.deadline.over():
+                return Found(phi, fit)
+            phi[place] = phi[roots[errors(place).argmin()]].clone()
+        if torch.equal(before, phi):
+            break
+    for place in lacking.tolist():
+        off = errors(place).sort().values
+        if off[0] < COPIED and bool((off[1:] > NEARER * off[0]).all()):
+            fit[place] = fit[roots].max()
+    return Found(phi, fit)

@@ -1,0 +1,1 @@
+"""The optimisation attacks: images whose gradients are those that were sent."""

@@ -1,0 +1,127 @@
+"""The patch-embedding attack: the pixels are the solution of one linear system.
+
+A patch embedding E = X W^T + b followed by an added table has ∂l/∂W = G^T X with G = ∂l/∂E, and ∂l/∂E is also the
+gradient of the table's patch rows. Both are in the upload, so X is solved for: attention, labels and loss do not
+matter. Exact for one image as long as the N patches are no more than the rank of G, at most D. Local steps on one image
+sum both sides over the steps and leave the equation as it is. Who knows how images are normalised also knows that a
+pixel is one of 256 values: `bytes` ends the error that is left where the equations bear that out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from typing import ClassVar
+
+import torch
+
+from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, stack
+from situs.audit.attacks.patchembed.equations import Solution
+from situs.audit.attacks.patchembed.rows import patch_rows
+from situs.audit.attacks.patchembed.through import System, solve_patches, solve_through
+from situs.audit.deadline import Deadline
+from situs.audit.defences import UNKNOWN, Gradients
+from situs.audit.stem import Stem, find_stem, flat_weight, patch_count, require_stem, to_images, view_of
+from situs.backbones.base import Backbone
+
+
+def _said(fact: dict[str, Fact], eps: float, exact: bool) -> str | None:
+    """Why a solution may not be exact: its equations do not fit, or G is singular up to the rounding of what was sent.
+
+    exact: whether it ought to be, so that nobody has said otherwise.
+    """
+    if fact.get("bytes"):
+        return None
+    if not fact["fits"]:
+        return FAILED
+    if not exact:
+        return None
+    if fact["rank"] != fact["unknowns"]:
+        return "for some images rounding and noise leave G fewer directions than there are patches"
+    if isinstance(fact["condition"], float) and fact["condition"] * eps > 0.1:
+        return (
+            f"for some images G is nearly singular (condition above {0.1 / eps:.0e}): weak directions drown in rounding"
+        )
+    return None
+
+
+def _caveat(backbone: Backbone, stem: Stem, batch: int) -> str | None:
+    if batch > 1:
+        return (
+            f"a batch of {batch}: the rows of the table's gradient are sums over the images, and no linear system "
+            "takes them apart; the one solution stands for every image of the batch"
+        )
+    patches = patch_count(backbone, stem)
+    if patches > backbone.dim:
+        return (
+            f"{patches} patches are more than {backbone.dim} channels: the system is under-determined, "
+            "and of all its solutions the one of least norm is shown, unless just one consists of bytes"
+        )
+    return None
+
+
+class PatchEmbedding(Attack):
+    """∂l/∂W_patch = G^T X, solved for X."""
+
+    name: ClassVar[str] = "patchembed"
+    about: ClassVar[str] = "one linear solve with the gradients of the patch embedding and of the position table"
+    closed_form: ClassVar[bool] = True
+
+    def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
+        stem = find_stem(backbone)
+        if isinstance(stem, str):
+            return Refused(stem)
+        bias = () if stem.bias is None else (stem.bias,)
+        ready = Ready((stem.weight, stem.table, *bias, UNKNOWN), _caveat(backbone, stem, known.batch))
+        return absent(sent, (stem.weight, stem.table)) or ready
+
+    def recover(
+        self,
+        backbone: Backbone,
+        uploads: Sequence[Gradients],
+        known: Knowledge | None = None,
+        deadline: Deadline | None = None,  # noqa: ARG002  (one solve, no time to stop in)
+    ) -> Recovery:
+        known = Knowledge() if known is None else known
+        found = self.recover_shown(backbone, uploads, known)
+        trained = known.trained(backbone)
+        if trained.hidden_share:
+            for fact in found.facts:  # hidden patches are no part of these equations, whatever noise explains
+                fact.update(fits=False, verdict=FAILED)
+        return found
+
+    def recover_shown(self, backbone: Backbone, uploads: Sequence[Gradients], known: Knowledge) -> Recovery:
+        """The images behind uploads none of whose patches is hidden."""
+        stem, trained = require_stem(backbone), known.trained(backbone)
+        table = torch.stack([patch_rows(trained, stem, upload, known) for upload in uploads])
+        weight = flat_weight(stack(uploads, stem.weight), stem)
+        system = System(weight, table, uploads[0][stem.table].dtype, known.defence.noise_level(known.batch))
+        view = view_of(backbone, stem)
+        normalisation = known.normalisation if known.batch == 1 else None
+        if view is None:
+            found, facts, patches = solve_patches(system, normalisation)
+            images = to_images(patches, backbone, stem)
+        else:
+            found, facts, images = solve_through(view, system, normalisation)
+        exact = _caveat(backbone, stem, known.batch) is None
+        told: list[dict[str, Fact]] = []
+        for index, more in enumerate(facts):
+            fact = facts_of(found, index, table.shape[1]) | more
+            # The rows of a batch are sums, so that noise may explain the misfit of what cannot be right.
+            fact["fits"] = known.batch == 1 and bool(fact["fits"] or fact.get("bytes"))
+            fact["verdict"] = more.get("verdict") or _said(fact, torch.finfo(system.sent).eps, exact)
+            told.append(fact)
+        return Recovery(images.float(), told)
+
+
+def facts_of(found: Solution, index: int, unknowns: int) -> dict[str, Fact]:
+    """What a solution says of one upload."""
+    condition = float(found.condition[index])
+    return {
+        "rank": int(found.rank[index]),
+        "unknowns": unknowns,
+        "condition": condition if math.isfinite(condition) else None,
+        "residual": float(found.residual[index]),
+        "expected_residual": float(found.expected[index]),
+        "fits": bool(found.fits[index]),
+    }

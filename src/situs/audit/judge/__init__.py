@@ -1,0 +1,1 @@
+"""Whether a limit is kept, what proves it, and the audit as files."""

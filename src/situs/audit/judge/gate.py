@@ -1,0 +1,216 @@
+"""The gate of an audit: a limit on one metric, and for each defence whether what was found stays below it.
+
+The worst image decides, not the mean. `PASSED`: a closed form ran on all images to the end, its equations hold and fit
+(`proof`), nothing was stopped, and no image is above the limit. `ABOVE`: some image is, also in a stopped audit.
+`NOT_JUDGED`: everything else. What was stopped, does not apply or does not fit is no pass, and a search that finds
+nothing proves nothing: it can fail a gate and never pass it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from situs.audit.cases import Outcome
+from situs.audit.scores.metrics import BEST_PSNR, HIGHER_IS_CLOSER, LOWER_IS_CLOSER
+from situs.errors import SitusError, unknown_name
+
+if TYPE_CHECKING:
+    from situs.audit.gradients import Audit
+
+Answer = Literal["passed", "above", "incomplete", "nothing_applied"]
+"""What a gate says. incomplete: something was stopped, is missing or proves nothing; nothing_applied: no attack could
+be made at all. Neither is a pass."""
+
+PASSED, ABOVE, NOT_JUDGED = 0, 3, 4
+"""What a gate says, as exit statuses."""
+
+OUTCOMES = {PASSED: "passed", NOT_JUDGED: "not judged", ABOVE: "above"}
+"""The same in words, the worst last: an audit's status is the worst of its defences'."""
+
+
+class Limit(NamedTuple):
+    """A metric that rises with the leak, and the value it must not pass."""
+
+    metric: str
+    bound: float
+
+    def __str__(self) -> str:
+        return f"{self.metric}={self.bound:g}"
+
+
+class Worst(NamedTuple):
+    """The image that came back best by the limit's metric."""
+
+    attack: str
+    image: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One defence. said: why it stands there, without its name and a full stop. worst: None where nothing was tried."""
+
+    defence: str
+    status: int
+    said: str
+    worst: Worst | None = None
+    applied: bool = True
+    """Whether any attack was made, or stopped before it was."""
+
+    @property
+    def outcome(self) -> str:
+        return OUTCOMES[self.status]
+
+    @property
+    def answer(self) -> Answer:
+        if self.status == NOT_JUDGED:
+            return "incomplete" if self.applied else "nothing_applied"
+        return "passed" if self.status == PASSED else "above"
+
+    def to_json(self) -> dict[str, Any]:
+        worst = None if self.worst is None else self.worst._asdict()
+        return {
+            "defence": self.defence,
+            "status": self.status,
+            "outcome": self.outcome,
+            "answer": self.answer,
+            "said": self.said,
+            "worst": worst,
+        }
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What the gate says of each defence that was judged."""
+
+    limit: Limit
+    judgements: Sequence[Judgement]
+
+    @property
+    def status(self) -> int:
+        """The worst of the defences'; nothing at all is no pass."""
+        order = list(OUTCOMES)
+        return max((judged.status for judged in self.judgements), key=order.index, default=NOT_JUDGED)
+
+    @property
+    def answer(self) -> Answer:
+        """The worst of the defences'; nothing at all is incomplete."""
+        found = {judged.answer for judged in self.judgements}
+        order: tuple[Answer, ...] = ("above", "incomplete", "nothing_applied", "passed")
+        worst: list[Answer] = [answer for answer in order if answer in found]
+        return worst[0] if worst else "incomplete"
+
+    @property
+    def passed(self) -> bool:
+        return self.status == PASSED
+
+    @property
+    def sentence(self) -> str:
+        """For a reader: passed or not, and by what."""
+        opened = {PASSED: "passed", ABOVE: "not passed", NOT_JUDGED: "not judged, which is no pass"}[self.status]
+        said = "; ".join(f"{judged.defence}, {judged.outcome}: {judged.said}" for judged in self.judgements)
+        return f"The gate {self.limit} is {opened}. {said or 'There was no defence to judge'}."
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "limit": str(self.limit),
+            "status": self.status,
+            "outcome": OUTCOMES[self.status],
+            "answer": self.answer,
+            "passed": self.passed,
+            "defences": [judged.to_json() for judged in self.judgements],
+        }
+
+
+def parse_limit(text: str) -> Limit:
+    """ "psnr=20" as a limit."""
+    name, _, number = text.partition("=")
+    if name in LOWER_IS_CLOSER:
+        rising = ", ".join(sorted(HIGHER_IS_CLOSER))
+        raise SitusError(
+            f"fail_above={text}: {name} falls as an image leaks, so this gate would pass the worst; choose one of: "
+            f"{rising} (--fail-above)"
+        )
+    if name not in HIGHER_IS_CLOSER:
+        raise unknown_name("metric of a gate (--fail-above)", name, HIGHER_IS_CLOSER)
+    try:
+        bound = float(number)
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise SitusError(f"fail_above={text}: must be METRIC=NUMBER, as psnr=20 (--fail-above)")
+    most = BEST_PSNR if name.endswith("psnr") else 1.0
+    if bound >= most:
+        raise SitusError(
+            f"fail_above={text}: {name} is at most {most:g}, so this gate would pass a perfect copy; give less "
+            "(--fail-above)"
+        )
+    return Limit(name, bound)
+
+
+def judge(audit: Audit, limit: Limit) -> Ruling:
+    """Every defence of the audit against the limit."""
+    return Ruling(limit, [_judge(audit, defence, limit) for defence in audit.about])
+
+
+def _judge(audit: Audit, defence: str, limit: Limit) -> Judgement:
+    pairs = [pair for pair in audit.pairs if pair.defence == defence]
+    found = [
+        (number, value, pair.attack)
+        for pair in pairs
+        for number, value in enumerate(pair.scores.get(limit.metric) or ())
+        if math.isfinite(value)
+    ]
+    worst, shown = None, ""
+    if found:
+        number, value, attack = max(found, key=lambda one: one[1])
+        worst = Worst(attack, audit.names[number], value)
+        shown = f"the worst, {worst.image}, has {limit.metric} {value:.4g} by {attack}"
+        if over := {number for number, value, _ in found if value > limit.bound}:
+            return Judgement(
+                defence, ABOVE, f"{len(over)} of {len(audit.names)} images above {limit.bound:g}; {shown}", worst
+            )
+    proofs = [pair.attack for pair in pairs if _proves(pair, audit)]
+    gaps = _gaps(audit, defence, pairs, limit) + ([] if proofs else _lacking(audit, pairs))
+    if gaps or not proofs:
+        applied = any(each.status != "refused" for each in audit.outcomes if each.defence == defence)
+        return Judgement(defence, NOT_JUDGED, "; ".join([*gaps, *([shown] if shown else [])]), worst, applied)
+    said = f"{' and '.join(proofs)} solved all {len(audit.names)} images and the equations fit; {shown}"
+    return Judgement(defence, PASSED, said, worst)
+
+
+def _proves(pair: Outcome, audit: Audit) -> bool:
+    """Whether a pair alone could pass a gate: a closed form, all images, to the end, without a doubt."""
+    whole = pair.reason is None and pair.partial is None and pair.count == len(audit.names)
+    return pair.closed and whole and pair.doubt is None
+
+
+def _gaps(audit: Audit, defence: str, pairs: Sequence[Outcome], limit: Limit) -> list[str]:
+    """What was begun or asked for and is not there; any of it keeps a gate from being passed."""
+    gaps = [f"{attack} was not run before the stop" for attack, other in audit.undone if other == defence]
+    gaps += [f"{pair.attack} was stopped after {pair.partial}" for pair in pairs if pair.partial is not None]
+    for pair in pairs:
+        values = pair.scores.get(limit.metric)
+        if pair.reason is None and values is None:
+            gaps.append(f"{limit.metric} is not defined for so few images ({len(audit.names)})")
+        elif not all(math.isfinite(value) for value in values or ()):
+            gaps.append(f"{pair.attack} has an image whose {limit.metric} is no number")
+    return gaps
+
+
+def _lacking(audit: Audit, pairs: Sequence[Outcome]) -> list[str]:
+    """Why none of the pairs proves anything."""
+    tried = [pair for pair in pairs if pair.reason is None]
+    closed = [pair for pair in tried if pair.closed]
+    few = [pair for pair in closed if pair.doubt is None and pair.count < len(audit.names)]
+    found = [f"{pair.attack} proves nothing: {pair.doubt}" for pair in closed if pair.doubt is not None]
+    found += [f"{pair.attack} saw {pair.count} of {len(audit.names)} images" for pair in few]
+    if not closed:
+        asked = any(pair.closed for pair in pairs)
+        found.append("no closed form applies" if asked else "no closed form was run (--attack patchembed)")
+        searched = " and ".join(pair.attack for pair in tried)
+        found += [f"what {searched} does not find may still be there"] if searched else []
+    return found

@@ -1,0 +1,1 @@
+"""What a model knows and gives away of position."""

@@ -1,0 +1,1 @@
+"""How close what was recovered comes to the originals."""

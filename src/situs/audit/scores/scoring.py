@@ -1,0 +1,105 @@
+"""Recovered images against the originals: which is which within an upload, and every metric of each.
+
+Only here are attack and truth brought together. An attack gives the images of an upload in any order, because nothing
+in a sum over a batch says which was first; they are matched to the originals so that the squared error is least.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from situs.audit.attacks.base import Fact, Recovery
+from situs.audit.scores.metrics import assign, baselines, denormalise, in_order, measure_all, psnr
+from situs.backbones.base import Backbone
+from situs.core.tokens import patchify
+
+Lpips = Callable[[Tensor, Tensor], Tensor]
+Scores = dict[str, list[float] | None]
+Normalisation = tuple[Sequence[float], Sequence[float]]
+
+
+def best_order(found: Tensor, real: Tensor) -> Tensor:
+    """Which of `found` [B, C, H, W] stands for each of `real` [B, C, H, W], one to one: [B]."""
+    from scipy.optimize import linear_sum_assignment
+
+    error = torch.cdist(real.double().flatten(1), found.double().flatten(1)).square()
+    _, columns = linear_sum_assignment(error.cpu().numpy())
+    return torch.from_numpy(columns).to(found.device)
+
+
+def pictures_of(found: Recovery, real: Tensor, batch: int, normalisation: Normalisation) -> Tensor:
+    """The recovered pictures in the order of the originals, [uploads · batch, C, H, W] in [0, 1]."""
+    uploads, pictures = len(found.facts), denormalise(found.images, *normalisation)
+    if pictures.shape[0] == uploads and batch > 1:  # one solution, which stands for each image of its batch
+        return pictures.repeat_interleave(batch, dim=0)
+    assert pictures.shape[0] == uploads * batch, "an attack gives one image an upload, or all"
+    parts = zip(pictures.split(batch), real.split(batch), strict=False)  # fewer, where it was stopped
+    return torch.cat([part[best_order(part, truth)] for part, truth in parts])
+
+
+def facts_of(found: Recovery, labels: Tensor, batch: int) -> list[dict[str, Fact]]:
+    """The attacker's facts, once an image; of labels he inferred, how many of the batch's are right."""
+    facts = [dict(fact) for fact in found.facts]
+    if found.labels is not None:
+        for fact, guess, truth in zip(facts, found.labels, labels.split(batch), strict=False):
+            right = Counter(guess.tolist()) & Counter(truth.tolist())
+            fact["labels_inferred"] = ", ".join(str(label) for label in guess.tolist())
+            fact["labels_right"] = right.total()
+    return [fact for fact in facts for _ in range(batch)]
+
+
+def measure(pictures: Tensor, real: Tensor, backbone: Backbone, lpips: Lpips | None, first: int = 0) -> Scores:
+    """Every metric per image, against those of `real` from number `first` on; all of `real` are the gallery."""
+    height, width = real.shape[2:]
+    return measure_all(pictures, real, patch_size_of(backbone, (height, width)), lpips, first)
+
+
+def measure_guesses(real: Tensor, backbone: Backbone, lpips: Lpips | None, group: int = 8) -> dict[str, Scores]:
+    """The scores of those who saw no gradient, by name; a few images at a time."""
+    found: dict[str, Scores] = {}
+    for first in range(0, len(real), group):
+        for name, guess in baselines(real, slice(first, first + group)).items():
+            extend(found.setdefault(name, {}), measure(guess, real, backbone, lpips, first))
+    return found
+
+
+def extend(scores: Scores, more: Scores) -> None:
+    """Adds the values of more images; a metric that one of them lacks is None for all."""
+    for name, values in more.items():
+        before = scores.get(name, [])
+        scores[name] = None if before is None or values is None else [*before, *values]
+
+
+def measure_parts(pictures: Tensor, real: Tensor, mask: Tensor, backbone: Backbone) -> Scores:
+    """Shown and hidden patches apart, per image. mask: [n, N], the hidden ones.
+
+    shown_psnr: over the shown patches. hidden_psnr: over the hidden ones matched to the recovered ones whatever their
+    order. hidden_order: the share of them at its place. The last two are None where nothing is hidden.
+    """
+    height, width = real.shape[2:]
+    size = (height // backbone.grid[0], width // backbone.grid[1])
+    found, truth = (patchify(part.double(), size) for part in (pictures, real))
+    shown, hidden, order = [], [], []
+    for f, t, m in zip(found, truth, mask, strict=True):
+        shown.append(float(psnr(f[~m].unsqueeze(0), t[~m].unsqueeze(0))))
+        if m.any():
+            error, columns = assign(f[m], t[m])
+            hidden.append(float(psnr(f[m][columns].unsqueeze(0), t[m].unsqueeze(0))))
+            order.append(float(in_order(error, columns).double().mean()))
+    return {"shown_psnr": shown, "hidden_psnr": hidden or None, "hidden_order": order or None}
+
+
+def patch_size_of(backbone: Backbone, size: tuple[int, int]) -> tuple[int, int]:
+    """The patches that order and best matches are measured on: the model's own.
+
+    Small squares where it has none, or more than 1,024 of them: matching Swin's 3,136 to each other takes minutes.
+    """
+    height, width = size
+    if 0 < backbone.num_tokens <= 1024:
+        return height // backbone.grid[0], width // backbone.grid[1]
+    side = next(side for side in (16, 8, 4, 2, 1) if height % side == width % side == 0)
+    return side, side

@@ -1,0 +1,237 @@
+"""The gate: the worst image decides, what was not attacked is no pass, and a limit that means nothing is refused."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from outcomes import outcome, undone
+
+from situs.audit.cases import Outcome, Step
+from situs.audit.gradients import Audit
+from situs.audit.judge.gate import ABOVE, NOT_JUDGED, PASSED, Judgement, Limit, Ruling, Worst, judge, parse_limit
+from situs.errors import SitusError
+
+LIMIT = Limit("psnr", 20.0)
+
+
+def audit(*pairs: Outcome, count: int = 2) -> Audit:
+    stopped = "the time limit of 1 s" if any(pair.status == "not_run" for pair in pairs) else None
+    about = dict.fromkeys((pair.defence for pair in pairs), "")
+    return Audit("m", Step(), ["a", "b"][:count], torch.zeros(count, 3, 4, 4), pairs, {}, about, stopped)
+
+
+def closed(*values: float, attack: str = "patchembed", **fields: Any) -> Outcome:
+    return outcome(attack, "none", scores={"psnr": list(values), "lpips": None}, **fields)
+
+
+def search(*values: float, **fields: Any) -> Outcome:
+    return outcome("matching", "none", scores={"psnr": list(values), "lpips": None}, **fields)
+
+
+def judged_alone(*pairs: Outcome, **fields: Any) -> Judgement:
+    [judged] = judge(audit(*pairs, **fields), LIMIT).judgements
+    return judged
+
+
+def test_the_worst_image_decides_and_the_limit_itself_passes() -> None:
+    above = judged_alone(closed(3.0, 20.5))
+    assert above == Judgement(
+        "none",
+        ABOVE,
+        "1 of 2 images above 20; the worst, b, has psnr 20.5 by patchembed",
+        Worst("patchembed", "b", 20.5),
+    )
+    passed = judged_alone(closed(3.0, 20.0))
+    assert passed == Judgement(
+        "none",
+        PASSED,
+        "patchembed solved all 2 images and the equations fit; the worst, b, has psnr 20 by patchembed",
+        Worst("patchembed", "b", 20.0),
+    )
+
+
+NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], dict[str, Any], str]] = {
+    "stopped in its search": (
+        (search(3.0, 4.0, partial="188 of 500 iterations"),),
+        {},
+        (
+            "matching was stopped after 188 of 500 iterations; no closed form was run (--attack patchembed); what "
+            "matching does not find may still be there; the worst, b, has psnr 4 by matching"
+        ),
+    ),
+    "stopped before all images": (
+        (closed(3.0, partial="1 of 2 images"),),
+        {},
+        (
+            "patchembed was stopped after 1 of 2 images; patchembed saw 1 of 2 images; the worst, a, has psnr 3 by "
+            "patchembed"
+        ),
+    ),
+    "another attack stopped": (
+        (closed(3.0, 4.0), search(5.0, 1.0, partial="3 of 9 iterations")),
+        {},
+        "matching was stopped after 3 of 9 iterations; the worst, a, has psnr 5 by matching",
+    ),
+    "another attack not begun": (
+        (closed(3.0, 4.0), undone("matching", "none")),
+        {},
+        "matching was not run before the stop; the worst, b, has psnr 4 by patchembed",
+    ),
+    "nothing begun": (
+        (undone("patchembed", "none"),),
+        {},
+        "patchembed was not run before the stop; no closed form was run (--attack patchembed)",
+    ),
+    "nothing applies": (
+        (outcome("patchembed", "none", reason="no table"),),
+        {},
+        "no closed form applies",
+    ),
+    "nothing closed applies and a search found nothing": (
+        (outcome("patchembed", "none", reason="no table"), search(1.0, by_itself="why")),
+        {},
+        "no closed form applies; what matching does not find may still be there; the worst, a, has psnr 1 by matching",
+    ),
+    "a whole search alone": (
+        (search(3.0, 4.0),),
+        {},
+        (
+            "no closed form was run (--attack patchembed); what matching does not find may still be there; the worst, "
+            "b, has psnr 4 by matching"
+        ),
+    ),
+    "equations that do not fit": (
+        (closed(3.0, 4.0, doubt="its equations do not fit for 1 of 2 images"),),
+        {},
+        "patchembed proves nothing: its equations do not fit for 1 of 2 images; the worst, b, has psnr 4 by patchembed",
+    ),
+    "fewer images than there are": (
+        (closed(3.0),),
+        {},
+        "patchembed saw 1 of 2 images; the worst, a, has psnr 3 by patchembed",
+    ),
+    "no number": (
+        (closed(3.0, math.nan),),
+        {},
+        "patchembed has an image whose psnr is no number; the worst, a, has psnr 3 by patchembed",
+    ),
+    "a metric that is not there": (
+        (replace(closed(3.0), scores={"psnr": None}),),
+        {"count": 1},
+        "psnr is not defined for so few images (1); patchembed saw 0 of 1 images",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", NOT_PASSED)
+def test_everything_else_is_not_judged(case: str) -> None:
+    pairs, fields, said = NOT_PASSED[case]
+    judged = judged_alone(*pairs, **fields)
+    assert (judged.status, judged.outcome, judged.said) == (NOT_JUDGED, "not judged", said)
+    assert judged.answer == ("nothing_applied" if case == "nothing applies" else "incomplete")
+
+
+@pytest.mark.parametrize("case", [case for case, (pairs, _, _) in NOT_PASSED.items() if pairs])
+def test_an_image_above_counts_whatever_else_happened(case: str) -> None:
+    """Also in a stopped audit, by an attack that proves nothing."""
+    pairs, fields, _ = NOT_PASSED[case]
+    extra = search(99.0, partial="1 of 9 iterations")
+    assert judged_alone(*pairs, extra, **fields).status == ABOVE
+
+
+def test_one_proof_is_enough_and_the_other_attacks_count_for_the_worst() -> None:
+    april = closed(9.0, 2.0, doubt="its equations do not fit for 2 of 2 images", attack="april")
+    judged = judged_alone(closed(3.0, 4.0), april, outcome("adaptive-mjp", "none", reason="no table"))
+    assert judged.status == PASSED
+    assert judged.said.endswith("the worst, a, has psnr 9 by april")
+
+
+def test_an_audit_is_as_good_as_its_worst_defence() -> None:
+    at = {status: Judgement(f"d{status}", status, "why") for status in (PASSED, ABOVE, NOT_JUDGED)}
+    said = "d0, passed: why; d3, above: why; d4, not judged: why."
+    assert Ruling(LIMIT, list(at.values())).status == ABOVE
+    assert Ruling(LIMIT, list(at.values())).sentence == f"The gate psnr=20 is not passed. {said}"
+    two = Ruling(LIMIT, [at[PASSED], at[NOT_JUDGED]])
+    assert two.status == NOT_JUDGED and not two.passed
+    assert two.sentence.startswith("The gate psnr=20 is not judged, which is no pass. d0, passed: why; d4")
+    one = Ruling(LIMIT, [at[PASSED]])
+    assert one.passed and one.sentence == "The gate psnr=20 is passed. d0, passed: why."
+    none = Ruling(LIMIT, [])
+    assert none.status == NOT_JUDGED and none.sentence.endswith("There was no defence to judge.")
+
+
+def test_the_file_says_passed_with_status_0_alone() -> None:
+    for status in (PASSED, ABOVE, NOT_JUDGED):
+        told = Ruling(LIMIT, [Judgement("none", status, "why", Worst("april", "a", 3.0))]).to_json()
+        assert told["passed"] == (status == 0) and told["status"] == status
+    assert told["defences"] == [
+        {
+            "defence": "none",
+            "status": 4,
+            "outcome": "not judged",
+            "answer": "incomplete",
+            "said": "why",
+            "worst": {"attack": "april", "image": "a", "value": 3.0},
+        }
+    ]
+    assert Judgement("none", 4, "why").to_json()["worst"] is None
+
+
+PAIRS = st.builds(
+    outcome,
+    st.sampled_from(["patchembed", "april", "matching"]),
+    reason=st.sampled_from([None, None, "no table"]),
+    scores=st.lists(st.floats(0, 40), min_size=1, max_size=2).map(lambda values: {"psnr": values}),
+    partial=st.sampled_from([None, None, "1 of 2 images"]),
+    doubt=st.sampled_from([None, None, "do not fit"]),
+).map(lambda pair: pair if pair.reason is None else replace(pair, scores={}, partial=None))
+
+
+@given(st.lists(PAIRS, max_size=4), st.booleans())
+def test_the_three_outcomes_by_their_definition(pairs: list[Outcome], cut: bool) -> None:
+    """The words of the rule once more, from the pairs alone."""
+    found = [value for pair in pairs for value in pair.scores.get("psnr") or ()]
+    ran = [p for p in pairs if p.closed and p.reason is None and p.doubt is None and len(p.scores["psnr"] or ()) == 2]
+    stopped = cut or any(pair.partial for pair in pairs)
+    expected = 3 if any(value > 20 for value in found) else 0 if ran and not stopped else 4
+    left = [undone("april", "none")] if cut else []
+    ruling = judge(replace(audit(*pairs, *left), about={"none": ""}), LIMIT)
+    assert ruling.status == expected
+    assert ruling.passed == (expected == 0)
+    tried = cut or any(pair.reason is None for pair in pairs)
+    assert ruling.answer == {0: "passed", 3: "above", 4: "incomplete" if tried else "nothing_applied"}[expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("psnr=much", "must be METRIC=NUMBER"),
+        ("psnr", "must be METRIC=NUMBER"),
+        ("psnr=nan", "must be METRIC=NUMBER"),
+        ("psnr=inf", "must be METRIC=NUMBER"),
+        ("psnr=200", "psnr is at most 200, so this gate would pass a perfect copy"),
+        ("patch_psnr=1e9", "patch_psnr is at most 200"),
+        ("ssim=1", "ssim is at most 1,"),
+        ("order_accuracy=1.0", "order_accuracy is at most 1,"),
+        ("reidentified=1", "reidentified is at most 1,"),
+        ("mse=1", "falls as an image leaks"),
+        ("lpips=0.1", "choose one of: order_accuracy, patch_psnr, psnr"),
+        ("beauty=3", "choose one of: order_accuracy, patch_psnr, psnr"),
+    ],
+)
+def test_limits_that_mean_nothing(text: str, said: str) -> None:
+    with pytest.raises(SitusError, match=said) as error:
+        parse_limit(text)
+    assert "--fail-above" in str(error.value)
+
+
+def test_limits_that_mean_something() -> None:
+    assert parse_limit("psnr=199.9") == Limit("psnr", 199.9)
+    assert parse_limit("ssim=-0.5") == Limit("ssim", -0.5)
+    assert str(parse_limit("reidentified=0.5")) == "reidentified=0.5"

@@ -1,0 +1,159 @@
+"""The audit's file: it keeps to its schema, the schema refuses what is none, and the weights' hash is what it says."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from situs.audit import Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
+from situs.audit.cases import TestSet
+from situs.audit.deadline import Deadline
+from situs.audit.gradients import Audit, audit_gradients
+from situs.audit.judge.gate import Limit, judge
+from situs.audit.judge.record import SCHEMA, to_json, weights_digest
+from situs.backbones import create_backbone
+
+FILE = Path(__file__).resolve().parents[3] / "docs" / "methods" / "gradients.schema.json"
+SHAPE = {"depth": 1, "embed_dim": 32, "num_heads": 2}
+Breaks = Callable[[Any], list[str]]
+
+
+def example(**fields: Any) -> Audit:
+    torch.manual_seed(0)
+    given = {
+        "img_size": 16,
+        "patch_size": 4,
+        "num_classes": 5,
+        "model_args": {"depth": 1, "embed_dim": 32, "num_heads": 2},
+    }
+    images = (torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
+    return audit_gradients(
+        create_backbone("vit_tiny_patch16_224", **given).eval(),
+        TestSet(images, torch.arange(2), ((0.5,) * 3, (0.25,) * 3)),
+        [PatchEmbedding(), create_attack("april"), create_attack("adaptive-mjp")],
+        [create_defence(name) for name in ("none", "noise", "no-pe-gradient", "mjp=0")],
+        search=MatchingConfig(),
+        **fields,
+    )
+
+
+FACTS = {
+    "weights": "random",
+    "images": "2 of photographs, 16 × 16 pixels",
+    "gradients": "fp32, batch 1, local steps 1",
+    "labels": "inferred",
+    "search": "l2",
+    "seed": 0,
+    "made": "2026-11-15T20:41:02+00:00",
+    "command": "situs audit gradients m --images photographs",
+    "situs": "0.1",
+    "torch": "2.14",
+    "weights_sha256": "0" * 64,
+    "weights_file_sha256": None,
+    "notes": {},
+}
+"""What the command line adds; tests/cli/test_audit_gradients.py validates its own files."""
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, Any]:
+    found = example()
+    return json.loads(json.dumps({**to_json(found), **FACTS, "gate": judge(found, Limit("psnr", 20.0)).to_json()}))
+
+
+def test_a_real_audit_keeps_to_the_schema(told: dict[str, Any], schema_breaks: Breaks) -> None:
+    breaks = schema_breaks
+    assert told["schema"] == SCHEMA == json.loads(FILE.read_text())["$id"]
+    assert breaks(told) == []
+    assert breaks({**told, "gate": None, "notes": {"lock": "locked"}}) == []
+    kinds = {(pair["applies"], pair["closed_form"]) for pair in told["pairs"]}
+    assert kinds == {(True, True), (False, True), (True, False)}  # every form of a pair was there
+    deadline = Deadline()
+    deadline.interrupt()
+    stopped = example(deadline=deadline)
+    assert stopped.undone
+    assert breaks({**to_json(stopped), **FACTS, "gate": judge(stopped, Limit("ssim", 0.5)).to_json()}) == []
+
+
+def test_the_worst_is_the_image_that_came_back_best(told: dict[str, Any]) -> None:
+    pair = next(pair for pair in told["pairs"] if pair["applies"])
+    for name in ("psnr", "ssim", "order_accuracy"):
+        assert pair["worst"][name] == max(image[name] for image in pair["images"])
+    for name in ("mse", "fft2d"):
+        assert pair["worst"][name] == min(image[name] for image in pair["images"])
+    assert pair["worst"]["lpips"] is None
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("schema",), "situs-audit-gradients/2"),
+        (("extra",), 1),
+        (("model",), None),
+        (("weights_sha256",), "abc"),
+        (("weights_file_sha256",), "abc"),
+        (("made",), "yesterday"),
+        (("step", "batch"), 0),
+        (("step", "dtype"), "int8"),
+        (("partial",), "no"),
+        (("pairs", 0, "images", 0, "psnr"), "high"),
+        (("pairs", 0, "images", 0, "reidentified"), 0.5),
+        (("pairs", 0, "images", 0, "extra"), [1]),
+        (("pairs", 0, "exact"), True),
+        (("pairs", 0, "applies"), False),
+        (("pairs", 0, "mean", "psnr"), 3.0),
+        (("gate", "status"), 1),
+        (("gate", "passed"), "yes"),
+        (("gate", "defences", 0, "outcome"), "skipped"),
+        (("gate", "defences", 0, "worst"), {}),
+    ],
+)
+def test_the_schema_refuses_what_is_none(
+    told: dict[str, Any], where: tuple[Any, ...], value: Any, schema_breaks: Breaks
+) -> None:
+    broken: Any = copy.deepcopy(told)
+    at = broken
+    for step in where[:-1]:
+        at = at[step]
+    at[where[-1]] = value
+    assert schema_breaks(broken)
+
+
+def test_a_key_that_is_gone_is_missed(told: dict[str, Any], schema_breaks: Breaks) -> None:
+    for name in told:
+        assert schema_breaks({key: value for key, value in told.items() if key != name}), name
+
+
+def test_the_weights_hash_is_of_names_types_shapes_and_bytes() -> None:
+    module = nn.Linear(2, 1)
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([[1.5, -2.0]]))
+        module.bias.fill_(0.25)
+    values = {"bias": torch.tensor([0.25]).numpy(), "weight": torch.tensor([[1.5, -2.0]]).numpy()}
+    plain = b"".join(
+        f"{name} float32 {list(value.shape)}\n".encode() + value.astype("<f4").tobytes()
+        for name, value in values.items()
+    )
+    assert weights_digest(module) == hashlib.sha256(plain).hexdigest()
+    before = weights_digest(module)
+    with torch.no_grad():
+        module.bias.fill_(0.5)
+    assert weights_digest(module) != before
+    assert weights_digest(module.to(torch.bfloat16)) != before
+    norm = nn.BatchNorm1d(2)  # buffers too, and a scalar among them
+    assert "num_batches_tracked" in norm.state_dict()
+    one = weights_digest(norm)
+    norm(torch.randn(3, 2))
+    assert weights_digest(norm) != one
+
+
+def test_matching_is_no_closed_form() -> None:
+    assert not Matching.closed_form and PatchEmbedding.closed_form

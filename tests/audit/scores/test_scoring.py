@@ -1,0 +1,58 @@
+"""Which recovered image is which, one solution for many, facts per image, patches to measure on."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch
+
+from situs.audit.attacks.base import Recovery
+from situs.audit.scores.scoring import best_order, facts_of, patch_size_of, pictures_of
+from situs.backbones import create_backbone
+
+REAL = torch.rand(4, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+PLAIN = ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
+
+
+def test_the_order_is_the_best_of_all() -> None:
+    """Against every permutation by hand."""
+    found = torch.rand(4, 3, 8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    errors = {order: float((found[list(order)] - REAL).square().sum()) for order in permutations(range(4))}
+    assert tuple(best_order(found, REAL).tolist()) == min(errors, key=errors.__getitem__)
+
+
+def test_images_of_a_batch_come_back_in_their_places() -> None:
+    mixed = torch.cat([REAL[:2].flip(0), REAL[2:]])
+    found = Recovery(mixed, [{}, {}])
+    torch.testing.assert_close(pictures_of(found, REAL, 2, PLAIN), REAL)
+    # Never across uploads.
+    crossed = Recovery(REAL[[2, 3, 0, 1]], [{}, {}])
+    assert not torch.allclose(pictures_of(crossed, REAL, 2, PLAIN), REAL)
+
+
+def test_one_solution_stands_for_each_and_a_stop_for_the_first() -> None:
+    one = pictures_of(Recovery(REAL[[0, 2]], [{}, {}]), REAL, 2, PLAIN)
+    torch.testing.assert_close(one, REAL[[0, 0, 2, 2]])
+    stopped = pictures_of(Recovery(REAL[[1, 0]], [{}]), REAL, 2, PLAIN)
+    torch.testing.assert_close(stopped, REAL[:2])
+
+
+def test_facts_and_labels() -> None:
+    found = Recovery(REAL, [{"a": 1}, {"a": 2}], labels=torch.tensor([[3, 3], [1, 4]]))
+    facts = facts_of(found, torch.tensor([3, 5, 4, 1]), 2)
+    assert [fact["a"] for fact in facts] == [1, 1, 2, 2]
+    assert [fact["labels_right"] for fact in facts] == [1, 1, 2, 2]
+    assert facts[0]["labels_inferred"] == "3, 3"
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "patch"),
+    [
+        ("vit_tiny_patch16_224", (224, 224), (16, 16)),
+        ("resnet18", (32, 24), (8, 8)),
+        ("swin_tiny_patch4_window7_224", (224, 224), (16, 16)),
+    ],
+)
+def test_patches_that_are_measured(name: str, size: tuple[int, int], patch: tuple[int, int]) -> None:
+    assert patch_size_of(create_backbone(name), size) == patch

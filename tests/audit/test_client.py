@@ -1,0 +1,230 @@
+"""Defences do what they say, on gradients by name; what is no batch of normalised images is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from situs.audit import DEFENCES, Clip, MaskedJigsaw, Noise, NoPositionGradient, create_attack, create_defence
+from situs.audit.client import victim_gradients
+from situs.audit.defences import Defence, NoDefence
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+from situs.methods import create_method
+
+
+@pytest.fixture(scope="module")
+def backbone() -> Any:
+    torch.manual_seed(0)
+    shape = {"depth": 1, "embed_dim": 16, "num_heads": 2}
+    return create_backbone("vit_tiny_patch16_224", img_size=16, patch_size=8, num_classes=5, model_args=shape).eval()
+
+
+X, Y = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 4, 2])
+
+
+def norm(gradients: dict[str, torch.Tensor]) -> float:
+    return float(torch.cat([g.flatten().double() for g in gradients.values()]).norm())
+
+
+@pytest.mark.parametrize("name", DEFENCES)
+def test_contract(name: str, backbone: Any) -> None:
+    defence = create_defence(name)
+    before = {n: p.clone() for n, p in backbone.named_parameters()}
+    one, two = (victim_gradients(backbone, X, Y, defence=defence, seed=1) for _ in range(2))
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[n], two[n]) for n in one)
+    shapes = {n: p.shape for n, p in backbone.named_parameters()}
+    assert all(g.shape == shapes[n] for n, g in one.items() if n in shapes)
+    assert set(shapes) - set(one) <= {"model.pos_embed"}
+    assert all(torch.equal(p, before[n]) and p.grad is None for n, p in backbone.named_parameters())
+    assert defence.about and defence.known
+    assert defence.name == name
+
+
+def test_noise_has_its_deviation_and_differs_between_samples(backbone: Any) -> None:
+    clear = victim_gradients(backbone, X, Y)
+    first, second = (
+        victim_gradients(backbone, X, Y, defence=Noise(0.5), ids=torch.arange(3) + 7 * i) for i in range(2)
+    )
+    added = torch.cat([(first[n] - clear[n]).flatten() for n in clear])
+    assert abs(float(added.std()) - 0.5) < 0.01
+    assert not torch.equal(first["model.pos_embed"], second["model.pos_embed"])
+
+
+def test_clipping_is_per_sample(backbone: Any) -> None:
+    alone = [victim_gradients(backbone, X[i : i + 1], Y[i : i + 1]) for i in range(3)]
+    bound = 0.5 * min(map(norm, alone))
+    found = victim_gradients(backbone, X, Y, defence=Clip(bound, 0.0))
+    for name, gradient in found.items():
+        expected = sum(g[name] * (bound / norm(g)) for g in alone) / 3
+        torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-7)
+    loose = victim_gradients(backbone, X[:1], Y[:1], defence=Clip(1e6, 0.0))
+    torch.testing.assert_close(loose["model.pos_embed"], alone[0]["model.pos_embed"])
+
+
+def test_local_steps_are_those_of_sgd(backbone: Any) -> None:
+    """The FedAvg update by torch's own SGD on a copy."""
+    from copy import deepcopy
+
+    found = victim_gradients(backbone, X, Y, local_steps=3, lr=0.1)
+    copy = deepcopy(backbone)
+    optimiser = torch.optim.SGD(copy.parameters(), lr=0.1)
+    for _ in range(3):
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(copy(X), Y).backward()
+        optimiser.step()
+    for (name, end), start in zip(copy.named_parameters(), backbone.parameters(), strict=True):
+        torch.testing.assert_close(found[name], (start - end) / 0.3, rtol=1e-3, atol=1e-5)
+
+
+def test_types_and_methods(backbone: Any) -> None:
+    half = victim_gradients(backbone, X, Y, dtype=torch.bfloat16)
+    assert {g.dtype for g in half.values()} == {torch.bfloat16}
+    method = create_method("mjp", backbone)
+    own = victim_gradients(method, X, Y, defence=NoDefence())
+    assert {"unknown", "model.pos_embed"} <= set(own)
+    assert any(name.startswith("dal.") for name in own)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "said"),
+    [
+        ((X * 50).to(torch.uint8), Y, "uint8"),
+        (X.abs() * 100, Y, "grey levels"),
+        (X * float("nan"), Y, "NaN or infinity"),
+        (X, Y.float(), "as integers"),
+        (X, Y[:2], r"must be \[B, C, H, W\]"),
+        (X[0], Y, r"must be \[B, C, H, W\]"),
+    ],
+)
+def test_mistakes(backbone: Any, images: torch.Tensor, labels: torch.Tensor, said: str) -> None:
+    with pytest.raises(SitusError, match=said):
+        victim_gradients(backbone, images, labels)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("fog", "clip, mjp, no-pe-gradient, noise, none"),
+        ("noise=loud", "no number"),
+        ("noise=-1", "--defence noise"),
+        ("noise=inf", r"noise=inf: must be in \[0, inf\) \(--defence noise"),
+        ("noise=nan", "--defence noise"),
+        ("noise=-inf", "--defence noise"),
+        ("clip=0", "--defence clip"),
+        ("clip=-2", "--defence clip"),
+        ("clip=inf", "--defence clip"),
+        ("clip=nan", "--defence clip"),
+        ("mjp=nan", "--defence mjp"),
+        ("none=3", "has no setting"),
+        ("mjp=2", "--defence mjp"),
+    ],
+)
+def test_defences_by_name(text: str, said: str) -> None:
+    assert create_defence("noise=1e-4") == Noise(1e-4)
+    assert create_defence("clip=0.5").label == "clip C=0.5, noise 0.01·C"
+    with pytest.raises(SitusError, match=said):
+        create_defence(text)
+
+
+def test_attacks_by_name() -> None:
+    assert create_attack("april").name == "april"
+    with pytest.raises(SitusError, match=r"april, .*matching, patchembed"):
+        create_attack("magic")
+
+
+def test_steps_are_made_in_full_float32_and_leave_the_users_choice(
+    backbone: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's TF32 would pass for a defence."""
+    seen = []
+    backbone.model.head.register_forward_hook(
+        lambda *_: seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
+    )
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
+    victim_gradients(backbone, X, Y)
+    assert seen == [(False, False)]
+    assert torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.parametrize("multiplier", [-1.0, float("inf"), float("nan")])
+def test_noise_without_end_is_refused_for_clipping_too(multiplier: float) -> None:
+    with pytest.raises(SitusError, match="multiplier"):
+        Clip(1.0, multiplier)
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "withheld"),
+    [
+        ("vit_tiny_patch16_224", {}, {"model.pos_embed"}),
+        # A norm behind the patch embedding: there is no stem, and still the table is not sent.
+        ("vit_tiny_patch16_224", {"model_args": {"embed_norm_layer": nn.LayerNorm}}, {"model.pos_embed"}),
+        ("vit_relpos_small_patch16_224", {}, None),
+        ("eva02_tiny_patch14_224", {}, {"model.pos_embed"}),
+    ],
+)
+def test_every_gradient_of_a_position_is_withheld(name: str, fields: dict[str, Any], withheld: set[str] | None) -> None:
+    args = {"depth": 2, "embed_dim": 48, "num_heads": 4, **fields.get("model_args", {})}
+    given = {"img_size": 32, "patch_size": 8, "num_classes": 5, **fields, "model_args": args}
+    torch.manual_seed(0)
+    model = create_backbone(name, **given).eval()
+    defence = NoPositionGradient()
+    assert defence.refuses(model) is None
+    x = torch.randn(1, 3, 32, 32)
+    everything, sent = (victim_gradients(model, x, torch.tensor([1]), defence=each) for each in (NoDefence(), defence))
+    missing = everything.keys() - sent.keys()
+    assert (
+        missing == withheld if withheld else all("relative_position" in each or "rel_pos" in each for each in missing)
+    )
+    assert missing
+    # Whatever is left, no gradient of a loss on the positions alone arrives in it.
+    places = model.positions()
+    parts = [part for part in (places.table, places.bias and places.bias.values) if part is not None]
+    left = [p for each, p in model.named_parameters() if each in sent]
+    held = torch.autograd.grad(torch.stack([part.sum() for part in parts]).sum(), left, allow_unused=True)
+    assert all(g is None for g in held)
+
+
+def test_the_vector_of_hidden_patches_is_withheld_too(backbone: Any) -> None:
+    method = MaskedJigsaw(0.2).method(backbone)
+    sent = victim_gradients(method, X, Y, defence=NoPositionGradient())
+    assert not {"model.pos_embed", "unknown"} & sent.keys()
+
+
+def test_where_no_position_is_trained_nothing_can_be_withheld() -> None:
+    fixed = create_backbone("vit_tiny_patch16_224", img_size=32, positions="sincos", model_args={"depth": 1})
+    assert "nothing is withheld" in str(NoPositionGradient().refuses(fixed))
+
+
+def test_noise_is_drawn_anew_for_every_name_and_every_sample(backbone: Any) -> None:
+    """As large as stated, and no draw is used twice: what is in two uploads or two names cannot be averaged away."""
+
+    def noise(number: int, seed: int = 0, defence: Defence | None = None) -> dict[str, torch.Tensor]:
+        given = {"seed": seed, "ids": torch.tensor([number])}
+        plain = victim_gradients(backbone, X[:1], Y[:1], **given)
+        sent = victim_gradients(backbone, X[:1], Y[:1], defence=defence or Noise(0.1), **given)
+        return {name: (sent[name] - plain[name]).flatten().double() for name in plain}
+
+    drawn = noise(0)
+    whole = torch.cat(list(drawn.values()))
+    assert float(whole.std()) == pytest.approx(0.1, rel=0.05) and abs(float(whole.mean())) < 0.01
+    square = ["model.blocks.0.attn.proj.weight", "model.blocks.0.attn.qkv.weight", "model.patch_embed.proj.weight"]
+    rows = [drawn[name][:256] for name in square]
+    rows += [noise(1)[square[0]], noise(0, seed=1)[square[0]], noise(0, defence=Clip(1e9, 1e-10))[square[0]]]
+    apart = torch.corrcoef(torch.stack([row[:256] for row in rows[:-1]])) - torch.eye(5)
+    assert float(apart.abs().max()) < 0.3  # 256 numbers each: a deviation of 1/16
+    assert float(rows[-1].std()) == pytest.approx(0.1, rel=0.2)
+    assert all(torch.equal(one, other) for one, other in zip(drawn.values(), noise(0).values(), strict=True))
+
+
+def test_a_parameter_that_takes_no_part_is_sent_as_zeros(backbone: Any) -> None:
+    backbone.register_parameter("spare", nn.Parameter(torch.ones(3)))
+    try:
+        sent = victim_gradients(backbone, X, Y)
+    finally:
+        del backbone.spare
+    assert sent["spare"].tolist() == [0, 0, 0]
