@@ -18,9 +18,9 @@ from situs.audit import (
     MatchingConfig,
     NoDefence,
     NoPositionGradient,
-    matching,
 )
 from situs.audit.attacks.base import Ready
+from situs.audit.attacks.matching import attack as matching
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.scores.metrics import psnr
