@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.backbones.base import Backbone, Features, Stream, Taps
+from situs.backbones.layout import Names, Role, roles_of
 from situs.core.position import Positions
 from situs.core.random import normal, uniform
 from situs.methods.base import Batch, Draws, Method, Output
@@ -67,6 +68,12 @@ class ToyBackbone(Backbone):
         for block in self.model.blocks:
             z = block(z)
         return z
+
+    def block_modules(self) -> list[tuple[nn.Module, ...]]:
+        return [(block,) for block in self.model.blocks]
+
+    def roles(self) -> dict[str, Role]:
+        return roles_of(self, Names(embedding=("patch_embed",), table=("pos_embed",), head=("head",)))
 
     def finish(self, stream: Stream) -> Features:
         z = self.model.norm(stream.z)
