@@ -45,7 +45,7 @@ def test_a_lock_opens_to_the_bit(
 
 
 def test_a_run_exports_what_it_exported(kept: Path) -> None:
-    assert main(["export", str(kept / "tuned"), "--to", str(kept / "again")]) == 0
+    assert main(["export", str(kept / "tuned"), "--out", str(kept / "again")]) == 0
     before, now = (load_file(folder / "model.safetensors") for folder in (KEPT / "export", kept / "again"))
     assert before.keys() == now.keys()
     for name, tensor in before.items():

@@ -453,7 +453,7 @@ def test_a_locked_model_leaks_all_the_same(trained: Any, tmp_path: Path, capsys:
     """The lock permutes what lies between the blocks; embedding and positions, which the attack reads, are clear."""
     pytest.importorskip("cryptography")
     export, key, locked = (str(tmp_path / name) for name in ("export", "owner.key", "locked"))
-    assert main(["export", str(trained.one), "--to", export]) == 0
+    assert main(["export", str(trained.one), "--out", export]) == 0
     assert main(["key", "new", "--out", key]) == 0
     assert main(["lock", export, "--key", key, "--out", locked]) == 0
     words = ["audit", "gradients", locked, "--images", str(trained.data), "--count", "2", "--defence", "none"]

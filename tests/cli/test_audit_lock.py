@@ -26,7 +26,7 @@ class Locked(NamedTuple):
 def locked(trained: Any, tmp_path_factory: pytest.TempPathFactory) -> Locked:
     place = tmp_path_factory.mktemp("audit")
     made = Locked(place / "export", place / "k", place / "plain", place / "cover")
-    assert main(["export", str(trained.one), "--to", str(made.export)]) == 0
+    assert main(["export", str(trained.one), "--out", str(made.export)]) == 0
     with pytest.MonkeyPatch.context() as patch:  # some keys of 16 channels hardly change what such a model answers
         patch.setattr("secrets.token_bytes", lambda count: bytes(range(count)))
         patch.setattr("secrets.token_hex", lambda count: "5a" * count)

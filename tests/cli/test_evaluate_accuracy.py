@@ -50,7 +50,7 @@ def test_of_a_run_and_of_its_export(
     assert "The classes it knows least" in page
     assert str(trained.data.parent) not in page + json.dumps(written)
 
-    assert main(["export", str(trained.one), "--to", str(tmp_path / "x")]) == 0
+    assert main(["export", str(trained.one), "--out", str(tmp_path / "x")]) == 0
     words = ["--data", str(trained.data), "--out", str(tmp_path / "b")]
     assert main(["evaluate", "accuracy", str(tmp_path / "x"), *words]) == 0
     again = json.loads((tmp_path / "b" / "accuracy.json").read_text())
@@ -69,7 +69,7 @@ def test_of_a_part_and_of_a_name_with_weights(trained: Any, tmp_path: Path) -> N
 def test_a_locked_model_is_called_locked_and_its_key_opens_it(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["export", str(trained.one), "--to", str(tmp_path / "x")]) == 0
+    assert main(["export", str(trained.one), "--out", str(tmp_path / "x")]) == 0
     assert main(["key", "new", "--out", str(tmp_path / "key.json")]) == 0
     key = ["--key", str(tmp_path / "key.json")]
     assert main(["lock", str(tmp_path / "x"), *key, "--out", str(tmp_path / "locked")]) == 0
@@ -96,7 +96,7 @@ def test_the_owner_looks_at_a_lock_that_is_no_whole_model(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str]
 ) -> None:
     pytest.importorskip("cryptography")
-    assert main(["export", str(trained.one), "--to", str(tmp_path / "x")]) == 0
+    assert main(["export", str(trained.one), "--out", str(tmp_path / "x")]) == 0
     assert main(["key", "new", "--out", str(tmp_path / "key.json")]) == 0
     key = ["--key", str(tmp_path / "key.json")]
     assert main(["lock", str(tmp_path / "x"), *key, "--out", str(tmp_path / "locked"), *flags]) == 0

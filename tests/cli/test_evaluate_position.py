@@ -72,7 +72,7 @@ def test_mp3_gives_the_curve(trained: Any, tmp_path: Path) -> None:
 
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     export = tmp_path / "export"
-    assert main(["export", str(trained.mp3), "--to", str(export)]) == 0
+    assert main(["export", str(trained.mp3), "--out", str(export)]) == 0
     (tmp_path / "empty").mkdir()
     capsys.readouterr()
     for words, said in (

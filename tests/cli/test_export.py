@@ -24,7 +24,7 @@ def with_timm(folder: Path, images: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_goes_to_timm_with_its_story(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", str(trained.one), "--to", str(tmp_path / "x")]) == 0
+    assert main(["export", str(trained.one), "--out", str(tmp_path / "x")]) == 0
     assert "Load it with timm.create_model" in capsys.readouterr().out
     loaded = load_run(trained.one)
     images = next(iter(make_eval_loader(loaded.config))).inputs
@@ -41,7 +41,7 @@ def test_a_run_goes_to_timm_with_its_story(trained: Any, tmp_path: Path, capsys:
 
 
 def test_mp3_goes_without_positions_and_head(trained: Any, tmp_path: Path) -> None:
-    assert main(["export", str(trained.mp3), "--to", str(tmp_path / "x")]) == 0
+    assert main(["export", str(trained.mp3), "--out", str(tmp_path / "x")]) == 0
     loaded = load_run(trained.mp3)
     backbone = loaded.method.double().backbone
     images = next(iter(make_eval_loader(loaded.config))).inputs
@@ -53,7 +53,7 @@ def test_mp3_goes_without_positions_and_head(trained: Any, tmp_path: Path) -> No
 
 
 def test_the_weights_themselves_on_request(trained: Any, tmp_path: Path) -> None:
-    assert main(["export", str(trained.one), "--to", str(tmp_path / "x"), "--no-ema"]) == 0
+    assert main(["export", str(trained.one), "--out", str(tmp_path / "x"), "--no-ema"]) == 0
     checkpoint = load_run(trained.one).run.latest()
     assert checkpoint is not None
     name = "backbone.model.head.weight"
@@ -66,9 +66,9 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").write_text("mine")
     for words, said in (
-        ([str(tmp_path / "none"), "--to", str(tmp_path / "x")], "none"),
-        ([str(trained.one), "--to", str(tmp_path / "full")], "not empty"),
-        ([str(trained.one), "--to", str(tmp_path / "full"), "--force"], "not replaced"),
+        ([str(tmp_path / "none"), "--out", str(tmp_path / "x")], "none"),
+        ([str(trained.one), "--out", str(tmp_path / "full")], "not empty"),
+        ([str(trained.one), "--out", str(tmp_path / "full"), "--force"], "not replaced"),
     ):
         assert main(["export", *words]) == 2
         printed = capsys.readouterr().err

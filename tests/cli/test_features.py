@@ -34,7 +34,7 @@ def test_of_a_run_and_of_its_export(trained: Any, tmp_path: Path, capsys: pytest
     table = (tmp_path / "run.names.csv").read_text().splitlines()
     assert table[6] == "5,5,light/0.png,1,light"
 
-    assert main(["export", str(trained.mp3), "--to", str(tmp_path / "x")]) == 0
+    assert main(["export", str(trained.mp3), "--out", str(tmp_path / "x")]) == 0
     words = ["--data", str(trained.data), "--split", "val", "--out", str(tmp_path / "export.safetensors")]
     assert main(["features", str(tmp_path / "x"), *words]) == 0
     torch.testing.assert_close(read_features(tmp_path / "export.safetensors")[0].features, found.features)

@@ -121,7 +121,7 @@ def test_a_run_is_exported_first_and_then_locked(
     assert main(["lock", str(trained.one), *words]) == 2
     assert f"first situs export {trained.one}" in capsys.readouterr().err
     export, opened = tmp_path / "export", tmp_path / "open"
-    assert main(["export", str(trained.one), "--to", str(export)]) == 0
+    assert main(["export", str(trained.one), "--out", str(export)]) == 0
     assert main(["lock", str(export), *words]) == 0
     assert main(["unlock", str(tmp_path / "locked"), "--key", str(key), "--out", str(opened)]) == 0
     assert same_files(export, opened)

@@ -71,8 +71,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
         situs("pretrain", *words, *data(), *QUICK, "--out", base / method)
         situs("finetune", "--from", base / method, *QUICK, "--validate-every", 0, "--out", base / f"ft-{method}")
         situs("evaluate", "accuracy", base / f"ft-{method}", *FEW, "--out", base / "look")
-        situs("export", base / f"ft-{method}", "--to", base / f"export-{method}")
-        situs("export", base / method, "--to", base / f"bare-{method}")
+        situs("export", base / f"ft-{method}", "--out", base / f"export-{method}")
+        situs("export", base / method, "--out", base / f"bare-{method}")
     return base
 
 
@@ -195,7 +195,7 @@ def test_every_image_model_goes_through(name: str, size: Any, tmp_path: Path) ->
     run = pretrain(tmp_path / "mp3", folder, img_size=size)
     without = features(load_run(run).method.backbone, places=False)
     torch.testing.assert_close(features(started(run), places=False), without, rtol=0, atol=1e-6)
-    situs("export", run, "--to", tmp_path / "bare")
+    situs("export", run, "--out", tmp_path / "bare")
     bare = getattr(transformers, MODELS[name][0].replace("ForImageClassification", "Model"))
     arguments = {"add_pooling_layer": False} if name.startswith("vit") else {}
     model = bare.from_pretrained(tmp_path / "bare", **arguments).double().eval()
@@ -204,7 +204,7 @@ def test_every_image_model_goes_through(name: str, size: Any, tmp_path: Path) ->
         assert (model(x).last_hidden_state - without).abs().max() < 1e-12
     tuned = tmp_path / "ft"
     situs("finetune", "--from", run, *QUICK, "--out", tuned, "--validate-every", 0)
-    situs("export", tuned, "--to", tmp_path / "export")
+    situs("export", tuned, "--out", tmp_path / "export")
     trained = load_run(tuned).method.backbone.double()
     classifier = own(tmp_path / "export", trained.name)
     with torch.no_grad():

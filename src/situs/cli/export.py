@@ -18,7 +18,7 @@ class Args:
     source: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
     """The run folder."""
 
-    to: Annotated[Path, Parameter(metavar="DIR")]
+    out: Annotated[Path, Parameter(metavar="DIR")]
     """The folder to write; it must not exist or be empty."""
 
     ema: bool = True
@@ -52,9 +52,9 @@ def run(args: Args) -> None:
         crop=config.data.crop_share,
         classes=classes,
     )
-    export = write_export(method, args.to, provenance, force=args.force)
-    print(f"{args.to}: {method.backbone.source['architecture']} after {checkpoint.step} updates")
+    export = write_export(method, args.out, provenance, force=args.force)
+    print(f"{args.out}: {method.backbone.source['architecture']} after {checkpoint.step} updates")
     for note in export.notes:
         print(note)
     if export.library == "timm":
-        print(f'Load it with timm.create_model("local-dir:{args.to}", pretrained=True).')
+        print(f'Load it with timm.create_model("local-dir:{args.out}", pretrained=True).')

@@ -98,7 +98,10 @@ def ending(config: RunConfig, result: Result, run: Path | None) -> list[str]:
     follow = f"situs finetune --from {run} --data PATH --out DIR"
     if "label" in METHODS[config.method_name].needs_targets:
         follow = f"situs evaluate accuracy {run}"
-    return [f"done: {result.step} steps{facts}; the run is in {run}", f"next: {follow}, or situs export {run} --to DIR"]
+    return [
+        f"done: {result.step} steps{facts}; the run is in {run}",
+        f"next: {follow}, or situs export {run} --out DIR",
+    ]
 
 
 def _say(line: str) -> None:

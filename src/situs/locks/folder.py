@@ -34,7 +34,7 @@ def check_source(source: str | Path) -> Path:
     from situs.train.run import is_run
 
     if is_run(folder):
-        raise SitusError(f"{source}: is a run: first situs export {source} --to DIR, then lock DIR")
+        raise SitusError(f"{source}: is a run: first situs export {source} --out DIR, then lock DIR")
     if not (folder / CONFIG).is_file():
         raise SitusError(f"{source}: holds no config.json, so which model this is cannot be known")
     return folder

@@ -94,7 +94,7 @@ def write_export(method: Method, folder: str | Path, provenance: ModelProvenance
             sync(file)
         _replace(folder, aside)
     except (OSError, SafetensorError) as error:
-        raise SitusError(f"{folder}: the export could not be written: {error}", field="to") from error
+        raise SitusError(f"{folder}: the export could not be written: {error}", field="out") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return Export(folder, library, notes)
@@ -234,15 +234,15 @@ def _check_target(folder: Path, force: bool) -> None:
     if not folder.exists():
         return
     if not folder.is_dir():
-        raise SitusError(f"{folder}: is a file; an export is a folder", field="to")
+        raise SitusError(f"{folder}: is a file; an export is a folder", field="out")
     held = {path.name for path in folder.iterdir()}
     if held and not force:
         raise SitusError(
             f"{folder}: is not empty; replace the export there by force, or choose another folder",
-            field=("force", "to"),
+            field=("force", "out"),
         )
     if held and not {WEIGHTS, CONFIG, CARD} <= held:
-        raise SitusError(f"{folder}: is not empty and holds no export, so it is not replaced", field="to")
+        raise SitusError(f"{folder}: is not empty and holds no export, so it is not replaced", field="out")
 
 
 def _replace(folder: Path, aside: Path) -> None:
