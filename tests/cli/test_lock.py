@@ -114,17 +114,14 @@ def test_the_share_that_moved_and_what_is_left_out(
     assert not (tmp_path / "locked" / "model.safetensors.bak").exists()
 
 
-def test_a_run_is_exported_first_and_then_locked(
-    trained: Any, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--key", str(key), "--out", str(tmp_path / "locked")]
-    assert main(["lock", str(trained.one), *words]) == 2
-    assert f"first situs export {trained.one}" in capsys.readouterr().err
-    export, opened = tmp_path / "export", tmp_path / "open"
+def test_a_run_is_locked_as_its_export_is(trained: Any, key: Path, tmp_path: Path) -> None:
+    export = tmp_path / "export"
     assert main(["export", str(trained.one), "--out", str(export)]) == 0
-    assert main(["lock", str(export), *words]) == 0
-    assert main(["unlock", str(tmp_path / "locked"), "--key", str(key), "--out", str(opened)]) == 0
-    assert same_files(export, opened)
+    for source in (export, trained.one):
+        locked, opened = tmp_path / f"locked-{source.name}", tmp_path / f"open-{source.name}"
+        assert main(["lock", str(source), "--key", str(key), "--out", str(locked)]) == 0
+        assert main(["unlock", str(locked), "--key", str(key), "--out", str(opened)]) == 0
+        assert same_files(export, opened)
 
 
 def test_mistakes_are_one_sentence(model: Path, key: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,7 +130,7 @@ def test_mistakes_are_one_sentence(model: Path, key: Path, tmp_path: Path, capsy
     assert main(["key", "new", "--out", str(tmp_path / "other.key")]) == 0
     out = str(tmp_path / "open")
     cases = {
-        "a lock needs weights": ["lock", "vit_tiny_patch16_224", "--key", str(key), "--out", out],
+        "a timm name needs weights": ["lock", "vit_tiny_patch16_224", "--key", str(key), "--out", out],
         "locked already": ["lock", locked, "--key", str(key), "--out", out],
         "exists already": ["unlock", locked, "--key", str(key), "--out", locked],
         "was locked with the key": ["unlock", locked, "--key", str(tmp_path / "other.key"), "--out", out],

@@ -202,6 +202,7 @@ def test_a_model_of_words_is_opened_and_has_no_images(tmp_path: Path) -> None:
 def test_an_own_module_by_file_by_package_and_as_an_instance(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     by_file = open_model(f"{world / 'own_net.py'}:Net", img_size=16)
     net = by_file.backbone.model
+    assert (by_file.name, by_file.facts["model"]) == ("own_net.py:Net", "own_net.py:Net")  # and no folder
     with torch.no_grad():
         answers = net(X)
     monkeypatch.chdir(world)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cyclopts import Parameter
 
-from situs.cli.flags import POSITIONAL
+from situs.cli.model_args import ModelArgs, asked_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,24 +34,15 @@ DEFENCES, AS_IT_IS = "none,noise,clip,no-pe-gradient", "none"
 """The defences where none are named: for a page, and for a gate, which judges what would be sent."""
 
 
-@dataclass(frozen=True)
-class Args:
-    """What a model's gradients give away."""
-
-    model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
-    """A run folder, an export or locked folder, a timm name, or your own module as package.module:function."""
+@dataclass(frozen=True, kw_only=True)
+class Args(ModelArgs):
+    """What a model's gradients give away; a timm name without weights gets random ones."""
 
     images: Annotated[str, Parameter(metavar="FOLDER")]
     """Images to attack; any layout that training reads."""
 
     split: str | None = None
     """train, val or test, where the images are split; by default train."""
-
-    weights: Annotated[str | None, Parameter(metavar="FILE|pretrained|random")] = None
-    """For a timm name: a weight file or those timm publishes; by default random."""
-
-    img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """For a timm name or your own module: image size in pixels; by default its own."""
 
     classes: int = 1000
     """Classes of the new classifier that a model without one gets; labels are the images' own, or count through."""
@@ -113,9 +104,6 @@ class Args:
     seed: int = 0
     """Seed of random weights and of the defences' noise."""
 
-    device: str | None = None
-    """cpu, cuda or cuda:N; a GPU where there is one."""
-
     out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("audit")
     """Where gradients.json and report.html go."""
 
@@ -142,9 +130,7 @@ def run(args: Args) -> int:
     from situs.audit.scores.lpips import Lpips
     from situs.audit.victim import load_test_set, open_predictor, open_victim
     from situs.cli.result import tell_left_out
-    from situs.core.tokens import pair
     from situs.errors import SitusError
-    from situs.train.distributed import start
 
     _check(args)
     limit = None if args.fail_above is None else parse_limit(args.fail_above)
@@ -155,12 +141,10 @@ def run(args: Args) -> int:
         create_defence(name) for name in _names("defence", _default(limit) if args.defence is None else args.defence)
     ]
     lpips = None if args.lpips is None else Lpips(args.lpips)
-    device, size = start(args.device).device, None if args.img_size is None else pair(args.img_size)
     deadline = _deadline(args, list(attacks.values()))
     with first_ctrl_c(deadline):
-        victim = open_victim(
-            args.model, weights=args.weights, img_size=size, classes=args.classes, seed=args.seed, device=device
-        )
+        victim = open_victim(args.model, classes=args.classes, **asked_of(args.model, args))
+        device = victim.model.device
         if args.predictor is not None:
             predictor = AdaptiveConfig(predictor=open_predictor(args.predictor, victim.model.backbone, device))
             attacks = {name: create_attack(name, search, predictor) for name in names}

@@ -55,6 +55,13 @@ def command_of(verb: str, args: Any) -> str:
 
 
 def _word(value: Any) -> str:
+    """A word of the command, without folders: of a path, of NAME=FILE and of file.py:Name the last part."""
     text = str(value)
+    name, equals, file = text.partition("=")
+    if equals and not Path(text).exists():
+        return f"{name}={_word(file)}"
+    place, colon, name = text.rpartition(":")
+    if colon and place.endswith(".py"):
+        return f"{Path(place).name}:{name}"
     is_path = isinstance(value, Path) or (isinstance(value, str) and (Path(text).is_absolute() or Path(text).exists()))
     return Path(text).resolve().name if is_path else text

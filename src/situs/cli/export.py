@@ -30,30 +30,10 @@ class Args:
 
 def run(args: Args) -> None:
     """Writes the export and says how to load it."""
-    from situs.config import to_dict
-    from situs.train.card import ModelProvenance, last_metrics
-    from situs.train.export import write_export
-    from situs.train.run import load_run
+    from situs.models.export import export_run
 
-    ema = None if args.ema else False
-    config, method, folder, classes = load_run(args.source, ema=ema)
-    checkpoint = folder.latest()
-    assert checkpoint is not None  # load_run found one
-    mean, std = config.data.normalisation
-    provenance = ModelProvenance(
-        method=config.method_name,
-        data=config.data.path,
-        recipe=to_dict(config),
-        metrics=last_metrics(folder.records(), checkpoint.step),
-        step=checkpoint.step,
-        ema=args.ema and bool(checkpoint.tensors("ema")),
-        mean=mean,
-        std=std,
-        crop=config.data.crop_share,
-        classes=classes,
-    )
-    export = write_export(method, args.out, provenance, force=args.force)
-    print(f"{args.out}: {method.backbone.source['architecture']} after {checkpoint.step} updates")
+    export = export_run(args.source, args.out, ema=None if args.ema else False, force=args.force)
+    print(f"{args.out}: {export.architecture} after {export.step} updates")
     for note in export.notes:
         print(note)
     if export.library == "timm":

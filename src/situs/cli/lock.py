@@ -7,16 +7,21 @@ README, licence), others left out and named. A lock is obfuscation, not encrypti
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import Parameter
 
 from situs.cli.flags import POSITIONAL
+from situs.cli.model_args import ShapeArgs, asked_of
 from situs.results import percent
 
 if TYPE_CHECKING:
+    from situs.backbones.base import Backbone
     from situs.locks.manifest import Manifest
 
 HONEST = (
@@ -25,12 +30,13 @@ HONEST = (
 )
 
 
-@dataclass(frozen=True)
-class Args:
+@dataclass(frozen=True, kw_only=True)
+class Args(ShapeArgs):
     """A model, locked with a key."""
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
-    """The folder of a model: an export, or a timm or transformers folder with safetensors."""
+    """A run, the folder of a model (an export, or a timm or transformers folder with safetensors), or a timm name with
+    its weights (NAME=FILE or --weights)."""
 
     key: Annotated[Path, Parameter(metavar="FILE")]
     """The key (situs key new)."""
@@ -58,15 +64,9 @@ def run(args: Args) -> None:
     from situs.locks.lock import lock
 
     key = read_key(args.key)
-    locked = lock(
-        args.model,
-        key,
-        args.out,
-        groups="all" if args.cover else "residual",
-        seal=args.seal,
-        withhold=args.withhold,
-        withheld=args.withheld,
-    )
+    asked: dict[str, Any] = {"groups": "all" if args.cover else "residual", "seal": args.seal}
+    with _lockable(args) as source:
+        locked = lock(source, key, args.out, withhold=args.withhold, withheld=args.withheld, **asked)
     print(f"{args.out}: {locked.manifest.model} locked with the key {key.id}.")
     print(_shares(locked.manifest))
     for note in locked.notes:
@@ -76,6 +76,23 @@ def run(args: Args) -> None:
     print(HONEST.format(path=args.out))
     also = "" if locked.withheld is None else f" --withheld {locked.withheld}"
     print(f"Open it with situs unlock {args.out} --key {args.key}{also} --out DIR.")
+
+
+@contextmanager
+def _lockable(args: Args) -> Iterator[Backbone | str]:
+    """What `lock` takes: a model's folder as it is, a run as the folder that its export is, another model opened."""
+    from situs.models import open_model
+    from situs.models.export import export_run
+    from situs.models.open import model_folder
+    from situs.train.run import is_run
+
+    if is_run(args.model):
+        with tempfile.TemporaryDirectory() as place:
+            yield str(export_run(args.model, Path(place) / "export", ema=None if args.ema else False).path)
+    elif Path(args.model).exists() or model_folder(args.model) is not None:
+        yield args.model.removeprefix("hf:")
+    else:
+        yield open_model(args.model, **asked_of(args.model, args)).backbone.cpu()
 
 
 def _shares(manifest: Manifest) -> str:

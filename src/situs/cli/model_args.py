@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpenArgs:
-    """How models are opened."""
+class ShapeArgs:
+    """How a model is made where its name or its code alone is given."""
 
     weights: Annotated[str | None, Parameter(metavar="FILE|pretrained|random")] = None
     """For a timm name: a weight file, those timm publishes, or none."""
@@ -38,14 +38,19 @@ class OpenArgs:
     ema: bool = True
     """For a run: the mean of the weights where there is one, or the weights themselves."""
 
+    device: str | None = None
+    """cpu, cuda or cuda:N; a GPU where there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenArgs(ShapeArgs):
+    """How models are opened."""
+
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """For a locked folder: the key it was locked with; without one it is looked at as it is."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """For a locked folder of which parts were withheld: the owner's second file, beside --key."""
-
-    device: str | None = None
-    """cpu, cuda or cuda:N; a GPU where there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,24 +111,28 @@ def open_named(
 ) -> Model:
     """The model `source` by the flags; see `open_from`."""
     from situs.models import open_model
-    from situs.train.distributed import start
 
-    model = open_model(
-        source,
-        weights=args.weights,
-        img_size=args.img_size,
-        ema=None if args.ema else False,
-        unlock=unlock_of(source, args.key, args.withheld),
-        any_weights=any_weights,
-        seed=getattr(args, "seed", 0),
-        device=device or start(args.device).device,
-        patch_size=args.patch_size,
-        in_chans=args.in_chans,
-        model_args=args.model_args or None,
-        **fields,
-    )
+    asked = asked_of(source, args) | ({} if device is None else {"device": device})
+    model = open_model(source, any_weights=any_weights, **asked, **fields)
     tell_locked(model)
     return model
+
+
+def asked_of(source: str, args: ShapeArgs) -> dict[str, Any]:
+    """What the flags ask of `open_model`, by its arguments."""
+    from situs.train.distributed import start
+
+    return {
+        "weights": args.weights,
+        "img_size": args.img_size,
+        "ema": None if args.ema else False,
+        "unlock": unlock_of(source, args.key, args.withheld) if isinstance(args, OpenArgs) else None,
+        "seed": getattr(args, "seed", 0),
+        "device": start(args.device).device,
+        "patch_size": args.patch_size,
+        "in_chans": args.in_chans,
+        "model_args": args.model_args or None,
+    }
 
 
 def open_one_of(source: str, args: OpenArgs, **asked: Any) -> Model:

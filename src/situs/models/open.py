@@ -101,7 +101,7 @@ def _open(
     elif names_module(source):
         _refuse(source, weights=weights)
         module = make_module(source, fields.pop("model_args", None))
-        model = _open_module(module, source, fields, device)
+        model = _open_module(module, last_name(source), fields, device)  # a result tells no folders
     else:
         model = _open_name(source, weights or (RANDOM if any_weights else None), fields, device)
     return replace(model, identity=identity_of(origin))

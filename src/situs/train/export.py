@@ -49,6 +49,8 @@ class Export:
     path: Path
     library: str
     notes: list[str] = field(default_factory=list)
+    architecture: str = ""
+    step: int | None = None
 
 
 def load_checkpoint(method: Method, checkpoint: Checkpoint, *, ema: bool | None = None) -> bool:
@@ -97,7 +99,7 @@ def write_export(method: Method, folder: str | Path, provenance: ModelProvenance
         raise SitusError(f"{folder}: the export could not be written: {error}", field="out") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return Export(folder, library, notes)
+    return Export(folder, library, notes, method.backbone.source["architecture"], story.step)
 
 
 def _settle_positions(backbone: Backbone, method: Method) -> list[str]:

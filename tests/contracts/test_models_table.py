@@ -1,0 +1,288 @@
+"""The seven kinds of MODEL × every verb that takes one: each works, or is refused for a reason that lies in the model.
+
+docs/models.md shows the same table; it is made from `TABLE`, and a test compares the two.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from situs.cli.main import main
+
+KINDS = ("run", "export", "locked", "weights", "name", "hf", "own")
+SHAPE = ["--img-size", "8", "--patch-size", "4", "--model-args.depth", "2", "--model-args.embed_dim", "16"]
+SHAPE += ["--model-args.num_heads", "2", "--model-args.num_classes", "3"]
+NAME = "vit_tiny_patch16_224"
+CLASSES = {"dark": 60, "light": 190, "middle": 125}
+
+OWN = """
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.GELU(), nn.Flatten(), nn.Linear(32, 3))
+
+    def forward(self, x):
+        return self.body(x)
+"""
+
+
+class World(NamedTuple):
+    """The folder of it all; data, runs and folders by their names in it."""
+
+    base: Path
+
+    def source(self, kind: str) -> str:
+        """What names the model of a kind."""
+        base = self.base
+        named = {"weights": f"{NAME}={base / 'w.pt'}", "name": NAME, "own": f"{base / 'table_net.py'}:Net"}
+        return named.get(kind, str(base / kind))
+
+    def flags(self, kind: str) -> list[str]:
+        """The flags that the kind needs."""
+        return {
+            "locked": ["--key", str(self.base / "owner.key")],
+            "weights": SHAPE,
+            "name": [*SHAPE, "--weights", "random"],
+            "own": ["--img-size", "8"],
+        }.get(kind, [])
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    import numpy as np
+    from PIL import Image
+    from transformers import ViTConfig, ViTForImageClassification
+
+    from situs.config import from_dict
+    from situs.locks.key import new_key
+    from situs.locks.lock import lock
+    from situs.models.export import export_run
+    from situs.train.run import RunConfig, load_run, train_run
+
+    base, chance = tmp_path_factory.mktemp("table"), np.random.default_rng(0)
+    for split, each in (("train", 8), ("val", 5)):
+        for name, grey in CLASSES.items():
+            (base / "data" / split / name).mkdir(parents=True)
+            for number in range(each):
+                pixels = np.clip(chance.normal(grey, 30, (8, 8, 3)), 0, 255).astype("uint8")
+                Image.fromarray(pixels).save(base / "data" / split / name / f"{number}.png")
+    tables = {
+        "method": {"name": "supervised"},
+        "backbone": {
+            "name": NAME,
+            "patch_size": 4,
+            "model_args": {"depth": 2, "embed_dim": 16, "num_heads": 2},
+        },
+        "data": {"path": str(base / "data"), "img_size": 8, "batch": 12, "workers": 0},
+        "optim": {"lr": 1e-2, "warmup_epochs": 0},
+        "train": {"epochs": 1, "precision": "fp32"},
+    }
+    train_run(from_dict(RunConfig, tables), out=base / "run", device="cpu")
+    train_run(from_dict(RunConfig, {**tables, "method": {"name": "mp3"}}), out=base / "mp3", device="cpu")
+    export_run(base / "run", base / "export")
+    lock(base / "export", new_key(base / "owner.key"), base / "locked")
+    torch.save(load_run(base / "run").method.backbone.model.state_dict(), base / "w.pt")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    named = {"id2label": dict(enumerate(CLASSES)), "label2id": {name: n for n, name in enumerate(CLASSES)}}
+    ViTForImageClassification(ViTConfig(**sizes, image_size=8, patch_size=4, **named)).save_pretrained(base / "hf")
+    (base / "table_net.py").write_text(OWN)
+    return World(base)
+
+
+def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
+    """The command line of a cell of the table."""
+    model, flags, data = world.source(kind), world.flags(kind), ["--data", str(world.base / "data")]
+    if kind == "run" and verb in ("evaluate position", "analyze reconstruct"):
+        model = str(world.base / "mp3")
+    quick = ["--device", "cpu", "--batch", "12", "--data.workers", "0", "--steps", "1", "--optim.warmup-epochs", "0"]
+    begun = [*data, *quick, "--out", str(out)]
+    cpu, end = ["--device", "cpu"], ["--out", str(out), "--device", "cpu"]
+    other = str(world.base / ("export" if kind == "run" else "run"))
+    lines: dict[str, list[str]] = {
+        "info": [model, *flags],
+        "verify": [model, *flags, "--steps", "1", "--no-modules", *cpu],
+        "features": [model, *flags, *data, "--out", str(out / "f.npz"), *cpu],
+        "evaluate probe": [model, *flags, *data, "--kind", "class", "--weight-decays", "0.1", *end],
+        "evaluate robustness": [model, *flags, *data, "--corruptions", "fog", "--severities", "1", *end],
+        "evaluate ensemble": [model, other, *flags, *data, *end],
+        "evaluate knn": [model, *flags, *data, "--k", "2", *end],
+        "analyze positions": [model, *flags, "--folds", "2", *end],
+        "audit gradients": [model, *flags, "--images", str(world.base / "data"), "--count", "1", "--defence", "none",
+                            "--attack", "patchembed", "--no-pictures", *end],
+        "audit positions": [model, *flags, *data, "--no-equivariance", "--ratios", "0.5", *end],
+        "finetune --from": ["--from", model, *(f.replace("--model-args", "--backbone.model-args")
+                            .replace("--patch-size", "--backbone.patch-size").replace("--img-size", "--data.img-size")
+                            for f in flags if kind != "own" and f not in ("--weights", "random"))],
+        "export": [model, "--out", str(out / "x")],
+        "lock": [model, *(flags if kind != "locked" else []), "--key", str(world.base / "owner.key"),
+                 "--out", str(out / "x")],
+    }  # fmt: skip
+    if verb == "finetune --from":
+        given = lines[verb]
+        if kind == "name":
+            given[1] += "=random"
+        drop = [n for n, word in enumerate(given) if word == "--backbone.model-args.num_classes"]
+        for n in reversed(drop):
+            del given[n : n + 2]
+        return ["finetune", *given, *begun]
+    return [*verb.split(), *lines.get(verb, [model, *flags, *data, *end])]
+
+
+VERBS = (
+    "info", "verify", "features", "evaluate accuracy", "evaluate consistency", "evaluate ensemble", "evaluate knn",
+    "evaluate position", "evaluate probe", "evaluate robustness", "analyze attention", "analyze correlation",
+    "analyze positions", "analyze reconstruct", "audit gradients", "audit positions", "finetune --from", "export",
+    "lock",
+)  # fmt: skip
+
+UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"
+NO_HEAD = "no run, (so it has no|and only a run keeps its) position head"
+REFUSED: dict[str, dict[str, str]] = {
+    "features": {"own": WHOLE},
+    "evaluate accuracy": {"name": UNTRAINED},
+    "evaluate consistency": {"name": UNTRAINED, "own": WHOLE},
+    "evaluate ensemble": {"name": UNTRAINED},
+    "evaluate knn": {"own": WHOLE},
+    "evaluate position": dict.fromkeys(KINDS[1:], NO_HEAD),
+    "evaluate probe": {"own": WHOLE},
+    "evaluate robustness": {"name": UNTRAINED},
+    "analyze attention": {"own": WHOLE},
+    "analyze correlation": {"own": WHOLE},
+    "analyze positions": {"own": WHOLE},
+    "analyze reconstruct": dict.fromkeys(KINDS[1:], NO_HEAD),
+    "audit positions": {"own": WHOLE},
+    "finetune --from": {"name": "random weights", "own": "a run cannot make again by itself"},
+    "export": {
+        **dict.fromkeys(("export", "hf"), "a model's folder already"),
+        "locked": "situs unlock writes the model that it holds",
+        **dict.fromkeys(("weights", "name"), "name is all that its library needs"),
+        "own": "no library makes again",
+    },
+    "lock": {"locked": "locked already", "own": "how to make it again is not known"},
+}
+"""verb -> kind -> the reason; what is not here works."""
+
+SHORT = {
+    UNTRAINED: "no trained classifier",
+    WHOLE: "runs only as a whole",
+    NO_HEAD: "no position head",
+    "random weights": "nothing to start from",
+    "a run cannot make again by itself": "cannot be made again",
+    "a model's folder already": "is a folder already",
+    "situs unlock writes the model that it holds": "`unlock` does it",
+    "name is all that its library needs": "its library makes it",
+    "no library makes again": "cannot be made again",
+    "locked already": "locked already",
+    "how to make it again is not known": "cannot be made again",
+}
+"""The reasons as docs/models.md has them."""
+
+
+def rows() -> list[str]:
+    """The table in Markdown."""
+    heads = (
+        "a run",
+        "an export",
+        "a locked folder, its key",
+        "NAME=FILE",
+        "a name, random",
+        "Hugging Face",
+        "your own module",
+    )
+    lines = [f"| verb | {' | '.join(heads)} |", f"|---|{'---|' * len(heads)}"]
+    for verb in VERBS:
+        told = (SHORT[REFUSED[verb][kind]] if kind in REFUSED.get(verb, {}) else "works" for kind in KINDS)
+        lines.append(f"| `{verb}` | {' | '.join(told)} |")
+    return lines
+
+
+def test_the_docs_show_this_table() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "models.md").read_text(encoding="utf-8")
+    assert [line for line in text.splitlines() if line.startswith("|")] == rows()
+
+
+def test_a_verb_that_takes_a_model_is_in_the_table() -> None:
+    """Every verb whose arguments hold a model, whatever it calls it."""
+    from importlib import import_module
+
+    from situs.cli.main import VERBS as ALL
+
+    listed = {verb.replace(" --from", "") for verb in VERBS}
+    for verb, module in ALL.items():
+        args = import_module(module[0]).Args
+        fields = getattr(args, "__dataclass_fields__", {})
+        if {"model", "models"} & fields.keys():
+            assert verb in listed, verb
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_table_through_the_command_line(
+    verb: str, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for kind in KINDS:
+        (tmp_path / kind).mkdir()
+        capsys.readouterr()
+        status = main(words(verb, kind, world, tmp_path / kind / "out"))
+        said = capsys.readouterr().err
+        reason = REFUSED.get(verb, {}).get(kind)
+        if reason is None:
+            assert status == 0, (verb, kind, said)
+        else:
+            assert status == 2, (verb, kind)
+            assert re.search(reason, said) and said.count("\n") == 1, (verb, kind, said)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_kind_lacks_is_told_by_the_model_itself(
+    kind: str, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same reasons without the command line: each guard is asked with the opened model."""
+    from situs.backbones.attention_maps import check_attention_maps
+    from situs.errors import SitusError
+    from situs.evaluate.finetune import beginning
+    from situs.evaluate.position import position_method
+    from situs.locks.key import load_key
+    from situs.locks.owner import unlocking
+    from situs.models import open_model
+    from situs.models.export import export_run
+    from situs.models.model import check_classifier
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    shape = {"img_size": 8, "patch_size": 4}
+    tiny = {"depth": 2, "embed_dim": 16, "num_heads": 2, "num_classes": 3}
+    asked: dict[str, Any] = {
+        "locked": {"unlock": unlocking(load_key(world.base / "owner.key"))},
+        "weights": {**shape, "model_args": tiny},
+        "name": {**shape, "model_args": tiny, "weights": "random"},
+        "own": {"img_size": 8},
+    }
+    source = world.source(kind)
+    model = open_model(source, **asked.get(kind, {}))
+    assert model.backbone(torch.zeros(1, 3, 8, 8)).shape == (1, 3)
+    begun = f"{source}=random" if kind == "name" else source
+    asks: dict[str, Any] = {
+        "evaluate accuracy": lambda: check_classifier(model),
+        "analyze attention": lambda: check_attention_maps(model.backbone),
+        "analyze correlation": lambda: model.backbone.require("tokens"),
+        "evaluate position": lambda: kind == "run" or position_method(model.method, model.name),
+        "finetune --from": lambda: beginning(begun),
+        "export": lambda: kind == "run" or export_run(source, world.base / "never"),
+    }
+    for verb, ask in asks.items():
+        reason = REFUSED.get(verb, {}).get(kind)
+        if reason is None:
+            ask()
+        else:
+            with pytest.raises(SitusError, match=reason):
+                ask()
