@@ -99,7 +99,7 @@ def write_export(method: Method, folder: str | Path, provenance: ModelProvenance
         raise SitusError(f"{folder}: the export could not be written: {error}", field="out") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    return Export(folder, library, notes, method.backbone.source["architecture"], story.step)
+    return Export(folder, library, notes, method.backbone.source["architecture"], provenance.step)
 
 
 def _settle_positions(backbone: Backbone, method: Method) -> list[str]:
