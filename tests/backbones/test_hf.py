@@ -601,7 +601,7 @@ def test_model_args_change_the_config_and_not_the_one_given():
     config = transformers.ViTConfig(**VIT)
     b = create_hf_backbone(config, model_args={"num_channels": 1, "patch_size": 8}, img_size=(8, 24), num_classes=4)
     assert b(torch.randn(2, 1, 8, 24)).shape == (2, 4)
-    assert b.grid == (3,)
+    assert b.grid == (1, 3)
     assert (config.num_channels, config.patch_size, config.image_size, config.num_labels) == (3, 4, 16, 2)
     with pytest.raises(SitusError, match=r"unknown entry of ViTConfig \(model_args\) 'patchsize'; choose one of:"):
         create_hf_backbone(config, model_args={"patchsize": 8})

@@ -96,6 +96,6 @@ def test_mistakes_are_sentences() -> None:
     with pytest.raises(SitusError, match="decoder_width=30: must be a multiple of decoder_heads=4"):
         make(decoder_width=30)
     for name, value in (("decoder_heads", 0), ("decoder_depth", -1), ("decoder_width", -32)):
-        flag = f"--method.{name.replace('_', '-')}"
-        with pytest.raises(SitusError, match=rf"{name}={value}: must be .* \({flag}\)"):
+        with pytest.raises(SitusError) as caught:
             make(**{name: value})
+        assert (caught.value.field, caught.value.value) == (name, value)

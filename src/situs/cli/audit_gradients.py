@@ -151,7 +151,8 @@ def run(args: Args) -> int:
         try:
             test = load_test_set(victim, args.images, args.count, args.split, device)
         except SitusError as error:  # training calls the flag by another name
-            raise SitusError(str(error).replace("(--data)", "(--images)")) from None
+            fields = ["images" if field == "data" else field for field in error.fields]
+            raise SitusError(str(error), field=fields, value=error.value, allowed=error.allowed) from None
         tell_left_out(test.left_out)
         _check_gate(limit, len(test))
         by_itself = search if limit is not None and "matching" not in attacks else None

@@ -25,15 +25,6 @@ POSITIONAL = object()
 
 METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", NoneType: "none"}
 
-
-PREFERRED = {"img_size": "data.img_size", "in_chans": "data.channels", "positions": "backbone.positions"}
-"""Which field of a run's config is meant where several end alike."""
-
-
-PREFERRED = {"img_size": "data.img_size", "in_chans": "data.channels", "positions": "backbone.positions"}
-"""Which field of a run's config is meant where several end alike."""
-
-
 PREFERRED = {"img_size": "data.img_size", "in_chans": "data.channels", "positions": "backbone.positions"}
 """Which field of a run's config is meant where several end alike."""
 

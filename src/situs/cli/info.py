@@ -112,7 +112,8 @@ def _method(backbone: Backbone, name: str) -> Verdict:
         kind = _methods()[name]
     except SitusError as error:
         return Verdict(name, "", holds=False, reason=str(error))
-    verdict = _verdict(backbone, name, _first_line(kind), kind.needs)
+    # Whatever a method can do, `pretrain` and `finetune` read images alone.
+    verdict = _verdict(backbone, name, _first_line(kind), ("images", *kind.needs))
     if not verdict.holds:
         return verdict
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,10 +58,10 @@ def test_a_loader_reads_a_part_and_skips_what_is_broken() -> None:
         def __len__(self) -> int:
             return 20
 
-        def read(self, index: int) -> tuple[torch.Tensor, int | None]:
+        def read(self, index: int) -> dict[str, Any]:
             if index % 4 == 0:
                 raise BrokenImageError(f"image {index}")
-            return torch.full((1, 4, 4), index, dtype=torch.uint8), index
+            return {"image": torch.full((1, 4, 4), index, dtype=torch.uint8), "label": index}
 
     source = Broken("broken", tuple(map(str, range(20))), 1, False)
     part = Subset(source, 10)

@@ -88,9 +88,11 @@ def test_texts_become_the_models_words(bert: Any, tmp_path: Path) -> None:
 def test_of_a_long_text_the_first_words_are_taken(bert: Any, tmp_path: Path) -> None:
     from types import SimpleNamespace
 
+    from situs.backbones.base import InputSpec
+
     file = tmp_path / "texts.txt"
     file.write_text("sea " * 300)
-    model: Any = SimpleNamespace(in_chans=0, img_size=None, num_tokens=512, name="long")
+    model: Any = SimpleNamespace(input=InputSpec(), num_tokens=512, name="long")
     [ids] = read_samples(bert[0], model, None, file, 1).batches
     assert ids.shape == (1, 128)
 

@@ -149,10 +149,11 @@ def test_lines_of_progress() -> None:
     assert said[-1].startswith("it: iteration 20 of 20, distance ")
 
 
-@pytest.mark.parametrize(("field", "flag"), [("iterations", "--iterations"), ("restarts", "--restarts"), ("lr", "lr")])
-def test_mistakes(field: str, flag: str) -> None:
-    with pytest.raises(SitusError, match=flag):
+@pytest.mark.parametrize("field", ["iterations", "restarts", "lr"])
+def test_mistakes(field: str) -> None:
+    with pytest.raises(SitusError) as caught:
         MatchingConfig(**{field: 0})
+    assert (caught.value.field, caught.value.value) == (field, 0)
 
 
 def test_how_it_searches_unless_it_is_told() -> None:
