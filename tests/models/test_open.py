@@ -110,18 +110,23 @@ def expected() -> Tensor:
         return plain()(X)
 
 
+def same(found: Tensor, wanted: Tensor) -> None:
+    """Our attention and timm's add in another order: the last digits of float32 are free."""
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
 def test_an_export_a_weight_file_and_an_instance_give_what_timm_gives(world: Path) -> None:
     export = open_model(world / "export")
-    assert torch.equal(logits(export), expected())
+    same(logits(export), expected())
     assert (export.name, export.facts["kind"], export.data.size, export.data.path) == ("export", "export", (16, 16), "")
     for named in (
         open_model(f"{NAME}={world / 'weights.pt'}", num_classes=3, **SHAPE),
         open_model(NAME, weights=world / "weights.pt", num_classes=3, **SHAPE),
     ):
-        assert torch.equal(logits(named), expected())
+        same(logits(named), expected())
         assert (named.facts["kind"], named.facts["weights"], named.classifier) == ("name", "weights.pt", True)
     instance = open_model(plain())
-    assert torch.equal(logits(instance), expected())
+    same(logits(instance), expected())
     assert instance.backbone.num_tokens == 16  # known by its class, so that it has tokens and positions
     assert open_model(instance) is instance
 
@@ -129,7 +134,7 @@ def test_an_export_a_weight_file_and_an_instance_give_what_timm_gives(world: Pat
 @pytest.mark.parametrize(("folder", "second"), [("locked", False), ("sealed", False), ("kept", True)])
 def test_a_locked_folder_with_its_key_is_the_model_that_was_locked(folder: str, second: bool, world: Path) -> None:
     found = open_model(world / folder, unlock=opener(world, second))
-    assert torch.equal(logits(found), expected())
+    same(logits(found), expected())
     assert (found.name, found.locked, found.facts["locked"]) == (folder, False, "opened with its key")
 
 
