@@ -165,6 +165,7 @@ def test_severities_are_ordered_on_the_embedded_images() -> None:
 
 
 @pytest.mark.shared_data
+@pytest.mark.slow
 def test_severities_are_ordered_on_photographs(shared_data: Path) -> None:
     files = sorted((shared_data / "imagenet-samples").glob("*.JPEG"))[::160]
     images = torch.stack([centre_fit(decode(file.read_bytes(), file.name, 3), 224, 224) for file in files])

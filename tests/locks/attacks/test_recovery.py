@@ -472,6 +472,7 @@ def test_a_stream_of_several_widths_is_refused(model_folder: Callable[[str], Pat
 
 
 @pytest.mark.shared_data
+@pytest.mark.slow
 def test_a_real_pretrained_vit(shared_data: Path) -> None:
     weights = shared_data / "weights" / "vit_small_patch14_dinov2_fp16.safetensors"
     backbone = create_backbone("vit_small_patch14_dinov2", weights=weights, img_size=28, num_classes=0).eval()

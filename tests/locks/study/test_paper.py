@@ -75,6 +75,7 @@ def test_a_key_of_two_heads_of_two_moves_both() -> None:
 
 
 @pytest.mark.shared_data
+@pytest.mark.slow
 def test_the_rule_on_a_pretrained_vit(shared_data: Path) -> None:
     weights = shared_data / "weights" / "vit_small_patch14_dinov2_fp16.safetensors"
     backbone = create_backbone("vit_small_patch14_dinov2", img_size=56, weights=str(weights))

@@ -252,6 +252,7 @@ def test_keep_double_undoes_casts_to_float32_only() -> None:
 
 
 @pytest.mark.shared_data
+@pytest.mark.slow
 def test_a_pretrained_vit_obeys_both_laws(shared_data: Path) -> None:
     weights = shared_data / "weights" / "vit_small_patch14_dinov2_fp16.safetensors"
     backbone = create_backbone("vit_small_patch14_dinov2", img_size=56, weights=str(weights))
