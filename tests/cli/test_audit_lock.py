@@ -82,8 +82,11 @@ def test_several_attackers_with_data_and_key(
         lost, back = attack["owner"] - attack["before"], attack["after"] - attack["before"]
         works = lost > 0 and back >= BROKEN * lost
         assert (attack["bits"] == 0) == (works or attack["right"] >= 15)
-    assert written["strength_bits"] is None  # nobody came with images
-    assert "Not attacked by one who needs no more than anybody has: images (--images PATH" in printed
+    if any(attack["bits"] == 0 for attack in written["attacks"]):  # a toy of 16 channels: one may have opened it
+        assert written["strength_bits"] == 0
+    else:
+        assert written["strength_bits"] is None  # nobody came with images
+        assert "Not attacked by one who needs no more than anybody has: images (--images PATH" in printed
     assert "with the key" in printed and "random blocks" in printed
     assert "<img" in (tmp_path / "report.html").read_text()  # share against drift
 
