@@ -165,7 +165,8 @@ class _Trial:
         case, test, batch = self.cases[0], self.client.test, self.client.step.batch
         if case.by_itself and not first:
             deadline.say(f"{case.defence.label}: {case.by_itself}")
-        deadline.say(f"{case.name}: {case.attack.name} against {case.defence.label}, batch {first + 1} on")
+        of = f"{case.name}: " if case.name else ""  # a gradient audit has one model, and does not name it
+        deadline.say(f"{of}{case.attack.name} against {case.defence.label}, batch {first + 1} on")
         known = self.client.known(case.informed, first, len(sent))
         found = case.attack.recover(case.backbone, sent, known, deadline)
         self.at, self.partial = first + len(found.facts), found.partial or self.partial
