@@ -137,18 +137,21 @@ def test_attacks_by_name() -> None:
         create_attack("magic")
 
 
-def test_steps_are_made_in_full_float32_and_leave_the_users_choice(
-    backbone: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_made_in_full_float32_and_leave_the_users_choice(backbone: Any) -> None:
     """A GPU's TF32 would pass for a defence."""
     seen = []
+    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
     backbone.model.head.register_forward_hook(
-        lambda *_: seen.append((torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32))
+        lambda *_: seen.append((matmul.fp32_precision, convolution.fp32_precision))
     )
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-    victim_gradients(backbone, X, Y)
-    assert seen == [(False, False)]
-    assert torch.backends.cudnn.allow_tf32
+    before = matmul.fp32_precision, convolution.fp32_precision
+    matmul.fp32_precision = convolution.fp32_precision = "tf32"
+    try:
+        victim_gradients(backbone, X, Y)
+        assert seen == [("ieee", "ieee")]
+        assert matmul.fp32_precision == convolution.fp32_precision == "tf32"
+    finally:
+        matmul.fp32_precision, convolution.fp32_precision = before
 
 
 @pytest.mark.parametrize("multiplier", [-1.0, float("inf"), float("nan")])

@@ -40,10 +40,12 @@ def slow_scores(train: Tensor, labels: Tensor, test: Tensor, k: int, temperature
 @given(st.integers(0, 10_000), st.integers(1, 30), st.integers(2, 9))
 def test_uniform_votes_are_those_of_scikit_learn(seed: int, k: int, classes: int) -> None:
     train, labels, test, truth = data(classes=classes, seed=seed)
-    oracle = KNeighborsClassifier(k, weights="uniform", metric="cosine", algorithm="brute").fit(train, labels)
+    oracle = KNeighborsClassifier(k, weights="uniform", metric="cosine", algorithm="brute").fit(
+        train.numpy(), labels.numpy()
+    )
     scores = knn_scores(train, labels, test, classes=classes, k=k, temperature=None)
-    assert scores.argmax(-1).tolist() == oracle.predict(test).tolist()
-    assert knn_accuracy(train, labels, test, truth, k, None) == oracle.score(test, truth)
+    assert scores.argmax(-1).tolist() == oracle.predict(test.numpy()).tolist()
+    assert knn_accuracy(train, labels, test, truth, k, None) == oracle.score(test.numpy(), truth.numpy())
 
 
 @pytest.mark.parametrize(("k", "temperature"), [(1, 0.07), (20, 0.07), (60, 1.0)])

@@ -46,9 +46,11 @@ def test_accuracy_and_loss_are_scikit_learns(pool: str) -> None:
     scaler = StandardScaler().fit(train)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        peer = LogisticRegression(C=1 / (1e-2 * 150), tol=1e-9, max_iter=5000).fit(scaler.transform(train), labels)
+        peer = LogisticRegression(C=1 / (1e-2 * 150), tol=1e-9, max_iter=5000).fit(
+            scaler.transform(train), labels.numpy()
+        )
     likely = torch.from_numpy(peer.predict_proba(scaler.transform(test)))
-    assert found.score.accuracy == pytest.approx(peer.score(scaler.transform(test), truth), abs=1e-9)
+    assert found.score.accuracy == pytest.approx(peer.score(scaler.transform(test), truth.numpy()), abs=1e-9)
     assert found.score.loss == pytest.approx(float(-likely.log().gather(1, truth[:, None]).mean()), abs=1e-4)
     assert (found.score.count, found.train_count) == (90, 150)
     assert 0.4 < found.score.accuracy < 1.0

@@ -16,10 +16,12 @@ HOLDER = """
 import os, sys, time, pathlib
 from situs.train.hold import only_one
 with only_one(pathlib.Path(sys.argv[1])):
-    if len(sys.argv) > 2 and os.fork() == 0:
+    if len(sys.argv) > 2 and os.fork() == 0:  # who has been forked says so: by then it has let go
+        print("held", flush=True)
         time.sleep(5)
         os._exit(0)
-    print("held", flush=True)
+    if len(sys.argv) == 2:
+        print("held", flush=True)
     time.sleep(60)
 """
 

@@ -117,12 +117,13 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
 def full_float32() -> Iterator[None]:
     """float32 with all its digits: a GPU rounds what it convolves to TF32's 10 bits unless told not to, and the audit
     would count that as protection."""
-    held = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    held = matmul.fp32_precision, convolution.fp32_precision
     try:
-        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+        matmul.fp32_precision = convolution.fp32_precision = "ieee"
         yield
     finally:
-        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = held
+        matmul.fp32_precision, convolution.fp32_precision = held
 
 
 def _step(method: Method, batch: Batch, defence: Defence, seed: int, epoch: int) -> Gradients:
