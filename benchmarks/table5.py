@@ -97,7 +97,7 @@ def main() -> None:
     opened = {name: opened_victim(source, args) for name, source in _models(args).items()}
     models = {name: contestant(victim, name == "MJP") for name, victim in opened.items()}
     first = next(iter(opened.values())).model
-    batch = next(iter(load_set(first, args.images, args.split, args.count, args.device, count=args.count)))
+    batch = next(iter(load_set(first, args.images, split=args.split, batch=args.count, count=args.count)))
     labels = labels_for(first, batch.targets.get("label"), len(batch.inputs))
     lpips = None if args.lpips is None else Lpips(args.lpips)
     facts: dict[str, Any] = {

@@ -73,7 +73,7 @@ def test_a_real_vit_looks_at_objects() -> None:
     file = SHARED / "weights" / "vit_small_patch14_dinov2_fp16.safetensors"
     for weights in (str(file), "random"):
         subject = open_model("vit_small_patch14_dinov2", weights=weights, img_size=(112, 112))
-        loader = load_set(subject, str(SHARED / "imagenet-samples"), "train", 4, "cpu", count=4)
+        loader = load_set(subject, SHARED / "imagenet-samples", split="train", batch=4, count=4)
         maps = image_maps(subject.backbone, next(iter(loader)).inputs, 11)
         found[weights] = top_share(maps.mean(dim=1)).mean()
     assert found[str(file)] > 0.3

@@ -247,7 +247,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "position_mask_ratios": (0.25, 0.5, 0.75, 0.95),
         "ratios": (0.0, 0.25, 0.5, 0.75, 0.9),
     },
-    "evaluate_knn": {"k": 20, "temperature": 0.07, "bank_count": 10000},
+    "evaluate_knn": {"k": 20, "temperature": 0.07, "train_count": 10000},
     "evaluate_probe": {
         "kind": "position",
         "train_count": 2000,

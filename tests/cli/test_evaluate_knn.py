@@ -14,7 +14,7 @@ from situs.cli.main import main
 def test_a_run_gives_a_row_for_each_layer(
     outline: Any, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [str(trained.mp3), "--k", "5", "--bank-count", "20", "--device", "cpu", "--out", str(tmp_path)]
+    words = [str(trained.mp3), "--k", "5", "--train-count", "20", "--device", "cpu", "--out", str(tmp_path)]
     assert main(["evaluate", "knn", *words]) == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == str(tmp_path / "knn.html")
@@ -38,7 +38,7 @@ def test_a_run_gives_a_row_for_each_layer(
 
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
-    rest = ["--bank-count", "12", "--device", "cpu", "--out", str(tmp_path / "o")]
+    rest = ["--train-count", "12", "--device", "cpu", "--out", str(tmp_path / "o")]
     for words, said in (
         ([str(trained.mp3)], "k=20: must be in [1, 12]"),
         ([str(trained.mp3), "--split", "train"], "judge it on val or test (--split)"),

@@ -59,7 +59,7 @@ def on_two_ranks(file: Path) -> str:
 def test_two_ranks_count_each_image_once(trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--count 7 and batches of 4 leave a last batch of three: one rank takes two of them, the other one."""
     lines = {
-        "knn": f"evaluate knn {trained.one} --count 7 --bank-count 11 --k 3 --batch 4 --device cpu --out OUT",
+        "knn": f"evaluate knn {trained.one} --count 7 --train-count 11 --k 3 --batch 4 --device cpu --out OUT",
         "accuracy": f"evaluate accuracy {trained.one} --device cpu --batch 4 --out OUT",
         "consistency": f"evaluate consistency {trained.one} --count 7 --batch 4 --ratios 0,.5 --device cpu --out OUT",
         "ensemble": f"evaluate ensemble {trained.one} {trained.two} --count 7 --batch 4 --device cpu --out OUT",

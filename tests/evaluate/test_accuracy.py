@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from sklearn.metrics import log_loss, top_k_accuracy_score
 from torch import Tensor, nn
 
+from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
-from situs.evaluate.accuracy import Accuracy, evaluate_accuracy, evaluate_classes
+from situs.evaluate.accuracy import Accuracy, ClassAccuracy, Tally, evaluate_accuracy, measure_accuracy
 from situs.methods.base import Batch
+from situs.models import open_model
 
 CLASSES = 12
 
@@ -38,7 +42,7 @@ class Model(nn.Module):
 def test_it_is_what_scikit_learn_says_over_a_ragged_set() -> None:
     model = Model().eval()
     whole = list(batches([7, 7, 3]))
-    found = evaluate_accuracy(model, whole)
+    found = measure_accuracy(model, whole)
     logits = torch.cat([model(batch.inputs) for batch in whole]).detach()
     labels = torch.cat([batch.targets["label"] for batch in whole])
     names = range(CLASSES)
@@ -52,8 +56,8 @@ def test_it_is_what_scikit_learn_says_over_a_ragged_set() -> None:
 def test_a_sample_counts_once_however_the_set_is_cut() -> None:
     whole = list(batches([17]))
     model = Model()
-    one = evaluate_accuracy(model, whole)
-    many = evaluate_accuracy(model, [whole[0].part(slice(at, at + 5)) for at in range(0, 17, 5)])
+    one = measure_accuracy(model, whole)
+    many = measure_accuracy(model, [whole[0].part(slice(at, at + 5)) for at in range(0, 17, 5)])
     assert (many.top1, many.top5, many.count) == (one.top1, one.top5, one.count)
     assert many.loss == pytest.approx(one.loss, rel=1e-6)
 
@@ -67,23 +71,23 @@ def test_the_model_is_quiet_inside_and_as_before_afterwards() -> None:
         seen.append((model.training, torch.is_grad_enabled()))
         return model(images)
 
-    evaluate_accuracy(watch, batches([4]))
+    measure_accuracy(watch, batches([4]))
     assert seen == [(True, False)]  # a function's modes are its own
-    assert evaluate_accuracy(model, batches([4])) == evaluate_accuracy(model, batches([4]))
+    assert measure_accuracy(model, batches([4])) == measure_accuracy(model, batches([4]))
     assert (model.training, model.layers[0].training, model.layers[1].training) == (True, True, False)
 
 
 def test_few_classes_and_soft_labels() -> None:
     images = torch.tensor([[3.0, 1.0, 2.0], [0.0, 5.0, 1.0]]).view(2, 3, 1, 1)
     soft = torch.tensor([[0.1, 0.2, 0.7], [0.1, 0.8, 0.1]])
-    found = evaluate_accuracy(lambda x: x.flatten(1), [Batch(images, torch.arange(2), {"label": soft})])
+    found = measure_accuracy(lambda x: x.flatten(1), [Batch(images, torch.arange(2), {"label": soft})])
     assert (found.top1, found.top5) == (0.5, 1.0)
 
 
 def test_a_dead_model_does_not_shine() -> None:
     """Equal or broken logits must not count as right, as a comparison of ranks would have it."""
     for value in (0.0, torch.nan):
-        found = evaluate_accuracy(lambda x, v=value: torch.full((len(x), CLASSES), v), batches([60]))
+        found = measure_accuracy(lambda x, v=value: torch.full((len(x), CLASSES), v), batches([60]))
         assert found.top1 < 0.4
         assert found.top5 < 0.8
 
@@ -96,18 +100,18 @@ def test_bf16_is_asked_for_by_name() -> None:
         kinds.append(logits.dtype)
         return logits
 
-    evaluate_accuracy(model, batches([3]), precision="bf16")
-    evaluate_accuracy(model, batches([3]))
+    measure_accuracy(model, batches([3]), precision="bf16")
+    measure_accuracy(model, batches([3]))
     assert kinds == [torch.bfloat16, torch.float32]
 
 
 def test_no_labels_and_no_samples_are_said() -> None:
     with pytest.raises(SitusError, match="needs labels"):
-        evaluate_accuracy(lambda x: x.flatten(1), [Batch(torch.zeros(1, 3, 1, 1), torch.zeros(1).long())])
+        measure_accuracy(lambda x: x.flatten(1), [Batch(torch.zeros(1, 3, 1, 1), torch.zeros(1).long())])
     with pytest.raises(SitusError, match="no samples"):
-        evaluate_accuracy(lambda x: x, [])
+        measure_accuracy(lambda x: x, [])
     with pytest.raises(SitusError, match="the model has 12 classes and the data 10"):
-        evaluate_accuracy(Model(), batches([2]), classes=10)
+        measure_accuracy(Model(), batches([2]), classes=10)
 
 
 def test_ranks_are_summed_and_not_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,13 +120,13 @@ def test_ranks_are_summed_and_not_averaged(monkeypatch: pytest.MonkeyPatch) -> N
 
     whole = list(batches([5, 2]))
     model = Model()
-    expected = evaluate_accuracy(model, whole)
+    expected = measure_accuracy(model, whole)
     other: list[Tensor] = []
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "all_reduce", lambda value: other.append(value.clone()))
-    evaluate_accuracy(model, whole[1:])
+    measure_accuracy(model, whole[1:])
     monkeypatch.setattr(dist, "all_reduce", lambda value: value.add_(other[0]))
-    found = evaluate_accuracy(model, whole[:1])
+    found = measure_accuracy(model, whole[:1])
     assert isinstance(found, Accuracy)
     assert (found.top1, found.top5, found.count) == (expected.top1, expected.top5, 7)
     assert found.loss == pytest.approx(expected.loss, rel=1e-6)
@@ -135,8 +139,34 @@ def test_answers_are_counted_by_class() -> None:
         Batch(logits[:3], torch.arange(3), {"label": labels[:3]}),
         Batch(logits[3:], torch.arange(2), {"label": labels[3:]}),
     ]
-    found = evaluate_classes(lambda images: images, parts, ("a", "b", "c"))
+    tally = Tally(3)
+    accuracy = measure_accuracy(lambda images: images, parts, tally=tally)
+    found = ClassAccuracy(accuracy, tally.answers(), ("a", "b", "c"))
     assert found.accuracy.top1 == 3 / 5
     assert found.answers.tolist() == [[2, 1, 0], [0, 1, 1], [0, 0, 0]]
     rows = found.numbers()["classes"]
     assert [tuple(row.values()) for row in rows] == [("a", 3, 2 / 3, "b"), ("b", 2, 1 / 2, "c"), ("c", 0, None, None)]
+
+
+def test_any_model_and_any_data_are_evaluated(tmp_path: Path) -> None:
+    pixels = torch.randint(256, (9, 3, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    labels = torch.arange(9) % 3
+    for pixel, label in zip(pixels, labels.tolist(), strict=True):
+        folder = tmp_path / "val" / "abc"[label]
+        folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixel.permute(1, 2, 0).numpy()).save(folder / f"{len(list(folder.iterdir()))}.png")
+    module = Model(3)
+    model = open_model(module, img_size=4)
+    mean, std = (torch.tensor(part).view(3, 1, 1) for part in model.data.normalisation)
+    with torch.no_grad():
+        logits = module.eval()((pixels / 255 - mean) / std)
+    source = TensorSource(pixels, labels, ("a", "b", "c"), "nine")
+    found = evaluate_accuracy(model, source, batch=4)
+    assert (found.accuracy.top1, found.accuracy.count) == (float((logits.argmax(-1) == labels).double().mean()), 9)
+    assert found.accuracy.loss == pytest.approx(float(nn.functional.cross_entropy(logits, labels)), rel=1e-5)
+    assert (found.provenance.name, found.provenance.facts["data"]) == ("Model", "nine")
+    assert torch.equal(evaluate_accuracy(model, tmp_path).answers, found.answers)
+    assert evaluate_accuracy(model, source, count=5).accuracy.count == 5
+    with pytest.raises(SitusError) as error:
+        evaluate_accuracy(module, source)  # a bare module, whose image size `open_model` must be told
+    assert error.value.field == "img_size"

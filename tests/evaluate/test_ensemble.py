@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from situs.errors import SitusError
-from situs.evaluate.accuracy import evaluate_accuracy
+from situs.evaluate.accuracy import measure_accuracy
 from situs.evaluate.ensemble import combine, evaluate_ensemble
 from situs.methods.base import Batch
 
@@ -42,7 +42,7 @@ def test_it_is_the_mean_of_the_probabilities_by_hand() -> None:
     assert found.together.count == count == 11
     assert found.together.top1 == right / count
     assert found.together.loss == pytest.approx(loss / count, rel=1e-5)
-    assert found.alone == {"a": evaluate_accuracy(sharp, batches()), "b": evaluate_accuracy(turned, batches())}
+    assert found.alone == {"a": measure_accuracy(sharp, batches()), "b": measure_accuracy(turned, batches())}
 
 
 def test_agreement_and_the_share_any_has_right_by_hand() -> None:

@@ -14,7 +14,7 @@ from PIL import Image
 from situs.config import from_dict, merge, replace_at
 from situs.data.loader import Loader
 from situs.errors import SitusError
-from situs.evaluate.accuracy import evaluate_accuracy
+from situs.evaluate.accuracy import measure_accuracy
 from situs.evaluate.hooks import PROBED, Validation, probe_hooks, validation_hooks
 from situs.evaluate.online import OnlineProbe
 from situs.train.contract import RunState
@@ -81,9 +81,9 @@ def test_validation_gives_the_accuracy_of_the_mean_and_puts_the_weights_back() -
     logged: dict[str, float] = {}
     hook.after_epoch(RunState(method, ema, 18, 0, 18, 18, logged.update, lambda _: None))
     held = make_eval_loader(own)
-    now = evaluate_accuracy(method.backbone, held)
+    now = measure_accuracy(method.backbone, held)
     with ema.applied():
-        expected = evaluate_accuracy(method.backbone, held)
+        expected = measure_accuracy(method.backbone, held)
     assert logged == {"val_top1": expected.top1, "val_top5": expected.top5, "val_loss": expected.loss}
     assert expected.count == 2000
     assert expected.loss != now.loss

@@ -52,15 +52,15 @@ def names(loader: object) -> set[str]:
 def test_a_run_is_judged_on_what_it_held_out(flat: Path, run: Path) -> None:
     assert json.loads((run / "config.json").read_text())["data"]["held_out"] == 0.25
     subject = open_model(str(run))
-    judged, trained = (load_set(subject, None, split, 8, "cpu") for split in (None, "train"))
+    judged, trained = (load_set(subject, split=split, batch=8) for split in (None, "train"))
     assert len(names(judged)) + len(names(trained)) == 40
     assert names(judged).isdisjoint(names(trained))
     assert names(judged) == names(make_eval_loader(load_run(run).config))
-    assert names(load_set(subject, str(flat), "val", 8, "cpu")) == names(judged)  # the data named anew
+    assert names(load_set(subject, flat, split="val", batch=8)) == names(judged)  # the data named anew
     assert judged.source.name == "flat, the 0.25 held out"
-    bank, test = load_bank(subject, None, None, 8)
+    bank, test = load_bank(subject, batch=8)
     assert (names(bank), names(test)) == (names(trained), names(judged))
-    assert len(load_set(subject.holding_out(0.0), None, None, 8, "cpu").source) == 40
+    assert len(load_set(subject, held_out=0.0).source) == 40
     said = made_with(subject, judged, 0, beside=[trained], more={"fitted_to": "x"})
     assert said.facts["left out"] == "flat: left out 1 (no images by their names: .txt 1); the first: dark/notes.txt"
     assert set(said.left_out) == {*trained.source.left_out(), *judged.source.left_out()}
@@ -69,15 +69,15 @@ def test_a_run_is_judged_on_what_it_held_out(flat: Path, run: Path) -> None:
 
 def test_data_without_splits_is_taken_whole_and_that_is_said(flat: Path, run: Path) -> None:
     subject = open_model(str(run)).holding_out(0.0)
-    loader = load_set(subject, str(flat), None, 8, "cpu")
+    loader = load_set(subject, flat, batch=8)
     assert len(loader.source) == 40
     assert loader.source.notes[-1] == "flat: is not split, so that all its images were taken; a share can be held out"
-    own = load_set(subject, None, None, 8, "cpu").source.notes[-1]
+    own = load_set(subject, batch=8).source.notes[-1]
     assert "all its images were taken, those of the training too" in own
     with pytest.raises(SitusError, match=r"has no split 'val', it is not split"):
-        load_set(subject, str(flat), "val", 8, "cpu")
+        load_set(subject, flat, split="val", batch=8)
     with pytest.raises(SitusError, match=r"has no split 'val'"):  # nobody is judged on what was learned from
-        load_bank(subject, str(flat), None, 8)
+        load_bank(subject, flat, batch=8)
 
 
 VERBS = {

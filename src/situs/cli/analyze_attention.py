@@ -41,7 +41,7 @@ def run(args: Args) -> None:
     backbone = model.backbone
     check_attention_maps(backbone)
     layer = check_layer(backbone, args.layer)
-    loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count)
+    loader = load_set(model, args.data, split=args.split, batch=args.batch, count=args.count)
     found = survey(backbone, loader, positions=model.positions)
     images = next(iter(loader)).inputs[: args.show]
     shown = Shown(

@@ -33,7 +33,7 @@ def run(args: Args) -> None:
     from situs.models.data import load_set, made_with
 
     model = open_from(args)
-    loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count)
+    loader = load_set(model, args.data, split=args.split, batch=args.batch, count=args.count)
     found = correlate(model.backbone, loader, positions=model.positions)
     if args.depth not in found:
         raise unknown_name("depth", args.depth, found)

@@ -44,7 +44,7 @@ def run(args: Args) -> None:
     settings = settings_of(model.method, model.name, args.ratios, args.position_ratios)
     method = model.method
     assert method is not None  # settings_of has refused the others
-    loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count)
+    loader = load_set(model, args.data, split=args.split, batch=args.batch, count=args.count)
     found = study(
         method,
         loader,

@@ -39,7 +39,7 @@ def run(args: Args) -> None:
         raise SitusError("ratios: must name at least one share of the patches to shuffle (--ratios)")
     model = open_from(args)
     model.backbone.require("tokens")
-    loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count)
+    loader = load_set(model, args.data, split=args.split, batch=args.batch, count=args.count)
     audit = audit_positions(
         model.name,
         model.trained,

@@ -5,28 +5,19 @@ For example: situs evaluate accuracy runs/ft --out look
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass
 
-from situs.cli.model_args import ImageArgs, open_from
-from situs.cli.result import present
+from situs.cli.model_args import open_from
+from situs.cli.result import MeasureArgs, asked, present
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(ImageArgs):
+class Args(MeasureArgs):
     """Accuracy of a classifier."""
-
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the forward."""
 
 
 def run(args: Args) -> None:
     """Evaluates, prints one line of numbers and writes the page."""
-    from situs.evaluate.accuracy import evaluate_classes
-    from situs.models.data import check_classes, check_labels, load_set, made_with
+    from situs.evaluate.accuracy import evaluate_accuracy
 
-    model = open_from(args)
-    loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count, shared=True)
-    check_classes(model, loader)
-    found = evaluate_classes(model.backbone, loader, check_labels(loader), precision=args.precision)
-    present(replace(found, provenance=made_with(model, loader, args.seed, args.precision)), args.out)
+    present(evaluate_accuracy(open_from(args), **asked(args)), args.out)

@@ -37,7 +37,7 @@ def run(args: Args) -> None:
     model = open_from(args)
     check_classifier(model)
     shuffled(model.trained, positions=model.positions, grid=args.grid, size=model.data.size)  # refuses a wrong --grid
-    loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count, shared=True)
+    loader = load_set(model, args.data, split=args.split, batch=args.batch, count=args.count, shared=True)
     found = measure_consistency(
         model.trained,
         loader,

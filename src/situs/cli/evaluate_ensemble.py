@@ -68,7 +68,7 @@ def run(args: Args) -> None:
         model = model.holding_out(first.held_out if args.held_out is None else args.held_out)
         models[name] = model
         path = args.data if args.data is not None or not loaders else first.path or None
-        loaders[name] = load_set(model, path, args.split, args.batch, model.device, count=args.count, shared=True)
+        loaders[name] = load_set(model, path, split=args.split, batch=args.batch, count=args.count, shared=True)
         check_classes(model, loaders[name])
     backbones = {name: model.backbone for name, model in models.items()}
     found = evaluate_ensemble(backbones, loaders, average=args.average, precision=args.precision)

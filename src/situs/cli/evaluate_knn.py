@@ -24,7 +24,7 @@ class Args(ImageArgs):
     temperature: Annotated[float | None, Parameter(metavar="τ|None")] = 0.07
     """τ of the weights exp(similarity / τ); None counts every neighbour as one."""
 
-    bank_count: Annotated[int | None, Parameter(metavar="IMAGES")] = 10_000
+    train_count: Annotated[int | None, Parameter(metavar="IMAGES")] = 10_000
     """At most so many images of the training split as the bank; None for all."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -38,7 +38,7 @@ def run(args: Args) -> None:
 
     model = open_from(args)
     bank, test = load_bank(
-        model, args.data, args.split, args.batch, bank_count=args.bank_count, count=args.count, field="bank_count"
+        model, args.data, split=args.split, batch=args.batch, train_count=args.train_count, count=args.count
     )
     found = knn_by_layer(
         model.trained,

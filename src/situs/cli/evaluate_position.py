@@ -41,7 +41,7 @@ def run(args: Args) -> None:
 
     model = open_from(args)
     method = position_method(model.method, model.name)
-    loader = load_set(model, args.data, args.split, args.batch, model.device, count=args.count, shared=True)
+    loader = load_set(model, args.data, split=args.split, batch=args.batch, count=args.count, shared=True)
     draws = {"seed": args.seed, "precision": args.precision}
     if isinstance(method, DropPos):
         found = position_grid(method, loader, args.mask_ratios, args.position_mask_ratios, **draws)

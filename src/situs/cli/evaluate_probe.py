@@ -115,7 +115,7 @@ def _loaders(args: Args, model: Model) -> tuple[Loader, Loader]:
     from situs.models.data import load_bank
 
     return load_bank(
-        model, args.data, args.split, args.batch, bank_count=args.train_count, count=args.count, field="train_count"
+        model, args.data, split=args.split, batch=args.batch, train_count=args.train_count, count=args.count
     )
 
 

@@ -47,7 +47,7 @@ def run(args: Args) -> None:
 
     check_form(args.out)
     model = open_from(args).holding_out(args.held_out)
-    loader = load_set(model, args.data, args.split, args.batch, model.device)
+    loader = load_set(model, args.data, split=args.split, batch=args.batch)
     found = extract(model.backbone, loader, args.pool, positions=model.positions, precision=args.precision)
     mean, std = model.data.normalisation
     facts = {

@@ -4,10 +4,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, Literal
 
+from situs.cli.model_args import ImageArgs, LookArgs
 from situs.errors import SitusError
 from situs.results import Result, Table, show
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureArgs(ImageArgs):
+    """Which model, on which images, in which arithmetic."""
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Arithmetic of the forward."""
+
+
+def asked(args: ImageArgs) -> dict[str, Any]:
+    """What the flags ask of the function that measures, by its arguments; which model it is stands apart."""
+    apart = {*(each.name for each in fields(LookArgs)), "held_out"}
+    return {each.name: getattr(args, each.name) for each in fields(args) if each.name not in apart}
 
 
 def check_folder(folder: Path) -> None:

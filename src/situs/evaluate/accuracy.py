@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from situs.errors import SitusError
 from situs.evaluate.inference import evaluating, sum_over_ranks
 from situs.methods.base import Batch
+from situs.models.data import AnyData, AnyModel, Images, check_classes, check_labels, load_set, made_with, opened
 from situs.results import Result, Summary, Table, percent
 from situs.train.step import autocast
 
@@ -76,46 +77,36 @@ class ClassAccuracy(Result):
 
 
 class Tally:
-    """Running sums on the device. Every sample counts once, so a smaller last batch weighs what it should."""
+    """Running sums on the device. Every sample counts once, so a smaller last batch weighs what it should.
 
-    def __init__(self) -> None:
-        self.sums: Tensor | None = None
+    classes: how many there are, where every answer is kept by class too.
+    """
 
-    def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Takes in logits [B, C] and labels [B] (or [B, C] shares, whose heaviest class is the true one)."""
-        logits = logits.float()
-        hard = labels if labels.dim() == 1 else labels.argmax(dim=-1)
-        hits = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == hard[:, None]
-        loss = F.cross_entropy(logits, hard, reduction="none").double().sum()
-        sums = torch.stack([hits[:, 0].sum().double(), hits.sum().double(), loss])
-        sums = torch.cat([sums, sums.new_full((1,), float(len(hard)))])
-        self.sums = sums if self.sums is None else self.sums + sums
-
-    def result(self) -> Accuracy:
-        """The means over all samples of all ranks; waits for the device."""
-        if self.sums is None:
-            raise SitusError("there are no samples to evaluate on", field="data")
-        top1, top5, loss, count = sum_over_ranks(self.sums.clone()).tolist()
-        if not count:
-            raise SitusError("there are no samples to evaluate on", field="data")
-        return Accuracy(top1 / count, top5 / count, int(count), loss / count)
-
-
-class ClassTally(Tally):
-    """The same, and every answer by class."""
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
+    def __init__(self, classes: int = 0) -> None:
         self.classes = classes
+        self.sums: Tensor | None = None
         self.table: Tensor | None = None
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
-        """Takes in logits [B, C] and labels [B]."""
-        super().add(logits, labels)
-        if self.table is None:
-            self.table = torch.zeros(self.classes * self.classes, dtype=torch.float64, device=logits.device)
-        said = labels * self.classes + logits.argmax(dim=-1)
-        self.table.scatter_add_(0, said, torch.ones_like(said, dtype=torch.float64))
+        """Takes in logits [B, C] and labels [B] (or [B, C] shares, whose heaviest class is the true one)."""
+        logits, truth = logits.float(), hard(labels)
+        hits = logits.topk(min(5, logits.shape[-1]), dim=-1).indices == truth[:, None]
+        loss = F.cross_entropy(logits, truth, reduction="none").double().sum()
+        sums = torch.stack([hits[:, 0].sum().double(), hits.sum().double(), loss])
+        sums = torch.cat([sums, sums.new_full((1,), float(len(truth)))])
+        self.sums = sums if self.sums is None else self.sums + sums
+        if self.classes:
+            if self.table is None:
+                self.table = torch.zeros(self.classes * self.classes, dtype=torch.float64, device=logits.device)
+            said = truth * self.classes + logits.argmax(dim=-1)
+            self.table.scatter_add_(0, said, torch.ones_like(said, dtype=torch.float64))
+
+    def result(self) -> Accuracy:
+        """The means over all samples of all ranks; waits for the device."""
+        top1, top5, loss, count = [0.0] * 4 if self.sums is None else sum_over_ranks(self.sums.clone()).tolist()
+        if not count:
+            raise SitusError("there are no samples to evaluate on", field="data")
+        return Accuracy(top1 / count, top5 / count, int(count), loss / count)
 
     def answers(self) -> Tensor:
         """[C, C] int64 on the CPU: how many images of class i over all ranks were taken for class j."""
@@ -124,6 +115,23 @@ class ClassTally(Tally):
 
 
 def evaluate_accuracy(
+    model: AnyModel, data: AnyData = None, *, precision: str = "fp32", seed: int = 0, **images: Unpack[Images]
+) -> ClassAccuracy:
+    """Top-1, top-5 and loss of a classifier on a whole split, and which classes it knows; summed over the ranks.
+
+    model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on.
+    precision: fp32, or bf16 for autocast. seed: of random weights. images: see `load_set`.
+    """
+    model = opened(model, seed)
+    loader = load_set(model, data, shared=True, **images)
+    check_classes(model, loader)
+    classes = check_labels(loader)
+    tally = Tally(len(classes))
+    found = measure_accuracy(model.backbone, loader, classes=len(classes), precision=precision, tally=tally)
+    return ClassAccuracy(found, tally.answers(), classes, provenance=made_with(model, loader, seed, precision))
+
+
+def measure_accuracy(
     model: Classifier,
     batches: Iterable[Batch],
     *,
@@ -134,7 +142,7 @@ def evaluate_accuracy(
     """The accuracy of `model` over all `batches`, summed over the ranks where there are several.
 
     Each rank brings its own part of the set. classes: how many the data has, where the model must have as many.
-    precision: fp32, or bf16 for autocast. tally: what keeps the sums, where more than the accuracy is asked for.
+    tally: what keeps the sums, where more than the accuracy is asked for.
     """
     tally = tally or Tally()
     with evaluating(model):
@@ -147,17 +155,13 @@ def evaluate_accuracy(
     return tally.result()
 
 
-def evaluate_classes(
-    model: Classifier, batches: Iterable[Batch], classes: Sequence[str], *, precision: str = "fp32"
-) -> ClassAccuracy:
-    """The accuracy of `model` and its answers by class. classes: the names of the data's, which the model must have."""
-    tally = ClassTally(len(classes))
-    found = evaluate_accuracy(model, batches, classes=len(classes), precision=precision, tally=tally)
-    return ClassAccuracy(found, tally.answers(), classes)
-
-
 def labels_of(batch: Batch) -> Tensor:
     """The labels of a batch, or one sentence where the data has none."""
     if "label" not in batch.targets:
         raise SitusError("this evaluation needs labels, and the data has none", field="data")
     return batch.targets["label"]
+
+
+def hard(labels: Tensor) -> Tensor:
+    """Labels as class numbers [n], the heaviest class where they are shares [n, C]."""
+    return labels if labels.dim() == 1 else labels.argmax(dim=-1)

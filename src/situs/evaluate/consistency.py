@@ -21,6 +21,7 @@ from situs.core.jigsaw import draw_puzzle, move_patches, puzzle_noise_shape
 from situs.core.masking import count_of
 from situs.core.random import uniform
 from situs.errors import SitusError
+from situs.evaluate.accuracy import hard
 from situs.evaluate.inference import evaluating, sum_over_ranks
 from situs.limits import check_value
 from situs.methods.base import Batch, Method
@@ -258,8 +259,6 @@ def _measure(
     clean, logits = view.read(batch.inputs)
     clean, answers = clean.double(), logits.argmax(dim=-1)
     truth = batch.targets.get("label") if classes in (None, logits.shape[-1]) else None
-    if truth is not None and truth.dim() > 1:
-        truth = truth.argmax(dim=-1)
     count = float(len(batch.ids))
     sums = [clean.new_full((), count), clean.new_full((), 0.0 if truth is None else count), clean.norm(dim=-1).sum()]
     for ratio in ratios:
@@ -267,7 +266,7 @@ def _measure(
         for told in tells:
             moved, logits = view.read(batch.inputs, index, mask if told else None)
             square, answer = (moved.double() - clean).square().sum(dim=-1), logits.argmax(dim=-1)
-            right = torch.zeros_like(answer) if truth is None else answer == truth
+            right = torch.zeros_like(answer) if truth is None else answer == hard(truth)
             sums += [square.sqrt().sum(), square.sum(), (answer == answers).sum(), right.sum()]
     return torch.stack([part.double() for part in sums])
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from situs.errors import SitusError
-from situs.evaluate.accuracy import Accuracy, Classifier, Tally, labels_of
+from situs.evaluate.accuracy import Accuracy, Classifier, Tally, hard, labels_of
 from situs.evaluate.inference import evaluating, sum_over_ranks
 from situs.methods.base import Batch
 from situs.results import Result, Summary, Table, percent
@@ -121,9 +121,8 @@ def evaluate_ensemble(
 
 def _agree(answers: Tensor, labels: Tensor) -> Tensor:
     """answers: [M, B] -> [M * M + 1] float64: samples on which two models agree, and those that any has right."""
-    truth = labels if labels.dim() == 1 else labels.argmax(dim=-1)
     same = (answers[:, None] == answers[None]).sum(dim=-1)
-    return torch.cat([same.flatten(), (answers == truth).any(dim=0).sum()[None]]).double()
+    return torch.cat([same.flatten(), (answers == hard(labels)).any(dim=0).sum()[None]]).double()
 
 
 def _rows(models: Mapping[str, Classifier], batches: Any) -> Iterator[dict[str, Batch]]:

@@ -11,7 +11,7 @@ from situs.data.loader import BATCH, Loader, make_loader
 from situs.data.sources import open_source
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
-from situs.evaluate.accuracy import evaluate_accuracy
+from situs.evaluate.accuracy import measure_accuracy
 from situs.evaluate.inference import evaluating
 from situs.evaluate.online import OnlineProbe, ProbeConfig
 from situs.limits import check_value
@@ -41,7 +41,7 @@ class Validation:
 
     def _look(self, state: RunState) -> None:
         with evaluating(state.method, ema=state.ema):
-            found = evaluate_accuracy(state.method.backbone, self.loader, precision=self.precision)
+            found = measure_accuracy(state.method.backbone, self.loader, precision=self.precision)
         state.log({"val_top1": found.top1, "val_top5": found.top5, "val_loss": found.loss})
 
 

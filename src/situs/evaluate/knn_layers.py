@@ -11,11 +11,10 @@ from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
-from situs.evaluate.accuracy import labels_of
+from situs.evaluate.accuracy import hard, labels_of
 from situs.evaluate.features import Pool, layer_features
 from situs.evaluate.inference import evaluating
 from situs.evaluate.knn import knn_accuracy
-from situs.evaluate.online import hard
 from situs.methods.base import Batch, Method
 from situs.results import Result, Summary, Table, percent
 from situs.train.step import autocast

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from situs.config import Checked
+from situs.evaluate.accuracy import hard
 from situs.evaluate.features import FeatureSet, Pool, extract
 from situs.evaluate.inference import evaluating
 from situs.evaluate.knn import knn_accuracy
@@ -83,8 +82,3 @@ class OnlineProbe:
             positions=method.sees_positions,
             precision=self.config.precision,
         )
-
-
-def hard(labels: Tensor) -> Tensor:
-    """Labels as class numbers [n], the heaviest class where they are shares [n, C]."""
-    return labels if labels.dim() == 1 else labels.argmax(dim=-1)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
+from situs.evaluate.accuracy import hard
 from situs.evaluate.features import Pool, extract
-from situs.evaluate.online import hard
 from situs.evaluate.probe import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
 from situs.methods.base import Batch, Method
 from situs.results import Cell, Summary, Table, percent

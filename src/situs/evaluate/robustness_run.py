@@ -172,7 +172,7 @@ class _Bench:
             self.outputs = model.backbone(blank).shape[-1]
 
     def load(self, path: str | None, split: str | None) -> Loader:
-        return load_set(self.model, path, split, self.plan.batch, self.device, count=self.plan.count)
+        return load_set(self.model, path, split=split, batch=self.plan.batch, count=self.plan.count)
 
     def wrap(self, source: Source, **data: Any) -> Loader:
         """A source that is open already, prepared as the model wants it."""

@@ -7,69 +7,104 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import TypedDict
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from situs.data.augment.recipes import denormalise
 from situs.data.loader import Loader, make_loader
 from situs.data.sources import judged_split, open_source
+from situs.data.sources.base import Source
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
 from situs.limits import check_value
 from situs.models.model import Model, check_classifier
+from situs.models.open import open_model
 from situs.results import Provenance
 from situs.train import distributed
+
+AnyModel = str | Path | nn.Module | Model
+"""What `open_model` takes."""
+
+AnyData = str | Path | Source | None
+"""A path to images, a source of them, or None for those that a run was trained on."""
+
+
+class Images(TypedDict, total=False):
+    """Which of the images, for every measurement; `load_set` says what each means."""
+
+    split: str | None
+    held_out: float | None
+    count: int | None
+    batch: int
+
+
+def opened(model: AnyModel, seed: int = 0) -> Model:
+    """The model itself, or the one that is named, opened where it can be computed quickest.
+
+    seed: of random weights. What else can be said of a model that is not open yet, `open_model` is told.
+    """
+    if isinstance(model, Model):
+        return model
+    own = next(model.parameters(), None) if isinstance(model, nn.Module) else None
+    return open_model(model, seed=seed, device=distributed.start().device if own is None else own.device)
 
 
 def load_set(
     model: Model,
-    path: str | None,
-    split: str | None,
-    batch: int,
-    device: torch.device | str,
+    data: AnyData = None,
     *,
+    split: str | None = None,
+    held_out: float | None = None,
     count: int | None = None,
+    batch: int = 256,
     shared: bool = False,
 ) -> Loader:
-    """The images at `path` as the model was trained to see them: not augmented, in their own order.
+    """The images at `data` as the model was trained to see them, on its device: not augmented, in their own order.
 
     split: where none is named, val, or the share that the model's data holds out; all of data that is not split.
-    count: at most so many over all ranks, a uniform choice that is the same every time. shared: only this rank's part
-    of them, for an evaluation that sums over the ranks; else each rank has them all.
+    held_out: that share, where it is not the model's own. count: at most so many over all ranks, a uniform choice that
+    is the same every time. batch: so many at a time. shared: only this rank's part of them, for an evaluation that sums
+    over the ranks; else each rank has them all.
     """
     rank, world = (distributed.rank(), distributed.world()) if shared else (0, 1)
-    if not (path or model.data.path):
-        raise SitusError(f"{model.name}: only a run knows its data; say where the images are", field="data")
     if world > 1:  # each rank takes the same share of a batch
         batch = max(world, batch - batch % world)
-    data = replace(model.data, path=path or model.data.path, split=split, batch=batch)
-    chosen = split or judged_split(data.path, data.held_out)
-    source = open_source(data.path, chosen, channels=data.channels, strict=data.strict, held_out=data.held_out)
-    if chosen is None:
-        told = ", those of the training too" if path is None else ""
-        source.notes.append(
-            f"{source.name}: is not split, so that all its images were taken{told}; a share can be held out"
-        )
+    config = replace(model.holding_out(held_out).data, split=split, batch=batch)
+    if isinstance(data, Source):
+        source = data
+    elif data or config.path:
+        path = str(data or config.path)
+        config = replace(config, path=path)
+        chosen = split or judged_split(path, config.held_out)
+        source = open_source(path, chosen, channels=config.channels, strict=config.strict, held_out=config.held_out)
+        if chosen is None:
+            told = ", those of the training too" if data is None else ""
+            source.notes.append(
+                f"{source.name}: is not split, so that all its images were taken{told}; a share can be held out"
+            )
+    else:
+        raise SitusError(f"{model.name}: only a run knows its data; say where the images are", field="data")
     if count is not None:
         check_value("count", count, ">= 1")
         source = Subset(source, count)
     if world > max(1, len(source)):  # which would leave a rank with nothing to add to the sums
         raise SitusError(f"{source.name}: {len(source)} images are too few for {world} ranks", field="count")
-    return make_loader(data, None, device, rank=rank, world=world, source=source)
+    return make_loader(config, None, model.device, rank=rank, world=world, source=source)
 
 
 def load_bank(
     model: Model,
-    path: str | None,
-    split: str | None,
-    batch: int,
+    data: AnyData = None,
     *,
-    bank_count: int | None = None,
+    train_count: int | None = None,
+    split: str | None = None,
+    held_out: float | None = None,
     count: int | None = None,
-    field: str = "bank_count",
+    batch: int = 256,
 ) -> tuple[Loader, Loader]:
-    """The training split to learn from, at most `bank_count` images of it, and another split to be judged on.
+    """The training split to learn from, at most `train_count` images of it, and another split to be judged on.
 
     Refuses to judge on what was learned from, and splits whose classes differ.
     """
@@ -77,10 +112,15 @@ def load_bank(
         raise SitusError(
             f"split={split!r}: is what the classifier is fitted to; judge it on val or test", field="split"
         )
-    if bank_count is not None:
-        check_value(field, bank_count, ">= 1")
-    bank = load_set(model, path, "train", batch, model.device, count=bank_count)
-    test = load_set(model, path, split or "val", batch, model.device, count=count)
+    if isinstance(data, Source):
+        raise SitusError(
+            f"{data.name}: is one set, and one to learn from and one to be judged on are needed", field="data"
+        )
+    if train_count is not None:
+        check_value("train_count", train_count, ">= 1")
+    model = model.holding_out(held_out)
+    bank = load_set(model, data, split="train", count=train_count, batch=batch)
+    test = load_set(model, data, split=split or "val", count=count, batch=batch)
     if bank.classes != test.classes:
         raise SitusError(f"{test.source.name}: its classes are not those of the training split", field="data")
     return bank, test
