@@ -14,7 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
-import situs
+from situs.core.masking import block_mask, block_noise_shape, jigsaw
+from situs.core.permutation import permute_rows, random_permutation
+from situs.core.random import uniform
+from situs.core.tokens import patchify
 from situs.data.sources.samples import load_samples
 
 GRID, PATCH, STEP = (7, 7), 4, 1.16
@@ -25,7 +28,7 @@ OUT = Path(__file__).parent / "_static" / "position.png"
 
 def noise(stream: str, count: int) -> Tensor:
     """[1, count]: the sample's own noise, so that the picture is the same each time."""
-    return situs.uniform(0, 0, torch.tensor([BOOT]), f"picture.{stream}", (count,))
+    return uniform(0, 0, torch.tensor([BOOT]), f"picture.{stream}", (count,))
 
 
 def panel(ax: Axes, patches: Tensor, title: str, mark: Tensor, colour: str, sign: str = "") -> None:
@@ -49,12 +52,12 @@ def main() -> None:
     """Four panels: the patches, a jigsaw in a block mask, places forgotten, all moved."""
     mpl.use("Agg")
     image = load_samples("train").images[BOOT : BOOT + 1].float() / 255
-    patches = situs.patchify(image, PATCH)
+    patches = patchify(image, PATCH)
     none = torch.zeros(1, 49, dtype=torch.bool)
-    block = situs.block_mask(noise("block", *situs.block_noise_shape(GRID, 0.4)), GRID, 0.4)
-    puzzle = situs.permute_rows(patches, situs.jigsaw(block, noise("jigsaw", 49)))
+    block = block_mask(noise("block", *block_noise_shape(GRID, 0.4)), GRID, 0.4)
+    puzzle = permute_rows(patches, jigsaw(block, noise("jigsaw", 49)))
     forgotten = noise("forgotten", 49) < 0.5
-    everywhere = situs.permute_rows(patches, situs.random_permutation(noise("order", 49)))
+    everywhere = permute_rows(patches, random_permutation(noise("order", 49)))
 
     figure, axes = plt.subplots(1, 4, figsize=(16, 4.5), facecolor="white")
     panel(axes[0], patches[0], "cut in patches", none[0], INK)

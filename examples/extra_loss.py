@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import cross_entropy
 
-from situs import create_backbone
+from situs.backbones import create_backbone
 from situs.methods import MP3, Batch, MP3Config
 
 images, labels = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))  # your data

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -20,10 +19,8 @@ from situs.config import (
     choices_of,
     differences,
     from_dict,
-    load_json,
     merge,
-    replace_at,
-    save_json,
+    tables_of,
     to_dict,
 )
 from situs.errors import SitusError
@@ -116,17 +113,6 @@ def test_round_trip_through_json_text(original: Config) -> None:
     assert type(again.method) is type(original.method)
     assert exact(to_dict(again)) == exact(to_dict(original))
     assert type(again.mixed) is type(original.mixed)
-
-
-@given(configs)
-def test_round_trip_through_a_file(tmp_path_factory: pytest.TempPathFactory, original: Config) -> None:
-    path = tmp_path_factory.mktemp("config") / "config.json"
-    save_json(original, path)
-    assert load_json(Config, path) == original
-    first = path.read_bytes()
-    save_json(load_json(Config, path), path)
-    assert path.read_bytes() == first
-    assert [entry.name for entry in path.parent.iterdir()] == ["config.json"]
 
 
 def test_free_tables_are_written_in_sorted_order() -> None:
@@ -255,33 +241,21 @@ def kinds_agree(a: dict, b: dict) -> bool:
     )
 
 
-def test_replace_at_changes_one_field() -> None:
+def test_differences_are_told_field_by_field() -> None:
     start = Config(1, method=Mae.Config(decoder=8))
-    changed = replace_at(start, "method.mask_ratio", 0.5)
-    assert changed == Config(1, method=Mae.Config(mask_ratio=0.5, decoder=8))
-    assert start.method.mask_ratio == 0.75
-    assert replace_at(start, "method", {"name": "mp3"}).method == Mp3.Config()
-    assert replace_at(start, "method", Mp3.Config(0.1)).method == Mp3.Config(0.1)
+    changed = Config(1, method=Mae.Config(mask_ratio=0.5, decoder=8))
     assert differences(start, changed) == {"method.mask_ratio": (0.75, 0.5)}
-    assert differences(start, replace_at(start, "method", {"name": "mp3"})) == {
+    assert differences(start, Config(1, method=Mp3.Config())) == {
         "method.name": ("mae", "mp3"),
         "method.decoder": (8, None),
     }
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "sentence"),
-    [
-        ("optim.rl", 1, "optim.rl: unknown key, perhaps lr"),
-        ("optim.lr", "x", "optim.lr='x': must be a finite number"),
-        ("optim.lr", -1, "optim.lr=-1: must be > 0"),
-        ("steps.more", 1, "steps is no table"),
-    ],
-)
-def test_replace_at_is_as_strict(path: str, value: object, sentence: str) -> None:
-    with pytest.raises(SitusError) as caught:
-        replace_at(Config(1), path, value)
-    assert sentence in str(caught.value)
+def test_values_by_path_are_tables_and_none_is_given_twice() -> None:
+    given = [("lr", "optim.lr", 1), ("seed", "train.seed", 2), ("seed", "seed", 2), ("optim", "optim", {"ema": 3})]
+    assert tables_of(given) == {"optim": {"lr": 1, "ema": 3}, "train": {"seed": 2}, "seed": 2}
+    with pytest.raises(SitusError, match="lr and optim set the same"):
+        tables_of([("lr", "optim.lr", 1), ("optim", "optim", {"lr": 1})])
 
 
 def test_rules_hold_however_a_config_is_made() -> None:
@@ -336,32 +310,6 @@ def test_toml_is_read_and_its_errors_are_sentences(tmp_path: Path) -> None:
     ):
         with pytest.raises(SitusError, match=sentence):
             read_toml(path)
-
-
-def test_json_that_is_torn_or_no_table_is_a_sentence(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    for text, sentence in (
-        ('{"steps": ', "no valid JSON"),
-        ("[1]", "must hold a table"),
-        ('{"steps": "1"}', "steps='1'"),
-    ):
-        path.write_text(text)
-        with pytest.raises(SitusError, match=f"config.json: .*{sentence}"):
-            load_json(Config, path)
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "config.json"
-    save_json(Config(1), path)
-
-    def full(_: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        save_json(Config(2), path)
-    assert load_json(Config, path) == Config(1)
-    assert [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
 
 
 def configs() -> Iterator[type[Any]]:

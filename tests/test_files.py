@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from situs.files import write_bytes
+import pytest
+
+from situs.errors import SitusError
+from situs.files import read_json, write_bytes, write_text
 
 
 def test_a_private_file_is_for_its_owner_whatever_stood_there(tmp_path: Path) -> None:
@@ -16,6 +19,27 @@ def test_a_private_file_is_for_its_owner_whatever_stood_there(tmp_path: Path) ->
     assert path.read_bytes() == b"mine" and path.stat().st_mode & 0o777 == 0o600
     write_bytes(path, b"all's")
     assert path.stat().st_mode & 0o077 == 0o066 & ~_umask()
+
+
+@pytest.mark.parametrize(("text", "said"), [('{"steps": ', "no valid JSON"), ("[1]", "must hold a table")])
+def test_json_that_is_torn_or_no_table_is_a_sentence(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SitusError, match=f"config.json: .*{said}"):
+        read_json(tmp_path / "config.json")
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    write_text(path, "old")
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_text(path, "new")
+    assert path.read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["config.json"]
 
 
 def _umask() -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -36,6 +38,14 @@ def test_type_checkers_see_the_same_names() -> None:
 def test_all_and_dir_list_the_face() -> None:
     assert set(situs.__all__) == {"__version__", *HOMES}
     assert set(situs.__all__) <= set(dir(situs))
+
+
+def test_the_page_of_help_opens_with_every_function() -> None:
+    """Its name and the first line of its docstring."""
+    listed = dict(re.findall(r"^    (\w+) {2,}(.+)$", situs.__doc__ or "", re.MULTILINE))
+    functions = {name: getattr(situs, name) for name in HOMES if name != "SitusError"}
+    assert listed == {name: (each.__doc__ or "").partition("\n")[0] for name, each in functions.items()}
+    assert all(inspect.isfunction(each) for each in functions.values())
 
 
 def test_unknown_name_is_an_attribute_error() -> None:

@@ -1,6 +1,15 @@
-"""Situs: position in transformers. Learn from it, measure what it gives away, use the freedom it leaves.
+"""Position in transformers: learn from it, measure what it gives away, use the freedom it leaves.
 
-The names below are the public face. They load on first use (PEP 562), so `import situs` imports no torch.
+    pretrain       Trains a method on images; gives the folder of the run.
+    finetune       Trains a classifier on a pretrained model; gives the folder of the run.
+    export         Writes a run's model to a folder that timm or transformers loads; gives the folder.
+    open_model     Opens any model: a run, an export, a locked folder, a name, a folder, your own module.
+    publish        Writes the numbers, the pictures and the page, the page last; gives its path.
+    new_key        Draws a seed and writes it to a new file that only its owner may read (mode 0600).
+
+A mistake in what you give is a `SitusError`, a `ValueError` of one sentence. All else lives in the packages below, such
+as `situs.backbones`, one interface to the steps of every transformer, and `situs.methods`, the ideas to learn with; the
+documentation's API reference lists them. In a shell, `situs --help` lists the same functions and more as commands.
 """
 
 from __future__ import annotations
@@ -11,65 +20,23 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from situs.backbones import create_backbone as create_backbone
-    from situs.backbones.base import Backbone as Backbone
-    from situs.backbones.base import Features as Features
-    from situs.backbones.base import Stream as Stream
-    from situs.core.jigsaw import jigsaw_images as jigsaw_images
-    from situs.core.masking import block_mask as block_mask
-    from situs.core.masking import block_noise_shape as block_noise_shape
-    from situs.core.masking import jigsaw as jigsaw
-    from situs.core.masking import random_subset as random_subset
-    from situs.core.permutation import compose as compose
-    from situs.core.permutation import invert as invert
-    from situs.core.permutation import permute_axis as permute_axis
-    from situs.core.permutation import permute_columns as permute_columns
-    from situs.core.permutation import permute_rows as permute_rows
-    from situs.core.permutation import random_permutation as random_permutation
-    from situs.core.position import Positions as Positions
-    from situs.core.position import relative_index as relative_index
-    from situs.core.position import sincos as sincos
-    from situs.core.position import smoothed_targets as smoothed_targets
-    from situs.core.random import uniform as uniform
-    from situs.core.tokens import patchify as patchify
-    from situs.core.tokens import unpatchify as unpatchify
+    from situs.api import export as export
+    from situs.api import finetune as finetune
+    from situs.api import open_model as open_model
+    from situs.api import pretrain as pretrain
     from situs.errors import SitusError as SitusError
-    from situs.methods import METHODS as METHODS
-    from situs.methods import create_method as create_method
-    from situs.methods.base import Batch as Batch
-    from situs.methods.base import Method as Method
-    from situs.train.run import load_run as load_run
+    from situs.locks.key import new_key as new_key
+    from situs.pages import publish as publish
 
-# Where each public name lives. A new one is a line here and a line above.
+# Where each public name lives; it is loaded on first use, so that `import situs` imports no torch.
 _HOMES = {
-    "load_run": "situs.train.run",
-    "jigsaw_images": "situs.core.jigsaw",
-    "create_method": "situs.methods",
-    "Method": "situs.methods.base",
-    "METHODS": "situs.methods",
-    "Batch": "situs.methods.base",
-    "Backbone": "situs.backbones.base",
-    "Features": "situs.backbones.base",
-    "Positions": "situs.core.position",
+    "pretrain": "situs.api",
+    "finetune": "situs.api",
+    "export": "situs.api",
+    "open_model": "situs.api",
+    "publish": "situs.pages",
+    "new_key": "situs.locks.key",
     "SitusError": "situs.errors",
-    "Stream": "situs.backbones.base",
-    "block_mask": "situs.core.masking",
-    "block_noise_shape": "situs.core.masking",
-    "compose": "situs.core.permutation",
-    "create_backbone": "situs.backbones",
-    "invert": "situs.core.permutation",
-    "jigsaw": "situs.core.masking",
-    "patchify": "situs.core.tokens",
-    "permute_axis": "situs.core.permutation",
-    "permute_columns": "situs.core.permutation",
-    "permute_rows": "situs.core.permutation",
-    "random_permutation": "situs.core.permutation",
-    "random_subset": "situs.core.masking",
-    "relative_index": "situs.core.position",
-    "sincos": "situs.core.position",
-    "smoothed_targets": "situs.core.position",
-    "uniform": "situs.core.random",
-    "unpatchify": "situs.core.tokens",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]

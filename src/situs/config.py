@@ -20,19 +20,16 @@ Layers of one recipe are plain dicts put over one another with `merge`: preset <
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import types
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from situs.errors import SitusError, unknown_name
-from situs.files import read_json, write_text
 from situs.limits import Rule
 
 T = TypeVar("T")
@@ -126,7 +123,7 @@ def _table(cls: type[Any], data: Any, path: str) -> Any:
     known = _known(cls)
     for key in data:
         if key not in known:
-            raise _unknown_key(f"{path}.{key}" if path else str(key), known)
+            raise unknown_key(f"{path}.{key}" if path else str(key), known)
     values = {}
     for name, (kind, chosen) in known.items():
         below = f"{path}.{name}" if path else name
@@ -301,24 +298,21 @@ def merge(
     return merged
 
 
-def replace_at(config: T, path: str, value: Any) -> T:
-    """The config with one field changed, as `replace_at(config, "method.mask_ratio", 0.5)`."""
-    return _replace_at(config, path.split("."), value, path)
-
-
-def _replace_at(config: Any, keys: list[str], value: Any, path: str) -> Any:
-    known = _known(type(config))
-    if keys[0] not in known:
-        raise _unknown_key(path, known)
-    held = getattr(config, keys[0])
-    if len(keys) > 1:
-        if not is_dataclass(held):
-            raise SitusError(f"{path}: {keys[0]} is no table, it has no fields of its own")
-        value = _replace_at(held, keys[1:], value, path)
-    elif not is_dataclass(value):
-        kind, chosen = known[keys[0]]
-        value = convert(kind, value, path) if chosen is None else _chosen(chosen, value, path)
-    return replace(config, **{keys[0]: value})
+def tables_of(given: Iterable[tuple[str, str, Any]]) -> dict[str, Any]:
+    """Values by the paths of their fields, as tables: (who gives it, path, value); a field given twice is refused."""
+    by_path: dict[str, str] = {}
+    tables: dict[str, Any] = {}
+    for name, path, value in given:
+        *above, last = path.split(".")
+        table: dict[str, Any] = {last: value}
+        for key in reversed(above):
+            table = {key: table}
+        for leaf in flat(table):
+            if leaf in by_path:
+                raise SitusError(f"{by_path[leaf]} and {name} set the same: give one of them")
+            by_path[leaf] = name
+        tables = merge(tables, table)
+    return tables
 
 
 def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
@@ -373,22 +367,10 @@ def _wrong(path: str, value: Any, allowed: str) -> SitusError:
     return SitusError(field=path, value=value, allowed=allowed)
 
 
-def _unknown_key(path: str, known: Collection[str]) -> SitusError:
+def unknown_key(path: str, known: Collection[str]) -> SitusError:
+    """The error for a key that no config has: the nearest one, and all there are."""
     close = get_close_matches(path.rpartition(".")[2], known, n=1, cutoff=0.5)
     perhaps = f", perhaps {close[0]}" if close else ""
     return SitusError(
         f"{path}: unknown key{perhaps}; known keys here: {', '.join(sorted(known)) or 'none'}", field=path
     )
-
-
-# --- files --------------------------------------------------------------------------------------------------
-
-
-def load_json(cls: type[T], path: str | os.PathLike[str]) -> T:
-    """The config that `save_json` wrote."""
-    return from_dict(cls, read_json(path), where=str(path))
-
-
-def save_json(config: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a config: fields in their own order, keys of free tables sorted, the same bytes every time."""
-    write_text(path, json.dumps(to_dict(config), indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -86,7 +86,7 @@ def test_weights_that_are_no_run_can_be_fine_tuned(
     assert "method=mp3: fine-tuning needs" in refused([*words, "--method", "mp3", "--out", str(tmp_path / "x")], capsys)
     resume = ["--resume", str(tmp_path / "ft")]
     assert refused([*resume, "--positions", "none"], capsys) == (
-        f"--positions none: is for a new fine-tuning; --resume {tmp_path / 'ft'} goes on as it began"
+        f"positions=none: is for a new fine-tuning; {tmp_path / 'ft'} goes on as it began (--positions)"
     )
     assert "--from" in refused([*resume, "--from", str(trained.mp3)], capsys)
 
@@ -95,16 +95,16 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     out = ["--out", str(tmp_path / "ft")]
     told = [*out, "--from", str(trained.mp3), *QUICK]
     assert refused(out, capsys) == (
-        "give the pretrained model to start from (--from), other weights with their --backbone.name (--init) or a run "
-        "to go on with (--resume)"
+        "give the pretrained model to start from, other weights with the name of their model, or a run to go on with "
+        "(--from, --init, --backbone.name, --resume)"
     )
     assert refused([*told, "--init", "x.pt"], capsys) == (
-        f"give the model to start from (--from {trained.mp3}) or other weights (--init x.pt)"
+        f"give the model to start from ({trained.mp3}) or other weights (x.pt), and not both (--from, --init)"
     )
     for_pretrain = ["--resume", str(trained.mp3), "--device", "cpu"]
     assert refused(for_pretrain, capsys) == (
-        f"{trained.mp3}: is a run of pretrain (method mp3), not of finetune; go on with situs pretrain --resume "
-        f"{trained.mp3}, or start from it with --from {trained.mp3} --out DIR"
+        f"{trained.mp3}: is a run of pretrain (method mp3), not of finetune; go on with it in pretrain, or start a "
+        "new fine-tuning from it (--resume, --from, --out)"
     )
     assert "is a run of pretrain (method supervised)" in refused(["--resume", str(trained.one)], capsys)
     assert refused([*out, "--from", str(tmp_path / "none")], capsys).startswith(f"{tmp_path / 'none'}: holds no run")

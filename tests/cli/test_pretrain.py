@@ -195,7 +195,7 @@ def test_another_config_on_resume_is_refused(
         f"{out}: cannot resume with another config: data.batch was 16 and is now 32 (--resume)"
     )
     assert "method.mask_ratio was 0.75 and is now 0.5" in refused([*words, "--method.mask-ratio", ".5"], capsys)
-    assert "leave out --preset and --config" in refused([*words, "--preset", "samples-mp3"], capsys)
+    assert refused([*words, "--preset", "samples-mp3"], capsys).endswith("(--resume, --preset, --config)")
     assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
     said = refused(["pretrain", "--resume", str(tmp_path / "none")], capsys)
     assert str(tmp_path / "none") in said

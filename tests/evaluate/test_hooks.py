@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from situs.config import from_dict, merge, replace_at
+from situs.config import from_dict, merge
 from situs.data.loader import Loader
 from situs.errors import SitusError
 from situs.evaluate.accuracy import measure_accuracy
@@ -116,11 +117,11 @@ def test_a_set_without_a_validation_split_can_be_trained_on_without_one(tmp_path
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         Image.new("RGB", (28, 28)).save(tmp_path / name / "1.png")
-    alone = replace_at(own, "data.path", str(tmp_path))
+    alone = replace(own, data=replace(own.data, path=str(tmp_path)))
     with pytest.raises(SitusError, match=r"has no split 'val'.*; validate_every=0 trains without validation"):
         validation_hooks(1)(alone, loader(own), CPU)
     with pytest.raises(SitusError, match="probe_every=0 trains without validation"):
-        probe_hooks(replace_at(alone, "probe_every", 1), loader(own), CPU)
+        probe_hooks(replace(alone, probe_every=1), loader(own), CPU)
     assert validation_hooks(0)(alone, loader(own), CPU) == []
 
 

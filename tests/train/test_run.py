@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from situs.backbones import BackboneConfig
-from situs.config import from_dict, merge, replace_at
+from situs.config import from_dict, merge
 from situs.errors import SitusError
 from situs.models.initialise import starting
 from situs.train.checkpoint import RunFolder, read_config
@@ -45,6 +45,10 @@ BASE: dict[str, Any] = {
 
 def config(**tables: Any) -> RunConfig:
     return from_dict(RunConfig, merge(BASE, tables, {"method"}))
+
+
+def longer_by(own: RunConfig, **train: Any) -> RunConfig:
+    return replace(own, train=replace(own.train, **train))
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
@@ -145,7 +149,7 @@ def test_a_run_is_resumed_from_another_folder(tmp_path: Path, monkeypatch: pytes
     train_run(own, out="../run", device="cpu", say=said.append)
     assert "batch 20: the set has no more images for a step" in said
     monkeypatch.chdir(tmp_path / "there")
-    longer = replace_at(from_dict(RunConfig, read_config(tmp_path / "run")), "train.max_steps", 2)
+    longer = longer_by(from_dict(RunConfig, read_config(tmp_path / "run")), max_steps=2)
     assert train_run(longer, resume="../run", device="cpu").step == 2
 
 
@@ -259,7 +263,7 @@ def test_a_stopped_and_extended_run_equals_one_that_never_stopped(mp3: Path, tmp
     """--steps only cuts the run short here: with a constant rate the schedule does not tell the two apart."""
     steady = config(optim={"schedule": "constant"}, backbone={"drop_path": 0.3})
     train_run(steady, out=tmp_path / "cut", device="cpu")
-    longer = replace_at(steady, "train.max_steps", 5)
+    longer = longer_by(steady, max_steps=5)
     assert train_run(longer, resume=tmp_path / "cut", device="cpu").step == 5
     train_run(longer, out=tmp_path / "whole", device="cpu")
     cut, whole = weights(tmp_path / "cut"), weights(tmp_path / "whole")
@@ -274,7 +278,7 @@ def test_more_epochs_go_on_and_say_what_happens_to_the_schedule(
 ) -> None:
     once = config(data={"batch": 3000}, train={"epochs": 1, "max_steps": None})
     assert train_run(once, out=tmp_path / "run", device="cpu").step == 3
-    twice = replace_at(once, "train.epochs", 2)
+    twice = longer_by(once, epochs=2)
     assert train_run(twice, resume=tmp_path / "run", device="cpu").step == 6
     said = capsys.readouterr().err
     assert "train.epochs: 1 -> 2" in said
@@ -283,7 +287,7 @@ def test_more_epochs_go_on_and_say_what_happens_to_the_schedule(
     assert rates[3] == pytest.approx(5e-3, rel=1e-3)  # half way down the cosine over six steps
     assert train_run(twice, resume=tmp_path / "run", device="cpu").step == 6
     assert "the run is complete; more epochs would go on" in capsys.readouterr().err
-    assert train_run(replace_at(twice, "train.max_steps", 6), resume=tmp_path / "run", device="cpu").step == 6
+    assert train_run(longer_by(twice, max_steps=6), resume=tmp_path / "run", device="cpu").step == 6
     assert "the run is complete; more steps would go on" in capsys.readouterr().err
 
 

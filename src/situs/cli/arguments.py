@@ -25,14 +25,13 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar, get_args, get_o
 
 from cyclopts import CycloptsError, Parameter
 
+from situs.api import layered
 from situs.cli.flags import Configured, Flag, configured_of, flag_name, flags_of
 from situs.cli.helptext import asked_topic, print_help
 from situs.cli.mistakes import sentence
 from situs.cli.parser import app_of, identifier, members_of
-from situs.config import choices_of, convert, from_dict, merge
+from situs.config import choices_of, convert, from_dict, merge, tables_of
 from situs.errors import SitusError
-from situs.files import read_toml
-from situs.presets import load_preset
 
 T = TypeVar("T")
 Ground = tuple[str, Callable[[Path], dict[str, Any]]]
@@ -79,7 +78,7 @@ def parse(args_type: type[T], argv: Sequence[str], prog: str, description: str =
     given = words_of(flags, argv, prog)
     own = {f.fields[0]: convert(f.kind, value, f.fields[0]) for f, value in given if f.own}
     if held is not None:
-        changed = _tables([each for each in given if not each.flag.own])
+        changed = tables_of((f.name, path, value) for f, value in given if not f.own for path in f.fields)
         own[held[0]] = from_dict(held[1].cls, merge(layers, changed, choices_of(held[1].cls)))
     return args_type(**own)
 
@@ -142,56 +141,28 @@ def _free(text: str) -> Any:
         return _number(text)
 
 
-def _tables(given: Sequence[Given]) -> dict[str, Any]:
-    """The config's fields that flags set, as tables; a field that two flags set is refused."""
-    by_path: dict[str, str] = {}
-    tables: dict[str, Any] = {}
-    for flag, value in given:
-        for path in flag.fields:
-            if path in by_path:
-                raise SitusError(f"{by_path[path]} and {flag.name} set the same: give one of them")
-            by_path[path] = flag.name
-            tables = merge(tables, _nested(path, value))
-    return tables
-
-
 # --- layers -------------------------------------------------------------------------------------------------
 
 
 def layers_of(args_type: type[Any], argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """What lies below the flags, preset < TOML or a run's own config, with the choices that `argv` names; its sources.
+    """What lies below the flags, with the choices that `argv` names, and its sources.
 
     It is read before the parser runs: which method it is says which flags there are.
     """
     held = configured_of(args_type)
     assert held is not None
     spec = held[1]
-    choices = choices_of(spec.cls)
     named = {f.name for f in fields(args_type)}
     preset = _peek(argv, "--preset") if "preset" in named else None
     toml = _peek(argv, "--config") if "config_file" in named else None
     run = _peek(argv, f"--{spec.run_flag}") if spec.run_flag else None
-    layers: dict[str, Any] = {}
-    sources: list[str] = []
-    if run is not None:
-        if preset or toml:
-            raise SitusError(f"--{spec.run_flag} {run} brings the run's own config: leave out --preset and --config")
-        from situs.train.checkpoint import read_config  # torch, which other verbs' flags do without
-
-        sources.append(str(Path(run) / "config.json"))
-        layers = read_config(Path(run))
-    elif spec.ground is not None and (given := _peek(argv, f"--{spec.ground[0]}")) is not None:
-        layers = spec.ground[1](Path(given))
-    if preset is not None:
-        sources.append(f"preset {preset}")
-        layers = merge(layers, load_preset(preset), choices)
-    if toml is not None:
-        sources.append(toml)
-        layers = merge(layers, read_toml(toml), choices)
-    for path in choices:
-        if (name := _peek(argv, flag_name(path))) is not None:
-            layers = merge(layers, _nested(f"{path}.name", name), choices)
-    return layers, sources
+    ground = None
+    if spec.ground is not None and run is None and (start := _peek(argv, f"--{spec.ground[0]}")) is not None:
+        ground = spec.ground[1](Path(start))
+    layers, sources = layered(spec.cls, preset, toml, run, ground)
+    choices = choices_of(spec.cls)
+    chosen = [(flag_name(path), f"{path}.name", _peek(argv, flag_name(path))) for path in choices]
+    return merge(layers, tables_of(each for each in chosen if each[2] is not None), choices), sources
 
 
 def _peek(argv: Sequence[str], flag: str) -> str | None:
@@ -203,8 +174,3 @@ def _peek(argv: Sequence[str], flag: str) -> str | None:
         elif word.startswith(f"{flag}="):
             value = word.removeprefix(f"{flag}=")
     return value
-
-
-def _nested(path: str, value: Any) -> dict[str, Any]:
-    head, _, rest = path.partition(".")
-    return {head: _nested(rest, value) if rest else value}

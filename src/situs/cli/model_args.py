@@ -13,7 +13,6 @@ from situs.cli.flags import POSITIONAL
 
 if TYPE_CHECKING:
     from situs.models import Model
-    from situs.models.open import Unlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +119,18 @@ def open_named(
 
 def asked_of(source: str, args: ShapeArgs) -> dict[str, Any]:
     """What the flags ask of `open_model`, by its arguments."""
+    from situs.api import unlock_of
+    from situs.cli.passphrase import read_key
     from situs.train.distributed import start
 
+    unlock = None
+    if isinstance(args, OpenArgs):
+        unlock = unlock_of(source, None if args.key is None else read_key(args.key), args.withheld)
     return {
         "weights": args.weights,
         "img_size": args.img_size,
         "ema": None if args.ema else False,
-        "unlock": unlock_of(source, args.key, args.withheld) if isinstance(args, OpenArgs) else None,
+        "unlock": unlock,
         "seed": getattr(args, "seed", 0),
         "device": start(args.device).device,
         "patch_size": args.patch_size,
@@ -147,21 +151,6 @@ def open_one_of(source: str, args: OpenArgs, **asked: Any) -> Model:
     if not is_locked(source):
         none |= {"key": None, "withheld": None}
     return open_named(source, replace(args, **none), **asked)
-
-
-def unlock_of(source: str, key: Path | None, withheld: Path | None) -> Unlock | None:
-    """What opens a locked folder, by the files that --key and --withheld name."""
-    from situs.errors import SitusError
-    from situs.models.open import is_locked
-
-    if withheld is not None and not is_locked(source):
-        raise SitusError(f"{source}: is not locked, so that nothing was withheld (--withheld)")
-    if key is None:
-        return None
-    from situs.cli.passphrase import read_key
-    from situs.locks.owner import unlocking
-
-    return unlocking(read_key(key), withheld)
 
 
 def tell_locked(model: Model) -> None:

@@ -10,23 +10,17 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from situs.api import NAMED, SHORT, train_pretraining
 from situs.cli.arguments import Recipe, configured
 from situs.methods import METHODS
 from situs.train.contract import Result
-from situs.train.run import Hooks, RunConfig, train_run
+from situs.train.run import RunConfig
 
-SHORT = {
-    "data": ("data.path",),
-    "epochs": ("train.epochs",),
-    "steps": ("train.max_steps",),
-    "batch": ("data.batch",),
-    "seed": ("train.seed", "data.seed"),
-    "parallel": ("train.parallel",),
-}
+EVERYDAY = {"data": (NAMED["data"],), **SHORT}
 """Everyday flags, each for fields of the run's config."""
 
 
@@ -52,56 +46,39 @@ class Training(Recipe):
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda or cuda:N; by default a GPU where there is one."""
 
+    def place(self) -> dict[str, Any]:
+        """What is no part of the config, by the names of `situs.api.PLACE`."""
+        from situs.cli.passphrase import read_key
+
+        own = {name: getattr(self, name) for name in ("out", "resume", "start_over", "device", "withheld")}
+        return {**own, "key": None if self.key is None else read_key(self.key), "say": _say}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Args(Training):
     """Pretrain a backbone."""
 
-    config: RunConfig = configured(RunConfig, run_flag="resume", short=SHORT)
+    config: RunConfig = configured(RunConfig, run_flag="resume", short=EVERYDAY)
 
 
 def run(args: Args) -> int:
     """Trains; exit status 130 where it was interrupted (and can be resumed)."""
-    from situs.evaluate.hooks import probe_hooks
-
-    return train(args, args.config, probe_hooks)
+    return tell(args, args.config, train_pretraining(args.config, **args.place()))
 
 
-def train(args: Training, config: RunConfig, hooks: Hooks) -> int:
-    """Runs the training and says how it ended."""
-    from situs.cli.model_args import unlock_of
-    from situs.models.initialise import starting
-
-    locked = None if config.init is None else unlock_of(config.init, args.key, args.withheld)
-    result = train_run(
-        config,
-        out=args.out,
-        resume=args.resume,
-        device=args.device,
-        start_over=args.start_over,
-        hooks=hooks,
-        start=starting(locked),
-        say=_say,
-    )
+def tell(args: Training, config: RunConfig, result: Result) -> int:
+    """Says what was reached and what can be done with it; gives the exit status."""
     if result.interrupted:
         return 130
     if os.environ.get("RANK", "0") == "0":
-        for line in ending(config, result, args.out or args.resume):
-            _say(line)
+        run = args.out or args.resume
+        told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
+        facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
+        labelled = "label" in METHODS[config.method_name].needs_targets
+        follow = f"evaluate accuracy {run}" if labelled else f"finetune --from {run} --data PATH --out DIR"
+        _say(f"done: {result.step} steps{facts}; the run is in {run}")
+        _say(f"next: situs {follow}, or situs export {run} --out DIR")
     return 0
-
-
-def ending(config: RunConfig, result: Result, run: Path | None) -> list[str]:
-    """What was reached and what can be done with it."""
-    told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
-    facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
-    follow = f"situs finetune --from {run} --data PATH --out DIR"
-    if "label" in METHODS[config.method_name].needs_targets:
-        follow = f"situs evaluate accuracy {run}"
-    return [
-        f"done: {result.step} steps{facts}; the run is in {run}",
-        f"next: {follow}, or situs export {run} --out DIR",
-    ]
 
 
 def _say(line: str) -> None:

@@ -184,12 +184,14 @@ def train_run(
     hooks: Hooks | None = None,
     start: Start = _cannot_start,
     say: Callable[[str], None] = lambda _: None,
+    quiet: bool = False,
 ) -> Result:
     """Trains what `config` says, in a new folder `out` or going on in `resume`.
 
     start_over: a resumed run that has no whole checkpoint left begins again, and what it had is set aside.
     hooks: makes the probes, given the config, the training loader and the device. start: puts the tensors of
-    `config.init` into a new backbone (`situs.models.initialise.starting`). say: receives a few lines.
+    `config.init` into a new backbone (`situs.models.initialise.starting`). say: receives a few lines. quiet: the
+    loop says nothing.
     """
     if (out is None) == (resume is None):
         raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
@@ -226,7 +228,7 @@ def train_run(
             assert out is not None
             run = RunFolder.create(out, config, classes=loader.classes, writer=ranks.main)
         try:
-            result = fit(method, loader, config.train, config.optim, run, hooks=watching)
+            result = fit(method, loader, config.train, config.optim, run, hooks=watching, quiet=quiet)
         except BaseException:
             if ranks.main and not run.resumed:
                 _withdraw(run)

@@ -1,0 +1,349 @@
+"""What `import situs` offers to train, open and export models: the verbs of the command line as functions.
+
+A training is a config (`situs.train.run.RunConfig`), laid together from a preset, a TOML file and the arguments, each
+over the one before. The command line parses its flags to the same config and goes the same way from there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+
+from situs.config import choices_of, from_dict, merge, tables_of, unknown_key
+from situs.errors import SitusError
+from situs.files import read_toml
+from situs.presets import load_preset
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Unpack
+
+    from torch import nn
+
+    from situs.backbones.config import PositionKind
+    from situs.core.tokens import Size
+    from situs.locks.key import Key
+    from situs.models import Model
+    from situs.models.open import Unlock
+    from situs.train.contract import Result
+    from situs.train.run import Hooks, RunConfig
+
+Config = TypeVar("Config", bound="RunConfig")
+Table = Mapping[str, Any]
+
+SHORT = {
+    "epochs": ("train.epochs",),
+    "steps": ("train.max_steps",),
+    "batch": ("data.batch",),
+    "seed": ("train.seed", "data.seed"),
+    "parallel": ("train.parallel",),
+}
+"""Everyday names, each for fields of a run's config."""
+
+NAMED = {"method": "method.name", "backbone": "backbone.name", "data": "data.path"}
+"""Tables of a run's config for which one word may stand."""
+
+VALIDATED = 5
+"""Epochs between two looks at the validation split, where nothing is said."""
+
+
+class Options(TypedDict, total=False):
+    """What a training takes besides: where it starts and goes on (`PLACE`), a TOML file, fields of the run's config."""
+
+    resume: str | Path | None
+    start_over: bool
+    device: str | None
+    key: Key | str | Path | None
+    withheld: str | Path | None
+    quiet: bool
+    config: str | Path | None
+    steps: int
+    parallel: str
+    augment: Table
+    optim: Table
+    train: Table
+    init: str
+    init_positions: bool
+    probe_every: int
+
+
+class FinetuneOptions(Options, total=False):
+    """The same for a fine-tuning."""
+
+    method: str | Table
+    backbone: Table
+
+
+PLACE = ("out", "resume", "start_over", "device", "key", "withheld", "quiet")
+"""Options that are no part of the config."""
+
+
+def pretrain(
+    data: str | Path | Table | None = None,
+    *,
+    out: str | Path | None = None,
+    method: str | Table | None = None,
+    backbone: str | Table | None = None,
+    preset: str | None = None,
+    epochs: int | None = None,
+    batch: int | None = None,
+    seed: int | None = None,
+    **options: Unpack[Options],
+) -> Path:
+    """Trains a method on images; gives the folder of the run.
+
+    data: an image folder, a folder of parquet or tar files, CIFAR's batches, or "samples" for the embedded pictures.
+    out: a new folder for the run; resume instead: a run to go on with, after a crash or a Ctrl-C. method: mp3, droppos,
+    mjp, mae or supervised. backbone: a model of timm, as "vit_small_patch16_224". preset: a recipe by name, over which
+    a TOML file (config) and then the other arguments are laid.
+
+    Every field of a run's config can be given, as a TOML file holds it: `optim={"lr": 1e-3}`,
+    `method={"name": "mp3", "mask_ratio": 0.5}`, `data={"path": "photos/", "img_size": 160}`. Further options: steps,
+    parallel, augment, train, init (weights to start from; key and withheld open a locked folder), init_positions,
+    probe_every, start_over, device, quiet. `situs pretrain --help all` explains each.
+
+    >>> run = situs.pretrain("photos/", method="mp3", backbone="vit_small_patch16_224", out="runs/mp3")
+    """
+    from situs.train.run import RunConfig
+
+    given = {"out": out, "data": data, "method": method, "backbone": backbone, "preset": preset}
+    config, place = _asked(RunConfig, {**given, "epochs": epochs, "batch": batch, "seed": seed}, options)
+    return _folder_of(train_pretraining(config, **place), place)
+
+
+def finetune(
+    source: str | Path | None = None,
+    *,
+    data: str | Path | Table | None = None,
+    out: str | Path | None = None,
+    positions: PositionKind | None = None,
+    validate_every: int | None = None,
+    preset: str | None = None,
+    epochs: int | None = None,
+    batch: int | None = None,
+    seed: int | None = None,
+    **options: Unpack[FinetuneOptions],
+) -> Path:
+    """Trains a classifier on a pretrained model; gives the folder of the run.
+
+    source: a run, an export or another model's folder, a locked folder with its key, or a timm name with its weights
+    (NAME=FILE, NAME=pretrained). data: images in a folder a class; by default the run's own. out: a new folder for the
+    run, or resume: one to go on with. positions: learned, sincos, learned_sincos, relative or none; by default the
+    model's own, and learned after MP3. validate_every: epochs between two looks at the validation split, by default 5;
+    0 for data without one.
+
+    preset, epochs, batch, seed and further options are those of `pretrain`.
+
+    >>> tuned = situs.finetune("runs/mp3", data="photos/", out="runs/ft")
+    """
+    from situs.evaluate.finetune import FinetuneConfig, images_of
+
+    given = {"out": out, "data": data, "preset": preset, "epochs": epochs, "batch": batch, "seed": seed}
+    ground = {} if source is None else images_of(source)
+    config, place = _asked(FinetuneConfig, given, options, ground)
+    found = train_finetuning(config, source=source, positions=positions, validate_every=validate_every, **place)
+    return _folder_of(found, place)
+
+
+def export(run: str | Path, out: str | Path, *, ema: bool | None = None, force: bool = False) -> Path:
+    """Writes a run's model to a folder that timm or transformers loads; gives the folder.
+
+    ema: the mean of the weights; None takes it where the run has one. force: replace an export that is already there.
+
+    >>> situs.export("runs/ft", "exported")
+    """
+    from situs.models.export import export_run
+
+    return export_run(run, out, ema=ema, force=force).path
+
+
+def open_model(
+    source: str | Path | nn.Module | Model,
+    *,
+    key: Key | str | Path | None = None,
+    withheld: str | Path | None = None,
+    weights: str | Path | None = None,
+    img_size: Size | None = None,
+    ema: bool | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    **fields: Any,
+) -> Model:
+    """Opens any model: a run, an export, a locked folder, a name, a folder, your own module.
+
+    The model is in eval mode; its `backbone` is a torch module with the steps `embed`, `positions`, `encode` and
+    `head`. key, withheld: what opens a locked folder; without them it is opened as it lies there, scrambled. weights:
+    for a timm name, a file, "pretrained" or "random". img_size (an own module needs it) and patch_size, in_chans,
+    num_classes, model_args shape a new model. ema: for a run, the mean of its weights. seed: of random weights.
+
+    >>> model = situs.open_model("vit_small_patch16_224", weights="random")
+    """
+    from situs import models
+
+    unlock = None if key is None and withheld is None else unlock_of(str(source), key, withheld)
+    shape = {"weights": weights, "img_size": img_size, **fields}
+    return models.open_model(source, unlock=unlock, ema=ema, seed=seed, device=device, **shape)
+
+
+# --- what the command line calls too ------------------------------------------------------------------------
+
+
+def train_pretraining(config: RunConfig, **place: Any) -> Result:
+    """Trains what `config` says. place: by the names in `PLACE`, and `say`, which receives a few lines."""
+    from situs.evaluate.hooks import probe_hooks
+
+    return _train(config, probe_hooks, **place)
+
+
+def train_finetuning(
+    config: RunConfig,
+    *,
+    source: str | Path | None,
+    positions: PositionKind | None,
+    validate_every: int | None,
+    **place: Any,
+) -> Result:
+    """Fine-tunes the model at `source` as `config` says, and looks at the validation split on the way."""
+    from situs.evaluate.hooks import validation_hooks
+
+    if place.get("resume") is None:
+        config = _begun(config, source, positions)
+    else:
+        _check_resumed(config, place["resume"], {"source": source, "positions": positions})
+    every = config.probe_every or VALIDATED if validate_every is None else validate_every
+    hooks = validation_hooks(every)
+    return _train(replace(config, probe_every=every), hooks, **place)  # the run remembers it, whoever goes on with it
+
+
+def _train(
+    config: RunConfig,
+    hooks: Hooks,
+    *,
+    key: Key | str | Path | None = None,
+    withheld: str | Path | None = None,
+    quiet: bool = False,
+    say: Callable[[str], None] = print,
+    **place: Any,
+) -> Result:
+    from situs.models.initialise import starting
+    from situs.train.run import train_run
+
+    start = starting(None if config.init is None else unlock_of(config.init, key, withheld))
+    say = (lambda _: None) if quiet else say
+    return train_run(config, hooks=hooks, start=start, say=say, quiet=quiet, **place)
+
+
+def _begun(config: RunConfig, source: str | Path | None, positions: PositionKind | None) -> RunConfig:
+    """The config of a new fine-tuning: of a model (`source`), or of weights alone (`config.init`)."""
+    from situs.evaluate.finetune import check_labelled, finetune_config
+
+    if source is not None:
+        if config.init is not None:
+            said = f"give the model to start from ({source}) or other weights ({config.init}), and not both"
+            raise SitusError(said, field=("source", "init"))
+        return finetune_config(config, source, positions)
+    if config.init is None:
+        raise SitusError(
+            "give the pretrained model to start from, other weights with the name of their model, or a run to go on "
+            "with",
+            field=("source", "init", "backbone.name", "resume"),
+        )
+    check_labelled(config)
+    if positions is None:
+        return config
+    return replace(config, backbone=replace(config.backbone, positions=positions), init_positions=False)
+
+
+def _check_resumed(config: RunConfig, run: str | Path, given: Mapping[str, Any]) -> None:
+    """Refuses a run that was never fine-tuned, and what is for a new fine-tuning."""
+    from situs.methods import METHODS
+
+    labelled = "label" in METHODS[config.method_name].needs_targets
+    if not labelled or config.init is None:  # a fine-tuning always starts from weights
+        raise SitusError(
+            f"{run}: is a run of pretrain (method {config.method_name}), not of finetune; go on with it in pretrain, "
+            "or start a new fine-tuning from it",
+            field=("resume", "source", "out"),
+        )
+    for field, value in given.items():
+        if value is not None:
+            raise SitusError(f"{field}={value}: is for a new fine-tuning; {run} goes on as it began", field=field)
+
+
+def unlock_of(source: str, key: Key | str | Path | None, withheld: str | Path | None) -> Unlock | None:
+    """What opens a locked folder: its key, or the file with it, and the owner's second file where parts are there."""
+    from situs.models.open import is_locked
+
+    if withheld is not None and not is_locked(source):
+        raise SitusError(f"{source}: is not locked, so that nothing was withheld", field="withheld")
+    if key is None:
+        return None
+    from situs.locks.key import load_key
+    from situs.locks.owner import unlocking
+
+    held = load_key(key, os.environ.get("SITUS_PASSPHRASE")) if isinstance(key, (str, Path)) else key
+    return unlocking(held, withheld)
+
+
+def _folder_of(result: Result, place: Mapping[str, Any]) -> Path:
+    if result.interrupted:  # a checkpoint was written; who runs this in a loop must not go on
+        raise KeyboardInterrupt
+    folder = place.get("out") or place.get("resume")
+    assert folder is not None
+    return Path(folder)
+
+
+# --- arguments -> config ------------------------------------------------------------------------------------
+
+
+def _asked(
+    cls: type[Config], given: Mapping[str, Any], options: Mapping[str, Any], ground: Table | None = None
+) -> tuple[Config, dict[str, Any]]:
+    """The config that the arguments come to, and those that are no part of it; None in `given` is not given."""
+    asked = {**{name: value for name, value in given.items() if value is not None}, **options}
+    known = {*SHORT, *PLACE, "preset", "config", *(each.name for each in fields(cls))}
+    for name in asked:
+        if name not in known:
+            raise unknown_key(name, known)
+    place = {name: asked.pop(name) for name in PLACE if name in asked}
+    layers, sources = layered(cls, asked.pop("preset", None), asked.pop("config", None), place.get("resume"), ground)
+    from_dict(cls, layers, where=" + ".join(sources))  # a mistake in a file is told with its name
+    each: list[tuple[str, str, Any]] = []
+    for name, value in asked.items():
+        word = name in NAMED and isinstance(value, (str, Path))
+        each += (
+            [(name, NAMED[name], str(value))] if word else [(name, path, value) for path in SHORT.get(name, (name,))]
+        )
+    return from_dict(cls, merge(layers, tables_of(each), choices_of(cls))), place
+
+
+def layered(
+    cls: type[Any],
+    preset: str | None,
+    file: str | Path | None,
+    run: str | Path | None = None,
+    ground: Table | None = None,
+) -> tuple[dict[str, Any], list[str]]:
+    """What lies below the arguments of a training, and where it comes from: preset < TOML file, or a run's own config.
+
+    ground: tables that lie below both.
+    """
+    if run is not None:
+        if preset or file:
+            said = f"resume={run}: brings the run's own config, over which no preset and no file are laid"
+            raise SitusError(said, field=("resume", "preset", "config"))
+        from situs.train.checkpoint import read_config
+
+        return read_config(Path(run)), [str(Path(run) / "config.json")]
+    found: dict[str, dict[str, Any]] = {}
+    if preset is not None:
+        found[f"preset {preset}"] = load_preset(preset)
+    if file is not None:
+        found[str(file)] = read_toml(file)
+    layers = dict(ground or {})
+    for tables in found.values():
+        layers = merge(layers, tables, choices_of(cls))
+    return layers, list(found)
