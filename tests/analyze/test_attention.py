@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,7 +28,6 @@ from situs.analyze.attention import (
     top_share,
     uniform_distance,
 )
-from situs.backbones import create_backbone
 from situs.backbones.attention_maps import watch_attention
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
@@ -40,8 +40,7 @@ GRIDS = st.tuples(st.integers(1, 4), st.integers(1, 4))
 
 def make(name: str = "vit_tiny_patch16_224", **fields: Any) -> Backbone:
     torch.manual_seed(0)
-    shape = {"depth": 2, "embed_dim": 16, "num_heads": 2}
-    backbone = create_backbone(name, img_size=(8, 12), patch_size=4, model_args=shape, **fields).double().eval()
+    backbone = small_vit((8, 12), name=name, **fields).double().eval()
     for parameter in backbone.parameters():
         torch.nn.init.normal_(parameter, std=0.5)  # as it is made, a ViT attends almost evenly
     return backbone

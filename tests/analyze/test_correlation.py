@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import json
 from itertools import permutations
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from builders import small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 
 from situs.analyze.correlation import Correlation, Correlations, correlate, distances, standardised
 from situs.analyze.layers import Layer, patch_layers
-from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.pages import make_page
 
-SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 24, "num_heads": 3}
-
 
 @pytest.fixture(scope="module")
 def backbone() -> Backbone:
     torch.manual_seed(0)
-    found = create_backbone("vit_tiny_patch16_224", img_size=(8, 12), patch_size=4, model_args=SMALL).double().eval()
+    found = small_vit((8, 12), width=24, heads=3).double().eval()
     with torch.no_grad():
         found.model.pos_embed.normal_(std=0.5)
     return found

@@ -1,21 +1,17 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from builders import small_swin, small_vit
 
 from situs.analyze.layers import Layer, patch_layers
-from situs.backbones import create_backbone
-
-SMALL: dict[str, Any] = {"depth": 3, "embed_dim": 24, "num_heads": 3}
 
 
 @pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2"])
 @pytest.mark.parametrize("told", [True, False])
 def test_depths_of_a_flat_model(name: str, told: bool) -> None:
     torch.manual_seed(0)
-    backbone = create_backbone(name, img_size=(56, 84), patch_size=14, model_args=SMALL).double().eval()
+    backbone = small_vit((56, 84), name=name, depth=3, width=24, heads=3, patch_size=14).double().eval()
     tokens = backbone.embed(torch.randn(2, 3, 56, 84, dtype=torch.float64))
     places = backbone.positions() if told else None
     found: list[Layer] = []
@@ -34,8 +30,7 @@ def test_depths_of_a_flat_model(name: str, told: bool) -> None:
 
 
 def test_swin_shows_its_two_ends_on_their_own_grids() -> None:
-    shape = {"embed_dim": 12, "depths": (1, 2), "num_heads": (2, 3), "window_size": 4}
-    backbone = create_backbone("swin_tiny_patch4_window7_224", img_size=(32, 48), model_args=shape).eval()
+    backbone = small_swin((32, 48), depths=(1, 2), heads=(2, 3), model_args={"window_size": 4}).eval()
     tokens = backbone.embed(torch.randn(2, 3, 32, 48))
     found: list[Layer] = []
     patch_layers(backbone, tokens, backbone.positions(), found.append)

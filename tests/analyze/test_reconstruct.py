@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -25,7 +26,6 @@ from situs.analyze.reconstruct import (
     solve_mix,
     study,
 )
-from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.methods import METHODS, Batch
 from situs.methods.droppos import DropPos, DropPosConfig
@@ -33,16 +33,13 @@ from situs.methods.mp3 import MP3, MP3Config
 from situs.pages.reconstruct import mix_figure, own_places_panel, page, placed_panel, unordered_panel, verdict_panel
 from situs.results import Provenance
 
-SHAPE = {"depth": 1, "embed_dim": 16, "num_heads": 2}
 GRID = (2, 3)
 
 
 def make(kind: type[Any], config: Any) -> Any:
     torch.manual_seed(0)
     positions = "sincos" if kind is DropPos else None
-    backbone = create_backbone(
-        "vit_tiny_patch16_224", img_size=(8, 12), patch_size=4, model_args=SHAPE, positions=positions
-    )
+    backbone = small_vit((8, 12), depth=1, positions=positions)
     return kind(backbone, config).eval()
 
 

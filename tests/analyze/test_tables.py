@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_swin, small_vit
 
 from situs.analyze.tables import PositionTable, reference_tables, rotation_features, tables_of
 from situs.backbones import create_backbone
 from situs.core.position import sincos
 from situs.errors import SitusError
 
-SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 24, "num_heads": 3}
-
 
 def make(name: str, **more: Any) -> Any:
     torch.manual_seed(0)
-    return create_backbone(name, **{"img_size": (32, 48), "model_args": SMALL, **more})
+    return small_vit(name=name, **{"img_size": (32, 48), "width": 24, "heads": 3, "patch_size": None, **more})
 
 
 def kinds(tables: tuple[PositionTable, ...]) -> list[str]:
@@ -74,9 +73,8 @@ def test_rotation_has_sines_and_cosines_of_the_place() -> None:
     ],
 )
 def test_models_without_a_vector_are_refused_with_the_reason(name: str, said: str) -> None:
-    more = {"swin": {"embed_dim": 12, "depths": (1, 1), "num_heads": (2, 3)}, "resnet": {}}
-    args = next((value for key, value in more.items() if name.startswith(key)), SMALL)
-    backbone = create_backbone(name) if name == "resnet18" else make(name, model_args=args)
+    made = {"swin": lambda: small_swin((32, 48), heads=(2, 3)), "resn": lambda: create_backbone(name)}
+    backbone = made.get(name[:4], lambda: make(name))()
     with pytest.raises(SitusError, match=said):
         tables_of(backbone)
 

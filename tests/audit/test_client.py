@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from torch import nn
 
 from situs.audit import DEFENCES, Clip, MaskedJigsaw, Noise, NoPositionGradient, create_attack, create_defence
@@ -19,8 +20,7 @@ from situs.methods import create_method
 @pytest.fixture(scope="module")
 def backbone() -> Any:
     torch.manual_seed(0)
-    shape = {"depth": 1, "embed_dim": 16, "num_heads": 2}
-    return create_backbone("vit_tiny_patch16_224", img_size=16, patch_size=8, num_classes=5, model_args=shape).eval()
+    return small_vit(depth=1, patch_size=8, num_classes=5).eval()
 
 
 X, Y = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 4, 2])
@@ -171,10 +171,8 @@ def test_noise_without_end_is_refused_for_clipping_too(multiplier: float) -> Non
     ],
 )
 def test_every_gradient_of_a_position_is_withheld(name: str, fields: dict[str, Any], withheld: set[str] | None) -> None:
-    args = {"depth": 2, "embed_dim": 48, "num_heads": 4, **fields.get("model_args", {})}
-    given = {"img_size": 32, "patch_size": 8, "num_classes": 5, **fields, "model_args": args}
     torch.manual_seed(0)
-    model = create_backbone(name, **given).eval()
+    model = small_vit(32, name=name, width=48, heads=4, patch_size=8, num_classes=5, **fields).eval()
     defence = NoPositionGradient()
     assert defence.refuses(model) is None
     x = torch.randn(1, 3, 32, 32)

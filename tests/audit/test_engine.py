@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 
 from situs.audit import Matching, MatchingConfig, PatchEmbedding, engine
 from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused
@@ -17,7 +18,6 @@ from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence, Noise, NoPositionGradient
 from situs.audit.scores.scoring import measure
-from situs.backbones import create_backbone
 from situs.errors import SitusError
 
 NORMALISATION = ((0.5,), (0.25,))
@@ -27,9 +27,7 @@ COUNT = 20
 @pytest.fixture(scope="module")
 def backbone() -> Any:
     torch.manual_seed(0)
-    shape = {"depth": 1, "embed_dim": 16, "num_heads": 2}
-    given = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 3, "model_args": shape}
-    return create_backbone("vit_tiny_patch16_224", **given).eval()
+    return small_vit(8, depth=1, in_chans=1, num_classes=3).eval()
 
 
 def images(count: int = COUNT) -> TestSet:

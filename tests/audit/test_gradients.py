@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from outcomes import outcome, undone
 
 from situs.audit import Attack, Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
@@ -28,20 +29,18 @@ from situs.audit.gradients import (
 )
 from situs.audit.judge.gate import Limit, judge
 from situs.audit.judge.record import to_json
-from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.pages.gradients import make_page
 
 NORMALISATION = ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
-SHAPE = {"depth": 2, "embed_dim": 48, "num_heads": 4}
 
 
 def audit(
     attacks: str = "patchembed,april", defences: str = "none,no-pe-gradient", batch: int = 1, **fields: Any
 ) -> Audit:
     torch.manual_seed(0)
-    given = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": SHAPE, **fields}
-    backbone = create_backbone("vit_tiny_patch16_224", **given).eval()
+    given = {"img_size": 32, "width": 48, "heads": 4, "patch_size": 8, "num_classes": 5, **fields}
+    backbone = small_vit(**given).eval()
     images = (torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
     return audit_gradients(
         backbone,
@@ -153,8 +152,7 @@ class Cut(PatchEmbedding):
 
 def partial(attacks: list[Attack], deadline: Deadline, batch: int = 2, **fields: Any) -> Audit:
     torch.manual_seed(0)
-    given = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": SHAPE}
-    backbone = create_backbone("vit_tiny_patch16_224", **given).eval()
+    backbone = small_vit(32, width=48, heads=4, patch_size=8, num_classes=5).eval()
     images = (torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
     defences = [create_defence(name) for name in ("none", "noise")]
     test = TestSet(images, torch.arange(4), NORMALISATION)
@@ -313,8 +311,7 @@ def test_matching_runs_by_itself_where_no_closed_form_applies(monkeypatch: pytes
     monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2, iterations=2))
     lines: list[str] = []
     torch.manual_seed(0)
-    fields = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": SHAPE}
-    backbone = create_backbone("vit_tiny_patch16_224", **fields).eval()
+    backbone = small_vit(32, width=48, heads=4, patch_size=8, num_classes=5).eval()
     images = (torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
     found = audit_gradients(
         backbone,
@@ -393,8 +390,7 @@ class Fitting(Half):
 def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -> None:
     """The control: the same attack on the first upload without noise and in float32."""
     torch.manual_seed(0)
-    fields = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": SHAPE}
-    backbone = create_backbone("vit_tiny_patch16_224", **fields).eval()
+    backbone = small_vit(32, width=48, heads=4, patch_size=8, num_classes=5).eval()
     images = (torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
     found = audit_gradients(
         backbone,

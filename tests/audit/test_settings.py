@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 
 from situs.audit import AdaptiveConfig, AdaptiveMJP, April, Matching, MatchingConfig, PatchEmbedding, adapt
 from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery
@@ -25,7 +26,6 @@ from situs.audit.settings import (
     verdict,
 )
 from situs.audit.settings_tables import glance, settings_table
-from situs.backbones import create_backbone
 from situs.core.jigsaw import move_patches
 from situs.data.batch import Batch
 from situs.data.sources.samples import load_samples
@@ -33,7 +33,6 @@ from situs.errors import SitusError
 from situs.methods.mjp import MJP, MJPConfig
 from situs.pages.settings import settings_page
 
-SHAPE = {"depth": 2, "embed_dim": 64, "num_heads": 4}
 NORMALISATION = ((0.5,), (0.3,))
 IMAGES = (load_samples("test").images[:3].float() / 255 - 0.5) / 0.3
 LABELS = torch.tensor([1, 2, 3])
@@ -42,8 +41,8 @@ TEST = TestSet(IMAGES, LABELS, NORMALISATION)
 
 def model(**fields: Any) -> Any:
     torch.manual_seed(0)
-    given = {"img_size": 28, "patch_size": 7, "in_chans": 1, "num_classes": 10, "model_args": SHAPE, **fields}
-    return create_backbone("vit_tiny_patch16_224", **given).eval()
+    given = {"img_size": 28, "width": 64, "heads": 4, "patch_size": 7, "in_chans": 1, "num_classes": 10, **fields}
+    return small_vit(**given).eval()
 
 
 class Spy(Attack):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_swin, small_vit
 from timm.layers.pos_embed import resample_abs_pos_embed
 from torch import Tensor
 
@@ -14,7 +15,6 @@ from situs.backbones.base import fill
 from situs.backbones.hf import create_hf_backbone
 from situs.errors import SitusError
 
-SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 24, "num_heads": 2}
 TIMM: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("vit_tiny_patch16_224", {}),
     "mean": ("vit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"}),
@@ -29,8 +29,7 @@ TIMM: dict[str, tuple[str, dict[str, Any]]] = {
 def timm_model(name: str, size: tuple[int, int] = (8, 12)) -> Backbone:
     torch.manual_seed(0)
     architecture, more = TIMM[name]
-    args = {**SMALL, **more}
-    made = create_backbone(architecture, img_size=size, patch_size=4, num_classes=5, model_args=args).eval()
+    made = small_vit(size, name=architecture, width=24, num_classes=5, model_args=more).eval()
     return made if name == "mixed" else made.double()  # timm's mixed rotation is made in float32 alone
 
 
@@ -120,8 +119,7 @@ def test_taps_see_every_depth(name: str) -> None:
 
 @torch.no_grad()
 def test_taps_on_stages_see_their_grids() -> None:
-    shape = {"embed_dim": 12, "depths": (1, 2), "num_heads": (2, 3), "window_size": 4}
-    swin = create_backbone("swin_tiny_patch4_window7_224", img_size=(32, 48), model_args=shape).double().eval()
+    swin = small_swin((32, 48), depths=(1, 2), heads=(2, 3), model_args={"window_size": 4}).double().eval()
     stream = swin.assemble(swin.embed(inputs(swin)), swin.positions())
     seen: list[Tensor] = []
     last = swin.run_layers(stream, None, (lambda _, z: seen.append(z),))

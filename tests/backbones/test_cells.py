@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import SWIN, small_swin
 from torch import Tensor
 
 from situs.backbones import create_backbone
@@ -11,13 +12,11 @@ from situs.backbones.cells import cell_of, enable_cells, encode_cells
 from situs.core.position import Positions
 from situs.errors import SitusError
 
-NAME = "swin_tiny_patch4_window7_224"
-
 
 def swin(size: tuple[int, int], window: int = 2, **fields: Any) -> Any:
     torch.manual_seed(0)
-    args = {"depths": (2, 2, 1, 1), "embed_dim": 24, "window_size": window, "num_heads": (2, 2, 2, 2)}
-    backbone = create_backbone(NAME, img_size=size, model_args=args, **fields).double().eval()
+    shape = dict(depths=(2, 2, 1, 1), width=24, heads=(2, 2, 2, 2), model_args={"window_size": window})
+    backbone = small_swin(size, **shape, **fields).double().eval()
     for parameter in backbone.model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return backbone
@@ -76,6 +75,6 @@ def test_sizes_that_break_windows_are_refused() -> None:
         ):
             enable_cells(swin(size, window))
     with torch.device("meta"):
-        enable_cells(create_backbone(NAME, img_size=448))
+        enable_cells(create_backbone(SWIN, img_size=448))
     with pytest.raises(SitusError, match="no tokens"):
         enable_cells(create_backbone("resnet18"))

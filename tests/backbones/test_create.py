@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from builders import small_vit
 from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -19,8 +20,7 @@ TINY = {"depth": 2, "embed_dim": 32, "num_heads": 4}
 
 
 def tiny(**fields):
-    fields.setdefault("model_args", TINY)
-    return create_backbone("vit_tiny_patch16_224", img_size=(16, 24), patch_size=4, **fields)
+    return small_vit((16, 24), width=32, heads=4, **fields)
 
 
 def test_the_contract_of_the_readme() -> None:
@@ -31,7 +31,9 @@ def test_the_contract_of_the_readme() -> None:
 
 def test_a_config_and_keywords_make_the_same_model() -> None:
     torch.manual_seed(0)
-    a = create_backbone(BackboneConfig("vit_tiny_patch16_224", (16, 24), 4, model_args=TINY))
+    a = create_backbone(
+        BackboneConfig("vit_tiny_patch16_224", (16, 24), 4, model_args={"depth": 2, "embed_dim": 32, "num_heads": 4})
+    )
     torch.manual_seed(0)
     b = tiny()
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
@@ -224,7 +226,7 @@ def test_weights_round_trip_through_each_format(tmp_path: Path) -> None:
 
 
 def test_weights_of_another_grid_are_resampled_and_another_head_is_left(tmp_path: Path) -> None:
-    source = create_backbone("vit_tiny_patch16_224", img_size=32, patch_size=4, num_classes=5, model_args=TINY)
+    source = small_vit(32, width=32, heads=4, num_classes=5)
     save_file(source.model.state_dict(), tmp_path / "square.safetensors")
     loaded = tiny(num_classes=9, weights=tmp_path / "square.safetensors")
     assert loaded.model.head.out_features == 9
@@ -233,7 +235,7 @@ def test_weights_of_another_grid_are_resampled_and_another_head_is_left(tmp_path
 
 
 def test_weights_that_do_not_fit_name_the_keys_and_change_nothing(tmp_path: Path) -> None:
-    other = create_backbone("vit_tiny_patch16_224", img_size=(16, 24), patch_size=4, model_args=TINY | {"depth": 3})
+    other = tiny(depth=3)
     save_file(other.model.state_dict(), tmp_path / "deeper.safetensors")
     with pytest.raises(SitusError, match=r"12 not in the model \(first: blocks.2"):
         tiny(weights=tmp_path / "deeper.safetensors")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import timm
+from builders import small_hf, small_vit
 from timm.models._manipulate import group_with_matcher
 
 from situs.backbones import Backbone, create_backbone
@@ -58,9 +59,9 @@ def test_a_merge_belongs_to_the_block_behind_it_and_the_table_stands_before_all(
 
 
 def test_positions_and_prefix_tokens_of_timm() -> None:
-    backbone = create_backbone("deit_tiny_distilled_patch16_224", img_size=32, model_args=SMALL)
+    backbone = small_vit(32, name="deit_tiny_distilled_patch16_224", depth=3, width=24, heads=3, patch_size=None)
     assert (parts(backbone, "table"), parts(backbone, "prefix")) == ({"pos_embed"}, {"cls_token", "dist_token"})
-    relative = create_backbone("vit_relpos_small_patch16_224", img_size=32, model_args=SMALL)
+    relative = small_vit(32, name="vit_relpos_small_patch16_224", depth=3, width=24, heads=3, patch_size=None)
     assert not parts(relative, "table")
     assert {name.split(".")[3] for name in parts(relative, "position")} == {"rel_pos"}
 
@@ -99,10 +100,7 @@ WORDS = {"vocab_size": 31, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id":
     ],
 )
 def test_layout_of_hugging_face_models(kind: str, entries: dict, table: set[str], first: str) -> None:
-    import transformers
-
-    cls = getattr(transformers, kind)
-    backbone = create_backbone(cls(cls.config_class(**entries)))
+    backbone = small_hf(kind, **entries)
     roles = backbone.roles()
     assert set(roles) == set(backbone.state_dict())
     assert not parts(backbone, "unknown")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_swin
 from transformers import BertConfig
 
 from situs.backbones import create_backbone
@@ -98,8 +99,7 @@ def test_a_method_applies_where_it_can_be_made_with_its_defaults(name: str, refu
 
 
 def test_a_verdict_leaves_the_backbone_as_it_was() -> None:
-    small = {"depths": (1, 1, 1, 1), "embed_dim": 12, "num_heads": (1, 1, 1, 1)}
-    backbone = create_backbone("swin_tiny_patch4_window7_224", img_size=448, positions="sincos", model_args=small)
+    backbone = small_swin(448, depths=(1, 1, 1, 1), heads=(1, 1, 1, 1), positions="sincos")
     before = [block.dynamic_mask for stage in backbone.model.layers for block in stage.blocks]
     assert {each.name: each.holds for each in info.describe(backbone).methods}["droppos"]
     assert [block.dynamic_mask for stage in backbone.model.layers for block in stage.blocks] == before

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from safetensors.torch import load_file, save_file
 
-from situs.backbones import create_backbone
 from situs.cli.main import main
 from situs.locks.folder import write_model
 
@@ -28,9 +28,9 @@ def same_files(one: Path, two: Path) -> bool:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vit")
-    arguments: dict[str, Any] = dict(embed_dim=24, depth=2, num_heads=3)
+    dict(embed_dim=24, depth=2, num_heads=3)
     torch.manual_seed(0)
-    write_model(create_backbone("vit_tiny_patch16_224", img_size=16, patch_size=8, model_args=arguments), folder)
+    write_model(small_vit(width=24, heads=3, patch_size=8), folder)
     return folder
 
 

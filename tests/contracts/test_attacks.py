@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 
 from situs.audit import ATTACKS, DEFENCES, Attack, Knowledge, MatchingConfig, create_attack, create_defence
 from situs.audit.attacks.base import Recovery, Refused
@@ -17,10 +18,8 @@ from situs.audit.gradients import Audit, audit_gradients, verdict
 from situs.audit.judge.gate import Limit, judge
 from situs.audit.judge.record import to_json
 from situs.audit.tables import table
-from situs.backbones import create_backbone
 from situs.pages.gradients import make_page
 
-SHAPE = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 NORMALISATION = ((0.5,) * 3, (0.25,) * 3)
 QUICK = MatchingConfig(iterations=2)
 IMAGES = (torch.rand(4, 3, 16, 12, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25  # 4 x 3 patches
@@ -30,8 +29,7 @@ LABELS = torch.tensor([4, 0, 2, 2])
 @pytest.fixture(scope="module")
 def backbone() -> Any:
     torch.manual_seed(0)
-    given = {"img_size": (16, 12), "patch_size": 4, "num_classes": 5, "model_args": SHAPE}
-    return create_backbone("vit_tiny_patch16_224", **given).eval()
+    return small_vit((16, 12), width=32, num_classes=5).eval()
 
 
 def uploads(backbone: Any, defence: str, batch: int) -> list[dict[str, torch.Tensor]]:

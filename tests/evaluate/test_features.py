@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from builders import small_swin, small_vit
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, Features
@@ -25,8 +26,7 @@ from situs.methods.base import Batch
 
 def make(**fields) -> Backbone:
     torch.manual_seed(0)
-    shape = {"depth": 3, "embed_dim": 16, "num_heads": 2}
-    return create_backbone("vit_tiny_patch16_224", img_size=(8, 12), patch_size=4, model_args=shape, **fields)
+    return small_vit((8, 12), depth=3, **fields)
 
 
 def batches(labels: bool = True) -> list[Batch]:
@@ -86,9 +86,7 @@ def test_layers_end_in_the_features() -> None:
 
 
 def test_a_model_whose_depths_differ_gives_its_last() -> None:
-    swin = create_backbone(
-        "swin_tiny_patch4_window7_224", img_size=32, model_args={"depths": (1, 1), "embed_dim": 12, "num_heads": (1, 2)}
-    )
+    swin = small_swin()
     images = torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         assert torch.equal(layer_features(swin.eval(), images)[0], pooled(swin, images)[None])

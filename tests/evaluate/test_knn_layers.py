@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import small_swin
 
 from situs.backbones import Backbone, create_backbone
 from situs.errors import SitusError
@@ -74,8 +75,7 @@ def test_each_layer_and_pool_is_scikit_learns(temperature: float | None) -> None
 def test_without_cls_only_the_mean_and_without_layers_only_the_last() -> None:
     found = knn_by_layer(make(class_token=False, global_pool="avg"), batches(60, 0), batches(50, 100), k=3)
     assert [(row.layer, row.pool) for row in found.rows] == [(1, "mean"), (2, "mean"), (3, "mean")]
-    args = {"embed_dim": 8, "depths": (1, 2), "num_heads": (1, 2), "window_size": 2}
-    swin = create_backbone("swin_tiny_patch4_window7_224", img_size=8, patch_size=1, model_args=args)
+    swin = small_swin(8, width=8, depths=(1, 2), patch_size=1, model_args={"window_size": 2})
     found = knn_by_layer(swin, batches(60, 0), batches(50, 100), k=3)
     assert [(row.layer, row.pool) for row in found.rows] == [(3, "mean")]
     assert "merges change grid and width" in str(found.why_last)

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders import small_vit
 
-from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.evaluate.features import extract
 from situs.evaluate.knn import knn_accuracy
@@ -16,8 +16,7 @@ from situs.train.ema import Ema
 
 def method(kind: type[Method] = MP3) -> Method:
     torch.manual_seed(0)
-    shape = {"depth": 2, "embed_dim": 16, "num_heads": 2}
-    backbone = create_backbone("vit_tiny_patch16_224", img_size=8, patch_size=4, model_args=shape)
+    backbone = small_vit(8)
     config = MP3Config(0.5) if kind is MP3 else MAEConfig(0.5, 16, 1, 2)
     return kind(backbone, config)
 

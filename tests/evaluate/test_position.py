@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders import small_swin, small_vit
 from torch import Tensor, nn
 
-from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.evaluate.position import position_curve, position_grid, position_method
 from situs.methods import MP3, Batch, DropPos, DropPosConfig, MP3Config
@@ -14,8 +14,7 @@ RATIOS = (0.0, 0.5, 0.8)
 
 def make(eta: float = 0.5) -> MP3:
     torch.manual_seed(0)
-    shape = {"depth": 2, "embed_dim": 16, "num_heads": 2}
-    backbone = create_backbone("vit_tiny_patch16_224", img_size=(8, 12), patch_size=4, model_args=shape, drop_path=0.3)
+    backbone = small_vit((8, 12), drop_path=0.3)
     method = MP3(backbone, MP3Config(mask_ratio=eta))
     for parameter in method.parameters():  # large enough that what a token attends to shows in its logits
         nn.init.normal_(parameter, std=0.5)
@@ -81,10 +80,7 @@ def test_mistakes_are_named() -> None:
 
 def make_droppos(**fields: object) -> DropPos:
     torch.manual_seed(0)
-    shape = {"depth": 2, "embed_dim": 16, "num_heads": 2}
-    backbone = create_backbone(
-        "vit_tiny_patch16_224", img_size=(8, 12), patch_size=2, model_args=shape, positions="sincos", drop_path=0.3
-    )
+    backbone = small_vit((8, 12), patch_size=2, positions="sincos", drop_path=0.3)
     settings = {"decoder_width": 16, "decoder_heads": 2, "decoder_depth": 1, **fields}
     return DropPos(backbone, DropPosConfig(**settings))  # type: ignore[arg-type]
 
@@ -144,8 +140,7 @@ def test_an_untrained_head_guesses_one_place_in_n() -> None:
         # An image's dropped places are drawn without replacement, which only narrows the spread.
         assert abs((cell.accuracy or 0.0) - 1 / 24) < 4.5 * (1 / 24 * 23 / 24 / asked) ** 0.5
     torch.manual_seed(0)
-    shape = {"depth": 2, "embed_dim": 16, "num_heads": 2}
-    backbone = create_backbone("vit_tiny_patch16_224", img_size=(8, 12), patch_size=2, model_args=shape)
+    backbone = small_vit((8, 12), patch_size=2)
     for accuracy in position_curve(MP3(backbone, MP3Config()), many).accuracy.values():
         # All 24 patches of an image are asked for, and a head that always says one place is right exactly once.
         assert abs(accuracy - 1 / 24) < 4.5 * (1 / 24 * 23 / 24 / (128 * 24)) ** 0.5
@@ -153,10 +148,7 @@ def test_an_untrained_head_guesses_one_place_in_n() -> None:
 
 def test_swin_has_one_row_and_says_why() -> None:
     torch.manual_seed(0)
-    args = {"embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2), "window_size": 2}
-    backbone = create_backbone(
-        "swin_tiny_patch4_window7_224", img_size=32, patch_size=2, model_args=args, positions="sincos"
-    )
+    backbone = small_swin(width=8, patch_size=2, positions="sincos", model_args={"window_size": 2})
     method = DropPos(backbone, DropPosConfig(decoder_width=16, decoder_heads=2, decoder_depth=1))
     images: Tensor = torch.randn(3, 3, 32, 32)
     grid = position_grid(method, [Batch(images, torch.arange(3))])

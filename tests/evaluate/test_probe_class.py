@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from builders import small_vit
 
 from situs.backbones import create_backbone
 from situs.errors import SitusError
@@ -28,8 +29,7 @@ def test_accuracy_and_loss_are_scikit_learns(pool: str) -> None:
     from sklearn.preprocessing import StandardScaler
 
     torch.manual_seed(0)
-    shape = {"depth": 1, "embed_dim": 12, "num_heads": 2}
-    backbone = create_backbone("vit_tiny_patch16_224", img_size=8, patch_size=4, model_args=shape, num_classes=3)
+    backbone = small_vit(8, depth=1, width=12, num_classes=3)
     found = probe_class(backbone, batches(150, 0), batches(90, 1000), 3, pool=pool, weight_decays=(1e-2,))  # type: ignore[arg-type]
     sets = []
     with torch.no_grad():
@@ -58,8 +58,7 @@ def test_accuracy_and_loss_are_scikit_learns(pool: str) -> None:
 
 def test_a_method_without_positions_is_probed_without_them() -> None:
     torch.manual_seed(0)
-    shape = {"depth": 1, "embed_dim": 12, "num_heads": 2}
-    backbone = create_backbone("vit_tiny_patch16_224", img_size=8, patch_size=4, model_args=shape)
+    backbone = small_vit(8, depth=1, width=12)
     torch.nn.init.normal_(backbone.model.pos_embed, std=5.0)
     sets = batches(60, 0), batches(60, 1000)
     by_method = probe_class(MP3(backbone, MP3Config()), *sets, 3)
@@ -70,7 +69,6 @@ def test_a_method_without_positions_is_probed_without_them() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(SitusError, match="has no tokens"):
         probe_class(create_backbone("resnet18", num_classes=3), [], [], 3)
-    shape = {"depth": 1, "embed_dim": 12, "num_heads": 2}
-    backbone = create_backbone("vit_tiny_patch16_224", img_size=8, patch_size=4, model_args=shape)
+    backbone = small_vit(8, depth=1, width=12)
     with pytest.raises(SitusError, match="needs labels, and the data has none"):
         probe_class(backbone, batches(60, 0, labels=False), batches(60, 1), 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders import small_swin
 from torch import nn
 
 from situs.backbones import Backbone, create_backbone
@@ -99,10 +100,7 @@ def test_who_learned_a_vector_uses_it_and_lends_it() -> None:
 @torch.no_grad()
 def test_swin_loses_a_whole_output_token() -> None:
     torch.manual_seed(0)
-    args = {"embed_dim": 8, "depths": (1, 1), "num_heads": (1, 2), "window_size": 2}
-    backbone = create_backbone(
-        "swin_tiny_patch4_window7_224", img_size=8, patch_size=1, model_args=args, positions="learned"
-    ).eval()
+    backbone = small_swin(8, width=8, patch_size=1, positions="learned", model_args={"window_size": 2}).eval()
     (batch,) = batches(2)
     seen = {}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from builders import small_swin
 from torch import Tensor
 
 from situs.backbones import Backbone, create_backbone
@@ -205,8 +206,8 @@ def test_a_quarter_of_a_swin_goes_through_the_key(tmp_path):
     from situs.backbones.cells import enable_cells, encode_cells
 
     torch.manual_seed(0)
-    sizes = dict(embed_dim=12, depths=(1, 1), num_heads=(2, 2), window_size=4)
-    made = create_backbone("swin_tiny_patch4_window7_224", img_size=64, model_args=sizes)
+    dict(embed_dim=12, depths=(1, 1), num_heads=(2, 2), window_size=4)
+    made = small_swin(64, heads=(2, 2), model_args={"window_size": 4})
     for parameter in made.parameters():
         parameter.add_(0.3 * torch.randn_like(parameter))
     lock(made, KEY, tmp_path / "locked")

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_swin, small_vit
 from torch import Tensor, nn
 
 from situs.backbones import create_backbone
@@ -23,13 +24,7 @@ WIDTH = 16
 
 def make(positions: str = "sincos", size: tuple[int, int] = (12, 16), **config: Any) -> DropPos:
     torch.manual_seed(0)
-    backbone = create_backbone(
-        "vit_tiny_patch16_224",
-        img_size=size,
-        patch_size=4,
-        positions=positions,
-        model_args={"depth": 2, "embed_dim": WIDTH, "num_heads": 2},
-    )
+    backbone = small_vit(size, width=WIDTH, positions=positions)
     fields: dict[str, Any] = dict(mask_ratio=0.34, position_mask_ratio=0.6, decoder_width=8, decoder_heads=2)
     method = DropPos(backbone, DropPosConfig(**(fields | config))).double()
     for parameter in method.parameters():
@@ -380,9 +375,8 @@ def test_the_official_map_has_the_published_numbers() -> None:
 def test_prefix_tokens_and_every_kind_of_position(name: str, fields: dict[str, Any]) -> None:
     """The order in which visible patches stand means nothing; a dropped place is nowhere in the stream."""
     torch.manual_seed(0)
-    small: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
     side = 14 if "14" in name else 16
-    backbone = create_backbone(name, img_size=(3 * side, 4 * side), model_args=small, **fields)
+    backbone = small_vit((3 * side, 4 * side), name=name, width=32, patch_size=None, **fields)
     config = DropPosConfig(mask_ratio=0.3, position_mask_ratio=0.5, decoder_width=8, decoder_heads=2)
     method = DropPos(backbone, config).double().eval()
     images = torch.randn(2, 3, 3 * side, 4 * side, dtype=torch.float64)
@@ -425,9 +419,8 @@ def test_the_second_task_adds_maes_loss_on_the_hidden_patches() -> None:
 
 def swin_method(**config: Any) -> DropPos:
     torch.manual_seed(0)
-    args = {"depths": (2, 2, 1, 1), "embed_dim": 24, "window_size": 2, "num_heads": (2, 2, 2, 2)}
-    name = "swin_tiny_patch4_window7_224"
-    backbone = create_backbone(name, img_size=(128, 256), positions="sincos", model_args=args)
+    shape: dict[str, Any] = dict(depths=(2, 2, 1, 1), width=24, heads=(2, 2, 2, 2), model_args={"window_size": 2})
+    backbone = small_swin((128, 256), positions="sincos", **shape)
     return DropPos(backbone, DropPosConfig(**(dict(decoder_width=8, decoder_heads=2) | config))).double()
 
 

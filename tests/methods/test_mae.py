@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders import small_vit
 
 from situs.backbones import create_backbone
 from situs.backbones.base import join
@@ -13,13 +14,7 @@ from situs.methods.mae import reconstruction_loss
 
 def make(**config) -> MAE:
     torch.manual_seed(0)
-    backbone = create_backbone(
-        "vit_tiny_patch16_224",
-        img_size=(8, 12),
-        patch_size=4,
-        positions="sincos",
-        model_args={"depth": 2, "embed_dim": 16, "num_heads": 2},
-    )
+    backbone = small_vit((8, 12), positions="sincos")
     fields = dict(mask_ratio=0.5, decoder_width=32, decoder_depth=2, decoder_heads=4) | config
     return MAE(backbone, MAEConfig(**fields)).double()
 

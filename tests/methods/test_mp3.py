@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from builders import small_vit
 from torch import Tensor
 
 from situs.backbones import create_backbone
@@ -14,9 +15,7 @@ from situs.methods.heads import position_accuracy, position_loss
 
 def make(eta: float = 0.5, **config) -> MP3:
     torch.manual_seed(0)
-    backbone = create_backbone(
-        "vit_tiny_patch16_224", img_size=(8, 12), patch_size=4, model_args={"depth": 2, "embed_dim": 16, "num_heads": 2}
-    )
+    backbone = small_vit((8, 12))
     return MP3(backbone, MP3Config(mask_ratio=eta, **config)).double()
 
 

@@ -2,18 +2,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from builders import small_vit
 
 from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.methods import Batch, Supervised, SupervisedConfig, create_method
 from situs.methods.supervised import top1
 
-TINY = {"depth": 2, "embed_dim": 16, "num_heads": 2}
-
 
 def make(smoothing: float = 0.1) -> Supervised:
     torch.manual_seed(0)
-    backbone = create_backbone("vit_tiny_patch16_224", img_size=8, patch_size=4, num_classes=5, model_args=TINY)
+    backbone = small_vit(8, num_classes=5)
     return Supervised(backbone, SupervisedConfig(label_smoothing=smoothing)).double()
 
 

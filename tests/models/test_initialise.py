@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_swin, small_vit
 from torch import Tensor
 
-from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.backbones.timm_create import pretrained_state
 from situs.core.position import resample_table
@@ -20,14 +20,11 @@ from situs.train.card import ModelProvenance
 from situs.train.checkpoint import RunFolder
 from situs.train.export import write_export
 
-SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 16, "num_heads": 2}
-
 
 def vit(seed: int, size: int = 12, **fields: Any) -> Backbone:
     """12 pixels are 3 x 3 patches."""
     torch.manual_seed(seed)
-    made = {"patch_size": 4, "num_classes": 0, "model_args": SMALL} | fields
-    backbone = create_backbone("vit_tiny_patch16_224", img_size=size, **made)
+    backbone = small_vit(size, **{"num_classes": 0, **fields})
     with torch.no_grad():  # so that no two tensors are equal by being 0 or 1
         for parameter in backbone.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -126,7 +123,7 @@ def test_prefix_tokens_stay_what_they_were(name: str, size: int, tmp_path: Path)
 
     def made(seed: int, size: int) -> Backbone:
         torch.manual_seed(seed)
-        backbone = create_backbone(name, img_size=size, num_classes=0, model_args=SMALL)
+        backbone = small_vit(size, name=name, patch_size=None, num_classes=0)
         with torch.no_grad():
             for parameter in backbone.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
@@ -162,9 +159,8 @@ def test_a_classifier_for_other_classes_stays_new(tmp_path: Path) -> None:
 def swin(seed: int, size: int = 32, **fields: Any) -> Backbone:
     """Swin with a table of its own: 32 pixels are 8 x 8 patches."""
     torch.manual_seed(seed)
-    args = {"depths": (1, 1), "num_heads": (1, 2), "embed_dim": 8, "window_size": 4}
-    made = {"positions": "learned", "num_classes": 0, "model_args": args} | fields
-    return create_backbone("swin_tiny_patch4_window7_224", img_size=size, **made)
+    made = {"positions": "learned", "num_classes": 0, "model_args": {"window_size": 4}, **fields}
+    return small_swin(size, width=8, **made)
 
 
 @pytest.mark.parametrize("way", ["run", "export"])
@@ -236,7 +232,7 @@ def test_a_published_file_for_another_size_has_its_table_resampled(tmp_path: Pat
 def test_mean_pooling_takes_a_new_norm(tmp_path: Path) -> None:
     """MAE fine-tunes so: the encoder's last norm gives way to one after the mean."""
     torch.save(published(vit(0)), tmp_path / "mae.pth")
-    target = vit(1, num_classes=5, model_args={**SMALL, "global_pool": "avg"})
+    target = vit(1, num_classes=5, model_args={"global_pool": "avg"})
     changed, said = put(target, tmp_path / "mae.pth")
     new = {"fc_norm.weight", "fc_norm.bias", "head.weight", "head.bias"}
     assert changed == own_names(target) - new
@@ -256,11 +252,11 @@ def refusal(backbone: Backbone, source: Path) -> str:
 
 
 def test_a_file_that_does_not_fit_is_one_sentence_and_changes_nothing(tmp_path: Path) -> None:
-    deep = vit(0, model_args={**SMALL, "depth": 3})
+    deep = vit(0, depth=3)
     torch.save(deep.model.state_dict(), tmp_path / "deep.pth")
     said = refusal(vit(1), tmp_path / "deep.pth")
     assert said.startswith(f"init={tmp_path / 'deep.pth'} does not fit the model: 12 not in the model (first: blocks.2")
-    wide = vit(0, model_args={**SMALL, "embed_dim": 32})
+    wide = vit(0, width=32)
     torch.save(wide.model.state_dict(), tmp_path / "wide.pth")
     assert "of another shape (first: cls_token [1, 1, 32] where the model has [1, 1, 16]" in refusal(
         vit(1), tmp_path / "wide.pth"

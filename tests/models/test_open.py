@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import timm
 import torch
+from builders import small_vit
 from torch import Tensor, nn
 
-from situs.backbones import create_backbone
 from situs.config import from_dict
 from situs.errors import SitusError
 from situs.locks.key import new_key
@@ -66,7 +66,7 @@ def plain() -> nn.Module:
 def timm_folder(folder: Path, made: nn.Module) -> Path:
     from situs.locks.folder import write_model
 
-    backbone = create_backbone(NAME, num_classes=3, **SHAPE)
+    backbone = small_vit(num_classes=3)
     backbone.model.load_state_dict(made.state_dict())
     folder.mkdir()
     write_model(backbone, folder)

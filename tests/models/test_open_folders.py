@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import timm
 import torch
+from builders import small_vit
 from safetensors.torch import save_file
 
 from situs.backbones import create_backbone
@@ -16,8 +16,6 @@ from situs.methods import Supervised, SupervisedConfig
 from situs.models import Model, open_model
 from situs.train.card import ModelProvenance
 from situs.train.export import write_export
-
-SMALL: dict[str, Any] = {"depth": 1, "embed_dim": 16, "num_heads": 2}
 
 
 def halve(file: Path) -> None:
@@ -30,9 +28,7 @@ def halve(file: Path) -> None:
 @torch.no_grad()
 def test_weights_in_half_precision_are_evaluated_in_float32(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    backbone = create_backbone(
-        "vit_tiny_patch16_224", img_size=16, patch_size=4, num_classes=3, model_args=SMALL
-    ).eval()
+    backbone = small_vit(depth=1, num_classes=3).eval()
     write_export(Supervised(backbone, SupervisedConfig()), tmp_path / "export", ModelProvenance(method="supervised"))
     halve(tmp_path / "export" / "model.safetensors")
     subject = open_model(str(tmp_path / "export"))

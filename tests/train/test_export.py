@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -183,7 +184,7 @@ def test_what_was_not_trained_is_said_and_left_out(exported: dict[str, Any]) -> 
 
 def test_rotation_cannot_be_taken_out_and_the_card_says_so(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    backbone = create_backbone("vit_small_patch16_rope_224", img_size=(64, 48), model_args=SMALL)
+    backbone = small_vit((64, 48), name="vit_small_patch16_rope_224", width=32, patch_size=None)
     found = write_export(MP3(backbone, MP3Config(0.5)), tmp_path / "x", ModelProvenance("mp3"))
     assert "its rotation is no weight and acts in the plain forward" in found.notes[0]
     assert found.notes[0] in (tmp_path / "x" / "README.md").read_text()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from outcomes import caveat, reason
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -111,8 +112,7 @@ def test_what_overflowed_is_left_out(dtype: torch.dtype) -> None:
 def test_noise_and_batches_do_not_make_a_wrong_equation_right() -> None:
     torch.manual_seed(0)
     paper: Any = PaperBackbone()
-    shape = {"depth": 1, "embed_dim": 64, "num_heads": 2}
-    standard = create_backbone("vit_tiny_patch16_224", img_size=20, patch_size=4, num_classes=7, model_args=shape)
+    standard = small_vit(20, depth=1, width=64, num_classes=7)
     for backbone, batch, fits in ((paper, 1, True), (paper, 2, False), (standard.eval(), 1, False)):
         for noise in (Noise(1e-4), Noise(10.0)):
             x, y = torch.randn(batch, 3, 20, 20), torch.arange(batch)
@@ -125,10 +125,7 @@ def test_noise_and_batches_do_not_make_a_wrong_equation_right() -> None:
 
 def test_not_exact_on_a_standard_block_and_says_so() -> None:
     torch.manual_seed(0)
-    shape = {"depth": 2, "embed_dim": 64, "num_heads": 2}
-    backbone = create_backbone(
-        "vit_tiny_patch16_224", img_size=20, patch_size=4, num_classes=7, model_args=shape
-    ).eval()
+    backbone = small_vit(20, width=64, num_classes=7).eval()
     x = torch.randn(1, 3, 20, 20)
     found = April().recover(backbone, [victim_gradients(backbone, x, torch.tensor([1]))], Knowledge())
     assert relative(found.images, x) > 0.3

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from torch import nn
 
 from situs.audit import Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
@@ -19,24 +20,16 @@ from situs.audit.deadline import Deadline
 from situs.audit.gradients import Audit, audit_gradients
 from situs.audit.judge.gate import Limit, judge
 from situs.audit.judge.record import SCHEMA, to_json, weights_digest
-from situs.backbones import create_backbone
 
 FILE = Path(__file__).resolve().parents[3] / "docs" / "methods" / "gradients.schema.json"
-SHAPE = {"depth": 1, "embed_dim": 32, "num_heads": 2}
 Breaks = Callable[[Any], list[str]]
 
 
 def example(**fields: Any) -> Audit:
     torch.manual_seed(0)
-    given = {
-        "img_size": 16,
-        "patch_size": 4,
-        "num_classes": 5,
-        "model_args": {"depth": 1, "embed_dim": 32, "num_heads": 2},
-    }
     images = (torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
     return audit_gradients(
-        create_backbone("vit_tiny_patch16_224", **given).eval(),
+        small_vit(depth=1, width=32, num_classes=5).eval(),
         TestSet(images, torch.arange(2), ((0.5,) * 3, (0.25,) * 3)),
         [PatchEmbedding(), create_attack("april"), create_attack("adaptive-mjp")],
         [create_defence(name) for name in ("none", "noise", "no-pe-gradient", "mjp=0")],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 
 from situs.audit.position.audit import PositionAudit, audit_positions, verdict
 from situs.audit.position.probe import OWN, REMOVED, SHUFFLED
@@ -17,12 +18,10 @@ from situs.errors import SitusError
 from situs.locks.verify import Finding
 from situs.pages import make_page
 
-SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 24, "num_heads": 3}
-
 
 def make(name: str = "vit_tiny_patch16_224", **more: Any) -> Any:
     torch.manual_seed(0)
-    found = create_backbone(name, **{"img_size": (12, 16), "patch_size": 4, "model_args": SMALL, **more}).eval()
+    found = small_vit(name=name, **{"img_size": (12, 16), "width": 24, "heads": 3, **more}).eval()
     if name.startswith("vit_tiny"):
         with torch.no_grad():
             found.model.pos_embed.normal_(std=2.0)

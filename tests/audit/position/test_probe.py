@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_swin, small_vit
 
 from situs.analyze.layers import Layer, patch_layers
 from situs.audit.position.probe import OWN, REMOVED, SHUFFLED, Reading, conditions_of, probe_places
@@ -15,14 +16,13 @@ from situs.backbones.base import Backbone
 from situs.data.batch import Batch
 from situs.errors import SitusError
 
-SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 24, "num_heads": 3}
 N = 12
 
 
 def make(name: str = "vit_tiny_patch16_224", std: float = 2.0, **more: Any) -> Backbone:
     torch.manual_seed(0)
-    settings = {"img_size": (12, 16), "patch_size": 4, "model_args": SMALL, **more}
-    found = create_backbone(name, **settings).double().eval()
+    settings = {"img_size": (12, 16), "width": 24, "heads": 3, **more}
+    found = small_vit(name=name, **settings).double().eval()
     if name.startswith("vit_tiny"):
         with torch.no_grad():
             found.model.pos_embed.normal_(std=std)
@@ -96,8 +96,8 @@ def test_relative_bias_and_windows_are_read_from_their_features() -> None:
     relative = make("vit_relpos_small_patch16_224", img_size=(32, 48), patch_size=16)
     sets = [Batch(torch.randn(8, 3, 32, 48).double(), torch.arange(8))]
     assert list(probe_places(relative, sets).readings) == [OWN, REMOVED, SHUFFLED]
-    shape = {"embed_dim": 12, "depths": (1, 2), "num_heads": (2, 3), "window_size": 4}
-    swin = make("swin_tiny_patch4_window7_224", img_size=(32, 48), patch_size=4, model_args=shape)
+    torch.manual_seed(0)
+    swin = small_swin((32, 48), depths=(1, 2), heads=(2, 3), model_args={"window_size": 4}).double().eval()
     found = probe_places(swin, sets).readings
     assert list(found) == [OWN]
     assert [(each.depth, each.grid) for each in found[OWN]] == [("embedding", (8, 12)), ("norm", (4, 6))]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from torch import Tensor
 
 from situs.backbones import create_backbone
@@ -26,8 +27,8 @@ def seeded(seed: int) -> torch.Generator:
 
 def vit(depth: int = 2) -> Any:
     torch.manual_seed(0)
-    shape = dict(embed_dim=DIM, depth=depth, num_heads=4)
-    backbone = create_backbone("vit_tiny_patch16_224", img_size=16, patch_size=4, num_classes=3, model_args=shape)
+    dict(embed_dim=DIM, depth=depth, num_heads=4)
+    backbone = small_vit(width=DIM, depth=depth, heads=4, num_classes=3)
     with torch.no_grad():
         for parameter in backbone.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -45,10 +46,8 @@ def seeded(seed: int) -> torch.Generator:
 
 def vit(**arguments: Any) -> Any:
     torch.manual_seed(0)
-    shape = dict(embed_dim=24, depth=2, num_heads=3)
-    backbone = create_backbone(
-        "vit_tiny_patch16_224", img_size=8, patch_size=4, num_classes=3, model_args=shape, **arguments
-    )
+    dict(embed_dim=24, depth=2, num_heads=3)
+    backbone = small_vit(8, width=24, heads=3, num_classes=3, **arguments)
     with torch.no_grad():
         for parameter in backbone.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import small_vit
 from PIL import Image
 
 from situs.backbones import create_backbone
@@ -21,8 +22,8 @@ from situs.locks.folder import write_model
 @pytest.fixture(scope="module")
 def vit(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("vit")
-    shape = dict(embed_dim=16, depth=2, num_heads=2)
-    backbone = create_backbone("vit_tiny_patch16_224", img_size=8, patch_size=4, num_classes=2, model_args=shape)
+    dict(embed_dim=16, depth=2, num_heads=2)
+    backbone = small_vit(8, num_classes=2)
     write_model(backbone, folder)
     return folder, backbone
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from torch import Tensor, nn
 from zoo import CAUSAL, NO_ROWS, RELATIVE, ROTARY, ZOO, inputs, make
 
@@ -295,14 +296,13 @@ def test_heads_in_groups_are_really_exchanged(seed: int) -> None:
 
 
 def test_one_head_leaves_nothing_to_permute() -> None:
-    sizes = {"depth": 1, "embed_dim": 12, "num_heads": 1}
-    backbone = create_backbone("vit_tiny_patch16_224", img_size=32, model_args=sizes)
+    backbone = small_vit(32, depth=1, width=12, heads=1, patch_size=None)
     assert not any(group.kind == "heads" for group in backbone.groups())
     lone = Group("blocks.0.heads", "heads", 1, (Member("blocks.0.attn.proj.weight", 1, inner=12),))
     found = verify(backbone, steps=0, groups=[*backbone.groups(), lone]).findings
     heads = next(each for each in found if each.part == "blocks, heads")
     assert heads.status == "holds" and heads.reason.startswith("nothing to permute") and not heads.errors
-    single = create_backbone("vit_tiny_patch16_224", img_size=16, model_args=sizes)
+    single = small_vit(depth=1, width=12, heads=1, patch_size=None)
     row = verify(single, steps=0).whole("row")
     assert row.status == "holds" and row.reason.startswith("nothing to permute") and not row.errors
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -26,8 +27,7 @@ WIDTH = 16
 
 def vit(name: str = "vit_tiny_patch16_224", **fields: Any) -> Backbone:
     torch.manual_seed(0)
-    small = {"depth": 2, "embed_dim": WIDTH, "num_heads": 2}
-    return create_backbone(name, img_size=(12, 16), patch_size=4, num_classes=5, model_args=small, **fields)
+    return small_vit((12, 16), name=name, width=WIDTH, num_classes=5, **fields)
 
 
 def make(backbone: Backbone | None = None, **config: Any) -> MJP:

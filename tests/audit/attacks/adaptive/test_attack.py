@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from outcomes import caveat, reason
 
 from situs.audit import (
@@ -25,19 +26,16 @@ from situs.audit.attacks.adaptive.search import SOLVED
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Defence, NoDefence
-from situs.backbones import create_backbone
 from situs.core.tokens import patchify
 from situs.data.batch import Batch
 from situs.data.sources.samples import load_samples
 from situs.methods.mjp import MJP, VARIANTS
 
-SMALL = {"depth": 2, "embed_dim": 64, "num_heads": 4}
-
 
 def victim(name: str = "vit_tiny_patch16_224", **fields: Any) -> Any:
     torch.manual_seed(0)
-    given = {"img_size": 28, "patch_size": 7, "in_chans": 1, "num_classes": 10, "model_args": SMALL, **fields}
-    return create_backbone(name, **given).eval()
+    given = {"img_size": 28, "width": 64, "heads": 4, "patch_size": 7, "in_chans": 1, "num_classes": 10, **fields}
+    return small_vit(name=name, **given).eval()
 
 
 def pictures(count: int = 1) -> torch.Tensor:
@@ -172,7 +170,7 @@ def test_where_nothing_is_hidden_it_is_patchembed() -> None:
 
 
 def test_too_many_tokens_are_said_and_the_algebra_stays() -> None:
-    backbone = victim(model_args={**SMALL, "embed_dim": 16})
+    backbone = victim(width=16)
     said = str(caveat(AdaptiveMJP(), backbone))
     assert "17 tokens are not fewer than 16 channels" in said
     found, _, _ = attacked(backbone, pictures(), 0.2)
@@ -295,7 +293,7 @@ def test_a_gate_that_is_still_shut_proves_nothing() -> None:
     """timm's SwiGLU begins nearly linear: every token of a family fits, so none may be said to be right."""
     from timm.layers import SwiGLU  # pyright: ignore[reportPrivateImportUsage]
 
-    backbone = victim(model_args={**SMALL, "mlp_layer": SwiGLU})
+    backbone = victim(model_args={"mlp_layer": SwiGLU})
     upload = upload_of(backbone, pictures(), 0.2, 0)
     found = AdaptiveMJP(AdaptiveConfig(rounds=1)).recover(backbone, [upload], Knowledge(MaskedJigsaw(0.2)))
     assert found.facts[0]["patches_that_fit"] == 0

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 
 from situs.audit.attacks.adaptive.block import FirstBlock, first_linears
 from situs.audit.client import victim_gradients
@@ -15,13 +16,11 @@ from situs.backbones import create_backbone
 from situs.core.tokens import patchify
 from situs.data.batch import Batch
 
-SMALL = {"depth": 2, "embed_dim": 48, "num_heads": 4}
-
 
 def victim(name: str = "vit_tiny_patch16_224", **fields: Any) -> Any:
     torch.manual_seed(0)
-    given = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": SMALL, **fields}
-    return biased(create_backbone(name, **given).eval().double())
+    given = {"img_size": 32, "width": 48, "heads": 4, "patch_size": 8, "num_classes": 5, **fields}
+    return biased(small_vit(name=name, **given).eval().double())
 
 
 def biased(backbone: Any) -> Any:
@@ -106,7 +105,7 @@ def test_the_true_image_fits_and_another_does_not(name: str) -> None:
 
 
 def test_what_is_missing_is_said() -> None:
-    backbone = victim(model_args={**SMALL, "embed_dim": 16})
+    backbone = victim(width=16)
     _, _, _, block = scene(backbone)
     assert "leaves no room beside 17 tokens" in str(block.reason)
     backbone = victim()

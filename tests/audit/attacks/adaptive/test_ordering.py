@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,6 @@ from situs.audit.attacks.adaptive.ordering import (
     solve_puzzle,
     total_cost,
 )
-from situs.backbones import create_backbone
 from situs.core.jigsaw import draw_puzzle, puzzle_noise_shape
 from situs.core.random import uniform
 from situs.core.tokens import patchify
@@ -183,13 +183,7 @@ def test_a_predictor_decides_where_borders_say_nothing() -> None:
     torch.manual_seed(0)
     grid, size = (4, 4), (4, 4)
     grey = torch.arange(16, dtype=torch.float64) / 15
-    backbone = create_backbone(
-        "vit_tiny_patch16_224",
-        img_size=16,
-        patch_size=4,
-        in_chans=1,
-        model_args={"depth": 1, "embed_dim": 32, "num_heads": 2},
-    )
+    backbone = small_vit(depth=1, width=32, in_chans=1)
     predictor = MP3(backbone, MP3Config()).eval()
 
     class ReadsGrey(torch.nn.Module):
@@ -223,13 +217,7 @@ def test_a_predictor_decides_where_borders_say_nothing() -> None:
 
 def test_a_real_mp3_gives_log_probabilities() -> None:
     torch.manual_seed(0)
-    backbone = create_backbone(
-        "vit_tiny_patch16_224",
-        img_size=16,
-        patch_size=4,
-        in_chans=3,
-        model_args={"depth": 1, "embed_dim": 32, "num_heads": 2},
-    ).eval()
+    backbone = small_vit(depth=1, width=32, in_chans=3).eval()
     predictor = MP3(backbone, MP3Config()).eval()
     patches = torch.randn(16, 48, dtype=torch.float64)
     everywhere = torch.ones(16, dtype=torch.bool)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from builders import small_vit
 from torch import Tensor
 
 from situs.audit.attacks.adaptive import search as searching
@@ -19,7 +20,6 @@ from situs.audit.client import known_gradient, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import MaskedJigsaw
 from situs.audit.stem import flat_weight, require_stem, table_rows
-from situs.backbones import create_backbone
 from situs.core.tokens import patchify
 from situs.data.batch import Batch
 from situs.data.sources.samples import load_samples
@@ -40,9 +40,7 @@ class Scene(NamedTuple):
 
 def scene(dim: int = 64, ratio: float = 0.3, number: int = 0, change: Any = None, biased: bool = False) -> Scene:
     torch.manual_seed(0)
-    shape = {"depth": 2, "embed_dim": dim, "num_heads": 4}
-    given = {"img_size": 28, "patch_size": 7, "in_chans": 1, "num_classes": 10, "model_args": shape}
-    backbone = create_backbone("vit_tiny_patch16_224", **given).eval().double()
+    backbone = small_vit(28, width=dim, heads=4, patch_size=7, in_chans=1, num_classes=10).eval().double()
     if biased:
         torch.nn.init.normal_(backbone.model.blocks[0].norm2.bias)
     x = (load_samples("test").images[number : number + 1].double() / 255 - 0.5) / 0.3

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from outcomes import reason
 
 from situs.audit import (
@@ -28,7 +29,6 @@ from situs.audit.scores.scoring import pictures_of
 from situs.backbones import create_backbone
 from situs.errors import SitusError
 
-SHAPE = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 NORMALISATION = ((0.5,), (0.25,))
 
 
@@ -36,8 +36,7 @@ NORMALISATION = ((0.5,), (0.25,))
 def backbone() -> Any:
     """torch's own initialisation and places of unit spread, as the published MJP begins: gradients that tell much."""
     torch.manual_seed(0)
-    given = {"img_size": 8, "patch_size": 4, "in_chans": 1, "num_classes": 10, "model_args": SHAPE}
-    made = create_backbone("vit_tiny_patch16_224", **given).eval()
+    made = small_vit(8, width=32, in_chans=1, num_classes=10).eval()
     for module in made.modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
             module.reset_parameters()
@@ -293,8 +292,7 @@ def test_four_cifar_images_of_one_batch(shared_data: Any) -> None:
     from situs.data.loader import DataConfig, make_loader
 
     torch.manual_seed(0)
-    shape = {"depth": 2, "embed_dim": 192, "num_heads": 6}
-    victim = create_backbone("vit_tiny_patch16_224", img_size=32, patch_size=4, num_classes=100, model_args=shape)
+    victim = small_vit(32, width=192, heads=6, num_classes=100)
     for module in victim.modules():
         if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
             module.reset_parameters()

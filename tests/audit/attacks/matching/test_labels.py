@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -15,13 +16,11 @@ from situs.audit.client import victim_gradients
 from situs.audit.defences import Clip, Noise
 from situs.backbones import create_backbone
 
-SHAPE = {"depth": 2, "embed_dim": 32, "num_heads": 4}
-
 
 @pytest.fixture(scope="module")
 def backbone() -> Any:
     torch.manual_seed(0)
-    return create_backbone("vit_tiny_patch16_224", img_size=16, patch_size=4, num_classes=20, model_args=SHAPE).eval()
+    return small_vit(width=32, heads=4, num_classes=20).eval()
 
 
 def images(count: int) -> torch.Tensor:

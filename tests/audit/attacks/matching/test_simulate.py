@@ -8,24 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 
 from situs.audit import Clip, Defence, Knowledge, MaskedJigsaw, NoDefence, NoPositionGradient
 from situs.audit.attacks.matching.simulate import guessed_draws, simulation
 from situs.audit.client import victim_gradients
 from situs.audit.defences import method_of
-from situs.backbones import create_backbone
 from situs.methods import create_method
 from situs.methods.mjp import VARIANTS
 
-SHAPE = {"depth": 2, "embed_dim": 32, "num_heads": 4}
 X, Y = torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0)).double(), torch.tensor([0, 4, 2])
 
 
 @pytest.fixture(scope="module")
 def backbone() -> Any:
     torch.manual_seed(0)
-    given = {"img_size": 16, "patch_size": 4, "num_classes": 5, "model_args": SHAPE}
-    return create_backbone("vit_tiny_patch16_224", **given).eval().double()
+    return small_vit(width=32, heads=4, num_classes=5).eval().double()
 
 
 def both(victim: Any, known: Knowledge, count: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

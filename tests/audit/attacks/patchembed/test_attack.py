@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from outcomes import caveat, prepared, reason
 
 from situs.audit import ATTACKS, Clip, Knowledge, MaskedJigsaw, Noise, NoPositionGradient, PatchEmbedding
@@ -17,13 +18,11 @@ from situs.backbones import create_backbone
 from situs.core.tokens import patchify
 from situs.data.batch import Batch
 
-SMALL = {"depth": 2, "embed_dim": 48, "num_heads": 4}
-
 
 def victim(name: str = "vit_tiny_patch16_224", **fields: Any) -> Any:
     torch.manual_seed(0)
-    given = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": SMALL, **fields}
-    return create_backbone(name, **given).eval()
+    given = {"img_size": 32, "width": 48, "heads": 4, "patch_size": 8, "num_classes": 5, **fields}
+    return small_vit(name=name, **given).eval()
 
 
 def images(count: int = 1, channels: int = 3, size: int = 32) -> torch.Tensor:
@@ -123,7 +122,7 @@ def test_a_batch_is_not_taken_apart_and_that_is_said() -> None:
 
 
 def test_too_many_patches_are_told() -> None:
-    backbone = victim(model_args={**SMALL, "embed_dim": 12})
+    backbone = victim(width=12)
     found = attack(backbone, images())
     assert "16 patches are more than 12 channels" in str(caveat(PatchEmbedding(), backbone))
     assert found.facts[0]["condition"] is None
@@ -189,7 +188,7 @@ def test_equations_that_do_not_hold_are_a_failed_attack() -> None:
 
 
 def test_equations_that_nothing_checks_do_not_fit_unless_bytes_prove_them() -> None:
-    [fact] = attack(victim(model_args={**SMALL, "embed_dim": 16}), images()).facts
+    [fact] = attack(victim(width=16), images()).facts
     assert fact["residual"] < 1e-5
     assert fact["fits"] is False
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,7 +23,6 @@ from situs.audit.attacks.patchembed.bytes import (
 )
 from situs.audit.attacks.patchembed.equations import Solution, solve_pixels, whiten
 from situs.audit.client import victim_gradients
-from situs.backbones import create_backbone
 from situs.data.augment.recipes import as_floats, normalise
 
 NORMALISATION = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -271,9 +271,8 @@ def test_a_batch_is_its_images_one_by_one() -> None:
 
 def victim(dim: int = 48, **fields: Any) -> Any:
     torch.manual_seed(0)
-    shape = {"depth": 2, "embed_dim": dim, "num_heads": 4}
-    given = {"img_size": 32, "patch_size": 8, "num_classes": 5, "model_args": shape, **fields}
-    return create_backbone("vit_tiny_patch16_224", **given).eval()
+    given = {"img_size": 32, "width": dim, "heads": 4, "patch_size": 8, "num_classes": 5, **fields}
+    return small_vit(**given).eval()
 
 
 def photographs(count: int) -> Tensor:
