@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from builders import small_vit
+from builders import small_swin, small_vit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from situs.analyze.reconstruct import (
-    Puzzle,
     Setting,
     hidden_and_wrong,
     mix_pairs,
@@ -27,7 +26,8 @@ from situs.analyze.reconstruct import (
     study,
 )
 from situs.errors import SitusError
-from situs.methods import METHODS, Batch
+from situs.methods import Batch
+from situs.methods.base import Puzzle
 from situs.methods.droppos import DropPos, DropPosConfig
 from situs.methods.mp3 import MP3, MP3Config
 from situs.pages.reconstruct import mix_figure, own_places_panel, page, placed_panel, unordered_panel, verdict_panel
@@ -222,17 +222,17 @@ def test_unordered_and_context_pictures_show_what_they_say() -> None:
         assert torch.equal(patch(torch.from_numpy(context.image), place), patch(image, place))
 
 
-def test_settings_follow_the_papers_and_refuse_methods_without_a_position_head() -> None:
+def test_settings_follow_the_papers_as_far_as_the_method_can() -> None:
     mp3, droppos = make(MP3, MP3Config()), make(DropPos, DropPosConfig(decoder_width=16, decoder_heads=2))
-    assert [s.ratio for s in settings_of(mp3, "run", None, None)] == [0.0, 0.25, 0.5, 0.75]
-    assert settings_of(droppos, "run", (0.5,), None) == [Setting(0.5, 0.75), Setting(0.5, 0.95)]
-    assert settings_of(droppos, "run", None, (0.5,))[-1].text == "γ = 0.75, γ_pos = 0.5"
-    with pytest.raises(SitusError, match=r"run: only droppos drops positions"):
-        settings_of(mp3, "run", None, (0.5,))
-    with pytest.raises(SitusError, match=r"run: was trained without a position head; runs of mp3 and droppos"):
-        settings_of(make(METHODS["mae"], METHODS["mae"].Config(decoder_width=16, decoder_heads=2)), "run", None, None)
-    with pytest.raises(SitusError, match="is no run, so it has no position head"):
-        settings_of(None, "an export", None, None)
+    assert [s.ratio for s in settings_of(mp3)] == [0.0, 0.25, 0.5, 0.75]
+    assert settings_of(droppos, (0.5,)) == [Setting(0.5, 0.75), Setting(0.5, 0.95)]
+    assert settings_of(droppos, None, (0.5,))[-1].text == "γ = 0.75, γ_pos = 0.5"
+    with pytest.raises(SitusError) as error:
+        settings_of(mp3, None, (0.5,))
+    assert error.value.field == "position_ratios"
+    swin = small_swin(width=8, patch_size=2, model_args={"window_size": 2}, positions="sincos")
+    sees_a_quarter = DropPos(swin, DropPosConfig(decoder_width=16, decoder_heads=2))
+    assert settings_of(sees_a_quarter) == [Setting(0.75, 0.75), Setting(0.75, 0.95)]
 
 
 def study_of(method: Any, tried: list[Setting], **fields: Any) -> Any:

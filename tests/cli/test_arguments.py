@@ -243,11 +243,7 @@ def test_help_with_an_unknown_topic_names_those_there_are() -> None:
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "evaluate_consistency": {"ratios": (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9), "batch": 256},
-    "evaluate_position": {
-        "mask_ratios": (0.0, 0.25, 0.5, 0.75),
-        "position_mask_ratios": (0.25, 0.5, 0.75, 0.95),
-        "ratios": (0.0, 0.25, 0.5, 0.75, 0.9),
-    },
+    "evaluate_position": {"ratios": None, "position_ratios": None, "precision": "fp32"},
     "evaluate_knn": {"k": 20, "temperature": 0.07, "train_count": 10000},
     "evaluate_probe": {
         "kind": "position",

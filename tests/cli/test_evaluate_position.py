@@ -54,7 +54,7 @@ def test_droppos_gives_the_grid(
     assert "(val)" in page.partition("How this page was made")[2]
     assert f"over the 16 cells is {100 * numbers['mean']:.2f} %" in page
     assert (tmp_path / "position-grid.png").is_file()
-    again = ["--mask-ratios", ".5", "--position-mask-ratios", ".25,.5", "--out", str(tmp_path / "b")]
+    again = ["--ratios", ".5", "--position-ratios", ".25,.5", "--out", str(tmp_path / "b")]
     assert main(["evaluate", "position", str(droppos), "--device", "cpu", *again]) == 0
     cells = json.loads((tmp_path / "b" / "position.json").read_text())["cells"]
     assert cells == numbers["cells"][8:10]

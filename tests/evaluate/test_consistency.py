@@ -12,7 +12,7 @@ from situs.backbones import Backbone, create_backbone
 from situs.core.jigsaw import move_patches
 from situs.core.masking import count_of
 from situs.errors import SitusError
-from situs.evaluate.consistency import Consistency, measure_consistency, shuffled
+from situs.evaluate.consistency import Consistency, measure_consistency, puzzle, shuffled
 from situs.methods import MJP, Batch, Supervised
 from situs.methods.mjp import VARIANTS
 from situs.methods.supervised import SupervisedConfig
@@ -46,7 +46,7 @@ def by_hand(backbone: Backbone, ratio: float, told: bool, unknown: Tensor, sets:
     side = SIZE[0] // rows
     norms, same, right = [], 0, 0
     view = shuffled(backbone, size=SIZE)
-    masks, indices = zip(*(view.puzzle(b.ids, ratio, seed) for b in sets), strict=True)
+    masks, indices = zip(*(puzzle(view.grid, b.ids, ratio, seed) for b in sets), strict=True)
     items = zip(
         torch.cat([b.inputs for b in sets]),
         torch.cat([b.targets["label"] for b in sets if "label" in b.targets]),
@@ -123,7 +123,7 @@ def test_told_the_order_inside_the_mask_means_nothing_and_not_told_it_does() -> 
     for model in (make(), make("relative"), MJP(make(), VARIANTS["J"]).double()):
         view = shuffled(model.eval(), size=SIZE)
         (batch,) = batches(4)
-        mask, index = view.puzzle(batch.ids, 0.5, 0)
+        mask, index = puzzle(view.grid, batch.ids, 0.5, 0)
         told = view.read(batch.inputs, index, mask)[0]
         assert (told - view.read(batch.inputs, None, mask)[0]).abs().max() < 1e-9
         assert (view.read(batch.inputs, index)[0] - view.read(batch.inputs)[0]).abs().max() > 1e-4
@@ -158,7 +158,7 @@ def test_a_convolutional_network_is_shuffled_by_pixels_and_never_told() -> None:
     assert (row.told, row.masked) == (False, 8)
     view = shuffled(backbone.eval(), grid=(4, 4), size=(32, 32))
     with torch.no_grad():
-        _, index = view.puzzle(sets[0].ids, 0.5, 0)
+        _, index = puzzle(view.grid, sets[0].ids, 0.5, 0)
         pooled, logits = view.read(sets[0].inputs)
         moved, _ = view.read(sets[0].inputs, index)
         assert torch.allclose(logits, backbone(sets[0].inputs))
@@ -209,7 +209,7 @@ def test_a_transformers_model_is_read_by_its_cls() -> None:
     told, untold = measure_consistency(backbone, [batch], (0.5,)).rows
     view = shuffled(backbone.eval(), size=(8, 8))
     with torch.no_grad():
-        mask, index = view.puzzle(batch.ids, 0.5, 0)
+        mask, index = puzzle(view.grid, batch.ids, 0.5, 0)
         moved = move_patches(batch.inputs, (4, 4), index)
         clean, after = (model.vit(images).last_hidden_state[:, 0] for images in (batch.inputs, moved))
     assert untold.diff_norm == pytest.approx((clean - after).norm(dim=1).mean().item())

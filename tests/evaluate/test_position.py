@@ -6,8 +6,9 @@ from builders import small_swin, small_vit
 from torch import Tensor, nn
 
 from situs.errors import SitusError
-from situs.evaluate.position import position_curve, position_grid, position_method
+from situs.evaluate.position import position_accuracy, position_curve, position_grid
 from situs.methods import MP3, Batch, DropPos, DropPosConfig, MP3Config
+from situs.models.model import Model, puzzle_method
 
 RATIOS = (0.0, 0.5, 0.8)
 
@@ -74,7 +75,7 @@ def test_a_perfect_reader_scores_one_and_chance_is_chance() -> None:
 def test_mistakes_are_named() -> None:
     with pytest.raises(SitusError, match="no samples"):
         position_curve(make(), [])
-    with pytest.raises(SitusError, match=r"mask_ratio=1.0: must be in \[0, 1\)"):
+    with pytest.raises(SitusError, match=r"ratios=1.0: must be in \[0, 1\)"):
         position_curve(make(), batches(), (1.0,))
 
 
@@ -117,6 +118,7 @@ def test_the_grid_is_what_methods_made_for_each_cell_say() -> None:
     for cell in found.cells:
         assert cell.accuracy == by_hand(method, cell.mask_ratio, cell.position_mask_ratio, 3)
     assert len({cell.accuracy for cell in found.cells}) > 1
+    assert position_accuracy(method, batches(), seed=3) == by_hand(method, 0.75, 0.75, 3)  # as it is trained
     assert found.mean == pytest.approx(sum(cell.accuracy or 0.0 for cell in found.cells) / 4)
     assert (method.training, method.config.mask_ratio, method.config.affinity) == (True, 0.75, "full")
     assert all(torch.equal(before[name], tensor) for name, tensor in method.state_dict().items())
@@ -157,7 +159,7 @@ def test_swin_has_one_row_and_says_why() -> None:
     assert {cell.reason is None for cell in grid.cells[:12]} == {False}
     assert "must be 0.75" in str(grid.cells[0].reason)
     assert grid.mean == pytest.approx(sum(cell.accuracy or 0.0 for cell in grid.cells[12:]) / 4)
-    with pytest.raises(SitusError, match=r"no cell of the grid can be measured: mask_ratio=0.5: must be 0.75"):
+    with pytest.raises(SitusError, match=r"nothing can be measured: mask_ratio=0.5: must be 0.75"):
         position_grid(method, [], (0.5,))
 
 
@@ -166,18 +168,18 @@ def test_who_has_no_position_head_is_told_so() -> None:
     from situs.methods.supervised import SupervisedConfig
 
     method = make_droppos()
-    assert position_method(method, "run") is method
+    assert puzzle_method(Model("run", method.backbone, method)) is method
     with pytest.raises(SitusError, match="run: was trained by Supervised, which has no position head"):
-        position_method(Supervised(method.backbone, SupervisedConfig()), "run")
+        puzzle_method(Model("run", method.backbone, Supervised(method.backbone, SupervisedConfig())))
     with pytest.raises(SitusError, match="x: is no run, and only a run keeps its position head"):
-        position_method(None, "x")
+        puzzle_method(Model("x", method.backbone))
 
 
 def test_mistakes_in_the_grid_are_named() -> None:
     method = make_droppos()
     with pytest.raises(SitusError, match="no samples"):
         position_grid(method, [])
-    with pytest.raises(SitusError, match=r"mask_ratios=1.0: must be in \[0, 1\)"):
+    with pytest.raises(SitusError, match=r"ratios=1.0: must be in \[0, 1\)"):
         position_grid(method, batches(), (1.0,))
-    with pytest.raises(SitusError, match=r"position_mask_ratios=0.0: must be in \(0, 1\]"):
+    with pytest.raises(SitusError, match=r"position_ratios=0.0: must be in \(0, 1\]"):
         position_grid(method, batches(), (0.5,), (0.0,))

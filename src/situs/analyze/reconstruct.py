@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from torch import Tensor
 from situs.core.permutation import random_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, patchify, put_at, take, unpatchify
+from situs.data.augment.recipes import denormalise
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.limits import check_value
-from situs.methods.base import Method
-from situs.methods.droppos import DropPos
-from situs.methods.mp3 import MP3
+from situs.methods.base import Method, Puzzle
+from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
+from situs.models.model import puzzle_method
 from situs.results import Result, Summary, Table, percent
 
 Grid = tuple[int, ...]
@@ -40,31 +42,16 @@ class Setting(NamedTuple):
     position_ratio: float | None = None
 
     @property
+    def ratios(self) -> tuple[float, ...]:
+        """As `Method.at` takes them."""
+        return tuple(ratio for ratio in self if ratio is not None)
+
+    @property
     def text(self) -> str:
         """`η = 0.5`, or `γ = 0.5, γ_pos = 0.95`."""
         if self.position_ratio is None:
             return f"η = {self.ratio:g}"
         return f"γ = {self.ratio:g}, γ_pos = {self.position_ratio:g}"
-
-
-class Puzzle(NamedTuple):
-    """Puzzles of a batch and their solutions, patches in one order throughout.
-
-    places: [B, K], where each patch that the model saw really was. guesses: [B, K], where it puts it. known: how many
-    come first that are special: the context of MP3 (guessed too), the patches that DropPos is told (not guessed).
-    asked: the first patch whose guess counts. grid: (h, w) of the places.
-    """
-
-    places: Tensor
-    guesses: Tensor
-    known: int
-    asked: int
-    grid: Grid
-
-    @property
-    def right(self) -> Tensor:
-        """[B, K - asked]: whether a guess is right, of those that count."""
-        return (self.guesses == self.places)[:, self.asked :]
 
 
 class Scores(NamedTuple):
@@ -149,45 +136,34 @@ def _scores(sums: Tensor) -> Scores:
 
 
 def settings_of(
-    method: Method | None, name: str, ratios: Sequence[float] | None, position_ratios: Sequence[float] | None
+    method: Method, ratios: Sequence[float] | None = None, position_ratios: Sequence[float] | None = None
 ) -> list[Setting]:
-    """What to try on a method, by the papers' figures where nothing is said; refuses one without a position head."""
-    if not isinstance(method, MP3 | DropPos):
-        lacks = "was trained without a position head" if method is not None else "is no run, so it has no position head"
-        raise SitusError(f"{name}: {lacks}; runs of mp3 and droppos have one", field="model")
+    """What to try on a method with a position head: where nothing is said the papers' figures, as far as it can."""
     for ratio in ratios or ():
         check_value("ratios", ratio, "[0, 1)")
     for ratio in position_ratios or ():
         check_value("position_ratios", ratio, "(0, 1]")
-    if isinstance(method, MP3):
-        if position_ratios is not None:
-            raise SitusError(f"{name}: only droppos drops positions, mp3 takes them all", field="position_ratios")
-        return [Setting(ratio) for ratio in (RATIOS if ratios is None else ratios)]
-    tried = ((0.75,) if method.by_cells else RATIOS) if ratios is None else ratios
-    return [
-        Setting(ratio, dropped)
-        for dropped in (POSITION_RATIOS if position_ratios is None else position_ratios)
-        for ratio in tried
-    ]
+    several = len(method.puzzle_ratios) > 1
+    if position_ratios is not None and not several:
+        raise SitusError(f"{type(method).__name__} hides every place, and no share of them", field="position_ratios")
+    shares = (POSITION_RATIOS if position_ratios is None else position_ratios) if several else (None,)
+    tried = [Setting(ratio, share) for share in shares for ratio in (RATIOS if ratios is None else ratios)]
+    return tried if ratios is not None else [setting for setting in tried if _can(method, setting)]
+
+
+def _can(method: Method, setting: Setting) -> bool:
+    try:
+        method.at(*setting.ratios)
+    except SitusError:
+        return False
+    return True
 
 
 @torch.no_grad()
 def solve(method: Method, batch: Batch, setting: Setting, *, seed: int = 0) -> Puzzle:
     """Puzzles of a batch at a setting, on the CPU; the method must be in eval mode. The same seed, the same puzzles."""
-    if isinstance(method, MP3):
-        whole = method.at(setting.ratio)
-        extras = whole(batch, whole.draw(batch, seed=seed, epoch=0)).extras
-        guesses = extras["logits"].argmax(dim=-1)
-        return Puzzle(extras["places"].cpu(), guesses.cpu(), whole.context, 0, method.backbone.grid)
-    assert isinstance(method, DropPos)
-    assert setting.position_ratio is not None
-    some = method.at(setting.ratio, setting.position_ratio)
-    some.config = replace(some.config, affinity=None)  # the loss is not asked for, and its weights cost a forward
-    draws = some.draw(batch, seed=seed, epoch=0, progress=1.0)
-    guesses = some(batch, draws).extras["logits"].argmax(dim=-1)
-    told = draws["visible"][:, : some.anchors]
-    together = torch.cat([told, guesses], dim=1)
-    return Puzzle(draws["visible"].cpu(), together.cpu(), some.anchors, some.anchors, method.grid)
+    puzzle = method.at(*setting.ratios).solve(batch, seed=seed)
+    return puzzle._replace(places=puzzle.places.cpu(), guesses=puzzle.guesses.cpu())
 
 
 class Mix(NamedTuple):
@@ -204,10 +180,13 @@ class Mix(NamedTuple):
 
 
 @torch.no_grad()
-def solve_mix(method: MP3, pair: tuple[Tensor, Tensor], setting: Setting, *, seed: int = 0) -> Mix:
-    """What MP3 builds of two images' patches [B, C, H, W], dealt out in two sets; solutions come back on the CPU."""
-    if method.config.anchor_ratio:
-        raise SitusError("anchor_ratio: a mix of two images has no true places that patches could be told")
+def solve_mix(method: Method, pair: tuple[Tensor, Tensor], setting: Setting, *, seed: int = 0) -> Mix:
+    """What MP3 builds of two images' patches [B, C, H, W], dealt out in two sets; solutions come back on the CPU.
+
+    A method that tells places is refused: in a mix of two images no patch has a true one.
+    """
+    if method.sees_positions:
+        raise SitusError(f"{type(method).__name__}: a mix of two images has no true places that patches could be told")
     count, grid = method.backbone.num_tokens, method.backbone.grid
     ids = torch.arange(len(pair[0]), device=pair[0].device)
     *inputs, origin = mix_pairs(*pair, uniform(seed, 0, ids, "analyze.mix", (2 * count,)), grid)
@@ -274,10 +253,33 @@ class Reconstruction(Result):
         }
 
 
-def trained_with(method: Method) -> Setting:
-    """The setting of a method's own training."""
-    config = method.config
-    return Setting(config.mask_ratio, config.position_mask_ratio if isinstance(method, DropPos) else None)
+def analyze_reconstruct(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    ratios: Sequence[float] | None = None,
+    position_ratios: Sequence[float] | None = None,
+    count: int | None = 64,
+    show: int = 6,
+    pairs: int = 2,
+    seed: int = 0,
+    **images: Unpack[Images],
+) -> Reconstruction:
+    """Puzzles that an MP3 or DropPos run solves: each patch where the model puts it, at several ratios.
+
+    model: whatever `open_model` takes. data: a path or a source; None for the images that the run was trained on.
+    ratios: η of MP3, γ of DropPos. position_ratios: γ_pos. show: images kept to be seen. pairs: how many pairs of
+    images MP3 is given mixed. count and images: see `load_set`.
+    """
+    check_value("show", show, ">= 1")
+    check_value("pairs", pairs, ">= 0")
+    model = opened(model, seed)
+    method = puzzle_method(model)
+    settings = settings_of(method, ratios, position_ratios)
+    loader = load_set(model, data, count=count, **images)
+    look = partial(denormalise, mean=loader.mean, std=loader.std)
+    found = study(method, loader, settings, look, show=show, pairs=pairs, seed=seed)
+    return replace(found, provenance=made_with(model, loader, seed))
 
 
 def study(
@@ -310,9 +312,10 @@ def study(
     scores = {setting: _scores(found) for setting, found in sums.items()}
     chosen = torch.cat(images)
     solved = {setting: _first(_join(parts), show) for setting, parts in kept.items()}
-    found = Reconstruction(look(chosen[:show]).cpu(), solved, scores, trained_with(method), seed=seed)
+    trained = Setting(*(getattr(method.config, name) for name in method.puzzle_ratios))
+    found = Reconstruction(look(chosen[:show]).cpu(), solved, scores, trained, seed=seed)
     couples = [(chosen[at : at + 1], chosen[at + 1 : at + 2]) for at in range(0, min(2 * pairs, len(chosen) - 1), 2)]
-    if not isinstance(method, MP3) or method.config.anchor_ratio:
+    if method.sees_positions:  # a mix has no true places that it could be told
         return found
     mixes = []
     for number, couple in enumerate(couples):

@@ -155,6 +155,11 @@ class Backbone(nn.Module, ABC):
         """The vector the head's last layer reads, [B, D]: F_CLS where it reads CLS."""
         return features.prefix[:, 0] if self.num_prefix else features.patches.mean(dim=1)
 
+    def read_pixels(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Images -> what the head's last layer reads [B, D], and the logits."""
+        features = self.encode(self.embed(x), self.positions())
+        return self.pooled(features), self.head(features)
+
     @torch.no_grad()
     def erase_positions(self) -> tuple[str, ...]:
         """Zeroes the learned positions of the patches in the wrapped model, for a method that never used them.

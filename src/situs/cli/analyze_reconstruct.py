@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from situs.cli.model_args import ImageArgs, open_from
-from situs.cli.result import present
-from situs.limits import check_value
+from situs.cli.result import asked, present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +19,7 @@ class Args(ImageArgs):
     """So many of the images, chosen at random and the same every time."""
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
-    """MP3's η, or DropPos's γ; the papers' 0, .25, .5 and .75 where nothing is said."""
+    """MP3's η or DropPos's γ; the papers' 0, .25, .5 and .75 where nothing is said."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
     """DropPos's γ_pos; .75 and the paper's .95 where nothing is said."""
@@ -34,24 +33,6 @@ class Args(ImageArgs):
 
 def run(args: Args) -> None:
     """Solves, prints a line for each setting, and writes the page."""
-    from situs.analyze.reconstruct import settings_of, study
-    from situs.data.augment.recipes import denormalise
-    from situs.models.data import load_set, made_with
+    from situs.analyze.reconstruct import analyze_reconstruct
 
-    check_value("show", args.show, ">= 1")
-    check_value("pairs", args.pairs, ">= 0")
-    model = open_from(args)
-    settings = settings_of(model.method, model.name, args.ratios, args.position_ratios)
-    method = model.method
-    assert method is not None  # settings_of has refused the others
-    loader = load_set(model, args.data, split=args.split, batch=args.batch, count=args.count)
-    found = study(
-        method,
-        loader,
-        settings,
-        lambda images: denormalise(images, loader.mean, loader.std),
-        show=args.show,
-        pairs=args.pairs,
-        seed=args.seed,
-    )
-    present(replace(found, provenance=made_with(model, loader, args.seed)), args.out)
+    present(analyze_reconstruct(open_from(args), **asked(args)), args.out)

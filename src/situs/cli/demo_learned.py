@@ -31,7 +31,7 @@ JUDGED = 500
 def show_puzzles(stage: Stage) -> Lines:
     """MP3's Figures 2 and 14: puzzles at several η, and two images in one."""
     method = stage.models["mp3"]
-    found = study(method, _test_images(stage), settings_of(method, "mp3", None, None), _look, show=5, pairs=1)
+    found = study(method, _test_images(stage), settings_of(method), _look, show=5, pairs=1)
     section = stage.page.section("Jigsaw puzzles")
     section.text(
         "Test images in pieces: the patches come in no order and without positions, a share 1 − η of them (outlined in "

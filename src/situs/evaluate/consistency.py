@@ -9,14 +9,13 @@ On a plain ViT the order inside the mask then changes nothing at all, so that th
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
 from situs.backbones.base import Backbone
-from situs.backbones.timm import PixelBackbone
 from situs.core.jigsaw import draw_puzzle, move_patches, puzzle_noise_shape
 from situs.core.masking import count_of
 from situs.core.random import uniform
@@ -24,8 +23,9 @@ from situs.errors import SitusError
 from situs.evaluate.accuracy import hard
 from situs.evaluate.inference import evaluating, sum_over_ranks
 from situs.limits import check_value
-from situs.methods.base import Batch, Method
-from situs.methods.mjp import MJP
+from situs.methods.base import Batch, Method, encode_moved
+from situs.models.data import AnyData, AnyModel, Images, examples, load_set, made_with, opened, top1_reason
+from situs.models.model import check_classifier
 from situs.results import Cell, Result, Summary, Table, percent
 from situs.train.step import autocast
 
@@ -58,14 +58,14 @@ class Consistency:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """How a model is shown images with shuffled patches: an MJP run through its method, others by their backbone.
+    """How a model is shown images with shuffled patches: a run through its method, others by their backbone.
 
-    positions: whether the backbone's own take part (an MJP run and a method know it themselves). grid: of the patches
-    that are shuffled; a backbone with tokens has its own.
+    positions: whether the backbone's own take part. grid: of the patches that are shuffled; a backbone with tokens has
+    its own.
     """
 
     backbone: Backbone
-    method: MJP | None
+    method: Method | None
     positions: bool
     grid: tuple[int, ...]
 
@@ -82,8 +82,9 @@ class Shuffled:
     @property
     def unknown(self) -> str:
         """What a masked place gets when the mask is told, in words."""
-        if self.method is not None and self.method.config.unknown:
-            return "the vector E_unk that this run learned for unknown places"
+        learned = None if self.method is None else self.method.unknown_position()
+        if learned is not None:
+            return learned.words
         kinds = self.backbone.positions().kinds
         parts = {
             "table": "a zero vector instead of its row of the table",
@@ -92,25 +93,17 @@ class Shuffled:
         }
         return " and ".join(parts[kind] for kind in kinds) + ", since this model never learned an unknown place"
 
-    def puzzle(self, ids: Tensor, ratio: float, seed: int) -> tuple[Tensor, Tensor]:
-        """Mask and index [B, N] of each sample at γ = ratio."""
-        return puzzle(self.grid, ids, ratio, seed)
-
     def read(self, images: Tensor, index: Tensor | None = None, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """What the head reads [B, D] and its logits, of images whose patches are moved by `index`.
 
         told: [B, N] bool, places that are forgotten.
         """
-        if isinstance(self.backbone, PixelBackbone):
+        if not self.backbone.num_tokens:
             return self.backbone.read_pixels(images if index is None else move_patches(images, self.grid, index))
         if self.method is not None:
             features = self.method.encode(images, told, index)
         else:
-            tokens = self.backbone.embed(images if index is None else move_patches(images, self.grid, index))
-            places = self.backbone.positions() if self.positions else None
-            if places is not None and told is not None:
-                places = places.forget(told)
-            features = self.backbone.encode(tokens, places)
+            features = encode_moved(self.backbone, images, told, index, positions=self.positions)
         return self.backbone.pooled(features), self.backbone.head(features)
 
 
@@ -182,17 +175,51 @@ def shuffled(
     model: Backbone | Method, *, positions: bool = True, grid: tuple[int, ...] | None = None, size: tuple[int, int]
 ) -> Shuffled:
     """Readies a backbone or a run's method. grid: for a network without tokens; size: of its images."""
-    method = model if isinstance(model, MJP) else None
-    backbone = model.backbone if isinstance(model, Method) else model
-    positions = model.sees_positions if isinstance(model, Method) else positions
+    method = model if isinstance(model, Method) else None
+    backbone, positions = (model, positions) if isinstance(model, Backbone) else (model.backbone, model.sees_positions)
     if backbone.num_tokens:
         if grid not in (None, backbone.grid):
             raise SitusError(f"grid={grid}: {backbone.name} has its own, {backbone.grid}", field="grid")
         return Shuffled(backbone, method, positions, backbone.grid)
-    cut: tuple[int, ...] = grid or (_grid_for(size) if method is None else method.config.pixel_grid)
+    own = method.grid if method is not None and all(method.grid) else _grid_for(size)
+    cut = grid or own
     if min(cut) < 1 or size[0] % cut[0] or size[1] % cut[1]:
         raise SitusError(f"grid={cut}: must divide images of {size[0]}x{size[1]} pixels", field="grid")
     return Shuffled(backbone, method, False, cut)
+
+
+def evaluate_consistency(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    ratios: Sequence[float] = RATIOS,
+    grid: tuple[int, int] | None = None,
+    count: int | None = None,
+    precision: str = "fp32",
+    seed: int = 0,
+    **images: Unpack[Images],
+) -> ConsistencyCurve:
+    """What shuffled patches do to a classifier: top-1, Diff.Norm and consistency at each γ, mask told and not told.
+
+    model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on.
+    ratios: γ. grid: for a network without tokens, the patches to shuffle. count and images: see `load_set`.
+    """
+    model = opened(model, seed)
+    check_classifier(model)
+    shuffled(model.trained, positions=model.positions, grid=grid, size=model.data.size)  # refuses a wrong grid
+    loader = load_set(model, data, count=count, shared=True, **images)
+    found = measure_consistency(
+        model.trained,
+        loader,
+        ratios,
+        seed=seed,
+        precision=precision,
+        positions=model.positions,
+        no_top1=top1_reason(model, loader),
+        classes=None if loader.classes is None else len(loader.classes),
+        grid=grid,
+    )
+    return replace(found, example=examples(loader, 1)[0], provenance=made_with(model, loader, seed, precision))
 
 
 def measure_consistency(
@@ -262,7 +289,7 @@ def _measure(
     count = float(len(batch.ids))
     sums = [clean.new_full((), count), clean.new_full((), 0.0 if truth is None else count), clean.norm(dim=-1).sum()]
     for ratio in ratios:
-        mask, index = view.puzzle(batch.ids, ratio, seed)
+        mask, index = puzzle(view.grid, batch.ids, ratio, seed)
         for told in tells:
             moved, logits = view.read(batch.inputs, index, mask if told else None)
             square, answer = (moved.double() - clean).square().sum(dim=-1), logits.argmax(dim=-1)

@@ -10,10 +10,9 @@ from situs.evaluate.accuracy import hard
 from situs.evaluate.features import FeatureSet, Pool, extract
 from situs.evaluate.inference import evaluating
 from situs.evaluate.knn import knn_accuracy
-from situs.evaluate.position import position_curve
+from situs.evaluate.position import position_accuracy
 from situs.limits import Count, Positive
 from situs.methods.base import Batch, Method
-from situs.methods.mp3 import MP3
 from situs.train.contract import RunState
 
 Batches = Callable[[], Iterable[Batch]]
@@ -40,7 +39,7 @@ class ProbeConfig(Checked):
 
 
 class OnlineProbe:
-    """kNN accuracy, and for MP3 position accuracy, of the weights' mean where there is one.
+    """kNN accuracy, and position accuracy where there is a position head, of the weights' mean where there is one.
 
     train, test: give the batches of two sets without augmentation, anew at each call; a few thousand samples are
     enough. Every rank looks at all of them, so that all come to the same numbers and none waits for another.
@@ -60,7 +59,7 @@ class OnlineProbe:
                 state.log(self.look(state.method))
 
     def look(self, method: Method) -> dict[str, float]:
-        """The numbers for this method now: knn_accuracy where the data has labels, position_accuracy_test for MP3."""
+        """The numbers for this method now: knn_accuracy with labels, position_accuracy_test with a position head."""
         config, found = self.config, {}
         if "tokens" not in method.backbone.refusals:
             train, test = (self._features(method, batches) for batches in (self.train, self.test))
@@ -68,10 +67,8 @@ class OnlineProbe:
                 k = min(config.k, len(train.labels))
                 pairs = (train.features, hard(train.labels), test.features, hard(test.labels))
                 found["knn_accuracy"] = knn_accuracy(*pairs, k, config.temperature)
-        if isinstance(method, MP3):
-            ratio = method.config.mask_ratio
-            right = position_curve(method, self.test(), (ratio,), precision=config.precision)
-            found["position_accuracy_test"] = right.accuracy[ratio]
+        if method.puzzle_ratios:
+            found["position_accuracy_test"] = position_accuracy(method, self.test(), precision=config.precision)
         return found
 
     def _features(self, method: Method, batches: Batches) -> FeatureSet:

@@ -6,9 +6,10 @@ MP3: accuracy over the share η of patches that are no keys (the paper's Figure 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from situs.errors import SitusError
 from situs.evaluate.inference import evaluating, sum_over_ranks
 from situs.limits import check_value
 from situs.methods.base import Batch, Method
-from situs.methods.droppos import DropPos
-from situs.methods.mp3 import MP3
+from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
+from situs.models.model import puzzle_method
 from situs.results import Result, Summary, Table, percent
 from situs.train.step import autocast
 
@@ -26,7 +27,7 @@ RATIOS = (0.0, 0.25, 0.5, 0.75, 0.9)
 """η of MP3's curve."""
 
 MASK_RATIOS = (0.0, 0.25, 0.5, 0.75)
-POSITION_MASK_RATIOS = (0.25, 0.5, 0.75, 0.95)
+POSITION_RATIOS = (0.25, 0.5, 0.75, 0.95)
 """γ and γ_pos of DropPos's 16 cells."""
 
 
@@ -60,7 +61,7 @@ class PositionGrid(Result):
     cells: tuple[Cell, ...]
     count: int
     places: int
-    trained: tuple[float, float]
+    trained: tuple[float, ...]
 
     @property
     def mean(self) -> float:
@@ -124,21 +125,42 @@ class PositionCurve(Result):
         return {"places": self.places, "count": self.count, "accuracy": found}
 
 
-def position_method(method: Method | None, name: str) -> DropPos | MP3:
-    """The method, where it has a position head; else one sentence."""
-    if isinstance(method, DropPos | MP3):
-        return method
-    if method is None:
-        raise SitusError(f"{name}: is no run, and only a run keeps its position head; name a DropPos or MP3 run")
-    kind = type(method).__name__
-    raise SitusError(f"{name}: was trained by {kind}, which has no position head; DropPos and MP3 runs have one")
+def evaluate_position(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    ratios: Sequence[float] | None = None,
+    position_ratios: Sequence[float] | None = None,
+    count: int | None = None,
+    precision: str = "fp32",
+    seed: int = 0,
+    **images: Unpack[Images],
+) -> PositionGrid | PositionCurve:
+    """How well a run with a position head knows where its patches were: DropPos's grid, MP3's curve.
+
+    model: whatever `open_model` takes. data: a path or a source; None for the images that the run was trained on.
+    ratios: γ of DropPos, η of MP3. position_ratios: γ_pos of DropPos. count and images: see `load_set`.
+    """
+    model = opened(model, seed)
+    method = puzzle_method(model)
+    several = len(method.puzzle_ratios) > 1
+    if position_ratios is not None and not several:
+        kind = type(method).__name__
+        raise SitusError(f"{model.name}: {kind} hides every place, and no share of them", field="position_ratios")
+    loader = load_set(model, data, count=count, shared=True, **images)
+    draws = {"seed": seed, "precision": precision}
+    if several:
+        found = position_grid(method, loader, ratios or MASK_RATIOS, position_ratios or POSITION_RATIOS, **draws)
+    else:
+        found = position_curve(method, loader, ratios or RATIOS, **draws)
+    return replace(found, provenance=made_with(model, loader, seed, precision))
 
 
 def position_grid(
-    method: DropPos,
+    method: Method,
     batches: Iterable[Batch],
-    mask_ratios: Sequence[float] = MASK_RATIOS,
-    position_mask_ratios: Sequence[float] = POSITION_MASK_RATIOS,
+    ratios: Sequence[float] = MASK_RATIOS,
+    position_ratios: Sequence[float] = POSITION_RATIOS,
     *,
     seed: int = 0,
     precision: str = "fp32",
@@ -147,44 +169,16 @@ def position_grid(
 
     A cell that the backbone cannot have (Swin sees one patch of each 2x2 cell, so γ = .75) says why.
     """
-    for gamma in mask_ratios:
-        check_value("mask_ratios", gamma, "[0, 1)")
-    for gamma_pos in position_mask_ratios:
-        check_value("position_mask_ratios", gamma_pos, "(0, 1]")
-    blank = [_cell(method, gamma, gamma_pos) for gamma in mask_ratios for gamma_pos in position_mask_ratios]
-    views = [view for view, _ in blank if view is not None]
-    if not views:
-        raise SitusError(f"no cell of the grid can be measured: {blank[0][1].reason}")
-    sums: Tensor | None = None
-    with evaluating(method):
-        for batch in batches:
-            hits = torch.stack([_hits(view, batch, seed, precision) for view in views])
-            found = torch.cat([hits, hits.new_full((1,), float(len(batch.ids)))])
-            sums = found if sums is None else sums + found
-    if sums is None:
-        raise SitusError("there are no samples to evaluate on", field="data")
-    *right, count = sum_over_ranks(sums).tolist()
-    hits_of = iter(right)
-    cells = [
-        cell if cell.dropped is None else replace(cell, accuracy=next(hits_of) / (count * cell.dropped))
-        for _, cell in blank
-    ]
-    trained = method.config.mask_ratio, method.config.position_mask_ratio
-    return PositionGrid(tuple(cells), int(count), method.count, trained)
-
-
-def _cell(method: DropPos, mask_ratio: float, position_mask_ratio: float) -> tuple[DropPos | None, Cell]:
-    """The weights at these ratios and the cell without its accuracy; no weights where they are refused."""
-    try:
-        view = method.at(mask_ratio, position_mask_ratio)
-    except SitusError as error:
-        return None, Cell(mask_ratio, position_mask_ratio, None, None, None, str(error))
-    view.config = replace(view.config, affinity=None)  # the loss is not asked for, and its weights cost a forward
-    return view, Cell(mask_ratio, position_mask_ratio, view.visible, view.visible - view.anchors, None)
+    for ratio in position_ratios:
+        check_value("position_ratios", ratio, "(0, 1]")
+    settings = [(gamma, gamma_pos) for gamma in ratios for gamma_pos in position_ratios]
+    found = _ask(method, batches, settings, seed, precision)
+    cells = [Cell(*setting, *found.cells[setting]) for setting in settings]
+    return PositionGrid(tuple(cells), found.count, math.prod(method.grid), trained_ratios(method))
 
 
 def position_curve(
-    method: MP3,
+    method: Method,
     batches: Iterable[Batch],
     ratios: Sequence[float] = RATIOS,
     *,
@@ -195,23 +189,69 @@ def position_curve(
 
     The weights are those of `method`, whatever η it was trained with.
     """
-    views = {ratio: method.at(ratio) for ratio in ratios}
+    found = _ask(method, batches, [(ratio,) for ratio in ratios], seed, precision)
+    shares = {ratio: found.share((ratio,)) for ratio in ratios}
+    return PositionCurve(shares, found.count, math.prod(method.grid), *trained_ratios(method), anchors=found.told)
+
+
+def position_accuracy(method: Method, batches: Iterable[Batch], *, seed: int = 0, precision: str = "fp32") -> float:
+    """The share of the places asked for that are named rightly, at the ratios of the training."""
+    own = trained_ratios(method)
+    return _ask(method, batches, [own], seed, precision).share(own)
+
+
+def trained_ratios(method: Method) -> tuple[float, ...]:
+    """The values of `puzzle_ratios` that the method was trained with."""
+    return tuple(getattr(method.config, name) for name in method.puzzle_ratios)
+
+
+class _Found(NamedTuple):
+    """cells: ratios -> patches seen, those of them asked for, share named rightly, or why not. count: images.
+
+    told: share of those asked for that were told their place.
+    """
+
+    cells: dict[tuple[float, ...], tuple[int | None, int | None, float | None, str | None]]
+    count: int
+    told: float
+
+    def share(self, ratios: tuple[float, ...]) -> float:
+        *_, share, reason = self.cells[ratios]
+        if share is None:
+            raise SitusError(str(reason))
+        return share
+
+
+def _ask(
+    method: Method, batches: Iterable[Batch], settings: Sequence[tuple[float, ...]], seed: int, precision: str
+) -> _Found:
+    """The method's puzzles at several ratios, solved in one pass over the images of all ranks."""
+    views: dict[tuple[float, ...], Method] = {}
+    cells: dict[tuple[float, ...], tuple[int | None, int | None, float | None, str | None]] = {}
+    for setting in settings:
+        check_value("ratios", setting[0], "[0, 1)")
+        try:
+            views[setting] = method.at(*setting)
+        except SitusError as error:
+            cells[setting] = None, None, None, str(error)
+    if not views:
+        raise SitusError(f"nothing can be measured: {cells[settings[0]][-1]}")
     sums: Tensor | None = None
+    shapes: dict[tuple[float, ...], tuple[int, int]] = {}
+    told = 0.0
     with evaluating(method):
         for batch in batches:
-            hits = torch.stack([_hits(view, batch, seed, precision) for view in views.values()])
-            tokens = hits.new_full((1,), float(len(batch.ids) * method.backbone.num_tokens))
-            found = torch.cat([hits, tokens])
+            hits = []
+            for setting, view in views.items():
+                with autocast(batch.inputs.device, precision):
+                    puzzle = view.solve(batch, seed=seed)
+                shapes[setting], told = (puzzle.places.shape[1], puzzle.right.shape[1]), puzzle.told
+                hits.append(puzzle.right.sum().double())
+            found = torch.stack([*hits, hits[0].new_tensor(float(len(batch.ids)))])
             sums = found if sums is None else sums + found
     if sums is None:
         raise SitusError("there are no samples to evaluate on", field="data")
-    *right, total = sum_over_ranks(sums).tolist()
-    found, places = {ratio: hits / total for ratio, hits in zip(views, right, strict=True)}, method.backbone.num_tokens
-    return PositionCurve(found, int(total) // places, places, method.config.mask_ratio, method.config.anchor_ratio)
-
-
-def _hits(view: DropPos | MP3, batch: Batch, seed: int, precision: str) -> Tensor:
-    draws = view.draw(batch, seed=seed, epoch=0)
-    with autocast(batch.inputs.device, precision):
-        extras = view(batch, draws).extras
-    return (extras["logits"].argmax(dim=-1) == extras["places"]).sum().double()
+    *right, count = sum_over_ranks(sums).tolist()
+    for (setting, (seen, asked)), hits in zip(shapes.items(), right, strict=True):
+        cells[setting] = seen, asked, hits / (count * asked), None
+    return _Found(cells, int(count), told)

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from torch import Tensor, nn
 
-from situs.backbones.base import Backbone
+from situs.backbones.base import Backbone, Features
+from situs.core.jigsaw import move_patches
 from situs.data.batch import Batch
 from situs.errors import SitusError
 
@@ -39,6 +40,27 @@ class UnknownPosition(NamedTuple):
     sighted: bool = True
 
 
+class Puzzle(NamedTuple):
+    """Where a method puts the patches of a batch, patches in one order throughout.
+
+    places: [B, K], where each patch that it saw really was. guesses: [B, K], where it puts it. known: how many come
+    first that are special: the context of MP3 (guessed too), the patches that DropPos is told (not guessed). asked: the
+    first patch whose guess counts. grid: (h, w) of the places. told: share of the patches asked that were told theirs.
+    """
+
+    places: Tensor
+    guesses: Tensor
+    known: int
+    asked: int
+    grid: tuple[int, ...]
+    told: float = 0.0
+
+    @property
+    def right(self) -> Tensor:
+        """[B, K - asked]: whether a guess is right, of those that count."""
+        return (self.guesses == self.places)[:, self.asked :]
+
+
 class Method(nn.Module, ABC):
     """A training idea over a backbone. What a method adds lives beside `backbone` and is dropped on export."""
 
@@ -49,11 +71,15 @@ class Method(nn.Module, ABC):
     needs_targets: ClassVar[tuple[str, ...]] = ()
     """Names in `Batch.targets` that it cannot do without; "label" gives the backbone a classifier."""
 
+    puzzle_ratios: ClassVar[tuple[str, ...]] = ()
+    """Fields of its config that say how a puzzle for its position head is made; none where it has no such head."""
+
     def __init__(self, backbone: Backbone) -> None:
         super().__init__()
         for capability in self.needs:
             backbone.require(capability)
         self.backbone = backbone
+        self.grid: tuple[int, ...] = backbone.grid
         self.config: Any = None
 
     @abstractmethod
@@ -78,6 +104,21 @@ class Method(nn.Module, ABC):
     def sees_positions(self) -> bool:
         """Whether the backbone's own positions take part; where not, they mean nothing after training."""
         return self.uses_positions(self.config)
+
+    def at(self, *ratios: float) -> Self:
+        """The same weights with other values of `puzzle_ratios`, to be looked at."""
+        raise SitusError(f"{type(self).__name__} has no position head")
+
+    def solve(self, batch: Batch, *, seed: int) -> Puzzle:
+        """Puts the patches of a batch where its position head says that they were, by the draws of its first epoch."""
+        raise SitusError(f"{type(self).__name__} has no position head")
+
+    def encode(self, images: Tensor, hidden: Tensor | None = None, index: Tensor | None = None) -> Features:
+        """Features of images [B, C, H, W] whose patches are moved by `index` [B, N], those at `hidden` [B, N] without
+        their places, which get the vector of `unknown_position`."""
+        learned = self.unknown_position()
+        vector = None if learned is None else learned.vector
+        return encode_moved(self.backbone, images, hidden, index, positions=self.sees_positions, vector=vector)
 
     def unknown_position(self) -> UnknownPosition | None:
         """The vector that it learned for tokens whose place is hidden, where it learned one."""
@@ -106,3 +147,20 @@ class Method(nn.Module, ABC):
     def decayed(self) -> set[str]:
         """Names of parameters, the backbone's too, that weight decay acts on although it spares their kind."""
         return set()
+
+
+def encode_moved(
+    backbone: Backbone,
+    images: Tensor,
+    hidden: Tensor | None = None,
+    index: Tensor | None = None,
+    *,
+    positions: bool = True,
+    vector: Tensor | None = None,
+) -> Features:
+    """`Method.encode` of a backbone. positions: whether its own take part. vector: [D] in place of a hidden place."""
+    tokens = backbone.embed(images if index is None else move_patches(images, backbone.grid, index))
+    places = backbone.positions() if positions else None
+    if places is not None and hidden is not None:
+        places = places.forget(hidden, vector)
+    return backbone.encode(tokens, places)

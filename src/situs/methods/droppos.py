@@ -29,7 +29,7 @@ from situs.core.random import uniform
 from situs.core.tokens import mask_of, take
 from situs.errors import SitusError
 from situs.limits import Count, Natural, NotNegative, Positive, Within
-from situs.methods.base import Batch, Draws, Method, Output, UnknownPosition
+from situs.methods.base import Batch, Draws, Method, Output, Puzzle, UnknownPosition
 from situs.methods.heads import Decoder, check_decoder, position_accuracy
 from situs.methods.mae import decode_pixels, patchify_on, reconstruction_loss
 from situs.methods.schedule import epoch_share
@@ -125,6 +125,7 @@ class DropPos(Method):
     places: Tensor
     Config: ClassVar[type[DropPosConfig]] = DropPosConfig
     needs: ClassVar[tuple[str, ...]] = ("tokens",)
+    puzzle_ratios: ClassVar[tuple[str, ...]] = ("mask_ratio", "position_mask_ratio")
 
     def __init__(self, backbone: Backbone, config: DropPosConfig) -> None:
         super().__init__(backbone)
@@ -177,9 +178,10 @@ class DropPos(Method):
     def _keep(self, count: int, ratio: float) -> int:
         return kept_of(ratio, count, floor=self.config.floor_counts)
 
-    def at(self, mask_ratio: float, position_mask_ratio: float) -> DropPos:
-        """The same weights at another γ and γ_pos, for evaluations; only positions are asked for."""
-        config = replace(self.config, mask_ratio=mask_ratio, position_mask_ratio=position_mask_ratio, mae_weight=0.0)
+    def at(self, *ratios: float) -> DropPos:
+        """The same weights at another γ and γ_pos, for evaluations; only positions are asked for, and no loss."""
+        others = dict(zip(self.puzzle_ratios, ratios, strict=True))
+        config = replace(self.config, **others, mae_weight=0.0, affinity=None)  # its weights cost a forward
         with torch.device("meta"):  # what is made here gives way to this one's, and must draw no random numbers
             other = DropPos(self.backbone, config)
         other.decoder, other.mask_token, other.training = self.decoder, self.mask_token, self.training
@@ -187,6 +189,13 @@ class DropPos(Method):
 
     def unknown_position(self) -> UnknownPosition:
         return UnknownPosition(self.mask_token.detach(), "the [MASK] vector that this DropPos run learned")
+
+    def solve(self, batch: Batch, *, seed: int) -> Puzzle:
+        """The anchors stand first, and are told; the other patches that are seen are asked for."""
+        draws = self.draw(batch, seed=seed, epoch=0, progress=1.0)
+        guesses = self(batch, draws).extras["logits"].argmax(dim=-1)
+        together = torch.cat([draws["visible"][:, : self.anchors], guesses], dim=1)
+        return Puzzle(draws["visible"], together, self.anchors, self.anchors, self.grid)
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """visible: [B, V], anchors' places first. hidden: [B, N - V], where pixels are asked for. sigma: a scalar."""

@@ -22,7 +22,7 @@ from situs.core.masking import count_of, random_subset
 from situs.core.random import uniform
 from situs.core.tokens import take
 from situs.limits import Within
-from situs.methods.base import Batch, Draws, Method, Output
+from situs.methods.base import Batch, Draws, Method, Output, Puzzle
 from situs.methods.heads import position_accuracy, position_loss
 
 
@@ -42,6 +42,7 @@ class MP3(Method):
 
     Config: ClassVar[type[MP3Config]] = MP3Config
     needs: ClassVar[tuple[str, ...]] = ("tokens", "context")
+    puzzle_ratios: ClassVar[tuple[str, ...]] = ("mask_ratio",)
 
     def __init__(self, backbone: Backbone, config: MP3Config) -> None:
         super().__init__(backbone)
@@ -59,12 +60,19 @@ class MP3(Method):
     def uses_positions(cls, config: MP3Config) -> bool:
         return config.anchor_ratio > 0
 
-    def at(self, mask_ratio: float) -> MP3:
+    def at(self, *ratios: float) -> MP3:
         """The same weights with another η, for evaluations."""
+        (mask_ratio,) = ratios
         with torch.device("meta"):  # the head made here gives way to this one's, and must draw no random numbers
             other = MP3(self.backbone, replace(self.config, mask_ratio=mask_ratio))
         other.position_head, other.training = self.position_head, self.training
         return other
+
+    def solve(self, batch: Batch, *, seed: int) -> Puzzle:
+        """The context stands first; every patch is asked for."""
+        extras = self(batch, self.draw(batch, seed=seed, epoch=0)).extras
+        guesses, told = extras["logits"].argmax(dim=-1), self.config.anchor_ratio
+        return Puzzle(extras["places"], guesses, self.context, 0, self.grid, told)
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where anchors are used.

@@ -78,6 +78,16 @@ def folder_name(path: str | Path) -> str:
     return Path(path).resolve().name
 
 
+def puzzle_method(model: Model) -> Method:
+    """The method of a run with a position head; any other model is refused."""
+    if model.method is None:
+        raise SitusError(f"{model.name}: is no run, and only a run keeps its position head; name a DropPos or MP3 run")
+    if not model.method.puzzle_ratios:
+        kind = type(model.method).__name__
+        raise SitusError(f"{model.name}: was trained by {kind}, which has no position head; DropPos and MP3 runs do")
+    return model.method
+
+
 def check_classifier(model: Model) -> None:
     """Refuses a model whose head was never trained."""
     if not model.classifier:

@@ -11,7 +11,6 @@ from torch import Tensor
 from situs.analyze.reconstruct import (
     Grid,
     Mix,
-    Puzzle,
     Reconstruction,
     Setting,
     hidden_and_wrong,
@@ -21,6 +20,7 @@ from situs.analyze.reconstruct import (
 from situs.core.permutation import random_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of
+from situs.methods.base import Puzzle
 from situs.report.figures import channels_drawn
 from situs.report.html import Page
 from situs.report.puzzles import Panel, panels

@@ -108,8 +108,8 @@ class MJP(Method):
             metrics["dal"] = regression.detach()
         return Output(loss, metrics, {"logits": logits.detach()})
 
-    def encode(self, images: Tensor, mask: Tensor | None = None, index: Tensor | None = None) -> Features:
-        """Features of images [B, C, H, W] whose places at `mask` [B, N] are unknown: the mask is *told*.
+    def encode(self, images: Tensor, hidden: Tensor | None = None, index: Tensor | None = None) -> Features:
+        """Features of images [B, C, H, W] whose places at `hidden` [B, N] are unknown: the mask is *told*.
 
         index: [B, N], where the patches are still to be shuffled; None where the images already are, or not at all.
         """
@@ -121,7 +121,7 @@ class MJP(Method):
             tokens = take(tokens, index)
         if self.config.index == "place":
             tokens = tokens + self.index_table.to(tokens.dtype)
-        return self.backbone.encode(tokens, self._positions(mask))
+        return self.backbone.encode(tokens, self._positions(hidden))
 
     def _positions(self, mask: Tensor | None) -> Positions | None:
         if not self.config.positions:
