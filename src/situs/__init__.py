@@ -1,11 +1,12 @@
 """Position in transformers: learn from it, measure what it gives away, use the freedom it leaves.
 
-    pretrain       Trains a method on images; gives the folder of the run.
-    finetune       Trains a classifier on a pretrained model; gives the folder of the run.
-    export         Writes a run's model to a folder that timm or transformers loads; gives the folder.
-    open_model     Opens any model: a run, an export, a locked folder, a name, a folder, your own module.
-    publish        Writes the numbers, the pictures and the page, the page last; gives its path.
-    new_key        Draws a seed and writes it to a new file that only its owner may read (mode 0600).
+    pretrain           Trains a method on images; gives the folder of the run.
+    finetune           Trains a classifier on a pretrained model; gives the folder of the run.
+    export             Writes a run's model to a folder that timm or transformers loads; gives the folder.
+    open_model         Opens any model: a run, an export, a locked folder, a name, a folder, your own module.
+    evaluate_accuracy  Measures top-1, top-5 and loss of a classifier on a whole split, and which classes it knows.
+    publish            Writes the numbers, the pictures and the page, the page last; gives its path.
+    new_key            Draws a seed and writes it to a new file that only its owner may read (mode 0600).
 
 A mistake in what you give is a `SitusError`, a `ValueError` of one sentence. All else lives in the packages below, such
 as `situs.backbones`, one interface to the steps of every transformer, and `situs.methods`, the ideas to learn with; the
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from situs.api import open_model as open_model
     from situs.api import pretrain as pretrain
     from situs.errors import SitusError as SitusError
+    from situs.evaluate.accuracy import evaluate_accuracy as evaluate_accuracy
     from situs.locks.key import new_key as new_key
     from situs.pages import publish as publish
 
@@ -34,6 +36,7 @@ _HOMES = {
     "finetune": "situs.api",
     "export": "situs.api",
     "open_model": "situs.api",
+    "evaluate_accuracy": "situs.evaluate.accuracy",
     "publish": "situs.pages",
     "new_key": "situs.locks.key",
     "SitusError": "situs.errors",

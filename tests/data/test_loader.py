@@ -256,3 +256,14 @@ def test_large_images_of_one_size_are_held_small(tmp_path):
     for size, held in ((7, (8, 8)), (10, (60, 80)), (9, (10, 10))):
         config = DataConfig(str(tmp_path), split="train", img_size=size, channels=1, batch=3, resident="always")
         assert f"1 × {held[0]} × {held[1]} on" in make_loader(config, None).describe()
+
+
+def test_training_on_a_part_of_the_images_and_judging_on_all():
+    """count: a choice that is the same every time, with the labels that belong to it; an evaluation sees them all."""
+    config, source = replace(SMALL, count=20, batch=20), small()
+    chosen = epoch_order(0, 0, 50)[:20].sort().values
+    (batch,) = make_loader(config, AugmentConfig(crop="pad", pad=0, flip=0.0), source=source).iterate(0)
+    rows = chosen[sample_of(batch.ids)]
+    assert torch.equal(batch.targets["label"], rows % 5)
+    assert sorted(rows.tolist()) == chosen.tolist()
+    assert sum(len(batch.ids) for batch in make_loader(config, None, source=source)) == 50

@@ -35,11 +35,9 @@ def titles(figure: Figure) -> list[str]:
 
 def all_figures() -> dict[str, Figure]:
     rng = np.random.default_rng(0)
-    points = rng.normal(size=(8, 2))
     return {
         "curves": figures.curves({"a": ([0, 1], [1.0, 2.0]), "b": ([0, 1], [2.0, 1.0])}, "epoch", "loss"),
         "heatmaps": figures.heatmaps({"one": rng.random((2, 4)), "two": rng.random((2, 4))}, "column", "row", "score"),
-        "projections": figures.projections([figures.Projection("t", points, "1st", "2nd")], (2, 4)),
         "bars": figures.bars({"a": 1e-15, "b": 0.0, "c": 0.7}, "error", log=True),
         "image_grid": figures.image_grid([CORNER] * 3, ["a", "b", "c"], columns=2),
         "patches": figures.patches(CORNER, (2, 4), "cut"),
@@ -58,8 +56,7 @@ def test_png_is_a_png_and_the_same_twice() -> None:
 
 def test_every_axis_of_numbers_is_labelled() -> None:
     made = all_figures()
-    for name in ("curves", "projections"):
-        assert all(axis.get_xlabel() and axis.get_ylabel() for axis in made[name].axes), name
+    assert all(axis.get_xlabel() and axis.get_ylabel() for axis in made["curves"].axes)
     (bar,) = made["bars"].axes
     assert bar.get_xlabel() == "error"
     assert [tick.get_text() for tick in bar.get_yticklabels()] == ["a", "b", "c"]
@@ -150,15 +147,6 @@ def test_patches_are_each_at_their_place() -> None:
         assert top < text.get_position()[1] < bottom
 
 
-def test_projection_joins_neighbours() -> None:
-    points = np.stack(np.divmod(np.arange(6), 3), axis=-1).astype(float)
-    (axis,) = figures.projections([figures.Projection("t", points, "x", "y")], (2, 3)).axes
-    rows, columns = (c for c in axis.collections if isinstance(c, LineCollection))
-    assert [np.asarray(s)[:, 0].tolist() for s in rows.get_segments()] == [[0, 0, 0], [1, 1, 1]]
-    assert [np.asarray(s)[:, 1].tolist() for s in columns.get_segments()] == [[0, 0], [1, 1], [2, 2]]
-    assert {text.get_text() for text in axis.texts} == {"(0, 0)", "(0, 2)", "(1, 0)", "(1, 2)"}
-
-
 def test_heatmaps_share_one_scale() -> None:
     panels = {"a": np.array([[0.0, 1.0]]), "b": np.array([[-3.0, 2.0]])}
     plain = figures.heatmaps(panels, "x", "y", "v")
@@ -194,7 +182,6 @@ def test_an_axis_of_shares_ends_where_shares_end() -> None:
         (lambda: figures.image_grid([np.zeros((8, 8))]), r"shape \(8, 8\).*\[C, H, W\]"),
         (lambda: figures.image_grid([np.zeros((0, 8, 8))]), r"shape \(0, 8, 8\)"),
         (lambda: figures.image_grid([CORNER], masks=[np.zeros(7)], grid=(2, 4)), r"7 places.*\(2, 4\)"),
-        (lambda: figures.projections([figures.Projection("t", np.zeros((5, 2)), "", "")], (2, 3)), r"t: .*\(5, 2\)"),
     ],
 )
 def test_what_cannot_be_drawn_is_one_sentence(call: object, message: str) -> None:

@@ -36,10 +36,10 @@ def run(args: Args) -> None:
     try:
         args.out.mkdir(parents=True, exist_ok=True)  # at once: a folder that cannot be made costs no minutes
     except OSError as error:
-        raise SitusError(f"out={args.out}: cannot make this folder ({error.strerror}) (--out)") from error
+        raise SitusError(f"out={args.out}: cannot make this folder ({error.strerror})", field="out") from error
     kept = args.out / "runs"
     if kept.exists() and not (kept / MADE_HERE).exists():
-        raise SitusError(f"{kept}: is there and not of an earlier demo; choose another folder (--out)")
+        raise SitusError(f"{kept}: is there and not of an earlier demo; choose another folder", field="out")
     with tempfile.TemporaryDirectory(dir=args.out, prefix=".runs-") as aside:
         runs = Path(aside) / "runs"
         runs.mkdir()
@@ -57,14 +57,7 @@ def _show(args: Args, runs: Path) -> None:
     with progress.step("loading torch and timm"):
         from situs.cli.demo_learned import SECTIONS
         from situs.cli.demo_sections import QUICK_NOTE, Stage, summarise
-        from situs.report.html import Page
-    stage = Stage(
-        Page("Situs demo", lead="Position in transformers: what there is to see, on real images, in one page."),
-        args.seed,
-        args.quick,
-        progress.say,
-        runs,
-    )
+    stage = Stage(args.seed, args.quick, progress.say, runs)
     lines: list[tuple[str, str]] = []
     for number, (name, section) in enumerate(SECTIONS.items(), start=1):
         with progress.step(f"{number}/{len(SECTIONS)} {name}"):

@@ -1,8 +1,8 @@
 """The sections of `situs demo`: each runs one thing that exists on the embedded images, and tells what it found.
 
 A section is a function of a `Stage`. It writes into `stage.page`, tells of long steps through `stage.say`, and
-returns its lines for the table printed at the end. Those here need no training; `demo_training` trains, and
-`demo_learned` looks at what was learned and holds the dict of all of them, `SECTIONS`.
+returns its lines for the table printed at the end. Those here need no training; `demo_learned` trains, looks at what
+was learned, and holds the dict of all of them, `SECTIONS`.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+import situs
 from situs.analyze.projection import principal
-from situs.backbones import Backbone, Features, create_backbone
+from situs.backbones import Backbone, Features
 from situs.core.masking import BlockRule, block_mask, block_noise_shape, count_of, jigsaw
 from situs.core.permutation import permute_rows, random_permutation
 from situs.core.position import sincos
 from situs.core.random import uniform
 from situs.core.tokens import patchify, take, unpatchify
 from situs.data.sources.samples import Samples, load_samples
-from situs.methods.base import Method
-from situs.report import figures
+from situs.report import figures, places
 from situs.report.html import Page, Section
 from situs.results import percent
 
@@ -35,7 +36,9 @@ GRID = (7, 7)
 PLACES = GRID[0] * GRID[1]
 MODEL = "vit_tiny_patch16_224"
 MODEL_ARGS = {"embed_dim": 64, "depth": 4, "num_heads": 4}
+NTH = ("1st", "2nd")
 RATIOS = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
+LEAD = "Position in transformers: what there is to see, on real images, in one page."
 
 Lines = list[tuple[str, str]]
 """(what was looked at, what was found), for the printed table."""
@@ -43,17 +46,13 @@ Lines = list[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Stage:
-    """What the sections share. models: what they have trained, by name, for those that come after.
+    """What the sections share. runs: the folder of the runs that they train."""
 
-    runs: the folder of the runs that they train.
-    """
-
-    page: Page
     seed: int
     quick: bool
     say: Callable[[str], None]
     runs: Path
-    models: dict[str, Method] = field(default_factory=dict)
+    page: Page = field(default_factory=lambda: Page("Situs demo", lead=LEAD))
 
     @cached_property
     def samples(self) -> Samples:
@@ -67,18 +66,10 @@ class Stage:
 
     @cached_property
     def backbone(self) -> Backbone:
-        """A small ViT with random weights, the same for a seed; torch's own generator is left alone."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.seed)
-            model = create_backbone(
-                MODEL,
-                img_size=GRID[0] * PATCH,
-                patch_size=PATCH,
-                in_chans=1,
-                num_classes=10,
-                model_args=MODEL_ARGS,
-            )
-        return model.eval()
+        """A small ViT with random weights, the same for a seed."""
+        shape: dict[str, Any] = {"patch_size": PATCH, "in_chans": 1, "num_classes": 10, "model_args": MODEL_ARGS}
+        model = situs.open_model(MODEL, weights="random", img_size=GRID[0] * PATCH, seed=self.seed, **shape)
+        return model.backbone
 
     def noise(self, stream: str, shape: tuple[int, ...], count: int) -> Tensor:
         """Uniform numbers [count, *shape] for the samples 0 .. count - 1."""
@@ -95,11 +86,11 @@ def show_patches(stage: Stage) -> Lines:
     )
     images, _, classes = stage.samples
     drawn = figures.image_grid(images[:20], classes, columns=10)
-    section.figure(figures.png(drawn), "Two images of each class of the embedded set.")
+    section.figure(drawn, "Two images of each class of the embedded set.")
     boot = stage.images[-1:]
     same = torch.equal(unpatchify(patchify(boot, PATCH), GRID, PATCH), boot)
     section.figure(
-        figures.png(figures.patches(boot[0], GRID, classes[-1])),
+        figures.patches(boot[0], GRID, classes[-1]),
         "One image and its patches. Places count row by row from 0; `patchify` cuts the image, `unpatchify` "
         "puts it together.",
     )
@@ -129,7 +120,7 @@ def show_masks(stage: Stage) -> Lines:
         masks=masks * 2,
         grid=GRID,
     )
-    section.figure(figures.png(drawn), "Above, the masked patches (tinted); below, the same patches shuffled.")
+    section.figure(drawn, "Above, the masked patches (tinted); below, the same patches shuffled.")
     return _count_masks(stage, section)
 
 
@@ -172,16 +163,16 @@ def show_positions(stage: Stage) -> Lines:
     tables = {"sin-cos, fixed": sincos(GRID, stage.backbone.dim), "learned, before training": table.detach()}
     drawn, shares = project(tables)
     section.figure(
-        figures.png(drawn),
-        f"The {PLACES} position vectors in the plane of their two largest principal components, neighbours in a "
-        "row and in a column joined; corners are marked (row, column).",
+        drawn,
+        f"The {PLACES} position vectors in the plane of their two largest principal components, neighbours in a row "
+        "(coloured) and in a column joined.",
     )
     middle = PLACES // 2
     centred = {name: values - values.mean(dim=0) for name, values in tables.items()}
     alike = {name: torch.cosine_similarity(c, c[middle], dim=-1).reshape(GRID) for name, c in centred.items()}
     drawn = figures.heatmaps(alike, "column", "row", "cosine similarity", limits=(-1, 1), diverging=True)
     section.figure(
-        figures.png(drawn),
+        drawn,
         "How alike each place's vector is to the middle place's, (3, 3); the mean vector is subtracted.",
     )
     return [
@@ -192,15 +183,13 @@ def show_positions(stage: Stage) -> Lines:
 
 def project(tables: dict[str, Tensor]) -> tuple[figures.Figure, dict[str, float]]:
     """Position tables [N, D] in the plane of their two largest principal components, and the shares these hold."""
-    found = {name: principal(table, 2) for name, table in tables.items()}
-    panels = []
-    for name, (points, shares) in found.items():
-        labels = (
-            f"{nth} component ({percent(share, 0)} of variance)"
-            for nth, share in zip(("1st", "2nd"), shares, strict=True)
-        )
-        panels.append(figures.Projection(name, points, *labels))
-    return figures.projections(panels, GRID), {name: sum(shares) for name, (_, shares) in found.items()}
+    panels, held = [], {}
+    for name, table in tables.items():
+        points, shares = principal(table, 2)
+        labels = [f"{nth} component ({percent(share, 0)} of variance)" for nth, share in zip(NTH, shares, strict=True)]
+        panels.append(places.Sheet(name, points, tuple(labels)))
+        held[name] = sum(shares)
+    return places.sheets(panels, GRID), held
 
 
 def show_equivariance(stage: Stage) -> Lines:
@@ -222,7 +211,7 @@ def show_equivariance(stage: Stage) -> Lines:
     )
     largest = {name: max(patches, cls) for name, (patches, cls, _) in cases.items()}
     drawn = figures.bars(largest, "largest absolute error (float64, log scale)", log=True, digits=".1e")
-    section.figure(figures.png(drawn), "The same errors: the law holds to rounding, the control is far from it.")
+    section.figure(drawn, "The same errors: the law holds to rounding, the control is far from it.")
     return [(f"equivariance, {name}", f"error {error:.1e}") for name, error in largest.items()]
 
 

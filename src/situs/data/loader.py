@@ -21,6 +21,7 @@ from situs.data.sampler import BatchPlan, batches_for, sample_of
 from situs.data.sources import open_source
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.images import BrokenImageError
+from situs.data.sources.subset import Subset
 from situs.data.streaming import Stream
 from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
@@ -49,6 +50,8 @@ class DataConfig(Checked):
     """Side of the square, or height and width, that the model sees; by default the model's own."""
     channels: Count = 3
     """Channels the model sees: grey is repeated to 3, RGB weighed to 1, others must match."""
+    count: Count | None = None
+    """Train on at most so many of the images, chosen at random and the same every time; by default on all."""
     batch: Count | None = None
     """Images a step over all ranks; by default 256, or all of a smaller set."""
     workers: Natural = 4
@@ -255,6 +258,8 @@ def make_loader(
         source = open_source(
             config.path, split, channels=config.channels, strict=config.strict, held_out=config.held_out
         )
+    if augment is not None and config.count is not None:
+        source = Subset(source, config.count)
     size = _resident_size(source, config)
     held = None
     if size is not None:

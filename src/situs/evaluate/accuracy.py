@@ -123,10 +123,11 @@ def evaluate_accuracy(
     seed: int = 0,
     **images: Unpack[Images],
 ) -> ClassAccuracy:
-    """Top-1, top-5 and loss of a classifier on a whole split, and which classes it knows; summed over the ranks.
+    """Measures top-1, top-5 and loss of a classifier on a whole split, and which classes it knows.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on.
-    precision: fp32, or bf16 for autocast. seed: of random weights. count and images: see `load_set`.
+    precision: fp32, or bf16 for autocast. seed: of random weights. count and images: see `load_set`. Under torchrun the
+    ranks share the images.
     """
     model = opened(model, seed)
     loader = load_set(model, data, count=count, shared=True, **images)

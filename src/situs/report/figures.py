@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -27,7 +27,6 @@ from situs.report.canvas import (
     PAGE_WIDTH,
     PALETTE,
     SKY,
-    TICK,
     TITLE,
     canvas,
     colour_bar,
@@ -37,15 +36,6 @@ from situs.report.canvas import (
 )
 
 RESOLUTION = 200  # pixels an inch; the page shows an inch as 100 of its pixels
-
-
-class Projection(NamedTuple):
-    """One panel of `projections`: points [N, 2] in the order of the grid's places, and what the axes are."""
-
-    title: str
-    points: Any
-    x_label: str
-    y_label: str
 
 
 def png(figure: Figure) -> bytes:
@@ -240,42 +230,6 @@ def heatmaps(
         unframe(axis)
     colour_bar(figure, drawn, axes, value_label)
     return figure
-
-
-def projections(panels: Sequence[Projection], grid: tuple[int, ...]) -> Figure:
-    """Points of a grid's places in the plane, neighbours joined: a sheet where they form one, else a tangle."""
-    h, w = grid
-    side = min(4.2, PAGE_WIDTH / len(panels))
-    figure, axes = canvas(1, len(panels), side * len(panels), side)
-    for axis, panel in zip(axes, panels, strict=True):
-        points = np.asarray(panel.points, dtype=np.float64)
-        if points.shape != (h * w, 2):
-            raise SitusError(f"{panel.title}: points of shape {points.shape} are not the places of the grid {grid}")
-        sheet = points.reshape(h, w, 2)
-        axis.add_collection(LineCollection(list(sheet), colors=BLUE, linewidths=1.0, alpha=0.8, label="rows"))
-        axis.add_collection(
-            LineCollection(list(sheet.swapaxes(0, 1)), colors=ORANGE, linewidths=1.0, alpha=0.8, label="columns")
-        )
-        axis.scatter(*points.T, s=14, color=INK, zorder=3)
-        for row, column in {(0, 0), (0, w - 1), (h - 1, 0), (h - 1, w - 1)}:
-            _note_outside(axis, f"({row}, {column})", sheet[row, column], points.mean(axis=0))
-        label(axis, panel.title, panel.x_label, panel.y_label)
-        axis.margins(0.22)
-        axis.grid(color=FAINT, linewidth=0.6)
-        axis.set_aspect("equal", adjustable="datalim")
-    axes[0].legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=TICK, loc="best")
-    return figure
-
-
-def _note_outside(axis: Axes, text: str, point: np.ndarray, centre: np.ndarray) -> None:
-    """A label beside a point, on the side away from the centre, where the sheet is not."""
-    away = point - centre
-    x, y = np.array([22, 17]) * away / max(float(np.hypot(*away)), 1e-12)  # text is wider than high
-    note = axis.annotate(
-        text, (point[0], point[1]), xytext=(x, y), textcoords="offset points", fontsize=TICK, ha="center", va="center"
-    )
-    note.set_path_effects([withStroke(linewidth=2.5, foreground="white")])
-    note.set_zorder(4)
 
 
 def bars(
