@@ -9,7 +9,7 @@ import pytest
 
 from situs.cli.main import main
 from situs.cli.result import present
-from situs.evaluate.knn_layers import LayerAccuracy, LayerKnn
+from situs.evaluate.knn import LayerAccuracy, LayerKnn
 from situs.results import Origin, Provenance
 
 

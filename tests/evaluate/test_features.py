@@ -2,12 +2,15 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from builders import small_swin, small_vit
+from safetensors import safe_open
+from safetensors.torch import load_file
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, Features
@@ -18,7 +21,6 @@ from situs.evaluate.features import (
     layer_features,
     pool_features,
     pooled,
-    read_features,
     write_features,
 )
 from situs.methods.base import Batch
@@ -96,15 +98,16 @@ def test_a_model_whose_depths_differ_gives_its_last() -> None:
 def test_a_file_gives_them_back(tmp_path: Path, labels: bool) -> None:
     found = extract(make(), batches(labels))
     path = tmp_path / "deep" / "x.safetensors"
-    write_features(path, found, {"model": "m", "pool": "mean"})
-    back, metadata = read_features(path)
-    assert metadata == {"model": "m", "pool": "mean"}
-    assert torch.equal(back.features, found.features)
-    assert torch.equal(back.ids, found.ids)
-    assert (back.labels is None) is not labels
+    write_features(path, replace(found, facts={"model": "m", "pool": "mean"}))
+    with safe_open(path, framework="pt") as file:
+        assert json.loads(file.metadata()["situs"]) == {"model": "m", "pool": "mean"}
+    back = load_file(path)
+    assert torch.equal(back["features"], found.features)
+    assert torch.equal(back["ids"], found.ids)
+    assert ("labels" in back) is labels
     assert [file.name for file in path.parent.iterdir()] == ["x.safetensors"]
     before = path.read_bytes()
-    write_features(path, found, {"pool": "mean", "model": "m"})
+    write_features(path, replace(found, facts={"pool": "mean", "model": "m"}))
     assert path.read_bytes() == before
 
 
@@ -114,7 +117,7 @@ NAMED = FeatureSet(torch.rand(3, 2), torch.tensor([4, 7, 9]), torch.tensor([1, 0
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz", ".npy", ".NPY"])
 def test_the_ending_names_the_form_and_a_table_the_images(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"x{suffix}"
-    write_features(path, NAMED, {"pool": "mean"}, ("cat", "dog"))
+    write_features(path, replace(NAMED, facts={"pool": "mean"}, classes=("cat", "dog")))
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([path.name, "x.names.csv"])
     with (tmp_path / "x.names.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.reader(file))
@@ -125,7 +128,7 @@ def test_the_ending_names_the_form_and_a_table_the_images(tmp_path: Path, suffix
         ["2", "9", "c\\udcff", "1", "dog"],
     ]
     if suffix == ".safetensors":
-        assert read_features(path)[0].names == ("a/ü,1.png", 'b"2', "c\\udcff")
+        assert torch.equal(load_file(path)["features"], NAMED.features)
         return
     loaded = np.load(path, allow_pickle=False)
     features = loaded if suffix.lower() == ".npy" else loaded["features"]
@@ -138,36 +141,27 @@ def test_the_ending_names_the_form_and_a_table_the_images(tmp_path: Path, suffix
 def test_an_ending_of_no_form_is_refused(tmp_path: Path) -> None:
     for name in ("x", "x.pt", "x.csv"):
         with pytest.raises(SitusError, match=r"must be a file ending in \.safetensors, \.npz, \.npy"):
-            write_features(tmp_path / name, NAMED, {})
+            write_features(tmp_path / name, NAMED)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_table_of_something_else_is_named(tmp_path: Path) -> None:
-    write_features(tmp_path / "x.safetensors", NAMED, {})
-    (tmp_path / "x.names.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(SitusError, match=r"x\.names\.csv: is not the table of names"):
-        read_features(tmp_path / "x.safetensors")
 
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "x.safetensors"
     one = FeatureSet(torch.ones(2, 3), torch.arange(2), None)
-    write_features(path, one, {})
+    write_features(path, one)
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
     with pytest.raises(SitusError, match=r"x.safetensors: could not be written: .*no space left"):
-        write_features(path, FeatureSet(torch.zeros(2, 3), torch.arange(2), None), {})
-    assert torch.equal(read_features(path)[0].features, one.features)
+        write_features(path, FeatureSet(torch.zeros(2, 3), torch.arange(2), None))
+    assert torch.equal(load_file(path)["features"], one.features)
     assert [file.name for file in tmp_path.iterdir()] == ["x.safetensors"]
 
 
-def test_mistakes_are_named(tmp_path: Path) -> None:
+def test_mistakes_are_named() -> None:
     with pytest.raises(SitusError, match="no samples"):
         extract(make(), [])
-    with pytest.raises(SitusError, match="cannot be read"):
-        read_features(tmp_path / "none.safetensors")
     with pytest.raises(SitusError, match="refuses a sequence of patch tokens"):
         extract(create_backbone("resnet18"), [Batch(torch.zeros(1, 3, 32, 32), torch.zeros(1).long())])

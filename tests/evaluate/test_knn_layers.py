@@ -11,8 +11,8 @@ from builders import small_swin
 
 from situs.backbones import Backbone, create_backbone
 from situs.errors import SitusError
-from situs.evaluate.knn_layers import knn_by_layer
-from situs.methods import MP3, Batch, MP3Config
+from situs.evaluate.knn import knn_by_layer
+from situs.methods import Batch
 
 SHAPE = {"depth": 3, "embed_dim": 12, "num_heads": 2}
 
@@ -79,15 +79,6 @@ def test_without_cls_only_the_mean_and_without_layers_only_the_last() -> None:
     found = knn_by_layer(swin, batches(60, 0), batches(50, 100), k=3)
     assert [(row.layer, row.pool) for row in found.rows] == [(3, "mean")]
     assert "merges change grid and width" in str(found.why_last)
-
-
-def test_a_method_without_positions_is_read_without_them() -> None:
-    backbone = make()
-    torch.nn.init.normal_(backbone.model.pos_embed, std=9.0)
-    sets = batches(60, 0), batches(50, 100)
-    by_method = knn_by_layer(MP3(backbone, MP3Config()), *sets, k=3)
-    assert by_method == knn_by_layer(backbone, *sets, k=3, positions=False)
-    assert by_method != knn_by_layer(backbone, *sets, k=3)
 
 
 def test_mistakes_are_named() -> None:

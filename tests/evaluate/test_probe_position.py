@@ -11,9 +11,11 @@ from situs.backbones import Backbone, create_backbone
 from situs.errors import SitusError
 from situs.evaluate.probe_position import dropped_features, follow, probe_position, unknown_position_of
 from situs.methods import MJP, MP3, Batch, DropPos, DropPosConfig, MP3Config
-from situs.methods.base import UnknownPosition
+from situs.methods.base import Method, UnknownPosition
 from situs.methods.mjp import VARIANTS
+from situs.models import Model
 
+ZERO = UnknownPosition(None, "a zero vector")
 SHAPE = {"depth": 2, "embed_dim": 16, "num_heads": 2}
 
 
@@ -25,6 +27,12 @@ def make(positions: str = "learned", **fields: object) -> Backbone:
         if parameter.requires_grad:
             nn.init.normal_(parameter, std=0.5)
     return backbone.eval()
+
+
+def of(subject: Backbone | Method) -> Model:
+    if isinstance(subject, Backbone):
+        return Model("model", subject)
+    return Model("run", subject.backbone, subject, positions=subject.sees_positions)
 
 
 def batches(count: int, start: int = 0) -> list[Batch]:
@@ -53,15 +61,16 @@ def test_features_are_those_of_one_image_whose_places_are_overwritten() -> None:
 def test_places_that_patches_show_are_read_and_noise_is_not() -> None:
     """Patch number i has a mark of its own in one set; in the other there is nothing but noise and no position."""
     backbone = make("none")
-    assert not unknown_position_of(backbone).sighted
+    unknown = unknown_position_of(of(backbone))
+    assert not unknown.sighted
     mark = torch.randn(16, 3, 2, 2, generator=torch.Generator().manual_seed(1))
     picture = mark.view(4, 4, 3, 2, 2).permute(2, 0, 3, 1, 4).reshape(3, 8, 8)
     shown = [[Batch(picture + 0.05 * b.inputs, b.ids) for b in batches(60, start)] for start in (0, 100)]
-    found = probe_position(backbone, *shown, weight_decays=(1e-4,))
+    found = probe_position(backbone, *shown, unknown, weight_decays=(1e-4,))
     assert found.score.accuracy > 0.95
     assert found.distance < 0.2
     assert (found.score.count, found.train_count, len(found.score.counts)) == (60 * 12, 60, 16)
-    blind = probe_position(backbone, batches(60), batches(60, 100), weight_decays=(0.1,))
+    blind = probe_position(backbone, batches(60), batches(60, 100), unknown, weight_decays=(0.1,))
     assert abs(blind.score.accuracy - 1 / 16) < 4.5 * (1 / 16 * 15 / 16 / (60 * 12)) ** 0.5
     assert blind.distance > 1.5
     assert found.guess == pytest.approx(1.53, abs=0.1)  # from an inner place of 4 × 4
@@ -70,8 +79,10 @@ def test_places_that_patches_show_are_read_and_noise_is_not() -> None:
 def test_weights_stay_and_the_answer_is_the_same_every_time() -> None:
     method = DropPos(make("sincos"), DropPosConfig(decoder_width=16, decoder_heads=2)).train()
     before = {name: tensor.clone() for name, tensor in method.state_dict().items()}
+    own = unknown_position_of(of(method))
     one, two = (
-        probe_position(method, batches(8), batches(6, 50), weight_decays=(1e-2, 1e-1), seed=1) for _ in range(2)
+        probe_position(method.backbone, batches(8), batches(6, 50), own, weight_decays=(1e-2, 1e-1), seed=1)
+        for _ in range(2)
     )
     assert torch.equal(one.score.answers, two.score.answers)
     assert one.fitted.weight_decay == two.fitted.weight_decay
@@ -82,18 +93,18 @@ def test_weights_stay_and_the_answer_is_the_same_every_time() -> None:
 
 def test_who_learned_a_vector_uses_it_and_lends_it() -> None:
     method = DropPos(make("sincos"), DropPosConfig(decoder_width=16, decoder_heads=2))
-    own = unknown_position_of(method)
+    own = unknown_position_of(of(method))
     assert own.vector is not None
     assert torch.equal(own.vector, method.mask_token)
     jigsaw = MJP(make(), VARIANTS["J"])
-    assert torch.equal(unknown_position_of(jigsaw).vector, jigsaw.unknown)  # type: ignore[arg-type]
-    assert "zero vector" in unknown_position_of(make()).words
-    assert "no positions" in unknown_position_of(MP3(make(), MP3Config())).words
-    held = follow({"before": (method, True), "after": (make(), True), "mp3": (MP3(make(), MP3Config()), True)})
+    assert torch.equal(unknown_position_of(of(jigsaw)).vector, jigsaw.unknown)  # type: ignore[arg-type]
+    assert "zero vector" in unknown_position_of(of(make())).words
+    assert "no positions" in unknown_position_of(of(MP3(make(), MP3Config()))).words
+    held = follow({"before": of(method), "after": of(make()), "mp3": of(MP3(make(), MP3Config()))})
     assert torch.equal(held["after"].vector, method.mask_token)  # type: ignore[arg-type]
     assert "before learned" in held["after"].words
     assert held["mp3"].vector is None
-    plain = follow({"before": (make(), True), "after": (make(), True)})
+    plain = follow({"before": of(make()), "after": of(make())})
     assert plain["after"].vector is None
 
 
@@ -120,10 +131,10 @@ def test_swin_loses_a_whole_output_token() -> None:
 def test_mistakes_are_named() -> None:
     backbone = make()
     with pytest.raises(SitusError, match="convolutional network and has no tokens"):
-        probe_position(create_backbone("resnet18", num_classes=3), batches(2), batches(2))
+        probe_position(create_backbone("resnet18", num_classes=3), batches(2), batches(2), ZERO)
     with pytest.raises(SitusError, match=r"ratio=0.0: must be in \(0, 1\]"):
-        probe_position(backbone, batches(2), batches(2), ratio=0.0)
+        probe_position(backbone, batches(2), batches(2), ZERO, ratio=0.0)
     with pytest.raises(SitusError, match="drop at least one of 16 places"):
-        probe_position(backbone, batches(2), batches(2), ratio=0.01)
+        probe_position(backbone, batches(2), batches(2), ZERO, ratio=0.01)
     with pytest.raises(SitusError, match="no samples to fit"):
-        probe_position(backbone, [], batches(2))
+        probe_position(backbone, [], batches(2), ZERO)

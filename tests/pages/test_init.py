@@ -26,10 +26,10 @@ from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, ClassAccuracy
 from situs.evaluate.consistency import Consistency, ConsistencyCurve
 from situs.evaluate.ensemble import Ensemble
-from situs.evaluate.knn_layers import LayerAccuracy, LayerKnn
+from situs.evaluate.knn import LayerAccuracy, LayerKnn
+from situs.evaluate.linear import Fitted, Linear, Score, Tried
 from situs.evaluate.position import Cell, PositionCurve, PositionGrid
-from situs.evaluate.probe import Fitted, Linear, Score, Tried
-from situs.evaluate.probe_class import ClassProbe, ClassProbes
+from situs.evaluate.probe import ClassProbe, ClassProbes
 from situs.evaluate.probe_position import PositionProbe, PositionProbes
 from situs.evaluate.robustness import Robustness
 from situs.locks.attacks import LockAudit

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from situs.evaluate.knn_layers import LayerAccuracy, LayerKnn
+from situs.evaluate.knn import LayerAccuracy, LayerKnn
 from situs.pages.knn import curves
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from situs.backbones.attention_maps import See, check_attention_maps, has_cls, watch_attention
 from situs.backbones.base import Backbone
-from situs.core.position import coordinates, relative_index
+from situs.core.position import distances, relative_index
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.results import Result, Summary, Table, percent
@@ -163,8 +163,7 @@ def offset_distances(grid: tuple[int, ...]) -> Tensor:
 
 def uniform_distance(grid: tuple[int, ...]) -> float:
     """The mean distance of two places drawn at random: what a head that looks everywhere alike would have."""
-    places = coordinates(grid).double()
-    return float(torch.cdist(places, places).mean())
+    return float(distances(grid).mean())
 
 
 def query_maps(weights: Tensor, prefix: int, grid: tuple[int, ...], *, cls: bool) -> Tensor:

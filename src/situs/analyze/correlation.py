@@ -20,7 +20,7 @@ from torch import Tensor
 
 from situs.analyze.layers import LAST, Layer, patch_layers
 from situs.backbones.base import Backbone
-from situs.core.position import coordinates
+from situs.core.position import distances
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.results import Result, Summary, Table
@@ -177,9 +177,3 @@ def standardised(features: Tensor) -> Tensor:
     """
     centred = features - features.mean(dim=-1, keepdim=True)
     return centred / centred.norm(dim=-1, keepdim=True).clamp(min=1e-12)
-
-
-def distances(grid: tuple[int, ...]) -> Tensor:
-    """Euclidean distance between any two places in patches, [N, N] float64."""
-    places = coordinates(grid).double()
-    return (places[:, None] - places[None]).norm(dim=-1)

@@ -259,7 +259,6 @@ def analyze_reconstruct(
     *,
     ratios: Sequence[float] | None = None,
     position_ratios: Sequence[float] | None = None,
-    count: int | None = 64,
     show: int = 6,
     pairs: int = 2,
     seed: int = 0,
@@ -269,14 +268,16 @@ def analyze_reconstruct(
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that the run was trained on.
     ratios: η of MP3, γ of DropPos. position_ratios: γ_pos. show: images kept to be seen. pairs: how many pairs of
-    images MP3 is given mixed. count and images: see `load_set`.
+    images MP3 is given mixed. images: see `load_set`; 64 where no
+    count is said.
     """
     check_value("show", show, ">= 1")
     check_value("pairs", pairs, ">= 0")
     model = opened(model, seed)
     method = puzzle_method(model)
     settings = settings_of(method, ratios, position_ratios)
-    loader = load_set(model, data, count=count, **images)
+    images.setdefault("count", 64)
+    loader = load_set(model, data, **images)
     look = partial(denormalise, mean=loader.mean, std=loader.std)
     found = study(method, loader, settings, look, show=show, pairs=pairs, seed=seed)
     return replace(found, provenance=made_with(model, loader, seed))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
 from situs.cli.model_args import ModelArgs, open_from
+from situs.cli.result import tell_left_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,9 @@ class Args(ModelArgs):
     held_out: Annotated[float | None, Parameter(metavar="SHARE")] = None
     """Share of data without val and test that is held out as both; by default what a run held out."""
 
+    count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
+    """So many of the images, chosen at random and the same every time; all where nothing is said."""
+
     pool: Literal["mean", "cls"] = "mean"
     """The mean of the patch tokens, or the CLS token."""
 
@@ -39,32 +43,14 @@ class Args(ModelArgs):
 
 def run(args: Args) -> None:
     """Extracts and writes them, and says what was written."""
-    from situs import __version__
-    from situs.cli.result import tell_left_out
-    from situs.data.sampler import sample_of
-    from situs.evaluate.features import check_form, extract, write_features
-    from situs.models.data import load_set
+    from situs.evaluate.features import check_form, extract_features, write_features
 
     check_form(args.out)
     model = open_from(args).holding_out(args.held_out)
-    loader = load_set(model, args.data, split=args.split, batch=args.batch)
-    found = extract(model.backbone, loader, args.pool, positions=model.positions, precision=args.precision)
-    mean, std = model.data.normalisation
-    facts = {
-        **model.facts,
-        "data": loader.source.name,
-        "pool": args.pool,
-        "positions": model.positions,
-        "precision": args.precision,
-        "img_size": model.data.size,
-        "mean": mean,
-        "std": std,
-        "situs": __version__,
-    }
-    rows = sample_of(found.ids).tolist()
-    found = replace(found, names=tuple(loader.source.key(row) for row in rows))
-    write_features(args.out, found, facts, loader.classes)
+    images = {"split": args.split, "count": args.count, "batch": args.batch}
+    found = extract_features(model, args.data, pool=args.pool, precision=args.precision, **images)
+    write_features(args.out, found)
     count, dim = found.features.shape
     labels = "with labels" if found.labels is not None else "without labels"
     print(f"{args.out}: {count} features of {dim} numbers, {labels}")
-    tell_left_out(loader.source.left_out())
+    tell_left_out(found.left_out)

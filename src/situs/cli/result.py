@@ -21,10 +21,13 @@ class MeasureArgs(ImageArgs):
     """Arithmetic of the forward."""
 
 
-def asked(args: ImageArgs) -> dict[str, Any]:
-    """What the flags ask of the function that measures, by its arguments; which model it is stands apart."""
+def asked(args: ImageArgs, **instead: Any) -> dict[str, Any]:
+    """What the flags ask of the function that measures, by its arguments; which model it is stands apart.
+
+    instead: what takes the place of a flag's own value.
+    """
     apart = {*(each.name for each in fields(LookArgs)), "held_out"}
-    return {each.name: getattr(args, each.name) for each in fields(args) if each.name not in apart}
+    return {each.name: getattr(args, each.name) for each in fields(args) if each.name not in apart} | instead
 
 
 def check_folder(folder: Path) -> None:

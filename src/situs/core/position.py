@@ -178,6 +178,12 @@ def coordinates(grid: Grid, device: torch.device | None = None) -> Tensor:
     return torch.stack(axes[::-1], dim=-1)
 
 
+def distances(grid: Grid) -> Tensor:
+    """Euclidean distance between any two places in patches, [N, N] float64."""
+    places = coordinates(grid).double()
+    return (places[:, None] - places[None]).norm(dim=-1)
+
+
 def smoothed_targets(grid: Grid, sigma: float | Tensor, *, squared: bool = False) -> Tensor:
     """DropPos's smoothed position targets w, [N, N] float32: w[i, j] ∝ exp(-dist(i, j) / σ²), rows sum to 1.
 

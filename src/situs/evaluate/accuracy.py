@@ -118,7 +118,6 @@ def evaluate_accuracy(
     model: AnyModel,
     data: AnyData = None,
     *,
-    count: int | None = None,
     precision: str = "fp32",
     seed: int = 0,
     **images: Unpack[Images],
@@ -126,11 +125,11 @@ def evaluate_accuracy(
     """Measures top-1, top-5 and loss of a classifier on a whole split, and which classes it knows.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on.
-    precision: fp32, or bf16 for autocast. seed: of random weights. count and images: see `load_set`. Under torchrun the
-    ranks share the images.
+    precision: fp32, or bf16 for autocast. seed: of random weights. images: see `load_set`. Under torchrun the ranks
+    share the images.
     """
     model = opened(model, seed)
-    loader = load_set(model, data, count=count, shared=True, **images)
+    loader = load_set(model, data, shared=True, **images)
     check_classes(model, loader)
     classes = check_labels(loader)
     tally = Tally(len(classes))

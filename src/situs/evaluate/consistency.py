@@ -194,7 +194,6 @@ def evaluate_consistency(
     *,
     ratios: Sequence[float] = RATIOS,
     grid: tuple[int, int] | None = None,
-    count: int | None = None,
     precision: str = "fp32",
     seed: int = 0,
     **images: Unpack[Images],
@@ -202,12 +201,12 @@ def evaluate_consistency(
     """What shuffled patches do to a classifier: top-1, Diff.Norm and consistency at each γ, mask told and not told.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on.
-    ratios: γ. grid: for a network without tokens, the patches to shuffle. count and images: see `load_set`.
+    ratios: γ. grid: for a network without tokens, the patches to shuffle. images: see `load_set`.
     """
     model = opened(model, seed)
     check_classifier(model)
     shuffled(model.trained, positions=model.positions, grid=grid, size=model.data.size)  # refuses a wrong grid
-    loader = load_set(model, data, count=count, shared=True, **images)
+    loader = load_set(model, data, shared=True, **images)
     found = measure_consistency(
         model.trained,
         loader,

@@ -3,39 +3,46 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 from torch import Tensor
 
+from situs import __version__
 from situs.backbones.base import Backbone, Features
+from situs.data.sampler import sample_of
 from situs.errors import SitusError
 from situs.evaluate.inference import evaluating
+from situs.files import write_bytes
 from situs.methods.base import Batch
+from situs.models.data import AnyData, AnyModel, load_set, opened
 from situs.train.step import autocast
-from situs.train.tensors import save
 
 Pool = Literal["mean", "cls"]
-_METADATA = "situs"
 
 
 @dataclass(frozen=True)
 class FeatureSet:
     """features: [n, D] float32. ids: [n] int64, the samples' numbers in their set. labels: [n] int64, or None.
 
-    names: the images' own names, n of them, such as their paths below the data's folder.
+    names: the images' own names, n of them, such as their paths below the data's folder. classes: names of the labels.
+    facts: what made them. left_out: sentences on the images that could not be read.
     """
 
     features: Tensor
     ids: Tensor
     labels: Tensor | None
     names: tuple[str, ...] | None = None
+    classes: Sequence[str] | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    left_out: Sequence[str] = ()
 
 
 def pool_features(features: Features, pool: Pool = "mean") -> Tensor:
@@ -99,6 +106,41 @@ def extract(
     return FeatureSet(torch.cat(features), torch.cat(ids), torch.cat(labels) if labels else None)
 
 
+def extract_features(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    split: str = "train",
+    held_out: float | None = None,
+    count: int | None = None,
+    batch: int = 256,
+    pool: Pool = "mean",
+    precision: str = "fp32",
+) -> FeatureSet:
+    """The pooled features of every image of a split, with the images' names and what made them.
+
+    model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. The
+    others: see `load_set`.
+    """
+    model = opened(model)
+    loader = load_set(model, data, split=split, held_out=held_out, count=count, batch=batch)
+    found = extract(model.backbone, loader, pool, positions=model.positions, precision=precision)
+    mean, std = model.data.normalisation
+    facts = {
+        **model.facts,
+        "data": loader.source.name,
+        "pool": pool,
+        "positions": model.positions,
+        "precision": precision,
+        "img_size": model.data.size,
+        "mean": mean,
+        "std": std,
+        "situs": __version__,
+    }
+    names = tuple(loader.source.key(row) for row in sample_of(found.ids).tolist())
+    return replace(found, names=names, classes=loader.classes, facts=facts, left_out=loader.source.left_out())
+
+
 SUFFIXES = (".safetensors", ".npz", ".npy")
 """Forms that features are written in: everything in one file, the same for NumPy, and the features alone."""
 
@@ -109,85 +151,48 @@ def check_form(path: str | os.PathLike[str]) -> None:
         raise SitusError(field="out", value=str(path), allowed=f"a file ending in {', '.join(SUFFIXES)}")
 
 
-def write_features(
-    path: str | os.PathLike[str],
-    found: FeatureSet,
-    metadata: Mapping[str, Any],
-    classes: Sequence[str] | None = None,
-) -> None:
+def write_features(path: str | os.PathLike[str], found: FeatureSet) -> None:
     """Writes features, ids, labels and what they were made with as one file, in the form that its ending names.
 
-    Where the images have names, a table NAME.names.csv says which row is which image, and of which
-    class. Both are written aside and renamed.
+    Where the images have names, a table NAME.names.csv says which row is which image, and of which class.
     """
     check_form(path)
     path = Path(path)
-    tensors = {"features": found.features, "ids": found.ids}
-    if found.labels is not None:
-        tensors["labels"] = found.labels
-    held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    pairs = [(path, path.with_name(f".{path.name}.{os.getpid()}.tmp{path.suffix}"))]
-    if found.names is not None:
-        pairs.append((path.with_suffix(".names.csv"), path.with_name(f".{path.name}.{os.getpid()}.csv")))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # One entry: the file's own table of entries has no fixed order, so that several would change its bytes.
-        _write_arrays(pairs[0][1], held, json.dumps(metadata, sort_keys=True))
-        if found.names is not None:
-            _write_names(pairs[1][1], found, classes)
-        for final, aside in reversed(pairs):  # the names first: features without them would be numbers alone
-            aside.replace(final)
+        if found.names is not None:  # the names first: features without them would be numbers alone
+            write_bytes(path.with_suffix(".names.csv"), _names(found))
+        write_bytes(path, _arrays(found, path.suffix.lower()))
     except OSError as error:
-        for _, aside in pairs:
-            aside.unlink(missing_ok=True)
         raise SitusError(
             f"{path}: could not be written: {(error.strerror or str(error)).lower()}", field="out"
         ) from error
 
 
-def _write_arrays(path: Path, held: Mapping[str, Tensor], described: str) -> None:
+def _arrays(found: FeatureSet, suffix: str) -> bytes:
     import numpy as np
 
-    if path.suffix.lower() == ".safetensors":
-        save(path, dict(held), {_METADATA: described})
-        return
-    arrays: dict[str, Any] = {name: each.numpy() for name, each in held.items()}
-    with path.open("wb") as file:  # of a name, NumPy adds its own ending
-        if path.suffix.lower() == ".npy":
-            np.save(file, arrays["features"])
-        else:
-            np.savez(file, metadata=np.array(described), **arrays)
+    tensors = {"features": found.features, "ids": found.ids, "labels": found.labels}
+    held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items() if tensor is not None}
+    # One entry: the file's own table of entries has no fixed order, so that several would change its bytes.
+    described = json.dumps(found.facts, sort_keys=True)
+    if suffix == ".safetensors":
+        return save(held, {"situs": described})
+    file, arrays = io.BytesIO(), {name: each.numpy() for name, each in held.items()}
+    if suffix == ".npy":
+        np.save(file, arrays["features"])
+    else:
+        np.savez(file, metadata=np.array(described), **arrays)
+    return file.getvalue()
 
 
-def _write_names(path: Path, found: FeatureSet, classes: Sequence[str] | None) -> None:
+def _names(found: FeatureSet) -> bytes:
     assert found.names is not None
     labels = [None] * len(found.names) if found.labels is None else found.labels.tolist()
-    with path.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
-        table = csv.writer(file, lineterminator="\n")
-        table.writerow(("row", "id", "name", "label", "class"))
-        for row, (number, name, label) in enumerate(zip(found.ids.tolist(), found.names, labels, strict=True)):
-            table.writerow((row, number, name, label, classes[label] if classes and label is not None else ""))
-
-
-def read_features(path: str | os.PathLike[str]) -> tuple[FeatureSet, dict[str, Any]]:
-    """What `write_features` wrote as safetensors, on the CPU, with the names beside it, and its metadata."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
-            metadata = json.loads((file.metadata() or {}).get(_METADATA, "{}"))
-    except (OSError, SafetensorError) as error:
-        raise SitusError(f"{path}: cannot be read: {error}") from None
-    if not {"features", "ids"} <= tensors.keys():
-        raise SitusError(f"{path}: holds no features and ids, so `situs features` did not write it")
-    return FeatureSet(tensors["features"], tensors["ids"], tensors.get("labels"), _read_names(Path(path))), metadata
-
-
-def _read_names(path: Path) -> tuple[str, ...] | None:
-    table = path.with_suffix(".names.csv")
-    if not table.is_file():
-        return None
-    try:
-        with table.open(encoding="utf-8", newline="") as file:
-            return tuple(row["name"] for row in csv.DictReader(file))
-    except (OSError, ValueError, KeyError, csv.Error) as error:
-        raise SitusError(f"{table}: is not the table of names that `situs features` wrote: {error}") from None
+    file = io.StringIO()
+    table = csv.writer(file, lineterminator="\n")
+    table.writerow(("row", "id", "name", "label", "class"))
+    for row, (number, name, label) in enumerate(zip(found.ids.tolist(), found.names, labels, strict=True)):
+        known = found.classes[label] if found.classes and label is not None else ""
+        table.writerow((row, number, name, label, known))
+    return file.getvalue().encode("utf-8", "backslashreplace")

@@ -131,7 +131,6 @@ def evaluate_position(
     *,
     ratios: Sequence[float] | None = None,
     position_ratios: Sequence[float] | None = None,
-    count: int | None = None,
     precision: str = "fp32",
     seed: int = 0,
     **images: Unpack[Images],
@@ -139,7 +138,7 @@ def evaluate_position(
     """How well a run with a position head knows where its patches were: DropPos's grid, MP3's curve.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that the run was trained on.
-    ratios: γ of DropPos, η of MP3. position_ratios: γ_pos of DropPos. count and images: see `load_set`.
+    ratios: γ of DropPos, η of MP3. position_ratios: γ_pos of DropPos. images: see `load_set`.
     """
     model = opened(model, seed)
     method = puzzle_method(model)
@@ -147,7 +146,7 @@ def evaluate_position(
     if position_ratios is not None and not several:
         kind = type(method).__name__
         raise SitusError(f"{model.name}: {kind} hides every place, and no share of them", field="position_ratios")
-    loader = load_set(model, data, count=count, shared=True, **images)
+    loader = load_set(model, data, shared=True, **images)
     draws = {"seed": seed, "precision": precision}
     if several:
         found = position_grid(method, loader, ratios or MASK_RATIOS, position_ratios or POSITION_RATIOS, **draws)

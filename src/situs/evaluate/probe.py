@@ -1,246 +1,134 @@
-"""Linear probes: what a linear classifier can read off frozen features.
-
-Full-batch logistic regression by L-BFGS on standardised features: convex, so that the answer depends on the data and
-the weight decay alone. The weight decay is chosen on a part of the training set, never on the test set; the final
-classifier is fitted to the whole training set.
-"""
+"""Linear probes of frozen models: places (`probe_position`), or classes from one vector an image."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Unpack
 
-import torch
-from torch import Tensor
-
-from situs.core.random import uniform
+from situs.backbones.base import Backbone
 from situs.errors import SitusError
-from situs.limits import check_value
-from situs.results import Cell, Provenance, Result, Table
-
-WEIGHT_DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
-HELD = 0.2
-"""Share of the training set on which the weight decay is chosen."""
-STEPS = 200
-AT_ONCE = 1 << 25
-"""Logits held at a time: 128 MiB in float32."""
-
-Pairs = Iterable[tuple[Tensor, Tensor]]
-"""Features [m, D] and labels [m], part by part."""
+from situs.evaluate.accuracy import hard
+from situs.evaluate.features import Pool, extract
+from situs.evaluate.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
+from situs.evaluate.probe_position import RATIO, PositionProbes, follow, probe_position
+from situs.methods.base import Batch
+from situs.models.data import AnyData, AnyModel, Images, check_labels, load_bank, made_with, opened
+from situs.results import Cell, Provenance, Summary, Table, percent
 
 
 @dataclass(frozen=True)
-class Linear:
-    """logits = weight · (x - mean) / scale + bias; weight: [C, D]."""
+class ClassProbe(Probe):
+    """pool: what an image's vector is."""
 
-    weight: Tensor
-    bias: Tensor
-    mean: Tensor
-    scale: Tensor
-
-    def __call__(self, features: Tensor) -> Tensor:
-        """Features [m, D] -> logits [m, C]."""
-        return (features - self.mean) / self.scale @ self.weight.T + self.bias
-
-
-@dataclass(frozen=True)
-class Score:
-    """accuracy: share of right answers. loss: mean cross entropy. count: rows. answers: [C, C], by (true, said)."""
-
-    accuracy: float
-    loss: float
-    count: int
-    answers: Tensor
-
-    @property
-    def hits(self) -> Tensor:
-        """Right answers of each class, [C]."""
-        return self.answers.diagonal()
-
-    @property
-    def counts(self) -> Tensor:
-        """Rows of each class, [C]."""
-        return self.answers.sum(dim=1)
-
-
-@dataclass(frozen=True)
-class Tried:
-    """A weight decay and how it did on the held part of the training set."""
-
-    weight_decay: float
-    accuracy: float
-    loss: float
-
-
-@dataclass(frozen=True)
-class Fitted:
-    """The classifier, the weight decay it was given, and all that were tried."""
-
-    linear: Linear
-    weight_decay: float
-    tried: tuple[Tried, ...]
-
-
-@dataclass(frozen=True)
-class Probe:
-    """A fitted classifier. score: over the test split. train_count: images it was fitted to."""
-
-    score: Score
-    fitted: Fitted
-    train_count: int
+    pool: Pool
 
     def numbers(self) -> dict[str, Any]:
-        """How it was fitted, as JSON holds it."""
-        tried = [asdict(each) for each in self.fitted.tried]
-        return {"train_images": self.train_count, "weight_decay": self.fitted.weight_decay, "tried": tried}
-
-
-P = TypeVar("P", bound=Probe)
+        """What was read off, and how it was fitted."""
+        found = self.score
+        read = {"pool": self.pool, "accuracy": found.accuracy, "loss": found.loss, "count": found.count}
+        return {**read, **super().numbers()}
 
 
 @dataclass(frozen=True)
-class Probes(Result, Generic[P]):
-    """The same probe on one frozen model, or on several beside each other.
+class ClassProbes(Probes[ClassProbe]):
+    """Classes read off frozen features. classes: their names."""
 
-    probes: by the model's name, in order. made: how each was made, by name.
-    """
+    file: ClassVar[str] = "probe-class"
 
-    probes: Mapping[str, P]
-    made: Mapping[str, Provenance]
+    classes: Sequence[str] = field(kw_only=True)
 
-    @property
-    def first(self) -> tuple[str, P]:
-        """The name and the probe of the first model."""
-        return next(iter(self.probes.items()))
-
-    @property
-    def data(self) -> str:
-        """What the first model was judged on."""
-        return self.made[self.first[0]].facts.get("data", "")
-
-    def numbers(self) -> dict[str, Any]:
-        """Every model: how it was made, what was read, how that was fitted."""
-        return {"models": {name: {**self.made[name].facts, **each.numbers()} for name, each in self.probes.items()}}
-
-    def tried(self) -> Table:
-        """Every weight decay on the held part of the training split."""
+    def summary(self) -> Summary:
+        """What is recognised of each model; a row a model."""
+        (name, first), *rest = self.probes.items()
+        words = {"mean": "the mean of its patches", "cls": "its CLS token"}[first.pool]
+        said = (
+            f"A linear classifier on {words} recognises {percent(first.score.accuracy, 2)} of {first.score.count:,} "
+            f"images in {name} (chance {percent(1 / len(first.score.counts), 2)})."
+        )
+        said += "".join(f" In {other} it is {percent(probe.score.accuracy, 2)}." for other, probe in rest)
+        header = ["model", "pool", "top-1, %", "loss", "images", "images fitted to", "weight decay"]
         rows: list[list[Cell]] = [
-            [name, f"{each.weight_decay:g}", f"{100 * each.accuracy:.2f}", each.loss,
-             each.weight_decay == probe.fitted.weight_decay]
+            [name, probe.pool, f"{100 * probe.score.accuracy:.2f}", probe.score.loss, probe.score.count,
+             probe.train_count, f"{probe.fitted.weight_decay:g}"]
             for name, probe in self.probes.items()
-            for each in probe.fitted.tried
         ]  # fmt: skip
-        return Table("", ["model", "weight decay", "held-out accuracy, %", "held-out loss", "chosen"], rows)
+        return Summary(said, (Table(self.data, header, rows),))
 
 
-def fit_probe(
-    features: Tensor,
-    labels: Tensor,
-    classes: int,
+def evaluate_probe(
+    model: AnyModel,
+    data: AnyData = None,
     *,
-    groups: Tensor | None = None,
+    kind: Literal["position", "class"] = "position",
+    after: AnyModel | None = None,
+    train_count: int = 2000,
+    ratio: float = RATIO,
+    pool: Pool = "mean",
     weight_decays: Sequence[float] = WEIGHT_DECAYS,
+    precision: str = "fp32",
     seed: int = 0,
-    steps: int = STEPS,
-) -> Fitted:
-    """Chooses the weight decay on a held part and fits to everything.
+    **images: Unpack[Images],
+) -> ClassProbes | PositionProbes:
+    """What a linear classifier reads off frozen features: the place of patches without a position, or the class.
 
-    features: [n, D]. labels: [n] in range(classes). groups: [n] integers; rows of one group (the patches of an image)
-    stay on one side of the split. Of two weight decays with equal accuracy the greater is taken.
+    model, after: whatever `open_model` takes; the second stands beside the first, on the same images. data: a path;
+    None for the images that a run was trained on. train_count: at most so many images of the training split to fit to.
+    ratio: share of the patches whose position is taken away. pool: what an image's vector is. images: see
+    `load_set`.
     """
-    for decay in weight_decays:
-        check_value("weight_decays", decay, "> 0")
-    if len(weight_decays) == 1:
-        linear = fit_linear(features, labels, classes, weight_decays[0], steps=steps)
-        return Fitted(linear, weight_decays[0], ())
-    held = held_rows(torch.arange(len(labels), device=labels.device) if groups is None else groups, seed)
-    tried: list[Tried] = []
-    start = None
-    for decay in sorted(weight_decays, reverse=True):  # each fit begins where the last, smoother one ended
-        start = fit_linear(features[~held], labels[~held], classes, decay, steps=steps, start=start)
-        found = score(start, [(features[held], labels[held])], classes)
-        tried.append(Tried(decay, found.accuracy, found.loss))
-    best = max(tried, key=lambda each: each.accuracy).weight_decay
-    return Fitted(fit_linear(features, labels, classes, best, steps=steps), best, tuple(tried))
+    first = opened(model, seed).holding_out(images.pop("held_out", None))
+    models = {first.name: first}
+    if after is not None:
+        second = opened(after, seed).holding_out(first.data.held_out)
+        models[second.name if second.name not in models else f"{second.name} (after)"] = second
+    unknown = follow(models) if kind == "position" else {}
+    shared = {"seed": seed, "precision": precision, "weight_decays": tuple(weight_decays)}
+    probes: dict[str, Any] = {}
+    made, classes = {}, ()
+    for name, each in models.items():
+        train, test = load_bank(each, data or first.data.path or None, train_count=train_count, **images)
+        told = {**shared, "positions": each.positions}
+        if kind == "class":
+            classes = check_labels(test)
+            probes[name] = probe_class(each.backbone, train, test, len(classes), pool=pool, **told)
+        else:
+            probes[name] = probe_position(each.backbone, train, test, unknown[name], ratio=ratio, **told)
+        more = {"fitted_to": train.source.name}
+        made[name] = made_with(each, test, seed, precision, beside=[train], more=more)
+    provenance = Provenance.joint(made.values())
+    if kind == "class":
+        return ClassProbes(probes, made, classes=classes, provenance=provenance)
+    grids = {each.backbone.out_grid for each in models.values()}
+    if len(grids) > 1:
+        said = " and ".join(map(str, sorted(grids)))
+        raise SitusError(f"the two models have grids of {said} places", field="after")
+    return PositionProbes(probes, made, grid=grids.pop(), ratio=ratio, provenance=provenance)
 
 
-def held_rows(groups: Tensor, seed: int) -> Tensor:
-    """Which rows are held out to choose by: bool [n], about a fifth of the groups, at least one and never all."""
-    names, member = groups.unique(return_inverse=True)
-    count = len(names)
-    if count < 2:
-        raise SitusError("a probe needs at least two training images, one to fit and one to choose by", field="data")
-    order = uniform(seed, 0, names, "probe.held", (1,)).flatten().argsort(stable=True)
-    chosen = torch.zeros(count, dtype=torch.bool, device=groups.device)
-    chosen[order[: max(1, int(HELD * count))]] = True
-    return chosen[member]
-
-
-@torch.no_grad()
-def fit_linear(
-    features: Tensor,
-    labels: Tensor,
+def probe_class(
+    backbone: Backbone,
+    train: Iterable[Batch],
+    test: Iterable[Batch],
     classes: int,
-    weight_decay: float,
     *,
-    steps: int = STEPS,
-    start: Linear | None = None,
-) -> Linear:
-    """The minimum of mean cross entropy + weight_decay / 2 · ‖W‖² on standardised features; the bias is free.
+    pool: Pool = "mean",
+    seed: int = 0,
+    precision: str = "fp32",
+    positions: bool = True,
+    weight_decays: Sequence[float] = WEIGHT_DECAYS,
+) -> ClassProbe:
+    """Fits to the pooled features of `train` and scores on those of `test`.
 
-    features: [n, D]. labels: [n]. start: where to begin, for a grid of weight decays.
+    pool: the mean of the patches or CLS. positions: whether the backbone's own take part.
     """
-    if features.dim() != 2 or labels.shape != features.shape[:1] or not len(labels):
-        shapes = f"{list(features.shape)} and {list(labels.shape)}"
-        raise SitusError(f"a probe needs features [n, D] with labels [n], not {shapes}")
-    count, dim = features.shape
-    mean, scale = features.mean(dim=0), features.std(dim=0, correction=0)
-    scale = torch.where(scale > 1e-6 * mean.abs() + 1e-12, scale, 1.0)
-    weight = features.new_zeros(classes, dim) if start is None else start.weight.clone()
-    bias = features.new_zeros(classes) if start is None else start.bias.clone()
-    rows = max(1, AT_ONCE // classes)
-    optimiser = torch.optim.LBFGS(
-        [weight.requires_grad_(), bias.requires_grad_()],
-        max_iter=steps,
-        tolerance_grad=1e-6,
-        tolerance_change=1e-10,
-        line_search_fn="strong_wolfe",
-    )
-
-    @torch.no_grad()
-    def closure() -> Tensor:
-        """The gradient by hand, part by part: no graph, and memory for one part only."""
-        loss = weight_decay / 2 * weight.square().sum()
-        slope, lift = weight_decay * weight, torch.zeros_like(bias)
-        for part, truth in zip(features.split(rows), labels.split(rows), strict=True):
-            inputs = (part - mean) / scale
-            likely = (inputs @ weight.T + bias).log_softmax(dim=-1)
-            loss = loss - likely.gather(1, truth[:, None]).sum() / count
-            wrong = likely.exp_().scatter_add_(1, truth[:, None], inputs.new_full((len(truth), 1), -1.0)) / count
-            slope += wrong.T @ inputs
-            lift += wrong.sum(dim=0)
-        weight.grad, bias.grad = slope, lift
-        return loss
-
-    optimiser.step(closure)
-    return Linear(weight.detach(), bias.detach(), mean, scale)
-
-
-@torch.no_grad()
-def score(linear: Linear, pairs: Pairs, classes: int) -> Score:
-    """How a classifier does over all pairs; sums stay on the device until the end."""
-    table, loss = None, None
-    for features, labels in pairs:
-        if table is None or loss is None:
-            table = torch.zeros(classes * classes, dtype=torch.int64, device=labels.device)
-            loss = torch.zeros((), dtype=torch.float64, device=labels.device)
-        for part, truth in zip(features.split(AT_ONCE // classes), labels.split(AT_ONCE // classes), strict=True):
-            logits = linear(part)
-            loss += torch.nn.functional.cross_entropy(logits.double(), truth, reduction="sum")
-            said = truth * classes + logits.argmax(dim=-1)
-            table.scatter_add_(0, said, torch.ones_like(said))  # bincount would wait for the device
-    if table is None or loss is None or not (count := int(table.sum())):
-        raise SitusError("there are no samples to evaluate on", field="data")
-    answers = table.view(classes, classes)
-    return Score(int(answers.diagonal().sum()) / count, float(loss) / count, count, answers.cpu())
+    backbone.require("tokens")
+    sets = []
+    for batches in (train, test):
+        found = extract(backbone, batches, pool, positions=positions, precision=precision)
+        if found.labels is None:
+            raise SitusError("a classification probe needs labels, and the data has none", field="data")
+        sets.append((found.features, hard(found.labels)))
+    (inputs, labels), held = sets
+    fitted = fit_probe(inputs, labels, classes, weight_decays=weight_decays, seed=seed)
+    return ClassProbe(score(fitted.linear, [held], classes), fitted, len(labels), pool)

@@ -6,7 +6,8 @@ each of those came from. It is fitted to the training split and scored on anothe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -15,14 +16,15 @@ from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.core.masking import count_of
-from situs.core.position import coordinates
+from situs.core.position import coordinates, distances
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, take
 from situs.errors import SitusError
 from situs.evaluate.inference import evaluating
-from situs.evaluate.probe import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
+from situs.evaluate.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
 from situs.limits import check_value
-from situs.methods.base import Batch, Method, UnknownPosition
+from situs.methods.base import Batch, UnknownPosition
+from situs.models import Model
 from situs.results import Cell, Summary, Table, percent
 from situs.train.step import autocast
 
@@ -87,32 +89,28 @@ class PositionProbes(Probes[PositionProbe]):
         return {"ratio": self.ratio, **super().numbers()}
 
 
-def unknown_position_of(model: Backbone | Method, *, positions: bool = True) -> UnknownPosition:
+def unknown_position_of(model: Model) -> UnknownPosition:
     """What a token whose place is dropped gets: a run's own vector where it learned one."""
-    sees = model.sees_positions if isinstance(model, Method) else positions
-    learned = model.unknown_position() if isinstance(model, Method) else None
+    learned = None if model.method is None else model.method.unknown_position()
     if learned is not None:
         return learned
-    _backbone(model).require("tokens")
-    if not sees or not _backbone(model).positions().kinds:
+    model.backbone.require("tokens")
+    if not model.positions or not model.backbone.positions().kinds:
         return UnknownPosition(None, "nothing: this model was given no positions, so no patch knows its place", False)
     return UnknownPosition(
         None, "a zero vector (and no rotation or bias), since this model never learned an unknown place"
     )
 
 
-def follow(models: Mapping[str, tuple[Backbone | Method, bool]]) -> dict[str, UnknownPosition]:
-    """Each model's own; one that never learned a vector takes the first model's, so that the two compare.
-
-    models: by name, each with whether its positions take part, as `unknown_position_of` is asked.
-    """
-    found = {name: unknown_position_of(model, positions=sees) for name, (model, sees) in models.items()}
+def follow(models: Mapping[str, Model]) -> dict[str, UnknownPosition]:
+    """Each model's own, by its name; one that never learned a vector takes the first's, so that the two compare."""
+    found = {name: unknown_position_of(model) for name, model in models.items()}
     (first, lent), *_ = found.items()
     if lent.vector is None:
         return found
     shared = UnknownPosition(lent.vector, f"the vector for unknown places that {first} learned, having none of its own")
     zero = {name: each for name, each in found.items() if each.vector is None and each.sighted}
-    fits = {name for name in zero if _backbone(models[name][0]).dim == lent.vector.shape[0]}
+    fits = {name for name in zero if models[name].backbone.dim == lent.vector.shape[0]}
     return {name: shared if name in fits else each for name, each in found.items()}
 
 
@@ -142,54 +140,48 @@ def dropped_features(
 
 
 def probe_position(
-    model: Backbone | Method,
+    backbone: Backbone,
     train: Iterable[Batch],
     test: Iterable[Batch],
+    unknown: UnknownPosition,
     *,
     ratio: float = RATIO,
     seed: int = 0,
     precision: str = "fp32",
     positions: bool = True,
-    unknown: UnknownPosition | None = None,
-    weight_decays: tuple[float, ...] = WEIGHT_DECAYS,
+    weight_decays: Sequence[float] = WEIGHT_DECAYS,
 ) -> PositionProbe:
     """Fits to `train`, whose features are kept on the device, and scores on `test`, batch by batch.
 
-    positions: for a backbone, whether its own take part. unknown: None takes the model's own.
+    unknown: what a patch gets that loses its place. positions: whether the backbone's own take part.
     """
-    backbone = _backbone(model)
     backbone.require("tokens")
-    sees = model.sees_positions if isinstance(model, Method) else positions
-    grid = backbone.out_grid
-    count = grid[0] * grid[1]
+    grid, count = backbone.out_grid, math.prod(backbone.out_grid)
     check_value("ratio", ratio, "(0, 1]")
     if not count_of(ratio, count):
         raise SitusError(f"ratio={ratio}: must drop at least one of {count} places", field="ratio")
-    held = unknown or unknown_position_of(model, positions=positions)
 
     def features(batches: Iterable[Batch], split: str) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         for batch in batches:
             stream = f"probe.position/{split}"
             with torch.no_grad(), autocast(batch.inputs.device, precision):
                 found, places = dropped_features(
-                    backbone, batch, held, ratio=ratio, seed=seed, stream=stream, positions=sees
+                    backbone, batch, unknown, ratio=ratio, seed=seed, stream=stream, positions=positions
                 )
             ids = batch.ids[:, None].expand_as(places)
             yield found.flatten(0, 1).float(), places.flatten(), ids.flatten()
 
-    with evaluating(model):
+    with evaluating(backbone):
         parts = list(features(train, "train"))
         if not parts:
             raise SitusError("there are no samples to fit the probe to", field="data")
         inputs, places, groups = (torch.cat(each) for each in zip(*parts, strict=True))
         fitted = fit_probe(inputs, places, count, groups=groups, weight_decays=weight_decays, seed=seed)
         found = score(fitted.linear, ((part, truth) for part, truth, _ in features(test, "test")), count)
-    distances = _distance(found.answers, grid), _least_distance(found.counts, grid)
-    return PositionProbe(found, fitted, len(groups.unique()), *distances, unknown=held.words)
-
-
-def _backbone(model: Backbone | Method) -> Backbone:
-    return model.backbone if isinstance(model, Method) else model
+    apart = distances(grid)
+    off = float((found.answers.double() * apart).sum() / found.count)
+    guess = float((found.counts.double() @ apart).min() / found.count)  # the one place that does best if always named
+    return PositionProbe(found, fitted, len(groups.unique()), off, guess, unknown.words)
 
 
 def _behind(backbone: Backbone, device: torch.device) -> Tensor:
@@ -198,19 +190,3 @@ def _behind(backbone: Backbone, device: torch.device) -> Tensor:
     (height, width), (high, wide) = backbone.grid, backbone.out_grid
     # Merges halve a side and round up, so that a whole number of tokens lies behind each but the last.
     return rows // -(-height // high) * wide + columns // -(-width // wide)
-
-
-def _apart(grid: tuple[int, ...]) -> Tensor:
-    """Distances between places in patches, [N, N] float64."""
-    place = coordinates(grid).double()
-    return (place[:, None] - place[None]).norm(dim=-1)
-
-
-def _distance(answers: Tensor, grid: tuple[int, ...]) -> float:
-    """Mean distance between the true and the named place; answers: [N, N] counts."""
-    return float((answers.double() * _apart(grid)).sum() / answers.sum())
-
-
-def _least_distance(counts: Tensor, grid: tuple[int, ...]) -> float:
-    """The same for the one place that would do best if it were always named."""
-    return float((counts.double() @ _apart(grid)).min() / counts.sum())

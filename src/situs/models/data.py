@@ -36,6 +36,7 @@ class Images(TypedDict, total=False):
 
     split: str | None
     held_out: float | None
+    count: int | None
     batch: int
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from situs.evaluate.knn_layers import POOLS, LayerKnn
+from situs.evaluate.knn import POOLS, LayerKnn
 from situs.report import figures
 from situs.report.html import Page
 

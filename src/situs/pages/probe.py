@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from situs.evaluate.probe import Probe, Probes
-from situs.evaluate.probe_class import ClassProbes
+from situs.evaluate.linear import Probe, Probes
+from situs.evaluate.probe import ClassProbes
 from situs.evaluate.probe_position import PositionProbes
 from situs.report import figures
 from situs.report.html import Page
