@@ -35,7 +35,7 @@ from situs.backbones.layout import Group
 from situs.locks.folder import CONFIG, INDEX, structure_of, write_model
 from situs.locks.groups import permute_state, random_keys, residual_only
 from situs.locks.key import Key
-from situs.locks.lock import lock, unlock
+from situs.locks.locking import lock, unlock
 
 KEY = Key(bytes(range(32)))
 SIZES: dict[str, dict[str, int]] = {
@@ -85,7 +85,7 @@ def copy_files(source: Path, out: Path) -> None:
 DEEDS: dict[str, Callable[[Path, Path], Any]] = {
     "copy": copy_files,
     "lock": lambda source, out: lock(source, KEY, out),
-    "lock --cover": lambda source, out: lock(source, KEY, out, groups="all"),
+    "lock --cover": lambda source, out: lock(source, KEY, out, cover=True),
     "lock --seal": lambda source, out: lock(source, KEY, out, seal=True),
     "unlock": lambda source, out: unlock(source, KEY, out),
 }

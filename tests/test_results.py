@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.results import percent, show
+from situs.results import Table, percent, show
 
 
 @pytest.mark.parametrize(
@@ -25,3 +25,9 @@ def test_it_reads_back(share: float, digits: int) -> None:
 )
 def test_show(value: str | float | bool | None, shown: str) -> None:
     assert show(value) == shown
+
+
+def test_plain_columns_are_aligned() -> None:
+    assert str(Table("It can do", ("", "holds"), [("tokens", True), ("a [row]", 12345)])) == (
+        "It can do\n           holds\n  tokens   yes\n  a [row]  12,345\n"
+    )

@@ -22,6 +22,13 @@ class Table(NamedTuple):
     header: Sequence[str]
     rows: Sequence[Sequence[Cell]]
 
+    def __str__(self) -> str:
+        """As plain text: columns as wide as their widest cell, no trailing blanks."""
+        cells = [[show(cell) for cell in row] for row in (*([self.header] if self.header else []), *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+        return "\n".join([self.title, *(f"  {line}" for line in lines), ""])
+
 
 class Summary(NamedTuple):
     """A result in words: one verdict, the tables it stands on, and what a reader must not overlook."""
@@ -83,6 +90,11 @@ class Result(ABC):
     @abstractmethod
     def numbers(self) -> dict[str, Any]:
         """What was measured, as JSON holds it."""
+
+    def __str__(self) -> str:
+        """The tables, the sentence and the notes."""
+        said = self.summary()
+        return "\n".join([*map(str, said.tables), said.sentence, *said.notes])
 
     def to_json(self) -> dict[str, Any]:
         """What it is of, how it was made, and what was measured."""

@@ -76,7 +76,7 @@ def test_withheld_parts(
     assert main([*words, "--withheld", str(second)]) == 2
     assert "say which parts (--withhold)" in capsys.readouterr().err
     assert main([*words, "--withhold", "head"]) == 2
-    assert "withhold=head: must be embedding or blocks=K" in capsys.readouterr().err
+    assert "withhold='head': must be embedding or blocks=K" in capsys.readouterr().err
     assert main([*words, "--withhold", "embedding,blocks=1", "--withheld", str(second)]) == 0
     said = capsys.readouterr().out
     held, total = 0, 0

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from situs.cli.tables import plain_table, print_table
+from situs.cli.tables import print_table
 
 ROWS = [("tokens", "yes", "a sequence"), ("rows", "no", "its [windows] depend on where a token stands")]
-
-
-def test_plain_columns_are_aligned() -> None:
-    assert plain_table("It can do", ROWS) == (
-        "It can do\n  tokens  yes  a sequence\n  rows    no   its [windows] depend on where a token stands\n"
-    )
 
 
 def test_terminal_gets_colours_and_every_cell(

@@ -54,8 +54,6 @@ def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert any(line.startswith("blocks.*.attn.proj holds needs keyed weights") for line in lines)
     assert "tolerance 1e-10" in text
     assert "Negative control" in text
-    assert main(["verify", NAME, "--img-size", "32", "--steps", "0", "--no-modules"]) == 0
-    assert "attn.proj" not in capsys.readouterr().out
 
 
 def test_refused_parts_are_no_error(capsys: pytest.CaptureFixture[str]) -> None:

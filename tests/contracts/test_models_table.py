@@ -64,7 +64,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
     from situs.config import from_dict
     from situs.locks.key import new_key
-    from situs.locks.lock import lock
+    from situs.locks.locking import lock
     from situs.models.export import export_run
     from situs.train.run import RunConfig, load_run, train_run
 

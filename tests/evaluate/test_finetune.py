@@ -131,7 +131,7 @@ def test_every_kind_of_model_is_a_beginning(runs: dict[str, Path], tmp_path: Pat
     from situs.evaluate.finetune import beginning
     from situs.locks.folder import write_model
     from situs.locks.key import new_key
-    from situs.locks.lock import lock
+    from situs.locks.locking import lock
     from situs.locks.owner import unlocking
 
     backbone = load_run(runs["mae"]).method.backbone

@@ -15,7 +15,7 @@ from situs.locks.certify import certify, certify_folder
 from situs.locks.folder import structure_of
 from situs.locks.groups import random_keys, residual_only
 from situs.locks.key import Key
-from situs.locks.lock import lock
+from situs.locks.locking import lock
 
 EXACT = 1e-10
 MODELS = ("vit", "eva", "swin", "bert", "gpt2", "llama", "hf_vit")

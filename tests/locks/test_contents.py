@@ -14,7 +14,7 @@ from situs.errors import SitusError
 from situs.locks.contents import MIB, TABLE, limit_of, sort_files
 from situs.locks.folder import WHOLE
 from situs.locks.key import Key
-from situs.locks.lock import lock, unlock
+from situs.locks.locking import lock, unlock
 
 pytest.importorskip("cryptography")
 

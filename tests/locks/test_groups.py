@@ -16,6 +16,9 @@ from zoo import HF, ROTARY, TIMM, ZOO, inputs, make
 from situs.backbones import create_backbone
 from situs.core.permutation import compose, identity
 from situs.errors import SitusError
+from situs.locks.equivariance.experiment import Experiment
+from situs.locks.equivariance.precise import KeepDouble
+from situs.locks.equivariance.sample import evaluating, sample_of
 from situs.locks.groups import (
     Group,
     Member,
@@ -28,9 +31,6 @@ from situs.locks.groups import (
     random_keys,
     residual_only,
 )
-from situs.locks.verify.experiment import Experiment
-from situs.locks.verify.precise import KeepDouble
-from situs.locks.verify.sample import evaluating, sample_of
 
 LOOSE = 1e-6
 """What a forgotten axis must be worse than; what holds is better than 1e-10."""

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from situs.backbones import Backbone, create_backbone
 from situs.errors import SitusError
+from situs.locks.equivariance.precise import KeepDouble
 from situs.locks.folder import names_in_file, write_model
 from situs.locks.groups import invert_keys, permute_state, rename
 from situs.locks.key import Key
-from situs.locks.lock import check, lock, unlock
+from situs.locks.locking import check, lock, unlock
 from situs.locks.manifest import NAME, permutations_of
 from situs.locks.owner import keyed_blocks, open_locked, with_key
-from situs.locks.verify.precise import KeepDouble
 
 pytest.importorskip("cryptography")
 
@@ -72,7 +72,7 @@ def test_identical_with_the_key_and_far_off_without(wholly_in_float64, model_fol
 def test_inner_groups_alone_leave_the_function(wholly_in_float64, model_folder, tmp_path, name):
     """Cover is no lock: with the residual key taken off, the model works whatever the inner keys are."""
     clear = exact(create_backbone(model_folder(name)))
-    locked = lock(model_folder(name), KEY, tmp_path / "locked", groups="all").path
+    locked = lock(model_folder(name), KEY, tmp_path / "locked", cover=True).path
     manifest = check(locked, KEY)
     backbone = exact(create_backbone(locked))
     names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
@@ -88,7 +88,7 @@ def test_inner_groups_alone_leave_the_function(wholly_in_float64, model_folder, 
 def test_training_with_the_key_is_normal_training(wholly_in_float64, model_folder, tmp_path, name):
     """Gradients, and the weights after 20 AdamW steps in float64, agree after un-permuting."""
     clear = exact(create_backbone(model_folder(name)))
-    manifest = lock(model_folder(name), KEY, tmp_path / "locked", groups="all").manifest
+    manifest = lock(model_folder(name), KEY, tmp_path / "locked", cover=True).manifest
     locked = exact(create_backbone(tmp_path / "locked"))
     keys = permutations_of(manifest, KEY)
     names = names_in_file(locked, {spec.name: spec for spec in manifest.specs()})
@@ -163,7 +163,7 @@ def test_the_view_shares_weights_and_keeps_the_context(model_folder, tmp_path):
 @torch.no_grad()
 def test_features_of_every_layer_go_through_the_key(wholly_in_float64, model_folder, tmp_path, name):
     clear = exact(create_backbone(model_folder(name)))
-    locked = lock(model_folder(name), KEY, tmp_path / "locked", groups="all").path
+    locked = lock(model_folder(name), KEY, tmp_path / "locked", cover=True).path
     owner, plain = exact(keyed_blocks(locked, KEY)), exact(create_backbone(locked))
     x = inputs(clear)
 
@@ -188,7 +188,7 @@ def test_kept_users_of_layers_and_attention_see_the_clear_model(model_folder, tm
     from situs.evaluate.features import layer_features
 
     clear = create_backbone(model_folder("vit")).eval()
-    lock(model_folder("vit"), KEY, tmp_path / "locked", groups="residual")
+    lock(model_folder("vit"), KEY, tmp_path / "locked")
     owner, plain = keyed_blocks(tmp_path / "locked", KEY).eval(), create_backbone(tmp_path / "locked").eval()
     x = inputs(clear).float()
     features = [layer_features(each, x) for each in (clear, owner, plain)]

@@ -17,7 +17,7 @@ from situs.errors import SitusError
 from situs.locks.contents import TABLE
 from situs.locks.folder import INDEX, WHOLE, write_model
 from situs.locks.key import Key
-from situs.locks.lock import check, lock, unlock, unseal
+from situs.locks.locking import check, lock, unlock, unseal
 from situs.locks.manifest import NAME, read_manifest
 from situs.locks.owner import keyed_blocks, left_of, open_locked
 from situs.locks.withhold import block_tensors, parse_parts, tensors_of, words
@@ -122,7 +122,7 @@ def test_parts_are_said_as_they_are():
 @torch.no_grad()
 def test_two_files_give_back_the_very_folder(model_folder, tmp_path, name, seal):
     folder = model_folder(name)
-    locked = lock(folder, KEY, tmp_path / "locked", groups="all", seal=seal, withhold=BOTH)
+    locked = lock(folder, KEY, tmp_path / "locked", cover=True, seal=seal, withhold=BOTH)
     second = locked.withheld
     assert second is not None
     assert second == tmp_path / "locked.withheld.safetensors" and second.stat().st_mode & 0o777 == 0o600

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from situs.config import from_dict
 from situs.errors import SitusError
 from situs.locks.key import new_key
-from situs.locks.lock import lock
+from situs.locks.locking import lock
 from situs.locks.owner import unlocking
 from situs.models import Model, open_model
 from situs.models.open import Unlock

@@ -9,14 +9,16 @@ a few images may come near it without.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
+from situs.cli.arguments import configured
 from situs.cli.flags import POSITIONAL
 from situs.cli.result import present
+from situs.locks.attacks import LockAuditConfig
 
 
 @dataclass(frozen=True)
@@ -45,49 +47,21 @@ class Args:
     texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The same for a model of words: a file with a text on each line; the locked folder brings the tokeniser."""
 
-    count: Annotated[int, Parameter(metavar="SAMPLES")] = 24
-    """So many of the --images or --texts, chosen at random and the same every time."""
-
-    drift: Annotated[tuple[float, ...], Parameter(metavar="X")] = (0.3,)
-    """drifted-base: noise on the base, in standard deviations of each tensor."""
-
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Labelled images: for the attacker `labels`, and to measure accuracy before and after every attack."""
-
-    k: int = 100
-    """Labelled samples that the attacker `labels` has."""
-
-    steps: int = 200
-    """Updates that the attacker `labels` makes."""
-
-    test: int = 1000
-    """Images that accuracy is measured on."""
-
-    seed: int = 0
-    """Of the drift and of the attacker's training."""
 
     out: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Write report.html and audit.json there."""
 
+    config: LockAuditConfig = configured(LockAuditConfig)
+    """How much the attackers have, and for how long they try."""
+
 
 def run(args: Args) -> None:
     """Runs the attacks, prints the table and the strength, writes the page."""
-    from situs.locks.attacks import LockAuditConfig, audit_lock
+    from situs.cli.passphrase import read_key
+    from situs.locks import audit_lock
 
-    key = None
-    if args.key is not None:
-        from situs.cli.passphrase import read_key
-
-        key = read_key(args.key)
-    found = audit_lock(
-        args.locked,
-        base=args.base,
-        weights=args.weights,
-        key=key,
-        images=args.images,
-        texts=args.texts,
-        data=args.data,
-        attacker=[name.strip() for text in args.attacker for name in text.split(",") if name.strip()],
-        config=LockAuditConfig(args.count, args.drift, args.k, args.steps, args.test, args.seed),
-    )
-    present(found, args.out)
+    asked = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in ("locked", "out")}
+    asked["key"] = None if args.key is None else read_key(args.key)
+    present(audit_lock(args.locked, **asked), args.out)

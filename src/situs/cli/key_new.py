@@ -23,7 +23,7 @@ class Args:
 def run(args: Args) -> None:
     """Writes the key and says what losing it means."""
     from situs.cli.passphrase import choose_passphrase
-    from situs.locks.key import new_key
+    from situs.locks import new_key
 
     key = new_key(args.out, choose_passphrase() if args.passphrase else None)
     wrapped = "with a passphrase" if args.passphrase else "without a passphrase"

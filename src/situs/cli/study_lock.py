@@ -35,19 +35,8 @@ class Args:
 
 def run(args: Args) -> None:
     """Trains in all four ways, prints the table, writes the page."""
-    import tempfile
+    from situs.locks import study_lock
 
-    from situs.errors import SitusError
-    from situs.locks.study.finetune import from_run, pretrain, run_study
-
-    if args.source is None and args.data is not None:
-        raise SitusError(f"data={args.data}: give the run to start from as well (--from)")
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
-        if args.source is None:
-            start = pretrain(args.config, folder, print)
-        else:
-            start = from_run(args.source, args.data, args.config)
-        study = run_study(start, args.config, folder, print)
+    study = study_lock(args.source, args.data, args.config, say=print)
     print()
     present(study, args.out)

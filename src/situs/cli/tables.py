@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from situs.results import Table
+
 Rows = Sequence[Sequence[str]]
 
 COLOURS = {
@@ -23,23 +25,16 @@ def print_table(title: str, rows: Rows) -> None:
     if sys.stdout.isatty():
         _rich(title, rows)
     else:
-        print(plain_table(title, rows))
-
-
-def plain_table(title: str, rows: Rows) -> str:
-    """The same as text: columns as wide as their widest cell, no trailing blanks."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([title, *(f"  {line}" for line in lines), ""])
+        print(Table(title, (), rows))
 
 
 def _rich(title: str, rows: Rows) -> None:
     from rich import box
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Table as RichTable
     from rich.text import Text
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
+    table = RichTable(title=title, title_justify="left", title_style="bold", box=box.SIMPLE, show_header=False)
     for row in rows:
         table.add_row(*(Text(cell, style=COLOURS.get(cell, "")) for cell in row))
     Console().print(table)

@@ -38,14 +38,7 @@ class Args:
 def run(args: Args) -> None:
     """Writes the open folder and says what it is."""
     from situs.cli.passphrase import read_key
-    from situs.locks.lock import unlock
+    from situs.locks import unlock
 
-    opened = unlock(args.locked, read_key(args.key), args.out, retrained=args.retrained, withheld=args.withheld)
-    manifest = opened.manifest
-    if args.retrained:
-        print(f"{args.out}: {manifest.model}, opened as retrained.")
-        for note in opened.notes:
-            print(note)
-    else:
-        count = len(manifest.tensors)
-        print(f"{args.out}: {manifest.model}, {count} tensors, bit for bit as they were before the lock.")
+    key = read_key(args.key)
+    print(unlock(args.locked, key, args.out, retrained=args.retrained, withheld=args.withheld))

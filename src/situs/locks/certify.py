@@ -19,10 +19,10 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group, Member
 from situs.errors import SitusError
+from situs.locks.equivariance.experiment import Experiment
+from situs.locks.equivariance.findings import TOLERANCES
+from situs.locks.equivariance.sample import evaluating, sample_of
 from situs.locks.folder import structure_of
-from situs.locks.verify.experiment import Experiment
-from situs.locks.verify.findings import TOLERANCES
-from situs.locks.verify.sample import evaluating, sample_of
 
 LARGE = 5_000_000
 """Parameters above which one block stands for all: float64 copies of more take longer and more memory than the lock."""

@@ -6,37 +6,33 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.files import read_json, write_text
 from situs.locks.shards import Spec, unique
+from situs.models import Model, open_model
 from situs.train.tensors import sync
-
-if TYPE_CHECKING:
-    from situs.backbones.base import Backbone
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
-def check_source(source: str | Path) -> Path:
+def check_source(folder: Path) -> Path:
     """The folder of a model with weights; anything else is refused with what to do instead."""
-    folder = Path(source)
     if not folder.is_dir():
         raise SitusError(
-            f"{source}: a lock needs weights: give a folder with a config.json and safetensors, such as an export"
+            f"{folder}: a lock needs weights: give a folder with a config.json and safetensors, such as an export"
         )
-    from situs.train.run import is_run
-
-    if is_run(folder):
-        raise SitusError(f"{source}: is a run: first situs export {source} --out DIR, then lock DIR")
     if not (folder / CONFIG).is_file():
-        raise SitusError(f"{source}: holds no config.json, so which model this is cannot be known")
+        raise SitusError(f"{folder}: holds no config.json, so which model this is cannot be known")
     return folder
 
 
@@ -76,8 +72,6 @@ def structure_of(folder: Path, device: str = "meta", changed: Mapping[str, Any] 
 
     changed: `model_args` that take the place of its own.
     """
-    from situs.backbones import create_backbone
-
     described = read_json(folder / CONFIG)
     with torch.device(device):
         if "architecture" not in described:
@@ -87,6 +81,16 @@ def structure_of(folder: Path, device: str = "meta", changed: Mapping[str, Any] 
             num_classes=described.get("num_classes"),
             model_args={**(described.get("model_args") or {}), **(changed or {})},
         )
+
+
+def backbone_of(source: str | os.PathLike[str] | nn.Module | Model, **opening: Any) -> Backbone:
+    """The backbone of whatever `open_model` takes; a module of timm or transformers keeps its own precision."""
+    if isinstance(source, Backbone):
+        return source
+    if isinstance(source, nn.Module):
+        with suppress(SitusError):  # a module of one's own, which `open_model` knows what to do with
+            return create_backbone(source)
+    return open_model(os.fspath(source) if isinstance(source, os.PathLike) else source, **opening).backbone
 
 
 def names_in_file(backbone: Backbone, specs: Mapping[str, Spec]) -> dict[str, str]:

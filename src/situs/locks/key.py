@@ -32,6 +32,9 @@ VERSION = 1
 SEED_BYTES = 32
 ID_DIGITS = 16
 LARGEST_FILE = 1 << 16
+PASSPHRASE = "SITUS_PASSPHRASE"  # noqa: S105
+"""The environment variable that a key's passphrase is taken from."""
+
 _WORD = np.uint64(2**64 - 1)
 
 
@@ -59,6 +62,10 @@ class Key:
             raise missing_extra("cryptography", "locks", "a key") from error
         info = _words(f"situs {purpose} {VERSION}", *parts)
         return HKDF(algorithm=SHA256(), length=32, salt=None, info=info).derive(self.seed)
+
+
+AnyKey = Key | str | Path
+"""A key, or the file that holds it."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +130,13 @@ class KeyFile:
 
 
 def new_key(path: str | Path, passphrase: str | None = None) -> Key:
-    """Draws a seed and writes it to a new file that only its owner may read (mode 0600)."""
+    """Draws a key and writes it to a new file that only its owner may read (mode 0600); never over another.
+
+    passphrase: wraps it, so that the file alone opens nothing. Keep a copy elsewhere: what was locked with a key cannot
+    be opened without it.
+
+    >>> key = situs.new_key("owner.key")
+    """
     path = Path(path)
     key = Key(secrets.token_bytes(SEED_BYTES))
     if passphrase is None:
@@ -143,11 +156,16 @@ def load_key(path: str | Path, passphrase: str | None = None) -> Key:
     seed = _decode(held.seed)
     if held.passphrase is not None:
         if not passphrase:
-            raise SitusError(f"{path}: this key has a passphrase, and none was given (SITUS_PASSPHRASE)")
+            raise SitusError(f"{path}: this key has a passphrase, and none was given ({PASSPHRASE})")
         seed = _unwrap(path, held, held.passphrase, passphrase)
     if len(seed) != SEED_BYTES or Key(seed).id != held.id:
         raise SitusError(f"{path}: its seed and its id do not belong together: the file was altered (--key)")
     return Key(seed)
+
+
+def as_key(key: AnyKey) -> Key:
+    """A key as it is, or the one in a file, its passphrase from the environment (SITUS_PASSPHRASE)."""
+    return key if isinstance(key, Key) else load_key(key, os.environ.get(PASSPHRASE))
 
 
 def needs_passphrase(path: str | Path) -> bool:

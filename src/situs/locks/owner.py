@@ -24,19 +24,20 @@ from situs.core.permutation import invert
 from situs.errors import SitusError
 from situs.locks.folder import names_in_file, structure_of, weight_files
 from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, rename
-from situs.locks.key import Key
-from situs.locks.lock import check, unseal
+from situs.locks.key import AnyKey, Key, as_key
+from situs.locks.locking import check, unseal
 from situs.locks.manifest import Manifest, permutations_of
 from situs.locks.store import all_specs, header_of
 from situs.locks.withhold import tensors_of
 from situs.models.open import Unlock
 
 
-def unlocking(key: Key, withheld: str | Path | None = None) -> Unlock:
+def unlocking(key: AnyKey, withheld: str | Path | None = None) -> Unlock:
     """What opens a locked folder for `situs.models.open_model`: the clear weights are in memory only.
 
     withheld: the second file, where parts were withheld.
     """
+    key = as_key(key)
 
     @contextmanager
     def unlock(locked: Path) -> Iterator[tuple[Path, Callable[[Backbone], Backbone]]]:

@@ -28,18 +28,19 @@ NAME = "withheld.safetensors"
 _ORIGINAL = "original_headers"
 
 
-def parse_parts(given: Sequence[str], flag: str = "--withhold") -> tuple[str, ...]:
+def parse_parts(given: str | Sequence[str]) -> tuple[str, ...]:
     """Parts as they are given, in their order in the model: "embedding", "blocks=K"."""
     embedding, blocks = [], []
+    given = given.split(",") if isinstance(given, str) else given
     for part in given:
         if part == "embedding":
             embedding.append(part)
         elif re.fullmatch("blocks=[1-9][0-9]{0,3}", part):
             blocks.append(part)
         else:
-            raise SitusError(f"withhold={part}: must be embedding or blocks=K with K at least 1 ({flag})")
+            raise SitusError(field="withhold", value=part, allowed="embedding or blocks=K with K at least 1")
     if len(embedding) > 1 or len(blocks) > 1:
-        raise SitusError(f"withhold={', '.join(given)}: one part is named twice ({flag})")
+        raise SitusError(f"withhold={', '.join(given)}: one part is named twice", field="withhold")
     return (*embedding, *blocks)
 
 

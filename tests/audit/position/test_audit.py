@@ -15,7 +15,7 @@ from situs.audit.position.probe import OWN, REMOVED, SHUFFLED
 from situs.backbones import create_backbone
 from situs.data.batch import Batch
 from situs.errors import SitusError
-from situs.locks.verify import Finding
+from situs.locks.equivariance import Finding
 from situs.pages import make_page
 
 

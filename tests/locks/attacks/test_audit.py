@@ -9,7 +9,7 @@ from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.locks.attacks import LockAuditConfig, audit_lock
 from situs.locks.key import Key
-from situs.locks.lock import lock
+from situs.locks.locking import lock
 
 pytest.importorskip("cryptography")
 KEY = Key(bytes(range(32)))
@@ -19,7 +19,7 @@ KEY = Key(bytes(range(32)))
 def folders(model_folder, tmp_path_factory):
     place = tmp_path_factory.mktemp("audit")
     clear = model_folder("vit")
-    lock(clear, KEY, place / "locked", groups="all")
+    lock(clear, KEY, place / "locked", cover=True)
     lock(clear, KEY, place / "sealed", seal=True)
     lock(clear, KEY, place / "less", withhold=("embedding",))
     return clear, place

@@ -10,9 +10,9 @@ from zoo import inputs, make
 
 from situs.backbones import create_backbone
 from situs.errors import SitusError
+from situs.locks.equivariance.experiment import Experiment
+from situs.locks.equivariance.sample import evaluating, sample_of
 from situs.locks.study.paper import measure_rule, official_bits, official_key, paper_rule
-from situs.locks.verify.experiment import Experiment
-from situs.locks.verify.sample import evaluating, sample_of
 
 EXACT = 1e-10
 

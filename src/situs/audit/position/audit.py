@@ -14,7 +14,7 @@ from situs.config import check_range
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.evaluate.consistency import Consistency, measure_consistency
-from situs.locks.verify import Finding, verify
+from situs.locks.equivariance import Finding, verify
 from situs.methods.base import Method
 from situs.results import Cell, Result, Summary, Table, percent
 

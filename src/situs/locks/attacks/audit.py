@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -41,8 +42,8 @@ from situs.locks.attacks.recovery import (
 from situs.locks.attacks.samples import Samples, read_samples
 from situs.locks.folder import names_in_file
 from situs.locks.groups import rename
-from situs.locks.key import Key
-from situs.locks.lock import unseal
+from situs.locks.key import AnyKey, Key, as_key
+from situs.locks.locking import unseal
 from situs.locks.manifest import Manifest, permutations_of, read_manifest
 from situs.locks.owner import left_of
 from situs.locks.withhold import words
@@ -59,7 +60,7 @@ class LockAuditConfig(Checked):
     """How much the attackers have, and for how long they try."""
 
     count: Count = 24
-    """So many of the unlabelled images or texts, chosen at random and the same every time."""
+    """So many of the images or texts, chosen at random and the same every time."""
 
     drift: tuple[float, ...] = (0.3,)
     """drifted-base: noise on the base, in standard deviations of each tensor."""
@@ -139,27 +140,38 @@ def _row(result: Recovery, judged: bool) -> list[str | None]:
 
 
 def audit_lock(
-    locked: str | Path,
+    locked: str | os.PathLike[str],
     *,
-    base: str | Path | nn.Module | Model | None = None,
+    base: str | os.PathLike[str] | nn.Module | Model | None = None,
     weights: str | None = None,
-    key: Key | None = None,
-    images: str | None = None,
-    texts: Path | None = None,
-    data: str | None = None,
-    attacker: Sequence[str] = (),
+    key: AnyKey | None = None,
+    images: str | Path | None = None,
+    texts: str | Path | None = None,
+    data: str | Path | None = None,
+    attacker: str | Sequence[str] = (),
     config: LockAuditConfig | None = None,
 ) -> LockAudit:
-    """Attacks the locked folder.
+    """Attacks a locked folder as somebody without its key would, and says what is left of the lock.
 
     base: the model that the attacker has; weights: of a base that is a timm name. key: the owner's, to judge the
     attacks by; not needed where `base` is the very model that was locked. images, texts: unlabelled samples. data:
     labelled images, for the attacker `labels` and to measure accuracy before and after every attack. attacker: names of
     `ATTACKERS`; by default no-base, images where there are images or texts, and public-base where there is a base.
+
+    >>> print(situs.audit_lock("locked", base="exported", key="owner.key"))
     """
     config = LockAuditConfig() if config is None else config
-    names = _chosen(attacker, base=base is not None, data=data is not None, images=images, texts=texts)
-    target = _target(Path(locked), base, weights, key, images, texts, data, config)
+    given = _Given(
+        Path(locked),
+        base,
+        weights,
+        None if key is None else as_key(key),
+        None if images is None else str(images),
+        None if texts is None else Path(texts),
+        None if data is None else str(data),
+    )
+    names = _chosen([attacker] if isinstance(attacker, str) else attacker, given)
+    target = _target(given, config)
     results = [result for name in names if name not in target.idle for result in _attack(name, target, config)]
     lacking = ({"images"} - set(names) - target.idle.keys()) if results else set[str]()
     return LockAudit(
@@ -174,22 +186,38 @@ def audit_lock(
     )
 
 
-def _chosen(given: Sequence[str], *, base: bool, data: bool, images: str | None, texts: Path | None) -> list[str]:
+@dataclass(frozen=True)
+class _Given:
+    """What `audit_lock` was given, but for how the attackers work."""
+
+    locked: Path
+    base: str | os.PathLike[str] | nn.Module | Model | None
+    weights: str | None
+    key: Key | None
+    images: str | None
+    texts: Path | None
+    data: str | None
+
+    @property
+    def unlabelled(self) -> bool:
+        return self.images is not None or self.texts is not None
+
+
+def _chosen(attackers: Sequence[str], given: _Given) -> list[str]:
     """The attackers asked for, each once, in order; what one of them lacks is said before anything is loaded."""
-    unlabelled = images is not None or texts is not None
-    usual = {"no-base": True, "images": unlabelled, "public-base": base}
-    names = list(dict.fromkeys(given)) or [name for name, able in usual.items() if able]
+    usual = {"no-base": True, "images": given.unlabelled, "public-base": given.base is not None}
+    names = list(dict.fromkeys(attackers)) or [name for name, able in usual.items() if able]
     for name in names:
         if name not in ATTACKERS:
             raise unknown_name("attacker", name, ATTACKERS, field="attacker")
-        if name.endswith("-base") and name != "no-base" and not base:
+        if name.endswith("-base") and name != "no-base" and given.base is None:
             raise SitusError(f"attacker={name}: needs the model that the attacker has", field="base")
-        if name == "labels" and not data:
+        if name == "labels" and given.data is None:
             raise SitusError("attacker=labels: needs labelled images", field="data")
-        if name == "images" and not unlabelled:
+        if name == "images" and not given.unlabelled:
             raise SitusError("attacker=images: needs unlabelled images or texts", field=("images", "texts"))
-    if images is not None and texts is not None:
-        said = f"images={images}, texts={texts}: a model takes one or the other"
+    if given.images is not None and given.texts is not None:
+        said = f"images={given.images}, texts={given.texts}: a model takes one or the other"
         raise SitusError(said, field=("images", "texts"))
     return names
 
@@ -213,24 +241,17 @@ class _Target:
     kept: str
 
 
-def _target(
-    locked: Path,
-    base: str | Path | nn.Module | Model | None,
-    weights: str | None,
-    key: Key | None,
-    images: str | None,
-    texts: Path | None,
-    data: str | None,
-    config: LockAuditConfig,
-) -> _Target:
+def _target(given: _Given, config: LockAuditConfig) -> _Target:
+    locked, base, key = given.locked, given.base, given.key
     manifest = read_manifest(locked, key)
-    theirs = None if base is None else _base_state(base, weights)
+    theirs = None if base is None else _base_state(base, given.weights)
     with _readable(locked, manifest, key) as folder:
         backbone, gone = left_of(folder, replace(manifest, sealed=False))
-        samples, test = _labelled(folder, data, config, gone)
+        samples, test = _labelled(folder, given.data, config, gone)
         embedded = manifest.withheld is None or "embedding" not in manifest.withheld.parts
-        unlabelled = embedded and (images is not None or texts is not None)
-        seen = read_samples(folder, backbone, images, texts, config.count) if unlabelled else None
+        seen = None
+        if embedded and given.unlabelled:
+            seen = read_samples(folder, backbone, given.images, given.texts, config.count)
     names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
     groups = without(rename(manifest.groups, {name: own for own, name in names.items()}), gone)
     state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
@@ -288,9 +309,10 @@ def _loader(prepared: Any, path: str, split: str, count: int) -> Loader:
     return make_loader(replace(prepared, path=path, split=split, batch=min(count, 256)), None, source=source)
 
 
-def _base_state(base: str | Path | nn.Module | Model, weights: str | None) -> dict[str, Tensor]:
+def _base_state(base: str | os.PathLike[str] | nn.Module | Model, weights: str | None) -> dict[str, Tensor]:
     try:
-        return dict(open_model(base, weights=weights).backbone.model.state_dict())
+        named = os.fspath(base) if isinstance(base, os.PathLike) else base
+        return dict(open_model(named, weights=weights).backbone.model.state_dict())
     except SitusError as error:
         raise SitusError(f"base={base}: {error}", field="base") from error
 

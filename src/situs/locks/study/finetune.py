@@ -12,6 +12,7 @@ Normal and authorised are the same training in another order of the channels: eq
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -182,6 +183,26 @@ def make_way(
     if way == "authorised":
         return Supervised(with_key(method.backbone, groups, keys), config.method)
     return method
+
+
+def study_lock(
+    source: str | Path | None = None,
+    data: str | None = None,
+    config: StudyConfig | None = None,
+    *,
+    say: Say = lambda _: None,
+) -> Study:
+    """Fine-tunes a locked model with its key, without it, and from scratch: the paper's Table 7 and Figures 4 to 6.
+
+    source: the run whose model is locked; None: a small ViT is pretrained on the embedded images. data: labelled images
+    to fine-tune on; None: those of the run. say: is told how far it is.
+    """
+    if source is None and data is not None:
+        raise SitusError(f"data={data}: give the run to start from as well", field="source")
+    config = config or StudyConfig()
+    with tempfile.TemporaryDirectory() as place:
+        start = pretrain(config, Path(place), say) if source is None else from_run(source, data, config)
+        return run_study(start, config, Path(place), say)
 
 
 def run_study(pretrained: Pretrained, config: StudyConfig, folder: Path, say: Say = lambda _: None) -> Study:

@@ -18,10 +18,10 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group, Member
 from situs.errors import SitusError
+from situs.locks.equivariance.experiment import Experiment
+from situs.locks.equivariance.findings import TOLERANCES
+from situs.locks.equivariance.sample import evaluating, sample_of
 from situs.locks.groups import moving, residual_only
-from situs.locks.verify.experiment import Experiment
-from situs.locks.verify.findings import TOLERANCES
-from situs.locks.verify.sample import evaluating, sample_of
 
 
 def paper_rule(groups: Sequence[Group]) -> tuple[Group, ...]:

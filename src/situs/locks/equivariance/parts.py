@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from situs.backbones.layout import Group
 from situs.core.permutation import permute_columns
+from situs.locks.equivariance.experiment import Back, Experiment, relative_error, stay, still
 from situs.locks.groups import permute_state
-from situs.locks.verify.experiment import Back, Experiment, relative_error, stay, still
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Locking a model's folder with a key, and opening it again: file by file, tensor by tensor, bit for bit.
 
-    lock(folder, key, out)       the residual channels of every block permuted, manifest.json beside them
+    lock(model, key, out)        the residual channels of every block permuted, manifest.json beside them
     unlock(locked, key, out)     the very files that were locked
 
 A lock is obfuscation, not encryption: whoever has the base model can match the columns (`situs audit lock` measures
@@ -10,13 +10,16 @@ manifest, with names and shapes, stays readable.
 
 from __future__ import annotations
 
+import os
 import secrets
 import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any
+
+from torch import nn
 
 from situs import __version__
 from situs.backbones.base import Backbone
@@ -27,7 +30,7 @@ from situs.locks import shards, store
 from situs.locks.certify import certify_folder
 from situs.locks.contents import TABLE, check_tensors, sort_files
 from situs.locks.groups import changes_of, rename, residual_only
-from situs.locks.key import Key, codes_of, derive
+from situs.locks.key import AnyKey, Key, as_key, codes_of, derive
 from situs.locks.manifest import (
     NAME,
     VERSION,
@@ -44,47 +47,133 @@ from situs.locks.retrained import unlock_retrained
 from situs.locks.seal import SUFFIX
 from situs.locks.shards import Change, Header, Sink, Spec
 from situs.locks.withhold import NAME as SECOND
-from situs.locks.withhold import beside, parse_parts, second_header, tensors_of
-
-__all__ = ["Result", "check", "lock", "unlock", "unseal"]
+from situs.locks.withhold import beside, parse_parts, second_header, tensors_of, words
+from situs.models import Model
+from situs.models.export import export_run
+from situs.results import percent
+from situs.train.run import is_run
 
 
 @dataclass(frozen=True)
-class Result:
-    """What was written. notes: what its owner must know, one sentence each. withheld: the second file."""
+class Written(os.PathLike[str]):
+    """A folder that was written, and what was locked in it. notes: what its owner must know, one sentence each."""
 
     path: Path
     manifest: Manifest
     notes: list[str] = field(default_factory=list)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __str__(self) -> str:
+        return "\n".join(self.sentences())
+
+    def sentences(self) -> list[str]:
+        """What is to be said of it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Locked(Written):
+    """A model, locked. withheld: the owner's second file, where parts were withheld."""
+
     withheld: Path | None = None
+
+    def sentences(self) -> list[str]:
+        seal = "Every file but manifest.json is encrypted with the same key; the manifest shows names and shapes."
+        honest = (
+            "A lock is obfuscation, not encryption: whoever has the model it was made from can match the columns and "
+            f"find the key. situs audit lock {self.path} measures what that takes."
+        )
+        return [
+            f"{self.path}: {self.manifest.model} locked with the key {self.manifest.key_id}.",
+            _shares(self.manifest),
+            *self.notes,
+            *([seal] if self.manifest.sealed else []),
+            honest,
+        ]
+
+
+@dataclass(frozen=True)
+class Opened(Written):
+    """A model, opened. retrained: whether tensors were taken that training has changed since."""
+
+    retrained: bool = False
+
+    def sentences(self) -> list[str]:
+        if self.retrained:
+            return [f"{self.path}: {self.manifest.model}, opened as retrained.", *self.notes]
+        count = len(self.manifest.tensors)
+        return [f"{self.path}: {self.manifest.model}, {count} tensors, bit for bit as they were before the lock."]
+
+
+def _shares(manifest: Manifest) -> str:
+    """How much of the model moved, how much is withheld, and what is clear."""
+    held, keyed, total = manifest.held(), manifest.keyed(), manifest.count(manifest.tensors)
+    residual = [str(group.size) for group in residual_only(manifest.groups)]
+    inner = len(manifest.groups) - len(residual)
+    cover = f" and {inner} inner groups as cover" if inner else ""
+    moved = percent(manifest.count(keyed - held) / total)
+    said = (
+        f"{len(keyed - held)} of {len(manifest.tensors)} tensors moved, {moved} of the parameters: "
+        f"{' + '.join(residual)} residual channels{cover}."
+    )
+    parts = () if manifest.withheld is None else manifest.withheld.parts
+    if parts:
+        share = percent(manifest.count(held) / total)
+        said += f" Withheld in the second file, mode 0600: {words(parts)}, {share} of the parameters."
+    return f"{said} {'Final' if 'embedding' in parts else 'Embedding, positions, final'} norm and head are clear."
 
 
 # --- lock ---------------------------------------------------------------------------------------------------
 
 
 def lock(
-    source: str | Path | Backbone,
-    key: Key,
+    source: str | os.PathLike[str] | nn.Module | Model,
+    key: AnyKey,
     out: str | Path,
     *,
-    groups: Literal["residual", "all"] = "residual",
+    cover: bool = False,
     seal: bool = False,
-    withhold: Sequence[str] = (),
+    withhold: str | Sequence[str] = (),
     withheld: str | Path | None = None,
-) -> Result:
-    """Locks a model's folder (timm's or transformers', one file or shards), or a backbone, into the new folder `out`.
+    **opening: Any,
+) -> Locked:
+    """Locks a model with a key into the new folder `out`; its files come back bit for bit (`unlock`).
 
-    groups: "residual" is the lock; "all" also moves MLP units, heads and their channels, which leaves the function
-    as it was and only hinders the matching of weights. seal: encrypt every file at rest with the same key. withhold:
-    "embedding", "blocks=K" or both: these parts are not in `out` but in the file `withheld` (default: beside `out`).
+    source: a model's folder (an export, timm's or transformers', one file or shards), a run, a timm name with
+    `weights`, a model that is open, a module of transformers. cover: also move MLP units, heads and their channels,
+    which leaves the function as it was and only hinders the matching of weights. seal: encrypt every file at rest with
+    the same key. withhold: "embedding", "blocks=K" or both: these parts are not in `out` but in the file
+    `withheld` (default: beside `out`). opening: what `situs.models.open_model` takes for a name, and `ema` for a run.
+
+    >>> situs.lock("exported", situs.new_key("owner.key"), "locked")
     """
-    if isinstance(source, Backbone):
-        with tempfile.TemporaryDirectory() as place:
-            files.write_model(source, Path(place))
-            return lock(place, key, out, groups=groups, seal=seal, withhold=withhold, withheld=withheld)
-    parts, folder = parse_parts(withhold), files.check_source(source)
+    parts, key = parse_parts(withhold), as_key(key)
     if withheld is not None and not parts:
-        raise SitusError(f"withheld={withheld}: there is nothing to write to it; say which parts (--withhold)")
+        raise SitusError(f"withheld={withheld}: there is nothing to write to it; say which parts", field="withhold")
+    with _model_folder(source, {name: value for name, value in opening.items() if value is not None}) as folder:
+        return _lock_folder(folder, key, Path(out), cover, seal, parts, None if withheld is None else Path(withheld))
+
+
+@contextmanager
+def _model_folder(source: str | os.PathLike[str] | nn.Module | Model, opening: dict[str, Any]) -> Iterator[Path]:
+    """A model's folder as it is, a run as the folder that its export is, another model as its library writes it."""
+    place = None if isinstance(source, nn.Module | Model) else Path(os.fspath(source).removeprefix("hf:"))
+    with tempfile.TemporaryDirectory() as aside:
+        if place is None or not place.exists():
+            files.write_model(files.backbone_of(source, **opening), Path(aside))
+            yield Path(aside)
+            return
+        ema = opening.pop("ema", None)
+        for name, value in opening.items():
+            raise SitusError(f"{name}={value}: a model's folder brings its own", field=name)
+        yield export_run(place, Path(aside) / "export", ema=ema).path if is_run(place) else files.check_source(place)
+
+
+def _lock_folder(
+    folder: Path, key: Key, out: Path, cover: bool, seal: bool, parts: tuple[str, ...], withheld: Path | None
+) -> Locked:
     weights = files.weight_files(folder)
     _refuse_locked(folder)
     others, left_out = sort_files(folder, weights)
@@ -92,7 +181,7 @@ def lock(
     specs = store.all_specs(headers, folder)
     backbone = files.structure_of(folder)
     names = files.names_in_file(backbone, specs)
-    moved = _groups_in_files(backbone, names, groups)
+    moved = _groups_in_files(backbone, names, cover)
     strangers = check_tensors(backbone, specs, names, residual_only(moved))
     held = _held(backbone, parts, names, others)
     stamps, lock_id = store.stamps(folder, weights), secrets.token_hex(16)
@@ -106,7 +195,7 @@ def lock(
     certify_folder(folder, backbone, rename(moved, {name: own for own, name in names.items()}), keys)
     changes = changes_of(moved, keys, {name: spec.shape for name, spec in specs.items()})
     keep, second = key if seal else None, second_header(headers, held, lock_id)
-    beyond = None if not parts else Path(withheld) if withheld is not None else beside(out)
+    beyond = (withheld or beside(out)) if parts else None
 
     with ExitStack() as opened:
         aside = opened.enter_context(files.new_folder(out))
@@ -115,7 +204,7 @@ def lock(
             apart = opened.enter_context(store.second_sink(beyond, second, keep, lock_id))
         locked = _lock_shards(folder, headers, held, apart, changes, aside, keep, lock_id, store.tensor_codes(codes))
         if store.stamps(folder, weights) != stamps:
-            raise SitusError(f"{source}: its weights changed while they were being locked")
+            raise SitusError(f"{folder}: its weights changed while they were being locked")
         copied = {}
         for name in others:
             with shards.plain_source(folder / name) as reader, store.sink(aside, name, keep, lock_id) as writer:
@@ -138,7 +227,7 @@ def lock(
             else Withheld(parts, tuple(s.name for s in second.tensors), codes.of("header", SECOND, second.raw)),
         )
         manifest = write_manifest(aside, manifest, key)
-    return Result(Path(out), manifest, _notes(left_out, strangers), beyond)
+    return Locked(out, manifest, _notes(left_out, strangers), beyond)
 
 
 def _lock_shards(
@@ -173,10 +262,8 @@ def _refuse_locked(folder: Path) -> None:
             raise SitusError(f"{folder}: holds {name}: it is locked already, or that name is in the lock's way")
 
 
-def _groups_in_files(backbone: Backbone, names: Mapping[str, str], which: str) -> tuple[Group, ...]:
+def _groups_in_files(backbone: Backbone, names: Mapping[str, str], cover: bool) -> tuple[Group, ...]:
     """The groups that move, under the names that the tensors have in the files; every one of them must be there."""
-    if which not in ("residual", "all"):
-        raise SitusError(f"groups={which!r}: must be 'residual' or 'all' (--cover)")
     groups = backbone.groups()
     for group in groups:
         for member in group.members:
@@ -185,7 +272,7 @@ def _groups_in_files(backbone: Backbone, names: Mapping[str, str], which: str) -
                     f"the files hold no {member.tensor} of the shape that {backbone.name} has: nothing can be locked "
                     "by halves"
                 )
-    return rename(residual_only(groups) if which == "residual" else groups, names)
+    return rename(groups if cover else residual_only(groups), names)
 
 
 def _held(backbone: Backbone, parts: Sequence[str], names: Mapping[str, str], others: Sequence[str]) -> set[str]:
@@ -210,21 +297,28 @@ def _notes(left_out: Sequence[str], strangers: Sequence[str]) -> list[str]:
 
 
 def unlock(
-    locked: str | Path, key: Key, out: str | Path, *, retrained: bool = False, withheld: str | Path | None = None
-) -> Result:
+    locked: str | os.PathLike[str],
+    key: AnyKey,
+    out: str | Path,
+    *,
+    retrained: bool = False,
+    withheld: str | Path | None = None,
+) -> Opened:
     """Opens a locked folder into the new folder `out`: the files that were locked, bit for bit, mode 0600.
 
     The manifest is checked first, each tensor as it is read, the whole at the end; `out` appears when all was right.
     retrained: take tensors that training has changed since; those that the key moves must have their old layout.
     withheld: the second file, where parts were withheld.
+
+    >>> situs.unlock("locked", "owner.key", "opened")
     """
-    folder, second = Path(locked), None if withheld is None else Path(withheld)
+    folder, second, key = Path(locked), None if withheld is None else Path(withheld), as_key(key)
     manifest = read_manifest(folder, key)
     if retrained:
-        return Result(Path(out), manifest, unlock_retrained(folder, manifest, key, out, second))
+        return Opened(Path(out), manifest, unlock_retrained(folder, manifest, key, out, second), retrained=True)
     with files.new_folder(out) as aside:
         _open(folder, manifest, key, aside, second)
-    return Result(Path(out), manifest)
+    return Opened(Path(out), manifest)
 
 
 def check(locked: str | Path, key: Key, withheld: str | Path | None = None) -> Manifest:

@@ -15,8 +15,8 @@ from situs.backbones import Backbone, create_backbone
 from situs.backbones.base import Stream
 from situs.core.permutation import invert, is_permutation
 from situs.core.position import Positions
-from situs.locks.verify.precise import KeepDouble
-from situs.locks.verify.rows import fresh_order, moved_order, row_leak, row_refusal
+from situs.locks.equivariance.precise import KeepDouble
+from situs.locks.equivariance.rows import fresh_order, moved_order, row_leak, row_refusal
 
 ROWS = [name for name in ZOO if name not in NO_ROWS]
 

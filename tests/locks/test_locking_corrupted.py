@@ -14,7 +14,7 @@ import pytest
 
 from situs.cli.main import main
 from situs.locks.key import load_key, new_key
-from situs.locks.lock import lock
+from situs.locks.locking import lock
 from situs.locks.manifest import NAME
 
 pytest.importorskip("cryptography")
@@ -24,7 +24,7 @@ VARIANTS = {
     "sealed": dict(seal=True),
     "plain, withheld": dict(withhold=("embedding", "blocks=1")),
     "sealed, withheld": dict(seal=True, withhold=("embedding",)),
-    "cover": dict(groups="all", withhold=("blocks=1",)),
+    "cover": dict(cover=True, withhold=("blocks=1",)),
     "passphrase": dict(),
 }
 PHRASE = "correct horse"

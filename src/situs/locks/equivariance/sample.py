@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.core.tokens import take
 from situs.errors import SitusError
@@ -23,15 +22,6 @@ class Sample:
     x: Tensor
     index: Tensor | None = None
     mask: Tensor | None = None
-
-
-def as_backbone(model: Any) -> Backbone:
-    """A backbone as it is, or around a model of timm or transformers; anything else is refused."""
-    if isinstance(model, Backbone):
-        return model
-    if not isinstance(model, nn.Module):
-        raise SitusError(f"verify takes a model, not a {type(model).__name__}; create_backbone makes one of a name")
-    return create_backbone(model)
 
 
 def check_input(backbone: Backbone, x: Any) -> None:

@@ -18,10 +18,10 @@ from situs.backbones.base import Backbone, Stream
 from situs.backbones.layout import Group
 from situs.core.permutation import invert, permute_columns
 from situs.core.tokens import take
+from situs.locks.equivariance.precise import KeepDouble
+from situs.locks.equivariance.rows import moved_order
+from situs.locks.equivariance.sample import Sample, embedded
 from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, residual_only
-from situs.locks.verify.precise import KeepDouble
-from situs.locks.verify.rows import moved_order
-from situs.locks.verify.sample import Sample, embedded
 
 Move = Callable[[Stream], Stream]
 Back = Callable[[Tensor], Tensor]

@@ -20,7 +20,7 @@ from situs.errors import SitusError
 from situs.locks.folder import INDEX, WHOLE
 from situs.locks.groups import permute_state
 from situs.locks.key import Key
-from situs.locks.lock import check, lock, unlock
+from situs.locks.locking import check, lock, unlock
 from situs.locks.manifest import NAME, permutations_of
 
 pytest.importorskip("cryptography")
@@ -67,7 +67,7 @@ def test_lock_then_unlock_gives_the_very_files(model_folder, tmp_path, name, gro
 def test_what_is_keyed_moved_and_nothing_else_did(model_folder, tmp_path, name):
     """The locked file against one tensor at a time through the permutations, in the dtype of the file."""
     folder = model_folder(name)
-    locked = lock(folder, KEY, tmp_path / "locked", groups="all")
+    locked = lock(folder, KEY, tmp_path / "locked", cover=True)
     clear, keyed = load_file(folder / WHOLE), load_file(locked.path / WHOLE)
     expected = permute_state(clear, locked.manifest.groups, permutations_of(locked.manifest, KEY))
     assert keyed.keys() == clear.keys()
@@ -91,7 +91,7 @@ def test_shards_with_an_index(model_folder, tmp_path):
         save_file({each: state[each] for each in held}, source / shard, metadata={"format": "pt"})
     where = {each: shard for shard, held in parts.items() for each in held}
     (source / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
-    locked = lock(source, KEY, tmp_path / "locked", groups="all")
+    locked = lock(source, KEY, tmp_path / "locked", cover=True)
     assert set(locked.manifest.shards) == set(parts)
     assert same_folders(source, unlock(locked.path, KEY, tmp_path / "open").path)
     (locked.path / "model-00002-of-00003.safetensors").unlink()
@@ -106,7 +106,7 @@ def test_bits_of_any_dtype_come_back(model_folder, tmp_path, dtype):
     if dtype == torch.bfloat16:
         state["blocks.0.mlp.fc1.weight"].view(torch.int16)[0, :4] = torch.tensor([32704, 32705, -64, -63])  # NaNs
     save_file(state, source / WHOLE)
-    locked = lock(source, KEY, tmp_path / "locked", groups="all")
+    locked = lock(source, KEY, tmp_path / "locked", cover=True)
     assert same_folders(source, unlock(locked.path, KEY, tmp_path / "open").path)
 
 
@@ -336,6 +336,6 @@ def test_a_real_pretrained_vit(shared_data, tmp_path):
     source.mkdir()
     shutil.copyfile(shared_data / "weights" / "vit_small_patch14_dinov2_fp16.safetensors", source / WHOLE)
     (source / "config.json").write_text(json.dumps({"architecture": "vit_small_patch14_dinov2", "num_classes": 0}))
-    locked = lock(source, KEY, tmp_path / "locked", groups="all")
+    locked = lock(source, KEY, tmp_path / "locked", cover=True)
     assert [group.size for group in locked.manifest.groups if group.kind == "residual"] == [384]
     assert same_folders(source, unlock(locked.path, KEY, tmp_path / "open").path)

@@ -9,9 +9,10 @@ collected, one for each part and law; nothing is raised unless `strict`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,11 +22,14 @@ from situs.backbones.layout import Group
 from situs.config import require
 from situs.core.tokens import patchify, take, unpatchify
 from situs.errors import SitusError
+from situs.locks.equivariance.experiment import Errors, Experiment, relative_error
+from situs.locks.equivariance.parts import Part, merged, parts_of
+from situs.locks.equivariance.rows import moved_order, row_leak, row_refusal
+from situs.locks.equivariance.sample import Sample, check_input, evaluating, own_dtype, sample_of
+from situs.locks.folder import backbone_of
 from situs.locks.groups import random_keys, residual_only
-from situs.locks.verify.experiment import Errors, Experiment, relative_error
-from situs.locks.verify.parts import Part, merged, parts_of
-from situs.locks.verify.rows import moved_order, row_leak, row_refusal
-from situs.locks.verify.sample import Sample, as_backbone, check_input, evaluating, own_dtype, sample_of
+from situs.models import Model
+from situs.results import Result, Summary, Table
 
 Law = Literal["row", "column"]
 Status = Literal["holds", "needs keyed weights", "refused"]
@@ -61,8 +65,10 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(Result):
     """All findings of a model. control: the error of the column law with one axis of the key left out."""
+
+    file: ClassVar[str] = "verify"
 
     model: str
     dtype: str
@@ -82,9 +88,48 @@ class Verdict:
         held = [error for each in self.findings if each.status != "refused" for error in each.errors.values()]
         return max(held, default=0.0)
 
+    def summary(self) -> Summary:
+        """What the numbers are; a row for the whole and what stands around it, and one for each kind of module."""
+        header = ("part", "law", "verdict", "forward", "backward", f"{self.steps} steps", self.dtype, "why")
+        around = [_row(each) for each in self.findings if _is_whole(each.part)]
+        laws = {(each.part, each.law): each for each in self.findings}
+        inside = [_module_row(part, laws) for part in dict.fromkeys(part for part, _ in laws) if not _is_whole(part)]
+        modules = Table("Module by module", ("module", "row", "column", "forward", "why"), inside)
+        control = f"Negative control, one axis of the key left out: error {self.control or 0:.1e}, which must not pass."
+        return Summary(
+            f"Relative errors in float64: worst of what holds {self.worst:.1e}, tolerance {self.tolerance:.0e}; "
+            f"in {self.dtype}: tolerance {self.own_tolerance:.0e}.",
+            (Table(self.model, header, around), *([modules] if inside else [])),
+            () if self.control is None else (control,),
+        )
+
+    def numbers(self) -> dict[str, Any]:
+        """Every finding, and the worst error of what holds."""
+        numbers = asdict(self) | {"worst": self.worst}
+        del numbers["provenance"]
+        return numbers
+
+
+def _is_whole(part: str) -> bool:
+    return part in ("embed", "blocks", "finish") or part.startswith("blocks,")
+
+
+def _row(finding: Finding) -> tuple[str, ...]:
+    numbers = [finding.errors.get(check) for check in ("forward", "backward", "steps")]
+    cells = ["" if each is None else f"{each:.0e}" for each in (*numbers, max(finding.own.values(), default=None))]
+    return (finding.part, finding.law, finding.status, *cells, finding.reason)
+
+
+def _module_row(part: str, laws: Mapping[tuple[str, str], Finding]) -> tuple[str, ...]:
+    own = [laws.get((part, "row")), laws.get((part, "column"))]
+    errors = [each.errors["forward"] for each in own if each is not None and "forward" in each.errors]
+    why = "; ".join(each.reason for each in own if each is not None and each.reason)
+    status = ["" if each is None else each.status for each in own]
+    return (part, *status, f"{max(errors):.0e}" if errors else "", why)
+
 
 def verify(
-    backbone: Backbone | nn.Module,
+    source: str | os.PathLike[str] | nn.Module | Model,
     x: Tensor | None = None,
     *,
     groups: Sequence[Group] | None = None,
@@ -92,16 +137,20 @@ def verify(
     tokens: int = 32,
     seed: int = 0,
     strict: bool = False,
+    **opening: Any,
 ) -> Verdict:
-    """Measures both laws on a backbone (or a timm or transformers model, which becomes one) and on its parts.
+    """Measures, on a model itself, which permutations of its tokens and channels it obeys, and what breaks the others.
 
-    x: images [B, C, H, W] or ids [B, N]; None: random ones. groups: of the keys; None: the model's own. steps: of
-    AdamW. tokens: at most so many patch tokens take part, where the model allows a subset. strict: raise where a law
-    of the whole is refused.
+    source: a model as `situs.models.open_model` takes it, with what else that takes (opening); a timm name without
+    weights gets random ones. x: images [B, C, H, W] or ids [B, N]; None: random ones. groups: of the keys; None: the
+    model's own. steps: of AdamW. tokens: at most so many patch tokens take part, where the model allows a subset.
+    strict: raise where a law of the whole is refused.
+
+    >>> print(situs.verify("vit_small_patch16_224"))
     """
     require(steps >= 0, "steps", steps, "at least 0", "--steps")
     require(tokens >= 2, "tokens", tokens, "at least 2, for fewer have no order", "--tokens")
-    backbone = as_backbone(backbone)
+    backbone = backbone_of(source, any_weights=True, seed=seed, **opening)
     check_input(backbone, x)
     if "tokens" in backbone.refusals:
         reason = f"convolution: {backbone.refusals['tokens']}"

@@ -19,6 +19,11 @@ from situs.backbones import Backbone, create_backbone
 from situs.backbones.layout import Group, Member
 from situs.core.permutation import permute_columns
 from situs.errors import SitusError
+from situs.locks.equivariance import Verdict, verify
+from situs.locks.equivariance.experiment import Experiment, relative_error, worst_relative_error
+from situs.locks.equivariance.precise import KeepDouble
+from situs.locks.equivariance.rows import moved_order
+from situs.locks.equivariance.sample import evaluating, sample_of
 from situs.locks.groups import (
     entrance_and_exit,
     invert_keys,
@@ -27,11 +32,6 @@ from situs.locks.groups import (
     random_keys,
     residual_only,
 )
-from situs.locks.verify import Verdict, verify
-from situs.locks.verify.experiment import Experiment, relative_error, worst_relative_error
-from situs.locks.verify.precise import KeepDouble
-from situs.locks.verify.rows import moved_order
-from situs.locks.verify.sample import evaluating, sample_of
 
 EXACT = 1e-10
 
