@@ -51,11 +51,11 @@ def copy_of(folder: Path, place: Path) -> Path:
 
 
 @pytest.mark.parametrize("seal", [False, True], ids=["plain", "sealed"])
-@pytest.mark.parametrize("groups", ["residual", "all"])
+@pytest.mark.parametrize("cover", [False, True], ids=["residual", "all"])
 @pytest.mark.parametrize("name", MODELS)
-def test_lock_then_unlock_gives_the_very_files(model_folder, tmp_path, name, groups, seal):
+def test_lock_then_unlock_gives_the_very_files(model_folder, tmp_path, name, cover, seal):
     folder = model_folder(name)
-    locked = lock(folder, KEY, tmp_path / "locked", groups=groups, seal=seal)
+    locked = lock(folder, KEY, tmp_path / "locked", cover=cover, seal=seal)
     names = listing(folder)
     assert listing(locked.path) == sorted([NAME] + [each + ".sealed" if seal else each for each in names])
     opened = unlock(locked.path, KEY, tmp_path / "open")
@@ -291,12 +291,13 @@ def test_targets_that_exist_are_refused(model_folder, locked_vit, tmp_path):
 
 def test_sources_that_cannot_be_locked(model_folder, locked_vit, tmp_path):
     out = tmp_path / "out"
-    with pytest.raises(SitusError, match="a lock needs weights"):
+    with pytest.raises(SitusError) as raised:
         lock("vit_tiny_patch16_224", KEY, out)
+    assert raised.value.field == "weights"
+    with pytest.raises(SitusError, match="a lock needs weights"):
+        lock(model_folder("vit") / WHOLE, KEY, out)
     with pytest.raises(SitusError, match="locked already"):
         lock(locked_vit, KEY, out)
-    with pytest.raises(SitusError, match="groups='head'"):
-        lock(model_folder("vit"), KEY, out, groups="head")  # pyright: ignore[reportArgumentType]
     source = copy_of(model_folder("vit"), tmp_path / "source")
     (source / "pytorch_model.bin").write_bytes(bytes(2 << 20))
     with pytest.raises(SitusError, match=r"pytorch_model\.bin is of 2\.0 MiB.* may hold the weights in clear"):
@@ -313,14 +314,6 @@ def test_sources_that_cannot_be_locked(model_folder, locked_vit, tmp_path):
     with pytest.raises(SitusError, match=r"no config\.json"):
         lock(source, KEY, out)
     assert not out.exists() and [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def test_a_run_is_exported_first(tmp_path):
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "config.json").write_text("{}")
-    (tmp_path / "run" / "metrics.jsonl").write_text("")
-    with pytest.raises(SitusError, match="first situs export"):
-        lock(tmp_path / "run", KEY, tmp_path / "out")
 
 
 def test_the_locked_file_is_one_that_safetensors_reads(locked_vit):

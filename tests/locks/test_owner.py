@@ -9,6 +9,7 @@ import pytest
 import torch
 from builders import small_swin
 from torch import Tensor
+from zoo import keyed_model, opened_model
 
 from situs.backbones import Backbone, create_backbone
 from situs.errors import SitusError
@@ -18,7 +19,7 @@ from situs.locks.groups import invert_keys, permute_state, rename
 from situs.locks.key import Key
 from situs.locks.locking import check, lock, unlock
 from situs.locks.manifest import NAME, permutations_of
-from situs.locks.owner import keyed_blocks, open_locked, with_key
+from situs.locks.owner import with_key
 
 pytest.importorskip("cryptography")
 
@@ -50,18 +51,18 @@ def distance(one: Tensor, two: Tensor) -> float:
 
 
 @pytest.mark.parametrize("seal", [False, True], ids=["plain", "sealed"])
-@pytest.mark.parametrize("groups", ["residual", "all"])
+@pytest.mark.parametrize("cover", [False, True], ids=["residual", "all"])
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_identical_with_the_key_and_far_off_without(wholly_in_float64, model_folder, tmp_path, name, groups, seal):
+def test_identical_with_the_key_and_far_off_without(wholly_in_float64, model_folder, tmp_path, name, cover, seal):
     clear = exact(create_backbone(model_folder(name)))
     x = inputs(clear)
     wanted = clear(x)
-    locked = lock(model_folder(name), KEY, tmp_path / "locked", groups=groups, seal=seal).path
-    opened = exact(open_locked(locked, KEY))
+    locked = lock(model_folder(name), KEY, tmp_path / "locked", cover=cover, seal=seal).path
+    opened = exact(opened_model(locked, KEY))
     assert torch.equal(opened(x), wanted)
     assert all(torch.equal(value, clear.state_dict()[each]) for each, value in opened.state_dict().items())
-    keyed = exact(keyed_blocks(locked, KEY))
+    keyed = exact(keyed_model(locked, KEY))
     assert distance(wanted, keyed(x)) < 1e-10
     if not seal:
         assert distance(wanted, exact(create_backbone(locked))(x)) > 0.5
@@ -122,7 +123,7 @@ def test_training_with_the_key_is_normal_training(wholly_in_float64, model_folde
 def test_an_authorised_fine_tune_is_opened(model_folder, tmp_path, name):
     locked = tmp_path / "locked"
     lock(model_folder(name), KEY, locked)
-    owner = keyed_blocks(locked, KEY).eval()
+    owner = keyed_model(locked, KEY).eval()
     x = inputs(owner).float()
     optimiser = torch.optim.AdamW(owner.parameters(), lr=1e-3)
     for _ in range(3):
@@ -164,7 +165,7 @@ def test_the_view_shares_weights_and_keeps_the_context(model_folder, tmp_path):
 def test_features_of_every_layer_go_through_the_key(wholly_in_float64, model_folder, tmp_path, name):
     clear = exact(create_backbone(model_folder(name)))
     locked = lock(model_folder(name), KEY, tmp_path / "locked", cover=True).path
-    owner, plain = exact(keyed_blocks(locked, KEY)), exact(create_backbone(locked))
+    owner, plain = exact(keyed_model(locked, KEY)), exact(create_backbone(locked))
     x = inputs(clear)
 
     def layers(backbone: Backbone) -> list[Tensor]:
@@ -189,7 +190,7 @@ def test_kept_users_of_layers_and_attention_see_the_clear_model(model_folder, tm
 
     clear = create_backbone(model_folder("vit")).eval()
     lock(model_folder("vit"), KEY, tmp_path / "locked")
-    owner, plain = keyed_blocks(tmp_path / "locked", KEY).eval(), create_backbone(tmp_path / "locked").eval()
+    owner, plain = keyed_model(tmp_path / "locked", KEY).eval(), create_backbone(tmp_path / "locked").eval()
     x = inputs(clear).float()
     features = [layer_features(each, x) for each in (clear, owner, plain)]
     assert distance(features[0], features[1]) < 1e-4 < 0.3 < distance(features[0], features[2])
@@ -213,7 +214,7 @@ def test_a_quarter_of_a_swin_goes_through_the_key(tmp_path):
     lock(made, KEY, tmp_path / "locked")
     clear, owner, plain = (
         made.eval(),
-        keyed_blocks(tmp_path / "locked", KEY).eval(),
+        keyed_model(tmp_path / "locked", KEY).eval(),
         create_backbone(tmp_path / "locked"),
     )
     columns = clear.out_grid[1]
@@ -231,7 +232,7 @@ def test_a_quarter_of_a_swin_goes_through_the_key(tmp_path):
 def test_a_copy_of_the_owners_view_has_weights_and_key_of_its_own(model_folder, tmp_path):
     """What EMA and exports do: a deep copy must run on its own weights, with the key."""
     lock(model_folder("vit"), KEY, tmp_path / "locked")
-    owner = keyed_blocks(tmp_path / "locked", KEY).eval()
+    owner = keyed_model(tmp_path / "locked", KEY).eval()
     twin = copy.deepcopy(owner)
     x = inputs(owner).float()
     with torch.no_grad():
@@ -245,13 +246,13 @@ def test_a_copy_of_the_owners_view_has_weights_and_key_of_its_own(model_folder, 
 
 def test_stages_show_only_their_last_layer_with_a_key(model_folder, tmp_path):
     lock(model_folder("swin"), KEY, tmp_path / "locked")
-    owner = keyed_blocks(tmp_path / "locked", KEY)
+    owner = keyed_model(tmp_path / "locked", KEY)
     stream = owner.assemble(owner.embed(inputs(owner).float()), owner.positions())
     with pytest.raises(SitusError, match="the last of its layers alone"):
         owner.run_layers(stream, None, (lambda *_: None,))
 
 
-@pytest.mark.parametrize("way", [check, open_locked, keyed_blocks])
+@pytest.mark.parametrize("way", [check, opened_model, keyed_model])
 @pytest.mark.parametrize("seal", [False, True], ids=["plain", "sealed"])
 def test_no_way_of_the_owner_trusts_an_altered_manifest(model_folder, tmp_path, way, seal):
     """Fields that nothing but the HMAC covers; and the tensors' codes exchanged for those of other bytes."""
@@ -270,7 +271,7 @@ def test_no_way_of_the_owner_trusts_an_altered_manifest(model_folder, tmp_path, 
         way(locked, Key(bytes(32)))
 
 
-@pytest.mark.parametrize("way", [check, open_locked, keyed_blocks])
+@pytest.mark.parametrize("way", [check, opened_model, keyed_model])
 def test_no_way_of_the_owner_takes_an_altered_file(model_folder, tmp_path, way):
     locked = lock(model_folder("vit"), KEY, tmp_path / "locked").path
     for name in ("config.json", "README.md", "model.safetensors"):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import torch
 from timm.models.eva import Eva
 
 from situs.backbones import Backbone, create_backbone
+from situs.locks.key import Key
+from situs.locks.owner import unlocking
+from situs.models import open_model
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 24, "num_heads": 3}
 WIDE = {"img_size": (32, 48), "model_args": SMALL}
@@ -110,3 +114,13 @@ def inputs(backbone: Backbone, batch: int = 2) -> torch.Tensor:
         return torch.randint(3, 31, (batch, 9), generator=generator)
     dtype = next(backbone.parameters()).dtype
     return torch.randn(batch, 3, *backbone.input.shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def opened_model(locked: Path, key: Key, withheld: Path | None = None) -> Backbone:
+    """The model in a locked folder, opened in memory."""
+    return open_model(locked, unlock=unlocking(key, withheld)).backbone
+
+
+def keyed_model(locked: Path, key: Key, withheld: Path | None = None) -> Backbone:
+    """The same with its weights left locked, the owner permuting the stream around the blocks."""
+    return open_model(locked, unlock=unlocking(key, withheld, keyed=True)).backbone

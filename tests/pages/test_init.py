@@ -34,6 +34,7 @@ from situs.evaluate.probe_position import PositionProbe, PositionProbes
 from situs.evaluate.robustness import Robustness
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import Recovery
+from situs.locks.equivariance import Finding, Verification
 from situs.locks.study.finetune import WAYS, Curve, Study, StudyConfig
 from situs.locks.study.paper import RuleCheck
 from situs.pages import PAGES, make_page, publish
@@ -104,6 +105,11 @@ def _lock_audit() -> LockAudit:
     return LockAudit(NAME, (4,), 0, tuple(attacks))
 
 
+def _verification() -> Verification:
+    whole = Finding("blocks", "row", "holds", NAME, {"forward": 1e-15}, {"forward": 1e-6})
+    return Verification(NAME, "float32", 1e-10, 1e-3, 3, 0.5, (whole, replace(whole, part="blocks.*.norm", own={})))
+
+
 def _study() -> Study:
     curves = {way: Curve([0, 2], [2.0, 1.0], [0.25, 0.5]) for way in WAYS}
     return Study(StudyConfig(), NAME, curves, 0.1, 1e-6, 1e-7, (RuleCheck("a key", False, 1e-3, NAME),))
@@ -139,6 +145,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Robustness": (_robustness, {"accuracy", "severity", "corruptions"}),
     "Runs": (_runs, {"curves"}),
     "Study": (_study, set()),
+    "Verification": (_verification, set()),
 }
 """The class of a result -> a small one, and the pictures of its page."""
 
@@ -172,7 +179,7 @@ def test_a_page_says_what_its_result_says(name: str) -> None:
         assert {show(cell) for row in table.rows for cell in row} <= cells
     assert {key for key in page.pictures if not key.startswith("umap")} == pictures
     assert all(picture.startswith(b"\x89PNG") for picture in page.pictures.values())
-    if name not in ("LockAudit", "Runs", "Study"):  # which say it in their own words
+    if name not in ("LockAudit", "Runs", "Study", "Verification"):  # which say it in their own words
         assert "<dt>seed</dt><dd>3</dd>" in text
     assert NAME not in text
     assert "49" not in re.findall(r"<h1>.*?</h1>", text)[0]

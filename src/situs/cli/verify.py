@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
 
 from situs.cli.model_args import ModelArgs, open_from
 from situs.cli.result import present
@@ -30,6 +34,9 @@ class Args(ModelArgs):
     json: bool = False
     """Print JSON instead of tables."""
 
+    out: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    """Write verify.html and verify.json there."""
+
 
 def run(args: Args) -> None:
     """Opens the model, verifies it and prints what was found."""
@@ -39,4 +46,4 @@ def run(args: Args) -> None:
     if args.json:
         print(json.dumps(found.to_json(), indent=2))
     else:
-        present(found, None)
+        present(found, args.out)

@@ -24,7 +24,7 @@ from situs.core.permutation import invert
 from situs.errors import SitusError
 from situs.locks.folder import names_in_file, structure_of, weight_files
 from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, rename
-from situs.locks.key import AnyKey, Key, as_key
+from situs.locks.key import AnyKey, as_key
 from situs.locks.locking import check, unseal
 from situs.locks.manifest import Manifest, permutations_of
 from situs.locks.store import all_specs, header_of
@@ -32,10 +32,11 @@ from situs.locks.withhold import tensors_of
 from situs.models.open import Unlock
 
 
-def unlocking(key: AnyKey, withheld: str | Path | None = None) -> Unlock:
+def unlocking(key: AnyKey, withheld: str | Path | None = None, *, keyed: bool = False) -> Unlock:
     """What opens a locked folder for `situs.models.open_model`: the clear weights are in memory only.
 
-    withheld: the second file, where parts were withheld.
+    withheld: the second file, where parts were withheld. keyed: the weights stay locked, and the owner permutes the
+    stream before the blocks and back behind them: the same function.
     """
     key = as_key(key)
 
@@ -44,30 +45,23 @@ def unlocking(key: AnyKey, withheld: str | Path | None = None) -> Unlock:
         manifest = check(locked, key, withheld)
 
         def opened(backbone: Backbone) -> Backbone:
-            keys = invert_keys(permutations_of(manifest, key))
-            state = permute_state(backbone.model.state_dict(), _own_groups(backbone, manifest), keys)
+            names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
+            groups = rename(manifest.groups, {name: own for own, name in names.items()})
+            keys = permutations_of(manifest, key)
+            if keyed:
+                return with_key(backbone, groups, keys)
+            state = permute_state(backbone.model.state_dict(), groups, invert_keys(keys))
             backbone.model.load_state_dict(state)
             return backbone
 
-        with _readable(locked, manifest, key, withheld) as folder:
-            yield folder, opened
+        if not manifest.sealed and manifest.withheld is None:
+            yield locked, opened
+            return
+        with tempfile.TemporaryDirectory() as place:  # the whole, still locked
+            unseal(locked, manifest, key, Path(place), None if withheld is None else Path(withheld))
+            yield Path(place), opened
 
     return unlock
-
-
-def open_locked(locked: str | Path, key: Key, withheld: str | Path | None = None) -> Backbone:
-    """The opened model: an ordinary backbone. The clear weights are in memory only; nothing is written.
-
-    withheld: the second file, where parts were withheld.
-    """
-    with unlocking(key, withheld)(Path(locked)) as (folder, opened):
-        return opened(create_backbone(folder))
-
-
-def keyed_blocks(locked: str | Path, key: Key, withheld: str | Path | None = None) -> Backbone:
-    """The locked model with its owner around it: the same function as the opened one, from locked weights."""
-    backbone, groups, keys = _load(Path(locked), key, withheld)
-    return with_key(backbone, groups, keys)
 
 
 def with_key(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> Backbone:
@@ -102,30 +96,6 @@ def _keyed_class(kind: type[Backbone]) -> type[Backbone]:
     # A backbone with stages goes through `run_grid` wherever it runs them; the others through `run_layers`.
     ways: dict[str, Any] = {"run_grid": run_grid} if issubclass(kind, SwinBackbone) else {"run_layers": run_layers}
     return cast("type[Backbone]", type(f"Keyed{kind.__name__}", (kind,), ways))
-
-
-def _load(locked: Path, key: Key, withheld: str | Path | None) -> tuple[Backbone, tuple[Group, ...], dict[str, Tensor]]:
-    """The locked model as it is, the groups under its own names, and the permutations."""
-    manifest = check(locked, key, withheld)
-    with _readable(locked, manifest, key, withheld) as folder:
-        backbone = create_backbone(folder)
-    return backbone, _own_groups(backbone, manifest), permutations_of(manifest, key)
-
-
-@contextmanager
-def _readable(locked: Path, manifest: Manifest, key: Key, withheld: str | Path | None) -> Iterator[Path]:
-    """The folder as it is, or of one that is sealed or lacks parts the whole, still locked."""
-    if not manifest.sealed and manifest.withheld is None:
-        yield locked
-        return
-    with tempfile.TemporaryDirectory() as place:
-        unseal(locked, manifest, key, Path(place), None if withheld is None else Path(withheld))
-        yield Path(place)
-
-
-def _own_groups(backbone: Backbone, manifest: Manifest) -> tuple[Group, ...]:
-    names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
-    return rename(manifest.groups, {name: own for own, name in names.items()})
 
 
 def left_of(locked: Path, manifest: Manifest) -> tuple[Backbone, frozenset[str]]:

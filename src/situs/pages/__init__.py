@@ -39,6 +39,7 @@ PAGES = {
     "Robustness": "robustness.page",
     "Runs": "runs.page",
     "Study": "lock.study_page",
+    "Verification": "lock.verify_page",
 }
 """The class of a result -> the function of a module here that makes its page; loaded when it is asked for."""
 

@@ -1,9 +1,10 @@
-"""The pages of a lock: the attacks on it, and the fine-tuning study of a locked model."""
+"""The pages of locks: what a model obeys, the attacks on a lock, and the fine-tuning study of a locked model."""
 
 from __future__ import annotations
 
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import ATTACKERS
+from situs.locks.equivariance import Verification
 from situs.locks.study.finetune import Study
 from situs.report import figures
 from situs.report.html import Page
@@ -30,6 +31,21 @@ def audit_page(found: LockAudit) -> Page:
         "that failed ends where those from random hints do. Inner groups (MLP units, heads, their channels) never "
         "count: moving them leaves the function as it was."
     )
+    return page
+
+
+def verify_page(found: Verification) -> Page:
+    """The laws on the whole and around it, and module by module."""
+    said = found.summary()
+    page = Page("Permutations that a model obeys", lead=f"{found.model}: {said.sentence}")
+    section = page.section("Rows and columns")
+    section.text(
+        "Row: the order of the tokens. Column: the order of the channels, with keyed weights. Each law is run forward, "
+        "backward and through optimiser steps, clear and permuted; the numbers are the largest relative differences."
+    )
+    for table in said.tables:
+        section.table(table.header, table.rows, table.title)
+    section.note(" ".join(said.notes))
     return page
 
 

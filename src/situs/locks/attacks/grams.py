@@ -42,7 +42,7 @@ ROLES = {"query": "qk", "value": "vo", "heads": "qkvo"}
 
 
 @dataclass(frozen=True)
-class Clear:
+class ClearSide:
     """grams: name -> [D, D]. Each channel as the first block reads it, [D]: mean, spread, and `first`, its mean at the
     first place, which is the CLS token's."""
 
@@ -53,7 +53,7 @@ class Clear:
 
 
 @dataclass(frozen=True)
-class Locked:
+class LockedSide:
     """grams: for each block, role (q, k, v, o, up, down) -> [D, D]. Of the first block, for each channel, [D]:
 
     centre: what its norm subtracts, or what its values' bias does where no norm comes first. lean: what its MLP is
@@ -69,7 +69,7 @@ class Locked:
 # --- clear ------------------------------------------------------------------------------------------------------
 
 
-def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Tensor]) -> Clear:
+def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Tensor]) -> ClearSide:
     """What the embedding says of its channels. inputs: batches of images, or of token ids."""
     state = backbone.model.state_dict()
     moments = _Moments(backbone.dim)
@@ -88,7 +88,7 @@ def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Ten
     grams["inverse"] = torch.linalg.inv(correlation + RIDGE * torch.eye(backbone.dim, dtype=torch.float64))
     grams = {name: gram.float() for name, gram in grams.items() if bool(gram.any())}
     first = moments.sums[0] / moments.counts[0]
-    return Clear(grams, moments.mean().float(), whole.diagonal().clamp_min(0).sqrt().float(), first.float())
+    return ClearSide(grams, moments.mean().float(), whole.diagonal().clamp_min(0).sqrt().float(), first.float())
 
 
 class _Moments:
@@ -182,7 +182,7 @@ def shifted(images: Tensor, patch: tuple[int, int], seed: int = 0) -> Iterator[T
 # --- locked -----------------------------------------------------------------------------------------------------
 
 
-def locked_side(backbone: Backbone, groups: Sequence[Group]) -> Locked:
+def locked_side(backbone: Backbone, groups: Sequence[Group]) -> LockedSide:
     """What the first blocks of the locked file say of their channels. groups: those whose tensors the file holds."""
     state = {name: value.detach().float().cpu() for name, value in backbone.model.state_dict().items()}
     [group, *_] = residual_only(groups)
@@ -198,7 +198,7 @@ def locked_side(backbone: Backbone, groups: Sequence[Group]) -> Locked:
         raise SitusError("the locked file holds no block whose projections are known: nothing is there to attack")
     chosen = list(blocks.values())[:BLOCKS]
     grams = [{role: values @ values.T for role, (values, _) in block.items()} for block in chosen]
-    return Locked(grams, *_clues(chosen[0], *_first_norm(state, groups)))
+    return LockedSide(grams, *_clues(chosen[0], *_first_norm(state, groups)))
 
 
 def _clues(

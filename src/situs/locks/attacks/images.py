@@ -18,7 +18,7 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.core.permutation import identity
-from situs.locks.attacks.grams import Clear, Locked, clear_side, locked_side
+from situs.locks.attacks.grams import ClearSide, LockedSide, clear_side, locked_side
 from situs.locks.attacks.graph import (
     Schedule,
     agreement,
@@ -89,7 +89,7 @@ def recover_with_samples(
     return compare_with_truth(replace(found, seconds=time.perf_counter() - began), groups, truth)
 
 
-def _match(clear: Clear, locked: Locked, seed: int) -> tuple[Tensor, float, list[float]]:
+def _match(clear: ClearSide, locked: LockedSide, seed: int) -> tuple[Tensor, float, list[float]]:
     """The best q, its J, and the Js of searches from random hints."""
     blocks = [{role: rows(gram) for role, gram in block.items()} for block in locked.grams]
     every = [table for block in blocks for table in block.values()]
@@ -117,7 +117,7 @@ def _match(clear: Clear, locked: Locked, seed: int) -> tuple[Tensor, float, list
 
 
 def _starts(
-    clear: Clear, locked: Locked, blocks: list[dict[str, Tensor]], hint: Tensor, ours: Tensor, theirs: Tensor
+    clear: ClearSide, locked: LockedSide, blocks: list[dict[str, Tensor]], hint: Tensor, ours: Tensor, theirs: Tensor
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Schedule]]:
     """Tables, hint and schedule of each search: hastily from the norm's centre alone, then patiently from all clues."""
     if locked.centre is not None:
@@ -139,7 +139,7 @@ def _starts(
                 yield ours, theirs, sharper, patient(warmth)
 
 
-def _hint(clear: Clear, locked: Locked) -> Tensor:
+def _hint(clear: ClearSide, locked: LockedSide) -> Tensor:
     """[D, D]: how likely locked channel i is clear channel j by what is said of each alone."""
     clues = {
         "centre": (locked.centre, clear.mean),

@@ -65,7 +65,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Verdict(Result):
+class Verification(Result):
     """All findings of a model. control: the error of the column law with one axis of the key left out."""
 
     file: ClassVar[str] = "verify"
@@ -138,7 +138,7 @@ def verify(
     seed: int = 0,
     strict: bool = False,
     **opening: Any,
-) -> Verdict:
+) -> Verification:
     """Measures, on a model itself, which permutations of its tokens and channels it obeys, and what breaks the others.
 
     source: a model as `situs.models.open_model` takes it, with what else that takes (opening); a timm name without
@@ -367,10 +367,10 @@ def _verdict(
     control: float | None,
     findings: Sequence[Finding],
     strict: bool,
-) -> Verdict:
+) -> Verification:
     limits = _tolerances(own)
     dtype = str(own).removeprefix("torch.")
-    verdict = Verdict(backbone.name, dtype, *limits, steps, control, tuple(findings))
+    verdict = Verification(backbone.name, dtype, *limits, steps, control, tuple(findings))
     refused = [each for each in findings if each.part == "blocks" and each.status == "refused"]
     if strict and refused:
         raise SitusError(f"{backbone.name}: the {refused[0].law} law is refused: {refused[0].reason}")
