@@ -41,7 +41,8 @@ def run(args: Args) -> None:
     """Looks at every model's table and rotation, prints a line for each, and writes the page."""
     from situs.analyze.positions import PositionTables, look_at, look_at_references
     from situs.analyze.tables import tables_of
-    from situs.cli.result import check_folder, present
+    from situs.cli.model_args import check_folder
+    from situs.cli.result import present
     from situs.results import Provenance
 
     check_folder(args.out)

@@ -51,7 +51,8 @@ class Args(OpenArgs):
 def run(args: Args) -> None:
     """Evaluates all in one pass, prints a row for each and one for all, and writes the page."""
     from situs import __version__
-    from situs.cli.result import check_folder, present
+    from situs.cli.model_args import check_folder
+    from situs.cli.result import present
     from situs.evaluate.ensemble import evaluate_ensemble
     from situs.models.data import check_classes, load_set
     from situs.results import Provenance

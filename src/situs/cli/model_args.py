@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from cyclopts import Parameter
 
 from situs.cli.flags import POSITIONAL
+from situs.errors import SitusError
 
 if TYPE_CHECKING:
     from situs.models import Model
@@ -92,14 +93,19 @@ class ImageArgs(LookArgs):
     """Seed of every draw."""
 
 
+def check_folder(folder: Path) -> None:
+    """Refuses what is no folder to write to, before the work is done."""
+    good = folder.is_dir() if folder.exists() else folder.suffix not in (".json", ".html")
+    if not good:
+        raise SitusError(field="out", value=str(folder), allowed="a folder")
+
+
 def open_from(args: ModelArgs, *, any_weights: bool = False, device: str | None = None, **fields: Any) -> Model:
     """The model that the flags name, on its device and in eval mode.
 
     any_weights: a name without weights gets random ones. device: instead of that of the flags. fields: of a new model.
     """
     if isinstance(args, LookArgs):
-        from situs.cli.result import check_folder
-
         check_folder(args.out)
     model = open_named(args.model, args, any_weights=any_weights, device=device, **fields)
     return model.holding_out(args.held_out) if isinstance(args, ImageArgs) else model

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from situs.cli.model_args import ImageArgs, LookArgs
-from situs.errors import SitusError
 from situs.results import Result, Table, show
 
 
@@ -28,14 +27,6 @@ def asked(args: ImageArgs, **instead: Any) -> dict[str, Any]:
     """
     apart = {*(each.name for each in fields(LookArgs)), "held_out"}
     return {each.name: getattr(args, each.name) for each in fields(args) if each.name not in apart} | instead
-
-
-def check_folder(folder: Path) -> None:
-    """Refuses what is no folder to write to, before the work is done."""
-
-    good = folder.is_dir() if folder.exists() else folder.suffix not in (".json", ".html")
-    if not (good):
-        raise SitusError(field="out", value=str(folder), allowed="a folder")
 
 
 def present(result: Result, out: Path | None) -> None:
