@@ -83,6 +83,11 @@ class Result(ABC):
 
     provenance: Provenance = Provenance()
 
+    @property
+    def private(self) -> bool:
+        """Whether its page shows what is for its owner alone."""
+        return False
+
     @abstractmethod
     def summary(self) -> Summary:
         """The sentence and the tables; terminal, page and JSON take them from here."""

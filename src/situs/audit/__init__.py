@@ -12,6 +12,7 @@ from situs.audit.attacks.matching.attack import Matching
 from situs.audit.attacks.matching.search import MatchingConfig
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.audit.client import victim_gradients
+from situs.audit.deadline import Deadline
 from situs.audit.defences import (
     DEFENCES,
     Clip,
@@ -23,6 +24,7 @@ from situs.audit.defences import (
     NoPositionGradient,
     create_defence,
 )
+from situs.audit.public import AuditConfig, audit_gradients, audit_settings
 
 __all__ = [
     "ATTACKS",
@@ -32,7 +34,9 @@ __all__ = [
     "April",
     "AprilOptimisation",
     "Attack",
+    "AuditConfig",
     "Clip",
+    "Deadline",
     "Defence",
     "Gradients",
     "Knowledge",
@@ -45,6 +49,8 @@ __all__ = [
     "PatchEmbedding",
     "Recovery",
     "adapt",
+    "audit_gradients",
+    "audit_settings",
     "create_attack",
     "create_defence",
     "victim_gradients",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from situs.audit.defences import Defence
 from situs.audit.scores.metrics import denormalise, mean_of
 from situs.audit.scores.scoring import Normalisation, Scores
 from situs.backbones.base import Backbone
-from situs.config import check_range
 from situs.errors import SitusError
+from situs.limits import check_value
 from situs.methods.base import Method
 
 EXACT = 54.15
@@ -24,6 +24,21 @@ EXACT = 54.15
 
 Which = Literal["x", "x̃"]
 """An image, or the same with some of its patches shuffled."""
+
+
+class Setting(NamedTuple):
+    """What the step is made on, what is compared with, and both in words."""
+
+    trained_on: Which
+    compared_with: Which
+
+    @property
+    def about(self) -> str:
+        return f"attack a step on {self.trained_on}, compare with {self.compared_with}"
+
+
+SETTINGS = {"a": Setting("x", "x"), "b": Setting("x̃", "x̃"), "c": Setting("x̃", "x")}
+"""The settings of MJP's Table 5 by name."""
 
 Status = Literal["done", "stopped", "refused", "not_run"]
 
@@ -43,8 +58,8 @@ class Step:
     epoch: int = 0
 
     def __post_init__(self) -> None:
-        check_range("batch", self.batch, 1, flag="--batch")
-        check_range("local_steps", self.local_steps, 1, flag="--local-steps")
+        check_value("batch", self.batch, ">= 1")
+        check_value("local_steps", self.local_steps, ">= 1")
 
 
 @dataclass(frozen=True)
@@ -94,7 +109,7 @@ class TestSet:
     def whole_batches(self, batch: int) -> int:
         """How many batches the images make."""
         if len(self) % batch:
-            raise SitusError(f"{len(self)} images do not make whole batches of {batch} (--count, --batch)")
+            raise SitusError(f"{len(self)} images do not make whole batches of {batch}", field=("count", "batch"))
         return len(self) // batch
 
 
@@ -122,6 +137,16 @@ class Case:
     @property
     def backbone(self) -> Backbone:
         return self.model if isinstance(self.model, Backbone) else self.model.backbone
+
+    @property
+    def setting(self) -> str:
+        """a, b or c, of `SETTINGS`."""
+        return next(name for name, step in SETTINGS.items() if step == (self.trained_on, self.compared_with))
+
+    @property
+    def attacker(self) -> str:
+        """ "patchembed, static"."""
+        return f"{self.attack.name}, {'knows MJP' if self.informed else 'static'}"
 
     def same_upload(self, other: Case) -> bool:
         """Whether the same gradients are sent in both."""

@@ -263,18 +263,20 @@ DEFENCES: dict[str, type[Defence]] = {
 """Every defence by name; `create_defence("noise=1e-4")` sets its first setting."""
 
 
-def create_defence(text: str) -> Defence:
+def create_defence(text: str | Defence) -> Defence:
     """A defence by name, with its first setting behind "=": "noise=1e-4", "clip=0.5", "mjp=0.27"."""
+    if isinstance(text, Defence):
+        return text
     name, equals, value = text.partition("=")
     if name not in DEFENCES:
-        raise unknown_name("defence (--defence)", name, DEFENCES)
+        raise unknown_name("defence", name, DEFENCES, field="defences")
     kind = DEFENCES[name]
     if not equals:
         return kind()
     if not fields(kind):
-        raise SitusError(f"{text}: {name} has no setting (--defence)")
+        raise SitusError(f"{text}: {name} has no setting", field="defences")
     try:
         number = float(value)
     except ValueError:
-        raise SitusError(f"{text}: {value!r} is no number (--defence)") from None
+        raise SitusError(f"{text}: {value!r} is no number", field="defences") from None
     return kind(*[number])

@@ -1,28 +1,27 @@
-"""The gradient audit: every attack against every defence on the same images, with what can be said of each pair."""
+"""Attacks × defences: every attack against every defence on the same images, with what can be said of each pair."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
-from torch import Tensor
-
-from situs.audit.attacks import create_attack
 from situs.audit.attacks.base import Attack
 from situs.audit.attacks.matching.attack import Matching
 from situs.audit.attacks.matching.search import MatchingConfig
 from situs.audit.cases import Case, Outcome, Step, TestSet
+from situs.audit.collect import Leak, collect
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, create_defence
-from situs.audit.engine import SHOWN, run
-from situs.audit.judge.gate import Ruling, judge, parse_limit
-from situs.audit.scores.metrics import BEST_PSNR, Mean, mean_of
+from situs.audit.defences import Defence
+from situs.audit.engine import SHOWN
+from situs.audit.judge.gate import Limit, Ruling, judge, parse_limit
+from situs.audit.judge.record import audit_numbers
+from situs.audit.scores.metrics import mean_of
 from situs.audit.scores.scoring import Lpips, Scores, measure_guesses
-from situs.audit.victim import Victim, load_test_set, open_victim
+from situs.audit.tables import reasons, table
 from situs.backbones.base import Backbone
 from situs.methods.base import Method
+from situs.results import Summary, Table
 
 
 @dataclass(frozen=True)
@@ -41,29 +40,19 @@ FALLBACK = Fallback()
 
 
 @dataclass(frozen=True)
-class Audit:
-    """outcomes: attacks × defences, by defence. baselines: scores of who saw nothing. images: the first originals,
-    [m, C, H, W] in [0, 1]; names: of all. about: what each defence is. stopped: by what and how far the audit came,
-    None where it is whole.
+class Audit(Leak):
+    """Attacks × defences, by defence. baselines: scores of who saw nothing. about: what each defence is. limit: what a
+    gate allows, None without one.
     """
+
+    file: ClassVar[str] = "gradients"
+    page_file: ClassVar[str] = "report"
 
     model: str
     step: Step
-    names: Sequence[str]
-    images: Tensor
-    outcomes: Sequence[Outcome]
     baselines: dict[str, Scores]
     about: dict[str, str]
-    stopped: str | None = None
-
-    @property
-    def pairs(self) -> list[Outcome]:
-        """What was begun, or refused."""
-        return [outcome for outcome in self.outcomes if outcome.status != "not_run"]
-
-    @property
-    def attacked(self) -> list[Outcome]:
-        return [outcome for outcome in self.outcomes if outcome.attacked]
+    limit: Limit | None = field(default=None, kw_only=True)
 
     def judge(self, **limit: float) -> Ruling:
         """Whether no image came back closer than a limit on one metric, as `judge(psnr=20)`: see `gate`."""
@@ -71,66 +60,63 @@ class Audit:
         return judge(self, parse_limit(f"{metric}={bound}"))
 
     @property
+    def ruling(self) -> Ruling | None:
+        """What the gate says; None without one."""
+        return None if self.limit is None else judge(self, self.limit)
+
+    @property
     def undone(self) -> list[tuple[str, str]]:
         """(attack, defence) never begun."""
         return [(each.attack, each.defence) for each in self.outcomes if each.status == "not_run"]
 
+    def summary(self) -> Summary:
+        """The verdict, the pairs and the reasons; below them what the gate says."""
+        tables = []
+        if self.attacked:
+            title = f"{self.model}, {self.provenance.facts.get('images', f'{len(self.names)} images')}"
+            tables.append(Table(title, *table(self, ("psnr", "ssim", "order_accuracy", "reidentified"))))
+        if said := reasons(self):
+            tables.append(Table("Does not apply, or is not exact", (), said))
+        ruling = self.ruling
+        return Summary(verdict(self), tuple(tables), () if ruling is None else (ruling.sentence,))
 
-def audit_gradients(
-    model: Any,
-    data: TestSet | str | Path,
-    attacks: Sequence[Attack | str] = ("patchembed", "april"),
-    defences: Sequence[Defence | str] = ("none",),
+    def numbers(self) -> dict[str, Any]:
+        """Every image's numbers, means and intervals, and what the gate says."""
+        return audit_numbers(self, verdict(self))
+
+
+def attack_gradients(
+    model: Backbone | Method,
+    test: TestSet,
+    attacks: Sequence[Attack],
+    defences: Sequence[Defence],
     *,
-    count: int = 12,
     step: Step | None = None,
     search: MatchingConfig | None = None,
     lpips: Lpips | None = None,
     deadline: Deadline | None = None,
     keep: Callable[[Audit], None] | None = None,
-    **asked: Any,
+    **fields: Any,
 ) -> Audit:
-    """What a model's training gradients give away: its step on images, and every attack on what it sends.
+    """Every attack on what a model's step sends under every defence; deadline and keep: see `collect`.
 
-    model: whatever `open_model` opens (which is given `asked`), an opened `Victim`, or a backbone, trained as each
-    defence says, or a run's own method. data: where images lie, of which the first `count` are taken; a backbone or a
-    method wants them as a `TestSet`. attacks, defences: or their names, "noise=1e-3". search: how matching searches
-    where no closed form applies; None for no such search. When the deadline's time is over, or on Ctrl-C, what is there
-    is returned and says so (`Audit.stopped`); after Ctrl-C `deadline.interrupted` is set. keep: is given the audit as
-    it stands whenever there is more of it. `Audit.judge(psnr=20)` says whether a limit is kept.
+    model: a backbone, trained as each defence says, or a run's own method. search: how matching searches where no
+    closed form applies; None for no such search. fields: of the `Audit`.
     """
-    step, deadline = step or Step(), deadline or Deadline()
-    if not isinstance(model, Backbone | Method):
-        victim = model if isinstance(model, Victim) else open_victim(model, **asked)
-        data = data if isinstance(data, TestSet) else load_test_set(victim, data, count)
-        model, step = victim.trains, replace(step, epoch=victim.epoch)
-    assert isinstance(data, TestSet), "a backbone by itself does not say how its images are prepared"
-    test = data
-    attacks = [create_attack(attack) if isinstance(attack, str) else attack for attack in attacks]
-    defences = [create_defence(defence) if isinstance(defence, str) else defence for defence in defences]
+    step = step or Step()
     test.whole_batches(step.batch)
     backbone = model if isinstance(model, Backbone) else model.backbone
-    cases = _cases(model, len(test), attacks, defences, step, search)
-    found: dict[Case, Outcome] = {case: Outcome(case, "not_run") for case in cases if not case.by_itself}
     about = {defence.label: f"{defence.about}. The attacker knows: {defence.known}" for defence in defences}
-
     guesses: dict[str, Scores] = {}
 
-    def so_far(reason: str) -> Audit:
-        outcomes = [found[case] for case in cases if case in found]
+    def make(outcomes: list[Outcome], stopped: str | None) -> Audit:
         if not guesses and any(outcome.attacked for outcome in outcomes):
             guesses.update(measure_guesses(test.real(), backbone, lpips))
-        pictures, stopped = test.real()[:SHOWN].clone(), _stopped(outcomes, deadline, reason)
-        return Audit(backbone.name, step, test.names, pictures, outcomes, guesses, about, stopped)
+        shown = (outcomes, test.names, test.real()[:SHOWN].clone())
+        return Audit(*shown, backbone.name, step, guesses, about, stopped=stopped, **fields)
 
-    try:
-        for outcome in run(cases, test, step, deadline, lpips):
-            found[outcome.case] = outcome
-            if keep is not None and outcome.attacked:
-                keep(so_far("the end of its process"))
-    except KeyboardInterrupt:
-        deadline.interrupt()
-    return so_far(deadline.reason)
+    cases = _cases(model, len(test), attacks, defences, step, search)
+    return collect(cases, test, make, step=step, deadline=deadline or Deadline(), lpips=lpips, keep=keep)
 
 
 def _cases(
@@ -157,28 +143,7 @@ def _cases(
     return cases
 
 
-def _stopped(outcomes: Sequence[Outcome], deadline: Deadline, reason: str) -> str | None:
-    """By what and how far the audit came; None where all that was asked for is there."""
-    asked = [outcome for outcome in outcomes if not outcome.case.by_itself]
-    cut = any(outcome.partial for outcome in (outcomes if deadline.spent() else asked))
-    if not (cut or deadline.interrupted or any(outcome.status == "not_run" for outcome in asked)):
-        return None
-    done = sum(outcome.status in ("done", "refused") for outcome in asked)
-    return f"{reason}, with {done} of {len(asked)} pairs of attack and defence finished"
-
-
 # --- what follows from an audit ------------------------------------------------------------------------------
-
-
-def summary(scores: Scores) -> dict[str, Mean | None]:
-    """Each metric's mean over the images with its 95 % interval, which ends where the metric does."""
-    means = {name: None if v is None else mean_of(v, share=name == "reidentified") for name, v in scores.items()}
-    ends = {"ssim": 1.0, "order_accuracy": 1.0, "psnr": BEST_PSNR, "patch_psnr": BEST_PSNR}
-    for name, end in ends.items():
-        mean = means.get(name)
-        if mean is not None and mean.high is not None:
-            means[name] = mean._replace(high=min(end, mean.high))
-    return means
 
 
 def verdict(audit: Audit) -> str:
@@ -193,7 +158,7 @@ def opening(audit: Audit) -> str:
             return f"Stopped by {audit.stopped}, before anything was attacked: this page says nothing about the model."
         return (
             "No attack of this audit applies to what this model sends: see the reasons. Not attacked does not mean "
-            "private; gradient matching applies to any model (--attack matching)."
+            "private; gradient matching applies to any model."
         )
     return "" if audit.stopped is None else f"A partial result: stopped by {audit.stopped}."
 

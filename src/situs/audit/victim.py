@@ -19,7 +19,6 @@ from situs.data.sources import open_source
 from situs.errors import SitusError
 from situs.locks.manifest import read_manifest
 from situs.methods.base import Method
-from situs.methods.mp3 import MP3
 from situs.models import PUBLISHED, Model, open_model
 from situs.models.module import OwnModule
 
@@ -68,15 +67,15 @@ def victim_of(model: Model, source: Any = None) -> Victim:
     return Victim(model, method, model.epoch, notes)
 
 
-def open_predictor(source: str, victim: Backbone, device: torch.device | str = "cpu") -> MP3:
-    """A trained MP3 that says of patches where they were, for images and patches of the victim's size."""
+def open_predictor(source: Any, victim: Backbone, device: torch.device | str = "cpu") -> Method:
+    """A run that says of patches where they were (MP3), for images and patches of the victim's size."""
     method = open_model(source, any_weights=True, device=device).method
-    if not isinstance(method, MP3):
-        raise SitusError(f"predictor={source}: must be a run of MP3, and is none (--predictor)")
+    if method is None or not method.names_places:
+        raise SitusError(field="predictor", value=str(source), allowed="a run of MP3, and is none")
     own, asked = ((model.input.shape, model.grid) for model in (method.backbone, victim))
     if own != asked:
         said = f"sees images of {own[0]} pixels in {own[1]} patches, and the model {asked[0]} in {asked[1]}"
-        raise SitusError(f"predictor={source}: {said} (--predictor)")
+        raise SitusError(f"predictor={source}: {said}", field="predictor")
     return method.eval()
 
 
@@ -105,7 +104,7 @@ def load_test_set(
     left_out = source.left_out()
     if not found:
         why = "; ".join(left_out) or "it is empty"
-        raise SitusError(f"{data}: holds no image that can be read: {why} (--images)")
+        raise SitusError(f"{data}: holds no image that can be read: {why}", field="data")
     told = [batch.targets["label"] for batch in found if "label" in batch.targets]
     labels = labels_for(victim.model, torch.cat(told) if told else None, len(found))
     numbers = [int(batch.ids) for batch in found]

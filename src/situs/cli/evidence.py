@@ -1,39 +1,13 @@
-"""What makes a result evidence: when, by which command and versions, and of which weights it was made."""
+"""The command that made a result, as it is given again."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from situs.cli.flags import flags_of
-
-if TYPE_CHECKING:
-    from torch import nn
-
-
-def evidence(verb: str, args: Any, model: nn.Module, weights: str | None = None) -> dict[str, str | None]:
-    """Facts by name: the day and time, the command, versions, and SHA-256 of what was audited.
-
-    model: its parameters are hashed as they are in memory. weights: where that is a file, it is hashed too.
-    """
-    import torch
-
-    from situs import __version__
-    from situs.audit.judge.record import weights_digest
-    from situs.train.tensors import digest
-
-    file = None if weights is None or not Path(weights).is_file() else Path(weights)
-    return {
-        "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": command_of(verb, args),
-        "situs": __version__,
-        "torch": torch.__version__,
-        "weights_sha256": weights_digest(model),
-        "weights_file_sha256": None if file is None else digest(file),
-    }
 
 
 def command_of(verb: str, args: Any) -> str:

@@ -140,6 +140,13 @@ class Method(nn.Module, ABC):
         """
         return None
 
+    names_places: ClassVar[bool] = False
+    """Whether `place_logits` says where patches belong."""
+
+    def place_logits(self, images: Tensor) -> Tensor:
+        """Logits [B, N, N] over the places that the patches of images may have, by their content alone."""
+        raise NotImplementedError
+
     def no_decay(self) -> set[str]:
         """Names of the method's own parameters that weight decay must leave alone (tokens, tables)."""
         return set()

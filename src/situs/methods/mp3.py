@@ -43,6 +43,7 @@ class MP3(Method):
     Config: ClassVar[type[MP3Config]] = MP3Config
     needs: ClassVar[tuple[str, ...]] = ("tokens", "context")
     puzzle_ratios: ClassVar[tuple[str, ...]] = ("mask_ratio",)
+    names_places: ClassVar[bool] = True
 
     def __init__(self, backbone: Backbone, config: MP3Config) -> None:
         super().__init__(backbone)
@@ -73,6 +74,9 @@ class MP3(Method):
         extras = self(batch, self.draw(batch, seed=seed, epoch=0)).extras
         guesses, told = extras["logits"].argmax(dim=-1), self.config.anchor_ratio
         return Puzzle(extras["places"], guesses, self.context, 0, self.grid, told)
+
+    def place_logits(self, images: Tensor) -> Tensor:
+        return self.position_head(self.backbone.encode(self.backbone.embed(images), None).patches)
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where anchors are used.

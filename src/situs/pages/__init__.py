@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 
 PAGES = {
     "Attention": "attention.page",
+    "Audit": "gradients.page",
     "ClassAccuracy": "accuracy.page",
     "ClassProbes": "probe.class_page",
+    "Comparison": "settings.page",
     "ConsistencyCurve": "consistency.page",
     "Correlations": "correlation.page",
     "Ensemble": "ensemble.page",
@@ -43,14 +45,21 @@ PAGES = {
 }
 """The class of a result -> the function of a module here that makes its page; loaded when it is asked for."""
 
+PRIVATE = (
+    "This page holds private images and what was recovered of them: keep it as safe as the images themselves, or make "
+    "it without pictures."
+)
+
 
 def make_page(result: Result) -> Page:
-    """The page of a result, its pictures among it."""
+    """The page of a result, its pictures among it; one that is private says so at its top."""
     name = type(result).__name__
     if name not in PAGES:
         raise SitusError(f"{name}: has no page; those of {', '.join(sorted(PAGES))} have one")
     module, function = PAGES[name].split(".")
-    return getattr(import_module(f"situs.pages.{module}"), function)(result)
+    page = getattr(import_module(f"situs.pages.{module}"), function)(result)
+    page.notice = PRIVATE if result.private else page.notice
+    return page
 
 
 def publish(result: Result, out: Path | str) -> Path:
@@ -58,26 +67,43 @@ def publish(result: Result, out: Path | str) -> Path:
 
     out: a folder, or a page's own NAME.html. A folder's result of the same kind that is of other models is left, and
     this one goes to a folder of its own below. Where several ranks have come to the result, the first one writes it.
+    Pages and pictures of a private result are written so that nobody but their owner can read them (mode 0600).
     """
-    out = Path(out)
-    named = out.suffix == ".html"
-    folder, name = (out.parent, out.stem) if named else (out, result.file)
-    page_name = f"{name if named else result.page_file or name}.html"
+    numbers, page_name = _places(result, Path(out))
     if distributed.rank():
-        return folder / page_name
-    page, numbers = make_page(result), result.to_json()
-    if not named and "of" in numbers:
-        folder = _own_folder(out, name, [origin.name for origin in result.provenance.of], numbers["of"])
+        return numbers.with_name(page_name)
+    page = make_page(result)
+    numbers = write_numbers(result, out)
+    for picture, content in page.pictures.items():
+        _write(numbers.with_name(f"{numbers.stem}-{picture}.png"), content, private=result.private)
+    return page.write(numbers.with_name(page_name), private=result.private)
+
+
+def write_numbers(result: Result, out: Path | str) -> Path:
+    """Writes the numbers where `publish` does; gives the file's path."""
+    numbers, file = result.to_json(), _places(result, Path(out))[0]
+    if Path(out).suffix != ".html" and "of" in numbers:
+        names = [origin.name for origin in result.provenance.of]
+        file = _own_folder(file.parent, file.stem, names, numbers["of"]) / file.name
+    if not distributed.rank():
+        _write(file, (json.dumps(numbers, indent=2, ensure_ascii=False) + "\n").encode())
+    return file
+
+
+def _places(result: Result, out: Path) -> tuple[Path, str]:
+    """The file of the numbers, and the name of the page beside it."""
+    if out.suffix == ".html":
+        return out.with_suffix(".json"), out.name
+    return out / f"{result.file}.json", f"{result.page_file or result.file}.html"
+
+
+def _write(path: Path, content: bytes, *, private: bool = False) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for picture, content in page.pictures.items():
-            write_bytes(folder / f"{name}-{picture}.png", content)
-        write_bytes(folder / f"{name}.json", (json.dumps(numbers, indent=2, ensure_ascii=False) + "\n").encode())
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, content, private=private)
     except OSError as error:
-        raise SitusError(
-            f"{folder}: could not be written: {(error.strerror or str(error)).lower()}", field="out"
-        ) from error
-    return page.write(folder / page_name)
+        said = f"{path.parent}: could not be written: {(error.strerror or str(error)).lower()}"
+        raise SitusError(said, field="out") from error
 
 
 def _own_folder(folder: Path, name: str, names: list[str], of: list[str]) -> Path:

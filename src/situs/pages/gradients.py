@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from situs.audit import ATTACKS
 from situs.audit.cases import EXACT, Outcome
+from situs.audit.collect import Leak
 from situs.audit.defences import THREAT
-from situs.audit.gradients import (
-    Audit,
-    findings,
-    opening,
-    seen,
-    steps_of,
-    strength,
-)
-from situs.audit.judge.gate import Ruling
+from situs.audit.gradients import Audit, findings, opening, seen, steps_of, strength
 from situs.audit.scores.metrics import BEST_PSNR
 from situs.audit.tables import REFUSED, alone, grid, judged, measured, reasons, table, unmeasured
 from situs.report import figures
 from situs.report.html import Page, Section
 from situs.results import Cell
 
-PRIVATE = (
-    "This page holds private images and what was recovered of them: keep it as safe as the images themselves, or make "
-    "it with `--no-pictures`."
-)
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 EXACTLY = (
     f"Exactly means a PSNR of {EXACT:g} dB or more: the mean error is below half a grey level of 255, which no eye "
@@ -68,29 +59,17 @@ clipping multiplies all gradients of a step on one image by one number, and the 
 """What would reduce the leak, each with its limit, and what would not."""
 
 
-def make_page(
-    audit: Audit,
-    facts: Mapping[str, Cell],
-    ruling: Ruling | None = None,
-    notes: Mapping[str, Cell] | None = None,
-    *,
-    pictures: bool = True,
-) -> Page:
-    """The page. facts: where the model and the images come from. ruling: the gate's, None without a gate.
-
-    notes: what is special about the victim (a lock, its own method); they stand beside the threat. pictures: whether
-    the images and what was recovered of them are on it.
-    """
-    shown = [pair for pair in audit.pairs if pair.pictures is not None] if pictures else []
+def page(audit: Audit) -> Page:
+    """The page, with the images and what was recovered of them where the audit has them."""
     lead = "What someone who sees this model's training gradients can see of the images behind them."
-    page = Page(f"Gradient audit of {audit.model}", lead, PRIVATE if shown else "")
+    page = Page(f"Gradient audit of {audit.model}", lead)
     defences = {f"defence {name}": said for name, said in audit.about.items()}
-    attacks = dict.fromkeys([*(pair.attack for pair in audit.pairs), *(attack for attack, _ in audit.undone)])
-    page.section("Threat model").facts({**THREAT, **(notes or {}), **described(attacks), **defences})
-    section, worked = page.section("Verdict"), audit.attacked
+    attacks = dict.fromkeys(outcome.attack for outcome in audit.outcomes)
+    page.section("Threat model").facts({**THREAT, **audit.notes, **described(attacks), **defences})
+    section, ruling = page.section("Verdict"), audit.ruling
     if said := opening(audit):
         section.note(said)
-    if worked:
+    if audit.attacked:
         section.note(_headline(audit)).facts(findings(audit)).text(EXACTLY)
     if audit.undone:
         left = ", ".join(f"{attack} against {defence}" for attack, defence in audit.undone)
@@ -98,10 +77,17 @@ def make_page(
     if ruling is not None:
         section.note(ruling.sentence).table(*judged(ruling), GATE)
     _tables(page, audit)
-    _pictures(page, audit, shown)
+    _pictures(page, audit)
     page.section("What would reduce the leak, and what would not").text(REMEDIES).text(NO_REMEDY)
-    page.section("How this page was made").facts(facts)
+    searched = any("distance" in fact for pair in audit.pairs for fact in pair.facts)
+    page.section("How this page was made").facts(made(audit, () if searched else ("labels", "search")))
     return page
+
+
+def made(result: Leak, without: Sequence[str] = ()) -> dict[str, Cell]:
+    """How a result was made, by names as people write them."""
+    facts = result.provenance.facts
+    return {name.replace("_", " "): fact for name, fact in facts.items() if name not in without}
 
 
 def _headline(audit: Audit) -> str:
@@ -190,28 +176,31 @@ def _results(section: Section, audit: Audit) -> None:
             section.text(said)
 
 
-def _pictures(page: Page, audit: Audit, shown: Sequence[Outcome], most: int = 4) -> None:
-    if not shown:
+def _pictures(page: Page, audit: Audit, most: int = 4) -> None:
+    if not audit.private:
         return
     section = page.section("Pictures")
-    for pair in shown:
-        assert pair.pictures is not None
+    for pair in audit.pairs:
+        if pair.pictures is None:
+            continue
         values = (pair.scores["psnr"] or [])[:most]
-        figure = figures.image_grid(
-            _strip(audit.images[: len(values)], pair.pictures[: len(values)]),
-            ["no error" if value >= BEST_PSNR else f"{value:.1f} dB" for value in values],
-            columns=len(values),
-            row_titles=("original", "recovered", "difference"),
-        )
+        real, found = audit.images[: len(values)], pair.pictures[: len(values)]
+        titles = ["no error" if value >= BEST_PSNR else f"{value:.1f} dB" for value in values]
+        strips = [("original", real), ("recovered", found), ("difference", (real - found).abs())]
         section.figure(
-            figure,
+            picture_rows(strips, len(values), titles),
             f"{pair.attack} against {pair.defence}: originals, what was recovered from the gradients, and the absolute "
             "difference (black: none); over each its PSNR."
             f"{'' if pair.partial is None else f' Stopped after {pair.partial}.'}",
         )
 
 
-def _strip(real: Tensor, found: Tensor) -> Tensor:
-    """Originals, recovered, differences, [3 n, C, H, W]; channels that are neither 1 nor 3 show the first."""
-    rows = torch.cat([real, found, (real - found).abs()]).cpu()
-    return rows if rows.shape[1] in (1, 3) else rows[:, :1]
+def picture_rows(strips: Sequence[tuple[str, Tensor]], count: int, titles: Sequence[str] = ()) -> Figure:
+    """Rows of so many pictures [·, C, H, W] with their names, white where a row has fewer.
+
+    Of channels that are neither 1 nor 3 the first is shown.
+    """
+    rows = [images[:count].cpu() for _, images in strips]
+    whole = torch.cat([torch.cat([row, row.new_ones(count - len(row), *row.shape[1:])]) for row in rows])
+    whole = whole if whole.shape[1] in (1, 3) else whole[:, :1]
+    return figures.image_grid(whole, titles, columns=count, row_titles=tuple(name for name, _ in strips))

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import torch
-from torch import Tensor
-
-from situs.audit.cases import Outcome
+from situs.audit.cases import SETTINGS, Outcome
 from situs.audit.defences import THREAT
-from situs.audit.gradients import summary
-from situs.audit.settings import SETTINGS, Comparison, attacker_of, setting_of, verdict
-from situs.audit.settings_tables import PARTS, glance, settings_table
-from situs.audit.tables import COLUMNS, REFUSED, alone, interval, measured, unmeasured
-from situs.pages.gradients import EXACTLY, PRIVATE, described
-from situs.report import figures
+from situs.audit.scores.metrics import means_of
+from situs.audit.settings import Comparison, verdict
+from situs.audit.tables import COLUMNS, PARTS, REFUSED, alone, glance, measured, settings_table, unmeasured
+from situs.pages.gradients import CERTAIN, EXACTLY, described, made, picture_rows
 from situs.report.html import Page
-from situs.results import Cell
-
-CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
-"""The metrics shown with intervals: PSNR, and those that a shuffle cannot hide from."""
 
 SHUFFLED = "an image, and the same image with the patches of a block mask shuffled, as MJP trains on it"
 
@@ -45,31 +34,25 @@ PUBLISHED = [
 """MJP's Table 5 (γ = 0.27, 1,000 images of ImageNet, APRIL's analytic attack by one who does not know MJP)."""
 
 
-def settings_page(comparison: Comparison, facts: Mapping[str, Cell], *, pictures: bool = True) -> Page:
-    """The page. facts: where models and images come from. pictures: whether they and what was recovered are on it."""
-    drawn = (
-        [row for row in comparison.rows if row.pictures is not None and setting_of(row) in ("a", "c")]
-        if pictures
-        else []
-    )
+def page(comparison: Comparison) -> Page:
+    """The page, with the images and what was recovered of them where the comparison has them."""
     lead = "What plain training and MJP give away, to attackers who do not know MJP and to one who does."
-    page = Page("Gradient leakage in the settings of MJP's Table 5", lead, PRIVATE if drawn else "")
-    shown = {f"setting {name}": said for name, said in SETTINGS.items()}
-    attacks = dict.fromkeys(row.attack for row in comparison.rows)
-    page.section("Threat model").facts(
-        {**THREAT, "x and x̃": SHUFFLED, **shown, **described(attacks), "a static attacker": STATIC}
-    )
-    section, done = page.section("Verdict").note(verdict(comparison)), [r for r in comparison.rows if r.reason is None]
+    page = Page("Gradient leakage in the settings of MJP's Table 5", lead)
+    shown = {f"setting {name}": setting.about for name, setting in SETTINGS.items()}
+    attacks = described(dict.fromkeys(row.attack for row in comparison.pairs))
+    notes = {"x and x̃": SHUFFLED, **shown, **comparison.notes, **attacks, "a static attacker": STATIC}
+    page.section("Threat model").facts({**THREAT, **notes})
+    section, done = page.section("Verdict").note(verdict(comparison)), comparison.attacked
     if done:
         section.table(
             *glance(comparison), "At a glance: mean PSNR in dB, and how many images were recovered exactly, by setting."
         )
-    if any(setting_of(row) == "b" and row.case.informed and row.case.name in comparison.mjp for row in done):
+    if any(row.case.setting == "b" and row.case.informed and row.case.name in comparison.mjp for row in done):
         section.text(ORDERED)
-    if any(setting_of(row) == "c" and row.case.name not in comparison.mjp for row in done):
+    if any(row.case.setting == "c" and row.case.name not in comparison.mjp for row in done):
         section.text(UNORDERED)
     section.text(EXACTLY)
-    _pictures(page, comparison, drawn)
+    _pictures(page, comparison)
     _tables(page, comparison)
     _shown_and_hidden(page, comparison)
     header = ["model", "setting", "MSE", "FFT2D", "PSNR, dB", "SSIM", "LPIPS"]
@@ -79,7 +62,7 @@ def settings_page(comparison: Comparison, facts: Mapping[str, Cell], *, pictures
         "MJP's Table 5: γ = 0.27, 1,000 ImageNet images, APRIL's analytic attack. That attacker does not know MJP: he "
         "neither subtracts the gradient of DAL nor separates the hidden patches.",
     )
-    page.section("How this page was made").facts(facts)
+    page.section("How this page was made").facts(made(comparison))
     return page
 
 
@@ -91,12 +74,12 @@ def _tables(page: Page, comparison: Comparison) -> None:
         f"Means over {len(comparison.names)} images.{some} MSE, FFT2D and LPIPS are distances: low is a leak; of the "
         "others high is one. Best-match PSNR compares each patch with the recovered one that fits it, wherever that "
         "stands; order is the share of patches at their own place; re-identified the share of images whose nearest of "
-        f"the {len(comparison.names)} originals is the right one, not defined for one.{unmeasured(comparison.rows)}"
+        f"the {len(comparison.names)} originals is the right one, not defined for one.{unmeasured(comparison.pairs)}"
     )
-    header, rows = settings_table(comparison, measured(tuple(COLUMNS), comparison.rows) or ("psnr",), alone)
-    for setting, said in SETTINGS.items():
-        if chosen := [row[1:] for row in rows if row[0] == setting]:
-            section.table(header[1:], chosen, f"Setting ({setting}): {said}.")
+    header, rows = settings_table(comparison, measured(tuple(COLUMNS), comparison.pairs) or ("psnr",), alone)
+    for name, setting in SETTINGS.items():
+        if chosen := [row[1:] for row in rows if row[0] == name]:
+            section.table(header[1:], chosen, f"Setting ({name}): {setting.about}.")
     header, rows = settings_table(comparison, CERTAIN)
     chosen = [[*row[:3], *row[4:]] for row in rows if row[3] not in (None, REFUSED)]
     if chosen:
@@ -104,65 +87,41 @@ def _tables(page: Page, comparison: Comparison) -> None:
 
 
 def _shown_and_hidden(page: Page, comparison: Comparison) -> None:
-    rows = []
-    for row in comparison.rows:
-        if setting_of(row) == "a" or row.reason is not None:
-            continue
-        means = summary(row.scores)
-        rows.append([setting_of(row), row.case.name, attacker_of(row), *(interval(means.get(part)) for part in PARTS)])
+    header, rows = settings_table(comparison, tuple(PARTS))
+    rows = [row for row in rows if row[0] != "a" and row[3] not in (None, REFUSED)]
     if rows:
         page.section("Shown and hidden patches apart").table(
-            ["setting", "model", "attacker", *PARTS.values()],
-            rows,
+            [*header[:3], *header[4:]],
+            [[*row[:3], *row[4:]] for row in rows],
             f"{comparison.hidden} of {comparison.patches} patches are hidden (γ = {comparison.ratio:g}). Places are "
             "those of x̃ in (b) and of x in (c).",
         )
 
 
-def _pictures(page: Page, comparison: Comparison, shown: Sequence[Outcome], most: int = 6) -> None:
+def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
     """Originals, shuffled, and what each attacker made of the step on x̃; then of the step on x."""
-    if not shown:
-        return
-    section = page.section("Pictures")
+    drawn = [(row, row.pictures) for row in comparison.pairs if row.pictures is not None]
     for setting in ("c", "a"):
         # MJP's models first, and in a model those who do not know MJP first: the order of the argument.
-        rows = sorted(
-            (row for row in shown if setting_of(row) == setting), key=lambda row: row.case.name not in comparison.mjp
-        )
+        rows = [each for each in drawn if each[0].case.setting == setting]
+        rows = sorted(rows, key=lambda each: each[0].case.name not in comparison.mjp)
         if not rows:
             continue
+        section = page.sections[-1] if page.sections[-1].title == "Pictures" else page.section("Pictures")
         strips = [("original x", comparison.images)]
         strips += [("x̃, in the step", comparison.shuffled)] if setting == "c" else []
-        for row in rows:
-            assert row.pictures is not None
-            strips.append((_label(row), row.pictures))
+        strips += [(_label(row), pictures) for row, pictures in rows]
         count = min(most, len(comparison.names))
-        stack = torch.cat([_padded(images[:count].cpu(), count) for _, images in strips])
-        figure = figures.image_grid(
-            stack if stack.shape[1] in (1, 3) else stack[:, :1],
-            columns=count,
-            row_titles=tuple(name for name, _ in strips),
-        )
         section.figure(
-            figure,
-            f"Setting ({setting}): {SETTINGS[setting]}. What each attacker recovered from one step on the first "
+            picture_rows(strips, count),
+            f"Setting ({setting}): {SETTINGS[setting].about}. What each attacker recovered from one step on the first "
             f"{count} images; beside each row the mean PSNR against x over those he came to of all "
             f"{len(comparison.names)}.",
         )
 
 
 def _label(row: Outcome) -> str:
-    """Model, attack, what he knows, mean PSNR: each on a line, since a row of pictures leaves little room beside it."""
-    model = (
-        row.case.name
-        if len(row.case.name) < 16
-        else "with MJP's step"
-        if row.case.name.endswith("MJP's step")
-        else "the model"
-    )
-    return f"{model}:\n" + attacker_of(row).replace(", ", "\n") + f"\n{alone(summary(row.scores)['psnr'])} dB"
-
-
-def _padded(images: Tensor, count: int) -> Tensor:
-    """White pictures where an attacker was stopped before he came to them."""
-    return torch.cat([images, images.new_ones(count - len(images), *images.shape[1:])])
+    """Model, attack, what he knows, mean PSNR: each on a line, since there is little space beside a row of pictures."""
+    stepped = "with MJP's step" if row.case.name.endswith("MJP's step") else "the model"
+    model = row.case.name if len(row.case.name) < 16 else stepped
+    return f"{model}:\n" + row.case.attacker.replace(", ", "\n") + f"\n{alone(means_of(row.scores)['psnr'])} dB"

@@ -20,9 +20,11 @@ ATTACKS: dict[str, type[Attack]] = {
 """Every attack by name. The command line and the contract tests read this dict."""
 
 
-def create_attack(name: str, *configs: object) -> Attack:
+def create_attack(name: str | Attack, *configs: object) -> Attack:
     """An attack by name, with that of the configs which is its own; without one as it is by default."""
+    if isinstance(name, Attack):
+        return name
     if name not in ATTACKS:
-        raise unknown_name("attack (--attack)", name, ATTACKS)
+        raise unknown_name("attack", name, ATTACKS, field="attacks")
     kind = ATTACKS[name]
     return kind(next((config for config in configs if type(config) is kind.Config), None))

@@ -132,21 +132,22 @@ def parse_limit(text: str) -> Limit:
         rising = ", ".join(sorted(HIGHER_IS_CLOSER))
         raise SitusError(
             f"fail_above={text}: {name} falls as an image leaks, so this gate would pass the worst; choose one of: "
-            f"{rising} (--fail-above)"
+            f"{rising}",
+            field="fail_above",
         )
     if name not in HIGHER_IS_CLOSER:
-        raise unknown_name("metric of a gate (--fail-above)", name, HIGHER_IS_CLOSER)
+        raise unknown_name("metric of a gate", name, HIGHER_IS_CLOSER, field="fail_above")
     try:
         bound = float(number)
     except ValueError:
         bound = math.nan
     if not math.isfinite(bound):
-        raise SitusError(f"fail_above={text}: must be METRIC=NUMBER, as psnr=20 (--fail-above)")
+        raise SitusError(field="fail_above", value=text, allowed="METRIC=NUMBER, as psnr=20")
     most = BEST_PSNR if name.endswith("psnr") else 1.0
     if bound >= most:
         raise SitusError(
-            f"fail_above={text}: {name} is at most {most:g}, so this gate would pass a perfect copy; give less "
-            "(--fail-above)"
+            f"fail_above={text}: {name} is at most {most:g}, so this gate would pass a perfect copy; give less",
+            field="fail_above",
         )
     return Limit(name, bound)
 
@@ -210,7 +211,7 @@ def _lacking(audit: Audit, pairs: Sequence[Outcome]) -> list[str]:
     found += [f"{pair.attack} saw {pair.count} of {len(audit.names)} images" for pair in few]
     if not closed:
         asked = any(pair.closed for pair in pairs)
-        found.append("no closed form applies" if asked else "no closed form was run (--attack patchembed)")
+        found.append("no closed form applies" if asked else "no closed form was run, such as patchembed")
         searched = " and ".join(pair.attack for pair in tried)
         found += [f"what {searched} does not find may still be there"] if searched else []
     return found

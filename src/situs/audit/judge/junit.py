@@ -7,19 +7,22 @@ count what was skipped as no harm.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 from xml.etree import ElementTree as ET
 
-from situs.audit.gradients import Audit
 from situs.audit.judge.gate import ABOVE, NOT_JUDGED, Ruling
+
+if TYPE_CHECKING:
+    from situs.audit.gradients import Audit
 
 _NO_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 TAGS = {ABOVE: "failure", NOT_JUDGED: "error"}
 """What stands in a test that did not pass."""
 
 
-def junit(audit: Audit, ruling: Ruling, facts: Mapping[str, object]) -> bytes:
-    """The file. facts: how the audit was made, as the suite's properties; `made` is its time."""
+def junit(audit: Audit, ruling: Ruling) -> bytes:
+    """The file. How the audit was made are the suite's properties, and `made` its time."""
+    facts = audit.provenance.facts
     counts = {tag: sum(TAGS.get(each.status) == tag for each in ruling.judgements) for tag in TAGS.values()}
     total = {
         "tests": str(len(ruling.judgements)),

@@ -1,25 +1,47 @@
-"""The audit as a file: every image's numbers, means and intervals, and by what its form is known.
+"""An audit as a file: every image's numbers, means and intervals, what makes it evidence, and its schema.
 
-`docs/methods/gradients.schema.json` describes the file. A change that breaks a reader raises `SCHEMA`'s number.
+`docs/methods/gradients.schema.json` describes gradients.json. A change that breaks a reader raises a schema's number.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from situs import __version__
 from situs.audit.cases import Outcome
-from situs.audit.gradients import Audit, summary, verdict
-from situs.audit.scores.metrics import LOWER_IS_CLOSER
+from situs.audit.scores.metrics import LOWER_IS_CLOSER, means_of
 from situs.audit.scores.scoring import Scores
+from situs.train.tensors import digest
 
-SCHEMA = "situs-audit-gradients/1"
-"""The form of gradients.json."""
+if TYPE_CHECKING:
+    from situs.audit.gradients import Audit
+    from situs.audit.settings import Comparison
+
+SCHEMA, SETTINGS_SCHEMA = "situs-audit-gradients/1", "situs-audit-settings/1"
+"""The form of gradients.json and of settings.json."""
+
+
+def evidence(model: nn.Module, weights: str | Path | None = None) -> dict[str, str | None]:
+    """Facts by name: the day and time, versions, and SHA-256 of what was audited.
+
+    model: its parameters are hashed as they are in memory. weights: where that is a file, it is hashed too.
+    """
+    file = None if weights is None or not Path(weights).is_file() else Path(weights)
+    return {
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "situs": __version__,
+        "torch": torch.__version__,
+        "weights_sha256": weights_digest(model),
+        "weights_file_sha256": None if file is None else digest(file),
+    }
 
 
 def weights_digest(module: nn.Module) -> str:
@@ -32,8 +54,9 @@ def weights_digest(module: nn.Module) -> str:
     return found.hexdigest()
 
 
-def to_json(audit: Audit) -> dict[str, Any]:
+def audit_numbers(audit: Audit, verdict: str) -> dict[str, Any]:
     """Everything but the pictures: per image, then means and intervals."""
+    ruling = audit.ruling
     return {
         "schema": SCHEMA,
         "model": audit.model,
@@ -41,19 +64,51 @@ def to_json(audit: Audit) -> dict[str, Any]:
         "partial": audit.stopped is not None,
         "stopped": audit.stopped,
         "not_attacked": [{"attack": attack, "defence": defence} for attack, defence in audit.undone],
-        "verdict": verdict(audit),
-        "pairs": [_pair_json(pair, audit.names) for pair in audit.pairs],
+        "verdict": verdict,
+        "pairs": [_pair(pair, audit.names) for pair in audit.pairs],
         "baselines": {
-            name: {"mean": _means(s), "images": _rows(s, audit.names)} for name, s in audit.baselines.items()
+            name: {"mean": _means(scores), "images": _images(scores, audit.names)}
+            for name, scores in audit.baselines.items()
         },
+        "notes": dict(audit.notes),
+        "gate": None if ruling is None else ruling.to_json(),
     }
 
 
-def _pair_json(pair: Outcome, names: Sequence[str]) -> dict[str, Any]:
+def settings_numbers(comparison: Comparison, verdict: str) -> dict[str, Any]:
+    """The same of the settings of Table 5."""
+    rows = []
+    for row in comparison.pairs:
+        said: dict[str, Any] = {"model": row.case.name, "setting": row.case.setting, "attacker": row.case.attacker}
+        said["applies"] = row.reason is None
+        if row.reason is not None:
+            rows.append({**said, "reason": row.reason})
+        else:
+            images = _images(row.scores, comparison.names, row.facts)
+            rows.append(
+                said | {"partial": row.partial, "exact": row.exact, "mean": _means(row.scores), "images": images}
+            )
+    return {
+        "schema": SETTINGS_SCHEMA,
+        "ratio": comparison.ratio,
+        "hidden": comparison.hidden,
+        "patches": comparison.patches,
+        "partial": comparison.stopped is not None,
+        "stopped": comparison.stopped,
+        "verdict": verdict,
+        "rows": rows,
+        "baselines": [
+            {"setting": setting, "name": name, "mean": _means(scores)}
+            for (setting, name), scores in comparison.baselines.items()
+        ],
+        "notes": dict(comparison.notes),
+    }
+
+
+def _pair(pair: Outcome, names: Sequence[str]) -> dict[str, Any]:
     shown: dict[str, Any] = {"attack": pair.attack, "defence": pair.defence}
     if pair.reason is not None:
         return {**shown, "applies": False, "closed_form": pair.closed, "reason": pair.reason}
-    rows = [{**row, **fact} for row, fact in zip(_rows(pair.scores, names[: pair.count]), pair.facts, strict=True)]
     return {
         **shown,
         "applies": True,
@@ -66,7 +121,7 @@ def _pair_json(pair: Outcome, names: Sequence[str]) -> dict[str, Any]:
         "exact": pair.exact,
         "worst": {name: _worst(name, values) for name, values in pair.scores.items()},
         "mean": _means(pair.scores),
-        "images": rows,
+        "images": _images(pair.scores, names, pair.facts),
     }
 
 
@@ -78,11 +133,15 @@ def _worst(name: str, values: list[float] | None) -> float | None:
 
 
 def _means(scores: Scores) -> dict[str, Any]:
-    return {name: None if mean is None else mean._asdict() for name, mean in summary(scores).items()}
+    return {name: None if mean is None else mean._asdict() for name, mean in means_of(scores).items()}
 
 
-def _rows(scores: Scores, names: Sequence[str]) -> list[dict[str, Any]]:
+def _images(
+    scores: Scores, names: Sequence[str], facts: Sequence[Mapping[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Each image's scores and facts; of an attack that was stopped, those it came to."""
+    facts = [{}] * len(names) if facts is None else facts
     return [
-        {"image": image, **{name: None if values is None else values[i] for name, values in scores.items()}}
-        for i, image in enumerate(names)
+        {"image": image, **{name: None if values is None else values[i] for name, values in scores.items()}, **fact}
+        for i, (image, fact) in enumerate(zip(names, facts, strict=False))
     ]

@@ -8,7 +8,7 @@ re-identification in a gallery.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -204,3 +204,14 @@ def mean_of(values: Sequence[float], *, share: bool = False) -> Mean:
     half = float(stats.t.ppf(0.975, count - 1)) * spread
     low = mean - half
     return Mean(mean, max(0.0, low) if min(values) >= 0 else low, mean + half)
+
+
+def means_of(scores: Mapping[str, Sequence[float] | None]) -> dict[str, Mean | None]:
+    """Each metric's mean over the images with its 95 % interval, which ends where the metric does."""
+    means = {name: None if v is None else mean_of(v, share=name == "reidentified") for name, v in scores.items()}
+    ends = {"ssim": 1.0, "order_accuracy": 1.0, "psnr": BEST_PSNR, "patch_psnr": BEST_PSNR}
+    for name, end in ends.items():
+        mean = means.get(name)
+        if mean is not None and mean.high is not None:
+            means[name] = mean._replace(high=min(end, mean.high))
+    return means

@@ -36,15 +36,14 @@ from situs.audit.defences import UNKNOWN, Gradients
 from situs.audit.stem import Stem, flat_weight, require_stem, table_rows, to_images
 from situs.backbones.base import Backbone
 from situs.methods.base import Method
-from situs.methods.mp3 import MP3
 
 
 @dataclass(frozen=True)
 class AdaptiveConfig(Effort):
     """How long it tries for each image, and who helps."""
 
-    predictor: MP3 | None = None
-    """A trained MP3 that is asked about the order, beside the borders."""
+    predictor: Method | None = None
+    """A trained method that names places (MP3), which is asked about the order, beside the borders."""
 
 
 class AdaptiveMJP(Attack):

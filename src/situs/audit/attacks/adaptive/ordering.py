@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from situs.core.tokens import take, unpatchify
-from situs.methods.mp3 import MP3
+from situs.methods.base import Method
 
 SIDES = {"right": (0, 1), "left": (0, -1), "below": (1, 0), "above": (-1, 0)}
 """side -> the step (rows, columns) to the neighbour there."""
@@ -97,16 +97,15 @@ def _usual_cost(patches: Tensor, hidden: Tensor, grid: tuple[int, ...], size: tu
     return every.mean().clamp(min=1e-6) if len(every) else patches.new_ones(())
 
 
-def predicted_costs(predictor: MP3, patches: Tensor, hidden: Tensor, size: tuple[int, int]) -> Tensor:
+def predicted_costs(predictor: Method, patches: Tensor, hidden: Tensor, size: tuple[int, int]) -> Tensor:
     """-log p(place t | patch j) by a trained MP3 that sees all patches, [m, m]; it sees no order, so any will do.
 
     patches: normalised as the predictor's training images were.
     """
-    backbone = predictor.backbone
     like = next(predictor.parameters())
-    image = unpatchify(patches.unsqueeze(0), backbone.grid, size).to(like.device, like.dtype)
+    image = unpatchify(patches.unsqueeze(0), predictor.backbone.grid, size).to(like.device, like.dtype)
     with torch.no_grad():
-        logits = predictor.position_head(backbone.encode(backbone.embed(image), None).patches)[0]
+        logits = predictor.place_logits(image)[0]
     places = hidden.nonzero()[:, 0].to(like.device)
     return -logits.double().log_softmax(dim=-1)[places][:, places].to(patches.device, patches.dtype)
 
@@ -117,7 +116,7 @@ def order_hidden(
     grid: tuple[int, ...],
     size: tuple[int, int],
     *,
-    predictor: MP3 | None = None,
+    predictor: Method | None = None,
     weight: float = 1.0,
     restarts: int = 16,
 ) -> Tensor:

@@ -1,0 +1,212 @@
+"""Audits of gradients from a model and a folder of images: what Python users and the command line call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from situs.audit.attacks import create_attack
+from situs.audit.attacks.adaptive.attack import AdaptiveConfig
+from situs.audit.attacks.base import Attack
+from situs.audit.attacks.matching.search import MatchingConfig
+from situs.audit.cases import SETTINGS, Step, TestSet
+from situs.audit.client import DTYPES
+from situs.audit.deadline import Deadline
+from situs.audit.defences import Defence, create_defence
+from situs.audit.gradients import Audit, attack_gradients
+from situs.audit.judge.gate import parse_limit
+from situs.audit.judge.record import evidence
+from situs.audit.scores.lpips import Lpips
+from situs.audit.settings import RATIO, Comparison, compare_settings, contestants, with_informed
+from situs.audit.victim import Victim, load_test_set, open_predictor, open_victim
+from situs.config import Checked
+from situs.errors import SitusError
+from situs.limits import Count
+from situs.results import Provenance
+
+ATTACKED = ("patchembed", "april")
+"""The attacks where none are named: closed forms, which take seconds."""
+
+DEFENDED, AS_IT_IS = ("none", "noise", "clip", "no-pe-gradient"), ("none",)
+"""The defences where none are named: for a page, and for a gate, which judges what would be sent."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class AuditConfig(Checked):
+    """Which images, how the audited step is made, what the attackers have, and what a gate allows."""
+
+    count: Count = 12
+    """Images, the first that can be read."""
+    split: str | None = None
+    """train, val or test, where the images are split; by default train."""
+    classes: Count = 1000
+    """Of the new classifier that a model without one gets, because a step needs one."""
+    batch: Count = 1
+    """Images in the step."""
+    local_steps: Count = 1
+    """Steps of plain SGD behind one upload."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The type gradients are sent in."""
+    labels: Literal["known", "inferred"] = "inferred"
+    """Whether the attacker is given the labels."""
+    distance: Literal["l2", "cosine"] = "l2"
+    """matching: how two gradients are compared."""
+    iterations: Count = 1000
+    """matching: steps of the optimiser."""
+    restarts: Count = 1
+    """matching: starts."""
+    predictor: str | Path | None = None
+    """adaptive-mjp: a run of MP3 that it asks where hidden patches belong."""
+    lpips: str | Path | None = None
+    """A file of LPIPS weights; without one there is no LPIPS."""
+    fail_above: str | None = None
+    """The limit of a gate, as "psnr=20"."""
+    seed: int = 0
+    """Of random weights and of the defences' noise."""
+
+
+def audit_gradients(
+    model: Any,
+    data: str | Path,
+    *,
+    attacks: Sequence[str | Attack] = ATTACKED,
+    defences: Sequence[str | Defence] | None = None,
+    deadline: Deadline | None = None,
+    keep: Callable[[Audit], Any] | None = None,
+    facts: Mapping[str, Any] = NOTHING,
+    **options: Any,
+) -> Audit:
+    """What a model's training gradients give away of images: every attack against every defence.
+
+        audit = audit_gradients(my_module, "photos/", defences=["none", "noise=1e-3"], img_size=64, count=4)
+        situs.pages.publish(audit, "audit")
+        assert audit.judge(psnr=20).passed
+
+    model: what `situs.models.open_model` takes: a name, a run, an export, a locked folder, your own module, an open
+    `Model`. data: a folder of images, or any layout that training reads. attacks, defences: by name. options: fields of
+    `AuditConfig` (count, batch, precision, fail_above, …), and what `open_model` is asked (img_size, weights, …).
+
+    When the deadline's time is over, or on Ctrl-C, what is there is returned and says so (`Audit.stopped`). keep: is
+    given the audit now and then while it grows, and at its end. facts: more of them for its files.
+    """
+    opened = _open(model, data, attacks, options)
+    config, victim, test = opened.config, opened.victim, opened.test
+    limit = None if config.fail_above is None else parse_limit(config.fail_above)
+    if limit is not None and limit.metric == "reidentified" and len(test) < 2:
+        said = f"fail_above={limit}: one image is always the nearest; give two or more"
+        raise SitusError(said, field=("fail_above", "count"))
+    named = DEFENDED if limit is None else AS_IT_IS
+    searched = any(attack.name == "matching" for attack in opened.attacks)
+    known = config.labels == "known"
+    origin = {
+        **opened.origin,
+        "model": victim.model.backbone.name,
+        "gradients": f"{config.precision}, batch {config.batch}, local steps {config.local_steps}",
+        "labels": config.labels,
+        "search": f"{config.distance}, {config.iterations:,} iterations, starts: {config.restarts}",
+        **facts,
+    }
+    return attack_gradients(
+        victim.trains,
+        test,
+        opened.attacks,
+        [create_defence(each) for each in _each("defences", named if defences is None else defences)],
+        step=Step(config.batch, config.local_steps, DTYPES[config.precision], config.seed, known, victim.epoch),
+        search=None if limit is None or searched else opened.search,
+        lpips=opened.lpips,
+        deadline=deadline,
+        keep=keep,
+        limit=limit,
+        notes=victim.notes,
+        provenance=Provenance(origin, left_out=test.left_out),
+    )
+
+
+def audit_settings(
+    model: Any,
+    data: str | Path,
+    settings: Sequence[str] = tuple(SETTINGS),
+    *,
+    attacks: Sequence[str | Attack] = ATTACKED,
+    defences: Sequence[str | Defence] = (),
+    deadline: Deadline | None = None,
+    keep: Callable[[Comparison], Any] | None = None,
+    facts: Mapping[str, Any] = NOTHING,
+    **options: Any,
+) -> Comparison:
+    """One model in the settings a, b, c of MJP's Table 5, by attackers who know MJP and who do not.
+
+    defences: of them "mjp=γ" says the share of the patches that is shuffled. All else as in `audit_gradients`, but for
+    the step, which is one on one image in float32.
+    """
+    for name in ("batch", "local_steps", "precision", "labels", "fail_above"):
+        if options.get(name, getattr(AuditConfig, name)) != getattr(AuditConfig, name):
+            said = f"{name}={options[name]}: has no part in the settings of Table 5"
+            said += ", which are one step on one image in fp32; leave it out"
+            raise SitusError(said, field=(name, "settings"))
+    shares = [made.hidden_share for made in map(create_defence, defences) if made.hidden_share is not None]
+    opened = _open(model, data, attacks, options)
+    name = opened.victim.model.name
+    return compare_settings(
+        contestants(name, opened.victim.trains),
+        opened.test,
+        with_informed(opened.attacks),
+        settings=settings,
+        ratio=shares[0] if shares else RATIO,
+        step=Step(seed=opened.config.seed, epoch=opened.victim.epoch),
+        lpips=opened.lpips,
+        deadline=deadline,
+        keep=keep,
+        notes=opened.victim.notes,
+        provenance=Provenance({**opened.origin, "model": name, **facts}, left_out=opened.test.left_out),
+    )
+
+
+class _Opened(NamedTuple):
+    """All that an audit needs. origin: where the model and the images come from, and what makes it evidence."""
+
+    config: AuditConfig
+    victim: Victim
+    test: TestSet
+    attacks: list[Attack]
+    search: MatchingConfig
+    lpips: Lpips | None
+    origin: dict[str, Any]
+
+
+def _open(model: Any, data: str | Path, attacks: Sequence[str | Attack], options: Mapping[str, Any]) -> _Opened:
+    """Names and numbers are checked before anything is opened."""
+    known = {field.name for field in fields(AuditConfig)}
+    config = AuditConfig(**{name: value for name, value in options.items() if name in known})
+    asked = {name: value for name, value in options.items() if name not in known}
+    search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
+    made = [create_attack(attack, search) for attack in _each("attacks", attacks)]
+    if config.predictor is not None and not any(attack.Config is AdaptiveConfig for attack in made):
+        raise SitusError(f"predictor={config.predictor}: only adaptive-mjp asks it", field=("predictor", "attacks"))
+    lpips = None if config.lpips is None else Lpips(config.lpips)
+    victim = open_victim(model, classes=config.classes, seed=config.seed, **asked)
+    opened = victim.model
+    if config.predictor is not None:
+        helper = AdaptiveConfig(predictor=open_predictor(config.predictor, opened.backbone, opened.device))
+        made = [create_attack(attack, search, helper) for attack in _each("attacks", attacks)]
+    test = load_test_set(victim, data, config.count, config.split, opened.device)
+    height, width = test.pixels.shape[2:]
+    origin = {
+        "weights": str(opened.facts.get("weights", opened.facts["kind"])),
+        "images": f"{len(test)} of {Path(data).name}, {height} × {width} pixels",
+        "seed": config.seed,
+        **evidence(victim.trains, asked.get("weights")),
+    }
+    return _Opened(config, victim, test, made, search, lpips, origin)
+
+
+def _each(field: str, given: Sequence[Any]) -> list[Any]:
+    """Each once, and at least one."""
+    if not given:
+        raise SitusError(field=field, value=",".join(given), allowed="one or more of them")
+    return list(dict.fromkeys(given))
