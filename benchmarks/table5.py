@@ -11,9 +11,9 @@ it prints the table with 95 % intervals and writes OUT/table5-γ.json (every ima
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +21,21 @@ import torch
 
 from situs.audit.attacks.adaptive.attack import AdaptiveConfig, AdaptiveMJP
 from situs.audit.attacks.april import April
+from situs.audit.attacks.base import Attack
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
-from situs.audit.cases import TestSet
+from situs.audit.cases import Step, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.scores.lpips import Lpips
-from situs.audit.settings import Attacker, Comparison, Contestant, Plan, compare_settings, to_json, verdict
-from situs.audit.settings_tables import settings_table
+from situs.audit.settings import Comparison, Contestant, compare_settings, verdict
+from situs.audit.tables import settings_table
 from situs.audit.victim import Victim, labels_for, open_predictor, open_victim
 from situs.backbones import create_backbone
 from situs.data.loader import DataConfig
-from situs.files import write_text
 from situs.methods.base import Method
 from situs.models import Model
 from situs.models.data import load_set
-from situs.pages.settings import settings_page
+from situs.pages import publish
+from situs.results import Provenance
 
 
 def opened_victim(source: str, args: argparse.Namespace) -> Victim:
@@ -56,10 +57,10 @@ def contestant(victim: Victim, mjp: bool) -> Contestant:
     return Contestant(victim.trains if own else victim.model.backbone, mjp)
 
 
-def attackers(args: argparse.Namespace, victim: Victim) -> list[Attacker]:
+def attacks(args: argparse.Namespace, victim: Victim) -> list[Attack]:
     predictor = None if args.predictor is None else open_predictor(args.predictor, victim.model.backbone, args.device)
     adaptive = AdaptiveMJP(AdaptiveConfig(rounds=args.rounds, predictor=predictor))
-    return [Attacker(PatchEmbedding(), False), Attacker(April(), False), Attacker(adaptive, True)]
+    return [PatchEmbedding(), April(), adaptive]
 
 
 def show(comparison: Comparison, seconds: float) -> None:
@@ -117,17 +118,17 @@ def main() -> None:
         found = compare_settings(
             models,
             TestSet(batch.inputs, labels, first.data.normalisation, [str(i) for i in batch.ids.tolist()]),
-            attackers(args, next(iter(opened.values()))),
-            plan=Plan(tuple(args.settings.split(",")), ratio, args.seed),
+            attacks(args, next(iter(opened.values()))),
+            settings=args.settings.split(","),
+            ratio=ratio,
+            step=Step(seed=args.seed),
             lpips=lpips,
             deadline=deadline,
         )
         seconds = time.perf_counter() - begin
         show(found, seconds)
         stated = {**facts, "seconds": round(seconds, 1)}
-        args.out.mkdir(parents=True, exist_ok=True)
-        write_text(args.out / f"table5-{ratio:g}.json", json.dumps({**stated, **to_json(found)}, indent=1) + "\n")
-        settings_page(found, stated).write(args.out / f"table5-{ratio:g}.html")
+        publish(replace(found, provenance=Provenance(stated)), args.out / f"table5-{ratio:g}.html")
 
 
 def _models(args: argparse.Namespace) -> dict[str, str]:

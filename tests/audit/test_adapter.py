@@ -13,7 +13,7 @@ from situs.audit import Knowledge, MaskedJigsaw, Matching, MatchingConfig, NoPos
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.defences import NoDefence
-from situs.audit.gradients import audit_gradients
+from situs.audit.gradients import attack_gradients
 from situs.audit.stem import require_stem
 from situs.errors import SitusError
 
@@ -113,7 +113,7 @@ def test_names_are_measured_and_not_believed() -> None:
 
 def test_an_audit_of_it_with_the_defences() -> None:
     backbone = adapt(module(), 8, weight="patches.weight", table="places")
-    found = audit_gradients(
+    found = attack_gradients(
         backbone,
         TestSet(X.clamp(-1, 1), torch.tensor([2]), ((0.5,) * 3, (0.5,) * 3)),
         [PatchEmbedding()],

@@ -12,25 +12,32 @@ import torch
 from builders import small_vit
 from outcomes import outcome, undone
 
-from situs.audit import Attack, Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
+from situs.audit import (
+    Attack,
+    Matching,
+    MatchingConfig,
+    PatchEmbedding,
+    audit_gradients,
+    create_attack,
+    create_defence,
+)
 from situs.audit.cases import Outcome, Step, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.gradients import (
     FALLBACK,
     Audit,
     Fallback,
-    audit_gradients,
+    attack_gradients,
     findings,
     opening,
     seen,
     strength,
-    summary,
     verdict,
 )
 from situs.audit.judge.gate import Limit, judge
-from situs.audit.judge.record import to_json
+from situs.audit.scores.metrics import means_of
 from situs.errors import SitusError
-from situs.pages.gradients import make_page
+from situs.pages import make_page
 
 NORMALISATION = ((0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
 
@@ -42,7 +49,7 @@ def audit(
     given = {"img_size": 32, "width": 48, "heads": 4, "patch_size": 8, "num_classes": 5, **fields}
     backbone = small_vit(**given).eval()
     images = (torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
-    return audit_gradients(
+    return attack_gradients(
         backbone,
         TestSet(images, torch.arange(4), NORMALISATION),
         [create_attack(name, MatchingConfig(iterations=2)) for name in attacks.split(",")],
@@ -66,7 +73,7 @@ def test_every_pair_is_there_and_the_leak_is_found() -> None:
     assert "none: 4 of 4 images recovered exactly from one step (best attack patchembed" in verdict(found)
     assert "no-pe-gradient: not attacked here: no attack of this audit applies." in verdict(found)
     assert "mean image" in verdict(found)
-    means = summary(best.scores)
+    means = means_of(best.scores)
     assert means["psnr"] is not None and means["psnr"].low is not None
     assert means["lpips"] is None
 
@@ -103,7 +110,7 @@ def test_mjp_is_given_no_credit_that_an_unfinished_attack_would_give() -> None:
 
 
 def test_an_interval_ends_where_its_metric_does() -> None:
-    means = summary({"order_accuracy": [1.0, 0.5, 1.0], "ssim": [0.9, 0.1], "psnr": [0.5, 9.0], "lpips": None})
+    means = means_of({"order_accuracy": [1.0, 0.5, 1.0], "ssim": [0.9, 0.1], "psnr": [0.5, 9.0], "lpips": None})
     assert means["order_accuracy"] is not None and means["order_accuracy"].high == 1.0
     assert means["ssim"] is not None and means["ssim"].high == 1.0
     assert means["psnr"] is not None and (means["psnr"].high or 0) > 9
@@ -112,7 +119,7 @@ def test_an_interval_ends_where_its_metric_does() -> None:
 
 def test_the_file_has_every_image_and_is_json() -> None:
     found = audit()
-    told = json.loads(json.dumps(to_json(found), allow_nan=False))
+    told = json.loads(json.dumps(found.numbers(), allow_nan=False))
     first = told["pairs"][0]
     assert [row["image"] for row in first["images"]] == ["0", "1", "2", "3"]
     assert first["images"][2]["rank"] == 16
@@ -156,7 +163,7 @@ def partial(attacks: list[Attack], deadline: Deadline, batch: int = 2, **fields:
     images = (torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
     defences = [create_defence(name) for name in ("none", "noise")]
     test = TestSet(images, torch.arange(4), NORMALISATION)
-    return audit_gradients(backbone, test, attacks, defences, step=Step(batch=batch), deadline=deadline, **fields)
+    return attack_gradients(backbone, test, attacks, defences, step=Step(batch=batch), deadline=deadline, **fields)
 
 
 def test_ctrl_c_in_a_search_keeps_what_it_has() -> None:
@@ -165,15 +172,15 @@ def test_ctrl_c_in_a_search_keeps_what_it_has() -> None:
     assert deadline.interrupted
     assert [(p.attack, p.count) for p in found.pairs] == [("patchembed", 4), ("matching", 2)]
     assert found.pairs[1].partial == "3 of 1,000 iterations, 2 of 4 images"
-    assert found.stopped == "Ctrl-C, with 1 of 4 pairs of attack and defence finished"
+    assert found.stopped == "Ctrl-C, with 1 of 4 attacks finished"
     assert found.undone == [("patchembed", "noise σ=0.001"), ("matching", "noise σ=0.001")]
-    told = json.loads(json.dumps(to_json(found), allow_nan=False))
+    told = json.loads(json.dumps(found.numbers(), allow_nan=False))
     assert told["partial"] and told["pairs"][1]["partial"].startswith("3 of 1,000")
     assert [row["image"] for row in told["pairs"][1]["images"]] == ["0", "1"]
     assert told["not_attacked"][0] == {"attack": "patchembed", "defence": "noise σ=0.001"}
     assert verdict(found).startswith("A partial result: stopped by Ctrl-C")
     assert "noise σ=0.001: not attacked" in verdict(found)
-    page = make_page(found, {}).render()
+    page = make_page(found).render()
     assert "stopped after 3 of 1,000 iterations, 2 of 4 images" in page
     assert "not attacked before the stop" in page
 
@@ -183,7 +190,7 @@ def test_ctrl_c_in_a_closed_form_keeps_those_before() -> None:
     assert len(found.pairs) == 1 and len(found.undone) == 3
     nothing = partial([Cut()], Deadline())
     assert nothing.pairs == [] and "before anything was attacked" in verdict(nothing)
-    assert to_json(nothing)["partial"] and "Verdict" in make_page(nothing, {}).render()
+    assert nothing.numbers()["partial"] and "Verdict" in make_page(nothing).render()
 
 
 def test_a_time_limit_is_shared() -> None:
@@ -194,7 +201,7 @@ def test_a_time_limit_is_shared() -> None:
     assert [pair.count for pair in found.pairs] == [4, 4]
     assert all("of 1,000,000 iterations" in str(pair.partial) for pair in found.pairs)
     assert found.undone == []
-    assert str(found.stopped).startswith("the time limit of 60 s, with 0 of 2 pairs")
+    assert str(found.stopped).startswith("the time limit of 60 s, with 0 of 2 attacks")
 
 
 def test_a_batch_of_matching_is_scored_in_the_best_order() -> None:
@@ -216,7 +223,7 @@ def test_images_must_fill_their_batches() -> None:
 def said_of(*pairs: Outcome, steps: int = 1, **fields: Any) -> Audit:
     guesses: Any = {"mean image": {"psnr": [10.0, 12.0]}, "random pair": {"psnr": [8.0, 9.0]}}
     about, images = dict.fromkeys(["none", "noise"], ""), torch.zeros(2, 3, 4, 4)
-    return Audit("m", Step(local_steps=steps), ["a", "b"], images, list(pairs), guesses, about, **fields)
+    return Audit(list(pairs), ["a", "b"], images, "m", Step(local_steps=steps), guesses, about, **fields)
 
 
 def pair(*values: float, known: tuple[float, ...] | None = (1.0, 0.0), **fields: Any) -> Outcome:
@@ -237,11 +244,11 @@ def test_openings() -> None:
     assert opening(said_of(undone("april", "noise"), stopped="Ctrl-C")) == nothing
     assert opening(said_of(refused)) == (
         "No attack of this audit applies to what this model sends: see the reasons. Not attacked does not mean "
-        "private; gradient matching applies to any model (--attack matching)."
+        "private; gradient matching applies to any model."
     )
     assert opening(said_of(pair(3.0, 4.0))) == ""
-    assert opening(said_of(pair(3.0), stopped="Ctrl-C, with 0 of 2 pairs of attack and defence finished")) == (
-        "A partial result: stopped by Ctrl-C, with 0 of 2 pairs of attack and defence finished."
+    assert opening(said_of(pair(3.0), stopped="Ctrl-C, with 0 of 2 attacks finished")) == (
+        "A partial result: stopped by Ctrl-C, with 0 of 2 attacks finished."
     )
 
 
@@ -313,7 +320,7 @@ def test_matching_runs_by_itself_where_no_closed_form_applies(monkeypatch: pytes
     torch.manual_seed(0)
     backbone = small_vit(32, width=48, heads=4, patch_size=8, num_classes=5).eval()
     images = (torch.rand(4, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
-    found = audit_gradients(
+    found = attack_gradients(
         backbone,
         TestSet(images, torch.arange(4), NORMALISATION),
         [PatchEmbedding()],
@@ -330,7 +337,7 @@ def test_matching_runs_by_itself_where_no_closed_form_applies(monkeypatch: pytes
     assert str(found.pairs[2].caveat).startswith(f"{said}; an optimisation")
     assert f"no-pe-gradient: {said}" in lines
     assert found.stopped is None and found.undone == [] and found.pairs[2].partial is None
-    assert to_json(found)["pairs"][2]["by_itself"] is True
+    assert found.numbers()["pairs"][2]["by_itself"] is True
 
 
 class Cutting(Matching):
@@ -392,7 +399,7 @@ def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -
     torch.manual_seed(0)
     backbone = small_vit(32, width=48, heads=4, patch_size=8, num_classes=5).eval()
     images = (torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
-    found = audit_gradients(
+    found = attack_gradients(
         backbone,
         TestSet(images, torch.arange(2), NORMALISATION),
         [Half(), Fitting()],
@@ -410,15 +417,19 @@ def test_equations_that_fit_only_under_noise_are_found_out(dtype: torch.dtype) -
     assert {judged.status for judged in judge(alone, Limit("psnr", 50.0)).judgements} == {4}
 
 
-def test_one_call_from_a_name_to_a_judgement() -> None:
+def test_one_call_from_a_name_to_a_judgement(monkeypatch: pytest.MonkeyPatch) -> None:
     """What Python users write: a model by name, images by place, defences by name."""
+    monkeypatch.setattr("situs.audit.collect.KEEP_EVERY", 0.0)
     kept: list[Audit] = []
     fields = {"count": 2, "img_size": (32, 32), "keep": kept.append}
-    found = audit_gradients("test_vit", "samples", ["patchembed"], ["none", "noise=1"], **fields)
+    found = audit_gradients("test_vit", "samples", attacks=["patchembed"], defences=["none", "noise=1"], **fields)
     assert found.names == ["samples (train) 0", "samples (train) 1"] and found.stopped is None
     judged = found.judge(psnr=20)
     assert (judged.answer, judged.passed, judged.status) == ("above", False, 3)
     assert [each.answer for each in judged.judgements] == ["above", "passed"]
-    assert [len(each.attacked) for each in kept] == [1, 2]  # as it goes, and what is left says so
-    assert kept[0].stopped == "the end of its process, with 1 of 2 pairs of attack and defence finished"
+    assert [len(each.attacked) for each in kept] == [1, 2, 2]  # as it goes, and what is left says so
+    assert kept[0].stopped == "the end of its process, with 1 of 2 attacks finished" and kept[-1] is found
     assert [each.answer for each in kept[0].judge(psnr=20).judgements] == ["above", "incomplete"]
+    assert found.limit is None and found.numbers()["gate"] is None
+    facts = found.to_json()
+    assert facts["images"] == "2 of samples, 32 × 32 pixels" and len(facts["weights_sha256"]) == 64

@@ -1,4 +1,4 @@
-"""What makes a result evidence: the command as it was given, and when."""
+"""The command as it was given, to be given again."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
-from torch import nn
 
 from situs.cli.arguments import parse
 from situs.cli.audit_gradients import Args
-from situs.cli.evidence import command_of, evidence
+from situs.cli.evidence import command_of
 from situs.cli.flags import POSITIONAL
 
 
@@ -45,13 +44,3 @@ def test_the_command_means_the_same_when_it_is_given_again() -> None:
     command = shlex.split(command_of("audit gradients", args))
     assert command[:3] == ["situs", "audit", "gradients"]
     assert parse(Args, command[3:], prog="situs audit gradients", description="") == args
-
-
-def test_a_file_of_weights_is_hashed_and_a_word_is_not(tmp_path: Path) -> None:
-    file = tmp_path / "w"
-    file.write_bytes(b"abc")
-    known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # the standard's own example
-    found = evidence("v", Few("m"), nn.Linear(1, 1), str(file))
-    assert found["weights_file_sha256"] == known
-    assert evidence("v", Few("m"), nn.Linear(1, 1), "pretrained")["weights_file_sha256"] is None
-    assert evidence("v", Few("m"), nn.Linear(1, 1))["weights_file_sha256"] is None

@@ -14,11 +14,10 @@ from situs.audit import ATTACKS, DEFENCES, Attack, Knowledge, MatchingConfig, cr
 from situs.audit.attacks.base import Recovery, Refused
 from situs.audit.cases import Step, TestSet
 from situs.audit.client import victim_gradients
-from situs.audit.gradients import Audit, audit_gradients, verdict
+from situs.audit.gradients import Audit, attack_gradients, verdict
 from situs.audit.judge.gate import Limit, judge
-from situs.audit.judge.record import to_json
 from situs.audit.tables import table
-from situs.pages.gradients import make_page
+from situs.pages import make_page
 
 NORMALISATION = ((0.5,) * 3, (0.25,) * 3)
 QUICK = MatchingConfig(iterations=2)
@@ -96,7 +95,7 @@ def test_other_images_with_the_same_gradients_change_nothing(name: str, backbone
 
 @pytest.fixture(scope="module", params=[1, 2])
 def whole(backbone: Any, request: pytest.FixtureRequest) -> Audit:
-    return audit_gradients(
+    return attack_gradients(
         backbone,
         TestSet(IMAGES, LABELS, NORMALISATION),
         [create_attack(name, QUICK) for name in ATTACKS],
@@ -122,9 +121,9 @@ def test_the_whole_audit_is_figures_and_reasons(whole: Audit) -> None:
     assert verdict(whole) and judge(whole, Limit("psnr", 1.0)).status == 3
     header, rows = table(whole)
     assert all(len(row) == len(header) for row in rows)
-    assert not to_json(whole)["partial"]
+    assert not whole.numbers()["partial"]
     some = replace(whole, outcomes=whole.pairs[:4])  # pictures take time
-    assert "What would reduce the leak" in make_page(some, {}).render()
+    assert "What would reduce the leak" in make_page(some).render()
 
 
 def test_half_precision_is_attacked_too(backbone: Any) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +17,16 @@ from situs.audit.gradients import Audit, verdict
 from situs.audit.judge.gate import Judgement, Limit, Ruling, Worst
 from situs.audit.scores.metrics import measure_all
 from situs.audit.tables import COLUMNS, grid, judged, reasons, table
-from situs.pages.gradients import PRIVATE, make_page
+from situs.pages import PRIVATE, make_page, publish
+from situs.results import Provenance
 
 REAL = torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def example(*pairs: Outcome) -> Audit:
+def example(*pairs: Outcome, **fields: Any) -> Audit:
     scores = {"mean image": measure_all(REAL.flip(0), REAL, 8)}
-    return Audit("a-model", Step(), ["a", "b", "c"], REAL, list(pairs), scores, {"none": "as it is"})
+    about = {"none": "as it is"}
+    return Audit(list(pairs), ["a", "b", "c"], REAL, "a-model", Step(), scores, about, **fields)
 
 
 SCORES = measure_all(REAL, REAL, 8)
@@ -40,8 +44,8 @@ def headings(text: str) -> list[str]:
 
 
 def test_order_of_the_page(outline: Any) -> None:
-    ruling = Ruling(Limit("psnr", 20), [Judgement("none", 3, "a leak", Worst("patchembed", "b", 200.0))])
-    text = make_page(example(WORKED, REFUSED), {"seed": 0}, ruling).render()
+    told = Provenance({"seed": 0})
+    text = make_page(example(WORKED, REFUSED, limit=Limit("psnr", 20), provenance=told)).render()
     assert outline(text) == [
         "Threat model, facts",
         "Verdict, 1 text, 2 notes, 1 row, facts",
@@ -52,8 +56,9 @@ def test_order_of_the_page(outline: Any) -> None:
     ]
     assert "3 of 3 images recovered exactly from one step" in text
     assert "there is &lt;no&gt; table" in text
-    assert "The gate psnr=20 is not passed. none, above: a leak." in text
+    assert "The gate psnr=20 is not passed. none, above: 3 of 3 images above 20; the worst, a, has psnr 200" in text
     assert text.count("<img") == 1
+    ruling = Ruling(Limit("psnr", 20), [Judgement("none", 3, "a leak", Worst("patchembed", "b", 200.0))])
     rows = [["none", "above", "200", "b", "patchembed", "a leak"]]
     assert judged(ruling) == (["defence", "gate", "worst psnr", "image", "by", "why"], rows)
     nothing = Ruling(Limit("psnr", 20), [Judgement("none", 4, "no closed form applies")])
@@ -61,22 +66,32 @@ def test_order_of_the_page(outline: Any) -> None:
 
 
 def test_a_page_with_private_pictures_says_so_at_its_top() -> None:
-    said = PRIVATE.replace("`--no-pictures`", "<code>--no-pictures</code>")
-    full, bare = make_page(example(WORKED), {}).render(), make_page(example(WORKED), {}, pictures=False).render()
-    assert f"{said}</p></header>" in full and full.count("<img") == 1
-    assert said not in bare and "<img" not in bare and "Pictures" not in headings(bare)
-    assert said not in make_page(example(REFUSED), {}).render()  # nothing was recovered and nothing is shown
+    private, public = example(WORKED), example(WORKED).without_pictures()
+    full, bare = make_page(private).render(), make_page(public).render()
+    assert private.private and f"{PRIVATE}</p></header>" in full and full.count("<img") == 1
+    assert not public.private and PRIVATE not in bare and "<img" not in bare and "Pictures" not in headings(bare)
+    assert PRIVATE not in make_page(example(REFUSED)).render()  # nothing was recovered and nothing is shown
+    assert public.numbers() == private.numbers()
+
+
+def test_a_private_page_is_for_its_owner_alone(tmp_path: Path) -> None:
+    (tmp_path / "report.html").write_text("the page before, for all to read")
+    path = publish(example(WORKED), tmp_path)
+    assert path == tmp_path / "report.html" and path.stat().st_mode & 0o777 == 0o600
+    assert json.loads((tmp_path / "gradients.json").read_text())["model"] == "a-model"
+    (tmp_path / "plain").touch()
+    path = publish(example(WORKED).without_pictures(), tmp_path / "mine.html")
+    assert path.stat().st_mode == (tmp_path / "plain").stat().st_mode and (tmp_path / "mine.json").is_file()
 
 
 def test_a_model_without_an_attack_has_reasons_and_no_empty_table() -> None:
-    ruling = Ruling(Limit("psnr", 20), [Judgement("none", 4, "no closed form applies")])
-    text = make_page(example(REFUSED), {}, ruling).render()
+    text = make_page(example(REFUSED, limit=Limit("psnr", 20))).render()
     assert "No attack applies, so there is no table of results." in text
     assert "there is &lt;no&gt; table" in text
     assert "Pictures" not in headings(text)
     assert "The gate psnr=20 is not judged, which is no pass. none, not judged: no closed form applies." in text
     cut = replace(example(undone("april", "none")), stopped="Ctrl-C")
-    assert "No attack was made, so there is no table of results." in make_page(cut, {}).render()
+    assert "No attack was made, so there is no table of results." in make_page(cut).render()
 
 
 def test_table_and_reasons() -> None:
@@ -103,7 +118,7 @@ def test_the_worst_image_stands_beside_the_mean() -> None:
     found = example(replace(WORKED, scores=scores))
     assert table(found)[1][0][3] == "33.3"
     assert grid(found)[1] == [["patchembed", "mean 21.1, worst 33.3; exact 0 of 3"]]
-    text = make_page(found, {}).render()
+    text = make_page(found).render()
     assert "mean PSNR 21.1 dB, worst image 33.3 dB, 3 of 3 re-identified (patchembed, no defence added)" in text
     assert '<th scope="col" class="number">PSNR of the worst image, dB</th>' in text
 
@@ -111,25 +126,25 @@ def test_the_worst_image_stands_beside_the_mean() -> None:
 def test_one_image_cannot_be_re_identified() -> None:
     real = REAL[:1]
     one = outcome("patchembed", "none", None, None, measure_all(real * 0.5, real, 8), [{}], real * 0.5)
-    audit = Audit("a-model", Step(), ["a"], real, [one], {}, {"none": "as it is"})
-    text = make_page(audit, {}).render()
+    audit = Audit([one], ["a"], real, "a-model", Step(), {}, {"none": "as it is"})
+    text = make_page(audit).render()
     assert "Re-identified: not defined for one image" in text
     assert "of 1 re-identified" not in text
     header, rows = table(audit)
     assert rows[0][header.index("re-identified")] is None
-    assert "nearest of the 3 originals" in make_page(example(WORKED), {}).render()
+    assert "nearest of the 3 originals" in make_page(example(WORKED)).render()
 
 
 def test_how_a_search_went() -> None:
     facts = [{"distance": 0.5, "iterations": 9, "restarts": 1, "labels_right": 1}, *[{}] * 2]
     inferred = [{**facts[0], "labels_right": right, "distance": far} for right, far in ((1, 0.5), (0, None), (1, 0.7))]
-    text = make_page(example(outcome("matching", "none", None, None, SCORES, inferred, REAL)), {}).render()
+    text = make_page(example(outcome("matching", "none", None, None, SCORES, inferred, REAL))).render()
     assert (
         "matching against none: 9 iterations from 1 start, mean distance of the gradients 0.6, 2 of 3 labels inferred "
         "rightly." in text
     )
     given = [{"distance": None, "iterations": 1200, "restarts": 3}] * 3
-    text = make_page(example(outcome("matching", "none", None, None, SCORES, given, REAL)), {}).render()
+    text = make_page(example(outcome("matching", "none", None, None, SCORES, given, REAL))).render()
     assert "1,200 iterations from 3 starts, mean distance of the gradients unknown, labels given." in text
 
 
@@ -170,44 +185,44 @@ def test_a_pair_that_was_stopped() -> None:
             ["april", "not attacked"],
         ],
     )
-    text = make_page(found, {}).render()
+    text = make_page(found).render()
     assert (
         "The worst that was found: 1 of 1 images recovered exactly from one step (patchembed, no defence added)."
         in text
     )
     assert "4 to 9 iterations from 2 starts" in text
     assert "Of a pair that saw fewer they are over those it saw." in text
-    assert "Of a pair that saw fewer" not in make_page(example(poor), {}).render()
+    assert "Of a pair that saw fewer" not in make_page(example(poor)).render()
     assert "Stopped after 1 of 3 images." in text
     assert "not attacked before the stop: april against none." in text
 
 
 def test_what_was_not_measured_has_no_column() -> None:
-    text = make_page(example(WORKED), {}).render()
+    text = make_page(example(WORKED)).render()
     assert "LPIPS was not measured" in text and ">LPIPS</th>" not in text
     scores = {**SCORES, "lpips": [0.0, 0.1, 0.2]}
-    text = make_page(example(replace(WORKED, scores=scores)), {}).render()
+    text = make_page(example(replace(WORKED, scores=scores))).render()
     assert "LPIPS was not measured" not in text and ">LPIPS</th>" in text
 
 
 def test_the_headline_names_bytes_or_what_is_left_to_see() -> None:
     read = replace(WORKED, facts=[{**fact, "bytes": True} for fact in FACTS])
     some = replace(WORKED, facts=[{**FACTS[0], "bytes": True}, *FACTS[1:]])
-    assert "recovered exactly from one step, 1 to the last byte (patchembed" in make_page(example(some), {}).render()
+    assert "recovered exactly from one step, 1 to the last byte (patchembed" in make_page(example(some)).render()
     assert "3 of 3 images recovered exactly from one step, all to the last byte (patchembed, no defence added)" in (
-        make_page(example(read), {}).render()
+        make_page(example(read)).render()
     )
     poor = outcome("matching", "noise", None, None, measure_all(REAL * 0.5, REAL, 8), [{}] * 3, REAL * 0.5)
-    text = make_page(example(poor), {}).render()
+    text = make_page(example(poor)).render()
     assert "no image recovered exactly from one step; mean PSNR" in text and "(matching, against noise)" in text
 
 
 def test_no_remedy_that_is_known_to_fail() -> None:
     """Without the table's gradient, and with fixed or rotary positions, the patches are read off the first block."""
     for pairs in ((WORKED,), (REFUSED,), (WORKED, REFUSED)):
-        text = make_page(example(*pairs), {}).render()
+        text = make_page(example(*pairs)).render()
         assert "Do not send the gradient of the position table" not in text
         assert "instead of a learned table" not in text
         assert "fixed (sin-cos) or rotary positions are no remedies" in text
         assert "differential privacy" in text
-    assert "not attacked here" in make_page(example(WORKED, REFUSED), {}).render()
+    assert "not attacked here" in make_page(example(WORKED, REFUSED)).render()

@@ -30,7 +30,7 @@ from situs.results import Provenance
 ATTACKED = ("patchembed", "april")
 """The attacks where none are named: closed forms, which take seconds."""
 
-DEFENDED, AS_IT_IS = ("none", "noise", "clip", "no-pe-gradient"), ("none",)
+AUTO, DEFENDED, AS_IT_IS = ("auto",), ("none", "noise", "clip", "no-pe-gradient"), ("none",)
 """The defences where none are named: for a page, and for a gate, which judges what would be sent."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -75,7 +75,7 @@ def audit_gradients(
     data: str | Path,
     *,
     attacks: Sequence[str | Attack] = ATTACKED,
-    defences: Sequence[str | Defence] | None = None,
+    defences: Sequence[str | Defence] = AUTO,
     deadline: Deadline | None = None,
     keep: Callable[[Audit], Any] | None = None,
     facts: Mapping[str, Any] = NOTHING,
@@ -100,7 +100,8 @@ def audit_gradients(
     if limit is not None and limit.metric == "reidentified" and len(test) < 2:
         said = f"fail_above={limit}: one image is always the nearest; give two or more"
         raise SitusError(said, field=("fail_above", "count"))
-    named = DEFENDED if limit is None else AS_IT_IS
+    if tuple(defences) == AUTO:
+        defences = DEFENDED if limit is None else AS_IT_IS
     searched = any(attack.name == "matching" for attack in opened.attacks)
     known = config.labels == "known"
     origin = {
@@ -115,7 +116,7 @@ def audit_gradients(
         victim.trains,
         test,
         opened.attacks,
-        [create_defence(each) for each in _each("defences", named if defences is None else defences)],
+        [create_defence(each) for each in _each("defences", defences)],
         step=Step(config.batch, config.local_steps, DTYPES[config.precision], config.seed, known, victim.epoch),
         search=None if limit is None or searched else opened.search,
         lpips=opened.lpips,
@@ -133,7 +134,7 @@ def audit_settings(
     settings: Sequence[str] = tuple(SETTINGS),
     *,
     attacks: Sequence[str | Attack] = ATTACKED,
-    defences: Sequence[str | Defence] = (),
+    defences: Sequence[str | Defence] = AUTO,
     deadline: Deadline | None = None,
     keep: Callable[[Comparison], Any] | None = None,
     facts: Mapping[str, Any] = NOTHING,
@@ -149,7 +150,8 @@ def audit_settings(
             said = f"{name}={options[name]}: has no part in the settings of Table 5"
             said += ", which are one step on one image in fp32; leave it out"
             raise SitusError(said, field=(name, "settings"))
-    shares = [made.hidden_share for made in map(create_defence, defences) if made.hidden_share is not None]
+    made = [] if tuple(defences) == AUTO else map(create_defence, _each("defences", defences))
+    shares = [defence.hidden_share for defence in made if defence.hidden_share is not None]
     opened = _open(model, data, attacks, options)
     name = opened.victim.model.name
     return compare_settings(

@@ -34,9 +34,9 @@ class Args(ModelArgs):
     attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = ("patchembed", "april")
     """Attacks by name, apart by commas; matching, april-optimisation and adaptive-mjp search, which takes minutes."""
 
-    defences: Annotated[tuple[str, ...] | None, Parameter(name="--defence", metavar="NAMES")] = None
+    defences: Annotated[tuple[str, ...], Parameter(name="--defence", metavar="NAMES")] = ("auto",)
     """Defences by name, apart by commas, settings behind "=": noise=1e-4, clip=0.5, mjp=0.27. For a run of MJP, none is
-    the run's own method. By default none,noise,clip,no-pe-gradient; with --fail-above none alone."""
+    the run's own method. auto: none,noise,clip,no-pe-gradient; with --fail-above none alone."""
 
     settings: Annotated[tuple[str, ...], Parameter(name="--setting", metavar="a,b,c")] = ()
     """The settings of MJP's Table 5 instead of the defences: attack x and compare with x (a), attack shuffled images
@@ -117,7 +117,7 @@ def run(args: Args) -> int:
     }
     with first_ctrl_c(deadline):
         if args.settings:
-            found = audit_settings(args.model, args.data, args.settings, defences=args.defences or (), **given)
+            found = audit_settings(args.model, args.data, args.settings, defences=args.defences, **given)
             ruling = None
         else:
             found = audit_gradients(args.model, args.data, defences=args.defences, **given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import torch
@@ -11,6 +12,7 @@ from situs.audit.cases import Step
 from situs.audit.gradients import Audit
 from situs.audit.judge.gate import Judgement, Limit, Ruling
 from situs.audit.judge.junit import junit
+from situs.results import Provenance
 
 PAIRS = [
     outcome("patchembed", "none", scores={"psnr": [3.0, 99.5]}),
@@ -20,7 +22,8 @@ PAIRS = [
     undone("april", "mjp"),
 ]
 ABOUT = dict.fromkeys(["none", "noise", "mjp"], "")
-AUDIT = Audit("a-model", Step(), ["a", "b"], torch.zeros(2, 3, 4, 4), PAIRS, {}, ABOUT)
+FACTS = {"made": "2026-11-15T20:41:02+00:00", "command": "situs audit gradients a-model", "weights_file_sha256": None}
+AUDIT = Audit(PAIRS, ["a", "b"], torch.zeros(2, 3, 4, 4), "a-model", Step(), {}, ABOUT, provenance=Provenance(FACTS))
 RULING = Ruling(
     Limit("psnr", 20.0),
     [
@@ -29,11 +32,10 @@ RULING = Ruling(
         Judgement("mjp", 4, "no closed form\x1b applies"),
     ],
 )
-FACTS = {"made": "2026-11-15T20:41:02+00:00", "command": "situs audit gradients a-model", "weights_file_sha256": None}
 
 
 def test_each_defence_is_a_test_with_its_outcome() -> None:
-    root = ET.fromstring(junit(AUDIT, RULING, FACTS))
+    root = ET.fromstring(junit(AUDIT, RULING))
     assert root.tag == "testsuites"
     [suite] = root.findall("testsuite")
     counts = {"tests": "3", "failures": "1", "errors": "1", "skipped": "0"}
@@ -53,7 +55,7 @@ def test_each_defence_is_a_test_with_its_outcome() -> None:
 
 
 def test_it_says_what_each_attack_got_and_how_it_was_made() -> None:
-    root = ET.fromstring(junit(AUDIT, RULING, FACTS))
+    root = ET.fromstring(junit(AUDIT, RULING))
     said = [case.findtext("system-out") for case in root.iter("testcase")]
     assert said == [
         "patchembed: worst psnr 99.5 of 2 images",
@@ -68,4 +70,5 @@ def test_it_says_what_each_attack_got_and_how_it_was_made() -> None:
         "made": FACTS["made"],
         "command": FACTS["command"],
     }
-    assert ET.fromstring(junit(AUDIT, RULING, {})).find("testsuite").get("timestamp") is None  # type: ignore[union-attr]
+    bare = ET.fromstring(junit(replace(AUDIT, provenance=Provenance()), RULING)).find("testsuite")
+    assert bare is not None and bare.get("timestamp") is None

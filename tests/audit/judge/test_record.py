@@ -17,9 +17,9 @@ from torch import nn
 from situs.audit import Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
 from situs.audit.cases import TestSet
 from situs.audit.deadline import Deadline
-from situs.audit.gradients import Audit, audit_gradients
+from situs.audit.gradients import Audit, attack_gradients
 from situs.audit.judge.gate import Limit, judge
-from situs.audit.judge.record import SCHEMA, to_json, weights_digest
+from situs.audit.judge.record import SCHEMA, evidence, weights_digest
 
 FILE = Path(__file__).resolve().parents[3] / "docs" / "methods" / "gradients.schema.json"
 Breaks = Callable[[Any], list[str]]
@@ -28,7 +28,7 @@ Breaks = Callable[[Any], list[str]]
 def example(**fields: Any) -> Audit:
     torch.manual_seed(0)
     images = (torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
-    return audit_gradients(
+    return attack_gradients(
         small_vit(depth=1, width=32, num_classes=5).eval(),
         TestSet(images, torch.arange(2), ((0.5,) * 3, (0.25,) * 3)),
         [PatchEmbedding(), create_attack("april"), create_attack("adaptive-mjp")],
@@ -59,7 +59,7 @@ FACTS = {
 @pytest.fixture(scope="module")
 def told() -> dict[str, Any]:
     found = example()
-    return json.loads(json.dumps({**to_json(found), **FACTS, "gate": judge(found, Limit("psnr", 20.0)).to_json()}))
+    return json.loads(json.dumps({**found.numbers(), **FACTS, "gate": judge(found, Limit("psnr", 20.0)).to_json()}))
 
 
 def test_a_real_audit_keeps_to_the_schema(told: dict[str, Any], schema_breaks: Breaks) -> None:
@@ -73,7 +73,7 @@ def test_a_real_audit_keeps_to_the_schema(told: dict[str, Any], schema_breaks: B
     deadline.interrupt()
     stopped = example(deadline=deadline)
     assert stopped.undone
-    assert breaks({**to_json(stopped), **FACTS, "gate": judge(stopped, Limit("ssim", 0.5)).to_json()}) == []
+    assert breaks({**stopped.numbers(), **FACTS, "gate": judge(stopped, Limit("ssim", 0.5)).to_json()}) == []
 
 
 def test_the_worst_is_the_image_that_came_back_best(told: dict[str, Any]) -> None:
@@ -150,3 +150,13 @@ def test_the_weights_hash_is_of_names_types_shapes_and_bytes() -> None:
 
 def test_matching_is_no_closed_form() -> None:
     assert not Matching.closed_form and PatchEmbedding.closed_form
+
+
+def test_a_file_of_weights_is_hashed_and_a_word_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "w"
+    file.write_bytes(b"abc")
+    known = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # the standard's own example
+    found = evidence(nn.Linear(1, 1), str(file))
+    assert found["weights_file_sha256"] == known
+    assert evidence(nn.Linear(1, 1), "pretrained")["weights_file_sha256"] is None
+    assert evidence(nn.Linear(1, 1))["weights_file_sha256"] is None

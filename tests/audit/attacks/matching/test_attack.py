@@ -288,7 +288,7 @@ def test_models_without_tokens_and_with_windows() -> None:
 def test_four_cifar_images_of_one_batch(shared_data: Any) -> None:
     """The whole size, cut short: 32 pixels in 64 patches, 100 classes, labels inferred."""
     from situs.audit.cases import Step, TestSet
-    from situs.audit.gradients import audit_gradients, summary
+    from situs.audit.gradients import attack_gradients, summary
     from situs.data.loader import DataConfig, make_loader
 
     torch.manual_seed(0)
@@ -301,7 +301,7 @@ def test_four_cifar_images_of_one_batch(shared_data: Any) -> None:
         path=str(shared_data / "cifar100"), split="val", img_size=32, batch=4, workers=0, resident="never"
     )
     batch = next(iter(make_loader(data, None, "cpu")))
-    found = audit_gradients(
+    found = attack_gradients(
         victim.eval(),
         TestSet(batch.inputs, batch.targets["label"], data.normalisation),
         [Matching(MatchingConfig(iterations=250))],

@@ -334,15 +334,14 @@ def test_the_audit_says_in_words_that_bytes_were_read_and_stays_in_range() -> No
 
     from situs.audit.cases import TestSet
     from situs.audit.defences import NoDefence
-    from situs.audit.gradients import audit_gradients, summary
-    from situs.audit.judge.record import to_json
+    from situs.audit.gradients import attack_gradients, summary
 
     x = photographs(3)
     x[2] += 0.3 * STEP * torch.rand(x[2].shape, generator=torch.Generator().manual_seed(6))
     defences = [NoDefence()]
-    found = audit_gradients(victim(), TestSet(x, torch.arange(3), NORMALISATION), [PatchEmbedding()], defences)
+    found = attack_gradients(victim(), TestSet(x, torch.arange(3), NORMALISATION), [PatchEmbedding()], defences)
     [pair] = found.pairs
-    written = json.loads(json.dumps(to_json(found), allow_nan=False))
+    written = json.loads(json.dumps(found.numbers(), allow_nan=False))
     assert [image["bytes"] for image in written["pairs"][0]["images"]] == [True, True, False]
     assert "every pixel of 2 read to its exact byte" in written["verdict"]
     assert [value == 200 for value in pair.scores["psnr"] or ()] == [True, True, False]

@@ -17,7 +17,7 @@ from situs.audit.attacks.patchembed.through import System, solve_patches
 from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.defences import NoDefence
-from situs.audit.gradients import audit_gradients
+from situs.audit.gradients import attack_gradients
 
 NORMAL = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 
@@ -198,7 +198,7 @@ def test_the_byte_reader_is_told_of_the_noise() -> None:
 
 
 def test_an_audit_says_so_of_a_bare_module() -> None:
-    found = audit_gradients(
+    found = attack_gradients(
         adapt(Module(lambda x: x * 0.5 + 0.1), 16),
         TestSet(pictures(2), torch.tensor([2, 3]), NORMAL),
         [PatchEmbedding()],
