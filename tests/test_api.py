@@ -131,11 +131,9 @@ def test_an_interrupted_training_is_not_taken_for_a_finished_one(
 
 
 def test_a_locked_folder_opens_with_its_key_or_the_key_s_file(run: Path, tmp_path: Path) -> None:
-    from situs.locks.lock import lock
-
     key = situs.new_key(tmp_path / "owner.key")
     exported = situs.export(run, tmp_path / "exported")
-    lock(exported, key, tmp_path / "locked")
+    situs.lock(exported, key, tmp_path / "locked")
     images = torch.rand(2, 1, 28, 28)
     with torch.no_grad():
         whole = _features(exported, images)

@@ -5,8 +5,12 @@
     export             Writes a run's model to a folder that timm or transformers loads; gives the folder.
     open_model         Opens any model: a run, an export, a locked folder, a name, a folder, your own module.
     evaluate_accuracy  Measures top-1, top-5 and loss of a classifier on a whole split, and which classes it knows.
+    verify             Measures which permutations of its tokens and channels a model obeys, and what breaks the others.
+    new_key            Draws a key and writes it to a new file that only its owner may read (mode 0600).
+    lock               Locks a model with a key into the new folder `out`; its files come back bit for bit (`unlock`).
+    unlock             Opens a locked folder into the new folder `out`: the files that were locked, bit for bit.
+    audit_lock         Attacks a locked folder as somebody without its key would, and says what is left of the lock.
     publish            Writes the numbers, the pictures and the page, the page last; gives its path.
-    new_key            Draws a seed and writes it to a new file that only its owner may read (mode 0600).
 
 A mistake in what you give is a `SitusError`, a `ValueError` of one sentence. All else lives in the packages below, such
 as `situs.backbones`, one interface to the steps of every transformer, and `situs.methods`, the ideas to learn with; the
@@ -26,8 +30,12 @@ if TYPE_CHECKING:
     from situs.api import open_model as open_model
     from situs.api import pretrain as pretrain
     from situs.errors import SitusError as SitusError
-    from situs.evaluate.accuracy import evaluate_accuracy as evaluate_accuracy
-    from situs.locks.key import new_key as new_key
+    from situs.evaluate import evaluate_accuracy as evaluate_accuracy
+    from situs.locks import audit_lock as audit_lock
+    from situs.locks import lock as lock
+    from situs.locks import new_key as new_key
+    from situs.locks import unlock as unlock
+    from situs.locks import verify as verify
     from situs.pages import publish as publish
 
 # Where each public name lives; it is loaded on first use, so that `import situs` imports no torch.
@@ -36,9 +44,13 @@ _HOMES = {
     "finetune": "situs.api",
     "export": "situs.api",
     "open_model": "situs.api",
-    "evaluate_accuracy": "situs.evaluate.accuracy",
+    "evaluate_accuracy": "situs.evaluate",
+    "verify": "situs.locks",
+    "new_key": "situs.locks",
+    "lock": "situs.locks",
+    "unlock": "situs.locks",
+    "audit_lock": "situs.locks",
     "publish": "situs.pages",
-    "new_key": "situs.locks.key",
     "SitusError": "situs.errors",
 }
 

@@ -6,7 +6,6 @@ over the one before. The command line parses its flags to the same config and go
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
     from situs.backbones.config import PositionKind
     from situs.core.tokens import Size
-    from situs.locks.key import Key
+    from situs.locks.key import AnyKey
     from situs.models import Model
     from situs.models.open import Unlock
     from situs.train.contract import Result
@@ -56,7 +55,7 @@ class Options(TypedDict, total=False):
     resume: str | Path | None
     start_over: bool
     device: str | None
-    key: Key | str | Path | None
+    key: AnyKey | None
     withheld: str | Path | None
     quiet: bool
     config: str | Path | None
@@ -163,7 +162,7 @@ def export(run: str | Path, out: str | Path, *, ema: bool | None = None, force: 
 def open_model(
     source: str | Path | nn.Module | Model,
     *,
-    key: Key | str | Path | None = None,
+    key: AnyKey | None = None,
     withheld: str | Path | None = None,
     weights: str | Path | None = None,
     img_size: Size | None = None,
@@ -222,7 +221,7 @@ def _train(
     config: RunConfig,
     hooks: Hooks,
     *,
-    key: Key | str | Path | None = None,
+    key: AnyKey | None = None,
     withheld: str | Path | None = None,
     quiet: bool = False,
     say: Callable[[str], None] = print,
@@ -273,7 +272,7 @@ def _check_resumed(config: RunConfig, run: str | Path, given: Mapping[str, Any])
             raise SitusError(f"{field}={value}: is for a new fine-tuning; {run} goes on as it began", field=field)
 
 
-def unlock_of(source: str, key: Key | str | Path | None, withheld: str | Path | None) -> Unlock | None:
+def unlock_of(source: str, key: AnyKey | None, withheld: str | Path | None) -> Unlock | None:
     """What opens a locked folder: its key, or the file with it, and the owner's second file where parts are there."""
     from situs.models.open import is_locked
 
@@ -281,11 +280,9 @@ def unlock_of(source: str, key: Key | str | Path | None, withheld: str | Path | 
         raise SitusError(f"{source}: is not locked, so that nothing was withheld", field="withheld")
     if key is None:
         return None
-    from situs.locks.key import load_key
-    from situs.locks.owner import unlocking
+    from situs.locks import unlocking
 
-    held = load_key(key, os.environ.get("SITUS_PASSPHRASE")) if isinstance(key, (str, Path)) else key
-    return unlocking(held, withheld)
+    return unlocking(key, withheld)
 
 
 def _folder_of(result: Result, place: Mapping[str, Any]) -> Path:

@@ -304,7 +304,7 @@ def unlock(
     retrained: bool = False,
     withheld: str | Path | None = None,
 ) -> Opened:
-    """Opens a locked folder into the new folder `out`: the files that were locked, bit for bit, mode 0600.
+    """Opens a locked folder into the new folder `out`: the files that were locked, bit for bit.
 
     The manifest is checked first, each tensor as it is read, the whole at the end; `out` appears when all was right.
     retrained: take tensors that training has changed since; those that the key moves must have their old layout.

@@ -139,7 +139,7 @@ def verify(
     strict: bool = False,
     **opening: Any,
 ) -> Verification:
-    """Measures, on a model itself, which permutations of its tokens and channels it obeys, and what breaks the others.
+    """Measures which permutations of its tokens and channels a model obeys, and what breaks the others.
 
     source: a model as `situs.models.open_model` takes it, with what else that takes (opening); a timm name without
     weights gets random ones. x: images [B, C, H, W] or ids [B, N]; None: random ones. groups: of the keys; None: the
