@@ -1,4 +1,4 @@
-"""The hinge: the steps every transformer has, over a model that someone else wrote.
+"""The steps every transformer has, over a model that someone else wrote.
 
     embed(x)                    -> tokens [B, N, D]            no position, no prefix tokens
     positions(grid)             -> Positions                   what tells a token its place
@@ -107,8 +107,6 @@ class Backbone(nn.Module, ABC):
         self.source: dict[str, Any] = {}
         """How the wrapped library makes this model again: library, architecture, model_args."""
 
-    # --- the steps ---------------------------------------------------------------------------------------------
-
     @abstractmethod
     def embed(self, x: Tensor) -> Tensor:
         """Images [B, C, H, W] (or token ids [B, N]) -> patch tokens [B, N, D]: no position, no prefix tokens."""
@@ -124,12 +122,36 @@ class Backbone(nn.Module, ABC):
         Refused in one sentence where they are made for one grid alone.
         """
 
-    @abstractmethod
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
         """Adds positions and prefix tokens. positions=None removes every kind; a prefix token's own vector stays.
 
         mask: [B, N] bool, False for padding, which no other token sees.
         """
+        places = self.fitted(positions, tokens.shape[1])
+        if places.table is not None:
+            tokens = tokens + places.table.to(tokens.dtype)
+        prefix = self.prefix_tokens() if self.num_prefix else None
+        if prefix is not None:
+            tokens = torch.cat([prefix.to(tokens.dtype).expand(tokens.shape[0], -1, -1), tokens], dim=1)
+        if mask is not None:
+            mask = torch.cat([mask.new_ones(mask.shape[0], self.num_prefix), mask], dim=1).bool()
+        return Stream(self.before_blocks(tokens), self.num_prefix, places.rotary, places.bias, mask)
+
+    def fitted(self, positions: Positions | None, count: int) -> Positions:  # noqa: ARG002  (a family that checks it)
+        """The positions of `count` tokens, refused where they do not fit."""
+        return Positions() if positions is None else positions
+
+    def prefix_tokens(self) -> Tensor | None:
+        """The prefix tokens with their own position rows added, [1, p, D]."""
+        return None
+
+    def before_blocks(self, z: Tensor) -> Tensor:
+        """What the wrapped model does between adding positions and its first block."""
+        return z
+
+    def final_norm(self, z: Tensor) -> Tensor:
+        """What it does behind its last block."""
+        return z
 
     @abstractmethod
     def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
@@ -138,9 +160,10 @@ class Backbone(nn.Module, ABC):
         taps: called with (number, z) after every block, numbered from 1: the one way to several depths.
         """
 
-    @abstractmethod
     def finish(self, stream: Stream) -> Features:
         """The final norm, and the prefix tokens apart from the patches."""
+        z = self.final_norm(stream.z)
+        return Features(z[:, : stream.prefix], z[:, stream.prefix :])
 
     @abstractmethod
     def head(self, features: Features) -> Tensor:
@@ -174,8 +197,6 @@ class Backbone(nn.Module, ABC):
         assert places.table is None or not places.table.any(), "the table is no view of the model's own"
         return tuple(kind for kind in places.kinds if kind != "table")
 
-    # --- the layout: what others may know of the wrapped model's tensors ------------------------------------------
-
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
         """The modules of each block in the order of the stream; none where the model has no blocks that are known."""
         return []
@@ -199,8 +220,6 @@ class Backbone(nn.Module, ABC):
     def write_layout(self, layout: LayoutBuilder) -> None:  # noqa: ARG002  (a family that has one writes it)
         """Writes the groups of this family's blocks down."""
         raise SitusError(f"{self.name}: no groups are known for the class {type(self.model).__qualname__}")
-
-    # --- names in files --------------------------------------------------------------------------------------------
 
     @property
     def table_name(self) -> str:
@@ -229,8 +248,6 @@ class Backbone(nn.Module, ABC):
     def renamed(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """A file's tensors under the names of the wrapped model; those it does not know keep theirs."""
         return dict(state)
-
-    # --- what follows from them ----------------------------------------------------------------------------------
 
     @property
     def num_tokens(self) -> int:
@@ -269,7 +286,9 @@ class Backbone(nn.Module, ABC):
         self.require("context")
         if isinstance(context, int):
             return replace(stream, z=self.run_layers(stream, stream.prefix + context))
-        order = _context_first(context, stream.z.shape[1] - stream.prefix)
+        # The context in front: slicing then serves every layer, with no gather.
+        inside = mask_of(context, stream.z.shape[1] - stream.prefix)
+        order = torch.argsort((~inside).to(torch.uint8), dim=-1, stable=True)
         moved = stream.take(order)
         z = self.run_layers(moved, stream.prefix + context.shape[-1])
         return replace(stream, z=replace(moved, z=z, rotary=None, bias=None).take(torch.argsort(order)).z)
@@ -295,9 +314,18 @@ class Backbone(nn.Module, ABC):
             raise SitusError(f"{self.name} refuses {CAPABILITIES[capability]}: {self.refusals[capability]}")
 
 
-def _context_first(context: Tensor, count: int) -> Tensor:
-    """The order that puts the context in front, [N] or [B, N]: slicing then serves every layer, with no gather."""
-    return torch.argsort((~mask_of(context, count)).to(torch.uint8), dim=-1, stable=True)
+class WholeBackbone(Backbone):
+    """A model whose tokens nobody knows, if it has any: what needs them is refused with `refusals`' reason."""
+
+    def _refuse(self, *_: object, **__: object) -> Any:
+        self.require("tokens")
+
+    embed = positions = assemble = run_layers = finish = head = pooled = _refuse
+
+
+def refuses_tokens(reason: str) -> dict[str, str]:
+    """The refusals of such a model."""
+    return dict.fromkeys([name for name in CAPABILITIES if name != "images"], reason)
 
 
 def fill(patches: Tensor, mask: Tensor) -> Tensor:

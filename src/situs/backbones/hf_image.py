@@ -1,58 +1,42 @@
-"""transformers' image encoders behind the hinge: ViT and DINOv2, with and without registers."""
+"""transformers' image encoders as backbones: ViT and DINOv2, with and without registers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from math import isqrt
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from situs.backbones.base import Backbone, Features, InputSpec, Stream, Taps, join
+from situs.backbones.base import Features, InputSpec, join
 from situs.backbones.config import PositionKind
-from situs.backbones.hf_layers import Head, check_attention, fit, run_layers
-from situs.backbones.hf_layout import NAMES, inner_prefix, one_block, write_dinov2, write_vit
-from situs.backbones.hf_names import own_names, own_state
-from situs.backbones.layout import LayoutBuilder, Role, roles_of
+from situs.backbones.hf_layers import EncoderBackbone, Head, fit
+from situs.backbones.hf_layout import write_dinov2, write_vit
+from situs.backbones.hf_names import own_state
+from situs.backbones.layout import LayoutBuilder
 from situs.core.position import Positions, resample_table, sincos
 from situs.core.tokens import Grid, Size, grid_of, pair
 from situs.errors import SitusError
 
 
-class ImageBackbone(Backbone):
+class ImageBackbone(EncoderBackbone):
     """What ViT and DINOv2 share: a patch convolution, a table whose row 0 belongs to CLS, pre-norm layers."""
 
     def __init__(self, model: nn.Module, head: Head, size: Size | None = None) -> None:
-        name = type(model).__name__
         inner: Any = model.base_model  # type: ignore[union-attr]
         patches = inner.embeddings.patch_embeddings
         old, new = pair(patches.image_size), pair(size or patches.image_size)
-        grid = grid_of(new, patches.patch_size)
-        prefix = 1 + getattr(inner.config, "num_register_tokens", 0)
-        depth = inner.config.num_hidden_layers
-        super().__init__(model, name, grid, inner.config.hidden_size, prefix, depth)
+        registers = getattr(inner.config, "num_register_tokens", 0)
+        super().__init__(model, head, grid_of(new, patches.patch_size), 1 + registers)
         self.input = InputSpec(new, patches.num_channels, pair(patches.patch_size))
-        self._head = head
         self._placeless = False
-        check_attention(name, self._attentions())
         self._resize(old, new)
-        self.train(model.training)
-
-    @property
-    def _inner(self) -> Any:
-        """The model without its head. A property: as an attribute its weights would be saved twice."""
-        return self.model.base_model
-
-    def _layers(self) -> Any:
-        raise NotImplementedError
-
-    def _attentions(self) -> list[nn.Module]:
-        return [layer.attention for layer in self._layers()]
 
     def _table(self) -> Tensor:
         """The rows of CLS and of all patches, [1 + N, D]: a view of the parameter where it can be one."""
-        return self._inner.embeddings.position_embeddings[0]
+        return self.inner.embeddings.position_embeddings[0]
 
     def _table_of(self, grid: Grid) -> Tensor:
         """The rows of CLS and of another grid's patches, as transformers' own `interpolate_pos_encoding` makes them."""
@@ -61,30 +45,31 @@ class ImageBackbone(Backbone):
         assert self.input.patch is not None
         height, width = (count * side for count, side in zip(grid, self.input.patch, strict=True))
         shape = torch.empty(1, 1 + grid[0] * grid[1], self.dim, device="meta")
-        return self._inner.embeddings.interpolate_pos_encoding(shape, height, width)[0]
+        return self.inner.embeddings.interpolate_pos_encoding(shape, height, width)[0]
 
+    @abstractmethod
     def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
-        raise NotImplementedError
+        """Brings the table to another image size."""
 
     def _replace_table(self, patches: Tensor, size: tuple[int, int]) -> None:
         """A new table in the wrapped model, and its image size wherever transformers keeps it."""
-        embeddings = self._inner.embeddings
+        embeddings = self.inner.embeddings
         old = embeddings.position_embeddings
         table = torch.cat([old.detach()[:, :1], patches.detach().unsqueeze(0)], dim=1)
         embeddings.position_embeddings = nn.Parameter(table, requires_grad=old.requires_grad)
         embeddings.patch_embeddings.image_size = size
         embeddings.patch_embeddings.num_patches = patches.shape[0]
-        for config in (self.model.config, self._inner.config):
+        for config in (self.model.config, self.inner.config):
             config.image_size = size[0] if size[0] == size[1] else list(size)
 
     @torch.no_grad()
     def erase_positions(self) -> tuple[str, ...]:
-        self._inner.embeddings.position_embeddings[:, 1:].zero_()
+        self.inner.embeddings.position_embeddings[:, 1:].zero_()
         return ()
 
     @property
     def table_name(self) -> str:
-        inside = "" if self.model is self._inner else f"{self.model.base_model_prefix}."
+        inside = "" if self.model is self.inner else f"{self.model.base_model_prefix}."
         return f"{inside}embeddings.position_embeddings"
 
     @property
@@ -99,7 +84,7 @@ class ImageBackbone(Backbone):
         return own_state(self.model, state)
 
     def embed(self, x: Tensor) -> Tensor:
-        convolution = self._inner.embeddings.patch_embeddings.projection
+        convolution = self.inner.embeddings.patch_embeddings.projection
         assert self.input.shape is not None
         expected = (self.input.channels, *self.input.shape)
         if x.dim() != 4 or tuple(x.shape[1:]) != expected:
@@ -120,7 +105,7 @@ class ImageBackbone(Backbone):
 
         The row of CLS is no place: it is 0 where the others are fixed, and CLS itself is learned.
         """
-        table = self._inner.embeddings.position_embeddings
+        table = self.inner.embeddings.position_embeddings
         if kind == "relative":
             raise SitusError(f"positions='relative': {self.name} has a table and no relative form", field="positions")
         if kind in ("sincos", "learned_sincos") and self.table_grid != self.grid:
@@ -137,57 +122,33 @@ class ImageBackbone(Backbone):
         table.requires_grad_(kind in ("learned", "learned_sincos"))
         self._placeless = kind == "none"
 
-    def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
-        places = fit(positions, tokens.shape[1], None, ("table",), self.name)
-        if places.table is not None:
-            tokens = tokens + places.table.to(tokens.dtype)
-        prefix = self._prefix().to(tokens.dtype).expand(tokens.shape[0], -1, -1)
-        z = self._inner.embeddings.dropout(torch.cat([prefix, tokens], dim=1))
-        if mask is not None:
-            mask = torch.cat([mask.new_ones(mask.shape[0], self.num_prefix), mask], dim=1).bool()
-        return Stream(z, self.num_prefix, mask=mask)
+    def fitted(self, positions: Positions | None, count: int) -> Positions:
+        return fit(positions, count, None, ("table",), self.name)
 
-    def _prefix(self) -> Tensor:
-        """CLS with its own row of the table, [1, p, D]."""
-        embeddings = self._inner.embeddings
+    def prefix_tokens(self) -> Tensor:
+        embeddings = self.inner.embeddings
         return embeddings.cls_token + embeddings.position_embeddings[:, :1]
 
-    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
-        return run_layers(self._layers(), self._attentions(), stream, keys, taps)
+    def before_blocks(self, z: Tensor) -> Tensor:
+        return self.inner.embeddings.dropout(z)
 
-    def block_modules(self) -> list[tuple[nn.Module, ...]]:
-        return [(layer,) for layer in self._layers()]
-
-    def own_names(self, names: Iterable[str]) -> dict[str, str]:
-        return own_names(self.model, names)
-
-    def one_block_args(self) -> dict[str, Any]:
-        return one_block(self.model.config)
-
-    def roles(self) -> dict[str, Role]:
-        return roles_of(self, NAMES, inner_prefix(self.model))
-
-    def finish(self, stream: Stream) -> Features:
-        z = self._inner.layernorm(stream.z)
-        return Features(z[:, : stream.prefix], z[:, stream.prefix :])
-
-    def head(self, features: Features) -> Tensor:
-        return self._head(self.model, features)
+    def final_norm(self, z: Tensor) -> Tensor:
+        return self.inner.layernorm(z)
 
 
 class ViTBackbone(ImageBackbone):
     """ViTModel, ViTForImageClassification. Another image size gives the model a resampled table."""
 
-    def _layers(self) -> Any:
-        return self._inner.layers
+    def layers(self) -> Any:
+        return self.inner.layers
 
     def write_layout(self, layout: LayoutBuilder) -> None:
-        write_vit(layout, self.dim, self._layers())
+        write_vit(layout, self.dim, self.layers())
 
     def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
         if old == new:
             return
-        embeddings = self._inner.embeddings
+        embeddings = self.inner.embeddings
         patch_size = embeddings.patch_embeddings.patch_size
         rows = resample_table(embeddings.position_embeddings.detach()[0, 1:], grid_of(old, patch_size), self.grid)
         self._replace_table(rows, new)
@@ -202,22 +163,22 @@ class Dinov2Backbone(ImageBackbone):
     in the model and `positions()` resamples it, with gradients. Either way the bare model agrees with us.
     """
 
-    def _layers(self) -> Any:
-        return self._inner.encoder.layer
+    def layers(self) -> Any:
+        return self.inner.encoder.layer
 
     def write_layout(self, layout: LayoutBuilder) -> None:
-        write_dinov2(layout, self.dim, self._layers())
+        write_dinov2(layout, self.dim, self.layers())
 
     @property
     def table_grid(self) -> Grid:
-        side = isqrt(self._inner.embeddings.position_embeddings.shape[1] - 1)
+        side = isqrt(self.inner.embeddings.position_embeddings.shape[1] - 1)
         return side, side
 
     def _table(self) -> Tensor:
         return self._table_of(self.grid)
 
     def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
-        count = self._inner.embeddings.patch_embeddings.num_patches
+        count = self.inner.embeddings.patch_embeddings.num_patches
         if old[0] != old[1] or (old != new and isqrt(count) ** 2 != count):
             raise SitusError(
                 f"image_size={old[0]}x{old[1]}: transformers reads {self.name}'s table as a square; "
@@ -231,11 +192,8 @@ class Dinov2Backbone(ImageBackbone):
 class Dinov2RegistersBackbone(Dinov2Backbone):
     """Dinov2WithRegistersModel and its classifier: registers stand behind CLS, without rows in the table."""
 
-    def _prefix(self) -> Tensor:
-        return torch.cat([super()._prefix(), self._inner.embeddings.register_tokens], dim=1)
-
-
-# --- heads --------------------------------------------------------------------------------------------------
+    def prefix_tokens(self) -> Tensor:
+        return torch.cat([super().prefix_tokens(), self.inner.embeddings.register_tokens], dim=1)
 
 
 def vit_pooled(model: Any, features: Features) -> Tensor:

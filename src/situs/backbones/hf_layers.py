@@ -1,4 +1,4 @@
-"""The layers of transformers' encoders, run over their own weights with one addition: a context.
+"""What transformers' models share, and the layers of its encoders, run over their own weights with a context.
 
 transformers computes keys and values for every token. Here each exact attention class that we know has its
 layer written out, with keys and values for the first `keys` tokens alone; a class we do not know is refused
@@ -8,14 +8,19 @@ rounding only. Gradient checkpointing, which transformers keeps in its own layer
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.backbones.base import Features, Stream, Taps
+from situs.backbones.base import Backbone, Features, Stream, Taps
+from situs.backbones.hf_layout import NAMES, inner_prefix, one_block
+from situs.backbones.hf_names import own_names
+from situs.backbones.layout import Role, roles_of
 from situs.core.position import Positions
+from situs.core.tokens import Grid
 from situs.errors import SitusError
 
 Layer = Callable[[Any, Tensor, int | None, Tensor | None], Tensor]
@@ -73,27 +78,62 @@ LAYERS: dict[str, Layer] = {
 """Exact attention class -> the layer around it."""
 
 
-def check_attention(name: str, attentions: Iterable[nn.Module]) -> None:
-    """Refuses a model in which an attention has been exchanged for a class that is not in `LAYERS`."""
-    for attention in attentions:
-        kind = type(attention).__name__
-        if kind not in LAYERS:
-            raise SitusError(
-                f"{name}: its {kind} is not among the attention classes Situs runs: {', '.join(sorted(LAYERS))}"
-            )
+class HFBackbone(Backbone):
+    """What transformers' models share. head: what gives logits for finished features."""
+
+    def __init__(self, model: nn.Module, head: Head, grid: Grid, prefix: int) -> None:
+        config: Any = model.base_model.config  # type: ignore[union-attr]
+        super().__init__(model, type(model).__name__, grid, config.hidden_size, prefix, config.num_hidden_layers)
+        self._head = head
+        self.train(model.training)
+
+    @property
+    def inner(self) -> Any:
+        """The model without its head. A property: as an attribute its weights would be saved twice."""
+        return self.model.base_model
+
+    @abstractmethod
+    def layers(self) -> Any:
+        """The blocks, as transformers keeps them."""
+
+    def block_modules(self) -> list[tuple[nn.Module, ...]]:
+        return [(layer,) for layer in self.layers()]
+
+    def own_names(self, names: Iterable[str]) -> dict[str, str]:
+        return own_names(self.model, names)
+
+    def one_block_args(self) -> dict[str, Any]:
+        return one_block(self.model.config)
+
+    def roles(self) -> dict[str, Role]:
+        return roles_of(self, NAMES, inner_prefix(self.model))
+
+    def head(self, features: Features) -> Tensor:
+        return self._head(self.model, features)
 
 
-def run_layers(
-    layers: Iterable[Any], attentions: Iterable[nn.Module], stream: Stream, keys: int | None, taps: Taps
-) -> Tensor:
-    """All layers over stream.z [B, S, D]; keys and values come from the first `keys` tokens (None: all)."""
-    z = stream.z
-    mask = None if stream.mask is None else stream.mask[:, None, None, :keys]
-    for number, (layer, attention) in enumerate(zip(layers, attentions, strict=True), start=1):
-        z = LAYERS[type(attention).__name__](layer, z, keys, mask)
-        for tap in taps:
-            tap(number, z)
-    return z
+class EncoderBackbone(HFBackbone):
+    """An encoder, whose layers run here, with a context; one whose attention has been exchanged is refused."""
+
+    def __init__(self, model: nn.Module, head: Head, grid: Grid, prefix: int) -> None:
+        super().__init__(model, head, grid, prefix)
+        for attention in self.attentions():
+            kind = type(attention).__name__
+            if kind not in LAYERS:
+                known = ", ".join(sorted(LAYERS))
+                raise SitusError(f"{self.name}: its {kind} is not among the attention classes Situs runs: {known}")
+
+    def attentions(self) -> list[nn.Module]:
+        """The attention of each layer."""
+        return [layer.attention for layer in self.layers()]
+
+    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
+        z, mask = stream.z, None if stream.mask is None else stream.mask[:, None, None, :keys]
+        for number, (layer, attention) in enumerate(zip(self.layers(), self.attentions(), strict=True), start=1):
+            z = LAYERS[type(attention).__name__](layer, z, keys, mask)
+            for tap in taps:
+                tap(number, z)
+        return z
 
 
 def fit(positions: Positions | None, count: int, whole: int | None, kinds: tuple[str, ...], name: str) -> Positions:

@@ -65,8 +65,7 @@ def _dinov2(layout: LayoutBuilder, name: str, layer: Any) -> None:
 
 def _image_attention(layout: LayoutBuilder, attn: Any) -> Attention:
     q, k, v, o = (layout.projection(layer) for layer in (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj))
-    heads = attn.num_attention_heads
-    return Attention(q, k, v, o, heads, heads, layout.state[o.weight].shape[o.into] // heads, rotary=False)
+    return Attention(q, k, v, o, attn.num_attention_heads, attn.num_attention_heads)
 
 
 def _mlp(layout: LayoutBuilder, name: str, mlp: Any) -> None:
@@ -88,9 +87,7 @@ def _bert(layout: LayoutBuilder, name: str, layer: Any) -> None:
     attn = layer.attention.self
     q, k, v = (layout.projection(part) for part in (attn.query, attn.key, attn.value))
     o = layout.projection(layer.attention.output.dense)
-    heads = attn.num_attention_heads
-    width = layout.state[o.weight].shape[o.into] // heads
-    layout.attention(name, RESIDUAL, Attention(q, k, v, o, heads, heads, width, rotary=False))
+    layout.attention(name, RESIDUAL, Attention(q, k, v, o, attn.num_attention_heads, attn.num_attention_heads))
     layout.norm(RESIDUAL, layer.attention.output.LayerNorm)
     layout.mlp(name, RESIDUAL, [layout.projection(layer.intermediate.dense)], layout.projection(layer.output.dense))
     layout.norm(RESIDUAL, layer.output.LayerNorm)
@@ -106,8 +103,7 @@ def _gpt2(layout: LayoutBuilder, name: str, layer: Any) -> None:
     o = layout.projection(attn.c_proj)
     for norm in (layer.ln_1, layer.ln_2):
         layout.norm(RESIDUAL, norm)
-    heads = attn.num_heads
-    layout.attention(name, RESIDUAL, Attention(q, k, v, o, heads, heads, attn.head_dim, rotary=False))
+    layout.attention(name, RESIDUAL, Attention(q, k, v, o, attn.num_heads, attn.num_heads))
     layout.mlp(name, RESIDUAL, [layout.projection(layer.mlp.c_fc)], layout.projection(layer.mlp.c_proj))
 
 
@@ -115,10 +111,10 @@ def _llama(layout: LayoutBuilder, name: str, layer: Any) -> None:
     """RMSNorm, RoPE (query and key channels stay), grouped queries, a gated MLP."""
     attn = layer.self_attn
     q, k, v, o = (layout.projection(part) for part in (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj))
-    heads = layout.state[o.weight].shape[o.into] // attn.head_dim
+    heads = layout.inputs(o) // attn.head_dim
     for norm in (layer.input_layernorm, layer.post_attention_layernorm):
         layout.norm(RESIDUAL, norm)
-    grouped = Attention(q, k, v, o, heads, heads // attn.num_key_value_groups, attn.head_dim, rotary=True)
+    grouped = Attention(q, k, v, o, heads, heads // attn.num_key_value_groups, rotary=True)
     layout.attention(name, RESIDUAL, grouped)
     _mlp(layout, name, layer.mlp)
 

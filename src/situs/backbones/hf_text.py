@@ -1,4 +1,4 @@
-"""transformers' text models behind the hinge: BERT, GPT-2 and the Llama-like decoders.
+"""transformers' text models as backbones: BERT, GPT-2 and the Llama-like decoders.
 
 Their tokens are all ordinary: [CLS] is one of the input ids, so there are no prefix tokens. `grid` is
 (length,). The model's own positions hold `length` places; a shorter sentence takes the first ones.
@@ -7,18 +7,16 @@ Their tokens are all ordinary: [CLS] is one of the input ids, so there are no pr
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
-from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from situs.backbones.base import Backbone, Features, Stream, Taps
-from situs.backbones.hf_layers import Head, check_attention, fit, run_layers
-from situs.backbones.hf_layout import NAMES, inner_prefix, one_block, write_bert, write_gpt2, write_llama
-from situs.backbones.hf_names import own_names
-from situs.backbones.layout import LayoutBuilder, Role, roles_of
+from situs.backbones.base import Features, Stream, Taps
+from situs.backbones.hf_layers import EncoderBackbone, Head, HFBackbone, fit
+from situs.backbones.hf_layout import write_bert, write_gpt2, write_llama
+from situs.backbones.layout import LayoutBuilder
 from situs.core.position import Positions
 from situs.core.tokens import Grid, Size, pair
 from situs.errors import SitusError
@@ -37,7 +35,7 @@ FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE whose angles depend on the place alone, not on how long the sentence is."""
 
 
-class TextBackbone(Backbone):
+class TextBackbone(HFBackbone):
     """What the text models share: ids in, one row of tokens, positions for the first `length` places."""
 
     kinds: tuple[str, ...] = ("table",)
@@ -52,30 +50,7 @@ class TextBackbone(Backbone):
             raise SitusError(
                 f"img_size={size}: {name} reads a row of 1 to {longest} tokens: give (1, length)", field="img_size"
             )
-        super().__init__(model, name, (length,), config.hidden_size, 0, config.num_hidden_layers)
-        self._head = head
-        self.train(model.training)
-
-    @property
-    def _inner(self) -> Any:
-        """The model without its head. A property: as an attribute its weights would be saved twice."""
-        return self.model.base_model
-
-    @abstractmethod
-    def _layers(self) -> Any:
-        """The blocks, as transformers keeps them."""
-
-    def block_modules(self) -> list[tuple[nn.Module, ...]]:
-        return [(layer,) for layer in self._layers()]
-
-    def own_names(self, names: Iterable[str]) -> dict[str, str]:
-        return own_names(self.model, names)
-
-    def one_block_args(self) -> dict[str, Any]:
-        return one_block(self.model.config)
-
-    def roles(self) -> dict[str, Role]:
-        return roles_of(self, NAMES, inner_prefix(self.model))
+        super().__init__(model, head, (length,), 0)
 
     def _length(self, grid: Grid | None) -> int:
         """How many places a grid has, (length,); refused where they are more than the model knows."""
@@ -92,64 +67,44 @@ class TextBackbone(Backbone):
                 f"with N <= {self.num_tokens}",
                 field="img_size",
             )
-        return self._inner.get_input_embeddings()(x)
+        return self.inner.get_input_embeddings()(x)
 
-    def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
-        places = fit(positions, tokens.shape[1], self.num_tokens, self.kinds, self.name)
-        if places.table is not None:
-            tokens = tokens + places.table.to(tokens.dtype)
-        return Stream(self._before_layers(tokens), 0, places.rotary, mask=None if mask is None else mask.bool())
-
-    def _before_layers(self, z: Tensor) -> Tensor:
-        return z
-
-    def finish(self, stream: Stream) -> Features:
-        z = self._final_norm(stream.z)
-        return Features(z[:, :0], z)
-
-    def _final_norm(self, z: Tensor) -> Tensor:
-        return z
-
-    def head(self, features: Features) -> Tensor:
-        return self._head(self.model, features)
+    def fitted(self, positions: Positions | None, count: int) -> Positions:
+        return fit(positions, count, self.num_tokens, self.kinds, self.name)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """The wrapped model's own forward: ids [B, N] -> logits. mask: [B, N] bool, False for padding."""
         return self.head(self.encode(self.embed(x), self.positions((x.shape[1],)), mask=mask))
 
 
-class BertBackbone(TextBackbone):
+class BertBackbone(TextBackbone, EncoderBackbone):
     """BertModel, BertForSequenceClassification, BertForMaskedLM, as encoders."""
 
     def __init__(self, model: nn.Module, head: Head, size: Size | None = None) -> None:
         super().__init__(model, head, size)
         if self.model.config.is_decoder:
             raise SitusError(f"is_decoder=True: {self.name} is known here as an encoder only")
-        check_attention(self.name, self._attentions())
 
-    def _layers(self) -> Any:
-        return self._inner.encoder.layer
+    def layers(self) -> Any:
+        return self.inner.encoder.layer
 
     def write_layout(self, layout: LayoutBuilder) -> None:
-        write_bert(layout, self.dim, self._layers())
+        write_bert(layout, self.dim, self.layers())
 
-    def _attentions(self) -> list[nn.Module]:
-        return [layer.attention.self for layer in self._layers()]
+    def attentions(self) -> list[nn.Module]:
+        return [layer.attention.self for layer in self.layers()]
 
     def embed(self, x: Tensor, types: Tensor | None = None) -> Tensor:
         """Ids [B, N] -> word vectors and those of the segments `types` ([B, N]; None: all 0), [B, N, D]."""
-        segments = self._inner.embeddings.token_type_embeddings
+        segments = self.inner.embeddings.token_type_embeddings
         return super().embed(x) + (segments.weight[0] if types is None else segments(types))
 
     def positions(self, grid: Grid | None = None) -> Positions:
-        return Positions(table=self._inner.embeddings.position_embeddings.weight[: self._length(grid)])
+        return Positions(table=self.inner.embeddings.position_embeddings.weight[: self._length(grid)])
 
-    def _before_layers(self, z: Tensor) -> Tensor:
-        embeddings = self._inner.embeddings
+    def before_blocks(self, z: Tensor) -> Tensor:
+        embeddings = self.inner.embeddings
         return embeddings.dropout(embeddings.LayerNorm(z))
-
-    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
-        return run_layers(self._layers(), self._attentions(), stream, keys, taps)
 
 
 class DecoderBackbone(TextBackbone):
@@ -184,7 +139,7 @@ class DecoderBackbone(TextBackbone):
     def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
         assert keys is None  # `blocks` has refused a context
         z, masks, given = stream.z, self._masks(stream), self._given(stream)
-        for number, (layer, sliding) in enumerate(zip(self._layers(), self._sliding(), strict=True), start=1):
+        for number, (layer, sliding) in enumerate(zip(self.layers(), self._sliding(), strict=True), start=1):
             z = layer(z, attention_mask=masks[sliding], **given)
             for tap in taps:
                 tap(number, z)
@@ -194,20 +149,20 @@ class DecoderBackbone(TextBackbone):
 class GPT2Backbone(DecoderBackbone):
     """GPT2Model, GPT2LMHeadModel: a learned table, dropout behind it, and a causal mask."""
 
-    def _layers(self) -> Any:
-        return self._inner.h
+    def layers(self) -> Any:
+        return self.inner.h
 
     def write_layout(self, layout: LayoutBuilder) -> None:
-        write_gpt2(layout, self.dim, self._layers())
+        write_gpt2(layout, self.dim, self.layers())
 
     def positions(self, grid: Grid | None = None) -> Positions:
-        return Positions(table=self._inner.wpe.weight[: self._length(grid)])
+        return Positions(table=self.inner.wpe.weight[: self._length(grid)])
 
-    def _before_layers(self, z: Tensor) -> Tensor:
-        return self._inner.drop(z)
+    def before_blocks(self, z: Tensor) -> Tensor:
+        return self.inner.drop(z)
 
-    def _final_norm(self, z: Tensor) -> Tensor:
-        return self._inner.ln_f(z)
+    def final_norm(self, z: Tensor) -> Tensor:
+        return self.inner.ln_f(z)
 
 
 class LlamaBackbone(DecoderBackbone):
@@ -221,25 +176,25 @@ class LlamaBackbone(DecoderBackbone):
 
     def __init__(self, model: nn.Module, head: Head, size: Size | None = None) -> None:
         super().__init__(model, head, size)
-        kind = self._inner.rotary_emb.rope_type
+        kind = self.inner.rotary_emb.rope_type
         if kind not in FIXED_ROTATIONS:
             raise SitusError(
                 f"rope_type={kind!r}: its angles change with the length; {self.name} may have: "
                 f"{', '.join(FIXED_ROTATIONS)}"
             )
         # As float32, the number by which transformers really multiplies: dividing leaves place 0 the exact identity.
-        self._factor = float(torch.tensor(self._inner.rotary_emb.attention_scaling, dtype=torch.float32, device="cpu"))
+        self._factor = float(torch.tensor(self.inner.rotary_emb.attention_scaling, dtype=torch.float32, device="cpu"))
 
-    def _layers(self) -> Any:
-        return self._inner.layers
+    def layers(self) -> Any:
+        return self.inner.layers
 
     def write_layout(self, layout: LayoutBuilder) -> None:
-        write_llama(layout, self.dim, self._layers())
+        write_llama(layout, self.dim, self.layers())
 
     def positions(self, grid: Grid | None = None) -> Positions:
-        weight = self._inner.embed_tokens.weight
+        weight = self.inner.embed_tokens.weight
         places = torch.arange(self._length(grid), device=weight.device).unsqueeze(0)
-        cosine, sine = self._inner.rotary_emb(weight, places)
+        cosine, sine = self.inner.rotary_emb(weight, places)
         return Positions(rotary=torch.cat([sine, cosine], dim=-1)[None, :, None] / self._factor)
 
     def _given(self, stream: Stream) -> dict[str, Any]:
@@ -248,7 +203,7 @@ class LlamaBackbone(DecoderBackbone):
     def _rotation(self, stream: Stream) -> tuple[Tensor, Tensor]:
         """(cosine, sine), each [B or 1, N, d]; the identity where there are no positions."""
         if stream.rotary is None:
-            cosine = stream.z.new_ones(1, stream.z.shape[1], self._inner.layers[0].self_attn.head_dim)
+            cosine = stream.z.new_ones(1, stream.z.shape[1], self.inner.layers[0].self_attn.head_dim)
             sine = torch.zeros_like(cosine)
         else:
             sine, cosine = stream.rotary[0, :, 0].chunk(2, dim=-1)
@@ -257,8 +212,8 @@ class LlamaBackbone(DecoderBackbone):
             cosine, sine = ((x * self._factor).float() for x in (cosine, sine))
         return cosine.to(stream.z.dtype), sine.to(stream.z.dtype)
 
-    def _final_norm(self, z: Tensor) -> Tensor:
-        return self._inner.norm(z)
+    def final_norm(self, z: Tensor) -> Tensor:
+        return self.inner.norm(z)
 
 
 class MistralBackbone(LlamaBackbone):
@@ -273,9 +228,6 @@ class Qwen2Backbone(LlamaBackbone):
 
     def _sliding(self) -> list[bool]:
         return [kind == "sliding_attention" for kind in self.model.config.layer_types[: self.depth]]
-
-
-# --- heads --------------------------------------------------------------------------------------------------
 
 
 def bert_pooled(model: Any, features: Features) -> Tensor:
@@ -301,3 +253,20 @@ def hidden(_: Any, features: Features) -> Tensor:
 def next_words(model: Any, features: Features) -> Tensor:
     """A logit for each word to come after each place, [B, N, V]."""
     return model.lm_head(features.patches)
+
+
+TOKENISERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
+
+
+def token_ids(folder: Path, texts: list[str], longest: int) -> list[list[int]]:
+    """Each text as the ids of its tokens, those that a model's input begins and ends with among them."""
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in TOKENISERS):
+        raise SitusError(f"{folder}: holds no tokeniser, so texts cannot be turned into its words", field="texts")
+    try:
+        words = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # a damaged tokeniser fails in as many ways as there are kinds of them
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise SitusError(f"{folder}: its tokeniser cannot be read: {reason}", field="texts") from error
+    return words(texts, truncation=True, max_length=longest)["input_ids"]

@@ -98,16 +98,8 @@ class Group:
 
 
 NORMS = (
-    "LayerNorm",
-    "LayerNormFp32",
-    "RmsNorm",
-    "RmsNormFp32",
-    "SimpleNorm",
-    "SimpleNormFp32",
-    "RMSNorm",
-    "LlamaRMSNorm",
-    "MistralRMSNorm",
-    "Qwen2RMSNorm",
+    *("LayerNorm", "LayerNormFp32", "RmsNorm", "RmsNormFp32", "SimpleNorm", "SimpleNormFp32"),
+    *("RMSNorm", "LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm"),
 )
 """Norms whose statistics do not see an order: a permutation of their input permutes their output."""
 
@@ -138,9 +130,7 @@ class Attention:
     o: Projection
     heads: int
     kv_heads: int
-    width: int
-    """Channels of a head."""
-    rotary: bool
+    rotary: bool = False
     """Rotated in pairs: its query and key channels cannot move."""
     head_norms: Sequence[nn.Module] = ()
     """q- and k-norms over the channels of a head, shared by all heads."""
@@ -187,8 +177,6 @@ class LayoutBuilder:
         """The state dict's name of a module's tensor."""
         return f"{self._names[id(module)]}.{tensor}"
 
-    # --- parts of a block --------------------------------------------------------------------------------------
-
     def projection(self, layer: Any, start: int = 0, length: int | None = None) -> Projection:
         """A torch `Linear` ([out, in]) or transformers' `Conv1D` ([in, out])."""
         kinds = {"Linear": (1, 0), "Conv1D": (0, 1)}
@@ -198,6 +186,10 @@ class LayoutBuilder:
         into, out = kinds[kind]
         bias = self.path(layer, "bias")
         return Projection(self.path(layer, "weight"), bias if bias in self.state else None, into, out, start, length)
+
+    def inputs(self, p: Projection) -> int:
+        """How many channels a projection reads."""
+        return self.state[p.weight].shape[p.into]
 
     def reads(self, group: str, p: Projection, outer: int = 1, inner: int = 1) -> None:
         """The projection's inputs are of this group."""
@@ -230,8 +222,8 @@ class LayoutBuilder:
 
         packed: how many of them lie in one tensor, one after the other.
         """
-        name, size = f"{block}.mlp", self.state[down.weight].shape[down.into]
-        self.open(name, "hidden", size)
+        name = f"{block}.mlp"
+        self.open(name, "hidden", self.inputs(down))
         for p in up:
             self.reads(residual, p)
             self.writes(name, p, outer=packed)
@@ -244,49 +236,36 @@ class LayoutBuilder:
         for p in (a.q, a.k, a.v, *a.gates):
             self.reads(residual, p)
         self.writes(residual, a.o)
-        self._heads(block, a)
-        self._values(block, a)
-        if not a.rotary:
-            self._queries(block, a)
-
-    def _heads(self, block: str, a: Attention) -> None:
-        """The order of the kv heads, each with the queries it serves; and of the queries within."""
-        name = "heads" if a.shared_heads else f"{block}.heads"
-        share = a.heads // a.kv_heads
-        per_query = (a.q, *a.gates)
-        if a.kv_heads > 1:
-            self.open(name, "heads", a.kv_heads)
-            for p in per_query:
-                self.writes(name, p, inner=share * a.width)
-            for p in (a.k, a.v):
-                self.writes(name, p, inner=a.width)
-            self.reads(name, a.o, inner=share * a.width)
-            if a.inner_norm is not None:
-                self.norm(name, a.inner_norm, inner=share * a.width)
+        share, width, per_query = a.heads // a.kv_heads, self.inputs(a.o) // a.heads, (a.q, *a.gates)
+        if a.kv_heads > 1:  # the order of the kv heads, each with the queries it serves
+            name, wide = "heads" if a.shared_heads else f"{block}.heads", share * width
+            written = [*((p, 1, wide) for p in per_query), (a.k, 1, width), (a.v, 1, width)]
+            self._group(name, "heads", a.kv_heads, written, a, (1, wide))
             self.add(name, a.head_tables)
-        if share > 1:
-            name = f"{block}.queries"
-            self.open(name, "heads", share)
-            for p in per_query:
-                self.writes(name, p, outer=a.kv_heads, inner=a.width)
-            self.reads(name, a.o, outer=a.kv_heads, inner=a.width)
+        if share > 1:  # the order of the queries within
+            written = [(p, a.kv_heads, width) for p in per_query]
+            self._group(f"{block}.queries", "heads", share, written, a, (a.kv_heads, width))
+        written = [(a.v, a.kv_heads, 1), *((p, a.heads, 1) for p in a.gates)]
+        self._group(f"{block}.value", "value", width, written, a, (a.heads, 1))
+        if not a.rotary:
+            self._group(f"{block}.query", "query", width, [(a.q, a.heads, 1), (a.k, a.kv_heads, 1)], a)
+            for layer in a.head_norms:
+                self.norm(f"{block}.query", layer)
+
+    def _group(
+        self,
+        name: str,
+        kind: Kind,
+        size: int,
+        written: Iterable[tuple[Projection, int, int]],
+        a: Attention,
+        read: tuple[int, int] | None = None,
+    ) -> None:
+        """Outputs of projections, each with its (outer, inner); read: those of the last projection's inputs."""
+        self.open(name, kind, size)
+        for p, outer, inner in written:
+            self.writes(name, p, outer, inner)
+        if read is not None:
+            self.reads(name, a.o, *read)
             if a.inner_norm is not None:
-                self.norm(name, a.inner_norm, outer=a.kv_heads, inner=a.width)
-
-    def _values(self, block: str, a: Attention) -> None:
-        name = f"{block}.value"
-        self.open(name, "value", a.width)
-        self.writes(name, a.v, outer=a.kv_heads)
-        for p in a.gates:
-            self.writes(name, p, outer=a.heads)
-        self.reads(name, a.o, outer=a.heads)
-        if a.inner_norm is not None:
-            self.norm(name, a.inner_norm, outer=a.heads)
-
-    def _queries(self, block: str, a: Attention) -> None:
-        name = f"{block}.query"
-        self.open(name, "query", a.width)
-        self.writes(name, a.q, outer=a.heads)
-        self.writes(name, a.k, outer=a.kv_heads)
-        for layer in a.head_norms:
-            self.norm(name, layer)
+                self.norm(name, a.inner_norm, *read)

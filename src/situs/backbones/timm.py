@@ -1,4 +1,4 @@
-"""timm's models behind the hinge. Every class is exact: a subclass we have not read is refused by name."""
+"""timm's models as backbones. Every class is exact: a subclass we have not read is refused by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.backbones.attention import check_blocks, run_blocks
-from situs.backbones.base import CAPABILITIES, Backbone, Features, InputSpec, Stream, Taps, join
+from situs.backbones.base import Backbone, Features, InputSpec, Stream, Taps, WholeBackbone, join, refuses_tokens
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
 from situs.backbones.timm_layout import NAMES, write_flat, write_swin
 from situs.core.position import PairBias, Positions, resample_table
@@ -20,7 +20,34 @@ from situs.core.tokens import Grid, patchify, take
 from situs.errors import SitusError
 
 
-class FlatBackbone(Backbone):
+class TimmBackbone(Backbone):
+    """What timm's transformers share: a final norm, and a head that reads their own form of the sequence."""
+
+    def sequence(self, features: Features) -> Tensor:
+        """What timm's own head is given."""
+        return join(features)
+
+    def final_norm(self, z: Tensor) -> Tensor:
+        return self.model.norm(z)
+
+    def head(self, features: Features) -> Tensor:
+        return self.model.forward_head(self.sequence(features))
+
+    def pooled(self, features: Features) -> Tensor:
+        return self.model.forward_head(self.sequence(features), pre_logits=True)
+
+    @property
+    def reads(self) -> str:
+        if getattr(self.model, "dist_token", None) is not None:
+            return "mean of the CLS and distillation tokens"
+        words = {"token": "CLS token", "avg": "mean of the patches", "max": "maximum over the patches"}
+        return words.get(self.model.global_pool, f"patches pooled by {self.model.global_pool!r}")
+
+    def roles(self) -> dict[str, Role]:
+        return roles_of(self, NAMES)
+
+
+class FlatBackbone(TimmBackbone):
     """What timm's flat transformers share: one sequence, prefix tokens in front, blocks we run ourselves."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
@@ -30,10 +57,6 @@ class FlatBackbone(Backbone):
         height, width = inner.patch_embed.grid_size
         super().__init__(model, name, (height, width), inner.embed_dim, inner.num_prefix_tokens, len(inner.blocks))
         self.input = _images_of(inner.patch_embed)
-
-    def prefix_tokens(self) -> Tensor:
-        """The prefix tokens with their own position rows added, [1, p, D]."""
-        raise NotImplementedError
 
     def embed(self, x: Tensor) -> Tensor:
         return self._embed(x, None)
@@ -51,19 +74,7 @@ class FlatBackbone(Backbone):
         weight = stem.proj.weight.permute(0, 2, 3, 1).flatten(1)
         return stem.norm(F.linear(patches, weight, stem.proj.bias))
 
-    def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
-        places = Positions() if positions is None else positions
-        if places.table is not None:
-            tokens = tokens + places.table.to(tokens.dtype)
-        if self.num_prefix:
-            prefix = self.prefix_tokens().to(tokens.dtype).expand(tokens.shape[0], -1, -1)
-            tokens = torch.cat([prefix, tokens], dim=1)
-        if mask is not None:
-            mask = torch.cat([mask.new_ones(mask.shape[0], self.num_prefix), mask], dim=1).bool()
-        return Stream(self.before_blocks(tokens), self.num_prefix, places.rotary, places.bias, mask)
-
     def before_blocks(self, z: Tensor) -> Tensor:
-        """What the wrapped model does between adding positions and its first block."""
         return self.model.norm_pre(self.model.pos_drop(z))
 
     def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
@@ -72,48 +83,34 @@ class FlatBackbone(Backbone):
     def block_modules(self) -> list[tuple[nn.Module, ...]]:
         return [(block,) for block in self.model.blocks]
 
-    def roles(self) -> dict[str, Role]:
-        return roles_of(self, NAMES)
-
     def one_block_args(self) -> dict[str, Any]:
         return {"depth": 1}
 
     def write_layout(self, layout: LayoutBuilder) -> None:
         write_flat(layout, self.model, self.dim)
 
-    def finish(self, stream: Stream) -> Features:
-        z = self.model.norm(stream.z)
-        return Features(z[:, : stream.prefix], z[:, stream.prefix :])
-
-    def head(self, features: Features) -> Tensor:
-        return self.model.forward_head(join(features))
-
-    @property
-    def reads(self) -> str:
-        return _pooling(self.model)
-
-    def pooled(self, features: Features) -> Tensor:
-        return self.model.forward_head(join(features), pre_logits=True)
-
 
 class VitBackbone(FlatBackbone):
     """VisionTransformer and its distilled DeiT: a learned table, with or without rows for the prefix tokens."""
 
+    undropped: ClassVar[type] = nn.Identity
+    """What timm puts in the place of a dropout of patches where there is none."""
+
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__(model, name)
-        _refuse_patch_drop(name, self.model.patch_drop, nn.Identity)
+        if type(self.model.patch_drop) is not self.undropped:
+            said = f"{name}: patch_drop_rate must be 0, a method chooses its tokens itself"
+            raise SitusError(said, field="backbone.model_args")
 
     def _prefix_rows(self) -> int:
         """How many rows of the table belong to prefix tokens."""
         return 0 if self.model.no_embed_class else self.num_prefix
 
     def prefix_tokens(self) -> Tensor:
-        model = self.model
-        names = ("cls_token", "dist_token", "reg_token")
-        tokens = [token for name in names if (token := getattr(model, name, None)) is not None]
+        tokens = [token for name in self.prefix_names if (token := getattr(self.model, name, None)) is not None]
         prefix = torch.cat(tokens, dim=1)
-        if model.pos_embed is not None and self._prefix_rows():
-            prefix = prefix + model.pos_embed[:, : self.num_prefix]
+        if self.model.pos_embed is not None and self._prefix_rows():
+            prefix = prefix + self.model.pos_embed[:, : self.num_prefix]
         return prefix
 
     def positions(self, grid: Grid | None = None) -> Positions:
@@ -126,9 +123,7 @@ class VitBackbone(FlatBackbone):
 class EvaBackbone(VitBackbone):
     """Eva: EVA-02 (table and rotation), axial and mixed RoPE ViTs, DINOv3."""
 
-    def __init__(self, model: nn.Module, name: str) -> None:
-        FlatBackbone.__init__(self, model, name)
-        _refuse_patch_drop(name, self.model.patch_drop, type(None))
+    undropped = type(None)
 
     def positions(self, grid: Grid | None = None) -> Positions:
         if self.model.rope is None:
@@ -180,7 +175,7 @@ class RelPosBackbone(FlatBackbone):
         return ("bias",) if bias is not None and bias.values.any() else ()
 
 
-class SwinBackbone(Backbone):
+class SwinBackbone(TimmBackbone):
     """SwinTransformer, optionally with an absolute table.
 
     timm's Swin has no absolute table, so ours is a parameter of this wrapper: such a model exports its timm part to
@@ -226,9 +221,7 @@ class SwinBackbone(Backbone):
     def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
         if mask is not None:
             raise SitusError(f"{self.name}: images have no padding mask")
-        if positions is not None and positions.table is not None:
-            tokens = tokens + positions.table.to(tokens.dtype)
-        return Stream(tokens, 0)
+        return super().assemble(tokens, positions)
 
     def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
         assert keys is None  # `blocks` has refused a context
@@ -256,33 +249,17 @@ class SwinBackbone(Backbone):
             for number, block in enumerate(stage.blocks)
         ]
 
-    def roles(self) -> dict[str, Role]:
-        return roles_of(self, NAMES)
-
     def write_layout(self, layout: LayoutBuilder) -> None:
         write_swin(layout, self.model)
 
-    def finish(self, stream: Stream) -> Features:
-        z = self.model.norm(stream.z)
-        return Features(z[:, :0], z)
-
-    def head(self, features: Features) -> Tensor:
-        return self.model.forward_head(features.patches.unflatten(1, self.out_grid))
-
-    @property
-    def reads(self) -> str:
-        return _pooling(self.model)
-
-    def pooled(self, features: Features) -> Tensor:
-        return self.model.forward_head(features.patches.unflatten(1, self.out_grid), pre_logits=True)
+    def sequence(self, features: Features) -> Tensor:
+        return features.patches.unflatten(1, self.out_grid)
 
 
-class PixelBackbone(Backbone):
+class PixelBackbone(WholeBackbone):
     """ResNet: no tokens, so only methods that act on the pixels apply (MJP's jigsaw of images, supervised training)."""
 
-    refusals: ClassVar[dict[str, str]] = dict.fromkeys(
-        [name for name in CAPABILITIES if name != "images"], "it is a convolutional network and has no tokens"
-    )
+    refusals: ClassVar[dict[str, str]] = refuses_tokens("it is a convolutional network and has no tokens")
 
     def __init__(self, model: nn.Module, name: str) -> None:
         inner: Any = model
@@ -307,11 +284,6 @@ class PixelBackbone(Backbone):
     def _checked(self, x: Tensor) -> Tensor:
         return checked_images(self.name, x, self.input, next(self.model.parameters()).dtype)
 
-    def _no_tokens(self, *_: object, **__: object) -> Any:
-        self.require("tokens")
-
-    embed = positions = assemble = run_layers = finish = head = pooled = _no_tokens
-
 
 def check_stem(name: str, stem: Any) -> None:
     """Refuses a patch embedding in which a token is not made of one patch alone."""
@@ -319,21 +291,6 @@ def check_stem(name: str, stem: Any) -> None:
         raise SitusError(
             f"{name}: its {type(stem).__name__} makes a token of more than its patch, so that neighbours and borders "
             "tell its place; Situs takes models whose patches are embedded one by one (PatchEmbed)"
-        )
-
-
-def _pooling(model: Any) -> str:
-    """What a timm model's head reads, in words."""
-    if getattr(model, "dist_token", None) is not None:
-        return "mean of the CLS and distillation tokens"
-    words = {"token": "CLS token", "avg": "mean of the patches", "max": "maximum over the patches"}
-    return words.get(model.global_pool, f"patches pooled by {model.global_pool!r}")
-
-
-def _refuse_patch_drop(name: str, patch_drop: Any, off: type) -> None:
-    if type(patch_drop) is not off:
-        raise SitusError(
-            f"{name}: patch_drop_rate must be 0, a method chooses its tokens itself", field="backbone.model_args"
         )
 
 

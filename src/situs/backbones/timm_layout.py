@@ -39,20 +39,16 @@ def _norms_and_scales(layout: LayoutBuilder, residual: str, block: Any) -> None:
 
 
 def _attention(layout: LayoutBuilder, model: Any, attn: Any, depth: int) -> Attention:
-    heads = attn.num_heads
-    share = getattr(attn, "num_kv_groups", 1)
     q, k, v = _qkv(layout, attn)
-    o = layout.projection(attn.proj)
     relative = type(attn).__name__ == "RelPosAttention"
     rope = None if relative else getattr(model, "rope", None)
     return Attention(
-        q=q,
-        k=k,
-        v=v,
-        o=o,
-        heads=heads,
-        kv_heads=heads // share,
-        width=layout.state[o.weight].shape[o.into] // heads,
+        q,
+        k,
+        v,
+        layout.projection(attn.proj),
+        attn.num_heads,
+        attn.num_heads // getattr(attn, "num_kv_groups", 1),
         rotary=rope is not None,
         head_norms=(attn.q_norm, attn.k_norm),
         inner_norm=None if relative else attn.norm,
@@ -134,7 +130,5 @@ def _swin_block(layout: LayoutBuilder, name: str, residual: str, block: Any) -> 
     q, k, v = _qkv(layout, attn)
     o = layout.projection(attn.proj)
     table = Member(layout.path(attn, "relative_position_bias_table"), 1)
-    width = layout.state[o.weight].shape[o.into] // attn.num_heads
-    heads = attn.num_heads
-    layout.attention(name, residual, Attention(q, k, v, o, heads, heads, width, rotary=False, head_tables=[table]))
+    layout.attention(name, residual, Attention(q, k, v, o, attn.num_heads, attn.num_heads, head_tables=[table]))
     _mlp(layout, name, residual, block.mlp)

@@ -78,7 +78,7 @@ def _prepared(folder: Path, backbone: Backbone, path: str, batch: int) -> Any:
 def _texts(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
     import torch
 
-    from situs.backbones.hf_words import token_ids
+    from situs.backbones.hf_text import token_ids
     from situs.data.sampler import epoch_order
 
     try:
