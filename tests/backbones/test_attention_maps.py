@@ -117,7 +117,7 @@ def test_values_weighed_by_them_are_the_attentions_own_output(name: str) -> None
 )
 def test_weights_are_those_transformers_tells(kind: str, entries: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
-    from situs.backbones.hf import create_hf_backbone
+    from situs.backbones import create_backbone
 
     torch.manual_seed(0)
     cls = getattr(transformers, kind)
@@ -126,7 +126,7 @@ def test_weights_are_those_transformers_tells(kind: str, entries: dict[str, Any]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.3)
-    backbone = create_hf_backbone(model)
+    backbone = create_backbone(model)
     text = kind == "BertModel"
     x = torch.randint(3, 50, (2, 15)) if text else torch.randn(2, 3, 16, 16, dtype=torch.float64)
     found = seen_by_us(backbone, backbone.embed(x))
@@ -183,10 +183,10 @@ def test_a_model_without_such_attention_is_refused(name: str, why: str) -> None:
 
 def test_a_causal_model_is_refused() -> None:
     transformers = pytest.importorskip("transformers")
-    from situs.backbones.hf import create_hf_backbone
+    from situs.backbones import create_backbone
 
     config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=2)
-    backbone = create_hf_backbone(config).eval()
+    backbone = create_backbone(config).eval()
     with pytest.raises(SitusError, match=r"GPT2Model has no attention of every token to every other: .*causal"):
         watch_attention(backbone, None, lambda layer, weights: None)  # pyright: ignore[reportArgumentType]
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from situs.backbones import Backbone, create_backbone
 from situs.backbones.base import fill
-from situs.backbones.hf import create_hf_backbone
 from situs.errors import SitusError
 
 TIMM: dict[str, tuple[str, dict[str, Any]]] = {
@@ -44,7 +43,7 @@ def hf_model(kind: str) -> Backbone:
     else:
         classes = {"hf_vit": transformers.ViTConfig, "dinov2": transformers.Dinov2Config}
         config = classes[kind](**small, image_size=12, patch_size=4)
-    return create_hf_backbone(config).double().eval()
+    return create_backbone(config).double().eval()
 
 
 def inputs(backbone: Backbone, count: int = 3) -> Tensor:

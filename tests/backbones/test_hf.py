@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from situs.backbones import hf_layers
+from situs.backbones import create_backbone, hf_layers
 from situs.backbones.base import join
-from situs.backbones.hf import BARE, FAMILIES, create_hf_backbone
+from situs.backbones.hf import BARE, FAMILIES
 from situs.core.position import resample_table
 from situs.errors import SitusError
 
@@ -53,11 +53,11 @@ IMAGES = {
 TEXTS = {
     "bert": ("BertModel", BERT, None),
     "bert_classes": ("BertForSequenceClassification", {**BERT, "num_labels": 5}, None),
-    "bert_words": ("BertForMaskedLM", BERT, 15),
+    "bert_words": ("BertForMaskedLM", BERT, (1, 15)),
     "gpt2": ("GPT2Model", GPT2, None),
     "gpt2_words": ("GPT2LMHeadModel", {**GPT2, "scale_attn_by_inverse_layer_idx": True}, (1, 15)),
     "llama": ("LlamaModel", LLAMA, None),
-    "llama_words": ("LlamaForCausalLM", {**LLAMA, "attention_bias": True}, 15),
+    "llama_words": ("LlamaForCausalLM", {**LLAMA, "attention_bias": True}, (1, 15)),
     "llama_yarn": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": YARN}, None),
     "mistral": ("MistralModel", {**LLAMA, "sliding_window": None}, None),
     "mistral_window": ("MistralForCausalLM", {**LLAMA, "sliding_window": 4}, None),
@@ -86,7 +86,7 @@ def make_model(name):
 
 
 def make(name):
-    return create_hf_backbone(make_model(name), img_size={**IMAGES, **TEXTS}[name][2])
+    return create_backbone(make_model(name), img_size={**IMAGES, **TEXTS}[name][2])
 
 
 def inputs(backbone, name, count=9):
@@ -174,7 +174,7 @@ def test_the_exported_rectangle_loads_in_transformers(tmp_path):
     again = transformers.ViTForImageClassification.from_pretrained(tmp_path, local_files_only=True).eval()
     x = inputs(b, "vit_resized").float()
     assert gap(again(x).logits, b(x)) < 1e-5
-    assert create_hf_backbone(tmp_path).grid == (3, 6)
+    assert create_backbone(tmp_path).grid == (3, 6)
 
 
 # --- padding -------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ def test_context_costs_less():
 
 
 def test_attention_dropout_is_honoured_in_training(monkeypatch):
-    b = create_hf_backbone(transformers.BertConfig(**BERT, attention_probs_dropout_prob=0.25))
+    b = create_backbone(transformers.BertConfig(**BERT, attention_probs_dropout_prob=0.25))
     seen = []
 
     def spy(*args, dropout_p, **kwargs):
@@ -297,7 +297,7 @@ def test_an_unknown_attention_class_is_refused_by_name():
     model = make_model("vit")
     model.layers[1].attention = OtherAttention()
     with pytest.raises(SitusError, match=r"OtherAttention is not among .*BertSelfAttention, Dinov2Attention"):
-        create_hf_backbone(model)
+        create_backbone(model)
 
 
 # --- the laws of position ------------------------------------------------------------------------------
@@ -451,11 +451,11 @@ def test_inputs_that_do_not_fit_are_refused():
     with pytest.raises(SitusError, match="takes integers"):
         bert.embed(torch.zeros(1, 4))
     with pytest.raises(SitusError, match="img_size=15x16: must be a multiple of the patch size 4x4"):
-        create_hf_backbone(make_model("vit"), img_size=(15, 16))
-    with pytest.raises(SitusError, match="img_size=21: BertModel reads a row of 1 to 20 tokens"):
-        create_hf_backbone(make_model("bert"), img_size=21)
+        create_backbone(make_model("vit"), img_size=(15, 16))
+    with pytest.raises(SitusError, match=r"img_size=\(1, 21\): BertModel reads a row of 1 to 20 tokens"):
+        create_backbone(make_model("bert"), img_size=(1, 21))
     with pytest.raises(SitusError, match="reads a row"):
-        create_hf_backbone(make_model("gpt2"), img_size=(2, 5))
+        create_backbone(make_model("gpt2"), img_size=(2, 5))
 
 
 @pytest.mark.parametrize(
@@ -484,15 +484,15 @@ def test_inputs_that_do_not_fit_are_refused():
 )
 def test_configs_that_are_refused(config, message):
     with pytest.raises(SitusError, match=message):
-        create_hf_backbone(config())
+        create_backbone(config())
 
 
 def test_a_subclass_is_refused():
     class ViTModel(transformers.ViTModel):
         pass
 
-    with pytest.raises(SitusError, match=r"unknown Hugging Face model class '.*ViTModel'; choose one of: Bert"):
-        create_hf_backbone(ViTModel(transformers.ViTConfig(**VIT)))
+    with pytest.raises(SitusError, match="its class ViTModel is not among those Situs knows"):
+        create_backbone(ViTModel(transformers.ViTConfig(**VIT)))
 
 
 def test_missing_transformers_names_the_extra(monkeypatch):
@@ -506,16 +506,16 @@ def test_missing_transformers_names_the_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "transformers")
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(SitusError, match=r"pip install 'situs\[hf\]'"):
-        create_hf_backbone("anything")
+        create_backbone("hf:anything")
 
 
 # --- where a model comes from --------------------------------------------------------------------------
 
 
 def test_a_name_that_is_no_folder_is_refused(tmp_path):
-    for name in ("google/vit-base-patch16-224", "hf:bert-base-uncased", tmp_path):
+    for name in ("hf:google/vit-base-patch16-224", "hf:bert-base-uncased", f"hf:{tmp_path}"):
         with pytest.raises(SitusError, match=r"no local folder .*nothing is fetched from a hub"):
-            create_hf_backbone(name)
+            create_backbone(name)
 
 
 def test_a_folder_a_config_file_and_weights(tmp_path):
@@ -527,21 +527,21 @@ def test_a_folder_a_config_file_and_weights(tmp_path):
     torch.save(dict(model.state_dict()), state)  # today's names; the folder has older
     file = tmp_path / "config.json"
     for source, weights in ((tmp_path, None), (f"hf:{tmp_path}", None), (file, tmp_path), (model.config, state)):
-        b = create_hf_backbone(source, weights=weights)
+        b = create_backbone(source, weights=weights)
         assert b.training
         assert b.model.training
         assert gap(b.eval()(x), expected) < 1e-5
-    fresh = create_hf_backbone(tmp_path / "config.json").eval()
+    fresh = create_backbone(tmp_path / "config.json").eval()
     assert gap(fresh(x), expected) > 1e-2
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(SitusError, match="the folder holds no weights"):
-        create_hf_backbone(tmp_path)
+        create_backbone(tmp_path)
 
 
 def test_an_unknown_folder_is_refused_before_anything_is_loaded(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}')
     with pytest.raises(SitusError, match=r"unknown model_type in .*config.json 'evil'; choose one of: bert"):
-        create_hf_backbone(tmp_path)
+        create_backbone(tmp_path)
 
 
 def test_a_folder_that_does_not_fit_names_the_keys(tmp_path):
@@ -553,12 +553,12 @@ def test_a_folder_that_does_not_fit_names_the_keys(tmp_path):
     del state["layers.1.mlp.fc1.weight"]
     save_file(state, file, metadata={"format": "pt"})
     with pytest.raises(SitusError, match=r"does not fit ViTModel: 1 missing \(first: layers.1.mlp.fc1.weight\)$"):
-        create_hf_backbone(tmp_path)
+        create_backbone(tmp_path)
     state["odd"] = torch.zeros(1)
     state["layernorm.weight"] = torch.zeros(3)
     save_file(state, file, metadata={"format": "pt"})
     with pytest.raises(SitusError) as caught:
-        create_hf_backbone(tmp_path, weights=file)
+        create_backbone(tmp_path, weights=file)
     assert str(caught.value).endswith(
         "does not fit ViTModel: 1 missing (first: layers.1.mlp.fc1.weight); 1 not in the model (first: odd); "
         "1 of another shape (first: layernorm.weight)"
@@ -569,7 +569,7 @@ def test_a_folder_that_does_not_fit_names_the_keys(tmp_path):
 def test_tied_weights_load_from_a_file_that_holds_them_once(tmp_path, name):
     model = make_model(name).float()
     model.save_pretrained(tmp_path)
-    b = create_hf_backbone(model.config, weights=tmp_path / "model.safetensors").eval()
+    b = create_backbone(model.config, weights=tmp_path / "model.safetensors").eval()
     x = inputs(b, name)
     assert gap(b(x), own_answer(model, x)) < 1e-5
 
@@ -583,34 +583,34 @@ def test_num_classes_gives_a_new_head_to_the_saved_body(tmp_path):
         model = make_model(name).float()
         model.save_pretrained(folder)
         for arguments in ({}, {"weights": folder}):
-            b = create_hf_backbone(folder, num_classes=3, **arguments).eval()
+            b = create_backbone(folder, num_classes=3, **arguments).eval()
             x = inputs(b, name)
             x = x if name in TEXTS else x.float()
             assert b.name == kind
             assert b(x).shape == (2, 3)
             assert gap(join(b.encode(b.embed(x), b.positions())), own_features(model, x)) < 1e-5
-            bare = create_hf_backbone(folder, num_classes=0, **arguments).eval()
+            bare = create_backbone(folder, num_classes=0, **arguments).eval()
             assert gap(bare(x), own_features(model, x)[:, 0]) < 1e-5
     with pytest.raises(SitusError, match="num_classes=3: must be 0 or left out, for GPT2Model has no classifier"):
-        create_hf_backbone(transformers.GPT2Config(**GPT2), num_classes=3)
+        create_backbone(transformers.GPT2Config(**GPT2), num_classes=3)
     with pytest.raises(SitusError, match="num_classes=-1: must be at least 0"):
-        create_hf_backbone(transformers.ViTConfig(**VIT), num_classes=-1)
+        create_backbone(transformers.ViTConfig(**VIT), num_classes=-1)
 
 
 def test_model_args_change_the_config_and_not_the_one_given():
     config = transformers.ViTConfig(**VIT)
-    b = create_hf_backbone(config, model_args={"num_channels": 1, "patch_size": 8}, img_size=(8, 24), num_classes=4)
+    b = create_backbone(config, model_args={"num_channels": 1, "patch_size": 8}, img_size=(8, 24), num_classes=4)
     assert b(torch.randn(2, 1, 8, 24)).shape == (2, 4)
     assert b.grid == (1, 3)
     assert (config.num_channels, config.patch_size, config.image_size, config.num_labels) == (3, 4, 16, 2)
     with pytest.raises(SitusError, match=r"unknown entry of ViTConfig \(model_args\) 'patchsize'; choose one of:"):
-        create_hf_backbone(config, model_args={"patchsize": 8})
+        create_backbone(config, model_args={"patchsize": 8})
     with pytest.raises(SitusError, match="ViTConfig refuses them"):
-        create_hf_backbone(config, model_args={"patch_size": "eight"})
-    with pytest.raises(SitusError, match="shape a new model"):
-        create_hf_backbone(make_model("vit"), num_classes=4)
-    with pytest.raises(SitusError, match="shape a new model"):
-        create_hf_backbone(make_model("vit"), weights="weights.pt")
+        create_backbone(config, model_args={"patch_size": "eight"})
+    with pytest.raises(SitusError, match="shapes a new model"):
+        create_backbone(make_model("vit"), num_classes=4)
+    with pytest.raises(SitusError, match="shapes a new model"):
+        create_backbone(make_model("vit"), weights="weights.pt")
 
 
 def test_source_makes_the_model_again():
@@ -631,7 +631,7 @@ def test_source_makes_the_model_again():
 
 def test_a_given_model_keeps_its_mode_and_its_names():
     model = make_model("bert")
-    b = create_hf_backbone(model)
+    b = create_backbone(model)
     assert b.model is model
     assert not b.training
     assert list(b.state_dict()) == [f"model.{key}" for key in model.state_dict()]

@@ -49,41 +49,22 @@ def create_backbone(
 
 
 def _create(source: Any, config: BackboneConfig) -> Backbone:
-    if _is_transformers(source):
+    transformers = _is_transformers(source)
+    if isinstance(source, nn.Module):
+        for name, value in vars(config).items():
+            if value != getattr(NOTHING, name) and not (transformers and name == "img_size"):
+                raise SitusError(f"{name}={value}: shapes a new model; one that is built has its own")
+    if transformers:
         from situs.backbones.hf import create_hf_backbone
 
-        return create_hf_backbone(
-            source,
-            weights=config.weights,
-            img_size=config.img_size,
-            model_args=_transformers_args(config),
-            num_classes=config.num_classes,
-            positions=config.positions,
-        )
+        return create_hf_backbone(source, config)
     from situs.backbones.timm_create import create_timm, create_timm_folder, wrap_timm
 
     if isinstance(source, nn.Module):
-        for name, value in vars(config).items():
-            if value != getattr(NOTHING, name):
-                raise SitusError(f"{name}={value}: shapes a new model; one that is built has its own")
         return wrap_timm(source, type(source).__name__)
     if (described := _config_file(config.name)) is not None:
         return create_timm_folder(described.parent, config, fresh=described == Path(config.name))
     return create_timm(config)
-
-
-def _transformers_args(config: BackboneConfig) -> dict[str, Any]:
-    """The fields of `config` as entries of a transformers config; what has no entry there is refused."""
-    if config.drop_path:
-        raise SitusError(
-            f"drop_path={config.drop_path}: transformers models have no stochastic depth that rises from block to "
-            "block; timm's have",
-            field="backbone.drop_path",
-        )
-    given = {} if config.patch_size is None else {"patch_size": config.patch_size}
-    if config.in_chans != BackboneConfig.in_chans:
-        given["num_channels"] = config.in_chans
-    return {**given, **config.model_args}
 
 
 def _is_transformers(source: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Hugging Face models behind the hinge, by exact class: from a model, a config, or a local folder.
+"""Hugging Face models as backbones, by exact class: from a model, a config, or a local folder.
 
 Nothing is ever fetched from a hub, and no code of a folder is run. Which class a config becomes: the one it
 names in `architectures`; else the bare model of its type; with `num_classes`, the classifier of its type.
@@ -17,11 +17,10 @@ from torch import Tensor
 
 from situs.backbones import hf_image, hf_text
 from situs.backbones.base import Backbone
-from situs.backbones.config import PositionKind
+from situs.backbones.config import BackboneConfig
 from situs.backbones.hf_layers import Head
 from situs.backbones.hf_names import quietly
 from situs.backbones.weights import read_state_dict
-from situs.core.tokens import Size
 from situs.errors import SitusError, missing_extra, unknown_name
 
 HUB_PREFIX = "hf:"
@@ -31,7 +30,7 @@ HUB_PREFIX = "hf:"
 class Family(NamedTuple):
     """How one transformers class is wrapped. classifier: the class that `num_classes` makes of it."""
 
-    adapter: Callable[[Any, Head, Size | None], Backbone]
+    adapter: Callable[[Any, Head, tuple[int, int] | None], Backbone]
     head: Head
     classifier: str | None = None
 
@@ -82,48 +81,51 @@ HEADS = ("classifier.", "pooler.", "bert.pooler.", "vit.pooler.", "cls.", "lm_he
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
-def create_hf_backbone(
-    source: Any,
-    *,
-    weights: str | Path | None = None,
-    img_size: Size | None = None,
-    model_args: Mapping[str, Any] | None = None,
-    num_classes: int | None = None,
-    positions: PositionKind | None = None,
-) -> Backbone:
+def create_hf_backbone(source: Any, wanted: BackboneConfig) -> Backbone:
     """A backbone over a transformers model.
 
-    source: a `PreTrainedModel` (wrapped as it is; another img_size replaces its table), a config (fresh
-    weights), the path of a folder with config.json and weights, or of a config.json alone (fresh weights); a
-    path may start with "hf:". weights: a file or folder to load instead. img_size: (H, W) of images, or the
-    length of a text model's positions. model_args: config entries to change. num_classes: a classifier;
-    0 for no head. positions: another kind than its own, for image models.
+    source: a `PreTrainedModel` (wrapped as it is; another img_size replaces its table), a config (fresh weights), the
+    path of a folder with config.json and weights, or of a config.json alone (fresh weights); a path may start with
+    "hf:". wanted: img_size is (height, width) of images, or (1, length) of a text model's positions; model_args are
+    config entries to change; positions, another kind than its own, are for image models.
     New models come in training mode, as torch's modules do; a model that was given keeps its mode.
     """
     transformers = _transformers()
     if isinstance(source, transformers.PreTrainedModel):
-        if model_args or weights is not None or num_classes is not None or positions is not None:
-            raise SitusError(
-                "model_args, num_classes, positions and weights shape a new model; one that is built has its own"
-            )
         model = source
     else:
         if isinstance(source, transformers.PreTrainedConfig):
             config, folder = copy.deepcopy(source), None
         else:
-            config, folder = _read(source, need_weights=weights is None)
-        model = _build(_changed(config, model_args), weights, folder, num_classes)
-    family = _family(type(model))
-    backbone = family.adapter(model, family.head, img_size)
-    if positions is not None:
+            config, folder = _read(source, need_weights=wanted.weights is None)
+        model = _build(_changed(config, _entries(wanted)), wanted.weights, folder, wanted.num_classes)
+    kind = type(model)
+    if kind.__name__ not in FAMILIES or not kind.__module__.startswith("transformers.models."):
+        raise unknown_name("Hugging Face model class", f"{kind.__module__}.{kind.__name__}", FAMILIES)
+    family = FAMILIES[kind.__name__]
+    backbone = family.adapter(model, family.head, wanted.img_size)
+    if wanted.positions is not None:
         if not isinstance(backbone, hf_image.ImageBackbone):
-            raise SitusError(
-                f"positions={positions!r}: {backbone.name} reads text and keeps its own", field="backbone.name"
-            )
-        backbone.set_positions(positions)
+            said = f"positions={wanted.positions!r}: {backbone.name} reads text and keeps its own"
+            raise SitusError(said, field="backbone.name")
+        backbone.set_positions(wanted.positions)
     entries = model.config.to_diff_dict()
     backbone.source = {"library": "transformers", "architecture": backbone.name, "model_args": entries}
     return backbone
+
+
+def _entries(wanted: BackboneConfig) -> dict[str, Any]:
+    """What is asked for, as entries of a transformers config; what has no entry there is refused."""
+    if wanted.drop_path:
+        raise SitusError(
+            f"drop_path={wanted.drop_path}: transformers models have no stochastic depth that rises from block to "
+            "block; timm's have",
+            field="backbone.drop_path",
+        )
+    given = {} if wanted.patch_size is None else {"patch_size": wanted.patch_size}
+    if wanted.in_chans != BackboneConfig.in_chans:
+        given["num_channels"] = wanted.in_chans
+    return {**given, **wanted.model_args}
 
 
 def _transformers() -> Any:
@@ -132,12 +134,6 @@ def _transformers() -> Any:
     except ImportError as error:
         raise missing_extra("transformers", "hf", "a Hugging Face backbone") from error
     return transformers
-
-
-def _family(kind: type) -> Family:
-    if kind.__name__ not in FAMILIES or not kind.__module__.startswith("transformers.models."):
-        raise unknown_name("Hugging Face model class", f"{kind.__module__}.{kind.__name__}", FAMILIES)
-    return FAMILIES[kind.__name__]
 
 
 def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
@@ -161,7 +157,7 @@ def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
     return config, path
 
 
-def _changed(config: Any, model_args: Mapping[str, Any] | None) -> Any:
+def _changed(config: Any, model_args: Mapping[str, Any]) -> Any:
     if not model_args:
         return config
     from huggingface_hub.errors import StrictDataclassError

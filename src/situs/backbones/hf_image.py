@@ -17,17 +17,17 @@ from situs.backbones.hf_layout import write_dinov2, write_vit
 from situs.backbones.hf_names import own_state
 from situs.backbones.layout import LayoutBuilder
 from situs.core.position import Positions, resample_table, sincos
-from situs.core.tokens import Grid, Size, grid_of, pair
+from situs.core.tokens import Grid, grid_of, pair
 from situs.errors import SitusError
 
 
 class ImageBackbone(EncoderBackbone):
     """What ViT and DINOv2 share: a patch convolution, a table whose row 0 belongs to CLS, pre-norm layers."""
 
-    def __init__(self, model: nn.Module, head: Head, size: Size | None = None) -> None:
-        inner: Any = model.base_model  # type: ignore[union-attr]
+    def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
+        inner = model.base_model
         patches = inner.embeddings.patch_embeddings
-        old, new = pair(patches.image_size), pair(size or patches.image_size)
+        old, new = pair(patches.image_size), size or pair(patches.image_size)
         registers = getattr(inner.config, "num_register_tokens", 0)
         super().__init__(model, head, grid_of(new, patches.patch_size), 1 + registers)
         self.input = InputSpec(new, patches.num_channels, pair(patches.patch_size))

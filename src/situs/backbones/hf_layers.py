@@ -81,8 +81,8 @@ LAYERS: dict[str, Layer] = {
 class HFBackbone(Backbone):
     """What transformers' models share. head: what gives logits for finished features."""
 
-    def __init__(self, model: nn.Module, head: Head, grid: Grid, prefix: int) -> None:
-        config: Any = model.base_model.config  # type: ignore[union-attr]
+    def __init__(self, model: Any, head: Head, grid: Grid, prefix: int) -> None:
+        config = model.base_model.config
         super().__init__(model, type(model).__name__, grid, config.hidden_size, prefix, config.num_hidden_layers)
         self._head = head
         self.train(model.training)
@@ -115,7 +115,7 @@ class HFBackbone(Backbone):
 class EncoderBackbone(HFBackbone):
     """An encoder, whose layers run here, with a context; one whose attention has been exchanged is refused."""
 
-    def __init__(self, model: nn.Module, head: Head, grid: Grid, prefix: int) -> None:
+    def __init__(self, model: Any, head: Head, grid: Grid, prefix: int) -> None:
         super().__init__(model, head, grid, prefix)
         for attention in self.attentions():
             kind = type(attention).__name__

@@ -18,7 +18,7 @@ from situs.backbones.hf_layers import EncoderBackbone, Head, HFBackbone, fit
 from situs.backbones.hf_layout import write_bert, write_gpt2, write_llama
 from situs.backbones.layout import LayoutBuilder
 from situs.core.position import Positions
-from situs.core.tokens import Grid, Size, pair
+from situs.core.tokens import Grid
 from situs.errors import SitusError
 
 TEXT = {"images": "it reads the ids of words"}
@@ -41,15 +41,12 @@ class TextBackbone(HFBackbone):
     kinds: tuple[str, ...] = ("table",)
     refusals = TEXT
 
-    def __init__(self, model: nn.Module, head: Head, size: Size | None = None) -> None:
-        name = type(model).__name__
-        config: Any = model.config
-        longest = config.max_position_embeddings
-        height, length = (1, size or longest) if isinstance(size, int | None) else pair(size)
+    def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
+        longest = model.config.max_position_embeddings
+        height, length = size or (1, longest)
         if height != 1 or not 1 <= length <= longest:
-            raise SitusError(
-                f"img_size={size}: {name} reads a row of 1 to {longest} tokens: give (1, length)", field="img_size"
-            )
+            said = f"img_size={size}: {type(model).__name__} reads a row of 1 to {longest} tokens: give (1, length)"
+            raise SitusError(said, field="img_size")
         super().__init__(model, head, (length,), 0)
 
     def _length(self, grid: Grid | None) -> int:
@@ -80,7 +77,7 @@ class TextBackbone(HFBackbone):
 class BertBackbone(TextBackbone, EncoderBackbone):
     """BertModel, BertForSequenceClassification, BertForMaskedLM, as encoders."""
 
-    def __init__(self, model: nn.Module, head: Head, size: Size | None = None) -> None:
+    def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
         super().__init__(model, head, size)
         if self.model.config.is_decoder:
             raise SitusError(f"is_decoder=True: {self.name} is known here as an encoder only")
@@ -174,7 +171,7 @@ class LlamaBackbone(DecoderBackbone):
 
     kinds = ("rotary",)
 
-    def __init__(self, model: nn.Module, head: Head, size: Size | None = None) -> None:
+    def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
         super().__init__(model, head, size)
         kind = self.inner.rotary_emb.rope_type
         if kind not in FIXED_ROTATIONS:
