@@ -73,9 +73,6 @@ def _logit_bias(stream: Stream, depth: int, k: Tensor, dtype: torch.dtype) -> Te
     return visible if bias is None else bias.masked_fill(~visible, float("-inf"))
 
 
-# --- projections: (module, queries' tokens, keys' tokens) -> q, k, v, each [B, S, H * d] ---------------------------
-
-
 def _fused(weight: Tensor, bias: Tensor | None, x: Tensor, x_keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """One matrix product for all three where queries and keys are the same tokens, two where they are not."""
     if x is x_keys:
@@ -105,6 +102,7 @@ def _project_eva(attn: Any, x: Tensor, x_keys: Tensor) -> tuple[Tensor, Tensor, 
 
 
 Projection = Callable[[Any, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+"""(module, queries' tokens, keys' tokens) -> q, k, v, each [B, S, H * d]."""
 PROJECTIONS: dict[type[nn.Module], Projection] = {
     Attention: _project_plain,
     AttentionRope: _project_rope,
@@ -112,8 +110,6 @@ PROJECTIONS: dict[type[nn.Module], Projection] = {
     RelPosAttention: _project_plain,
 }
 
-
-# --- blocks: (block, z, attention) -> z ----------------------------------------------------------------------------
 
 AttentionOf = Callable[[Tensor], Tensor]
 

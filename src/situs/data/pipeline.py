@@ -44,8 +44,6 @@ class Pipeline(ABC):
     def __init__(self, source: Source, *, training: bool) -> None:
         self.source, self.training = source, training
 
-    # --- in a worker ----------------------------------------------------------------------------------------------
-
     def read(self, epoch: int, draws: list[int]) -> WorkerBatch:
         """The samples of some draws. Nothing is drawn but by (seed, epoch, draw): no worker changes anything."""
         broken: list[tuple[int, str]] = []
@@ -72,8 +70,6 @@ class Pipeline(ABC):
     @abstractmethod
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         """What the source read, cut or padded to one size: [b, …] by name."""
-
-    # --- on the device --------------------------------------------------------------------------------------------
 
     def to(self, device: torch.device) -> Self:  # noqa: ARG002  (those who hold tensors use it)
         """A copy whose tensors lie on the device."""

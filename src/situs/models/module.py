@@ -104,9 +104,6 @@ def in_float32(module: nn.Module, keep: Sequence[torch.dtype] = ()) -> tuple[nn.
     return deepcopy(module).float(), str(types.pop()).removeprefix("torch.")
 
 
-# --- by name ---------------------------------------------------------------------------------------------------------
-
-
 def names_module(source: str) -> bool:
     """Whether `source` is package.module:name or file.py:name, and not a folder or a name of a library ("hf:…")."""
     place, colon, name = source.rpartition(":")

@@ -170,8 +170,6 @@ class RunFolder:
         except OSError as error:
             raise SitusError(f"{self.path}: {what} could not be written: {reason(error)}") from error
 
-    # --- checkpoints ----------------------------------------------------------------------------------------
-
     def save(self, step: int, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], keep: int) -> Path:
         """Writes the checkpoint of `step` aside, renames it, and drops all but the newest `keep`."""
         final = self.checkpoints / f"step-{step:08d}"
@@ -274,8 +272,6 @@ class RunFolder:
 
         self._write(aside.name, move)
         self.notes.append(f"started over: what was there is in {aside}")
-
-    # --- metrics --------------------------------------------------------------------------------------------
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Adds one line to metrics.jsonl."""

@@ -127,9 +127,6 @@ def from_main(value: Any, device: torch.device) -> Any:
     return json.loads(bytes(data.tolist()).decode())
 
 
-# --- tensors that may be sharded ----------------------------------------------------------------------------
-
-
 def full(tensor: Tensor) -> Tensor:
     """The whole of a tensor that FSDP may have sharded; a step that all ranks take together."""
     if world() == 1:
@@ -156,9 +153,6 @@ def place(target: Tensor, value: Tensor | None) -> None:
     if value is not None:
         target.copy_(value)
     dist.broadcast(target, 0)
-
-
-# --- a method on many ranks ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -127,9 +127,6 @@ def _settle_positions(backbone: Backbone, method: Method) -> list[str]:
 _WORDS = {"table": "position table", "bias": "relative position bias", "rotary": "rotation"}
 
 
-# --- timm ---------------------------------------------------------------------------------------------------
-
-
 def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: ModelProvenance) -> list[str]:
     model, notes = backbone.model, []
     state = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
@@ -198,9 +195,6 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
     save(path, tensors, {"format": "pt"})
 
 
-# --- transformers -------------------------------------------------------------------------------------------
-
-
 def _write_transformers(folder: Path, backbone: Backbone, method: Method, provenance: ModelProvenance) -> list[str]:
     from situs.backbones.hf_names import quietly
 
@@ -226,9 +220,6 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
         }
         write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
     return [] if "label" in method.needs_targets else ["It has no classifier: none was trained."]
-
-
-# --- the folder ---------------------------------------------------------------------------------------------
 
 
 def _check_target(folder: Path, force: bool) -> None:

@@ -76,9 +76,6 @@ def check_fit(where: str, targets: Mapping[str, Tensor], values: Mapping[str, Te
             raise SitusError(f"{where} does not fit: {name} is {list(values[name].shape)}, not {list(target.shape)}")
 
 
-# --- the optimiser's moments --------------------------------------------------------------------------------
-
-
 def _named(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     return {
         name: parameter
@@ -104,9 +101,6 @@ def _make_moment(optimizer: torch.optim.Optimizer, name: str) -> None:
         raise SitusError(f"optimizer.safetensors does not fit: {owner} is in the file but is not trained")
     like = torch.zeros((), dtype=torch.float32, device=parameter.device) if kind == "step" else None
     optimizer.state[parameter][kind] = torch.zeros_like(parameter) if like is None else like
-
-
-# --- generators ---------------------------------------------------------------------------------------------
 
 
 def seed_generators(seed: int, step: int = 0) -> None:
