@@ -111,24 +111,25 @@ def test_mistakes(backbone: Any, images: torch.Tensor, labels: torch.Tensor, sai
     [
         ("fog", "clip, mjp, no-pe-gradient, noise, none"),
         ("noise=loud", "no number"),
-        ("noise=-1", "--defence noise"),
-        ("noise=inf", r"noise=inf: must be in \[0, inf\) \(--defence noise"),
-        ("noise=nan", "--defence noise"),
-        ("noise=-inf", "--defence noise"),
-        ("clip=0", "--defence clip"),
-        ("clip=-2", "--defence clip"),
-        ("clip=inf", "--defence clip"),
-        ("clip=nan", "--defence clip"),
-        ("mjp=nan", "--defence mjp"),
+        ("noise=-1", "noise=.*: must be in"),
+        ("noise=inf", "noise=inf: must be in"),
+        ("noise=nan", "noise=.*: must be in"),
+        ("noise=-inf", "noise=.*: must be in"),
+        ("clip=0", "clip=.*: must be in"),
+        ("clip=-2", "clip=.*: must be in"),
+        ("clip=inf", "clip=.*: must be in"),
+        ("clip=nan", "clip=.*: must be in"),
+        ("mjp=nan", "mjp=.*: must be in"),
         ("none=3", "has no setting"),
-        ("mjp=2", "--defence mjp"),
+        ("mjp=2", "mjp=.*: must be in"),
     ],
 )
 def test_defences_by_name(text: str, said: str) -> None:
     assert create_defence("noise=1e-4") == Noise(1e-4)
     assert create_defence("clip=0.5").label == "clip C=0.5, noise 0.01·C"
-    with pytest.raises(SitusError, match=said):
+    with pytest.raises(SitusError, match=said) as caught:
         create_defence(text)
+    assert caught.value.field == "defences"
 
 
 def test_attacks_by_name() -> None:

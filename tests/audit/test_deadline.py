@@ -67,7 +67,7 @@ def test_without_a_limit_only_ctrl_c_stops() -> None:
 
 
 def test_no_time_at_all_is_a_mistake() -> None:
-    with pytest.raises(SitusError, match="--time-limit"):
+    with pytest.raises(SitusError, match="time_limit="):
         Deadline(seconds=0)
 
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from situs.audit.defences import Defence, Gradients, NoDefence, method_of
 from situs.audit.stem import require_stem, table_rows
 from situs.backbones.base import Backbone
-from situs.config import check_range
 from situs.errors import SitusError
+from situs.limits import check_value
 from situs.methods.base import Batch, Method
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,7 +51,7 @@ def victim_gradients(
     """
     defence = NoDefence() if defence is None else defence
     check_inputs(images, labels)
-    check_range("local_steps", local_steps, 1, flag="--local-steps")
+    check_value("local_steps", local_steps, ">= 1")
     method = method_of(defence, victim, seed)
     ids = torch.arange(images.shape[0]) if ids is None else ids
     if local_steps > 1:
@@ -117,7 +117,7 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
 def full_float32() -> Iterator[None]:
     """float32 with all its digits: a GPU rounds what it convolves to TF32's 10 bits unless told not to, and the audit
     would count that as protection."""
-    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue]
     held = matmul.fp32_precision, convolution.fp32_precision
     try:
         matmul.fp32_precision = convolution.fp32_precision = "ieee"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from situs.config import check_range
+from situs.limits import check_value
 
 SECOND = b"already stopping: what was found is being written (Ctrl-C once more gives it up)\n"
 """What a second Ctrl-C is told."""
@@ -35,7 +35,7 @@ class Deadline:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if seconds is not None:
-            check_range("time_limit", seconds, 0, flag="--time-limit", low_open=True)
+            check_value("time_limit", seconds, "> 0")
         self.say, self.seconds, self.interrupted, self.closed = say, seconds, False, False
         self._clock = clock
         self._end = clock() + (math.inf if seconds is None else seconds)

@@ -8,7 +8,6 @@ someone who has read about it; `noise_level` is that knowledge in numbers.
 # ruff: noqa: ARG002  (every defence is given the same arguments)
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
@@ -17,8 +16,8 @@ from torch import Tensor
 
 from situs.audit.stem import position_names
 from situs.backbones.base import Backbone
-from situs.config import check_range
 from situs.errors import SitusError, unknown_name
+from situs.limits import Within
 from situs.methods.base import Method
 from situs.methods.mjp import MJP, MJPConfig
 from situs.methods.mjp.dal import require_table
@@ -108,7 +107,7 @@ class Noise(Defence):
     known: ClassVar[str] = "σ: the attacker damps the directions that the noise drowns (ridge)"
 
     def __post_init__(self) -> None:
-        check_range("noise", self.sigma, 0, math.inf, flag="--defence noise=σ", high_open=True)
+        _check_setting("noise", self.sigma, "[0, inf)")
 
     @property
     def label(self) -> str:
@@ -142,8 +141,8 @@ class Clip(Defence):
     per_sample: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_range("clip", self.norm, 0, math.inf, flag="--defence clip=C", low_open=True, high_open=True)
-        check_range("multiplier", self.multiplier, 0, math.inf, flag="multiplier", high_open=True)
+        _check_setting("clip", self.norm, "(0, inf)")
+        _check_setting("multiplier", self.multiplier, "[0, inf)")
 
     @property
     def label(self) -> str:
@@ -198,7 +197,7 @@ class MaskedJigsaw(Defence):
     )
 
     def __post_init__(self) -> None:
-        check_range("mjp", self.mask_ratio, 0, 1, flag="--defence mjp=γ")
+        _check_setting("mjp", self.mask_ratio, "[0, 1]")
 
     @property
     def label(self) -> str:
@@ -242,6 +241,12 @@ def blurred(method: Method) -> str:
         f"a lower bound, and no credit to {type(method).__name__}: the gradients of the hidden patches blur all "
         "others, and this attack does not separate them; adaptive-mjp does"
     )
+
+
+def _check_setting(name: str, value: float, ends: str) -> None:
+    rule = Within(ends)
+    if not rule.holds(value):
+        raise SitusError(f"{name}={value}: must be {rule.allowed}", field="defences", value=value, allowed=rule.allowed)
 
 
 def _noisy(gradients: Gradients, sigma: float, chance: torch.Generator) -> Gradients:

@@ -1,4 +1,4 @@
-"""What a model's gradients give away: attacks against defences on your images, with a page and a gate for CI."""
+"""What a model's gradients give away of your images: attacks against defences, a page, a gate for CI."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ class Args(ModelArgs):
     """What a model's gradients give away; a timm name without weights gets random ones."""
 
     data: Annotated[str, Parameter(name="--images", metavar="FOLDER")]
-    """Images to attack; any layout that training reads."""
+    """Images to attack, as training reads them."""
 
     split: str | None = None
-    """train, val or test, where the images are split; by default train."""
+    """train, val or test, where images are split; else train."""
 
     classes: int = 1000
-    """Classes of the new classifier that a model without one gets; labels are the images' own, or count through."""
+    """Of a model that comes without a classifier."""
 
     count: int = 12
-    """How many images, from the first on; one that cannot be read is named, and the next is taken."""
+    """Images: the first that can be read."""
 
     attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = ("patchembed", "april")
-    """Attacks by name, apart by commas; matching, april-optimisation and adaptive-mjp search, which takes minutes."""
+    """Apart by commas; matching, april-optimisation, adaptive-mjp take minutes."""
 
     defences: Annotated[tuple[str, ...], Parameter(name="--defence", metavar="NAMES")] = ("auto",)
-    """Defences by name, apart by commas, settings behind "=": noise=1e-4, clip=0.5, mjp=0.27. For a run of MJP, none is
-    the run's own method. auto: none,noise,clip,no-pe-gradient; with --fail-above none alone."""
+    """Apart by commas, settings behind "=": noise=1e-4, clip=0.5, mjp=0.27; for a run of MJP none is its own
+    method. auto: none,noise,clip,no-pe-gradient, for a gate none."""
 
     settings: Annotated[tuple[str, ...], Parameter(name="--setting", metavar="a,b,c")] = ()
-    """The settings of MJP's Table 5 instead of the defences: attack x and compare with x (a), attack shuffled images
-    and compare with them (b) or with x (c), by attackers who know MJP and who do not; γ by --defence mjp=γ."""
+    """Table 5 of MJP, by who knows MJP and who does not: attack x, compare with x (a); attack shuffled x̃,
+    compare with x̃ (b), with x (c); γ by --defence mjp=γ."""
 
     batch: int = 1
     """Images in the audited step."""
@@ -52,7 +52,7 @@ class Args(ModelArgs):
     """The type gradients are sent in."""
 
     labels: Literal["known", "inferred"] = "inferred"
-    """matching: whether the attacker is given the labels, or reads them off the classifier's gradient."""
+    """matching: told, or read off gradients."""
 
     distance: Literal["l2", "cosine"] = "l2"
     """matching: how two gradients are compared."""
@@ -61,29 +61,29 @@ class Args(ModelArgs):
     """matching: steps of the optimiser."""
 
     restarts: int = 1
-    """matching: starts; the one whose gradients match best is kept."""
+    """matching: starts; the best match is kept."""
 
     predictor: Annotated[str | None, Parameter(metavar="RUN")] = None
-    """adaptive-mjp: a run of MP3 at this size, asked where hidden patches belong."""
+    """adaptive-mjp: a run of MP3 that orders hidden patches."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
-    """For the whole audit, shared evenly by the attacks still to come."""
+    """For all attacks together, in even shares."""
 
     lpips: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """LPIPS weights (AlexNet, checked by sha256); without them there is no LPIPS."""
+    """LPIPS weights (AlexNet); without them there is no LPIPS."""
 
     fail_above: Annotated[str | None, Parameter(metavar="METRIC=NUMBER")] = None
-    """A gate, as psnr=20. Exit status 0: a closed form solved all images and none is above; 3: some image is above; 4:
-    not judged (stopped, nothing applied, equations that do not fit), which is no pass."""
+    """A gate, as psnr=20. Exit status 0: a closed form solved all images and none is above; 3: some image is above;
+    4: not judged, which is no pass."""
 
     junit: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """What the gate says as JUnit XML: a test a defence; not judged is an error."""
+    """What the gate says as JUnit XML; not judged is an error."""
 
     pictures: bool = True
-    """Whether the page shows the images; it is then for its owner alone."""
+    """Show the images; the page is then private."""
 
     seed: int = 0
-    """Seed of random weights and of the defences' noise."""
+    """Of random weights and of noise."""
 
     out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("audit")
     """Where gradients.json and report.html go."""

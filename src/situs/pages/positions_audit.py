@@ -135,7 +135,7 @@ def _shuffled(section: Section, audit: PositionAudit) -> None:
 
 def _law(section: Section, audit: PositionAudit) -> None:
     if audit.rows is None:
-        section.text("Not measured (--no-equivariance).")
+        section.text("Not measured.")
         return
     section.text(
         "`blocks(P s) = P blocks(s)`: permute the tokens that enter the blocks, their rotation with them, and the same "
@@ -163,5 +163,5 @@ def _meaning(section: Section, audit: PositionAudit) -> None:
         )
     section.text(
         "A linear reader gives a lower bound: what it cannot read, another may. Few images give it little to learn "
-        "from; with more of them (`--count`) it reads no worse."
+        "from; with more of them it reads no worse."
     )

@@ -77,7 +77,7 @@ def test_model_without_positions_does_not_mind_shuffles() -> None:
     assert found.no_vectors.startswith("its positions took no part")
     assert (found.rows, found.looks) == (None, ())
     text = make_page(found).render()
-    assert "Not measured (--no-equivariance)" in text
+    assert "Not measured." in text
     assert "There is nothing to see: its positions took no part" in text
 
 

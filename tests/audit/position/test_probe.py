@@ -105,7 +105,7 @@ def test_relative_bias_and_windows_are_read_from_their_features() -> None:
 
 def test_one_image_and_a_convolution_are_refused() -> None:
     for sets in ([], batches(1)):
-        with pytest.raises(SitusError, match=r"at least two images.*\(--count, --data\)"):
+        with pytest.raises(SitusError, match="at least two images"):
             probe_places(make(), sets)
     with pytest.raises(SitusError, match="has no tokens"):
         probe_places(create_backbone("resnet18").eval(), batches(2))

@@ -10,10 +10,10 @@ from situs.analyze.positions import Look, grasp, look_at, to_json
 from situs.analyze.tables import tables_of
 from situs.audit.position.probe import OWN, REMOVED, SHUFFLED, Probed, Reading, probe_places
 from situs.backbones.base import Backbone
-from situs.config import check_range
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.evaluate.consistency import Consistency, measure_consistency
+from situs.limits import check_value
 from situs.locks.equivariance import Finding, verify
 from situs.methods.base import Method
 from situs.results import Cell, Result, Summary, Table, percent
@@ -98,7 +98,7 @@ def audit_positions(
     backbone = model.backbone if isinstance(model, Method) else model
     backbone.require("tokens")
     for ratio in ratios:  # before the long part
-        check_range("ratios", ratio, 0, 1, flag="--ratios")
+        check_value("ratios", ratio, "[0, 1]")
     positions = model.sees_positions if isinstance(model, Method) else positions
     looks, no_vectors = _look(name, backbone, positions, seed)
     probed = probe_places(backbone, batches, positions=positions, seed=seed)

@@ -61,7 +61,8 @@ def probe_places(backbone: Backbone, batches: Iterable[Batch], *, positions: boo
     readers = {key: Reader(*pair) for key, pair in halves.items()}
     _walk(backbone, batches, 1, positions, seed, lambda _, key, layer: readers[key].read(layer.patches))
     if not readers or not all(reader.images for reader in readers.values()):
-        raise SitusError("reading places needs at least two images: one to fit, one to read (--count, --data)")
+        said = "reading places needs at least two images: one to fit, one to read"
+        raise SitusError(said, field=("count", "data"))
     readings: dict[str, list[Reading]] = {}
     for (condition, depth), reader in readers.items():
         readings.setdefault(condition, []).append(reader.reading(depth))

@@ -48,21 +48,19 @@ class Lpips:
 
         path = Path(path).expanduser()
         if not path.is_file():
-            raise SitusError(f"lpips={path}: no such file (--lpips)")
+            raise SitusError(f"lpips={path}: no such file", field="lpips")
         data = path.read_bytes()
         got = digest(data).hexdigest()
         if got != sha256:
-            raise SitusError(
-                f"lpips={path}: its sha256 is {got[:16]}… and not {sha256[:16]}…, so it is not used (--lpips)"
-            )
+            said = f"lpips={path}: its sha256 is {got[:16]}… and not {sha256[:16]}…, so it is not used"
+            raise SitusError(said, field="lpips")
         self.weights = load(data)
 
     @torch.no_grad()
     def __call__(self, found: Tensor, real: Tensor) -> Tensor:
-        if real.shape[1] != 3:
-            raise SitusError(f"LPIPS takes images of 3 channels, these have {real.shape[1]} (--lpips)")
-        if min(real.shape[-2:]) < 32:
-            raise SitusError(f"LPIPS takes images of 32 pixels and more, these have {min(real.shape[-2:])} (--lpips)")
+        if real.shape[1] != 3 or min(real.shape[-2:]) < 32:
+            said = f"LPIPS takes images of 3 channels and of 32 pixels and more, not {list(real.shape[1:])}"
+            raise SitusError(said, field="lpips")
         total = torch.zeros(real.shape[0], device=real.device)
         for index, (a, b) in enumerate(zip(self._features(found), self._features(real), strict=True)):
             weight = self.weights[f"lin{index}.weight"].to(real.device)

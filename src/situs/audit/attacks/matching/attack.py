@@ -54,9 +54,7 @@ class Matching(Attack):
         if not backbone.input.channels:
             return Refused("it takes no images")
         if known.labels is None and not {*find_classifier(backbone, _size(backbone, known))} & {*sent}:
-            return Refused(
-                "no gradient of a classifier was sent that would give the labels away (--labels known gives them)"
-            )
+            return Refused("it is not told the labels, and no gradient of a classifier was sent that gives them away")
         return Ready(None, "an optimisation: it ends where it ends, and more iterations or restarts may find more")
 
     def recover(
