@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
-from situs.cli.model_args import ModelArgs, asked_of
+from situs.cli.model_args import ModelArgs, asked_of, check_folder
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, unless an image was above the gate's limit; what was found until then is written."""
@@ -131,7 +131,6 @@ def run(args: Args) -> int:
 
 def _check(args: Args) -> None:
     """Refuses what would only show when the audit is over."""
-    from situs.cli.result import check_folder
     from situs.errors import SitusError
 
     check_folder(args.out)
