@@ -411,3 +411,18 @@ def test_a_broken_line_in_the_middle_is_an_error(run: RunFolder) -> None:
     run.metrics.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(SitusError, match="line 2 is no JSON"):
         run.records()
+
+
+def test_a_run_of_a_version_without_a_field_goes_on(tmp_path: Path) -> None:
+    """A field that came later and is None is no other config: the checkpoints' hash of it still fits."""
+    old = {"train": {"epochs": 2, "lr": 0.1}, "data": {"path": "x"}}
+    run = RunFolder.create(tmp_path / "run", old)
+    run.save(3, {}, {}, keep=2)
+    new = {"train": {"epochs": 4, "lr": 0.1, "later": None}, "data": {"path": "x", "count": None}, "init": None}
+    again = RunFolder.open(tmp_path / "run", new)
+    assert again.newest().step == 3
+    again.adopt_config()
+    assert read_config(tmp_path / "run") == {"train": {"epochs": 4, "lr": 0.1}, "data": {"path": "x"}}
+    assert RunFolder.open(tmp_path / "run", new).newest().step == 3
+    with pytest.raises(SitusError, match=r"another config: data\.count was None and is now 5"):
+        RunFolder.open(tmp_path / "run", {**new, "data": {"path": "x", "count": 5}})

@@ -111,7 +111,8 @@ class RunFolder:
         """A run to go on with. config: the one to go on with; None takes the recorded one as it is."""
         path = Path(path)
         recorded = read_config(path)
-        run = cls(path, recorded if config is None else to_dict(config), resumed=True, writer=writer)
+        given = recorded if config is None else _as_recorded(to_dict(config), recorded)
+        run = cls(path, given, resumed=True, writer=writer)
         changed = differences(recorded, run.config)
         fixed = {name: pair for name, pair in changed.items() if not _may_change(name)}
         if fixed:
@@ -362,6 +363,20 @@ def read_config(path: Path) -> dict[str, Any]:
     if not (path / "config.json").exists():
         raise SitusError(f"{path}: holds no run, there is no config.json in it", field="resume")
     raise SitusError(f"{path}: {table}; a run's settings are changed by flags, never in that file")
+
+
+def _as_recorded(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
+    """`new` without fields that are None and that `old`, a config of an earlier version, does not have.
+
+    So its checkpoints, which hold a hash of the config they belong to, still belong to it.
+    """
+    kept = {name: value for name, value in new.items() if name in old or value is not None}
+    return {
+        name: _as_recorded(value, old[name])
+        if isinstance(value, Mapping) and isinstance(old.get(name), Mapping)
+        else value
+        for name, value in kept.items()
+    }
 
 
 def check_target(path: Path) -> None:
