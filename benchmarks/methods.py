@@ -70,7 +70,7 @@ def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
     method = make(case, args)
     stepper = Stepper(
         method, OptimConfig(clip=1.0), seed=0, precision=args.precision, accumulate=1, parallel="ddp",
-        compiled=args.compile,
+        compiled=args.compile, graph=args.graph, say=lambda line: print(f"{case}: {line}", file=sys.stderr),
     )  # fmt: skip
     size = method.backbone.input.shape or (224, 224)
     images = torch.randn(args.batch, method.backbone.input.channels, *size, device=args.device)
@@ -149,6 +149,7 @@ def main() -> int:
     parser.add_argument("--drop-path", type=float, default=0.0)
     parser.add_argument("--precision", default="bf16", choices=["bf16", "fp16", "fp32"])
     parser.add_argument("--no-compile", dest="compile", action="store_false")
+    parser.add_argument("--no-graph", dest="graph", action="store_false", help="launch every kernel from Python")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
@@ -161,7 +162,10 @@ def main() -> int:
     args.model_args = {} if args.depth is None else {"depth": args.depth}
     torch.set_float32_matmul_precision("high")
     where = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    print(f"{args.model} {args.img_size} px, batch {args.batch}, {args.precision}, compiled {args.compile}, {where}")
+    print(
+        f"{args.model} {args.img_size} px, batch {args.batch}, {args.precision}, compiled {args.compile}, "
+        f"graph {args.graph}, {where}"
+    )
     print(f"torch {torch.__version__}")
     if args.lock is not None:
         print(json.dumps(measure(args.cases[0], args)))

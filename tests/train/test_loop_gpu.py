@@ -40,10 +40,72 @@ class StopAt:
         pass
 
 
-def train(folder: Path, config: TrainConfig, *, stop: int = -1, poison: int | None = None) -> tuple[Result, ToyMethod]:
+def train(
+    folder: Path, config: TrainConfig, *, stop: int = -1, poison: int | None = None, count: int = 40,
+    kind: type[ToyMethod] = ToyMethod,
+) -> tuple[Result, ToyMethod]:  # fmt: skip
     run = RunFolder.open(folder) if (folder / "config.json").exists() else RunFolder.create(folder, {})
     method = toy(drop_path=0.3, poison=poison).cuda()
-    return fit(method, ToyLoader(device="cuda"), config, OPTIM, run, hooks=[StopAt(stop)]), method
+    method.__class__ = kind
+    return fit(method, ToyLoader(count, device="cuda"), config, OPTIM, run, hooks=[StopAt(stop)]), method
+
+
+def same(left: ToyMethod, right: ToyMethod) -> None:
+    for (name, one), other in zip(left.state_dict().items(), right.state_dict().values(), strict=True):
+        assert torch.equal(one, other), name
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many updates were replayed from a graph."""
+    count = [0]
+    replay_graph = torch.cuda.CUDAGraph.replay
+
+    def counted(graph: torch.cuda.CUDAGraph) -> None:
+        count[0] += 1
+        replay_graph(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", counted)
+    return count
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(
+    ("compiled", "count"), [(False, 48), (False, 45), (True, 48)], ids=["eager", "ragged", "compiled"]
+)
+def test_a_recorded_step_is_the_step(
+    tmp_path: Path, precision: str, compiled: bool, count: int, recorded: list[int]
+) -> None:
+    """Through accumulation, drop path, the mean, clipping, hooks, checkpoints and a last batch of another size.
+
+    Compiled, a batch of another size makes torch compile anew for all sizes, which rounds otherwise: not compared.
+    """
+    config = dataclasses.replace(TRAIN, precision=precision, compile=compiled)
+    plain, method = train(tmp_path / "plain", dataclasses.replace(config, graph=False), count=count)
+    assert recorded == [0]
+    graphed, other = train(tmp_path / "graphed", config, count=count)
+    # Four epochs of six steps: the first four are not, nor is an epoch's last one of another size.
+    assert recorded == [20 if count == 48 else 16]
+    assert plain.metrics == graphed.metrics
+    same(method, other)
+
+
+class Asks(ToyMethod):
+    """Reads a value on the host, which no graph can hold."""
+
+    def forward(self, batch, draws):
+        return super().forward(batch, draws) if float(batch.inputs.sum()) > -1e9 else None
+
+
+def test_what_cannot_be_recorded_goes_on_as_before(
+    tmp_path: Path, recorded: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = dataclasses.replace(TRAIN, accumulate=1)
+    _, plain = train(tmp_path / "plain", dataclasses.replace(config, graph=False), kind=Asks)
+    _, other = train(tmp_path / "other", config, kind=Asks)
+    assert recorded == [0]
+    same(plain, other)
+    assert capfd.readouterr().err.count("the step cannot be recorded as a CUDA graph") == 1
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
@@ -55,18 +117,20 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(tmp_path: Path, precision: 
     assert first.interrupted
     second, method = train(tmp_path / "run", config)
     assert second.step == 20
-    for (name, left), right in zip(peace.state_dict().items(), method.state_dict().values(), strict=True):
-        assert torch.equal(left, right), name
+    same(peace, method)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_bad_step_is_saved_and_runs_again(tmp_path: Path, precision: str) -> None:
-    sample = int(next(iter(ToyLoader(device="cuda").iterate(0, 3))).ids[0])
+@pytest.mark.parametrize("number", [4, 8], ids=["eager", "recorded"])
+def test_a_bad_step_is_saved_and_runs_again(tmp_path: Path, precision: str, number: int) -> None:
+    """Found a step late, when the graph's buffers hold the next batch."""
+    loader = ToyLoader(80, device="cuda")  # ten steps an epoch: a sample comes once
+    sample = int(next(iter(loader.iterate(0, number - 1))).ids[0])
     config = dataclasses.replace(TRAIN, precision=precision, log_every=100, save_every=100)
-    with pytest.raises(NotFiniteError, match="step 4 was not finite") as caught:
-        train(tmp_path / "run", config, poison=sample)
+    with pytest.raises(NotFiniteError, match=f"step {number} was not finite") as caught:
+        train(tmp_path / "run", config, poison=sample, count=80)
     again = replay(caught.value.folder, toy(seed=5, drop_path=0.3, poison=sample).cuda())
-    assert again.step == 4
+    assert again.step == number
     assert not torch.isfinite(torch.tensor(again.loss))
     assert "backbone.model.patch_embed.weight" in again.gradients
 

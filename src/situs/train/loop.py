@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -48,6 +48,8 @@ class TrainConfig(Checked):
     a CPU, where bf16 is mostly emulated."""
     compile: bool = False
     """Compile the method's forward on a GPU (torch.compile): the first steps take a minute, the others less time."""
+    graph: bool = True
+    """Where one GPU trains, record the step once and replay it (a CUDA graph): kernels no longer wait for Python."""
     accumulate: Count = 1
     """Micro-batches a step: less memory, the same gradient."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
@@ -137,10 +139,11 @@ class _Loop:
         device = next(method.parameters()).device
         self.stepper = Stepper(
             method, optim, seed=config.seed, precision=config.precision_on(device), accumulate=config.accumulate,
-            parallel=config.parallel, compiled=config.compile and device.type == "cuda",
+            parallel=config.parallel, compiled=config.compile and device.type == "cuda", graph=config.graph,
+            say=lambda line: self.log.say(line),  # noqa: PLW0108  (the log is opened after a resume)
         )  # fmt: skip
         self.watch, self.window = Watch(self.stepper.device), Window()
-        self.step, self.stop = 0, False
+        self.step, self.stop, self.compiling = 0, False, self.stepper.compiled
         self.metrics: dict[str, float] = {}
         self.saved: Path | None = None
         self.images, self.aside, self.before = 0, 0.0, 0.0
@@ -190,7 +193,8 @@ class _Loop:
         """One update and what is due after it."""
         rate = self.rate(self.step, self.total)
         moment = Moment(self.step, epoch, self.step / self.total)
-        done = self.stepper.update(batch, moment, rate, ragged=(self.step + 1) % self.per_epoch == 0)
+        ragged = (self.step + 1) % self.per_epoch == 0
+        done = self._compiled(lambda: self.stepper.update(batch, moment, rate, ragged))
         self.step += 1
         self.images += batch.ids.shape[0] * distributed.world()
         self.window.add(done)
@@ -210,6 +214,17 @@ class _Loop:
                 self._heed(*self.watch.settle())
             self._save()
         self.aside += time.perf_counter() - started
+
+    def _compiled(self, update: Callable[[], Step]) -> Step:
+        """The update; where it is the first of a compiled method, with a word before and after: it takes a while."""
+        if not self.compiling:
+            return update()
+        self.compiling, began = False, time.perf_counter()
+        self.log.say("compiling the step: about a minute the first time, seconds once it is in the compiler's cache")
+        done = update()
+        float(done.norm)  # waits for the device
+        self.log.say(f"compiled in {time.perf_counter() - began:.0f} s")
+        return done
 
     def _mind_the_user(self) -> None:
         if self.interrupt.asked and distributed.world() == 1:

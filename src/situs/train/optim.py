@@ -149,14 +149,19 @@ def groups(method: Method, config: OptimConfig) -> list[dict[str, Any]]:
 
 def make_optimizer(method: Method, config: OptimConfig) -> torch.optim.AdamW:
     """AdamW over `groups`. The fused kernels can also skip an update on the device (`found_inf`)."""
-    # The rate itself is written by `set_rate` before each update.
-    return torch.optim.AdamW(groups(method, config), lr=0.0, betas=config.betas, eps=config.eps, fused=True)
+    found = groups(method, config)
+    device = found[0]["params"][0].device
+    for group in found:
+        # Written by `set_rate` before each update; on a GPU a tensor, which a recorded update reads.
+        group["lr"] = torch.zeros((), device=device) if device.type == "cuda" else 0.0
+    return torch.optim.AdamW(found, betas=config.betas, eps=config.eps, fused=True, capturable=device.type == "cuda")
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """Gives every group its share of this step's rate."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group["scale"]
+        share = rate * group["scale"]
+        group["lr"] = group["lr"].fill_(share) if isinstance(group["lr"], Tensor) else share
 
 
 def clip_gradients(parameters: Sequence[Tensor], config: OptimConfig) -> Tensor:

@@ -197,6 +197,9 @@ def train_run(
     ranks = distributed.start(device)
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
+        # The compiler's own choice is a folder that a reboot empties.
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "situs" / "compiled"
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     speak = say if ranks.main else lambda _: None
     held = contextlib.ExitStack()
     try:

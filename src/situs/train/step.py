@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ from situs.errors import SitusError
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.train import distributed
 from situs.train.ema import Ema
+from situs.train.graph import Graphed
 from situs.train.optim import OptimConfig, clip_gradients, make_optimizer, set_rate
 from situs.train.state import generators
 
@@ -78,11 +79,14 @@ class Stepper:
         accumulate: int,
         parallel: str,
         compiled: bool,
+        graph: bool = False,
+        say: Callable[[str], None] = print,
     ) -> None:
+        """graph: record the update as a CUDA graph, where this is the only rank and its device is a GPU."""
         self.method, self.config = method, optim
         self.seed, self.precision, self.accumulate = seed, precision, accumulate
         self.device = next(method.parameters()).device
-        self.spread = distributed.spread(method, parallel, precision, compiled)
+        self.spread, self.compiled = distributed.spread(method, parallel, precision, compiled), compiled
         self.optimizer = make_optimizer(method, optim)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         self.ema = None if optim.ema is None else Ema(method, optim.ema, optim.ema_warmup)
@@ -92,26 +96,35 @@ class Stepper:
         self.flags = torch.zeros(2, device=self.device)
         self.stop = torch.zeros((), device=self.device)
         self.names: tuple[str, ...] = ()
+        graph = graph and self.device.type == "cuda" and distributed.world() == 1
+        self.compute = Graphed(self._compute, self.device, say) if graph else self._compute
 
     def update(self, batch: Batch, moment: Moment, rate: float, ragged: bool) -> Step:
         """Moves the weights once. ragged: the ranks' parts of this batch may differ in size."""
         set_rate(self.optimizer, rate)
-        self.optimizer.zero_grad(set_to_none=True)
         before = generators(self.device)
         weight, count = self._agree(batch) if ragged and distributed.world() > 1 else (1.0, self.accumulate)
-        pieces = split(batch, count)
-        parts, values = [], None
-        for number, (piece, share) in enumerate(pieces, start=1):
+        parts = []
+        for piece, share in split(batch, count):
             draws = self.method.draw(piece, seed=self.seed, epoch=moment.epoch, progress=moment.progress)
-            part = Part(piece, draws, share * weight)
-            with self.spread.local(number == len(pieces)):
+            parts.append(Part(piece, draws, share * weight))
+        measured = self.compute(parts)
+        if self.ema is not None:
+            self.ema.update(moment.step)
+        return Step(moment, parts, before, measured[:-1], measured[-1], self.flags.clone())
+
+    def _compute(self, parts: list[Part]) -> Tensor:
+        """Forward, backward and the update itself, all on the device: [loss, metrics …, norm of the gradient]."""
+        self.optimizer.zero_grad(set_to_none=True)
+        values = None
+        for number, part in enumerate(parts, start=1):
+            with self.spread.local(number == len(parts)):
                 output = self._backward(part)
-            parts.append(part)
             given = self._values(output) * part.share
             values = given if values is None else values + given
         assert values is not None
-        norm = self._move(values[0], moment.step)
-        return Step(moment, parts, before, values, norm, self.flags)
+        norm = self._move(values[0])
+        return torch.cat([values, norm.float()[None]])
 
     def _backward(self, part: Part) -> Output:
         with autocast(self.device, self.precision):
@@ -132,7 +145,7 @@ class Stepper:
             self.names = names
         return torch.stack([value.detach().float() for value in (output.loss, *output.metrics.values())])
 
-    def _move(self, loss: Tensor, step: int) -> Tensor:
+    def _move(self, loss: Tensor) -> Tensor:
         """Clips and updates, unless the step or one before it was not finite; gives the gradient's norm."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
@@ -146,13 +159,11 @@ class Stepper:
             self._raise_flags(loss.isfinite())
             self.scaler.step(self.optimizer)
             self.scaler.update()
-        if self.ema is not None:
-            self.ema.update(step)
         return norm
 
     def _raise_flags(self, fine: Tensor) -> None:
         now = torch.stack([(~fine).float(), self.stop])
-        self.flags = distributed.most(torch.maximum(self.flags, now))
+        distributed.most(torch.maximum(self.flags, now, out=self.flags))  # in place: a graph reads this memory
 
     def _agree(self, batch: Batch) -> tuple[float, int]:
         """(this rank's samples over a rank's mean, micro-batches) where the ranks' parts may differ in size.

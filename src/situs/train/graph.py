@@ -1,0 +1,88 @@
+"""An update as one CUDA graph, so that no step waits for Python to launch its kernels.
+
+The first updates run as they are, on a stream of their own: kernels are compiled and workspaces made. Then the update
+is recorded over fixed buffers, and every later one copies its tensors there and replays it: the same kernels, so the
+same bits. What cannot be recorded, such as a forward that reads a value on the host, runs as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten  # the structures torch.compile itself walks
+
+WARMUP = 4
+"""Updates of one shape before it is recorded: the compiler may need several to settle."""
+
+
+class Graphed:
+    """Calls `update` with any structure of tensors; records it as soon as its shapes are settled.
+
+    update: works on the device alone and gives one tensor. say: told once where it cannot be recorded.
+    """
+
+    def __init__(self, update: Callable[[Any], Tensor], device: torch.device, say: Callable[[str], None]) -> None:
+        self.update, self.device, self.say = update, device, say
+        self.stream = torch.cuda.Stream(device)
+        self.shapes: Any = None
+        self.seen = 0
+        self.buffers: list[Any] = []
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.output = torch.empty(0)
+        self.refused = False
+
+    def __call__(self, given: Any) -> Tensor:
+        """One update; what it gives is the caller's own."""
+        leaves, form = tree_flatten(given)
+        shapes = form, [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        if self.graph is not None and shapes != self.shapes:  # a last batch of another size, say
+            return self._aside(given)
+        if shapes != self.shapes:
+            self.shapes, self.seen = shapes, 0
+            # All on the device: of a tensor on the host the recording would keep today's value.
+            self.buffers = [torch.empty(leaf.shape, dtype=leaf.dtype, device=self.device)
+                            if isinstance(leaf, Tensor) else leaf for leaf in leaves]  # fmt: skip
+        for buffer, leaf in zip(self.buffers, leaves, strict=True):
+            if isinstance(buffer, Tensor):
+                buffer.copy_(leaf, non_blocking=True)
+        # Over the buffers from the first, so that what is compiled for them need not be compiled again.
+        given = tree_unflatten(self.buffers, form)
+        self.seen += 1
+        if self.graph is None and self.seen > WARMUP and not self.refused:
+            self._record(given)
+        if self.graph is None:
+            return self._aside(given)
+        self.graph.replay()
+        return self.output.clone()
+
+    def _aside(self, given: Any) -> Tensor:
+        """As it is, on the stream it is recorded on later."""
+        here = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(here)
+        with torch.cuda.stream(self.stream):
+            output = self.update(given)
+        here.wait_stream(self.stream)
+        return output
+
+    def _record(self, given: Any) -> None:
+        generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        state = generator.get_state()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # thread_local: the threads that load data may go on with theirs.
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                self.output = self.update(given)
+        except RuntimeError as error:
+            self.refused = True
+            # A recording that broke off leaves the generator in the middle of it: it gets a state of its own again.
+            fresh = torch.Generator(self.device)
+            fresh.set_state(state)
+            generator.graphsafe_set_state(fresh.graphsafe_get_state())
+            torch.cuda.synchronize(self.device)
+            reason = str(error).strip().partition("\n")[0]
+            self.say(f"the step cannot be recorded as a CUDA graph and goes on without: {reason}")
+        else:
+            self.graph = graph
