@@ -77,4 +77,4 @@ def test_mistakes_are_one_sentence(words: list[str], said: str, capsys: pytest.C
 
 def test_the_same_model_twice_cannot_be_told_apart(trained: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", "positions", *[str(trained.one)] * 3]) == 2
-    assert "cannot be told from another model of that name" in capsys.readouterr().err
+    assert "one: is named twice" in capsys.readouterr().err

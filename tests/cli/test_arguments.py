@@ -252,7 +252,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "pool": "mean",
         "weight_decays": (1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
     },
-    "evaluate_robustness": {"corruptions": "all", "severities": "1,2,3,4,5", "precision": "fp32", "ema": True},
+    "evaluate_robustness": {"corruptions": ("all",), "severities": (1, 2, 3, 4, 5), "precision": "fp32", "ema": True},
     "evaluate_ensemble": {"average": "softmax"},
     "analyze_attention": {"count": 64, "show": 6},
     "analyze_correlation": {"count": 64, "depth": "norm"},

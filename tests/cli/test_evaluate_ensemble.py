@@ -54,8 +54,8 @@ def test_two_runs(outline: Any, trained: Any, tmp_path: Path, capsys: pytest.Cap
 
 def test_mistakes_are_one_sentence(trained: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for words, said in (
-        ([str(trained.one)], "at least two runs"),
-        ([str(trained.one), str(trained.one)], "each named once"),
+        ([str(trained.one)], "at least two models (MODEL MODEL …)"),
+        ([str(trained.one), str(trained.one)], "one: is named twice"),
         ([str(trained.one), str(trained.mp3)], "no trained classifier"),
     ):
         assert main(["evaluate", "ensemble", *words]) == 2

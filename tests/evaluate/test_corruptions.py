@@ -182,17 +182,22 @@ def test_any_size_and_number_of_channels(name: str, shape: tuple[int, ...]) -> N
 
 
 def test_names_and_severities_of_the_command_line() -> None:
-    assert find_corruptions("all") == tuple(NAMES)
-    assert find_corruptions("none") == ()
-    assert find_corruptions("fog, snow,noise") == ("gaussian_noise", "shot_noise", "impulse_noise", "snow", "fog")
-    assert find_severities("5,1, 1") == (1, 5)
+    assert find_corruptions(("all",)) == tuple(NAMES)
+    assert find_corruptions(("none",)) == ()
+    assert find_corruptions(("fog", "snow", "noise")) == (
+        "gaussian_noise",
+        "shot_noise",
+        "impulse_noise",
+        "snow",
+        "fog",
+    )
+    assert find_severities((5, 1, 1)) == (1, 5)
     with pytest.raises(SitusError, match=r"unknown corruption 'rain'; choose from: all, "):
-        find_corruptions("snow,rain")
-    for wrong in ("0", "6", "x", "-1", "1.5"):
-        with pytest.raises(SitusError, match=f"severity={wrong}: must be one of 1, 2, 3, 4, 5"):
+        find_corruptions(("snow", "rain"))
+    for wrong in ((0,), (1, 6), (-1,), ()):
+        with pytest.raises(SitusError) as error:
             find_severities(wrong)
-    with pytest.raises(SitusError, match="names none"):
-        find_severities(" , ")
+        assert error.value.field == "severities" and error.value.value == (wrong[-1] if wrong else None)
     with pytest.raises(SitusError, match="unknown corruption 'rain'"):
         corrupt(scene(28), "rain", 1, torch.arange(2))
     with pytest.raises(SitusError, match="severity=6"):

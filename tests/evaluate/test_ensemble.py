@@ -8,7 +8,7 @@ from torch import Tensor
 
 from situs.errors import SitusError
 from situs.evaluate.accuracy import measure_accuracy
-from situs.evaluate.ensemble import combine, evaluate_ensemble
+from situs.evaluate.ensemble import combine, measure_ensemble
 from situs.methods.base import Batch
 
 CLASSES = 6
@@ -31,7 +31,7 @@ def turned(images: Tensor) -> Tensor:
 
 
 def test_it_is_the_mean_of_the_probabilities_by_hand() -> None:
-    found = evaluate_ensemble({"a": sharp, "b": turned}, batches())
+    found = measure_ensemble({"a": sharp, "b": turned}, batches())
     right, loss, count = 0, 0.0, 0
     for batch in batches():
         for image, label in zip(batch.inputs, batch.targets["label"], strict=True):
@@ -46,7 +46,7 @@ def test_it_is_the_mean_of_the_probabilities_by_hand() -> None:
 
 
 def test_agreement_and_the_share_any_has_right_by_hand() -> None:
-    found = evaluate_ensemble({"a": sharp, "b": turned, "c": lambda x: -sharp(x)}, batches())
+    found = measure_ensemble({"a": sharp, "b": turned, "c": lambda x: -sharp(x)}, batches())
     said = [[model(batch.inputs).argmax(-1) for batch in batches()] for model in (sharp, turned, lambda x: -sharp(x))]
     a, b, c = (torch.cat(parts).tolist() for parts in said)
     labels = torch.cat([batch.targets["label"] for batch in batches()]).tolist()
@@ -70,15 +70,15 @@ def test_softmax_and_logits_are_different_averages() -> None:
 
 def test_a_model_with_itself_is_itself() -> None:
     for average in ("softmax", "logits"):
-        found = evaluate_ensemble({"a": sharp, "b": sharp}, batches(), average=average)
+        found = measure_ensemble({"a": sharp, "b": sharp}, batches(), average=average)
         assert found.together.top1 == found.alone["a"].top1
         assert found.together.loss == pytest.approx(found.alone["a"].loss, rel=1e-5)
 
 
 def test_each_model_may_have_its_own_view_of_the_same_samples() -> None:
     halved = [batch._replace(inputs=batch.inputs / 2) for batch in batches()]
-    own = evaluate_ensemble({"a": sharp, "b": lambda x: sharp(2 * x)}, {"b": halved, "a": batches()})
-    same = evaluate_ensemble({"a": sharp, "b": sharp}, batches())
+    own = measure_ensemble({"a": sharp, "b": lambda x: sharp(2 * x)}, {"b": halved, "a": batches()})
+    same = measure_ensemble({"a": sharp, "b": sharp}, batches())
     assert own.together == same.together
     assert own.alone["b"] == same.alone["a"]
 
@@ -89,7 +89,7 @@ def test_what_a_source_complains_of_is_not_taken_for_another_length() -> None:
         raise SitusError("cat.png: cannot be decoded")
 
     with pytest.raises(SitusError, match=r"^cat\.png: cannot be decoded"):
-        evaluate_ensemble({"a": sharp, "b": turned}, {"a": batches(), "b": broken()})
+        measure_ensemble({"a": sharp, "b": turned}, {"a": batches(), "b": broken()})
 
 
 @pytest.mark.parametrize(
@@ -102,17 +102,17 @@ def test_what_a_source_complains_of_is_not_taken_for_another_length() -> None:
 )
 def test_other_samples_are_refused(other: list[Batch], said: str) -> None:
     with pytest.raises(SitusError, match=said):
-        evaluate_ensemble({"a": sharp, "b": sharp}, {"a": batches(), "b": other})
+        measure_ensemble({"a": sharp, "b": sharp}, {"a": batches(), "b": other})
 
 
 def test_other_labels_are_refused() -> None:
     other = [batch._replace(targets={"label": (batch.targets["label"] + 1) % CLASSES}) for batch in batches()]
     with pytest.raises(SitusError, match="different samples or labels"):
-        evaluate_ensemble({"a": sharp, "b": sharp}, {"a": batches(), "b": other})
+        measure_ensemble({"a": sharp, "b": sharp}, {"a": batches(), "b": other})
 
 
 def test_other_classes_and_other_averages_are_refused() -> None:
     with pytest.raises(SitusError, match="a has 6, b has 5"):
-        evaluate_ensemble({"a": sharp, "b": lambda x: sharp(x)[:, :5]}, batches(4))
+        measure_ensemble({"a": sharp, "b": lambda x: sharp(x)[:, :5]}, batches(4))
     with pytest.raises(SitusError, match="average='votes': must be softmax or logits"):
-        evaluate_ensemble({"a": sharp}, batches(), average="votes")
+        measure_ensemble({"a": sharp}, batches(), average="votes")

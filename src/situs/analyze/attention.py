@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -17,8 +17,11 @@ from torch import Tensor
 from situs.backbones.attention_maps import See, check_attention_maps, has_cls, watch_attention
 from situs.backbones.base import Backbone
 from situs.core.position import distances, relative_index
+from situs.data.augment.recipes import denormalise
 from situs.data.batch import Batch
 from situs.errors import SitusError
+from situs.limits import check_value
+from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
 from situs.results import Result, Summary, Table, percent
 
 LOCAL = 0.5
@@ -184,6 +187,36 @@ def top_share(maps: Tensor, share: float = 0.1) -> Tensor:
     ordered = flat.sort(dim=-1, descending=True).values
     wanted = share * flat.shape[-1] - torch.arange(flat.shape[-1], device=maps.device)
     return (ordered * wanted.clamp(0.0, 1.0).to(maps.dtype)).sum(dim=-1) / flat.sum(dim=-1)
+
+
+def analyze_attention(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    layer: int | None = None,
+    show: int = 6,
+    seed: int = 0,
+    **images: Unpack[Images],
+) -> Attention:
+    """Where a model's heads look: over all images, and laid over a few.
+
+    model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. layer:
+    whose maps are laid over images, from 1; None for the last. show: how many. images: see `load_set`; 64 where no
+    count is said.
+    """
+    check_value("show", show, ">= 1")
+    model = opened(model, seed)
+    backbone, positions = model.backbone, model.positions
+    check_attention_maps(backbone)
+    depth = check_layer(backbone, layer)
+    images.setdefault("count", 64)
+    loader = load_set(model, data, **images)
+    found = survey(backbone, loader, positions=positions)
+    first = next(iter(loader)).inputs[:show]
+    maps = image_maps(backbone, first, depth, positions=positions)
+    pictures = denormalise(first, loader.mean, loader.std).cpu()
+    shown = Shown(pictures, maps, depth, has_cls(backbone), positions)
+    return Attention(found, shown, provenance=made_with(model, loader, seed))
 
 
 # --- over a model --------------------------------------------------------------------------------------------

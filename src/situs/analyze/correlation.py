@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ from situs.analyze.layers import LAST, Layer, patch_layers
 from situs.backbones.base import Backbone
 from situs.core.position import distances
 from situs.data.batch import Batch
-from situs.errors import SitusError
+from situs.errors import SitusError, unknown_name
+from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
 from situs.results import Result, Summary, Table
 
 HEAD = {
@@ -124,6 +125,24 @@ class Correlations(Result):
 
 def _rounded(maps: Tensor) -> list[list[float]]:
     return [[round(value, 5) for value in row] for row in maps.tolist()]
+
+
+def analyze_correlation(
+    model: AnyModel, data: AnyData = None, *, depth: str = LAST, seed: int = 0, **images: Unpack[Images]
+) -> Correlations:
+    """How alike the features of two places are, in one image and in two, at every depth of a model.
+
+    model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. depth:
+    whose maps are drawn: "embedding", a block's number, or "norm". images: see `load_set`; 64 where no count is said.
+    """
+    model = opened(model, seed)
+    images.setdefault("count", 64)
+    loader = load_set(model, data, **images)
+    found = correlate(model.backbone, loader, positions=model.positions)
+    if depth not in found:
+        raise unknown_name("depth", depth, found, field="depth")
+    told = None if model.positions else {"positions": "left out, as in its training"}
+    return Correlations(found, depth, provenance=made_with(model, loader, seed, more=told))
 
 
 @torch.no_grad()

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any, ClassVar
 
 from situs.analyze.decode import FOLDS, Decoded, decode_places
 from situs.analyze.projection import Components, principal
 from situs.analyze.spectrum import Spectrum, spectrum
-from situs.analyze.tables import PositionTable, reference_tables
-from situs.results import Cell, Result, Summary, Table, percent
+from situs.analyze.tables import PositionTable, reference_tables, tables_of
+from situs.errors import SitusError
+from situs.models.data import AnyModel, open_several
+from situs.results import Cell, Provenance, Result, Summary, Table, percent
 
 SHOWN = (3, 4, 5, 6, 7)
 """The dimensions of MJP's Table 6."""
@@ -74,6 +77,25 @@ class PositionTables(Result):
         """Every number of every table."""
         sets = {"models": self.looks, "references": self.references}
         return {name: [to_json(look) for look in looks] for name, looks in sets.items()}
+
+
+def analyze_positions(models: Iterable[AnyModel], *, folds: int = FOLDS, seed: int = 0) -> PositionTables:
+    """What the vectors that stand for the places of models hold: their spectrum, and what a linear map reads off them.
+
+    models: whatever `open_model` takes. folds: of the cross-validated regression. seed: of the folds and of UMAP.
+    """
+    looks, opened = [], open_several(models, seed)
+    if not opened:
+        raise SitusError("name at least one model", field="model")
+    for name, model in opened.items():
+        note = "" if model.positions else "Its positions took no part in its training."
+        tables = tables_of(model.backbone)
+        looks += [look_at(name, table, folds=folds, seed=seed, note=note) for table in tables]
+    references = look_at_references(looks[0].table, folds=folds, seed=seed)
+    facts = {"folds": looks[0].decoded.folds, "seed": seed}
+    facts |= {name: version(name) for name in ("situs", "torch", "timm", "scikit-learn")}
+    made = Provenance(facts, tuple(model.origin for model in opened.values()))
+    return PositionTables(looks, references, seed, provenance=made)
 
 
 def look_at(name: str, table: PositionTable, *, folds: int = FOLDS, seed: int = 0, note: str = "") -> Look:

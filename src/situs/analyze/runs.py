@@ -15,7 +15,8 @@ from typing import Any, ClassVar
 from situs.config import flat
 from situs.errors import SitusError
 from situs.files import read_json
-from situs.results import Result, Summary, Table
+from situs.models.model import identity_of
+from situs.results import Origin, Provenance, Result, Summary, Table
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.log import clock
 from situs.train.run import is_run
@@ -191,6 +192,14 @@ def spoken(name: str) -> str:
 
 def _short(value: float) -> str:
     return f"{value:.4g}"
+
+
+def analyze_runs(folders: Sequence[str | Path], *, over: str = "epoch") -> Runs:
+    """Several runs side by side, finished, going on or broken off. over: what their curves run over, epoch or step."""
+    runs = read_runs(folders)
+    places = dict.fromkeys(Path(folder).resolve().as_posix() for folder in folders)
+    of = (Origin(run.name, identity_of(place)) for run, place in zip(runs, places, strict=True))
+    return Runs(runs, over, provenance=Provenance(of=tuple(of)))
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[Run]:

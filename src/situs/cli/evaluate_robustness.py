@@ -8,14 +8,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from situs.cli.model_args import ImageArgs, open_from
-from situs.cli.result import present
+from situs.cli.model_args import open_from
+from situs.cli.result import MeasureArgs, asked, present
 
 if TYPE_CHECKING:
     from situs.evaluate.robustness_run import Progress
@@ -24,14 +24,14 @@ _Folder = Annotated[Path | None, Parameter(metavar="FOLDER")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(ImageArgs):
+class Args(MeasureArgs):
     """Robustness of a classifier."""
 
-    corruptions: str = "all"
+    corruptions: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("all",)
     """all, none, a kind (noise, blur, weather, digital) or names such as snow,fog; made from --data."""
 
-    severities: str = "1,2,3,4,5"
-    """Severities, apart by commas."""
+    severities: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """Severities."""
 
     imagenet_c: _Folder = None
     """Corrupted images that exist: FOLDER/CORRUPTION/SEVERITY/CLASS/IMAGE, or CORRUPTION.npy as in CIFAR-C."""
@@ -48,39 +48,17 @@ class Args(ImageArgs):
     class_list: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Class names in the order of the outputs, one a line (for ImageNet the 1,000 wnids), where the model has none."""
 
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Arithmetic of the forward."""
-
 
 def run(args: Args) -> None:
     """Measures, prints the tables and writes the page."""
-    from situs import __version__
-    from situs.evaluate.corruptions import find_corruptions, find_severities
-    from situs.evaluate.robustness_run import Plan, evaluate_robustness
-    from situs.evaluate.robustness_sets import read_class_list
-    from situs.results import Provenance
+    from situs.evaluate.robustness_run import PublishedSets, evaluate_robustness
 
-    plan = Plan(
-        data=args.data,
-        split=args.split,
-        count=args.count,
-        batch=args.batch,
-        seed=args.seed,
-        precision=args.precision,
-        corruptions=find_corruptions(args.corruptions),
-        severities=find_severities(args.severities),
-        imagenet_c=args.imagenet_c,
-        imagenet_a=args.imagenet_a,
-        imagenet_o=args.imagenet_o,
-        in_distribution=args.in_distribution,
-        names=None if args.class_list is None else read_class_list(args.class_list),
-    )
+    told = asked(args)
+    sets = PublishedSets(**{each.name: told.pop(each.name) for each in fields(PublishedSets)})
     model = open_from(args)
     with _progress() as progress:
-        found = evaluate_robustness(model, plan, progress)
-    made = {"data": found.data, "seed": args.seed, "precision": args.precision, "situs": __version__}
-    facts = {"name": model.name, **model.facts, "img_size": "x".join(map(str, model.data.size)), **made}
-    present(replace(found, provenance=Provenance(facts, (model.origin,))), args.out)
+        found = evaluate_robustness(model, **told, sets=sets, progress=progress)
+    present(found, args.out)
 
 
 @contextmanager

@@ -28,11 +28,6 @@ class Args:
 
 def run(args: Args) -> None:
     """Reads, prints a line for each run, and writes the page."""
-    from situs.analyze.runs import Runs, read_runs
-    from situs.models.model import identity_of
-    from situs.results import Origin, Provenance
+    from situs.analyze.runs import analyze_runs
 
-    found = read_runs(args.runs)
-    places = (identity_of(folder.resolve().as_posix()) for folder in args.runs)
-    of = tuple(Origin(run.name, place) for run, place in zip(found, places, strict=True))
-    present(Runs(found, args.over, provenance=Provenance(of=of)), args.out)
+    present(analyze_runs(args.runs, over=args.over), args.out)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from situs.cli.model_args import ImageArgs, LookArgs
+from situs.cli.model_args import ImageArgs, LookArgs, check_folder, open_one_of
 from situs.results import Result, Table, show
+
+if TYPE_CHECKING:
+    from situs.models import Model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +30,12 @@ def asked(args: ImageArgs, **instead: Any) -> dict[str, Any]:
     """
     apart = {*(each.name for each in fields(LookArgs)), "held_out"}
     return {each.name: getattr(args, each.name) for each in fields(args) if each.name not in apart} | instead
+
+
+def open_each(sources: Sequence[str], args: LookArgs) -> list[Model]:
+    """Several models that share the flags."""
+    check_folder(args.out)
+    return [open_one_of(source, args) for source in sources]
 
 
 def present(result: Result, out: Path | None) -> None:

@@ -6,17 +6,22 @@ takes and a path or a source of images, and returns a result that `situs.pages.p
 
 from situs.evaluate.accuracy import evaluate_accuracy
 from situs.evaluate.consistency import evaluate_consistency
+from situs.evaluate.ensemble import evaluate_ensemble
 from situs.evaluate.features import extract_features, write_features
 from situs.evaluate.knn import evaluate_knn
 from situs.evaluate.position import evaluate_position
 from situs.evaluate.probe import evaluate_probe
+from situs.evaluate.robustness_run import PublishedSets, evaluate_robustness
 
 __all__ = [
+    "PublishedSets",
     "evaluate_accuracy",
     "evaluate_consistency",
+    "evaluate_ensemble",
     "evaluate_knn",
     "evaluate_position",
     "evaluate_probe",
+    "evaluate_robustness",
     "extract_features",
     "write_features",
 ]

@@ -10,7 +10,7 @@ rounded to 8 bits once, and not saved as JPEG of quality 85 on top.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,30 +27,16 @@ from situs.evaluate.corruptions_severity import SEVERITIES, parameters
 Corruption = Callable[[Tensor, Any, Draw], Tensor]
 """(images [B, C, H, W] in [0, 1], parameters, noise) -> images, not yet cut to [0, 1]."""
 
+
+def _named(*corruptions: Any) -> dict[str, Corruption]:
+    return {each.__name__: each for each in corruptions}
+
+
 GROUPS: dict[str, dict[str, Corruption]] = {
-    "noise": {
-        "gaussian_noise": noise.gaussian_noise,
-        "shot_noise": noise.shot_noise,
-        "impulse_noise": noise.impulse_noise,
-    },
-    "blur": {
-        "defocus_blur": blur.defocus_blur,
-        "glass_blur": blur.glass_blur,
-        "motion_blur": blur.motion_blur,
-        "zoom_blur": blur.zoom_blur,
-    },
-    "weather": {
-        "snow": weather.snow,
-        "frost": weather.frost,
-        "fog": weather.fog,
-        "brightness": weather.brightness,
-    },
-    "digital": {
-        "contrast": digital.contrast,
-        "elastic_transform": digital.elastic_transform,
-        "pixelate": digital.pixelate,
-        "jpeg_compression": digital.jpeg_compression,
-    },
+    "noise": _named(noise.gaussian_noise, noise.shot_noise, noise.impulse_noise),
+    "blur": _named(blur.defocus_blur, blur.glass_blur, blur.motion_blur, blur.zoom_blur),
+    "weather": _named(weather.snow, weather.frost, weather.fog, weather.brightness),
+    "digital": _named(digital.contrast, digital.elastic_transform, digital.pixelate, digital.jpeg_compression),
 }
 """The paper's four kinds, each with its corruptions under the names of ImageNet-C's folders."""
 
@@ -71,33 +57,21 @@ def corrupt(images: Tensor, name: str, severity: int, ids: Tensor, *, seed: int 
     return (changed.clamp(0.0, 1.0) * 255.0).round() / 255.0
 
 
-def find_corruptions(text: str) -> tuple[str, ...]:
-    """Corruptions by name, apart by commas: "all", "none", a kind ("blur") or single ones, in the paper's order."""
+def find_corruptions(words: Sequence[str]) -> tuple[str, ...]:
+    """Corruptions in the paper's order: "all", "none", a kind ("blur") or single ones."""
     wanted: set[str] = set()
-    for word in _words(text):
-        if word in GROUPS:
-            wanted |= set(GROUPS[word])
-        elif word == "all":
-            wanted |= set(CORRUPTIONS)
-        elif word in CORRUPTIONS:
-            wanted.add(word)
-        elif word != "none":
+    known = {**{name: {name} for name in CORRUPTIONS}, **GROUPS, "all": CORRUPTIONS, "none": ()}
+    for word in words:
+        if word not in known:
             choices = ", ".join(["all", "none", *GROUPS, *CORRUPTIONS])
             raise SitusError(f"unknown corruption {word!r}; choose from: {choices}", field="corruptions")
+        wanted |= set(known[word])
     return tuple(name for name in CORRUPTIONS if name in wanted)
 
 
-def find_severities(text: str) -> tuple[int, ...]:
-    """Severities apart by commas, ascending: "1,3,5"."""
-    found = set()
-    for word in _words(text):
-        if not word.isdecimal() or int(word) not in SEVERITIES:
-            raise SitusError(f"severity={word}: must be one of 1, 2, 3, 4, 5", field="severities")
-        found.add(int(word))
-    if not found:
-        raise SitusError(f"severities={text!r}: names none; choose from 1, 2, 3, 4, 5", field="severities")
-    return tuple(sorted(found))
-
-
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+def find_severities(levels: Sequence[int]) -> tuple[int, ...]:
+    """Severities ascending, each once."""
+    for level in levels or [None]:
+        if level not in SEVERITIES:
+            raise SitusError(field="severities", value=level, allowed="some of 1, 2, 3, 4, 5")
+    return tuple(sorted(set(levels)))

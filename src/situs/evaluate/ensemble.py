@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import zip_longest
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Unpack
 
 import torch
 from torch import Tensor
 
+from situs import __version__
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, Classifier, Tally, hard, labels_of
 from situs.evaluate.inference import evaluating, sum_over_ranks
 from situs.methods.base import Batch
-from situs.results import Result, Summary, Table, percent
+from situs.models.data import AnyData, AnyModel, Images, check_classes, load_set, open_several
+from situs.results import Provenance, Result, Summary, Table, percent
 from situs.train.step import autocast
 
 Average = Literal["softmax", "logits"]
@@ -77,6 +79,38 @@ def combine(logits: Tensor, average: Average = "softmax") -> Tensor:
 
 
 def evaluate_ensemble(
+    models: Iterable[AnyModel],
+    data: AnyData = None,
+    *,
+    average: Average = "softmax",
+    precision: str = "fp32",
+    seed: int = 0,
+    **images: Unpack[Images],
+) -> Ensemble:
+    """Several classifiers as one: each alone, their averaged answer, and how alike they answer.
+
+    models: whatever `open_model` takes. data: a path or a source; None for the images that the first run was trained
+    on. Each sees them prepared as it was trained. average: the probabilities, or the logits. images: see `load_set`.
+    """
+    opened = open_several(models, seed)
+    if len(opened) < 2:
+        raise SitusError("an ensemble needs at least two models", field="model")
+    first = next(iter(opened.values())).holding_out(images.pop("held_out", None)).data
+    loaders = {}
+    for name, model in opened.items():
+        held = model.holding_out(first.held_out)
+        loaders[name] = load_set(held, data or first.path or None, shared=True, **images)
+        check_classes(model, loaders[name])
+    backbones = {name: model.backbone for name, model in opened.items()}
+    found = measure_ensemble(backbones, loaders, average=average, precision=precision)
+    name = next(iter(loaders.values())).source.name
+    facts = {"data": name, "precision": precision, "average": average, "situs": __version__}
+    made = (Provenance({}, (model.origin,), loaders[name].source.left_out()) for name, model in opened.items())
+    members = {name: model.facts for name, model in opened.items()}
+    return replace(found, members=members, provenance=Provenance.joint(made, facts))
+
+
+def measure_ensemble(
     models: Mapping[str, Classifier],
     batches: Iterable[Batch] | Mapping[str, Iterable[Batch]],
     *,
@@ -90,8 +124,6 @@ def evaluate_ensemble(
     """
     if average not in ("softmax", "logits"):
         raise SitusError(field="average", value=average, allowed="softmax or logits")
-    if not models:
-        raise SitusError("an ensemble needs at least one model")
     alone, together = {name: Tally() for name in models}, Tally()
     strangers: Tensor | None = None
     shared: Tensor | None = None

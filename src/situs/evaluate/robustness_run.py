@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 
-from situs.data.augment.recipes import normalise
+from situs import __version__
+from situs.data.augment.recipes import denormalise, normalise
 from situs.data.loader import Loader, make_loader
 from situs.data.sources.base import Source
 from situs.data.sources.subset import Rows, Subset
 from situs.errors import SitusError
-from situs.evaluate.accuracy import Accuracy, Classifier, Tally, labels_of
-from situs.evaluate.corruptions import CORRUPTIONS, corrupt
+from situs.evaluate.accuracy import Accuracy, Classifier, Tally, labels_of, measure_accuracy
+from situs.evaluate.corruptions import corrupt, find_corruptions, find_severities
 from situs.evaluate.corruptions_severity import SEVERITIES
 from situs.evaluate.inference import evaluating
 from situs.evaluate.robustness import Anomalies, Cells, Natural, Robustness, aupr, aurra, response_curve
@@ -26,12 +27,15 @@ from situs.evaluate.robustness_sets import (
     open_corrupted,
     open_folder,
     open_normal,
+    read_class_list,
     row_numbers,
 )
 from situs.limits import check_value
+from situs.methods.base import Batch
 from situs.models import Model
-from situs.models.data import load_set
+from situs.models.data import AnyData, AnyModel, Images, load_set, opened
 from situs.models.model import check_classifier
+from situs.results import Provenance
 from situs.train.step import autocast
 
 Progress = Callable[[int, int, str], None]
@@ -39,57 +43,76 @@ Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What to measure, and on which images. names: the classes of the outputs where the model does not know them."""
+class PublishedSets:
+    """Sets that others have made, each where it is to be measured on.
 
-    data: str | None = None
-    split: str | None = None
-    count: int | None = None
-    batch: int = 256
-    seed: int = 0
-    precision: str = "fp32"
-    corruptions: tuple[str, ...] = tuple(CORRUPTIONS)
-    severities: tuple[int, ...] = SEVERITIES
+    imagenet_c: corrupted images, FOLDER/CORRUPTION/SEVERITY/CLASS/IMAGE or arrays as in CIFAR-C. imagenet_a and
+    imagenet_o: FOLDER/CLASS/IMAGE. in_distribution: images of the classifier's own classes beside ImageNet-O, else the
+    clean ones.
+    class_list: a file with the names of the outputs in their order, where the model does not know them.
+    """
+
     imagenet_c: Path | None = None
     imagenet_a: Path | None = None
     imagenet_o: Path | None = None
     in_distribution: str | None = None
-    names: tuple[str, ...] | None = None
+    class_list: Path | None = None
 
 
-def evaluate_robustness(model: Model, plan: Plan, progress: Progress | None = None) -> Robustness:
-    """Everything the plan asks for."""
+def evaluate_robustness(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    corruptions: Sequence[str] = ("all",),
+    severities: Sequence[int] = SEVERITIES,
+    sets: PublishedSets | None = None,
+    precision: str = "fp32",
+    seed: int = 0,
+    progress: Progress | None = None,
+    **images: Unpack[Images],
+) -> Robustness:
+    """How a classifier bears corrupted, adversarial and strange images: mCE, ImageNet-A, ImageNet-O.
+
+    model: whatever `open_model` takes. data: the clean images, a path or a source; None for those of a run.
+    corruptions: all, none, a kind (noise, blur, weather, digital) or names. sets: published. images: see `load_set`.
+    """
+    sets = sets or PublishedSets()
+    chosen, levels = find_corruptions(corruptions), find_severities(severities)
+    names = None if sets.class_list is None else read_class_list(sets.class_list)
+    model = opened(model, seed)
     check_classifier(model)
-    if plan.count is not None:
-        check_value("count", plan.count, ">= 1")
-    if not plan.corruptions and plan.imagenet_a is None and plan.imagenet_o is None:
+    if (count := images.get("count")) is not None:
+        check_value("count", count, ">= 1")
+    if not chosen and sets.imagenet_a is None and sets.imagenet_o is None:
         raise SitusError("there is nothing to measure: corruptions, ImageNet-A or ImageNet-O", field="corruptions")
-    tell = progress or (lambda *_: None)
-    bench = _Bench(model, plan)
-    natural = None if plan.imagenet_a is None else bench.natural(plan.imagenet_a, tell)
-    anomalies = None if plan.imagenet_o is None else bench.anomalies(plan.imagenet_o, tell)
+    model = model.holding_out(images.pop("held_out", None))
+    run = _Run(model, names or model.classes, images, precision, seed, progress or (lambda *_: None))
+    natural = None if sets.imagenet_a is None else run.natural(sets.imagenet_a)
+    anomalies = None if sets.imagenet_o is None else run.anomalies(sets.imagenet_o, sets.in_distribution or data)
     clean, cells, pictures, loader = None, {}, None, None
-    if plan.corruptions:
-        # Corrupted files speak for themselves; the clean set stands beside them where it is known.
-        needed = plan.imagenet_c is None or plan.data is not None or bool(model.data.path)
-        loader = bench.load(plan.data, plan.split) if needed else None
-        if plan.imagenet_c is None:
-            assert loader is not None
-            clean, cells, pictures = bench.generated(loader, tell)
-        else:
-            clean = None if loader is None else bench.plain(loader, tell)
-            cells, pictures = bench.given(plan.imagenet_c, tell)
+    # Corrupted files speak for themselves; the clean set stands beside them where it is known.
+    if chosen and (sets.imagenet_c is None or data is not None or model.data.path):
+        loader = load_set(model, data, **images)
+    if chosen and sets.imagenet_c is not None:
+        clean = None if loader is None else run.clean(loader)
+        cells, pictures = run.given(sets.imagenet_c, chosen, levels)
+    elif loader is not None:
+        clean, cells, pictures = run.generated(loader, chosen, levels)
+    name = None if loader is None else loader.source.name
+    size = "x".join(map(str, model.data.size))
+    made = {"img_size": size, "data": name, "seed": seed, "precision": precision, "situs": __version__}
     return Robustness(
-        data=None if loader is None else loader.source.name,
-        given=None if plan.imagenet_c is None or not plan.corruptions else plan.imagenet_c.resolve().name,
+        data=name,
+        given=None if sets.imagenet_c is None or not chosen else sets.imagenet_c.resolve().name,
         clean=clean,
         cells=cells,
         pictures=pictures,
         natural=natural,
         anomalies=anomalies,
-        outputs=bench.outputs,
-        skipped=tuple(bench.skipped),
+        outputs=run.outputs,
+        skipped=tuple(run.skipped),
         side=min(model.data.size),
+        provenance=Provenance({"name": model.name, **model.facts, **made}, (model.origin,)),
     )
 
 
@@ -112,12 +135,9 @@ def corrupted_accuracy(
     tell = progress or (lambda *_: None)
     plain, tallies = Tally(), {(name, severity): Tally() for name in corruptions for severity in severities}
     steps, done = loader.steps_per_epoch * len(tallies), 0
-    rows = row_numbers(loader.source)
-    rows = None if rows is None else rows.to(loader.device)
     with evaluating(model):
-        for batch in loader:
-            labels = labels_of(batch) if index is None else index[labels_of(batch)]
-            ids = batch.ids if rows is None else rows[batch.ids]
+        for batch in relabelled(loader, index):
+            labels, ids = labels_of(batch), _rows_of(batch, loader)
             images = seen(batch.inputs, loader)
             plain.add(_logits(model, batch.inputs, precision), labels)
             for (name, severity), tally in tallies.items():
@@ -151,8 +171,19 @@ def answers(
 
 def seen(images: Tensor, loader: Loader) -> Tensor:
     """Normalised images as they were before, on 256 levels in [0, 1]."""
-    plain = images * loader.std.view(-1, 1, 1) + loader.mean.view(-1, 1, 1)
-    return (plain.clamp(0.0, 1.0) * 255.0).round() / 255.0
+    return (denormalise(images, loader.mean, loader.std) * 255.0).round() / 255.0
+
+
+def relabelled(loader: Loader, index: Tensor | None) -> Iterator[Batch]:
+    """The loader's batches with the output that each label means; index: [classes], None for the label itself."""
+    for batch in loader:
+        yield batch if index is None else batch._replace(targets={"label": index[labels_of(batch)]})
+
+
+def _rows_of(batch: Batch, loader: Loader) -> Tensor:
+    """The images' numbers in their whole set, so that one is corrupted alike in a part of it."""
+    rows = row_numbers(loader.source)
+    return batch.ids if rows is None else rows.to(loader.device)[batch.ids]
 
 
 def _logits(model: Classifier, images: Tensor, precision: str) -> Tensor:
@@ -160,105 +191,101 @@ def _logits(model: Classifier, images: Tensor, precision: str) -> Tensor:
         return model(images)
 
 
-class _Bench:
-    """A model, a plan, and the sets as the model sees them."""
+class _Run:
+    """A model and the sets as it sees them. names: of its outputs. images: which of them, as `load_set` takes it."""
 
-    def __init__(self, model: Model, plan: Plan) -> None:
-        self.model, self.plan, self.device = model, plan, model.device
-        self.names = plan.names or model.classes
+    def __init__(
+        self,
+        model: Model,
+        names: Sequence[str] | None,
+        images: Images,
+        precision: str,
+        seed: int,
+        tell: Progress,
+    ) -> None:
+        self.model, self.names, self.images = model, names, images
+        self.precision, self.seed, self.tell = precision, seed, tell
+        self.backbone, self.device = model.backbone, model.device
         self.skipped: list[str] = []
-        with evaluating(model.backbone):
+        with evaluating(self.backbone):
             blank = torch.zeros(1, model.data.channels, *model.data.size, device=self.device)
-            self.outputs = model.backbone(blank).shape[-1]
-
-    def load(self, path: str | None, split: str | None) -> Loader:
-        return load_set(self.model, path, split=split, batch=self.plan.batch, count=self.plan.count)
+            self.outputs = self.backbone(blank).shape[-1]
 
     def wrap(self, source: Source, **data: Any) -> Loader:
         """A source that is open already, prepared as the model wants it."""
-        if self.plan.count is not None and len(source) > self.plan.count:
-            source = Subset(source, self.plan.count)
-        config = replace(self.model.data, batch=self.plan.batch, **data)
+        count = self.images.get("count")
+        if count is not None and len(source) > count:
+            source = Subset(source, count)
+        config = replace(self.model.data, batch=self.images.get("batch", 256), **data)
         return make_loader(config, None, self.device, source=source)
 
     def index(self, loader: Loader, what: str) -> Tensor:
         """The output that each class of the loader means."""
         return torch.tensor(match_classes(loader.classes, self.names, self.outputs, what), device=self.device)
 
-    def note(self, loader: Loader) -> None:
-        self.skipped += [said for said in loader.source.left_out() if said not in self.skipped]
+    def note(self, *loaders: Loader) -> None:
+        """Keeps what could not be read."""
+        said = [text for loader in loaders for text in loader.source.left_out()]
+        self.skipped += [text for text in said if text not in self.skipped]
 
-    def plain(self, loader: Loader, tell: Progress) -> Accuracy:
-        tell(0, 1, "clean images")
-        found, _ = self._cells(loader, (), None)
+    def clean(self, loader: Loader) -> Accuracy:
+        """The accuracy on the images as they are."""
+        self.tell(0, 1, "clean images")
+        index = self.index(loader, loader.source.name)
+        found = measure_accuracy(self.backbone, relabelled(loader, index), precision=self.precision)
         self.note(loader)
         return found
 
-    def generated(self, loader: Loader, tell: Progress) -> tuple[Accuracy, Cells, Tensor]:
-        clean, cells = self._cells(loader, self.plan.corruptions, tell)
-        self.note(loader)
-        return clean, cells, self._pictures(loader)
-
-    def _cells(self, loader: Loader, corruptions: tuple[str, ...], tell: Progress | None) -> tuple[Accuracy, Any]:
-        return corrupted_accuracy(
-            self.model.backbone,
+    def generated(
+        self, loader: Loader, corruptions: tuple[str, ...], severities: tuple[int, ...]
+    ) -> tuple[Accuracy, Cells, Tensor]:
+        """Corruptions made of the clean images, and the first image clean and corrupted."""
+        clean, cells = corrupted_accuracy(
+            self.backbone,
             loader,
             corruptions,
-            self.plan.severities,
+            severities,
             index=self.index(loader, loader.source.name),
-            seed=self.plan.seed,
-            precision=self.plan.precision,
-            progress=tell,
+            seed=self.seed,
+            precision=self.precision,
+            progress=self.tell,
         )
+        self.note(loader)
+        first = next(iter(loader)).part(slice(0, 1))
+        ids, image = _rows_of(first, loader), seen(first.inputs, loader)
+        strips = [
+            torch.cat([image, *(corrupt(image, name, level, ids, seed=self.seed) for level in severities)])
+            for name in corruptions
+        ]
+        return clean, cells, torch.stack(strips).cpu()
 
-    def _pictures(self, loader: Loader) -> Tensor:
-        """The first image, clean and corrupted."""
-        batch = next(iter(loader))
-        rows = row_numbers(loader.source)
-        ids = batch.ids[:1] if rows is None else rows.to(self.device)[batch.ids[:1]]
-        image = seen(batch.inputs[:1], loader)
-        strips = []
-        for name in self.plan.corruptions:
-            changed = [corrupt(image, name, level, ids, seed=self.plan.seed) for level in self.plan.severities]
-            strips.append(torch.cat([image, *changed]))
-        return torch.stack(strips).cpu()
-
-    def given(self, root: Path, tell: Progress) -> tuple[Cells, Tensor]:
+    def given(self, root: Path, corruptions: tuple[str, ...], severities: tuple[int, ...]) -> tuple[Cells, Tensor]:
         """The published files, one folder after the other."""
-        cells: dict[str, dict[int, Accuracy]] = {name: {} for name in self.plan.corruptions}
+        cells: dict[str, dict[int, Accuracy]] = {name: {} for name in corruptions}
         strips: list[Tensor] = []
-        places = [(name, severity) for name in self.plan.corruptions for severity in self.plan.severities]
+        places = [(name, severity) for name in corruptions for severity in severities]
         for done, (name, severity) in enumerate(places):
-            tell(done, len(places), f"{name} {severity}")
+            self.tell(done, len(places), f"{name} {severity}")
             source, numbered = open_corrupted(root, name, severity, self.model.data.channels)
             # Their publishers have cropped them already.
-            loader = self.wrap(source, crop_share=1.0)
-            cells[name][severity] = self._given(loader, f"{root.name}/{name}/{severity}", numbered)
+            loader, what = self.wrap(source, crop_share=1.0), f"{root.name}/{name}/{severity}"
+            last = len(loader.classes or ()) - 1
+            if numbered and last >= self.outputs:
+                said = f"{what}: its labels go up to {last}, the outputs to {self.outputs - 1}"
+                raise SitusError(said, field="imagenet_c")
+            batches = relabelled(loader, None if numbered else self.index(loader, what))
+            cells[name][severity] = measure_accuracy(self.backbone, batches, precision=self.precision)
             strips.append(seen(next(iter(loader)).inputs[:1], loader).cpu())
             self.note(loader)
-        tell(len(places), len(places), "corruptions")
+        self.tell(len(places), len(places), "corruptions")
         return cells, torch.cat(strips).unflatten(0, (len(cells), -1))
 
-    def _given(self, loader: Loader, what: str, numbered: bool) -> Accuracy:
-        if not numbered:
-            index = self.index(loader, what)
-        elif len(loader.classes or ()) <= self.outputs:
-            index = torch.arange(self.outputs, device=self.device)
-        else:
-            raise SitusError(f"{what}: its labels go up to {len(loader.classes or ()) - 1}, the outputs to "
-                             f"{self.outputs - 1}", field="imagenet_c")  # fmt: skip
-        tally = Tally()
-        with evaluating(self.model.backbone):
-            for batch in loader:
-                tally.add(_logits(self.model.backbone, batch.inputs, self.plan.precision), index[labels_of(batch)])
-        return tally.result()
-
-    def natural(self, root: Path, tell: Progress) -> Natural:
+    def natural(self, root: Path) -> Natural:
         """ImageNet-A: among its own classes, how often right, and whether confidence knows it."""
-        tell(0, 1, "ImageNet-A")
+        self.tell(0, 1, "ImageNet-A")
         loader = self.wrap(open_folder(root, self.model.data.channels, "imagenet_a"))
         outputs = self.index(loader, root.name)
-        confidence, answer, truth = answers(self.model.backbone, loader, outputs, self.plan.precision)
+        confidence, answer, truth = answers(self.backbone, loader, outputs, self.precision)
         assert truth is not None  # it has classes
         self.note(loader)
         correct = answer == truth
@@ -273,34 +300,31 @@ class _Bench:
             tuple(torch.stack(shown).tolist()),
         )
 
-    def anomalies(self, root: Path, tell: Progress) -> Anomalies:
+    def anomalies(self, root: Path, beside: AnyData) -> Anomalies:
         """ImageNet-O against the images of the same classes from the classifier's own distribution."""
-        tell(0, 1, "ImageNet-O")
+        self.tell(0, 1, "ImageNet-O")
         strange = self.wrap(open_folder(root, self.model.data.channels, "imagenet_o"))
         # Without folders of classes there is nothing to restrict the softmax to.
         outputs = torch.arange(self.outputs) if strange.classes is None else self.index(strange, root.name).cpu()
-        normal = self._normal(set(outputs.tolist()))
-        backbone, precision = self.model.backbone, self.plan.precision
+        normal = self._normal(beside, set(outputs.tolist()))
         anomalous, usual = (
-            -answers(backbone, each, outputs.to(self.device), precision)[0] for each in (strange, normal)
+            -answers(self.backbone, each, outputs.to(self.device), self.precision)[0] for each in (strange, normal)
         )
-        self.note(strange)
-        self.note(normal)
+        self.note(strange, normal)
         names = strange.source.name, normal.source.name
         return Anomalies(*names, aupr(anomalous, usual), len(anomalous), len(usual), len(outputs))
 
-    def _normal(self, outputs: set[int]) -> Loader:
+    def _normal(self, beside: AnyData, outputs: set[int]) -> Loader:
         """The images of the in-distribution set whose class is among the outputs."""
-        path = self.plan.in_distribution or self.plan.data
-        if path is None and not self.model.data.path:
-            raise SitusError(
-                "ImageNet-O needs images of the classifier's own classes beside it", field="in_distribution"
-            )
-        data = self.model.data
-        source = open_normal(path or data.path, self.plan.split, data.channels, data.held_out)
+        data, field = self.model.data, "in_distribution"
+        if beside is None and not data.path:
+            raise SitusError("ImageNet-O needs images of the classifier's own classes beside it", field=field)
+        source = beside
+        if not isinstance(source, Source):
+            source = open_normal(str(beside or data.path), self.images.get("split"), data.channels, data.held_out)
         meant = match_classes(source.classes, self.names, self.outputs, source.name)
         labels = class_numbers(source)
         rows = [row for row, label in enumerate(labels) if label is not None and meant[label] in outputs]
         if not rows:
-            raise SitusError(f"{source.name}: has no image of ImageNet-O's classes", field="in_distribution")
+            raise SitusError(f"{source.name}: has no image of ImageNet-O's classes", field=field)
         return self.wrap(Rows(source, rows))

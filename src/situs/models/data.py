@@ -5,7 +5,8 @@ Only a run remembers where its images are; for any other model they must be name
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict
@@ -49,6 +50,18 @@ def opened(model: AnyModel, seed: int = 0) -> Model:
         return model
     own = next(model.parameters(), None) if isinstance(model, nn.Module) else None
     return open_model(model, seed=seed, device=distributed.start().device if own is None else own.device)
+
+
+def open_several(models: Iterable[AnyModel], seed: int = 0) -> dict[str, Model]:
+    """Several models, each `opened`, by a name of its own: with its home, or a number, where another has the same."""
+    found: dict[str, Model] = {}
+    for each in models:
+        model = opened(each, seed)
+        if model.identity and model.identity in {other.identity for other in found.values()}:
+            raise SitusError(f"{model.name}: is named twice", field="model")
+        homes = (f"{model.name} ({home})" for home in itertools.chain([model.home or 2], itertools.count(2)))
+        found[next(name for name in itertools.chain([model.name], homes) if name not in found)] = model
+    return found
 
 
 def load_set(

@@ -24,8 +24,9 @@ class Model:
     images are prepared (and, of a run, where they are); None for a model that takes no images. classes: their names,
     where they are known. facts: where it comes from, no paths. classifier: whether it has a head that was trained.
     positions: whether its positions took part in training. locked: whether it is a locked folder opened without its
-    key. identity: a hash of where it was opened from, by which one model's results are told from another's. notes:
-    what a reader of its results must know, by name. epoch: a run's last, where its method's schedules stand.
+    key. identity: a hash of where it was opened from, by which one model's results are told from another's. home: the
+    folder it lies in, or its weights, which tells it from another of its name. notes: what a reader of its results must
+    know, by name. epoch: a run's last, where its method's schedules stand.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Model:
     positions: bool = True
     locked: bool = False
     identity: str = ""
+    home: str = ""
     notes: dict[str, str] = field(default_factory=dict)
     epoch: int = 0
 

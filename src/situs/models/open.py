@@ -104,7 +104,8 @@ def _open(
         model = _open_module(module, last_name(source), fields, device)  # a result tells no folders
     else:
         model = _open_name(source, weights or (RANDOM if any_weights else None), fields, device)
-    return replace(model, identity=identity_of(origin))
+    home = Path(origin).parent.name if Path(source).exists() else last_name(weights or "")
+    return replace(model, identity=identity_of(origin), home=home)
 
 
 def open_whole(source: str | Path, unlock: Unlock | None) -> Model:
