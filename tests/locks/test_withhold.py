@@ -186,9 +186,7 @@ def test_without_the_second_file_nothing_opens(model_folder, tmp_path, seal):
     calls = [lambda: unlock(locked.path, KEY, out), lambda: unlock(locked.path, KEY, out, retrained=not seal)]
     calls += [lambda way=way: way(locked.path, KEY) for way in (check, opened_model, keyed_model)]
     for call in calls:
-        with pytest.raises(
-            SitusError, match=r"lacks the embedding and the first block, withheld when it was locked.*--withheld FILE"
-        ):
+        with pytest.raises(SitusError, match=r"lacks the embedding and the first block, withheld when it was locked"):
             call()
     with pytest.raises(SitusError, match="no such file"):
         unlock(locked.path, KEY, out, withheld=tmp_path / "nowhere")
@@ -225,7 +223,7 @@ def test_nothing_is_written_where_it_fails(model_folder, tmp_path):
 def test_a_table_beside_the_model_is_refused_with_the_reason(model_folder, tmp_path):
     source = Path(shutil.copytree(model_folder("swin"), tmp_path / "swin"))
     save_file({"table": torch.zeros(64, 12)}, source / TABLE)
-    with pytest.raises(SitusError, match=r"position table is a file of its own.*--withhold"):
+    with pytest.raises(SitusError, match=r"position table is a file of its own"):
         lock(source, KEY, tmp_path / "locked", withhold=["embedding"])
 
 

@@ -16,7 +16,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -93,6 +93,8 @@ class Backbone(nn.Module, ABC):
     """
 
     refusals: ClassVar[dict[str, str]] = {}
+    entry: ClassVar[Literal["run_layers", "run_grid"]] = "run_layers"
+    """The method through which every stream goes into the blocks; `run_grid(z, grid, taps)` where they know a grid."""
     """capability -> why this backbone refuses it; see `CAPABILITIES`."""
 
     def __init__(self, model: nn.Module, name: str, grid: Grid, dim: int, prefix: int, depth: int) -> None:

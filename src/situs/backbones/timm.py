@@ -183,6 +183,7 @@ class SwinBackbone(TimmBackbone):
     shifts belong to the blocks and stay, so a Swin always knows something of its places.
     """
 
+    entry = "run_grid"
     refusals: ClassVar[dict[str, str]] = {
         "context": "its windows need every token of the grid as a key",
         "take": "its windows and merges need the whole grid",

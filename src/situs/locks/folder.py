@@ -137,7 +137,7 @@ def new_folder(out: str | Path) -> Iterator[Path]:
     """A folder beside `out` that takes its name when all went well, and is gone otherwise."""
     out = Path(out)
     if out.exists() or out.is_symlink():
-        raise SitusError(f"{out}: exists already; choose a new folder (--out)")
+        raise SitusError(f"{out}: exists already; choose a new folder", field="out")
     aside = out.with_name(f".{out.name}.{os.getpid()}.writing")
     try:
         shutil.rmtree(aside, ignore_errors=True)
@@ -151,6 +151,6 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         sync(out.parent)
     except OSError as error:
         reason: Any = error.strerror or str(error)
-        raise SitusError(f"{out}: could not be written: {reason.lower()} ({error.filename}) (--out)") from error
+        raise SitusError(f"{out}: could not be written: {reason.lower()} ({error.filename})", field="out") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)

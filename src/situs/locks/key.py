@@ -46,7 +46,7 @@ class Key:
 
     def __post_init__(self) -> None:
         if len(self.seed) != SEED_BYTES:
-            raise SitusError(f"a seed of {len(self.seed)} bytes: must be {SEED_BYTES} (--key)")
+            raise SitusError(f"a seed of {len(self.seed)} bytes: must be {SEED_BYTES}", field="seed")
 
     @property
     def id(self) -> str:
@@ -159,7 +159,7 @@ def load_key(path: str | Path, passphrase: str | None = None) -> Key:
             raise SitusError(f"{path}: this key has a passphrase, and none was given ({PASSPHRASE})")
         seed = _unwrap(path, held, held.passphrase, passphrase)
     if len(seed) != SEED_BYTES or Key(seed).id != held.id:
-        raise SitusError(f"{path}: its seed and its id do not belong together: the file was altered (--key)")
+        raise SitusError(f"{path}: its seed and its id do not belong together: the file was altered", field="key")
     return Key(seed)
 
 
@@ -177,14 +177,16 @@ def _read(path: Path) -> KeyFile:
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
-            raise SitusError(f"{path}: is no file, so it cannot be a key (--key)")
+            raise SitusError(f"{path}: is no file, so it cannot be a key", field="key")
         with path.open("rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except OSError as error:
-        raise SitusError(f"{path}: the key cannot be read: {(error.strerror or str(error)).lower()} (--key)") from None
+        raise SitusError(
+            f"{path}: the key cannot be read: {(error.strerror or str(error)).lower()}", field="key"
+        ) from None
     if os.name == "posix" and stat.S_IMODE(mode) & 0o077:
         raise SitusError(
-            f"{path}: others may read this key (mode {stat.S_IMODE(mode):04o}): chmod 600 it first (--key)"
+            f"{path}: others may read this key (mode {stat.S_IMODE(mode):04o}): chmod 600 it first", field="key"
         )
     try:
         if len(raw) > LARGEST_FILE:
@@ -197,7 +199,7 @@ def _read(path: Path) -> KeyFile:
         _decode(held.seed)
     except (SitusError, ValueError, RecursionError) as error:
         reason = str(error) if isinstance(error, SitusError) else "no valid JSON"
-        raise SitusError(f"{path}: no key file of situs key new: {reason[:200]} (--key)") from None
+        raise SitusError(f"{path}: no key file of situs key new: {reason[:200]}", field="key") from None
     return held
 
 
@@ -212,10 +214,10 @@ def _write_private(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         os.link(aside, path)  # unlike a rename, it refuses to take the place of a key that is there
     except FileExistsError:
-        raise SitusError(f"{path}: exists already, and a key is never overwritten (--out)") from None
+        raise SitusError(f"{path}: exists already, and a key is never overwritten", field="out") from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise SitusError(f"{path}: the key could not be written: {reason} (--out)") from error
+        raise SitusError(f"{path}: the key could not be written: {reason}", field="out") from error
     finally:
         with suppress(OSError):
             aside.unlink(missing_ok=True)
@@ -246,7 +248,9 @@ def _unwrap(path: Path, held: KeyFile, wrapping: Wrapping, passphrase: str) -> b
     try:
         return cipher.decrypt(_decode(wrapping.nonce), _decode(held.seed), held.id.encode())
     except InvalidTag:
-        raise SitusError(f"{path}: the passphrase is wrong, or the file was altered (--passphrase)") from None
+        raise SitusError(
+            f"{path}: the passphrase is wrong, or the file was altered", field=("passphrase", "key")
+        ) from None
 
 
 def _encode(raw: bytes) -> str:

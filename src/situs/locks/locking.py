@@ -279,7 +279,7 @@ def _held(backbone: Backbone, parts: Sequence[str], names: Mapping[str, str], ot
     """The names in the files of the tensors that are withheld."""
     if parts and TABLE in others:
         raise SitusError(
-            f"{backbone.name}: its position table is a file of its own, so no part is withheld (--withhold)"
+            f"{backbone.name}: its position table is a file of its own, so no part is withheld", field="withhold"
         )
     return {names[own] for own in tensors_of(backbone, parts) if own in names}
 
@@ -379,5 +379,6 @@ def _same(where: Path | None, manifest: Manifest, spec: Spec, code: str) -> None
     if spec.name not in manifest.tensors or manifest.tensors[spec.name].code != code:
         raise SitusError(
             f"{where}: {spec.name} is not the tensor that was locked: the file was altered, or is of another model; "
-            "after authorised training: --retrained"
+            "after authorised training it is opened as retrained",
+            field="retrained",
         )

@@ -226,7 +226,7 @@ def read_manifest(folder: Path, key: Key | None) -> Manifest:
 def verify(manifest: Manifest, key: Key, path: Path) -> None:
     """Refuses a manifest of another key, or one that was altered."""
     if manifest.key_id != key.id:
-        raise SitusError(f"{path}: was locked with the key {manifest.key_id}, and this is {key.id} (--key)")
+        raise SitusError(f"{path}: was locked with the key {manifest.key_id}, and this is {key.id}", field="key")
     if not hmac.compare_digest(manifest.hmac, _code(manifest, key)):
         raise SitusError(f"{path}: its HMAC is wrong: the manifest was altered since it was locked")
 

@@ -77,8 +77,7 @@ def with_key(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Ten
 
 @cache
 def _keyed_class(kind: type[Backbone]) -> type[Backbone]:
-    """The same backbone with the key at every way into its blocks: `run_layers`, or Swin's `run_grid`."""
-    from situs.backbones.timm import SwinBackbone
+    """The same backbone with the key where every stream goes into its blocks (`Backbone.entry`)."""
 
     def moved(z: Tensor, key: Tensor) -> Tensor:
         return z.index_select(-1, key.to(z.device))
@@ -93,9 +92,8 @@ def _keyed_class(kind: type[Backbone]) -> type[Backbone]:
             raise SitusError(f"{self.name}: with its key it shows the last of its layers alone")
         return moved(cast(Any, kind).run_grid(self, moved(z, self.key_in), grid), self.key_out)
 
-    # A backbone with stages goes through `run_grid` wherever it runs them; the others through `run_layers`.
-    ways: dict[str, Any] = {"run_grid": run_grid} if issubclass(kind, SwinBackbone) else {"run_layers": run_layers}
-    return cast("type[Backbone]", type(f"Keyed{kind.__name__}", (kind,), ways))
+    way = {"run_layers": run_layers, "run_grid": run_grid}[kind.entry]
+    return cast("type[Backbone]", type(f"Keyed{kind.__name__}", (kind,), {kind.entry: way}))
 
 
 def left_of(locked: Path, manifest: Manifest) -> tuple[Backbone, frozenset[str]]:

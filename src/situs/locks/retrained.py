@@ -21,7 +21,9 @@ def unlock_retrained(folder: Path, manifest: Manifest, key: Key, out: str | Path
     withheld: the second file. What the folder holds itself, a trained embedding say, goes before what is in it.
     """
     if manifest.sealed:
-        raise SitusError(f"{folder}: is sealed, so nobody trained it since: unlock it without --retrained")
+        raise SitusError(
+            f"{folder}: is sealed, so nobody trained it since: open it as it was locked", field="retrained"
+        )
     weights = files.weight_files(folder)
     others, left = sort_files(folder, [*weights, NAME], refuse=False)
     headers = {name: store.header_of(folder, name) for name in weights}
@@ -84,7 +86,8 @@ def _check_layout(
             now = "is not there" if name not in specs else f"is {specs[name].dtype} {list(specs[name].shape)}"
             raise SitusError(
                 f"{folder}: {name} {now}, locked was {old[name].dtype} {list(old[name].shape)}: the key fits the "
-                "layout that was locked, and no other (--retrained)"
+                "layout that was locked, and no other",
+                field="retrained",
             )
 
 
@@ -97,7 +100,8 @@ def _whole(folder: Path, name: str, header: Header, originals: dict[str, Header]
     if known is None or {spec.name for spec in known.tensors} - absent != there:
         raise SitusError(
             f"{folder}: {name} holds other tensors than the file that was locked, so what was withheld has no place in "
-            "it: save the whole model, and open that (--retrained)"
+            "it: save the whole model, and open that",
+            field="retrained",
         )
     specs = {spec.name: spec for spec in header.tensors}
     return shards.make_header([specs.get(spec.name, spec) for spec in known.tensors], known.notes)

@@ -88,7 +88,7 @@ def _reader(path: Path, name: str, manifest: Manifest, key: Key) -> Iterator[Sou
 def second_sink(path: Path, header: Header, seal: Key | None, lock_id: str) -> Iterator[Sink]:
     """The owner's second file: mode 0600, complete or not there, and never in the place of another."""
     if path.exists() or path.is_symlink():
-        raise SitusError(f"{path}: exists already, and what is withheld never replaces a file (--withheld)")
+        raise SitusError(f"{path}: exists already, and what is withheld never replaces a file", field="withheld")
     aside = path.with_name(f".{path.name}.{os.getpid()}.writing")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,7 +106,7 @@ def second_sink(path: Path, header: Header, seal: Key | None, lock_id: str) -> I
         sync(path.parent)
     except OSError as error:
         raise SitusError(
-            f"{path}: could not be written: {(error.strerror or str(error)).lower()} (--withheld)"
+            f"{path}: could not be written: {(error.strerror or str(error)).lower()}", field="withheld"
         ) from error
     finally:
         aside.unlink(missing_ok=True)
@@ -123,17 +123,17 @@ def second_source(
     withheld = manifest.withheld
     if withheld is None:
         if path is not None:
-            raise SitusError(f"{path}: nothing was withheld from {folder} (--withheld)")
+            raise SitusError(f"{path}: nothing was withheld from {folder}", field="withheld")
         yield None, None, {}
         return
     if path is None:
         raise missing(folder, withheld)
     if not path.is_file():
-        raise SitusError(f"{path}: no such file, and {folder} cannot be opened without it (--withheld)")
+        raise SitusError(f"{path}: no such file, and {folder} cannot be opened without it", field="withheld")
     with _reader(path, SECOND, manifest, key) as reader:
         header = shards.read_header(reader, str(path))
         if codes_of(key, manifest.lock_id).of("header", SECOND, header.raw) != withheld.header:
-            raise SitusError(f"{path}: is not what was withheld from {folder}, or was altered (--withheld)")
+            raise SitusError(f"{path}: is not what was withheld from {folder}, or was altered", field="withheld")
         yield reader, header, original_headers(header, str(path))
 
 

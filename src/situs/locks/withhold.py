@@ -67,14 +67,15 @@ def tensors_of(backbone: Backbone, parts: Sequence[str]) -> set[str]:
             if unknown is not None:
                 raise SitusError(
                     f"withhold=embedding: whether {unknown} of {backbone.name} stands before or behind the blocks is "
-                    "not known here (--withhold)"
+                    "not known here",
+                    field="withhold",
                 )
             held |= {name for name, depth in depths.items() if depth == 0}
             continue
         count, blocks = int(part.removeprefix("blocks=")), backbone.depth
         if count >= blocks:
             raise SitusError(
-                f"withhold={part}: {backbone.name} has {blocks} blocks, and one at least must stay (--withhold)"
+                f"withhold={part}: {backbone.name} has {blocks} blocks, and one at least must stay", field="withhold"
             )
         held |= {name for name, depth in depths.items() if 1 <= depth <= count}
     return held | _tied(backbone.model, held)
@@ -122,6 +123,6 @@ def beside(out: str | Path) -> Path:
 def missing(folder: Path, withheld: Withheld) -> SitusError:
     """What is said where the second file is not given."""
     return SitusError(
-        f"{folder}: lacks {words(withheld.parts)}, withheld when it was locked: give the owner's second file too "
-        "(--withheld FILE)"
+        f"{folder}: lacks {words(withheld.parts)}, withheld when it was locked: give the owner's second file too",
+        field="withheld",
     )

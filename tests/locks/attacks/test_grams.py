@@ -85,7 +85,7 @@ def test_texts_of_unequal_length_are_read_as_the_first_block_reads_them(
 def test_no_samples_and_an_embedding_that_is_not_there_are_one_sentence(model_folder: Callable[[str], Path]) -> None:
     backbone = load(model_folder, "vit")
     groups = backbone.groups()
-    with pytest.raises(SitusError, match=r"no samples \(--images, --texts\)"):
+    with pytest.raises(SitusError, match="no samples"):
         clear_side(backbone, groups, [])
     with torch.no_grad():
         for name, parameter in backbone.model.named_parameters():

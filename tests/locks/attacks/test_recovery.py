@@ -160,7 +160,7 @@ def test_drift_is_noise_in_proportion_to_each_tensor() -> None:
     assert moved["count"] is state["count"] and moved["one"] is state["one"]
     assert not torch.equal(moved["two"], state["two"])
     assert all(torch.equal(a, b) for a, b in zip(moved.values(), drift(state, 0.3, 1).values(), strict=True))
-    with pytest.raises(SitusError, match=r"drift=-1.*--drift"):
+    with pytest.raises(SitusError, match="drift=-1"):
         drift(state, -1)
 
 
@@ -298,7 +298,7 @@ def test_strength_is_the_best_attack_and_never_more_than_the_seed() -> None:
 
 
 OPEN, BOUND = "The lock is open to them", "An upper bound: a better attack may exist"
-UNJUDGED = "Not judged, for nobody told the true key (--key): x"
+UNJUDGED = "Not judged, for nobody told the true key (`key`): x"
 
 
 @pytest.mark.parametrize(
@@ -324,7 +324,7 @@ def test_the_verdict_in_each_case(rights: tuple[int | None, ...], said: list[str
 @pytest.mark.parametrize(
     ("rights", "said", "never"),
     [
-        ((0,), ["Not attacked by", "images (--images PATH, or --texts FILE)", "No strength"], ["bits", OPEN, BOUND]),
+        ((0,), ["Not attacked by", "images (`images` or `texts`)", "No strength"], ["bits", OPEN, BOUND]),
         ((None,), [UNJUDGED, "Not attacked by", "No strength"], ["bits", OPEN, BOUND]),
         ((768,), ["= 0 bits.", OPEN], ["Not", "No strength", BOUND]),
         ((), ["Not attacked: no strength can be given."], ["bits", "images"]),

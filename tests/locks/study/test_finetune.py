@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from situs.backbones import BackboneConfig
+from situs.backbones.weights import HEADS
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.loader import DataConfig, make_loader
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
 from situs.locks.groups import invert_keys, permute_state, random_keys, residual_only
-from situs.locks.study.finetune import HEADS, WAYS, Pretrained, StudyConfig, make_way, pretrain, run_study
+from situs.locks.study.finetune import WAYS, Pretrained, StudyConfig, make_way, pretrain, run_study
 from situs.methods import SupervisedConfig
 from situs.train.run import RunConfig, make_method
 

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
+from situs.backbones.weights import HEADS
 from situs.config import Checked
 from situs.errors import SitusError
 from situs.limits import Count, Positive
@@ -64,7 +65,8 @@ class Adapted(nn.Module):
 
     def learned(self) -> list[nn.Parameter]:
         """The two matrices and the head's own weights: what the attacker trains."""
-        return [self.before, self.behind, *_head_parameters(self.backbone)]
+        named = self.backbone.model.named_parameters()
+        return [self.before, self.behind, *(value for name, value in named if name.startswith(HEADS))]
 
 
 def recover_with_labels(
@@ -150,12 +152,6 @@ def randomised(backbone: Backbone, groups: Sequence[Group], seed: int) -> Backbo
             state[name] = (value.double().mean().cpu() + value.double().std().cpu() * noise).to(value)
     blank.model.load_state_dict(state)
     return blank
-
-
-def _head_parameters(backbone: Backbone) -> list[nn.Parameter]:
-    """The classifier's own weights, by the names that timm and transformers give it."""
-    names = ("head.", "head_dist.", "classifier.")
-    return [value for name, value in backbone.model.named_parameters() if name.startswith(names)]
 
 
 def _one_stream(groups: Sequence[Group]) -> list[Group]:

@@ -49,7 +49,8 @@ def match_blind(backbone: Backbone, groups: Sequence[Group], inputs: Tensor | No
     locked_names = {member.tensor for each in groups for member in each.members}
     clear = {name: value for name, value in state.items() if name not in locked_names}
     stream = _entering(backbone, inputs)
-    linear = _linear(_clear_kinds(clear, group.size), _locked_kinds(state, group), group.size)
+    before = {name.removeprefix("model.") for name, role in backbone.roles().items() if role.depth == 0}
+    linear = _linear(_clear_kinds(clear, group.size, before), _locked_kinds(state, group), group.size)
     linear += _centring(state, group, stream)
     pairs = [(_written(state, group, reads=True), torch.cov(stream.T))]
     heads = [value for value in clear.values() if value.dim() == 2 and value.shape[1] == group.size]
@@ -114,22 +115,18 @@ def _linear(clear: Kinds, locked: Kinds, size: int) -> Tensor:
     return total / max(len(shared), 1)
 
 
-def _clear_kinds(clear: dict[str, Tensor], size: int) -> Kinds:
+def _clear_kinds(clear: dict[str, Tensor], size: int, before: set[str]) -> Kinds:
+    """before: names before the blocks. An embedding's rows are written to the stream, a head's read from it."""
     kinds: Kinds = {"norm.weight": [], "bias": [], "write": [], "read": []}
     for name, value in clear.items():
         if value.dim() == 1 and value.shape[0] == size and value.std() > 0:
             kinds["bias" if name.endswith("bias") else "norm.weight"].append(value)
-        elif value.dim() == 2 and value.shape[1] == size and not _is_table(name):
+        elif value.dim() == 2 and value.shape[1] == size and name not in before:
             kinds["read"].append(value.norm(dim=0))
         elif value.dim() >= 2 and size in (value.shape[0], value.shape[-1]):
             axis = value.dim() - 1 if value.shape[-1] == size else 0
             kinds["write"].append(value.movedim(axis, 0).flatten(1).norm(dim=1))
     return kinds
-
-
-def _is_table(name: str) -> bool:
-    """An embedding's rows are written to the stream; a head's are read from it. Both are [*, D]."""
-    return any(word in name for word in ("embed", "wte", "wpe"))
 
 
 def _locked_kinds(state: dict[str, Tensor], group: Group) -> Kinds:

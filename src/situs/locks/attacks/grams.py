@@ -7,7 +7,6 @@ No key moves what is said of either side but by the permutation that is sought, 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -81,7 +80,7 @@ def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Ten
     correlation = whole / torch.outer(*(whole.diagonal().clamp_min(1e-30).sqrt(),) * 2)
     grams = {"all": whole, "content": whole - place, "place": place}
     locked = {member.tensor for group in groups for member in group.members}
-    grams["filters"] = _filters({name: value for name, value in state.items() if name not in locked}, backbone.dim)
+    grams["filters"] = _filters(backbone, {name: value for name, value in state.items() if name not in locked})
     table = backbone.positions().table
     if table is not None:
         grams["table"] = table.detach().double().T @ table.detach().double()
@@ -116,7 +115,7 @@ class _Moments:
     def covariances(self) -> tuple[Tensor, Tensor]:
         """Of all tokens, and of the means at the places; their difference is what varies at a place."""
         if not self.counts.numel():
-            raise SitusError("the attacker `images` was given no samples (--images, --texts)")
+            raise SitusError("the attacker `images` was given no samples", field=("images", "texts"))
         mean, count = self.mean(), self.counts.sum()
         apart = self.sums / self.counts[:, None] - mean
         return self.square / count - torch.outer(mean, mean), (apart.T * self.counts) @ apart / count
@@ -146,18 +145,16 @@ def _first_norm(state: Mapping[str, Tensor], groups: Sequence[Group]) -> tuple[T
     return state[name], state.get(f"{name.removesuffix('weight')}bias")
 
 
-def _filters(clear: Mapping[str, Tensor], dim: int) -> Tensor:
+def _filters(backbone: Backbone, clear: Mapping[str, Tensor]) -> Tensor:
     """The Gram matrix of what writes the samples to the stream: the patch convolution, or the words' table."""
-    total = torch.zeros(dim, dim, dtype=torch.float64)
-    for name, value in clear.items():
-        if value.dim() == 4 and value.shape[0] == dim:
-            flat = value.detach().double().flatten(1)
-        elif value.dim() == 2 and value.shape[1] == dim and re.search(r"word_embeddings|wte|embed_tokens", name):
-            flat = (value.detach().double() - value.detach().double().mean(dim=0)).T
-        else:
-            continue
-        total += flat @ flat.T
-    return total
+    parts = {name.removeprefix("model."): role.part for name, role in backbone.roles().items()}
+    embedding = {name: value.detach().double() for name, value in clear.items() if parts.get(name) == "embedding"}
+    flat = [value.flatten(1) for value in embedding.values() if value.dim() == 4 and value.shape[0] == backbone.dim]
+    tables = [value for value in embedding.values() if value.dim() == 2 and value.shape[1] == backbone.dim]
+    if backbone.input.shape is None and tables:  # the largest: others tell kinds of words apart
+        words = max(tables, key=len)
+        flat.append((words - words.mean(dim=0)).T)
+    return sum((each @ each.T for each in flat), torch.zeros(backbone.dim, backbone.dim, dtype=torch.float64))
 
 
 def shifted(images: Tensor, patch: tuple[int, int], seed: int = 0) -> Iterator[Tensor]:

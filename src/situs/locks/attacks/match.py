@@ -147,10 +147,11 @@ def _check(locked: State, base: State, groups: Sequence[Group]) -> None:
         for member in group.members:
             for what, state in (("the locked model", locked), ("the base", base)):
                 if member.tensor not in state:
-                    raise SitusError(f"{member.tensor}: {what} has no such tensor; is it another model? (--base)")
+                    raise SitusError(f"{member.tensor}: {what} has no such tensor; is it another model?", field="base")
             shapes = tuple(locked[member.tensor].shape), tuple(base[member.tensor].shape)
             if shapes[0] != shapes[1]:
                 raise SitusError(
                     f"{member.tensor}: is {list(shapes[0])} in the locked model and {list(shapes[1])} in the base; "
-                    "they are not of one architecture (--base)"
+                    "they are not of one architecture",
+                    field="base",
                 )

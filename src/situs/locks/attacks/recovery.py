@@ -41,8 +41,8 @@ ATTACKERS: dict[str, str] = {
 }
 """attacker -> who that is."""
 
-NEEDS = {"images": "--images PATH, or --texts FILE"}
-"""attackers whom nothing but samples that anybody has keeps from trying -> the flags that give them some."""
+NEEDS = {"images": "`images` or `texts`"}
+"""attackers whom nothing but samples that anybody has keeps from trying -> the arguments that give them some."""
 
 Score = Callable[[State], float]
 """The accuracy in [0, 1] of the model with these weights."""
@@ -134,7 +134,7 @@ def verdict(results: Sequence[Recovery], lacking: Collection[str] = ()) -> str:
         else:
             said.append("An upper bound: a better attack may exist. A lock is obfuscation, not encryption.")
     if unjudged := ", ".join(result.attacker for result in results if result.bits is None):
-        said.append(f"Not judged, for nobody told the true key (--key): {unjudged}.")
+        said.append(f"Not judged, for nobody told the true key (`key`): {unjudged}.")
     if lacking and strength is None:
         named = ", ".join(f"{name} ({NEEDS[name]})" for name in sorted(lacking))
         said.append(f"Not attacked by one who needs no more than anybody has: {named}.")
@@ -220,7 +220,7 @@ def exact_truth(locked: State, base: State, groups: Sequence[Group]) -> Keys | N
 def drift(base: State, amount: float, seed: int = 0) -> dict[str, Tensor]:
     """A relative of `base`: noise of `amount` times each tensor's own standard deviation on all its weights."""
     if not amount >= 0:
-        raise SitusError(f"drift={amount}: must be at least 0 (--drift)")
+        raise SitusError(field="drift", value=amount, allowed="at least 0")
     generator = torch.Generator().manual_seed(seed)
     return {name: _noisy(value, amount, generator) for name, value in base.items()}
 

@@ -30,11 +30,11 @@ def read_samples(folder: Path, backbone: Backbone, images: str | None, texts: Pa
     """The samples that the flags name, as this model takes them; at most `count`, the same every time."""
     if images is not None:
         if not backbone.input.channels or backbone.input.shape is None:
-            raise SitusError(f"images={images}: {backbone.name} takes words, not images: give texts (--texts)")
+            raise SitusError(f"images={images}: {backbone.name} takes words, not images: give texts", field="texts")
         return _images(folder, backbone, images, count)
     assert texts is not None
     if backbone.input.channels:
-        raise SitusError(f"texts={texts}: {backbone.name} takes images, not words (--images)")
+        raise SitusError(f"texts={texts}: {backbone.name} takes images, not words", field="images")
     return _texts(folder, backbone, texts, count)
 
 
@@ -50,7 +50,7 @@ def _images(folder: Path, backbone: Backbone, path: str, count: int) -> Samples:
     assert backbone.input.patch is not None
     source = Subset(open_source(path, labels=False, channels=backbone.input.channels), count)
     if not len(source):
-        raise SitusError(f"images={path}: holds no images (--images)")
+        raise SitusError(f"images={path}: holds no images", field="images")
     data = _prepared(folder, backbone, path, min(count, 64))
     whole = torch.cat([batch.inputs for batch in make_loader(data, None, source=source)])
     return Samples(shifted(whole, pair(backbone.input.patch)), f"{len(whole)} unlabelled images")
@@ -85,9 +85,9 @@ def _texts(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else "it is no text"
-        raise SitusError(f"texts={path}: cannot be read: {reason} (--texts)") from None
+        raise SitusError(f"texts={path}: cannot be read: {reason}", field="texts") from None
     if not lines:
-        raise SitusError(f"texts={path}: holds no text (--texts)")
+        raise SitusError(f"texts={path}: holds no text", field="texts")
     chosen = [lines[row] for row in epoch_order(0, 0, len(lines))[:count].sort().values.tolist()]
     longest = min(LONGEST_TEXT, backbone.num_tokens)
     coded = token_ids(folder, chosen, longest)

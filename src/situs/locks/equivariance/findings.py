@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
-from situs.config import require
 from situs.core.tokens import patchify, take, unpatchify
 from situs.errors import SitusError
 from situs.locks.equivariance.experiment import Errors, Experiment, relative_error
@@ -148,8 +147,10 @@ def verify(
 
     >>> print(situs.verify("vit_small_patch16_224"))
     """
-    require(steps >= 0, "steps", steps, "at least 0", "--steps")
-    require(tokens >= 2, "tokens", tokens, "at least 2, for fewer have no order", "--tokens")
+    if steps < 0:
+        raise SitusError(field="steps", value=steps, allowed="at least 0")
+    if tokens < 2:
+        raise SitusError(field="tokens", value=tokens, allowed="at least 2, for fewer have no order")
     backbone = backbone_of(source, any_weights=True, seed=seed, **opening)
     check_input(backbone, x)
     if "tokens" in backbone.refusals:

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from situs.backbones import BackboneConfig
 from situs.backbones.layout import Group
+from situs.backbones.weights import HEADS
 from situs.config import Checked
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.loader import DataConfig, Loader, make_loader
@@ -47,9 +48,6 @@ from situs.train.optim import OptimConfig
 from situs.train.run import RunConfig, load_run, make_method
 
 WAYS = ("normal", "authorised", "unauthorised", "from scratch")
-HEADS = ("head.", "head_dist.", "classifier.")
-"""A classifier's own weights: the fine-tuned one is new in all four ways."""
-
 State = dict[str, Tensor]
 Say = Callable[[str], None]
 
@@ -211,7 +209,9 @@ def run_study(pretrained: Pretrained, config: StudyConfig, folder: Path, say: Sa
     loader = make_loader(recipe.data, recipe.augment, source=pretrained.train)
     test = make_loader(replace(recipe.data, batch=500), None, source=pretrained.test)
     if loader.classes is None or loader.classes != test.classes:
-        raise SitusError(f"{recipe.data.path}: the study needs labels, the same for training and validation (--data)")
+        raise SitusError(
+            f"{recipe.data.path}: the study needs labels, the same for training and validation", field="data"
+        )
     curves: dict[str, Curve] = {}
     methods: dict[str, Method] = {}
     with torch.random.fork_rng(devices=[]):
