@@ -24,8 +24,7 @@ from situs.audit import April, NoDefence, PatchEmbedding
 from situs.audit.cases import Case, Outcome, Step
 from situs.audit.gradients import Audit
 from situs.audit.position.audit import PositionAudit
-from situs.audit.position.probe import OWN, Probed
-from situs.audit.position.reader import Reading
+from situs.audit.position.probe import OWN, Probed, Reading
 from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
 from situs.errors import SitusError

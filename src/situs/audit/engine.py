@@ -18,7 +18,7 @@ from situs.audit.cases import Case, Outcome, Step, TestSet
 from situs.audit.client import names_sent, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients, NoDefence, blurred, method_of
-from situs.audit.judge.proof import doubt_of
+from situs.audit.judge.gate import doubt_of
 from situs.audit.scores.scoring import Lpips, Scores, extend, facts_of, measure, measure_parts, pictures_of
 from situs.methods.base import Method
 

@@ -94,7 +94,7 @@ def run(args: Args) -> int:
     from situs.audit import ATTACKS, AuditConfig, Deadline, audit_gradients, audit_settings
     from situs.audit.deadline import first_ctrl_c
     from situs.audit.judge.gate import ABOVE
-    from situs.audit.judge.junit import junit
+    from situs.audit.judge.record import junit
     from situs.cli.evidence import command_of
     from situs.cli.result import present
     from situs.cli.scores import write_file

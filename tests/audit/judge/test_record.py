@@ -6,20 +6,24 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree as ET
 
 import pytest
 import torch
 from builders import small_vit
+from outcomes import outcome, undone
 from torch import nn
 
 from situs.audit import Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
-from situs.audit.cases import TestSet
+from situs.audit.cases import Step, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.gradients import Audit, attack_gradients
-from situs.audit.judge.gate import Limit, judge
-from situs.audit.judge.record import SCHEMA, evidence, weights_digest
+from situs.audit.judge.gate import Judgement, Limit, Ruling, judge
+from situs.audit.judge.record import SCHEMA, evidence, junit, weights_digest
+from situs.results import Provenance
 
 FILE = Path(__file__).resolve().parents[3] / "docs" / "methods" / "gradients.schema.json"
 Breaks = Callable[[Any], list[str]]
@@ -160,3 +164,66 @@ def test_a_file_of_weights_is_hashed_and_a_word_is_not(tmp_path: Path) -> None:
     assert found["weights_file_sha256"] == known
     assert evidence(nn.Linear(1, 1), "pretrained")["weights_file_sha256"] is None
     assert evidence(nn.Linear(1, 1))["weights_file_sha256"] is None
+
+
+# --- the gate as JUnit ----------------------------------------------------------------------------------------------
+
+
+PAIRS = [
+    outcome("patchembed", "none", scores={"psnr": [3.0, 99.5]}),
+    outcome("patchembed", "noise", scores={"psnr": [3.0, 4.0]}),
+    outcome("patchembed", "mjp", reason="<no> table & \x00 no rows"),
+    outcome("matching", "mjp", scores={"psnr": None}),
+    undone("april", "mjp"),
+]
+ABOUT = dict.fromkeys(["none", "noise", "mjp"], "")
+MADE = {"made": "2026-11-15T20:41:02+00:00", "command": "situs audit gradients a-model", "weights_file_sha256": None}
+AUDIT = Audit(PAIRS, ["a", "b"], torch.zeros(2, 3, 4, 4), "a-model", Step(), {}, ABOUT, provenance=Provenance(MADE))
+RULING = Ruling(
+    Limit("psnr", 20.0),
+    [
+        Judgement("none", 3, 'above "20"'),
+        Judgement("noise", 0, "fits"),
+        Judgement("mjp", 4, "no closed form\x1b applies"),
+    ],
+)
+
+
+def test_each_defence_is_a_test_with_its_outcome() -> None:
+    root = ET.fromstring(junit(AUDIT, RULING))
+    assert root.tag == "testsuites"
+    [suite] = root.findall("testsuite")
+    counts = {"tests": "3", "failures": "1", "errors": "1", "skipped": "0"}
+    assert {name: suite.get(name) for name in counts} == counts == {name: root.get(name) for name in counts}
+    assert suite.get("name") == "situs audit gradients a-model"
+    assert suite.get("timestamp") == "2026-11-15T20:41:02"
+    cases = suite.findall("testcase")
+    assert [case.get("name") for case in cases] == [f"psnr=20 under {name}" for name in ("none", "noise", "mjp")]
+    assert all(case.get("classname") == suite.get("name") for case in cases)
+    above, passed, open_ = cases
+    [failure] = above.findall("failure")
+    assert (failure.get("type"), failure.get("message"), failure.text) == ("above", 'above "20"', 'above "20"')
+    assert [child.tag for child in passed] == ["system-out"]
+    [error] = open_.findall("error")
+    assert (error.get("type"), error.get("message")) == ("not judged", "no closed form\ufffd applies")
+    assert not root.findall(".//skipped")  # CI systems take it for no harm
+
+
+def test_it_says_what_each_attack_got_and_how_it_was_made() -> None:
+    root = ET.fromstring(junit(AUDIT, RULING))
+    said = [case.findtext("system-out") for case in root.iter("testcase")]
+    assert said == [
+        "patchembed: worst psnr 99.5 of 2 images",
+        "patchembed: worst psnr 4 of 2 images",
+        (
+            "april: not run before the stop\npatchembed: not attacked here: <no> table & \ufffd no rows\n"
+            "matching: psnr not defined"
+        ),
+    ]
+    assert {each.get("name"): each.get("value") for each in root.iter("property")} == {
+        "limit": "psnr=20",
+        "made": MADE["made"],
+        "command": MADE["command"],
+    }
+    bare = ET.fromstring(junit(replace(AUDIT, provenance=Provenance()), RULING)).find("testsuite")
+    assert bare is not None and bare.get("timestamp") is None

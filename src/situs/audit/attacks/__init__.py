@@ -5,8 +5,7 @@ from __future__ import annotations
 from situs.audit.attacks.adaptive.attack import AdaptiveMJP
 from situs.audit.attacks.april import April
 from situs.audit.attacks.base import Attack
-from situs.audit.attacks.matching.april import AprilOptimisation
-from situs.audit.attacks.matching.attack import Matching
+from situs.audit.attacks.matching.attack import AprilOptimisation, Matching
 from situs.audit.attacks.patchembed.attack import PatchEmbedding
 from situs.errors import unknown_name
 

@@ -14,13 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from situs.analyze.layers import Layer, patch_layers
-from situs.audit.position.reader import Reader, Reading, Sums
 from situs.backbones.base import Backbone
 from situs.core.permutation import random_permutation
+from situs.core.position import coordinates
 from situs.core.random import uniform
 from situs.core.tokens import take
 from situs.data.batch import Batch
@@ -100,3 +102,160 @@ def _walk(
             places = backbone.positions() if positions and condition != REMOVED else None
             patch_layers(backbone, given, places, lambda layer, n=used, c=condition: see(n, (c, layer.depth), layer))
         used += len(ids)
+
+
+# --- the readers ----------------------------------------------------------------------------------------------------
+# With the features x at place n of image b, P_n = Σ_b x and Q = Σ x xᵀ tell both readers: ridge regression from
+# standardised features to (row, column), and linear discriminant analysis with the places as classes.
+
+
+RIDGES = (1e-4, 1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0)
+"""What may be added to the diagonal of the features' correlation matrix, whose own entries are 1."""
+MIDDLE = 1e-2
+"""The ridge where there is no second half to choose it on."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How well places are read off the features at one depth, on images that the readers were not fitted on.
+
+    error: mean absolute error in patches, mean of row and column. r2: share of the places' variance that is read, mean
+    of both axes. right: share of patches whose very place is named. blind_*: of one who knows nothing. ridge: the one
+    that was chosen.
+    """
+
+    depth: str
+    grid: tuple[int, ...]
+    error: float
+    r2: float
+    right: float
+    blind_error: float
+    blind_right: float
+    ridge: float
+
+    @property
+    def left(self) -> float:
+        """The error as a share of one who knows nothing: 0 is certain, 1 is no better."""
+        return self.error / self.blind_error
+
+
+class Sums:
+    """Over images of one depth: places P [N, D] and products Q [D, D], float64 on the features' device."""
+
+    def __init__(self, grid: tuple[int, ...]) -> None:
+        self.grid, self.images = grid, 0
+        self.places: Tensor | None = None
+        self.products: Tensor | None = None
+
+    def add(self, features: Tensor) -> None:
+        """features: [B, N, D]."""
+        x = features.double()
+        flat = x.flatten(0, 1)
+        places, products = x.sum(dim=0), flat.T @ flat
+        self.places = places if self.places is None else self.places + places
+        self.products = products if self.products is None else self.products + products
+        self.images += len(features)
+
+    def get(self) -> tuple[Tensor, Tensor]:
+        """P and Q."""
+        assert self.places is not None
+        assert self.products is not None
+        return self.places, self.products
+
+    def __add__(self, other: Sums) -> Sums:
+        both = Sums(self.grid)
+        both.images = self.images + other.images
+        (p, q), (r, s) = self.get(), other.get()
+        both.places, both.products = p + r, q + s
+        return both
+
+
+class Moments(NamedTuple):
+    """mean, scale: of each channel, [D]. total: their correlations, [D, D]. means: of each place, as scores [N, D]."""
+
+    mean: Tensor
+    scale: Tensor
+    total: Tensor
+    means: Tensor
+
+
+def moments(sums: Sums) -> Moments:
+    """What the readers are made of."""
+    places, products = sums.get()
+    means = places / sums.images
+    mean = means.mean(dim=0)
+    covariance = products / (sums.images * len(places)) - torch.outer(mean, mean)
+    scale = covariance.diagonal().clamp(min=0).sqrt()
+    # A channel that hardly varies holds rounding: its own scale would blow that up, an infinite one silences it.
+    scale = torch.where(scale > 1e-7 * (scale.max() + mean.abs()), scale, torch.inf)
+    return Moments(mean, scale, covariance / torch.outer(scale, scale), (means - mean) / scale)
+
+
+def regress(found: Moments, targets: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
+    """Ridge regression of the places' targets [N, 2]: weights A [D, 2] and offset b [2], so that ŷ = x A + b."""
+    centre = targets.mean(dim=0)
+    weights = _solve(found.total, found.means.T @ (targets - centre) / len(targets), ridge)
+    weights = weights / found.scale[:, None]
+    return weights, centre - found.mean @ weights
+
+
+def squared_error(sums: Sums, targets: Tensor, weights: Tensor, offset: Tensor) -> Tensor:
+    """Σ ‖x A + b - y‖² over images that are known by their sums alone."""
+    places, products = sums.get()
+    rest = offset - targets
+    cross = ((places @ weights) * rest).sum()
+    return (weights * (products @ weights)).sum() + 2 * cross + sums.images * rest.square().sum()
+
+
+def choose_ridge(first: Sums, second: Sums, targets: Tensor) -> float:
+    """Of `RIDGES` the one with which each half is read best by a regression on the other."""
+    if not (first.images and second.images):
+        return MIDDLE
+    pairs = [(moments(a), b) for a, b in ((first, second), (second, first))]
+    errors = [sum(squared_error(b, targets, *regress(a, targets, r)) for a, b in pairs) for r in RIDGES]
+    return RIDGES[int(torch.stack(errors).argmin())]  # pyright: ignore[reportArgumentType]
+
+
+class Reader:
+    """Both readers of one depth, and the tally of what they read on other images."""
+
+    def __init__(self, first: Sums, second: Sums) -> None:
+        both = first + second if second.images else first
+        self.grid = both.grid
+        self.targets = coordinates(both.grid, both.get()[0].device).double()
+        self.ridge = choose_ridge(first, second, self.targets)
+        found = moments(both)
+        self.mean, self.scale = found.mean, found.scale
+        self.weights, self.offset = regress(found, self.targets, self.ridge)
+        within = found.total - found.means.T @ found.means / len(self.targets)
+        self.scores = _solve(within, found.means.T, self.ridge)
+        self.bias = -0.5 * (found.means * self.scores.T).sum(dim=1)
+        self.tally = torch.zeros(4, dtype=torch.float64, device=self.targets.device)  # |e|, e² by axis, right
+        self.images = 0
+
+    def read(self, features: Tensor) -> None:
+        """features: [B, N, D] of other images."""
+        x = features.double()
+        errors = x @ self.weights + self.offset - self.targets
+        named = ((x - self.mean) / self.scale @ self.scores + self.bias).argmax(dim=-1)
+        right = (named == torch.arange(named.shape[1], device=named.device)).sum()
+        squares = errors.square().sum(dim=(0, 1))
+        self.tally += torch.stack([errors.abs().mean(dim=-1).sum(), *squares, right.double()])
+        self.images += len(features)
+
+    def reading(self, depth: str) -> Reading:
+        """What was read so far."""
+        error, *squares, right = (self.tally / (self.images * len(self.targets))).tolist()
+        away = self.targets - self.targets.mean(dim=0)
+        spread = away.square().mean(dim=0).tolist()
+        # An axis of one place has nothing to read: it is left out of the mean.
+        shares = [1 - square / all_ for square, all_ in zip(squares, spread, strict=True) if all_ > 0]
+        blind = float(away.abs().mean())
+        r2 = sum(shares) / len(shares)
+        return Reading(depth, self.grid, error, r2, right, blind, 1 / len(away), self.ridge)
+
+
+def _solve(matrix: Tensor, right: Tensor, ridge: float) -> Tensor:
+    """(matrix + ridge · 1)⁻¹ right, for a matrix without negative values but for rounding."""
+    eye = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    return torch.linalg.solve(matrix + ridge * eye, right)

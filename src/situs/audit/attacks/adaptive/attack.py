@@ -27,9 +27,8 @@ from situs.audit.attacks.adaptive.ordering import order_hidden
 from situs.audit.attacks.adaptive.search import SOLVED, Effort, Found
 from situs.audit.attacks.adaptive.solve import solve_directions
 from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, known_numbers
-from situs.audit.attacks.patchembed.attack import PatchEmbedding
+from situs.audit.attacks.patchembed.attack import PatchEmbedding, patch_rows
 from situs.audit.attacks.patchembed.equations import judge, whiten
-from situs.audit.attacks.patchembed.rows import patch_rows
 from situs.audit.client import hidden_places
 from situs.audit.deadline import Deadline
 from situs.audit.defences import UNKNOWN, Gradients
