@@ -157,7 +157,7 @@ def test_heatmaps_share_one_scale() -> None:
 
 def test_curves_differ_in_colour_and_dash() -> None:
     series = {str(i): ([0, 1], [i, i]) for i in range(7)}
-    (axis,) = figures.curves(series, "x", "y", log_y=True).axes
+    (axis,) = figures.curves(series, "x", "y").axes
     looks = {(line.get_color(), line.get_linestyle()) for line in axis.lines}
     assert len(looks) == 7
     dashes = [line.get_linestyle() for line in axis.lines]
@@ -166,7 +166,6 @@ def test_curves_differ_in_colour_and_dash() -> None:
     legend = axis.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == list(series)
-    assert axis.get_yscale() == "log"
 
 
 def test_an_axis_of_shares_ends_where_shares_end() -> None:
@@ -199,3 +198,69 @@ def test_images_of_any_number_of_channels_are_drawn_and_that_is_said():
     assert np.allclose(figures.as_picture(image[:2]), image[:2].mean(0))
     assert "2 channels and are drawn by the mean of both" in figures.channels_drawn(2)
     assert (figures.channels_drawn(1), figures.channels_drawn(3)) == ("", "")
+
+
+def test_every_image_stands_in_its_row_and_column() -> None:
+    values = torch.linspace(0.1, 0.9, 6).view(3, 2, 1, 1, 1).expand(3, 2, 1, 10, 20)
+    figure = figures.mosaic(values, ["a", "bb", "ccc"], ["1", "2"])
+    (axis,) = figure.axes
+    assert [text.get_text() for text in axis.get_xticklabels()] == ["1", "2"]
+    assert [text.get_text() for text in axis.get_yticklabels()] == ["a", "bb", "ccc"]
+    drawn = np.asarray(Image.open(io.BytesIO(figures.png(figure))).convert("L"), dtype=float) / 255
+    for row in range(3):
+        for column in range(2):
+            # A tick marks the middle of its image.
+            x, y = axis.transData.transform((axis.get_xticks()[column], axis.get_yticks()[row]))
+            scale = 200 / figure.dpi
+            found = drawn[int(drawn.shape[0] - y * scale), int(x * scale)]
+            assert found == pytest.approx(float(values[row, column, 0, 0, 0]), abs=0.01)
+
+
+def test_colour_and_many_images() -> None:
+    images = torch.rand(15, 6, 3, 28, 28)
+    figure = figures.mosaic(images, [f"row {number}" for number in range(15)], [str(number) for number in range(6)])
+    assert len(figure.axes[0].images) == 90
+    assert figure.get_figwidth() <= 9.01
+
+
+def test_names_must_fit() -> None:
+    for images in (torch.rand(2, 2, 1, 4, 4), torch.rand(1, 3, 1, 4, 4), torch.rand(0, 2, 1, 4, 4)):
+        with pytest.raises(SitusError, match="mosaic"):
+            figures.mosaic(images, ["a"], ["1", "2"])
+
+
+def test_a_run_looks_the_same_in_every_panel() -> None:
+    metrics = {
+        "loss": {"a": ([1, 2], [3.0, 2.0]), "b": ([1, 2], [4.0, 3.0])},
+        "top1": {"b": ([2], [0.5])},
+        "rate": {"a": ([1, 2], [0.1, 0.2]), "b": ([1, 2], [0.1, 0.3])},
+    }
+    figure = figures.curve_panels(metrics, "epoch")
+    figures.png(figure)
+    shown = [axis for axis in figure.axes if axis.get_visible()]
+    assert [axis.get_ylabel() for axis in shown] == ["loss", "top1", "rate"]
+    assert {axis.get_xlabel() for axis in shown} == {"epoch"}
+    looks = [[(line.get_color(), line.get_linestyle()) for line in axis.lines] for axis in shown]
+    assert looks[0] == looks[2]
+    assert looks[1] == [looks[0][1]]
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["a", "b"]
+    assert shown[1].lines[0].get_ydata().tolist() == [0.5]
+
+
+def test_one_run_needs_no_legend() -> None:
+    assert not figures.curve_panels({"loss": {"a": ([1], [2.0])}}, "step").legends
+
+
+def test_every_cell_holds_its_number() -> None:
+    values = np.array([[1.0, 50.25, 99.0], [np.nan, 0.0, 100.0]])
+    figure = figures.value_grid(values, ["a", "b"], ["x", "y", "z"], "columns", "rows", "share, %", limits=(0, 100))
+    axis = figure.axes[0]
+    shown = {(round(text.get_position()[0]), round(text.get_position()[1])): text.get_text() for text in axis.texts}
+    assert shown == {(0, 0): "1.0", (1, 0): "50.2", (2, 0): "99.0", (0, 1): "–", (1, 1): "0.0", (2, 1): "100.0"}
+    assert [label.get_text() for label in axis.get_xticklabels()] == ["x", "y", "z"]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["a", "b"]
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("columns", "rows")
+    dark, light = axis.texts[0].get_color(), axis.texts[2].get_color()
+    assert dark == "white"  # on the dark end of the scale
+    assert light != "white"
+    assert figures.png(figure).startswith(b"\x89PNG")

@@ -15,7 +15,7 @@ from mpl_toolkits.mplot3d.art3d import Line3DCollection
 from PIL import Image
 
 from situs.errors import SitusError
-from situs.report import places
+from situs.report import figures, places
 from situs.report.figures import png
 
 GRID = (3, 4)
@@ -43,7 +43,7 @@ def mosaics(limits: tuple[float, float] | None = None, grid: tuple[int, int] = G
 
 def lines() -> Figure:
     series = {"a": (range(3), [1.0, 2.0, 3.0]), "b": (range(3), [3.0, 2.0, 1.0])}
-    return places.lines_by_name(series, ["embed", "1", "norm"], "after", "error", level=("blind", 2.5))
+    return figures.curves(series, "after", "error", x_names=["embed", "1", "norm"], level=("blind", 2.5))
 
 
 def test_the_same_twice_and_fits_the_page() -> None:

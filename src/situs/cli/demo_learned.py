@@ -16,7 +16,7 @@ from situs.cli.demo_sections import GRID, LOOKS, MODEL, PATCH, PLACES, Lines, St
 from situs.data.augment.recipes import denormalise
 from situs.evaluate.position import PositionCurve, PositionGrid, evaluate_position
 from situs.models.data import load_set
-from situs.pages.position import curve, heatmap
+from situs.pages.evaluate import position_lines, position_map
 from situs.pages.reconstruct import mix_figure, one_image_figure, placed_figure, verdict_figure
 from situs.report import figures
 from situs.report.attention import attention_over_images, relative_maps
@@ -154,9 +154,9 @@ def show_places(stage: Stage) -> Lines:
     grid = evaluate_position(stage.runs / "droppos", **_images(stage))
     assert isinstance(asked_for, PositionCurve)
     assert isinstance(grid, PositionGrid)
-    section.figure(curve(asked_for), "MP3, trained with η = 0.5, at other shares of queries.")
+    section.figure(position_lines(asked_for), "MP3, trained with η = 0.5, at other shares of queries.")
     section.figure(
-        heatmap(grid),
+        position_map(grid),
         f"DropPos, trained with γ = γ_pos = 0.75: right guesses in percent. Chance is {percent(1 / PLACES)}.",
     )
     tried: dict[str, Any] = {"ratios": (0.0, 0.25, 0.5, 0.75), "position_ratios": (0.75,)}

@@ -16,8 +16,7 @@ def page(found: Attention) -> Page:
     _images(page.section("Over images"), found.shown)
     _heads(page.section("Layer by head"), found.survey, said.tables[0])
     _relative(page.section("By relative offset"), found.survey)
-    page.section("How this page was made").facts(found.provenance.facts)
-    return page
+    return page.end(found.provenance.facts)
 
 
 def _images(section: Section, shown: Shown) -> None:

@@ -44,9 +44,7 @@ def page(found: ConsistencyCurve) -> Page:
     if found.example is not None:
         caption = "One image at each γ. The block mask is outlined; the patches inside it are shuffled."
         page.section("What the model sees").figure(_images(found, found.example), caption, name="images")
-    page.section("What the numbers mean").text(MEANING)
-    page.section("How this page was made").facts(found.provenance.facts)
-    return page
+    return page.end(found.provenance.facts, MEANING)
 
 
 def _notes(found: ConsistencyCurve) -> str:

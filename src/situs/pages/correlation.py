@@ -13,6 +13,11 @@ from situs.report import figures, places
 from situs.report.html import Page, Section
 from situs.results import Table
 
+MEANING = """
+Pearson correlation over the channels of two feature vectors, averaged over all images (one image) or over all pairs of
+different images (MP3's Figure 10, which draws random pairs).
+"""
+
 COLUMNS = {
     "within_near": "1 image, neighbours",
     "within": "1 image",
@@ -30,11 +35,7 @@ def page(found: Correlations) -> Page:
     _maps(page.section("The maps"), shown, found.depth)
     _distance(page.section("Over distance"), shown, found.depth)
     _depths(page.section("From layer to layer"), found.depths, said.tables[0])
-    page.section("How this was made").facts(found.provenance.facts).text(
-        "Pearson correlation over the channels of two feature vectors, averaged over all images (one image) or over "
-        "all pairs of different images (MP3's Figure 10, which draws random pairs)."
-    )
-    return page
+    return page.end(found.provenance.facts, MEANING)
 
 
 def _maps(section: Section, found: Correlation, depth: str) -> None:
@@ -68,7 +69,7 @@ def _distance(section: Section, found: Correlation, depth: str) -> None:
 def _depths(section: Section, found: Mapping[str, Correlation], table: Table) -> None:
     names = [depth.replace("embedding", "embed") for depth in found]
     series = {COLUMNS[key]: (range(len(names)), [each.means[key] for each in found.values()]) for key in COLUMNS}
-    drawn = places.lines_by_name(series, names, "after block", "mean Pearson correlation")
+    drawn = figures.curves(series, "after block", "mean Pearson correlation", x_names=names)
     caption = "Means over pairs of places, two different ones where nothing else is said."
     section.figure(drawn, caption, name="layers")
     section.table(

@@ -21,13 +21,12 @@ def page(found: PositionTables) -> Page:
     looks, references, said = found.looks, found.references, found.summary()
     names = ", ".join(dict.fromkeys(look.name for look in looks))
     page = Page(f"Positions of {names}", lead="What the vectors that stand for places hold, and what can be read off.")
-    page.section("What was found").text(said.sentence).table(said.tables[0].header, said.tables[0].rows)
+    page.section("What was found").text(said.sentence).table(*said.tables[0][1:])
     _projections(page.section("The places in two and three dimensions"), looks, found.seed)
     _alike(page.section("How alike the places are"), looks)
     _spectrum(page.section("How many directions they fill"), looks, references)
     _decoded(page.section("Reading a place off its vector"), looks, references)
-    page.section("How this was made").facts(found.provenance.facts)
-    return page
+    return page.end(found.provenance.facts)
 
 
 def _projections(section: Section, looks: Sequence[Look], seed: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from situs.audit.position.audit import PositionAudit, at_a_glance
 from situs.audit.position.probe import OWN, REMOVED, SHUFFLED
-from situs.report import places
+from situs.report import figures, places
 from situs.report.html import Page, Section
 from situs.results import Cell, percent
 
@@ -61,7 +61,7 @@ def _readings(section: Section, audit: PositionAudit) -> None:
             series[CONDITIONS[condition]] = (range(len(names)), values)
         last = next(iter(probed.readings.values()))[-1]
         level = ("blind", scale * (last.blind_error if key == "error" else last.blind_right))
-        drawn = places.lines_by_name(series, names, "after block", label, level=level)
+        drawn = figures.curves(series, "after block", label, x_names=names, level=level)
         section.figure(drawn, f"{caption}: it is known.", name=name)
     rows: list[list[Cell]] = []
     header = ["after"]
@@ -109,7 +109,7 @@ def _vectors(section: Section, audit: PositionAudit) -> None:
         shares = [100 * share for share in look.spectrum.explained[:20]]
         numbers = [str(number) for number in range(1, len(shares) + 1)]
         series = {look.table.kind: (range(len(shares)), shares)}
-        drawn = places.lines_by_name(series, numbers, "principal component", "share of the variance, %")
+        drawn = figures.curves(series, "principal component", "share of the variance, %", x_names=numbers)
         caption = "The spectrum: how much each principal component holds."
         section.figure(drawn, caption, name=name.replace("vectors", "spectrum"))
 

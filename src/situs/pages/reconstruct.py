@@ -35,13 +35,12 @@ def page(found: Reconstruction) -> Page:
     said = found.summary()
     page = Page(f"What {found.provenance.name} makes of loose patches", lead=said.sentence)
     section = page.section("How many patches are put right")
-    section.table(said.tables[0].header, said.tables[0].rows, _SCORES_CAPTION)
+    section.table(*said.tables[0][1:], _SCORES_CAPTION)
     if note := channels_drawn(found.images.shape[1]):
         section.text(note)
     told = next(iter(found.scores)).position_ratio is not None
     (_droppos_sections if told else _mp3_sections)(page, found)
-    page.section("How this page was made").facts(found.provenance.facts)
-    return page
+    return page.end(found.provenance.facts)
 
 
 _SCORES_CAPTION = (

@@ -9,8 +9,6 @@ from situs.evaluate.corruptions_severity import describe
 from situs.evaluate.robustness import ALEXNET, Robustness, points, spoken
 from situs.report import figures
 from situs.report.html import Page, Section
-from situs.report.mosaic import mosaic
-from situs.report.value_grid import value_grid
 from situs.results import Cell, percent
 
 MEANING = """
@@ -47,8 +45,7 @@ def page(found: Robustness) -> Page:
             "confidence knows something about being right.",
             name="response",
         )
-    page.section("How this page was made").facts(found.provenance.facts)
-    return page
+    return page.end(found.provenance.facts)
 
 
 def _corruptions(section: Section, found: Robustness) -> None:
@@ -56,7 +53,7 @@ def _corruptions(section: Section, found: Robustness) -> None:
     values = [[100 * cell.top1 for cell in row.values()] for row in found.cells.values()]
     names, across = [spoken(name) for name in found.cells], list(map(str, severities))
     scale = "top-1 accuracy, %"
-    drawn = value_grid(values, names, across, "severity", "", scale, limits=(0.0, 100.0), cell_height=0.36)
+    drawn = figures.value_grid(values, names, across, "severity", "", scale, limits=(0.0, 100.0), cell_height=0.36)
     beside = "" if found.clean is None else f", {percent(found.clean.top1)} on clean images"
     chance = f"chance is {100 / found.outputs:.3g} %"
     section.figure(drawn, f"Top-1 accuracy in percent{beside}; {chance}. {_error_bar(found)}", name="accuracy")
@@ -94,7 +91,7 @@ def _pictures(section: Section, found: Robustness) -> None:
         section.text(f"Strengths: {describe(found.side)}.").text(MADE_HERE)
     else:
         caption = f"The first image of each folder of {found.given}."
-    section.figure(mosaic(shown, [spoken(name) for name in found.cells], titles), caption, name="corruptions")
+    section.figure(figures.mosaic(shown, [spoken(name) for name in found.cells], titles), caption, name="corruptions")
 
 
 def _severity_curves(found: Robustness, severities: list[int]) -> figures.Figure:

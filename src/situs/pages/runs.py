@@ -7,8 +7,8 @@ from typing import Any
 
 from situs.analyze.runs import Run, Runs, best, curve, is_judged, last, metric_names, speed, split_configs, spoken
 from situs.config import flat
+from situs.report.figures import curve_panels
 from situs.report.html import Page, Section
-from situs.report.runs import curve_panels
 from situs.results import Cell, percent
 from situs.train.log import clock
 

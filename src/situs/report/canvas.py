@@ -25,6 +25,7 @@ BLUE, ORANGE, GREEN, RED, PURPLE, SKY, BLACK = PALETTE = (
 DASHES = ("-", "--", "-.", ":")
 INK = "#1d2329"
 FAINT = "#d5dade"
+PALE = "#b9c0c6"
 TITLE, LABEL, TICK = 10, 9, 8
 PAGE_WIDTH = 9.0  # inches
 

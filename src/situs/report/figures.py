@@ -25,6 +25,7 @@ from situs.report.canvas import (
     LABEL,
     ORANGE,
     PAGE_WIDTH,
+    PALE,
     PALETTE,
     SKY,
     TITLE,
@@ -35,6 +36,7 @@ from situs.report.canvas import (
     unframe,
 )
 
+GAP = 0.06  # between neighbours of a mosaic, of a cell
 RESOLUTION = 200  # pixels an inch; the page shows an inch as 100 of its pixels
 
 
@@ -83,6 +85,32 @@ def image_grid(
             _draw_mask(axis, images[index].shape[-2:], _on_grid(masks[index], grid))
         if row_titles and index % columns == 0:
             name_row(axis, row_titles[index // columns])
+    return figure
+
+
+def mosaic(images: Any, rows: Sequence[str], columns: Sequence[str]) -> Figure:
+    """A table whose cells are images, on one pair of axes: a hundred of their own would take seconds to lay out.
+
+    images: [len(rows), len(columns), C, H, W], C = 1 or 3, uint8 or floats in [0, 1]; all of one size.
+    """
+    if len(images) != len(rows) or not rows or any(len(row) != len(columns) for row in images) or not columns:
+        raise SitusError(f"mosaic: {len(rows)} rows of {len(columns)} images are named and others were given")
+    names = 0.085 * max(map(len, rows)) + 0.35
+    cell = min(1.6, (PAGE_WIDTH - names) / len(columns))
+    height, width = images[0][0].shape[-2:]
+    tall = height / width
+    figure, (axis,) = canvas(1, 1, cell * len(columns) + names, cell * tall * len(rows) + 0.45)
+    for y, row in enumerate(images):
+        for x, image in enumerate(row):
+            at = (x, x + 1 - GAP, (y + 1 - GAP) * tall, y * tall)
+            axis.imshow(as_picture(image), extent=at, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    axis.set(xlim=(0, len(columns) - GAP), ylim=((len(rows) - GAP) * tall, 0), aspect="equal")
+    middle = (1 - GAP) / 2
+    axis.set_xticks([x + middle for x in range(len(columns))], list(columns))
+    axis.set_yticks([(y + middle) * tall for y in range(len(rows))], list(rows))
+    axis.xaxis.tick_top()
+    axis.tick_params(length=0, labelsize=LABEL, labelcolor=INK)
+    unframe(axis)
     return figure
 
 
@@ -180,29 +208,62 @@ def curves(
     y_label: str,
     *,
     title: str = "",
-    log_y: bool = False,
     y_limits: tuple[float, float] | None = None,
+    x_names: Sequence[str] = (),
+    level: tuple[str, float] | None = None,
 ) -> Figure:
     """Lines by name, each (x, y); names stand in a legend, and each line has its own colour and dash.
 
     y_limits: ends of the axis where the values have some of their own, as shares have; a mark on one is drawn whole.
+    x_names: where the steps 0, 1, … have names themselves. level: a pale line to hold the others against.
     """
-    figure, (axis,) = canvas(1, 1, 6.4, 3.6)
+    figure, (axis,) = canvas(1, 1, 7.2 if x_names else 6.4, 3.6)
+    if level is not None:
+        axis.axhline(level[1], color=PALE, linewidth=2.6, label=level[0], zorder=1)
     for index, (name, (x, y)) in enumerate(series.items()):
-        x, y = np.asarray(x), np.asarray(y)
-        marker = "o" if len(x) <= 20 else None
-        (line,) = axis.plot(x, y, label=name, linewidth=1.8, marker=marker, markersize=4)
-        line.set(color=PALETTE[index % len(PALETTE)], linestyle=DASHES[index % len(DASHES)])
-        line.set_clip_on(y_limits is None)
-    if log_y:
-        axis.set_yscale("log")
+        _draw_line(axis, x, y, index, name).set_clip_on(y_limits is None)
     if y_limits is not None:
         axis.set_ylim(*y_limits)
+    if x_names:
+        axis.set_xticks(range(len(x_names)), list(x_names))
     label(axis, title, x_label, y_label)
     axis.grid(color=FAINT, linewidth=0.6)
-    if len(series) > 1:
-        axis.legend(frameon=False, fontsize=LABEL)
+    if len(series) > 1 or level is not None:
+        beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if x_names else {}
+        axis.legend(frameon=False, fontsize=LABEL, **beside)
     return figure
+
+
+def curve_panels(metrics: Mapping[str, Mapping[str, tuple[Any, Any]]], x_label: str) -> Figure:
+    """One panel a metric, one line a run, the same colour and dash in all panels; two panels a row.
+
+    metrics: label -> run -> (x, y); a run that did not log a metric is missing there.
+    """
+    across = min(2, len(metrics))
+    rows = -(-len(metrics) // across)
+    runs = list(dict.fromkeys(run for lines in metrics.values() for run in lines))
+    legend = 0.3 * -(-len(runs) // 4) if len(runs) > 1 else 0.0
+    figure, axes = canvas(rows, across, PAGE_WIDTH if across == 2 else 6.4, 2.5 * rows + legend)
+    handles: dict[str, Any] = {}
+    for axis, (name, lines) in zip(axes, metrics.items(), strict=False):
+        for run, (x, y) in lines.items():
+            handles[run] = _draw_line(axis, x, y, runs.index(run))
+        label(axis, "", x_label, name)
+        axis.grid(color=FAINT, linewidth=0.6)
+    for axis in axes[len(metrics) :]:
+        axis.set_visible(False)
+    if len(runs) > 1:
+        named = [(handles[run], run) for run in runs]
+        figure.legend(*zip(*named, strict=True), loc="outside upper left", ncols=4, frameon=False, fontsize=LABEL)
+    return figure
+
+
+def _draw_line(axis: Axes, x: Any, y: Any, index: int, name: str = "") -> Any:
+    """The line of that number: its marks where they are few, its colour and its dash."""
+    x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    (line,) = axis.plot(x, y, label=name, linewidth=1.8, marker="o" if len(x) <= 20 else None, markersize=4)
+    line.set(color=PALETTE[index % len(PALETTE)], linestyle=DASHES[index % len(DASHES)])
+    return line
 
 
 def heatmaps(
@@ -254,4 +315,42 @@ def bars(
     axis.tick_params(axis="y", labelsize=LABEL, length=0)
     axis.grid(axis="x", color=FAINT, linewidth=0.6)
     axis.set_axisbelow(True)
+    return figure
+
+
+def value_grid(
+    values: Any,
+    rows: Sequence[str],
+    columns: Sequence[str],
+    x_label: str,
+    y_label: str,
+    value_label: str,
+    *,
+    limits: tuple[float, float],
+    digits: str = ".1f",
+    cell_height: float = 0.62,
+) -> Figure:
+    """values: [len(rows), len(columns)]; NaN leaves a cell grey with a dash. limits: ends of the colour scale.
+
+    cell_height: in inches; a cell is 0.95 wide.
+    """
+    array = np.asarray(values, dtype=np.float64)
+    height, width = array.shape
+    figure, (axis,) = canvas(1, 1, 2.2 + 0.95 * width, 1.1 + cell_height * height)
+    drawn = axis.imshow(np.ma.masked_invalid(array), cmap="cividis", vmin=limits[0], vmax=limits[1], aspect="auto")
+    axis.set_facecolor(FAINT)
+    axis.set_xticks(np.arange(width + 1) - 0.5, minor=True)
+    axis.set_yticks(np.arange(height + 1) - 0.5, minor=True)
+    axis.grid(which="minor", color="white", linewidth=1.5)
+    middle = sum(limits) / 2
+    for (row, column), value in np.ndenumerate(array):
+        text = "–" if np.isnan(value) else format(value, digits)
+        colour = INK if np.isnan(value) or value > middle else "white"
+        axis.text(column, row, text, ha="center", va="center", fontsize=LABEL + 1, color=colour)
+    label(axis, "", x_label, y_label)
+    axis.set_xticks(range(width), list(columns))
+    axis.set_yticks(range(height), list(rows))
+    axis.tick_params(which="both", length=0)
+    unframe(axis)
+    colour_bar(figure, drawn, axis, value_label, pad=0.03)
     return figure

@@ -118,6 +118,13 @@ class Page:
         self.sections.append(Section(title, pictures=self.pictures))
         return self.sections[-1]
 
+    def end(self, facts: Mapping[str, Cell], meaning: str = "") -> Page:
+        """The last sections: what the numbers mean, where that needs words, and how they were made."""
+        if meaning:
+            self.section("What the numbers mean").text(meaning)
+        self.section("How this page was made").facts(facts)
+        return self
+
     def render(self) -> str:
         """The whole page."""
         return _templates().get_template("page.html.jinja").render(page=self)

@@ -20,12 +20,11 @@ from mpl_toolkits.mplot3d.art3d import Line3DCollection
 from situs.errors import SitusError
 from situs.report.canvas import (
     BLACK,
-    DASHES,
     FAINT,
     INK,
     LABEL,
     PAGE_WIDTH,
-    PALETTE,
+    PALE,
     TICK,
     TITLE,
     blank,
@@ -34,7 +33,6 @@ from situs.report.canvas import (
     unframe,
 )
 
-PALE = "#b9c0c6"
 DOTS = 400
 """Up to so many places each is a dot too; beyond, the lines say it all."""
 GAP = 0.16
@@ -195,30 +193,3 @@ def _mosaic(
     axis.tick_params(length=0)
     unframe(axis)
     return drawn
-
-
-def lines_by_name(
-    series: Mapping[str, tuple[Any, Any]],
-    x_names: Sequence[str],
-    x_label: str,
-    y_label: str,
-    *,
-    level: tuple[str, float] | None = None,
-    title: str = "",
-) -> Figure:
-    """Lines by name over steps that have names themselves. level: a pale line to hold the others against."""
-    figure = blank(7.2, 3.7)
-    axis = figure.subplots()
-    if level is not None:
-        axis.axhline(level[1], color=PALE, linewidth=2.6, label=level[0], zorder=1)
-    for index, (name, (x, y)) in enumerate(series.items()):
-        (line,) = axis.plot(np.asarray(x), np.asarray(y), label=name, linewidth=1.8, marker="o", markersize=4)
-        line.set(color=PALETTE[index % len(PALETTE)], linestyle=DASHES[index % len(DASHES)])
-    axis.set_xticks(range(len(x_names)), list(x_names))
-    label(axis, "", x_label, y_label)
-    axis.grid(color=FAINT, linewidth=0.6)
-    if title:
-        axis.set_title(title, fontsize=TITLE, color=INK, pad=8)
-    if len(series) > 1 or level is not None:  # beside the lines, never on them
-        axis.legend(frameon=False, fontsize=TICK, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure

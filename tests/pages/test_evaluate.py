@@ -1,9 +1,10 @@
-"""A grid with cells that cannot be: the page says why, counts the others, and draws a dash."""
+"""The pages of evaluations."""
 
 from __future__ import annotations
 
+from situs.evaluate.knn import LayerAccuracy, LayerKnn
 from situs.evaluate.position import Cell, PositionCurve, PositionGrid
-from situs.pages.position import curve_page, grid_page
+from situs.pages.evaluate import knn_curves, position_curve, position_grid
 
 
 def test_missing_cells_are_said_and_not_counted() -> None:
@@ -16,7 +17,7 @@ def test_missing_cells_are_said_and_not_counted() -> None:
         "The mean position accuracy over 2 of 4 cells is 40.00 %, 6.4 times chance (6.25 %): "
         "from 20.00 % (γ = 0.75, γ_pos = 0.25) to 60.00 % (γ = 0.75, γ_pos = 0.5)."
     )
-    page = grid_page(grid)
+    page = position_grid(grid)
     text = page.render()
     assert f"Some cells cannot be measured: {reason}." in text
     assert "The run was trained at γ = 0.75 and γ_pos = 0.5." in text
@@ -32,5 +33,14 @@ def test_a_curve_speaks_of_the_share_nearest_to_the_training() -> None:
         "At η = 0.5 (trained at 0.4) the place of 12.50 % of all patches is guessed right, 2.0 times chance (6.25 %)."
     )
     assert found.numbers()["accuracy"] == [{"ratio": 0.0, "accuracy": 0.25}, {"ratio": 0.5, "accuracy": 0.125}]
-    text = curve_page(found).render()
+    text = position_curve(found).render()
     assert "This run tells 10 % of the patches their place, here too." in text
+
+
+def test_every_block_has_its_tick_and_of_many_every_second() -> None:
+    for count, ticks in ((16, list(range(1, 17))), (17, list(range(1, 18, 2)))):
+        rows = tuple(LayerAccuracy(layer, "mean", layer / 100) for layer in range(1, count + 1))
+        axis = knn_curves(LayerKnn(rows, 10, 5, None, 3, 0.07, 0.1)).axes[0]
+        assert axis.get_xticks().tolist() == ticks
+        lines = {line.get_label(): line.get_ydata().tolist() for line in axis.get_lines()}  # type: ignore[union-attr]
+        assert [100 * row.accuracy for row in rows] in lines.values()

@@ -1,0 +1,270 @@
+"""The pages of evaluations: a classifier's accuracy, ensembles, neighbours, position accuracy, probes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from situs.evaluate.accuracy import ClassAccuracy
+from situs.evaluate.ensemble import Ensemble
+from situs.evaluate.knn import POOLS, LayerKnn
+from situs.evaluate.linear import Probe, Probes
+from situs.evaluate.position import PositionCurve, PositionGrid
+from situs.evaluate.probe import ClassProbes
+from situs.evaluate.probe_position import PositionProbes
+from situs.report import figures
+from situs.report.html import Page
+from situs.results import percent
+
+ACCURACY = """
+Top-1 is the share of the images whose own class the model puts first, top-5 the share whose class is among its first
+five. Loss is the mean cross entropy: low where the model is right and sure, high where it is sure and wrong.
+"""
+_DRAWN, _LISTED = 30, 10
+
+
+def accuracy(found: ClassAccuracy) -> Page:
+    """The numbers, every class where they are few, and the weakest."""
+    said = found.summary()
+    page = Page(f"{found.provenance.name}: accuracy", lead=said.sentence)
+    section = page.section("How often it is right")
+    section.table(*said.tables[0][1:], f"{found.accuracy.count:,} images.")
+    rows = [row for row in found.by_class() if row["top1"] is not None]
+    if len(found.classes) <= _DRAWN:
+        shares = {row["class"]: 100 * row["top1"] for row in rows}
+        drawn = figures.bars(shares, "images of the class recognised, %", digits=".1f")
+        section.figure(drawn, "Share of each class that is recognised.", name="classes")
+    weakest = sorted(rows, key=lambda row: row["top1"])[:_LISTED]
+    page.section("The classes it knows least").table(
+        ["class", "images", "right, %", "taken most often for"],
+        [[row["class"], row["count"], f"{100 * row['top1']:.2f}", row["taken_for"] or "none"] for row in weakest],
+    )
+    return page.end(found.provenance.facts, ACCURACY)
+
+
+ENSEMBLE = """
+Every model answers each image, prepared as that model was trained to see it; their probabilities (or logits) are
+averaged and the heaviest class is the ensemble's answer. Models that err on different images gain most from each other:
+the less they agree, the further the ensemble can pass its best member. An image that no member has right is out of
+reach for any choice among their answers, though an average can still find it.
+"""
+
+
+def ensemble(found: Ensemble) -> Page:
+    """Alone and together, and who agrees with whom."""
+    said, names = found.summary(), list(found.alone)
+    page = Page(f"{len(names)} classifiers as one", lead=said.sentence)
+    shares = {name: 100 * score.top1 for name, score in found.alone.items()}
+    shares |= {f"together ({found.average})": 100 * found.together.top1, "any of them right": 100 * found.any_right}
+    section = page.section("Alone and together")
+    section.figure(
+        figures.bars(shares, "top-1, % of the images", digits=".2f"),
+        "Top-1 of each model, of their average, and the share any of them has right.",
+        name="top1",
+    )
+    section.table(*said.tables[0][1:], f"{found.together.count:,} images.")
+    agreement = [[100 * share for share in row] for row in found.agreement]
+    page.section("How alike they answer").figure(
+        figures.value_grid(agreement, names, names, "model", "model", "same answer, % of the images", limits=(0, 100)),
+        "Share of the images on which two models give the same answer, right or wrong.",
+        name="agreement",
+    )
+    page.section("What the numbers mean").text(ENSEMBLE)
+    members = {
+        name: f"{facts.get('method') or 'unknown method'} on {facts['model']}" for name, facts in found.members.items()
+    }
+    page.section("How this page was made").facts({**members, **found.provenance.facts})
+    return page
+
+
+NEIGHBOURS = """
+Every image becomes one vector after each block, through the model's final norm: its CLS token, or the mean of its
+patches. A test image gets the class that weighs most among its k nearest training images by cosine similarity. Nothing
+is trained, so this measures how the representation itself groups the images.
+"""
+
+
+def knn(found: LayerKnn) -> Page:
+    """The curve over the layers and its table."""
+    said = found.summary()
+    page = Page(f"{found.provenance.name}: nearest neighbours", lead=said.sentence)
+    section = page.section("Layer by layer")
+    if found.why_last is None:
+        caption = "Share of test images whose class the neighbours name, after each block."
+        section.figure(knn_curves(found), caption, name="layers")
+    else:
+        section.note(f"Only the last layer: {found.why_last}.")
+    tau = found.temperature
+    weight = "every neighbour counts as one" if tau is None else f"weights exp(similarity / {tau:g})"
+    caption = f"{found.count:,} images, k = {found.k} of {found.bank:,} training images, {weight}."
+    section.table(*said.tables[0][1:], caption)
+    return page.end(found.provenance.facts, NEIGHBOURS)
+
+
+def knn_curves(found: LayerKnn) -> figures.Figure:
+    """One line a pool over the layers, and chance."""
+    series = {}
+    for row in found.rows:
+        x, y = series.setdefault(POOLS[row.pool], ([], []))
+        x.append(row.layer)
+        y.append(100 * row.accuracy)
+    layers = sorted({row.layer for row in found.rows})
+    series["chance"] = layers, [100 * found.chance] * len(layers)
+    figure = figures.curves(series, "after block", "test images named right, %")
+    figure.axes[0].set_xticks(layers if len(layers) <= 16 else layers[::2])
+    return figure
+
+
+GRID = """
+The encoder is shown a share 1 − γ of the patches of an image; of those, a share γ_pos has lost its place and carries
+the one vector that the run learned for lost places. The run's own position head says for each of them which of the N
+places it came from. The numbers are plain top-1 over those patches alone: no weights, and no patch that was told its
+place.
+
+The larger γ_pos, the fewer anchors there are to go by; the larger γ, the less of the picture there is. The mean counts
+every cell once, as the paper does.
+"""
+
+CURVE = """
+No patch is told its place. A share η of the patches serve only as queries: they look at the others, and nothing looks
+at them. The run's own position head says for every patch, context included, which of the N places it came from. The
+weights are the same at every η; only the evaluation changes.
+"""
+
+
+def position_grid(grid: PositionGrid) -> Page:
+    """The page of DropPos's grid."""
+    said, (gamma, gamma_pos) = grid.summary(), grid.trained
+    page = Page(f"{grid.provenance.name}: position accuracy", lead=said.sentence)
+    section = page.section("The grid of γ and γ_pos")
+    trained = f"The run was trained at γ = {gamma:g} and γ_pos = {gamma_pos:g}."
+    section.figure(position_map(grid), f"Share of dropped places guessed right, in percent. {trained}", name="grid")
+    if reasons := [cell.reason for cell in grid.cells if cell.reason is not None]:
+        section.note(f"Some cells cannot be measured: {reasons[0]}.")
+    caption = f"Over {grid.count:,} images of {grid.places} patches."
+    page.section("Numbers").table(*said.tables[0][1:], caption)
+    return page.end(grid.provenance.facts, GRID)
+
+
+def position_curve(found: PositionCurve) -> Page:
+    """The page of MP3's curve."""
+    said = found.summary()
+    page = Page(f"{found.provenance.name}: position accuracy", lead=said.sentence)
+    section = page.section("Over the share of patches that are no keys")
+    caption = f"Share of all patches whose place is guessed right. Trained at η = {found.trained:g}."
+    section.figure(position_lines(found), caption, name="curve")
+    caption = f"Over {found.count:,} images of {found.places} patches."
+    section.table(*said.tables[0][1:], caption)
+    if found.anchors:
+        section.note(f"This run tells {percent(found.anchors, None)} of the patches their place, here too.")
+    return page.end(found.provenance.facts, CURVE)
+
+
+def position_lines(found: PositionCurve) -> figures.Figure:
+    """Accuracy over η, and chance."""
+    etas, places = list(found.accuracy), found.places
+    series = {
+        "this run": (etas, [100 * value for value in found.accuracy.values()]),
+        f"chance, 1 / {places}": (etas, [100 / places] * len(etas)),
+    }
+    return figures.curves(series, "η at evaluation, share of patches that are no keys", "places guessed right, %")
+
+
+def position_map(grid: PositionGrid) -> figures.Figure:
+    """γ down, γ_pos across; a dash where a cell cannot be measured."""
+    gammas = list(dict.fromkeys(cell.mask_ratio for cell in grid.cells))
+    positions = list(dict.fromkeys(cell.position_mask_ratio for cell in grid.cells))
+    held = {(cell.mask_ratio, cell.position_mask_ratio): cell.accuracy for cell in grid.cells}
+    values = [
+        [math.nan if (value := held[row, column]) is None else 100 * value for column in positions] for row in gammas
+    ]
+    highest = max(value for row in values for value in row if not math.isnan(value))
+    return figures.value_grid(
+        values,
+        [f"{ratio:g}" for ratio in gammas],
+        [f"{ratio:g}" for ratio in positions],
+        "γ_pos, share of seen patches whose place is dropped",
+        "γ, share of patches not seen",
+        "places guessed right, %",
+        limits=(0.0, max(10.0, 10.0 * math.ceil(highest / 10))),
+    )
+
+
+POSITION_PROBE = """
+Every patch is seen, but most have lost their position. From the final feature of each patch without a position, a
+linear classifier names the place it came from. The backbone is frozen; the classifier is a logistic regression fitted
+to the training split, its weight decay chosen on a part of that split, and the numbers are those of the other split.
+
+A model that scores high rebuilds places from what the patches show and from the few that know where they stand.
+DropPos's Table 7 compares this before and after fine-tuning with labels: where the number rises, the task itself
+wanted places.
+"""
+
+CLASS_PROBE = """
+The backbone is frozen and every image becomes one vector. A logistic regression on top is fitted to the training
+split, its weight decay chosen on a part of that split, and the numbers are those of the other split. Nothing of the
+backbone is trained, so this measures what the representation already separates.
+"""
+
+
+def position_probe(found: PositionProbes) -> Page:
+    """Places read off frozen features, of each model and at each place."""
+    said = found.summary()
+    page = Page(f"{found.first[0]}: linear position probe", lead=said.sentence)
+    section = page.section("Places read off frozen features")
+    caption = "Share of patches without a position whose place a linear classifier names."
+    section.figure(_probe_bars(found), caption, name="accuracy")
+    section.figure(_probe_maps(found), "The same share for each true place, in the image's own layout.", name="places")
+    caption = (
+        "On images that the classifier was not fitted to; beside the error, that of always naming the one best place."
+    )
+    section.table(*said.tables[0][1:], caption)
+    for name, probe in found.probes.items():
+        section.note(f"In {name}, a patch that lost its position gets {probe.unknown}.")
+    return _finish_probe(page, found, POSITION_PROBE)
+
+
+def class_probe(found: ClassProbes) -> Page:
+    """Classes read off frozen features, of each model; the classes of the first where they are few."""
+    said, (name, first) = found.summary(), found.first
+    page = Page(f"{name}: linear classification probe", lead=said.sentence)
+    section = page.section("Classes read off frozen features")
+    if len(found.classes) <= 30:
+        values = dict(zip(found.classes, (100 * _shares(first)).tolist(), strict=True))
+        drawn = figures.bars(values, "images of the class recognised, %", digits=".1f")
+        section.figure(drawn, f"Share of each class that is recognised, in {name}.", name="classes")
+    caption = "On images that the classifier was not fitted to."
+    section.table(*said.tables[0][1:], caption)
+    return _finish_probe(page, found, CLASS_PROBE)
+
+
+def _finish_probe(page: Page, found: Probes[Any], meaning: str) -> Page:
+    section, tried = page.section("How the weight decay was chosen"), found.tried()
+    if tried.rows:
+        section.text("On a fifth of the training split, by accuracy; the classifier was then fitted to all of it.")
+        section.table(tried.header, tried.rows)
+    else:
+        section.text("Only one was given, so there was nothing to choose.")
+    facts = {  # those of a second model bear its name
+        key if number == 0 else f"{key} ({name})": value
+        for number, (name, made) in enumerate(found.made.items())
+        for key, value in made.facts.items()
+    }
+    return page.end(facts, meaning)
+
+
+def _shares(probe: Probe) -> Any:
+    """The share of each class that is named."""
+    return probe.score.hits.double() / probe.score.counts.clamp(min=1)
+
+
+def _probe_bars(found: PositionProbes) -> figures.Figure:
+    shares, places = {name: 100 * probe.score.accuracy for name, probe in found.probes.items()}, np.prod(found.grid)
+    return figures.bars(shares | {f"chance, 1 / {places}": 100 / places}, "places named right, %", digits=".2f")
+
+
+def _probe_maps(found: PositionProbes) -> figures.Figure:
+    panels = {name: 100 * np.asarray(_shares(probe)).reshape(found.grid) for name, probe in found.probes.items()}
+    return figures.heatmaps(panels, "column of the patch", "row of the patch", "places named right, %")
