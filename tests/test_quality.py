@@ -8,11 +8,12 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 LONGEST_FILE = 400
-FORBIDDEN_ROOMS = {"utils", "common", "helpers", "misc"}
+FORBIDDEN_NAMES = {"utils", "common", "helpers", "misc"}
 
 
 def sources() -> list[Path]:
@@ -25,18 +26,18 @@ def test_no_source_file_is_too_long() -> None:
     assert {path: count for path, count in lines.items() if count > LONGEST_FILE} == {}
 
 
-def test_no_room_without_a_name() -> None:
-    rooms = {part for path in sources() for part in path.relative_to(ROOT).with_suffix("").parts}
-    assert "core" in rooms
-    assert rooms & FORBIDDEN_ROOMS == set()
+def test_no_package_without_a_name() -> None:
+    packages = {part for path in sources() for part in path.relative_to(ROOT).with_suffix("").parts}
+    assert "core" in packages
+    assert packages & FORBIDDEN_NAMES == set()
 
 
 def test_tests_mirror_the_source() -> None:
-    """A room's test file is named for a source file of that room: test_timm.py, test_timm_context.py."""
+    """A package's test file is named for a source file of that package: test_timm.py, test_timm_context.py."""
     modules = {path.relative_to(ROOT / "src" / "situs").with_suffix("").as_posix() for path in sources()}
-    rooms = {module.split("/")[0] for module in modules if "/" in module}
+    packages = {module.split("/")[0] for module in modules if "/" in module}
     strangers = []
-    for path in (path for room in sorted(rooms) for path in (ROOT / "tests" / room).rglob("test_*.py")):
+    for path in (path for package in sorted(packages) for path in (ROOT / "tests" / package).rglob("test_*.py")):
         words = path.stem.removeprefix("test_").split("_")
         folder = path.parent.relative_to(ROOT / "tests").as_posix()
         names = {f"{folder}/{'_'.join(words[:count])}" for count in range(1, len(words) + 1)}
@@ -44,6 +45,18 @@ def test_tests_mirror_the_source() -> None:
         if not names & modules:
             strangers.append(path.relative_to(ROOT).as_posix())
     assert strangers == []
+
+
+def test_no_import_circle() -> None:
+    """Between files, imports inside functions among them; what only a type checker reads is left out."""
+    graph = grimp.build_graph("situs", exclude_type_checking_imports=True, cache_dir=None)
+    assert len(graph.modules) > 100
+    left = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
+    while free := {module for module, imported in left.items() if not imported & left.keys()}:
+        left = {module: imported for module, imported in left.items() if module not in free}
+    while free := left.keys() - set().union(*left.values()):  # what only leads into a circle
+        left = {module: imported for module, imported in left.items() if module not in free}
+    assert {module: imported & left.keys() for module, imported in left.items()} == {}
 
 
 def test_no_generator_is_decorated_with_a_gradient_mode() -> None:

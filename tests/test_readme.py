@@ -1,33 +1,74 @@
-"""The README keeps its promise: sentence, picture, two commands and ten running lines before line 40."""
+"""The README keeps its promise: sentence, picture, two commands and three stories before line 60, whose code runs."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
+from PIL import Image
 
-def test_code_runs(root: Path, run_python_blocks: Callable[[Path], dict[str, Any]]) -> None:
+import situs
+
+TINY = """
+optim = {warmup_epochs = 0}
+train = {epochs = 1}
+data = {img_size = 32, batch = 8, workers = 0}
+backbone = {patch_size = 8, model_args = {depth = 2, embed_dim = 16, num_heads = 2}}
+"""
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with photos/, and the functions with settings that a test can wait for."""
+    chance = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in ("cat", "dog"):
+            (tmp_path / "photos" / split / name).mkdir(parents=True)
+            for number in range(8):
+                pixels = chance.integers(0, 256, (32, 32, 3), dtype="uint8")
+                Image.fromarray(pixels).save(tmp_path / "photos" / split / name / f"{number}.png")
+    (tmp_path / "tiny.toml").write_text(TINY)
+    (tmp_path / "rest.toml").write_text(TINY.replace("patch_size = 8, ", "").partition("backbone")[0])
+    monkeypatch.chdir(tmp_path)
+    quiet = {"device": "cpu", "quiet": True}
+    monkeypatch.setattr(situs, "pretrain", partial(situs.pretrain, config="tiny.toml", **quiet))
+    monkeypatch.setattr(situs, "finetune", partial(situs.finetune, config="rest.toml", **quiet))
+    monkeypatch.setattr(situs, "audit_gradients", partial(situs.audit_gradients, count=1, attacks=["patchembed"]))
+    monkeypatch.setattr(situs, "verify", partial(situs.verify, steps=1))
+    return tmp_path
+
+
+def test_code_runs(root: Path, small: Path, run_python_blocks: Callable[[Path], dict[str, Any]]) -> None:
     names = run_python_blocks(root / "README.md")
+    assert names["tuned"] == Path("runs/ft")
+    assert "noise" in (small / "audit.html").read_text()
+    assert names["safe"] is False  # without a defence the image is read off
+    assert names["model"].classes == ("cat", "dog")
     assert names["whole"].patches.shape == (2, 140, 384)
     assert names["lost"].patches.shape == (2, 140, 384)
 
 
-def test_order_of_the_first_forty_lines(root: Path) -> None:
-    head = "\n".join((root / "README.md").read_text(encoding="utf-8").splitlines()[:39])
+def test_order_of_the_first_lines(root: Path) -> None:
+    head = "\n".join((root / "README.md").read_text(encoding="utf-8").splitlines()[:60])
     found = re.search(
         r"\A# Situs\n\n[A-Z][^\n]*(?:\n[^\n!]+)*\.\n"  # one sentence
         r".*?!\[[^\]]+\]\((?P<picture>[^)]+)\)"
         r".*?^```(?:bash|sh)\n(?P<commands>.*?)^```$"
-        r".*?^```python\n(?P<code>.*?)^```$",
+        r"(?P<stories>.*)",
         head,
         flags=re.MULTILINE | re.DOTALL,
     )
     assert found is not None, head
     assert (root / found["picture"]).is_file()
     assert re.findall(r"^make \w+", found["commands"], flags=re.MULTILINE) == ["make demo", "make test"]
-    assert 8 <= sum(bool(line.strip()) for line in found["code"].splitlines()) <= 10
+    stories = re.findall(r"^\*\*[^*]+\*\*.*?^```python\n(.*?)^```$", found["stories"], flags=re.MULTILINE | re.DOTALL)
+    told = ("pretrain", "audit_gradients", "lock")
+    assert [name for story in stories for name in told if f"situs.{name}(" in story] == list(told)
 
 
 def test_links_lead_somewhere(root: Path) -> None:

@@ -1,4 +1,4 @@
-"""Models behind the hinge: the only room that knows timm and transformers."""
+"""Models behind one interface: the only package that knows timm and transformers."""
 
 from situs.backbones.base import Backbone, Features, Stream
 from situs.backbones.config import BackboneConfig

@@ -1,4 +1,4 @@
-"""What the loop and the rest of the house agree on: the data it asks for, the hooks it calls, what it gives back."""
+"""What the loop agrees on with all others: the data it asks for, the hooks it calls, what it gives back."""
 
 from __future__ import annotations
 
