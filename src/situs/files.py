@@ -57,3 +57,14 @@ def write_bytes(path: str | os.PathLike[str], content: bytes, *, private: bool =
     except BaseException:
         aside.unlink(missing_ok=True)
         raise
+
+
+def write_result(path: Path, content: bytes, *, private: bool = False, field: str = "out") -> Path:
+    """`write_bytes` for a file that the user named by `field`: makes its folder, and says in a sentence what failed."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, content, private=private)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise SitusError(f"{path}: could not be written: {reason}", field=field) from error
+    return path

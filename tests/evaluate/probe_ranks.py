@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from situs.backbones import create_backbone
-from situs.evaluate.online import OnlineProbe, ProbeConfig
+from situs.evaluate.hooks import OnlineProbe
 from situs.methods import MP3, Batch, MP3Config
 from situs.train import distributed
 from situs.train.contract import RunState
@@ -39,7 +39,7 @@ def gradients(subject: MP3) -> dict[str, torch.Tensor]:
 
 def main(out: Path) -> None:
     ranks = distributed.start("cpu")
-    probe = OnlineProbe(lambda: batches(1), lambda: batches(2), ProbeConfig(every=1, k=5))
+    probe = OnlineProbe(lambda: batches(1), lambda: batches(2), every=1, k=5)
     alone = probe.look(method())
     sharded = method()
     distributed.wrap_fsdp(sharded, "fp32")

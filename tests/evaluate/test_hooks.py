@@ -16,8 +16,7 @@ from situs.config import from_dict, merge
 from situs.data.loader import Loader
 from situs.errors import SitusError
 from situs.evaluate.accuracy import measure_accuracy
-from situs.evaluate.hooks import PROBED, Validation, probe_hooks, validation_hooks
-from situs.evaluate.online import OnlineProbe
+from situs.evaluate.hooks import PROBED, OnlineProbe, Validation, probe_hooks, validation_hooks
 from situs.train.contract import RunState
 from situs.train.distributed import Ranks
 from situs.train.ema import Ema
@@ -137,7 +136,7 @@ def test_probes_only_where_asked_for_and_of_the_right_kind(monkeypatch: pytest.M
     mp3 = config(method={"name": "mp3"}, probe_every=3)
     [probe] = probe_hooks(mp3, loader(mp3), CPU)
     assert isinstance(probe, OnlineProbe)
-    assert probe.config.every == 3
+    assert probe.every == 3
 
     def count(batches: Iterable[Any]) -> int:
         return sum(len(batch.ids) for batch in batches)

@@ -230,7 +230,7 @@ def test_a_published_result_has_numbers_pictures_and_page(tmp_path: Path) -> Non
 
 def test_a_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
-    with pytest.raises(SitusError, match=r"taken: could not be written: "):
+    with pytest.raises(SitusError, match=r"taken/knn.json: could not be written: "):
         publish(knn(), tmp_path / "taken")
 
 

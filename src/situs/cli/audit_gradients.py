@@ -97,7 +97,7 @@ def run(args: Args) -> int:
     from situs.audit.judge.record import junit
     from situs.cli.evidence import command_of
     from situs.cli.result import present
-    from situs.cli.scores import write_file
+    from situs.files import write_result
     from situs.pages import write_numbers
 
     _check(args)
@@ -123,7 +123,7 @@ def run(args: Args) -> int:
             found = audit_gradients(args.model, args.data, defences=args.defences, **given)
             ruling = found.ruling
             if args.junit is not None and ruling is not None:
-                write_file(args.junit, junit(found, ruling), "--junit")
+                write_result(args.junit, junit(found, ruling), field="junit")
         present(found if args.pictures else found.without_pictures(), args.out)
     status = 0 if ruling is None else ruling.status
     return INTERRUPTED if deadline.interrupted and status != ABOVE else status

@@ -20,7 +20,7 @@ from situs.backbones.base import Backbone, Features
 from situs.data.sampler import sample_of
 from situs.errors import SitusError
 from situs.evaluate.inference import evaluating
-from situs.files import write_bytes
+from situs.files import write_result
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, load_set, opened
 from situs.train.step import autocast
@@ -158,15 +158,9 @@ def write_features(path: str | os.PathLike[str], found: FeatureSet) -> None:
     """
     check_form(path)
     path = Path(path)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if found.names is not None:  # the names first: features without them would be numbers alone
-            write_bytes(path.with_suffix(".names.csv"), _names(found))
-        write_bytes(path, _arrays(found, path.suffix.lower()))
-    except OSError as error:
-        raise SitusError(
-            f"{path}: could not be written: {(error.strerror or str(error)).lower()}", field="out"
-        ) from error
+    if found.names is not None:  # the names first: features without them would be numbers alone
+        write_result(path.with_suffix(".names.csv"), _names(found))
+    write_result(path, _arrays(found, path.suffix.lower()))
 
 
 def _arrays(found: FeatureSet, suffix: str) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,16 +11,57 @@ from situs.data.loader import BATCH, Loader, make_loader
 from situs.data.sources import open_source
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
-from situs.evaluate.accuracy import measure_accuracy
+from situs.evaluate.accuracy import hard, measure_accuracy
+from situs.evaluate.features import extract
 from situs.evaluate.inference import evaluating
-from situs.evaluate.online import OnlineProbe, ProbeConfig
+from situs.evaluate.knn import knn_accuracy
+from situs.evaluate.position import position_accuracy
 from situs.limits import check_value
 from situs.methods import METHODS
+from situs.methods.base import Batch, Method
 from situs.train.contract import Hook, RunState
 from situs.train.run import Hooks, RunConfig, make_eval_loader
 
 PROBED = {"train": 10_000, "val": 2_000}
 """split -> how many of its images a probe looks at."""
+
+
+Batches = Callable[[], Iterable[Batch]]
+
+
+class OnlineProbe:
+    """kNN accuracy, and position accuracy where there is a position head, of the weights' mean where there is one.
+
+    train, test: give the batches of two sets without augmentation, anew at each call; a few thousand samples are
+    enough. every: epochs between two looks. k: neighbours. Every rank looks at all samples, so that all come to the
+    same numbers and none waits for another.
+    """
+
+    def __init__(self, train: Batches, test: Batches, every: int, precision: str = "fp32", k: int = 20) -> None:
+        self.train, self.test = train, test
+        self.every, self.precision, self.k = every, precision, k
+
+    def after_step(self, state: RunState) -> None:
+        """Nothing: a probe costs too much for every step."""
+
+    def after_epoch(self, state: RunState) -> None:
+        """Looks after every `every` epochs and after the last."""
+        if state.step // state.steps_per_epoch % self.every == 0 or state.step == state.total:
+            with evaluating(state.method, ema=state.ema):
+                state.log(self.look(state.method))
+
+    def look(self, method: Method) -> dict[str, float]:
+        """The numbers for this method now: knn_accuracy with labels, position_accuracy_test with a position head."""
+        found = {}
+        if "tokens" not in method.backbone.refusals:
+            told = {"positions": method.sees_positions, "precision": self.precision}
+            train, test = (extract(method.backbone, batches(), **told) for batches in (self.train, self.test))
+            if train.labels is not None and test.labels is not None:
+                pairs = (train.features, hard(train.labels), test.features, hard(test.labels))
+                found["knn_accuracy"] = knn_accuracy(*pairs, min(self.k, len(train.labels)))
+        if method.puzzle_ratios:
+            found["position_accuracy_test"] = position_accuracy(method, self.test(), precision=self.precision)
+        return found
 
 
 class Validation:
@@ -73,8 +114,8 @@ def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequ
     if "label" in METHODS[config.method_name].needs_targets:
         return validation_hooks(config.probe_every, "probe_every")(config, loader, device)
     sets = {split: _probed(config, split, device) for split in PROBED}
-    settings = ProbeConfig(every=config.probe_every, precision=_precision(config, device))
-    return [OnlineProbe(lambda: iter(sets["train"]), lambda: iter(sets["val"]), settings)]
+    looks = (lambda: iter(sets["train"]), lambda: iter(sets["val"]))
+    return [OnlineProbe(*looks, config.probe_every, _precision(config, device))]
 
 
 def _probed(config: RunConfig, split: str, device: torch.device) -> Loader:

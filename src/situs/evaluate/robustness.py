@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from statistics import mean
 from typing import Any, ClassVar
 
 import numpy as np
@@ -67,10 +68,13 @@ class Scores:
 
 def score(cells: Cells, clean: Accuracy | None = None) -> Scores:
     """The figures of `cells`; every corruption must have the same severities."""
-    errors = mean_errors(cells)
-    whole = all(tuple(sorted(row)) == SEVERITIES for row in cells.values())
-    plain = None if clean is None else 1.0 - clean.top1
-    raw = raw_mce(errors)
+    if not cells:
+        raise SitusError("there are no corruptions to average over", field="corruptions")
+    levels = {tuple(sorted(row)) for row in cells.values()}
+    if len(levels) > 1:
+        raise SitusError("corruptions measured at different severities have no common mean", field="severities")
+    errors = {name: 1.0 - sum(cell.top1 for cell in row.values()) / len(row) for name, row in cells.items()}
+    whole, plain, raw = levels == {SEVERITIES}, None if clean is None else 1.0 - clean.top1, mean(errors.values())
     return Scores(
         errors,
         raw,
@@ -80,29 +84,14 @@ def score(cells: Cells, clean: Accuracy | None = None) -> Scores:
     )
 
 
-def mean_errors(cells: Cells) -> dict[str, float]:
-    """Each corruption's top-1 error, the mean over its severities."""
-    if not cells:
-        raise SitusError("there are no corruptions to average over", field="corruptions")
-    if len({tuple(sorted(row)) for row in cells.values()}) > 1:
-        raise SitusError("corruptions measured at different severities have no common mean", field="severities")
-    return {name: 1.0 - sum(cell.top1 for cell in row.values()) / len(row) for name, row in cells.items()}
-
-
-def raw_mce(errors: Mapping[str, float]) -> float:
-    """The mean error over corruptions, unnormalised."""
-    return sum(errors.values()) / len(errors)
-
-
 def normalised_mce(errors: Mapping[str, float]) -> float:
     """The mean over corruptions of the error over AlexNet's: 1 is as bad as AlexNet."""
-    return sum(error / ALEXNET[name] for name, error in errors.items()) / len(errors)
+    return mean(error / ALEXNET[name] for name, error in errors.items())
 
 
 def relative_mce(errors: Mapping[str, float], clean: float) -> float:
     """The mean over corruptions of what each adds to the error on clean images, over what it adds to AlexNet's."""
-    added = [(error - clean) / (ALEXNET[name] - ALEXNET_CLEAN) for name, error in errors.items()]
-    return sum(added) / len(added)
+    return mean((error - clean) / (ALEXNET[name] - ALEXNET_CLEAN) for name, error in errors.items())
 
 
 def response_curve(confidence: Tensor, correct: Tensor) -> Tensor:

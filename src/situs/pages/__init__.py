@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from situs.errors import SitusError
-from situs.files import write_bytes
+from situs.files import write_result
 from situs.results import Result
 from situs.train import distributed
 
@@ -75,7 +75,7 @@ def publish(result: Result, out: Path | str) -> Path:
     page = make_page(result)
     numbers = write_numbers(result, out)
     for picture, content in page.pictures.items():
-        _write(numbers.with_name(f"{numbers.stem}-{picture}.png"), content, private=result.private)
+        write_result(numbers.with_name(f"{numbers.stem}-{picture}.png"), content, private=result.private)
     return page.write(numbers.with_name(page_name), private=result.private)
 
 
@@ -86,7 +86,7 @@ def write_numbers(result: Result, out: Path | str) -> Path:
         names = [origin.name for origin in result.provenance.of]
         file = _own_folder(file.parent, file.stem, names, numbers["of"]) / file.name
     if not distributed.rank():
-        _write(file, (json.dumps(numbers, indent=2, ensure_ascii=False) + "\n").encode())
+        write_result(file, (json.dumps(numbers, indent=2, ensure_ascii=False) + "\n").encode())
     return file
 
 
@@ -95,15 +95,6 @@ def _places(result: Result, out: Path) -> tuple[Path, str]:
     if out.suffix == ".html":
         return out.with_suffix(".json"), out.name
     return out / f"{result.file}.json", f"{result.page_file or result.file}.html"
-
-
-def _write(path: Path, content: bytes, *, private: bool = False) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, content, private=private)
-    except OSError as error:
-        said = f"{path.parent}: could not be written: {(error.strerror or str(error)).lower()}"
-        raise SitusError(said, field="out") from error
 
 
 def _own_folder(folder: Path, name: str, names: list[str], of: list[str]) -> Path:

@@ -27,7 +27,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from situs.errors import SitusError
-from situs.files import write_text
+from situs.files import write_result
 from situs.results import Cell, show
 
 if TYPE_CHECKING:
@@ -134,13 +134,7 @@ class Page:
 
         private: so that nobody but its owner can read it (mode 0600).
         """
-        path = Path(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, self.render(), private=private)
-        except OSError as error:
-            raise SitusError(f"{path}: cannot be written ({error.strerror or error})", field="out") from error
-        return path
+        return write_result(Path(path), self.render().encode(), private=private)
 
 
 @cache

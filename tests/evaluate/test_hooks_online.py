@@ -4,10 +4,9 @@ import pytest
 import torch
 from builders import small_vit
 
-from situs.errors import SitusError
 from situs.evaluate.features import extract
+from situs.evaluate.hooks import OnlineProbe
 from situs.evaluate.knn import knn_accuracy
-from situs.evaluate.online import OnlineProbe, ProbeConfig
 from situs.evaluate.position import position_curve
 from situs.methods import MAE, MP3, Batch, MAEConfig, Method, MP3Config
 from situs.train.contract import RunState
@@ -30,7 +29,7 @@ def batches(seed: int, labels: bool = True) -> list[Batch]:
 
 
 def probe(labels: bool = True, **config) -> OnlineProbe:
-    return OnlineProbe(lambda: batches(1, labels), lambda: batches(2, labels), ProbeConfig(**config))
+    return OnlineProbe(lambda: batches(1, labels), lambda: batches(2, labels), **config)
 
 
 def state(subject: Method, step: int, total: int = 100, ema: Ema | None = None) -> tuple[RunState, dict[str, float]]:
@@ -88,12 +87,3 @@ def test_the_mean_of_the_weights_is_what_it_sees_and_the_weights_come_back() -> 
 def test_without_labels_only_positions_are_probed() -> None:
     assert list(probe(labels=False, every=1).look(method())) == ["position_accuracy_test"]
     assert probe(labels=False, every=1).look(method(MAE)) == {}
-
-
-def test_mistakes_are_named() -> None:
-    with pytest.raises(SitusError, match=r"every=0: must be >= 1$"):
-        ProbeConfig(every=0)
-    with pytest.raises(SitusError, match=r"k=0: must be >= 1$"):
-        ProbeConfig(every=1, k=0)
-    with pytest.raises(SitusError, match=r"temperature=0.0: must be > 0$"):
-        ProbeConfig(every=1, temperature=0.0)
