@@ -331,36 +331,7 @@ def flat(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     return found
 
 
-# --- checks for __post_init__ -------------------------------------------------------------------------------
-
-
-def require(ok: bool, name: str, value: Any, allowed: str, flag: str) -> None:
-    """Raises `name=value: must be ALLOWED (FLAG)` unless ok."""
-    if not ok:
-        raise SitusError(f"{name}={value!r}: must be {allowed} ({flag})")
-
-
-def check_range(
-    name: str,
-    value: float,
-    low: float | None = None,
-    high: float | None = None,
-    *,
-    flag: str,
-    low_open: bool = False,
-    high_open: bool = False,
-) -> None:
-    """Raises `mask_ratio=1.2: must be in [0, 1) (--method.mask-ratio)` unless it lies there (NaN never does)."""
-    assert low is not None or high is not None, "a range needs an end"
-    above = low is None or value > low or (value == low and not low_open)
-    below = high is None or value < high or (value == high and not high_open)
-    if low is None:
-        allowed = f"{'<' if high_open else '<='} {high}"
-    elif high is None:
-        allowed = f"{'>' if low_open else '>='} {low}"
-    else:
-        allowed = f"in {'(' if low_open else '['}{low}, {high}{')' if high_open else ']'}"
-    require(above and below and not math.isnan(value), name, value, allowed, flag)
+# --- errors ---------------------------------------------------------------------------------------------------
 
 
 def _wrong(path: str, value: Any, allowed: str) -> SitusError:

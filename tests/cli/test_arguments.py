@@ -261,7 +261,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "audit_positions": {"count": 64, "ratios": (0.15, 0.5, 0.9), "equivariance": True},
     "audit_gradients": {
         "count": 12,
-        "attack": "patchembed,april",
+        "attacks": ("patchembed", "april"),
         "batch": 1,
         "local_steps": 1,
         "labels": "inferred",
@@ -270,7 +270,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "restarts": 1,
         "pictures": True,
     },
-    "verify": {"steps": 3, "tokens": 32, "modules": True},
+    "verify": {"steps": 3, "tokens": 32},
 }
 """Figures decided by a paper, or by which results in the docs were made."""
 

@@ -28,8 +28,7 @@ from cyclopts import CycloptsError, Parameter
 from situs.api import layered
 from situs.cli.flags import Configured, Flag, configured_of, flag_name, flags_of
 from situs.cli.helptext import asked_topic, print_help
-from situs.cli.mistakes import sentence
-from situs.cli.parser import app_of, identifier, members_of
+from situs.cli.parser import app_of, identifier, members_of, sentence
 from situs.config import choices_of, convert, from_dict, merge, tables_of
 from situs.errors import SitusError
 

@@ -189,8 +189,6 @@ def flag_of(field: str, args_type: type[Any]) -> str | None:
         for path in flag.fields:
             known.setdefault(path.removesuffix(".name") if flag.metavar == "NAME" else path, flag.name)
         known.setdefault(flag.name.lstrip("-").replace("-", "_"), flag.name)
-        known.setdefault(flag.name.lstrip("-").replace("-", "_"), flag.name)
-        known.setdefault(flag.name.lstrip("-").replace("-", "_"), flag.name)
     for name in (field, PREFERRED.get(field)):
         if name in known:
             return known[name]

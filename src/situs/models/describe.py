@@ -1,0 +1,113 @@
+"""What a model is made of, and which methods and locks apply to it, or why not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from situs.backbones.base import CAPABILITIES, Backbone
+from situs.errors import SitusError
+from situs.methods import METHODS
+from situs.results import Cell, Table, show
+
+LOCKS = {
+    "rows": "the order of the tokens as key: private split learning",
+    "columns": "the order of the channels as key: locked models",
+}
+"""capability -> the lock that stands on it."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether something applies, and why not."""
+
+    name: str
+    about: str
+    holds: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Info:
+    """Facts and verdicts of a model."""
+
+    model: str
+    facts: dict[str, Any]
+    capabilities: list[Verdict]
+    methods: list[Verdict]
+    locks: list[Verdict]
+
+    def tables(self) -> list[Table]:
+        """The same for people."""
+        facts = [(name.replace("_", " "), _text(value)) for name, value in self.facts.items()]
+        named = {"It can do": self.capabilities, "Methods that apply": self.methods, "Locks that apply": self.locks}
+        judged = [
+            Table(title, (), [(each.name, each.holds, each.reason or each.about) for each in verdicts])
+            for title, verdicts in named.items()
+        ]
+        return [Table(self.model, (), facts), *judged]
+
+
+def describe(backbone: Backbone) -> Info:
+    """Facts and verdicts of a backbone; reads shapes and refusals, makes methods without values, runs nothing."""
+    return Info(
+        model=backbone.name,
+        facts=_facts(backbone),
+        capabilities=[_verdict(backbone, name, about, [name]) for name, about in CAPABILITIES.items()],
+        methods=[_method(backbone, name) for name in METHODS],
+        locks=[_verdict(backbone, name, about, ["tokens", name]) for name, about in LOCKS.items()],
+    )
+
+
+def _facts(backbone: Backbone) -> dict[str, Any]:
+    model = backbone.model
+    facts: dict[str, Any] = {"class": f"{type(model).__module__}.{type(model).__qualname__}"}
+    if "tokens" in backbone.refusals:
+        facts |= {"tokens": 0, "width": backbone.dim, "depth": backbone.depth, "position": []}
+    else:
+        facts |= {"tokens": backbone.num_tokens, "grid": backbone.grid, "width": backbone.dim}
+        if (backbone.out_grid, backbone.out_dim) != (backbone.grid, backbone.dim):
+            facts |= {"output_grid": backbone.out_grid, "output_width": backbone.out_dim}
+        facts |= {"depth": backbone.depth, "prefix_tokens": backbone.num_prefix}
+        facts |= {"position": list(backbone.positions().kinds)}
+    return facts | {"parameters": sum(p.numel() for p in model.parameters())}
+
+
+def _verdict(backbone: Backbone, name: str, about: str, needs: Iterable[str]) -> Verdict:
+    reasons = dict.fromkeys(backbone.refusals[need] for need in needs if need in backbone.refusals)
+    return Verdict(name, about, not reasons, "; ".join(reasons))
+
+
+def _method(backbone: Backbone, name: str) -> Verdict:
+    """The verdict on a method with its defaults: whether it can be made over this backbone.
+
+    One of another package that cannot be imported says so, and harms no other.
+    """
+    try:
+        kind: Any = METHODS[name]
+    except SitusError as error:
+        return Verdict(name, "", holds=False, reason=str(error))
+    about = (import_module(kind.__module__).__doc__ or "").strip().partition("\n")[0]  # its name and paper
+    # Whatever a method can do, `pretrain` and `finetune` read images alone.
+    verdict = _verdict(backbone, name, about, ("images", *kind.needs))
+    if not verdict.holds:
+        return verdict
+    try:
+        with torch.device("meta"):
+            kind(copy.deepcopy(backbone), kind.Config())  # a copy: a method may prepare its backbone
+    except SitusError as error:
+        return replace(verdict, holds=False, reason=str(error))
+    except RuntimeError:  # it computes while it is made, and here nothing has values: what it needs is all we know
+        return verdict
+    return verdict
+
+
+def _text(value: Any) -> Cell:
+    if isinstance(value, tuple):
+        return " × ".join(map(str, value))
+    return (" + ".join(value) or "none added") if isinstance(value, list) else show(value)

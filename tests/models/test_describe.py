@@ -1,0 +1,78 @@
+"""Which methods apply to a model: those that can be made over it with their defaults, and why not the others."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from builders import small_swin
+from transformers import BertConfig
+
+from situs.backbones import create_backbone
+from situs.errors import SitusError
+from situs.methods import create_method
+from situs.models import describe
+
+SMALL = {"vit": {"depth": 1}, "swin": {"depths": (1, 1, 1, 1), "embed_dim": 24}}
+
+
+@pytest.mark.parametrize(
+    ("name", "refused"),
+    [
+        ("bert", {"droppos", "mae", "mjp", "mp3", "supervised"}),
+        ("resnet18", {"droppos", "mae", "mjp", "mp3"}),
+        ("vit_tiny_patch16_224", set()),
+        ("swin_tiny_patch4_window7_224", {"droppos", "mae", "mjp", "mp3"}),
+        ("vit_small_patch16_rope_224", {"mjp"}),
+    ],
+)
+def test_a_method_applies_where_it_can_be_made_with_its_defaults(name: str, refused: set[str]) -> None:
+    with torch.device("meta"):
+        backbone = create_backbone(BertConfig(num_hidden_layers=1) if name == "bert" else name)
+    verdicts = {each.name: each for each in describe.describe(backbone).methods}
+    assert {method for method, verdict in verdicts.items() if not verdict.holds} == refused
+    for method, verdict in verdicts.items():
+        if verdict.holds:
+            small = next((sizes for kind, sizes in SMALL.items() if name.startswith(kind)), {})
+            assert create_method(method, create_backbone(name, model_args=small)).backbone.name == name
+            continue
+        if name == "bert":  # from Python a method may learn from words; the command line reads images
+            assert verdict.reason == backbone.refusals["images"]
+            continue
+        with pytest.raises(SitusError) as caught, torch.device("meta"):
+            create_method(method, backbone)
+        assert verdict.reason in str(caught.value)
+    if name == "resnet18":
+        assert "choose unknown=False, dal='none'" in verdicts["mjp"].reason
+
+
+def test_a_verdict_leaves_the_backbone_as_it_was() -> None:
+    backbone = small_swin(448, depths=(1, 1, 1, 1), heads=(1, 1, 1, 1), positions="sincos")
+    before = [block.dynamic_mask for stage in backbone.model.layers for block in stage.blocks]
+    assert {each.name: each.holds for each in describe.describe(backbone).methods}["droppos"]
+    assert [block.dynamic_mask for stage in backbone.model.layers for block in stage.blocks] == before
+
+
+def test_methods_are_judged_by_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Needy:
+        needs = ("tokens", "context")
+        Config = dict
+
+        def __init__(self, backbone: Any, config: Any) -> None:
+            raise RuntimeError("a tensor without values has none")
+
+    class Modest(Needy):
+        needs = ()
+
+    monkeypatch.setattr(describe, "METHODS", {"needy": Needy, "modest": Modest})
+    backbone = create_backbone("resnet50")
+    about = "Cross entropy: the baseline."
+    module = ModuleType("a_method_for_tests", f"\n{about}\n\nAnd more about it.\n")
+    monkeypatch.setitem(sys.modules, "a_method_for_tests", module)
+    Needy.__module__ = Modest.__module__ = "a_method_for_tests"
+    needy, modest = describe.describe(backbone).methods
+    assert needy == describe.Verdict("needy", about, False, backbone.refusals["context"])
+    assert modest == describe.Verdict("modest", about, True)
