@@ -27,7 +27,7 @@ from situs.data.loader import DataConfig, make_loader
 from situs.data.sources import open_source
 from situs.errors import SitusError
 
-SECONDS = 20
+SECONDS = 60
 MEMORY = 1 << 30
 CHANCE = np.random.default_rng(3)
 Image.init()
