@@ -87,7 +87,7 @@ def test_the_second_ctrl_c_takes_nothing_away(capfd: pytest.CaptureFixture[str])
 def test_ctrl_c_while_the_result_is_written_takes_nothing_away(capfd: pytest.CaptureFixture[str]) -> None:
     deadline = Deadline()
     with first_ctrl_c(deadline):
-        deadline.close()
+        deadline.closed = True
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert deadline.interrupted

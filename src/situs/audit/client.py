@@ -61,7 +61,9 @@ def victim_gradients(
         found = _step(method, Batch(images, ids.to(images.device), {"label": labels}), defence, seed, epoch)
         total = {name: g + total[name] if total else g for name, g in found.items()}
         if step + 1 < local_steps:
-            _descend(method, found, lr)
+            with torch.no_grad():
+                for name, parameter in parameter_names(method).items():
+                    parameter -= lr * found[name]
     mean = {name: g / local_steps for name, g in total.items()}
     chance = torch.Generator().manual_seed(seed * 1_000_003 + int(ids[0]))
     withheld = defence.withheld(method.backbone)
@@ -141,9 +143,3 @@ def _step(method: Method, batch: Batch, defence: Defence, seed: int, epoch: int)
         bounded = defence.bound(held)
         total = {name: g + total[name] if total else g for name, g in bounded.items()}
     return {name: g / len(parts) for name, g in total.items()}
-
-
-@torch.no_grad()
-def _descend(method: Method, gradients: Gradients, lr: float) -> None:
-    for name, parameter in parameter_names(method).items():
-        parameter -= lr * gradients[name]

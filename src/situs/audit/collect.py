@@ -83,7 +83,7 @@ def collect(
                 told = time.monotonic()
     except KeyboardInterrupt:
         deadline.interrupt()
-    deadline.close()
+    deadline.closed = True
     whole = so_far(deadline.reason)
     if keep is not None:
         keep(whole)

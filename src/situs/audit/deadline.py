@@ -17,20 +17,17 @@ SECOND = b"already stopping: what was found is being written (Ctrl-C once more g
 """What a second Ctrl-C is told."""
 
 
-def _silent(_: str) -> None:
-    """Says nothing."""
-
-
 class Deadline:
     """Held by one audit and asked by its attacks.
 
     The time limit is for the whole audit. Each attack's turn is an even share of what is left, so that a slow one
-    does not eat the time of those behind it; what a quick one leaves, they have.
+    does not eat the time of those behind it; what a quick one leaves, they have. closed: the search is over and its
+    result is being written: a Ctrl-C from there on takes nothing of it away.
     """
 
     def __init__(
         self,
-        say: Callable[[str], None] = _silent,
+        say: Callable[[str], None] = lambda _: None,
         seconds: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,10 +59,6 @@ class Deadline:
     def interrupt(self) -> None:
         """Ctrl-C was pressed: whoever caught it keeps what it has and says so here."""
         self.interrupted = True
-
-    def close(self) -> None:
-        """The search is over and its result is being written: a Ctrl-C from here on takes nothing of it away."""
-        self.closed = True
 
     @property
     def reason(self) -> str:

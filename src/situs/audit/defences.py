@@ -82,8 +82,14 @@ class Defence:
         return set()
 
     def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:
-        """What is sent of the mean gradient over `batch` samples, without what is withheld."""
-        return gradients
+        """What is sent of the mean gradient over `batch` samples, without what is withheld: with noise on it."""
+        sigma = self.noise_level(batch)
+        if sigma == 0:
+            return gradients
+        return {
+            name: g + sigma * torch.randn(g.shape, generator=chance, dtype=torch.float32).to(g.device, g.dtype)
+            for name, g in gradients.items()
+        }
 
     def noise_level(self, batch: int) -> float:
         """The deviation of the noise on each number sent, which the attacker knows."""
@@ -112,9 +118,6 @@ class Noise(Defence):
     @property
     def label(self) -> str:
         return f"noise σ={self.sigma:g}"
-
-    def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:
-        return _noisy(gradients, self.noise_level(batch), chance)
 
     def noise_level(self, batch: int) -> float:
         return self.sigma
@@ -152,9 +155,6 @@ class Clip(Defence):
         norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
         factor = (self.norm / norm.clamp(min=1e-30)).clamp(max=1.0)
         return {name: g * factor.to(g.dtype) for name, g in gradients.items()}
-
-    def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:
-        return _noisy(gradients, self.noise_level(batch), chance)
 
     def noise_level(self, batch: int) -> float:
         return self.multiplier * self.norm / batch
@@ -247,15 +247,6 @@ def _check_setting(name: str, value: float, ends: str) -> None:
     rule = Within(ends)
     if not rule.holds(value):
         raise SitusError(f"{name}={value}: must be {rule.allowed}", field="defences", value=value, allowed=rule.allowed)
-
-
-def _noisy(gradients: Gradients, sigma: float, chance: torch.Generator) -> Gradients:
-    if sigma == 0:
-        return gradients
-    noisy = {}
-    for name, g in gradients.items():
-        noisy[name] = g + sigma * torch.randn(g.shape, generator=chance, dtype=torch.float32).to(g.device, g.dtype)
-    return noisy
 
 
 DEFENCES: dict[str, type[Defence]] = {

@@ -45,23 +45,31 @@ def run(
     after a Ctrl-C, which comes through unless the attack had something to keep.
     """
     step, deadline = step or Step(), deadline or Deadline()
-    uploads = test.whole_batches(step.batch)
+    total = test.whole_batches(step.batch)
     trials: list[_Trial] = []
     for found in _prepared(cases, test, step, lpips):
         if isinstance(found, Outcome):
             yield found
         else:
             trials.append(found)
-    group, held = _group(trials), _Held()
+    group, sent, held = _group(trials), list[Gradients](), None
     while trials:
         for number, trial in enumerate(trials):
             if deadline.spent():
                 return
-            span = range(trial.at, min(trial.at + group, trial.uploads(uploads)))
-            sent = held.uploads(trial, span, uploads, deadline)
+            span = range(trial.at, min(trial.at + group, trial.images // step.batch))
+            if held != (id(trial.client), span):
+                held = (id(trial.client), span)
+                sent.clear()  # whoever still has the list: the others are let go before any is made
+                for upload in span:
+                    if sent and deadline.spent():
+                        break
+                    deadline.say(f"{trial.cases[0].defence.label}: gradients of batch {upload + 1} of {total}")
+                    sent.append(trial.client.upload(upload))
             deadline.begin(len(trials) - number, trial.cases[0].seconds)
             yield from trial.attack(sent, span.start, deadline)
-        trials = [trial for trial in trials if trial.at < trial.uploads(uploads) and not trial.once]
+        # One whose own time is limited has one turn.
+        trials = [each for each in trials if each.at < each.images // step.batch and each.cases[0].seconds is None]
 
 
 @dataclass
@@ -107,28 +115,6 @@ class _Client:
 
 
 @dataclass
-class _Held:
-    """The uploads of one group, for all who attack them."""
-
-    client: _Client | None = None
-    span: range = range(0)
-    sent: list[Gradients] = field(default_factory=list)
-
-    def uploads(self, trial: _Trial, span: range, total: int, deadline: Deadline) -> list[Gradients]:
-        """Those of a span; where the time ends, the first of them."""
-        client = trial.client
-        if client is not self.client or span != self.span:
-            self.client, self.span = client, span
-            self.sent.clear()  # whoever still has the list: the others are let go before any is made
-            for number in span:
-                if self.sent and deadline.spent():
-                    break
-                deadline.say(f"{client.case.defence.label}: gradients of batch {number + 1} of {total}")
-                self.sent.append(client.upload(number))
-        return self.sent
-
-
-@dataclass
 class _Trial:
     """One attacker on one client: his cases share what he recovers, and differ in what it is compared with.
 
@@ -146,19 +132,12 @@ class _Trial:
     pictures: list[Tensor] = field(default_factory=list)
     control: list[dict[str, Fact]] | None = None
 
+    @property
     def images(self) -> int:
         """How many images he is to see."""
         batch, most = self.client.step.batch, self.cases[0].images
         everything = len(self.client.test)
         return everything if most is None else min(everything, max(batch, most // batch * batch))
-
-    @property
-    def once(self) -> bool:
-        """Whether his own time makes one turn all that he has."""
-        return self.cases[0].seconds is not None
-
-    def uploads(self, total: int) -> int:
-        return min(total, self.images() // self.client.step.batch)
 
     def attack(self, sent: Sequence[Gradients], first: int, deadline: Deadline) -> Iterator[Outcome]:
         """Recovers what is behind the uploads from number `first` on, and gives the outcome of each case so far."""
@@ -188,7 +167,7 @@ class _Trial:
         case, step = self.cases[number], self.client.step
         bound = "" if not case.informed or case.attack.separates_hidden else blurred(self.client.method)
         caveat = "; ".join(filter(None, (case.by_itself, self.ready.caveat, bound))) or None
-        count, wanted = len(self.facts), self.images()
+        count, wanted = len(self.facts), self.images
         fewer = None if count == wanted else f"{count} of {wanted} images"
         partial = ", ".join(filter(None, (self.partial, fewer))) or None
         doubt = None

@@ -41,33 +41,34 @@ class AuditConfig(Checked):
     """Which images, how the audited step is made, what the attackers have, and what a gate allows."""
 
     count: Count = 12
-    """Images, the first that can be read."""
+    """Images: the first that can be read."""
     split: str | None = None
-    """train, val or test, where the images are split; by default train."""
+    """train, val or test, where images are split; else train."""
     classes: Count = 1000
-    """Of the new classifier that a model without one gets, because a step needs one."""
+    """Of a model that comes without a classifier."""
     batch: Count = 1
-    """Images in the step."""
+    """Images in the audited step."""
     local_steps: Count = 1
-    """Steps of plain SGD behind one upload."""
+    """Steps of plain SGD behind one upload (FedAvg)."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The type gradients are sent in."""
     labels: Literal["known", "inferred"] = "inferred"
-    """Whether the attacker is given the labels."""
+    """matching: told, or read off gradients."""
     distance: Literal["l2", "cosine"] = "l2"
     """matching: how two gradients are compared."""
     iterations: Count = 1000
     """matching: steps of the optimiser."""
     restarts: Count = 1
-    """matching: starts."""
-    predictor: str | Path | None = None
-    """adaptive-mjp: a run of MP3 that it asks where hidden patches belong."""
-    lpips: str | Path | None = None
-    """A file of LPIPS weights; without one there is no LPIPS."""
+    """matching: starts; the best match is kept."""
+    predictor: str | None = None
+    """adaptive-mjp: a run of MP3 that orders hidden patches."""
+    lpips: Path | None = None
+    """LPIPS weights (AlexNet); without them there is no LPIPS."""
     fail_above: str | None = None
-    """The limit of a gate, as "psnr=20"."""
+    """A gate, as psnr=20. Exit status 0: a closed form solved all images and none is above; 3: some image is above;
+    4: not judged, which is no pass."""
     seed: int = 0
-    """Of random weights and of the defences' noise."""
+    """Of random weights and of noise."""
 
 
 def audit_gradients(

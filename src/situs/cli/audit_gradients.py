@@ -5,31 +5,31 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from cyclopts import Parameter
 
+from situs.audit import ATTACKS, AuditConfig, Deadline, audit_gradients, audit_settings
+from situs.audit.deadline import first_ctrl_c
+from situs.audit.judge.gate import ABOVE
+from situs.audit.judge.record import junit
+from situs.cli.evidence import command_of
 from situs.cli.model_args import ModelArgs, asked_of, check_folder
+from situs.cli.result import present
+from situs.errors import SitusError
+from situs.files import write_result
+from situs.pages import write_numbers
 
 INTERRUPTED = 130
 """Exit status after Ctrl-C, unless an image was above the gate's limit; what was found until then is written."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(ModelArgs):
+class Args(ModelArgs, AuditConfig):
     """What a model's gradients give away; a timm name without weights gets random ones."""
 
     data: Annotated[str, Parameter(name="--images", metavar="FOLDER")]
     """Images to attack, as training reads them."""
-
-    split: str | None = None
-    """train, val or test, where images are split; else train."""
-
-    classes: int = 1000
-    """Of a model that comes without a classifier."""
-
-    count: int = 12
-    """Images: the first that can be read."""
 
     attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = ("patchembed", "april")
     """Apart by commas; matching, april-optimisation, adaptive-mjp take minutes."""
@@ -42,39 +42,8 @@ class Args(ModelArgs):
     """Table 5 of MJP, by who knows MJP and who does not: attack x, compare with x (a); attack shuffled x̃,
     compare with x̃ (b), with x (c); γ by --defence mjp=γ."""
 
-    batch: int = 1
-    """Images in the audited step."""
-
-    local_steps: int = 1
-    """Steps of plain SGD behind one upload (FedAvg)."""
-
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """The type gradients are sent in."""
-
-    labels: Literal["known", "inferred"] = "inferred"
-    """matching: told, or read off gradients."""
-
-    distance: Literal["l2", "cosine"] = "l2"
-    """matching: how two gradients are compared."""
-
-    iterations: int = 1000
-    """matching: steps of the optimiser."""
-
-    restarts: int = 1
-    """matching: starts; the best match is kept."""
-
-    predictor: Annotated[str | None, Parameter(metavar="RUN")] = None
-    """adaptive-mjp: a run of MP3 that orders hidden patches."""
-
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
     """For all attacks together, in even shares."""
-
-    lpips: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """LPIPS weights (AlexNet); without them there is no LPIPS."""
-
-    fail_above: Annotated[str | None, Parameter(metavar="METRIC=NUMBER")] = None
-    """A gate, as psnr=20. Exit status 0: a closed form solved all images and none is above; 3: some image is above;
-    4: not judged, which is no pass."""
 
     junit: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """What the gate says as JUnit XML; not judged is an error."""
@@ -82,24 +51,12 @@ class Args(ModelArgs):
     pictures: bool = True
     """Show the images; the page is then private."""
 
-    seed: int = 0
-    """Of random weights and of noise."""
-
     out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("audit")
     """Where gradients.json and report.html go."""
 
 
 def run(args: Args) -> int:
     """Audits, prints the table, writes the files, and says by its status whether the gate is passed."""
-    from situs.audit import ATTACKS, AuditConfig, Deadline, audit_gradients, audit_settings
-    from situs.audit.deadline import first_ctrl_c
-    from situs.audit.judge.gate import ABOVE
-    from situs.audit.judge.record import junit
-    from situs.cli.evidence import command_of
-    from situs.cli.result import present
-    from situs.files import write_result
-    from situs.pages import write_numbers
-
     _check(args)
 
     def say(line: str) -> None:
@@ -131,8 +88,6 @@ def run(args: Args) -> int:
 
 def _check(args: Args) -> None:
     """Refuses what would only show when the audit is over."""
-    from situs.errors import SitusError
-
     check_folder(args.out)
     if args.junit is not None and args.fail_above is None:
         raise SitusError(

@@ -22,15 +22,6 @@ Scores = dict[str, list[float] | None]
 Normalisation = tuple[Sequence[float], Sequence[float]]
 
 
-def best_order(found: Tensor, real: Tensor) -> Tensor:
-    """Which of `found` [B, C, H, W] stands for each of `real` [B, C, H, W], one to one: [B]."""
-    from scipy.optimize import linear_sum_assignment
-
-    error = torch.cdist(real.double().flatten(1), found.double().flatten(1)).square()
-    _, columns = linear_sum_assignment(error.cpu().numpy())
-    return torch.from_numpy(columns).to(found.device)
-
-
 def pictures_of(found: Recovery, real: Tensor, batch: int, normalisation: Normalisation) -> Tensor:
     """The recovered pictures in the order of the originals, [uploads · batch, C, H, W] in [0, 1]."""
     uploads, pictures = len(found.facts), denormalise(found.images, *normalisation)
@@ -38,7 +29,7 @@ def pictures_of(found: Recovery, real: Tensor, batch: int, normalisation: Normal
         return pictures.repeat_interleave(batch, dim=0)
     assert pictures.shape[0] == uploads * batch, "an attack gives one image an upload, or all"
     parts = zip(pictures.split(batch), real.split(batch), strict=False)  # fewer, where it was stopped
-    return torch.cat([part[best_order(part, truth)] for part, truth in parts])
+    return torch.cat([part[assign(part.flatten(1), truth.flatten(1))[1]] for part, truth in parts])
 
 
 def facts_of(found: Recovery, labels: Tensor, batch: int) -> list[dict[str, Fact]]:

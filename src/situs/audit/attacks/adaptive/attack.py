@@ -121,7 +121,9 @@ class AdaptiveMJP(Attack):
         deadline: Deadline,
     ) -> tuple[Tensor, dict[str, Fact]]:
         """One image of an MJP step: [C, H, W], and what the attacker can say of it."""
-        partly = _separate(method, stem, upload, hidden, known)
+        sent, sigma = upload[stem.table].dtype, known.defence.noise_level(known.batch)
+        equations = _equations(method, stem, upload, known)
+        partly = separate(*equations, hidden, sent, sigma)
         learned = method.unknown_position()
         vector = None if learned is None else learned.vector
         unknown = torch.zeros_like(partly.base[0, :1]) if vector is None else vector.double()
@@ -129,8 +131,7 @@ class AdaptiveMJP(Attack):
         found = solve_directions(block, partly, backbone.grid, stem.patch_size, self.config, deadline)
         patches = partly.patches(found.at)
         patches = order_hidden(patches, hidden, backbone.grid, stem.patch_size, predictor=self.config.predictor)
-        told = _facts(partly, found, block)
-        told.update(_fit(partly, found, _equations(method, stem, upload, known), upload[stem.table].dtype, known))
+        told = _facts(partly, found, block) | _fit(partly, found, equations, sent, sigma)
         return to_images(patches.unsqueeze(0), backbone, stem)[0], told
 
 
@@ -149,12 +150,6 @@ def _without_noise(upload: Gradients, stem: Stem, sigma: float) -> Gradients:
         return upload
     rows[noise] = 0
     return {**upload, stem.table: table}
-
-
-def _separate(method: Method, stem: Stem, upload: Gradients, hidden: Tensor, known: Knowledge) -> Partly:
-    equations = _equations(method, stem, upload, known)
-    sent, sigma = upload[stem.table].dtype, known.defence.noise_level(known.batch)
-    return separate(*equations, hidden, sent, sigma)
 
 
 def _equations(method: Method, stem: Stem, upload: Gradients, known: Knowledge) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -198,11 +193,7 @@ def _facts(partly: Partly, found: Found, block: FirstBlock) -> dict[str, Fact]:
 
 
 def _fit(
-    partly: Partly,
-    found: Found,
-    equations: tuple[Tensor, Tensor, Tensor | None],
-    sent: torch.dtype,
-    known: Knowledge,
+    partly: Partly, found: Found, equations: tuple[Tensor, Tensor, Tensor | None], sent: torch.dtype, sigma: float
 ) -> dict[str, Fact]:
     """Whether everything that was solved meets its equations.
 
@@ -218,6 +209,6 @@ def _fit(
     if total is not None:
         shown = torch.cat([shown, total[None]])
         patches = torch.cat([patches, partly.base[partly.hidden][:1]])
-    white, right = whiten(weight[None], shown[None], sent, known.defence.noise_level(known.batch))
+    white, right = whiten(weight[None], shown[None], sent, sigma)
     residual, expected, fits = (float(part) for part in judge(white, right, patches[None], sent))
     return {"residual": residual, "expected_residual": expected, "fits": bool(fits)}

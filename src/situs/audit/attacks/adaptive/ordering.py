@@ -40,9 +40,12 @@ def border_costs(first: Tensor, second: Tensor, size: tuple[int, int], side: str
     """
     near, inner = _lines(first, size, side)
     far, beyond = _lines(second, size, _OPPOSITE[side])
-    step = far.unsqueeze(0) - near.unsqueeze(1)
-    lead = 0.5 * ((near - inner).unsqueeze(1) + (beyond - far).unsqueeze(0))
-    return (step - lead).abs().mean(dim=-1) + step.abs().mean(dim=-1)
+    return _border(near.unsqueeze(1), inner.unsqueeze(1), far.unsqueeze(0), beyond.unsqueeze(0))
+
+
+def _border(near: Tensor, inner: Tensor, far: Tensor, beyond: Tensor) -> Tensor:
+    step = far - near
+    return (step - 0.5 * ((near - inner) + (beyond - far))).abs().mean(dim=-1) + step.abs().mean(dim=-1)
 
 
 _OPPOSITE = {"right": "left", "left": "right", "below": "above", "above": "below"}
@@ -89,10 +92,7 @@ def _usual_cost(patches: Tensor, hidden: Tensor, grid: tuple[int, ...], size: tu
     for side, (a, b) in (("right", (table[:, :-1], table[:, 1:])), ("below", (table[:-1], table[1:]))):
         a, b = a.flatten(), b.flatten()
         known = ~(hidden[a] | hidden[b])
-        near, inner = _lines(patches[a[known]], size, side)
-        far, beyond = _lines(patches[b[known]], size, _OPPOSITE[side])
-        step = far - near
-        costs.append((step - 0.5 * (near - inner + beyond - far)).abs().mean(-1) + step.abs().mean(-1))
+        costs.append(_border(*_lines(patches[a[known]], size, side), *_lines(patches[b[known]], size, _OPPOSITE[side])))
     every = torch.cat(costs)
     return every.mean().clamp(min=1e-6) if len(every) else patches.new_ones(())
 
