@@ -123,9 +123,9 @@ def test_from_pretraining_to_an_export(run: Path, tmp_path: Path, capfd: pytest.
 def test_an_interrupted_training_is_not_taken_for_a_finished_one(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from situs.train.contract import Result
+    from situs.train.contract import TrainResult
 
-    monkeypatch.setattr(api, "train_pretraining", lambda config, **place: Result(1, 2, True, {}, None))
+    monkeypatch.setattr(api, "train_pretraining", lambda config, **place: TrainResult(1, 2, True, {}, None))
     with pytest.raises(KeyboardInterrupt):
         situs.pretrain(**TINY, out=tmp_path / "x")
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from situs.locks.key import AnyKey
     from situs.models import Model
     from situs.models.open import Unlock
-    from situs.train.contract import Result
+    from situs.train.contract import TrainResult
     from situs.train.run import Hooks, RunConfig
 
 Config = TypeVar("Config", bound="RunConfig")
@@ -190,7 +190,7 @@ def open_model(
 # --- what the command line calls too ------------------------------------------------------------------------
 
 
-def train_pretraining(config: RunConfig, **place: Any) -> Result:
+def train_pretraining(config: RunConfig, **place: Any) -> TrainResult:
     """Trains what `config` says. place: by the names in `PLACE`, and `say`, which receives a few lines."""
     from situs.evaluate.hooks import probe_hooks
 
@@ -204,7 +204,7 @@ def train_finetuning(
     positions: PositionKind | None,
     validate_every: int | None,
     **place: Any,
-) -> Result:
+) -> TrainResult:
     """Fine-tunes the model at `source` as `config` says, and looks at the validation split on the way."""
     from situs.evaluate.hooks import validation_hooks
 
@@ -226,7 +226,7 @@ def _train(
     quiet: bool = False,
     say: Callable[[str], None] = print,
     **place: Any,
-) -> Result:
+) -> TrainResult:
     from situs.models.initialise import starting
     from situs.train.run import train_run
 
@@ -285,7 +285,7 @@ def unlock_of(source: str, key: AnyKey | None, withheld: str | Path | None) -> U
     return unlocking(key, withheld)
 
 
-def _folder_of(result: Result, place: Mapping[str, Any]) -> Path:
+def _folder_of(result: TrainResult, place: Mapping[str, Any]) -> Path:
     if result.interrupted:  # a checkpoint was written; who runs this in a loop must not go on
         raise KeyboardInterrupt
     folder = place.get("out") or place.get("resume")

@@ -15,7 +15,7 @@ from situs.data.sampler import BatchPlan, draw_ids
 from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
 from situs.data.sources.images import BrokenImageError
-from situs.data.streaming import Stream
+from situs.data.streaming import WorkerStream
 from situs.errors import SitusError
 
 CROP = AugmentConfig()
@@ -67,7 +67,9 @@ def test_a_broken_image_is_replaced_in_training_and_left_out_in_evaluation(folde
         ImagePipeline(source, (8, 8), 0, CROP).read(0, [4])
     # A worker's own sentence, without its traceback.
     for workers in (0, 1):
-        stream = Stream(ImagePipeline(source, (8, 8), 0, CROP), BatchPlan(len(source), len(source)), workers, pin=False)
+        stream = WorkerStream(
+            ImagePipeline(source, (8, 8), 0, CROP), BatchPlan(len(source), len(source)), workers, pin=False
+        )
         with pytest.raises(BrokenImageError, match=r"^\S+\.png: cannot be decoded as an image \(.*\)$"):
             list(stream.batches(0, 0))
 

@@ -13,7 +13,7 @@ from situs.errors import SitusError
 
 
 def all_rows(plan: BatchPlan, epoch: int = 0, start: int = 0) -> list[list[int]]:
-    return [rows.ids.tolist() for rows in batches_for(plan, epoch, start)]
+    return [ids.tolist() for ids in batches_for(plan, epoch, start)]
 
 
 def test_the_order_is_a_fresh_permutation_each_epoch_and_seed():
@@ -121,11 +121,11 @@ def test_buckets_hold_every_sample_once_and_like_lengths_together():
 def test_a_replaced_order_resumes_and_is_cut_by_ranks_as_any_other(repeated):
     order = LengthBuckets(torch.arange(50) % 7, 12)
     whole = list(batches_for(BatchPlan(50, 12, 4, repeated=repeated, order=order), 2))
-    assert [rows.step for rows in whole] == [0, 1, 2, 3]
+    assert len(whole) == 4
     for rows, again in zip(
         whole[2:], batches_for(BatchPlan(50, 12, 4, repeated=repeated, order=order), 2, 2), strict=True
     ):
-        assert torch.equal(rows.ids, again.ids)
+        assert torch.equal(rows, again)
     ranks = [list(batches_for(BatchPlan(50, 12, 4, rank, 3, repeated, order=order), 2)) for rank in range(3)]
     for step, rows in enumerate(whole):
-        assert torch.equal(torch.cat([share[step].ids for share in ranks]), rows.ids)
+        assert torch.equal(torch.cat([share[step] for share in ranks]), rows)

@@ -10,7 +10,7 @@ from situs.data.image_pipeline import ImagePipeline
 from situs.data.pipeline import WorkerBatch
 from situs.data.sampler import BatchPlan
 from situs.data.sources import open_source
-from situs.data.streaming import Stream
+from situs.data.streaming import WorkerStream
 
 CROP = AugmentConfig()
 
@@ -29,7 +29,7 @@ def folder(tmp_path):
 def chunks(folder, workers: int, epoch: int = 2, start: int = 0, **plan) -> list[WorkerBatch]:
     source = open_source(folder, channels=3)
     views = ImagePipeline(source, (12, 16), 5, CROP)
-    return list(Stream(views, BatchPlan(len(source), 6, 5, **plan), workers, pin=False).batches(epoch, start))
+    return list(WorkerStream(views, BatchPlan(len(source), 6, 5, **plan), workers, pin=False).batches(epoch, start))
 
 
 def test_workers_rank_and_resume_change_nothing(folder):
@@ -53,7 +53,7 @@ def test_workers_rank_and_resume_change_nothing(folder):
 
 def test_the_same_stream_serves_many_epochs_from_any_step(folder):
     source = open_source(folder, channels=3)
-    stream = Stream(ImagePipeline(source, (12, 16), 5, CROP), BatchPlan(len(source), 6, 5), workers=1, pin=False)
+    stream = WorkerStream(ImagePipeline(source, (12, 16), 5, CROP), BatchPlan(len(source), 6, 5), workers=1, pin=False)
     first = [next(stream.batches(epoch, 1)).ids for epoch in (0, 1)]  # left in mid-epoch
     again = [next(stream.batches(epoch, 1)).ids for epoch in (0, 1)]
     assert torch.equal(torch.stack(first), torch.stack(again))

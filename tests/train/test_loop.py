@@ -15,7 +15,7 @@ from toy import ToyLoader, ToyMethod, toy
 from situs.errors import SitusError
 from situs.methods.base import Batch
 from situs.train.checkpoint import RunFolder, read_config
-from situs.train.contract import Result, RunState
+from situs.train.contract import RunState, TrainResult
 from situs.train.loop import TrainConfig, fit
 from situs.train.optim import OptimConfig, rate_at
 
@@ -55,7 +55,7 @@ class Watcher:
 
 def train(
     folder: Path, config: TrainConfig = TRAIN, optim: OptimConfig = OPTIM, *, hooks=(), loader=None, method=None
-) -> tuple[Result, ToyMethod, RunFolder]:
+) -> tuple[TrainResult, ToyMethod, RunFolder]:
     fields = {"train": dataclasses.asdict(config), "optim": dataclasses.asdict(optim)}
     exists = (folder / "config.json").exists()
     run = RunFolder.open(folder, fields) if exists else RunFolder.create(folder, fields)

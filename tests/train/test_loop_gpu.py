@@ -11,7 +11,7 @@ import torch
 from toy import ToyLoader, ToyMethod, toy
 
 from situs.train.checkpoint import RunFolder
-from situs.train.contract import Result
+from situs.train.contract import TrainResult
 from situs.train.loop import TrainConfig, fit
 from situs.train.nan import NotFiniteError, replay
 from situs.train.optim import OptimConfig
@@ -43,7 +43,7 @@ class StopAt:
 def train(
     folder: Path, config: TrainConfig, *, stop: int = -1, poison: int | None = None, count: int = 40,
     kind: type[ToyMethod] = ToyMethod,
-) -> tuple[Result, ToyMethod]:  # fmt: skip
+) -> tuple[TrainResult, ToyMethod]:  # fmt: skip
     run = RunFolder.open(folder) if (folder / "config.json").exists() else RunFolder.create(folder, {})
     method = toy(drop_path=0.3, poison=poison).cuda()
     method.__class__ = kind

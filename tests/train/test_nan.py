@@ -15,8 +15,8 @@ from situs.train.checkpoint import RunFolder
 from situs.train.loop import TrainConfig, fit
 from situs.train.nan import NotFiniteError, _pack, _unpack, replay
 from situs.train.optim import OptimConfig
-from situs.train.step import Moment, Part, Step
-from situs.train.tensors import read_tensors
+from situs.train.step import MicroBatch, Moment, Update
+from situs.train.storage import read_tensors
 
 TRAIN = TrainConfig(epochs=4, precision="fp32", log_every=100, save_every=2, keep=2)
 OPTIM = OptimConfig(lr=1e-2, warmup_epochs=1, weight_decay=0.1, ema=0.9, clip=1.0)
@@ -118,9 +118,9 @@ def test_a_folder_without_a_bad_step_is_an_error(tmp_path: Path) -> None:
 def test_a_step_comes_back_whole_and_one_of_before_too() -> None:
     count, state = 3, {"cpu": torch.get_rng_state()}
     mask = torch.arange(count)[:, None] > torch.arange(2)
-    part = Part(Batch(torch.randn(count, 2), torch.arange(count), {"label": torch.arange(count)}, mask),
+    part = MicroBatch(Batch(torch.randn(count, 2), torch.arange(count), {"label": torch.arange(count)}, mask),
                 {"order": torch.randn(count)}, 0.5)  # fmt: skip
-    step = Step(Moment(0, 0, 0.0), [part, part], state, torch.zeros(1), torch.zeros(()), torch.zeros(2))
+    step = Update(Moment(0, 0, 0.0), [part, part], state, torch.zeros(1), torch.zeros(()), torch.zeros(2))
     packed = _pack(step)
     earlier = {k.replace("inputs", "images").replace("targets/label", "labels"): v for k, v in packed.items()}
     for held in (packed, earlier):

@@ -32,7 +32,7 @@ def watch_attention(backbone: Backbone, stream: Stream, see: See) -> Stream:
     check_attention_maps(backbone)
     if backbone.training:
         raise SitusError(f"{backbone.name}: its attention is looked at in eval mode; call eval() first")
-    watcher = _Watcher(see)
+    watcher = _AttentionWatcher(see)
     with watcher:
         out = backbone.blocks(stream)
     assert watcher.layers == backbone.depth, f"{watcher.layers} attentions seen in {backbone.depth} layers"
@@ -68,7 +68,7 @@ def attention_weights(q: Tensor, k: Tensor, bias: Tensor | None = None, scale: f
     return logits.softmax(dim=-1)
 
 
-class _Watcher(TorchFunctionMode):
+class _AttentionWatcher(TorchFunctionMode):
     """Passes every call of torch on, and shows the weights of each attention on its way."""
 
     def __init__(self, see: See) -> None:

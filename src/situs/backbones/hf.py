@@ -27,7 +27,7 @@ HUB_PREFIX = "hf:"
 """What a name may start with to say that it is a transformers folder."""
 
 
-class Family(NamedTuple):
+class HFFamily(NamedTuple):
     """How one transformers class is wrapped. classifier: the class that `num_classes` makes of it."""
 
     adapter: Callable[[Any, Head, tuple[int, int] | None], Backbone]
@@ -42,24 +42,24 @@ _VIT, _DINO, _REGISTERS = (
 )
 _BERT = "BertForSequenceClassification"
 
-FAMILIES: dict[str, Family] = {
-    "ViTModel": Family(hf_image.ViTBackbone, hf_image.vit_pooled, _VIT),
-    _VIT: Family(hf_image.ViTBackbone, hf_image.vit_classes, _VIT),
-    "Dinov2Model": Family(hf_image.Dinov2Backbone, hf_image.dinov2_pooled, _DINO),
-    _DINO: Family(hf_image.Dinov2Backbone, hf_image.dinov2_classes, _DINO),
-    "Dinov2WithRegistersModel": Family(hf_image.Dinov2RegistersBackbone, hf_image.dinov2_pooled, _REGISTERS),
-    _REGISTERS: Family(hf_image.Dinov2RegistersBackbone, hf_image.dinov2_classes, _REGISTERS),
-    "BertModel": Family(hf_text.BertBackbone, hf_text.bert_pooled, _BERT),
-    _BERT: Family(hf_text.BertBackbone, hf_text.bert_classes, _BERT),
-    "BertForMaskedLM": Family(hf_text.BertBackbone, hf_text.bert_words, _BERT),
-    "GPT2Model": Family(hf_text.GPT2Backbone, hf_text.hidden),
-    "GPT2LMHeadModel": Family(hf_text.GPT2Backbone, hf_text.next_words),
-    "LlamaModel": Family(hf_text.LlamaBackbone, hf_text.hidden),
-    "LlamaForCausalLM": Family(hf_text.LlamaBackbone, hf_text.next_words),
-    "MistralModel": Family(hf_text.MistralBackbone, hf_text.hidden),
-    "MistralForCausalLM": Family(hf_text.MistralBackbone, hf_text.next_words),
-    "Qwen2Model": Family(hf_text.Qwen2Backbone, hf_text.hidden),
-    "Qwen2ForCausalLM": Family(hf_text.Qwen2Backbone, hf_text.next_words),
+FAMILIES: dict[str, HFFamily] = {
+    "ViTModel": HFFamily(hf_image.ViTBackbone, hf_image.vit_pooled, _VIT),
+    _VIT: HFFamily(hf_image.ViTBackbone, hf_image.vit_classes, _VIT),
+    "Dinov2Model": HFFamily(hf_image.Dinov2Backbone, hf_image.dinov2_pooled, _DINO),
+    _DINO: HFFamily(hf_image.Dinov2Backbone, hf_image.dinov2_classes, _DINO),
+    "Dinov2WithRegistersModel": HFFamily(hf_image.Dinov2RegistersBackbone, hf_image.dinov2_pooled, _REGISTERS),
+    _REGISTERS: HFFamily(hf_image.Dinov2RegistersBackbone, hf_image.dinov2_classes, _REGISTERS),
+    "BertModel": HFFamily(hf_text.BertBackbone, hf_text.bert_pooled, _BERT),
+    _BERT: HFFamily(hf_text.BertBackbone, hf_text.bert_classes, _BERT),
+    "BertForMaskedLM": HFFamily(hf_text.BertBackbone, hf_text.bert_words, _BERT),
+    "GPT2Model": HFFamily(hf_text.GPT2Backbone, hf_text.hidden),
+    "GPT2LMHeadModel": HFFamily(hf_text.GPT2Backbone, hf_text.next_words),
+    "LlamaModel": HFFamily(hf_text.LlamaBackbone, hf_text.hidden),
+    "LlamaForCausalLM": HFFamily(hf_text.LlamaBackbone, hf_text.next_words),
+    "MistralModel": HFFamily(hf_text.MistralBackbone, hf_text.hidden),
+    "MistralForCausalLM": HFFamily(hf_text.MistralBackbone, hf_text.next_words),
+    "Qwen2Model": HFFamily(hf_text.Qwen2Backbone, hf_text.hidden),
+    "Qwen2ForCausalLM": HFFamily(hf_text.Qwen2Backbone, hf_text.next_words),
 }
 """transformers class -> how it is wrapped. A subclass, or a class of the same name elsewhere, is refused."""
 

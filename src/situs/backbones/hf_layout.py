@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from situs.backbones.layout import Attention, LayoutBuilder, Names
+from situs.backbones.layout import AttentionLayer, LayoutBuilder, Names
 from situs.errors import SitusError, unknown_name
 
 RESIDUAL = "residual"
@@ -63,9 +63,9 @@ def _dinov2(layout: LayoutBuilder, name: str, layer: Any) -> None:
     _mlp(layout, name, layer.mlp)
 
 
-def _image_attention(layout: LayoutBuilder, attn: Any) -> Attention:
+def _image_attention(layout: LayoutBuilder, attn: Any) -> AttentionLayer:
     q, k, v, o = (layout.projection(layer) for layer in (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj))
-    return Attention(q, k, v, o, attn.num_attention_heads, attn.num_attention_heads)
+    return AttentionLayer(q, k, v, o, attn.num_attention_heads, attn.num_attention_heads)
 
 
 def _mlp(layout: LayoutBuilder, name: str, mlp: Any) -> None:
@@ -87,7 +87,7 @@ def _bert(layout: LayoutBuilder, name: str, layer: Any) -> None:
     attn = layer.attention.self
     q, k, v = (layout.projection(part) for part in (attn.query, attn.key, attn.value))
     o = layout.projection(layer.attention.output.dense)
-    layout.attention(name, RESIDUAL, Attention(q, k, v, o, attn.num_attention_heads, attn.num_attention_heads))
+    layout.attention(name, RESIDUAL, AttentionLayer(q, k, v, o, attn.num_attention_heads, attn.num_attention_heads))
     layout.norm(RESIDUAL, layer.attention.output.LayerNorm)
     layout.mlp(name, RESIDUAL, [layout.projection(layer.intermediate.dense)], layout.projection(layer.output.dense))
     layout.norm(RESIDUAL, layer.output.LayerNorm)
@@ -103,7 +103,7 @@ def _gpt2(layout: LayoutBuilder, name: str, layer: Any) -> None:
     o = layout.projection(attn.c_proj)
     for norm in (layer.ln_1, layer.ln_2):
         layout.norm(RESIDUAL, norm)
-    layout.attention(name, RESIDUAL, Attention(q, k, v, o, attn.num_heads, attn.num_heads))
+    layout.attention(name, RESIDUAL, AttentionLayer(q, k, v, o, attn.num_heads, attn.num_heads))
     layout.mlp(name, RESIDUAL, [layout.projection(layer.mlp.c_fc)], layout.projection(layer.mlp.c_proj))
 
 
@@ -114,7 +114,7 @@ def _llama(layout: LayoutBuilder, name: str, layer: Any) -> None:
     heads = layout.inputs(o) // attn.head_dim
     for norm in (layer.input_layernorm, layer.post_attention_layernorm):
         layout.norm(RESIDUAL, norm)
-    grouped = Attention(q, k, v, o, heads, heads // attn.num_key_value_groups, rotary=True)
+    grouped = AttentionLayer(q, k, v, o, heads, heads // attn.num_key_value_groups, rotary=True)
     layout.attention(name, RESIDUAL, grouped)
     _mlp(layout, name, layer.mlp)
 

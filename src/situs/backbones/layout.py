@@ -121,7 +121,7 @@ class Projection:
 
 
 @dataclass
-class Attention:
+class AttentionLayer:
     """What the groups need to know of one attention layer. heads = kv_heads * (queries that share one)."""
 
     q: Projection
@@ -231,7 +231,7 @@ class LayoutBuilder:
         self.writes(residual, down)
         return name
 
-    def attention(self, block: str, residual: str, a: Attention) -> None:
+    def attention(self, block: str, residual: str, a: AttentionLayer) -> None:
         """The residual side of an attention layer, and its groups of heads, values and (unrotated) queries."""
         for p in (a.q, a.k, a.v, *a.gates):
             self.reads(residual, p)
@@ -258,7 +258,7 @@ class LayoutBuilder:
         kind: Kind,
         size: int,
         written: Iterable[tuple[Projection, int, int]],
-        a: Attention,
+        a: AttentionLayer,
         read: tuple[int, int] | None = None,
     ) -> None:
         """Outputs of projections, each with its (outer, inner); read: those of the last projection's inputs."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from situs.backbones.layout import Attention, LayoutBuilder, Member, Names, Projection
+from situs.backbones.layout import AttentionLayer, LayoutBuilder, Member, Names, Projection
 from situs.errors import SitusError, unknown_name
 
 NAMES = Names(
@@ -38,11 +38,11 @@ def _norms_and_scales(layout: LayoutBuilder, residual: str, block: Any) -> None:
     layout.vectors(residual, [layout.path(block, name) for name in names])
 
 
-def _attention(layout: LayoutBuilder, model: Any, attn: Any, depth: int) -> Attention:
+def _attention(layout: LayoutBuilder, model: Any, attn: Any, depth: int) -> AttentionLayer:
     q, k, v = _qkv(layout, attn)
     relative = type(attn).__name__ == "RelPosAttention"
     rope = None if relative else getattr(model, "rope", None)
-    return Attention(
+    return AttentionLayer(
         q,
         k,
         v,
@@ -130,5 +130,5 @@ def _swin_block(layout: LayoutBuilder, name: str, residual: str, block: Any) -> 
     q, k, v = _qkv(layout, attn)
     o = layout.projection(attn.proj)
     table = Member(layout.path(attn, "relative_position_bias_table"), 1)
-    layout.attention(name, residual, Attention(q, k, v, o, attn.num_heads, attn.num_heads, head_tables=[table]))
+    layout.attention(name, residual, AttentionLayer(q, k, v, o, attn.num_heads, attn.num_heads, head_tables=[table]))
     _mlp(layout, name, residual, block.mlp)

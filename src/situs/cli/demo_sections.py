@@ -26,7 +26,7 @@ from situs.core.permutation import permute_rows, random_permutation
 from situs.core.position import sincos
 from situs.core.random import uniform
 from situs.core.tokens import patchify, take, unpatchify
-from situs.data.sources.samples import Samples, load_samples
+from situs.data.sources.samples import SampleSet, load_samples
 from situs.report import figures, places
 from situs.report.html import Page, Section
 from situs.results import percent
@@ -55,7 +55,7 @@ class Stage:
     page: Page = field(default_factory=lambda: Page("Situs demo", lead=LEAD))
 
     @cached_property
-    def samples(self) -> Samples:
+    def samples(self) -> SampleSet:
         """The embedded test images."""
         return load_samples("test")
 

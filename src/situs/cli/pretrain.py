@@ -17,7 +17,7 @@ from cyclopts import Parameter
 from situs.api import NAMED, SHORT, train_pretraining
 from situs.cli.arguments import Recipe, configured
 from situs.methods import METHODS
-from situs.train.contract import Result
+from situs.train.contract import TrainResult
 from situs.train.run import RunConfig
 
 EVERYDAY = {"data": (NAMED["data"],), **SHORT}
@@ -66,7 +66,7 @@ def run(args: Args) -> int:
     return tell(args, args.config, train_pretraining(args.config, **args.place()))
 
 
-def tell(args: Training, config: RunConfig, result: Result) -> int:
+def tell(args: Training, config: RunConfig, result: TrainResult) -> int:
     """Says what was reached and what can be done with it; gives the exit status."""
     if result.interrupted:
         return 130

@@ -26,7 +26,7 @@ _NUMBERS = 4
 """Numbers an attempt takes: area, aspect, top, left."""
 
 
-class Subset(NamedTuple):
+class TokenSubset(NamedTuple):
     """A split of the places 0..N-1; `kept` and `dropped` side by side are a permutation."""
 
     kept: Tensor
@@ -45,7 +45,7 @@ def kept_of(ratio: float, n: int, *, floor: bool = False) -> int:
     return count_of(1.0 - ratio, n) if floor else n - count_of(ratio, n)
 
 
-def random_subset(noise: Tensor, ratio: float, *, floor: bool = False, field: str = "ratio") -> Subset:
+def random_subset(noise: Tensor, ratio: float, *, floor: bool = False, field: str = "ratio") -> TokenSubset:
     """Keep `kept_of(ratio, N)` of N places at random, for each sample.
 
     noise: [B, N]; field: the ratio's name, for the error.
@@ -55,7 +55,7 @@ def random_subset(noise: Tensor, ratio: float, *, floor: bool = False, field: st
     n = noise.shape[-1]
     order = noise.argsort(dim=-1, stable=True)
     keep = kept_of(ratio, n, floor=floor)
-    return Subset(order[..., :keep], order[..., keep:])
+    return TokenSubset(order[..., :keep], order[..., keep:])
 
 
 def one_of_cells(noise: Tensor, grid: tuple[int, ...]) -> Tensor:

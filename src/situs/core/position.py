@@ -181,7 +181,7 @@ def coordinates(grid: Grid, device: torch.device | None = None) -> Tensor:
 def distances(grid: Grid) -> Tensor:
     """Euclidean distance between any two places in patches, [N, N] float64."""
     places = coordinates(grid).double()
-    return (places[:, None] - places[None]).norm(dim=-1)
+    return (places[:, None] - places[None]).square().sum(-1).sqrt()
 
 
 def smoothed_targets(grid: Grid, sigma: float | Tensor, *, squared: bool = False) -> Tensor:

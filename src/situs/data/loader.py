@@ -22,7 +22,7 @@ from situs.data.sources import open_source
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.images import BrokenImageError
 from situs.data.sources.subset import Subset
-from situs.data.streaming import Stream
+from situs.data.streaming import WorkerStream
 from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
 
@@ -166,9 +166,9 @@ class ResidentLoader(Loader):
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
         waiting: list[Tensor] = []
-        for rows in batches_for(self.plan, epoch, start_step, self.device):
-            if len(rows.ids):
-                waiting.append(rows.ids)
+        for ids in batches_for(self.plan, epoch, start_step, self.device):
+            if len(ids):
+                waiting.append(ids)
             if len(waiting) >= self._steps_at_once():
                 yield from self._augmented(waiting, epoch)
                 waiting = []
@@ -216,7 +216,7 @@ class StreamLoader(Loader):
 
     def __init__(self, pipeline: Pipeline, plan: BatchPlan, device: torch.device, workers: int = 0) -> None:
         super().__init__(pipeline, plan, device)
-        self.stream = Stream(pipeline, plan, workers, pin=device.type == "cuda")
+        self.stream = WorkerStream(pipeline, plan, workers, pin=device.type == "cuda")
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
         for given in self.stream.batches(epoch, start_step):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,13 +21,6 @@ _COPY_SHIFT = 40
 _SAMPLE_MASK = (1 << _COPY_SHIFT) - 1
 
 AnyIds = TypeVar("AnyIds", Tensor, int)
-
-
-class Rows(NamedTuple):
-    """One rank's share of one step. step: its number in the epoch. ids: [b] int64 draw numbers."""
-
-    step: int
-    ids: Tensor
 
 
 def draw_ids(samples: Tensor, copies: Tensor) -> Tensor:
@@ -113,8 +106,10 @@ class BatchPlan:
         return self.n // self.batch if self.drop_last else -(-self.n // self.batch)
 
 
-def batches_for(plan: BatchPlan, epoch: int, start_step: int = 0, device: torch.device | str = "cpu") -> Iterator[Rows]:
-    """This rank's rows of every global batch of the epoch from `start_step` on.
+def batches_for(
+    plan: BatchPlan, epoch: int, start_step: int = 0, device: torch.device | str = "cpu"
+) -> Iterator[Tensor]:
+    """This rank's draw numbers [b] of every global batch of the epoch from `start_step` on.
 
     An epoch always has n rows: with repeated augmentation it visits n / repeated samples, as DeiT does.
     The copies of a sample stand batch / repeated rows apart: on different ranks where there are as many,
@@ -129,4 +124,4 @@ def batches_for(plan: BatchPlan, epoch: int, start_step: int = 0, device: torch.
         across = -(-size // plan.repeated)
         rows = torch.arange(size, device=device)
         ids = draw_ids(order[step * distinct + rows % across], rows // across)
-        yield Rows(step, ids.tensor_split(plan.world)[plan.rank])
+        yield ids.tensor_split(plan.world)[plan.rank]

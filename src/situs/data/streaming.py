@@ -44,16 +44,16 @@ class _Schedule:
         self.plan, self.epoch, self.start = plan, 0, 0
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for rows in batches_for(self.plan, self.epoch, self.start):
-            if len(rows.ids):
-                yield [(self.epoch, draw) for draw in rows.ids.tolist()]
+        for ids in batches_for(self.plan, self.epoch, self.start):
+            if len(ids):
+                yield [(self.epoch, draw) for draw in ids.tolist()]
 
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
-class Stream:
+class WorkerStream:
     """The batches of any epoch from any step, in order, read by `workers` processes (0: by this one).
 
     There are never more workers than cores: beyond that they only take turns.

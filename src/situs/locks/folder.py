@@ -20,7 +20,7 @@ from situs.errors import SitusError
 from situs.files import read_json, write_text
 from situs.locks.shards import Spec, unique
 from situs.models import Model, open_model
-from situs.train.tensors import sync
+from situs.train.storage import sync
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 

@@ -15,7 +15,7 @@ from situs.locks.seal import SUFFIX, sealed_source, sealing_sink
 from situs.locks.shards import Header, Sink, Source, Spec
 from situs.locks.withhold import NAME as SECOND
 from situs.locks.withhold import missing, original_headers
-from situs.train.tensors import sync
+from situs.train.storage import sync
 
 
 def all_specs(headers: Mapping[str, Header], folder: Path) -> dict[str, Spec]:

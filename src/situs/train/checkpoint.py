@@ -30,26 +30,27 @@ from torch import Tensor
 from situs.config import differences, flat, to_dict
 from situs.errors import SitusError
 from situs.files import write_bytes, write_text
-from situs.train.folder import FORMAT, delete, read_folder, reason, remove, write_folder
 from situs.train.hold import NAME as LOCK
 from situs.train.hold import only_one
-from situs.train.seal import fingerprint, read_sealed, sealed
-from situs.train.tensors import read_tensors, sync
+from situs.train.storage import (
+    FORMAT,
+    delete,
+    fingerprint,
+    read_folder,
+    read_sealed,
+    read_tensors,
+    reason,
+    remove,
+    sealed,
+    sync,
+    write_folder,
+)
 
 CLASSES = "classes.json"
 MAY_CHANGE = frozenset(
     {
-        "epochs",
-        "max_steps",
-        "out",
-        "path",  # data that moved; the loop checks that it is as much as it was
-        "workers",
-        "log_every",
-        "save_every",
-        "keep",
-        "probe_every",
-        "trackers",
-        "resume",
+        *("epochs", "max_steps", "workers", "log_every", "save_every", "keep", "probe_every", "trackers"),
+        *("out", "resume", "path"),  # data that moved; the loop checks that it is as much as it was
     }
 )
 """Names of config fields that a resumed run may change: none of them alters a step that is already done."""
@@ -84,6 +85,7 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Mapping[str, Any], *, resumed: bool, writer: bool) -> None:
         self.path, self.config = path, config
+        self.checkpoints, self.metrics = path / "checkpoints", path / "metrics.jsonl"
         self.resumed, self.writer = resumed, writer
         self.notes: list[str] = []
         self._held = False
@@ -96,14 +98,15 @@ class RunFolder:
         run = cls(Path(path), to_dict(config), resumed=False, writer=writer)
         if not writer:
             return run
-        run._write("the run folder", lambda: run.path.mkdir(parents=True, exist_ok=True))
+        with run._writing("the run folder"):
+            run.path.mkdir(parents=True, exist_ok=True)
         with run.hold():
             check_target(run.path)
-            run._write("the run folder", run.checkpoints.mkdir)
+            with run._writing("the run folder"):
+                run.checkpoints.mkdir()
             if classes is not None:
-                text = sealed({"classes": list(classes)}, CLASSES)
-                run._write(CLASSES, lambda: write_text(run.path / CLASSES, text))
-            run._write_config()
+                run._write_table(CLASSES, {"classes": list(classes)})
+            run._write_table("config.json", run.config)
         return run
 
     @classmethod
@@ -119,8 +122,7 @@ class RunFolder:
             listed = ", ".join(f"{name} was {old!r} and is now {new!r}" for name, (old, new) in list(fixed.items())[:3])
             more = f" and {len(fixed) - 3} more fields" if len(fixed) > 3 else ""
             raise SitusError(f"{path}: cannot resume with another config: {listed}{more}", field="resume")
-        if changed:
-            run.notes += [f"{name}: {old} -> {new}" for name, (old, new) in changed.items()]
+        run.notes += [f"{name}: {old} -> {new}" for name, (old, new) in changed.items()]
         return run
 
     @contextlib.contextmanager
@@ -141,17 +143,7 @@ class RunFolder:
     def adopt_config(self) -> None:
         """Writes down the config a resumed run goes on with, once nothing refuses it any more."""
         if self.writer and read_config(self.path) != self.config:
-            self._write_config()
-
-    @cached_property
-    def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @cached_property
-    def metrics(self) -> Path:
-        """The file of the log."""
-        return self.path / "metrics.jsonl"
+            self._write_table("config.json", self.config)
 
     def classes(self) -> tuple[str, ...] | None:
         """The names of the classes; None where the data had none."""
@@ -162,18 +154,24 @@ class RunFolder:
             raise SitusError(f"{self.path}: {table}")
         return tuple(table["classes"])
 
-    def _write_config(self) -> None:
-        self._write("config.json", lambda: write_text(self.path / "config.json", sealed(self.config, "config.json")))
+    def _write_table(self, name: str, table: Mapping[str, Any]) -> None:
+        with self._writing(name):
+            write_text(self.path / name, sealed(table, name))
 
-    def _write(self, what: str, action: Any) -> None:
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
         try:
-            action()
+            yield
         except OSError as error:
             raise SitusError(f"{self.path}: {what} could not be written: {reason(error)}") from error
 
+    def _at(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return self.checkpoints / f"step-{step:08d}"
+
     def save(self, step: int, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], keep: int) -> Path:
         """Writes the checkpoint of `step` aside, renames it, and drops all but the newest `keep`."""
-        final = self.checkpoints / f"step-{step:08d}"
+        final = self._at(step)
         aside = self.checkpoints / f".writing-{final.name}"
         try:
             delete(aside)
@@ -191,7 +189,7 @@ class RunFolder:
         others = sorted(self.steps(), reverse=True)
         kept = [other for other in others if other <= step][:keep]
         for other in set(others) - set(kept):
-            remove(self.checkpoints / f"step-{other:08d}")
+            remove(self._at(other))
         return final
 
     def _not_saved(self, step: int, error: OSError) -> str:
@@ -207,12 +205,12 @@ class RunFolder:
     def steps(self) -> list[int]:
         """The steps of which a checkpoint lies here, whole or torn."""
         found = [int(m[1]) for path in self.checkpoints.glob("step-*") if (m := _NAME.fullmatch(path.name))]
-        return [step for step in found if (self.checkpoints / f"step-{step:08d}").exists()]
+        return [step for step in found if self._at(step).exists()]
 
     def latest(self) -> Checkpoint | None:
         """The newest whole checkpoint. Torn ones on the way to it are told in `notes`."""
         for step in sorted(self.steps(), reverse=True):
-            path = self.checkpoints / f"step-{step:08d}"
+            path = self._at(step)
             state = read_folder(path)
             if not isinstance(state, str):
                 if state.get("step") == step and state.get("config") == self._fixed_config():
@@ -260,29 +258,21 @@ class RunFolder:
                 field="out",
             )
         self.notes = [note for note in self.notes if " is torn (" not in note]
-        old = [self.checkpoints / f"step-{step:08d}" for step in self.steps()]
-        old += [path for path in (self.metrics,) if path.exists()]
+        old = [path for path in (*map(self._at, self.steps()), self.metrics) if path.exists()]
         if not self.writer or not old:
             return
         aside = next(p for n in range(1, 10**6) if not (p := self.path / f"torn{'' if n == 1 else f'-{n}'}").exists())
-
-        def move() -> None:
+        with self._writing(aside.name):
             aside.mkdir()
             for path in old:
                 path.rename(aside / path.name)
-
-        self._write(aside.name, move)
         self.notes.append(f"started over: what was there is in {aside}")
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Adds one line to metrics.jsonl."""
         line = json.dumps(record, ensure_ascii=False) + "\n"
-
-        def write() -> None:
-            with self.metrics.open("a", encoding="utf-8") as file:
-                file.write(line)
-
-        self._write("metrics.jsonl", write)
+        with self._writing("metrics.jsonl"), self.metrics.open("a", encoding="utf-8") as file:
+            file.write(line)
 
     def _log_so_far(self) -> dict[str, Any]:
         """Size and hash of metrics.jsonl, which is on the disk then."""
@@ -310,7 +300,8 @@ class RunFolder:
             size = checkpoint.state["metrics"]["bytes"]
         data = self._log()
         if len(data) > size:
-            self._write("metrics.jsonl", lambda: write_bytes(self.metrics, data[:size]))
+            with self._writing("metrics.jsonl"):
+                write_bytes(self.metrics, data[:size])
 
     def _check_log(self, step: int, state: Mapping[str, Any], way_out: str = "") -> None:
         """Refuses a log that is not as it was when the checkpoint of `step` was written."""
@@ -321,7 +312,7 @@ class RunFolder:
     def facts(self) -> dict[str, Any]:
         """The state.json of the newest checkpoint that has one as it was written; its tensors are not read."""
         for step in sorted(self.steps(), reverse=True):
-            state = read_sealed(self.checkpoints / f"step-{step:08d}" / "state.json")
+            state = read_sealed(self._at(step) / "state.json")
             if not isinstance(state, str) and state.get("format") == FORMAT and state.get("step") == step:
                 return state
         return {}

@@ -11,7 +11,7 @@ from situs.methods.base import Batch, Method
 from situs.train.ema import Ema
 
 
-class Loader(Protocol):
+class TrainLoader(Protocol):
     """What the loop asks of the data. Each rank has its own loader and gets its own part of every batch."""
 
     @property
@@ -64,7 +64,7 @@ class Hook(Protocol):
 
 
 @dataclass(frozen=True)
-class Result:
+class TrainResult:
     """How a run ended. interrupted: it was asked to stop; before `total`, it can be resumed from `checkpoint`."""
 
     step: int

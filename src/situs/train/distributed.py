@@ -156,7 +156,7 @@ def place(target: Tensor, value: Tensor | None) -> None:
 
 
 @dataclass(frozen=True)
-class Spread:
+class SpreadMethod:
     """A method made ready: `forward` to call, and `local(last)`, the context of one micro-batch.
 
     Gradients are exchanged at a step's last micro-batch alone.
@@ -166,15 +166,15 @@ class Spread:
     local: Callable[[bool], AbstractContextManager[Any]]
 
 
-def spread(method: nn.Module, parallel: str, precision: str, compiled: bool) -> Spread:
+def spread(method: nn.Module, parallel: str, precision: str, compiled: bool) -> SpreadMethod:
     """The method on this run's ranks: as it is on one, in DDP, or sharded by FSDP2 (in place)."""
     if world() == 1:
-        return Spread(torch.compile(method) if compiled else method, lambda _: nullcontext())
+        return SpreadMethod(torch.compile(method) if compiled else method, lambda _: nullcontext())
     if parallel == "ddp":
         wrapped = wrap_ddp(method)
         # Compiled outside DDP, so that the backward is cut where its buckets are sent.
         call = torch.compile(wrapped) if compiled else wrapped
-        return Spread(call, lambda last: nullcontext() if last else wrapped.no_sync())
+        return SpreadMethod(call, lambda last: nullcontext() if last else wrapped.no_sync())
     wrap_fsdp(method, precision, whole=compiled)
     if compiled:  # inside FSDP's hooks, which gather the weights before this runs
         method.forward = torch.compile(method.forward)
@@ -184,7 +184,7 @@ def spread(method: nn.Module, parallel: str, precision: str, compiled: bool) -> 
         sharded.set_requires_gradient_sync(last)
         return nullcontext()
 
-    return Spread(method, local)
+    return SpreadMethod(method, local)
 
 
 def wrap_ddp(method: nn.Module) -> nn.parallel.DistributedDataParallel:

@@ -30,7 +30,7 @@ from situs.methods.base import Method
 from situs.train.card import ModelProvenance, card
 from situs.train.checkpoint import Checkpoint
 from situs.train.state import check_fit
-from situs.train.tensors import save, sync
+from situs.train.storage import save, sync
 
 WEIGHTS, CONFIG, CARD, POSITIONS = "model.safetensors", "config.json", "README.md", "situs_positions.safetensors"
 PREPARED = "preprocessor_config.json"

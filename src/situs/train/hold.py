@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from situs.errors import SitusError
+from situs.train.storage import reason
 
 NAME = ".lock"
 _held: set[int] = set()
@@ -46,7 +47,7 @@ def _take(path: Path) -> int:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise SitusError(f"{path.parent}: cannot be written to: {(error.strerror or str(error)).lower()}") from None
+            raise SitusError(f"{path.parent}: cannot be written to: {reason(error)}") from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -24,27 +25,21 @@ FIRST, PATIENCE, REDRAW = 10.0, 30.0, 1.0
 
 
 class Tracker(Protocol):
-    """Where metrics also go."""
+    """Where metrics also go: the numbers of each step, until the run is closed there."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the numbers of one step."""
-        ...
+    close: Callable[[], None]
 
-    def close(self) -> None:
-        """Ends the run there."""
-        ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
 
 class TensorBoard:
     """Event files under tensorboard/ in the run folder."""
 
     def __init__(self, run: RunFolder, start: int) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise missing_extra("tensorboard", "track", "the tracker tensorboard") from None
+        module = _tracking("tensorboard", "torch.utils.tensorboard")
         # What lies after the checkpoint is written again: hide the first writing of it.
-        self.writer = SummaryWriter(str(run.path / "tensorboard"), purge_step=start + 1 if run.resumed else None)
+        purged = start + 1 if run.resumed else None
+        self.writer = module.SummaryWriter(str(run.path / "tensorboard"), purge_step=purged)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():
@@ -54,49 +49,42 @@ class TensorBoard:
         self.writer.close()
 
 
-class WandB:
-    """Weights & Biases; project, entity and mode come from its own environment variables."""
+class _Run:
+    """A run of Weights & Biases, or of Trackio, which has the same calls."""
 
-    def __init__(self, run: RunFolder, start: int) -> None:
-        try:
-            import wandb  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise missing_extra("wandb", "track", "the tracker wandb") from None
-        del start
-        # The same folder is the same run there, so that a resume goes on with its curves.
-        own = hashlib.blake2b(str(run.path.resolve()).encode(), digest_size=8).hexdigest()
-        self.run = wandb.init(name=run.path.name, id=own, dir=str(run.path), config=dict(run.config), resume="allow")
+    def __init__(self, run: Any, finish: Callable[[], None]) -> None:
+        self.run, self.close = run, finish
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        self.run.finish()
+
+def _wandb(run: RunFolder, _: int) -> Tracker:
+    """Project, entity and mode come from its own environment variables."""
+    # The same folder is the same run there, so that a resume goes on with its curves.
+    own = hashlib.blake2b(str(run.path.resolve()).encode(), digest_size=8).hexdigest()
+    given = {"name": run.path.name, "id": own, "dir": str(run.path), "config": dict(run.config), "resume": "allow"}
+    made = _tracking("wandb").init(**given)
+    return _Run(made, made.finish)
 
 
-class Trackio:
-    """Trackio, the local tracker with W&B's calls."""
+def _trackio(run: RunFolder, _: int) -> Tracker:
+    trackio = _tracking("trackio")
+    made = trackio.init(project="situs", name=run.path.name, config=dict(run.config), resume="allow")
+    return _Run(made, trackio.finish)
 
-    def __init__(self, run: RunFolder, start: int) -> None:
-        try:
-            import trackio  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            raise missing_extra("trackio", "track", "the tracker trackio") from None
-        del start
-        self.run = trackio.init(project="situs", name=run.path.name, config=dict(run.config), resume="allow")
-        self.finish: Callable[[], None] = trackio.finish
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self.finish()
+def _tracking(name: str, module: str = "") -> Any:
+    try:
+        return import_module(module or name)
+    except ImportError:
+        raise missing_extra(name, "track", f"the tracker {name}") from None
 
 
 TRACKERS: dict[str, Callable[[RunFolder, int], Tracker]] = {
     "tensorboard": TensorBoard,
-    "trackio": Trackio,
-    "wandb": WandB,
+    "trackio": _trackio,
+    "wandb": _wandb,
 }
 
 

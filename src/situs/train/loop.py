@@ -24,13 +24,13 @@ from situs.limits import Count, Natural, Rule
 from situs.methods.base import Batch, Method
 from situs.train import distributed
 from situs.train.checkpoint import Checkpoint, RunFolder
-from situs.train.contract import Hook, Loader, Result, RunState
+from situs.train.contract import Hook, RunState, TrainLoader, TrainResult
 from situs.train.interrupt import Interrupt
 from situs.train.log import TRACKERS, Log, machine, memory_gib
-from situs.train.nan import Watch, save_bad_step
+from situs.train.nan import FiniteCheck, save_bad_step
 from situs.train.optim import OptimConfig, peak_rate, rate_at, warmup_steps
 from situs.train.state import capture, restore, seed_generators
-from situs.train.step import Moment, Step, Stepper
+from situs.train.step import Moment, Stepper, Update
 
 Tracker = Annotated[str, Rule(f"one of {', '.join(sorted(TRACKERS))}", TRACKERS.__contains__)]
 
@@ -81,18 +81,18 @@ class TrainConfig(Checked):
 
 def fit(
     method: Method,
-    loader: Loader,
+    loader: TrainLoader,
     config: TrainConfig,
     optim: OptimConfig,
     run: RunFolder,
     *,
     hooks: Sequence[Hook] = (),
     quiet: bool = False,
-) -> Result:
+) -> TrainResult:
     """Trains `method`, which is already on its device, or goes on where the run folder's last checkpoint stands.
 
     quiet: nothing is said; the log file is written all the same.
-    Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint written, and `Result.interrupted` is True.
+    Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint written, and `TrainResult.interrupted` is True.
     A loss or gradient that is not finite raises `situs.train.nan.NotFiniteError`.
     """
     with run.hold(), Interrupt() as interrupt:
@@ -110,7 +110,7 @@ class Window:
         self.sums: Tensor | None = None
         self.steps = 0
 
-    def add(self, step: Step) -> None:
+    def add(self, step: Update) -> None:
         """Takes in one step."""
         values = torch.cat([step.values, step.norm.float()[None]])
         self.sums = values if self.sums is None else self.sums + values
@@ -128,7 +128,7 @@ class _Loop:
     """The state of one run between its steps."""
 
     def __init__(
-        self, method: Method, loader: Loader, config: TrainConfig, optim: OptimConfig, run: RunFolder,
+        self, method: Method, loader: TrainLoader, config: TrainConfig, optim: OptimConfig, run: RunFolder,
         hooks: Sequence[Hook], interrupt: Interrupt, quiet: bool,
     ) -> None:  # fmt: skip
         self.method, self.loader, self.config, self.optim, self.run = method, loader, config, optim, run
@@ -142,7 +142,7 @@ class _Loop:
             parallel=config.parallel, compiled=config.compile and device.type == "cuda", graph=config.graph,
             say=lambda line: self.log.say(line),  # noqa: PLW0108  (the log is opened after a resume)
         )  # fmt: skip
-        self.watch, self.window = Watch(self.stepper.device), Window()
+        self.watch, self.window = FiniteCheck(self.stepper.device), Window()
         self.step, self.stop, self.compiling = 0, False, self.stepper.compiled
         self.metrics: dict[str, float] = {}
         self.saved: Path | None = None
@@ -166,7 +166,7 @@ class _Loop:
         """The schedule's rate for update number `step`."""
         return rate_at(step, total, warmup_steps(self.optim, self.per_epoch, total), self.peak, self.optim)
 
-    def run_all(self) -> Result:
+    def run_all(self) -> TrainResult:
         """Runs to the end, or until asked to stop."""
         while self.step < self.total and not self.stop:
             epoch, offset = divmod(self.step, self.per_epoch)
@@ -187,7 +187,7 @@ class _Loop:
         if interrupted:
             after = "which was the last: the run is complete" if complete else f"resuming {self.run.path} goes on"
             self.log.say(f"stopped after step {self.step}{', ' if complete else '; '}{after}")
-        return Result(self.step, self.total, interrupted, self.metrics, self.saved)
+        return TrainResult(self.step, self.total, interrupted, self.metrics, self.saved)
 
     def advance(self, batch: Batch, epoch: int) -> None:
         """One update and what is due after it."""
@@ -198,24 +198,24 @@ class _Loop:
         self.step += 1
         self.images += batch.ids.shape[0] * distributed.world()
         self.window.add(done)
-        self._heed(*self.watch.look_back(done))
+        self._check_finite(*self.watch.look_back(done))
         last = self.step == self.total
         save = last or self.step % self.config.save_every == 0
         if speak := last or self.step % self.config.log_every == 0:
-            self._heed(*self.watch.settle())
-            self._speak(rate, epoch)
+            self._check_finite(*self.watch.settle())
+            self._log(rate, epoch)
         else:
             self.log.pulse(self.step, self._so_far)
         started = time.perf_counter()
         self._call_hooks(epoch)
-        self._mind_the_user()
+        self._check_interrupt()
         if save or self.stop:
             if not speak:
-                self._heed(*self.watch.settle())
+                self._check_finite(*self.watch.settle())
             self._save()
         self.aside += time.perf_counter() - started
 
-    def _compiled(self, update: Callable[[], Step]) -> Step:
+    def _compiled(self, update: Callable[[], Update]) -> Update:
         """The update; where it is the first of a compiled method, with a word before and after: it takes a while."""
         if not self.compiling:
             return update()
@@ -226,13 +226,13 @@ class _Loop:
         self.log.say(f"compiled in {time.perf_counter() - began:.0f} s")
         return done
 
-    def _mind_the_user(self) -> None:
+    def _check_interrupt(self) -> None:
         if self.interrupt.asked and distributed.world() == 1:
             self.stop = True
         elif self.interrupt.asked:
             self.stepper.stop.fill_(1.0)  # all ranks learn of it with the flags of the next step
 
-    def _heed(self, bad: Step | None, stop: bool) -> None:
+    def _check_finite(self, bad: Update | None, stop: bool) -> None:
         """Ends the run on a step that was not finite; notes a wish to stop that some rank was given."""
         if bad is not None:
             raise save_bad_step(self.run, self.method, bad, self.stepper.precision, self.stepper.names)
@@ -246,7 +246,7 @@ class _Loop:
         means = (self.window.sums / self.window.steps).tolist()
         return facts | dict(zip(self.stepper.names, means, strict=False))
 
-    def _speak(self, rate: float, epoch: int) -> None:
+    def _log(self, rate: float, epoch: int) -> None:
         self.metrics = self.window.mean(self.stepper.names)
         now = time.perf_counter()
         spent = max(1e-9, now - self.mark - self.aside)

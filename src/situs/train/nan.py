@@ -19,10 +19,9 @@ from situs.errors import SitusError
 from situs.methods.base import Batch, Method
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
-from situs.train.folder import read_folder, write_folder
 from situs.train.state import check_fit, gathered, set_generators
-from situs.train.step import Part, Step, autocast
-from situs.train.tensors import read_tensors, write_tensors
+from situs.train.step import MicroBatch, Update, autocast
+from situs.train.storage import read_folder, read_tensors, write_folder, write_tensors
 
 
 class NotFiniteError(SitusError):
@@ -33,14 +32,14 @@ class NotFiniteError(SitusError):
         self.folder = folder
 
 
-class Watch:
+class FiniteCheck:
     """Reads each step's flags one step late: was it finite, and was some rank asked to stop."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.pending: tuple[Step, Tensor, Any] | None = None
+        self.pending: tuple[Update, Tensor, Any] | None = None
 
-    def look_back(self, step: Step) -> tuple[Step | None, bool]:
+    def look_back(self, step: Update) -> tuple[Update | None, bool]:
         """Takes a step that is queued; gives (the one before it if it was bad, whether to stop)."""
         flags, event = step.flags, None
         if self.device.type == "cuda":
@@ -50,13 +49,13 @@ class Watch:
         last, self.pending = self.pending, (step, flags, event)
         return self._read(last)
 
-    def settle(self) -> tuple[Step | None, bool]:
+    def settle(self) -> tuple[Update | None, bool]:
         """Reads the newest step's flags now: before a checkpoint, a log line and the end."""
         last, self.pending = self.pending, None
         return self._read(last)
 
     @staticmethod
-    def _read(last: tuple[Step, Tensor, Any] | None) -> tuple[Step | None, bool]:
+    def _read(last: tuple[Update, Tensor, Any] | None) -> tuple[Update | None, bool]:
         if last is None:
             return None, False
         step, flags, event = last
@@ -66,7 +65,9 @@ class Watch:
         return (step if bad else None), bool(stop)
 
 
-def save_bad_step(run: RunFolder, method: Method, step: Step, precision: str, names: tuple[str, ...]) -> NotFiniteError:
+def save_bad_step(
+    run: RunFolder, method: Method, step: Update, precision: str, names: tuple[str, ...]
+) -> NotFiniteError:
     """Saves the step under nan/ and gives the error that ends the run. All ranks call it."""
     folder, aside = run.path / "nan", run.path / ".writing-nan"
     model = gathered(method.state_dict())
@@ -94,7 +95,7 @@ def save_bad_step(run: RunFolder, method: Method, step: Step, precision: str, na
     return NotFiniteError(f"{text}; saved in {folder}, run it again with situs.train.nan.replay", folder)
 
 
-def _pack(step: Step) -> dict[str, Tensor]:
+def _pack(step: Update) -> dict[str, Tensor]:
     """A step as tensors by name: "0/inputs", "0/targets/label", "0/draws/context", "generator/cpu"."""
     packed = {f"generator/{kind}": state for kind, state in step.generators.items()}
     for number, (batch, draws, _) in enumerate(step.parts):
@@ -105,7 +106,7 @@ def _pack(step: Step) -> dict[str, Tensor]:
     return packed
 
 
-def _unpack(packed: dict[str, Tensor], shares: list[float], device: torch.device) -> list[Part]:
+def _unpack(packed: dict[str, Tensor], shares: list[float], device: torch.device) -> list[MicroBatch]:
     parts = []
     for number, share in enumerate(shares):
         own = _below(f"{number}/", packed, device)
@@ -113,7 +114,7 @@ def _unpack(packed: dict[str, Tensor], shares: list[float], device: torch.device
         if "images" in own:  # a step saved before inputs were more than images
             own["inputs"] = own["images"]
             targets |= {"label": own["labels"]} if "labels" in own else {}
-        parts.append(Part(Batch(own["inputs"], own["ids"], targets, own.get("mask")), draws, share))
+        parts.append(MicroBatch(Batch(own["inputs"], own["ids"], targets, own.get("mask")), draws, share))
     return parts
 
 

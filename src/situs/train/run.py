@@ -28,7 +28,7 @@ from situs.methods import METHODS, create_method
 from situs.methods.base import Method
 from situs.train import distributed
 from situs.train.checkpoint import CLASSES, RunFolder, check_target, read_config
-from situs.train.contract import Hook, Result
+from situs.train.contract import Hook, TrainResult
 from situs.train.export import load_checkpoint
 from situs.train.loop import TrainConfig, fit
 from situs.train.optim import OptimConfig
@@ -177,7 +177,7 @@ def train_run(
     start: Start = _cannot_start,
     say: Callable[[str], None] = lambda _: None,
     quiet: bool = False,
-) -> Result:
+) -> TrainResult:
     """Trains what `config` says, in a new folder `out` or going on in `resume`.
 
     start_over: a resumed run that has no whole checkpoint left begins again, and what it had is set aside.

@@ -19,7 +19,7 @@ from situs.train.optim import OptimConfig, clip_gradients, make_optimizer, set_r
 from situs.train.state import generators
 
 
-class Part(NamedTuple):
+class MicroBatch(NamedTuple):
     """One micro-batch, its draws and its share of the step's loss."""
 
     batch: Batch
@@ -35,11 +35,11 @@ class Moment(NamedTuple):
     progress: float
 
 
-class Step(NamedTuple):
+class Update(NamedTuple):
     """What one update used and gave; kept for a moment, so that a step that was not finite can be saved."""
 
     moment: Moment
-    parts: list[Part]
+    parts: list[MicroBatch]
     generators: Mapping[str, Tensor]
     values: Tensor
     norm: Tensor
@@ -99,7 +99,7 @@ class Stepper:
         graph = graph and self.device.type == "cuda" and distributed.world() == 1
         self.compute = Graphed(self._compute, self.device, say) if graph else self._compute
 
-    def update(self, batch: Batch, moment: Moment, rate: float, ragged: bool) -> Step:
+    def update(self, batch: Batch, moment: Moment, rate: float, ragged: bool) -> Update:
         """Moves the weights once. ragged: the ranks' parts of this batch may differ in size."""
         set_rate(self.optimizer, rate)
         before = generators(self.device)
@@ -107,13 +107,13 @@ class Stepper:
         parts = []
         for piece, share in split(batch, count):
             draws = self.method.draw(piece, seed=self.seed, epoch=moment.epoch, progress=moment.progress)
-            parts.append(Part(piece, draws, share * weight))
+            parts.append(MicroBatch(piece, draws, share * weight))
         measured = self.compute(parts)
         if self.ema is not None:
             self.ema.update(moment.step)
-        return Step(moment, parts, before, measured[:-1], measured[-1], self.flags.clone())
+        return Update(moment, parts, before, measured[:-1], measured[-1], self.flags.clone())
 
-    def _compute(self, parts: list[Part]) -> Tensor:
+    def _compute(self, parts: list[MicroBatch]) -> Tensor:
         """Forward, backward and the update itself, all on the device: [loss, metrics …, norm of the gradient]."""
         self.optimizer.zero_grad(set_to_none=True)
         values = None
@@ -126,7 +126,7 @@ class Stepper:
         norm = self._move(values[0])
         return torch.cat([values, norm.float()[None]])
 
-    def _backward(self, part: Part) -> Output:
+    def _backward(self, part: MicroBatch) -> Output:
         with autocast(self.device, self.precision):
             output: Output = self.spread.forward(part.batch, part.draws)
         loss = output.loss if part.share == 1.0 else output.loss * part.share

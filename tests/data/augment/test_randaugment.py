@@ -12,7 +12,7 @@ from scipy import stats
 
 from situs.core.random import uniform
 from situs.data.augment import geometry, randaugment
-from situs.data.augment.randaugment import OPERATIONS, Plan
+from situs.data.augment.randaugment import OPERATIONS, AugmentPlan
 
 SIZE = 24
 ARRAY = np.random.default_rng(0).integers(0, 256, (SIZE, SIZE, 3), dtype=np.uint8)
@@ -20,9 +20,9 @@ LEVELS = torch.from_numpy(ARRAY.transpose(2, 0, 1).copy()).float()[None]
 IMAGE = Image.fromarray(ARRAY)
 
 
-def forced(*names: str, strength: float = 0.9, sign: float = 1.0, active: bool = True) -> Plan:
+def forced(*names: str, strength: float = 0.9, sign: float = 1.0, active: bool = True) -> AugmentPlan:
     shape = (1, len(names))
-    return Plan(
+    return AugmentPlan(
         torch.tensor([[OPERATIONS.index(name) for name in names]]),
         torch.full(shape, active),
         torch.full(shape, strength),

@@ -19,7 +19,7 @@ from situs import __version__
 from situs.audit.cases import Outcome
 from situs.audit.scores.metrics import LOWER_IS_CLOSER, means_of
 from situs.audit.scores.scoring import Scores
-from situs.train.tensors import digest
+from situs.train.storage import digest
 
 if TYPE_CHECKING:
     from situs.audit.gradients import Audit

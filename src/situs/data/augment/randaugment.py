@@ -37,7 +37,7 @@ NOISE = 5  # numbers a slot: operation, whether, sign, and two for the magnitude
 _LARGEST = 10.0
 
 
-class Plan(NamedTuple):
+class AugmentPlan(NamedTuple):
     """What each sample does in each slot, [B, n] each. strength: in [0, 1]. sign: −1 or 1."""
 
     operation: Tensor
@@ -46,20 +46,20 @@ class Plan(NamedTuple):
     sign: Tensor
 
 
-def plan(noise: Tensor, magnitude: float, std: float, probability: float) -> Plan:
+def plan(noise: Tensor, magnitude: float, std: float, probability: float) -> AugmentPlan:
     """The draws of RandAugment from noise [B, n, 5]; the magnitude is of 10 and spreads normally with `std`."""
     choose, whether, sign, radius, angle = noise.unbind(-1)
     operation = (choose * len(OPERATIONS)).long()
     normal = torch.sqrt(-2.0 * torch.log1p(-radius)) * torch.cos(2.0 * math.pi * angle)
     strength = (magnitude + std * normal).clamp(0.0, _LARGEST) / _LARGEST
-    return Plan(operation, whether < probability, strength, torch.where(sign < 0.5, -1.0, 1.0))
+    return AugmentPlan(operation, whether < probability, strength, torch.where(sign < 0.5, -1.0, 1.0))
 
 
-def _is(drawn: Plan, name: str) -> Tensor:
+def _is(drawn: AugmentPlan, name: str) -> Tensor:
     return drawn.active & (drawn.operation == OPERATIONS.index(name))
 
 
-def matrices(drawn: Plan, height: int, width: int) -> Tensor:
+def matrices(drawn: AugmentPlan, height: int, width: int) -> Tensor:
     """The geometric operations as affine maps, [B, n, 2, 3]; the identity where a slot has none."""
     signed = drawn.strength * drawn.sign
     flat = [part.flatten() for part in (signed, *(_is(drawn, name) for name in OPERATIONS[10:]))]
@@ -77,14 +77,14 @@ def matrices(drawn: Plan, height: int, width: int) -> Tensor:
     return (rotated + sheared + moved - 2 * identity).view(*signed.shape, 2, 3)
 
 
-def recolour(levels: Tensor, drawn: Plan) -> Tensor:
+def recolour(levels: Tensor, drawn: AugmentPlan) -> Tensor:
     """The colour operations of every slot in turn. levels: [B, C, H, W] whole numbers in 0..255."""
     for slot in range(drawn.operation.shape[1]):
-        levels = _recolour_once(levels, Plan(*(part[:, slot] for part in drawn)))
+        levels = _recolour_once(levels, AugmentPlan(*(part[:, slot] for part in drawn)))
     return levels
 
 
-def _recolour_once(levels: Tensor, drawn: Plan) -> Tensor:
+def _recolour_once(levels: Tensor, drawn: AugmentPlan) -> Tensor:
     strength = drawn.strength
     factor = (1.0 + 0.9 * strength * drawn.sign).clamp(min=0.1)
     luma = colour.grey(levels)

@@ -173,7 +173,7 @@ def apply_mix(
     )
 
 
-def _plan(noise: Noise, config: AugmentConfig) -> randaugment.Plan:
+def _plan(noise: Noise, config: AugmentConfig) -> randaugment.AugmentPlan:
     return randaugment.plan(noise["operations"], config.magnitude, config.magnitude_std, config.operation_probability)
 
 

@@ -37,7 +37,7 @@ FILE = "fashion_sample.npy.xz"
 SHA256 = "31c220570c56c15f4a878eefabe6a64ab91c6c9e62b63b377e9aae56cbe91b84"
 
 
-class Samples(NamedTuple):
+class SampleSet(NamedTuple):
     """images: uint8 [n, 1, 28, 28]; labels: int64 [n]; classes: the labels' names.
 
     Classes take turns (0, 1, ... 9, 0, 1, ...), so any first part of the set is balanced too.
@@ -48,14 +48,14 @@ class Samples(NamedTuple):
     classes: tuple[str, ...]
 
 
-def load_samples(split: Split = "train") -> Samples:
+def load_samples(split: Split = "train") -> SampleSet:
     """One split of the embedded set. The tensors are the caller's own: writing into them harms nobody."""
     if split not in SPLITS:
         raise unknown_name("split of the embedded samples", split, SPLITS)
     stored = _read()[SPLITS.index(split)]  # [class, index, column, row]
     classes, each, width, height = stored.shape
     images = np.ascontiguousarray(stored.transpose(1, 0, 3, 2)).reshape(classes * each, 1, height, width)
-    return Samples(torch.from_numpy(images), torch.arange(classes).repeat(each), CLASSES)
+    return SampleSet(torch.from_numpy(images), torch.arange(classes).repeat(each), CLASSES)
 
 
 @cache

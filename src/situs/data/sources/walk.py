@@ -18,7 +18,7 @@ _SHOWN = 5
 
 
 @dataclass
-class Found:
+class FilesFound:
     """Paths relative to the folder. files: images, sorted by code point so that no locale changes the order.
 
     others: regular files that are no images by their names, or without an ending and by their first bytes. special:
@@ -53,9 +53,9 @@ def plain(name: str) -> str:
     return name.encode("utf-8", "backslashreplace").decode().replace("\n", "\\n")
 
 
-def walk(root: Path) -> Found:
+def walk(root: Path) -> FilesFound:
     """Every image below `root`. Raises OSError where `root` itself cannot be read."""
-    found, seen = Found(), set()
+    found, seen = FilesFound(), set()
     own, linked = [""], []  # folders as "a/b/": real ones come first, links in the order of their paths
     while own or linked:
         folder = own.pop() if own else heapq.heappop(linked)
@@ -77,7 +77,7 @@ def walk(root: Path) -> Found:
     return found
 
 
-def _sort_in(entry: os.DirEntry[str], folder: str, found: Found, own: list[str], linked: list[str]) -> None:
+def _sort_in(entry: os.DirEntry[str], folder: str, found: FilesFound, own: list[str], linked: list[str]) -> None:
     name = folder + entry.name
     try:
         if entry.is_dir():

@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from situs.data.sources.base import EncodedSource, find_shards, number_names, split_of
 from situs.data.sources.images import IMAGE_SUFFIXES, BrokenImageError, check_bytes
-from situs.data.sources.walk import Found, plain
+from situs.data.sources.walk import FilesFound, plain
 from situs.errors import SitusError
 
 _BLOCK = 512
@@ -49,7 +49,7 @@ class TarSource(EncodedSource):
         self._shards = find_shards(path, ".tar", split)
         self._members: list[_Member] = []
         numbers: list[int | None] = []
-        left_out = Found()
+        left_out = FilesFound()
         for shard, file in enumerate(self._shards):
             members, found = _index(file, shard, labels, left_out)
             self._members += members
@@ -98,7 +98,7 @@ class TarSource(EncodedSource):
         return f"{self._shards[member.shard].name}/{member.key}{member.suffix}"
 
 
-def _index(file: Path, shard: int, labels: bool, left_out: Found) -> tuple[list[_Member], list[int | None]]:
+def _index(file: Path, shard: int, labels: bool, left_out: FilesFound) -> tuple[list[_Member], list[int | None]]:
     """Image members of one shard, and the number in each one's .cls (None without one)."""
     members: list[_Member] = []
     numbers: dict[str, int] = {}

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from situs.train import folder
-from situs.train.folder import delete, read_folder, remove, write_folder
-from situs.train.tensors import write_tensors
+from situs.train import storage as folder
+from situs.train.storage import delete, read_folder, remove, write_folder, write_tensors
 
 
 @pytest.fixture
