@@ -20,14 +20,14 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from situs.config import differences, flat, to_dict
+from situs.config import differences, flat, from_dict, to_dict
 from situs.errors import SitusError
 from situs.files import write_bytes, write_text
 from situs.train.hold import NAME as LOCK
@@ -114,9 +114,11 @@ class RunFolder:
         """A run to go on with. config: the one to go on with; None takes the recorded one as it is."""
         path = Path(path)
         recorded = read_config(path)
-        given = recorded if config is None else _as_recorded(to_dict(config), recorded)
-        run = cls(path, given, resumed=True, writer=writer)
-        changed = differences(recorded, run.config)
+        given, filled = recorded if config is None else to_dict(config), recorded
+        if is_dataclass(config) and not isinstance(config, type):  # a field that came later has its default
+            filled = to_dict(from_dict(type(config), recorded, where=f"{path}/config.json"))
+        run = cls(path, _as_recorded(given, recorded, filled), resumed=True, writer=writer)
+        changed = differences(filled, given)
         fixed = {name: pair for name, pair in changed.items() if not _may_change(name)}
         if fixed:
             listed = ", ".join(f"{name} was {old!r} and is now {new!r}" for name, (old, new) in list(fixed.items())[:3])
@@ -356,17 +358,15 @@ def read_config(path: Path) -> dict[str, Any]:
     raise SitusError(f"{path}: {table}; a run's settings are changed by flags, never in that file")
 
 
-def _as_recorded(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, Any]:
-    """`new` without fields that are None and that `old`, a config of an earlier version, does not have.
+def _as_recorded(new: Mapping[str, Any], old: Mapping[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
+    """`new` without the fields that `old`, a config of an earlier version, lacks and that are as they `was` then.
 
     So its checkpoints, which hold a hash of the config they belong to, still belong to it.
     """
-    kept = {name: value for name, value in new.items() if name in old or value is not None}
     return {
-        name: _as_recorded(value, old[name])
-        if isinstance(value, Mapping) and isinstance(old.get(name), Mapping)
-        else value
-        for name, value in kept.items()
+        name: _as_recorded(value, old[name], was[name]) if isinstance(old.get(name), Mapping) else value
+        for name, value in new.items()
+        if name in old or value != was.get(name)
     }
 
 
