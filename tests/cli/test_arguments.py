@@ -71,7 +71,7 @@ class Args(Recipe):
     resume: Path | None = None
     """A run to go on with."""
 
-    config: Config = configured(Config, run_flag="resume")
+    config: Config = configured(Config)
 
 
 @pytest.fixture(autouse=True)

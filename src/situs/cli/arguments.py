@@ -33,7 +33,7 @@ from situs.config import choices_of, convert, from_dict, merge, tables_of
 from situs.errors import SitusError
 
 T = TypeVar("T")
-Ground = tuple[str, Callable[[Path], dict[str, Any]]]
+Ground = Callable[[str], dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,20 +47,18 @@ class Recipe:
     """A TOML file of your own, laid over the preset."""
 
 
-def configured(
-    cls: type[Any],
-    run_flag: str | None = None,
-    ground: Ground | None = None,
-    short: Mapping[str, tuple[str, ...]] | None = None,
-) -> Any:
+BELOW = {"preset": "--preset", "config_file": "--config", "resume": "--resume", "source": "--from"}
+"""Fields of `Args` that say what lies below the flags, and their flags: preset < file, or the config of a run that is
+gone on with; lowest, what is known of the model to start from."""
+
+
+def configured(cls: type[Any], ground: Ground | None = None, short: Mapping[str, tuple[str, ...]] | None = None) -> Any:
     """The field of `Args` that holds the resolved config; every field of `cls` needs a default.
 
-    run_flag: the flag (as "resume") whose value is a run folder; its config.json then replaces the preset.
-    ground: a flag (as "from") and what makes of its value the tables that lie below the preset.
-    short: everyday flags that stand for fields of the config, as {"epochs": ("train.epochs",)}.
+    ground: what makes of the value of --from the tables that lie below the preset. short: everyday flags that stand for
+    fields of the config, as {"epochs": ("train.epochs",)}.
     """
-    spec = Configured(cls, run_flag, ground, short or {})
-    return field(default_factory=cls, kw_only=True, metadata={"situs.configured": spec})
+    return field(default_factory=cls, kw_only=True, metadata={"situs.configured": Configured(cls, ground, short or {})})
 
 
 def parse(args_type: type[T], argv: Sequence[str], prog: str, description: str = "") -> T:
@@ -151,14 +149,10 @@ def layers_of(args_type: type[Any], argv: Sequence[str]) -> tuple[dict[str, Any]
     held = configured_of(args_type)
     assert held is not None
     spec = held[1]
-    named = {f.name for f in fields(args_type)}
-    preset = _peek(argv, "--preset") if "preset" in named else None
-    toml = _peek(argv, "--config") if "config_file" in named else None
-    run = _peek(argv, f"--{spec.run_flag}") if spec.run_flag else None
-    ground = None
-    if spec.ground is not None and run is None and (start := _peek(argv, f"--{spec.ground[0]}")) is not None:
-        ground = spec.ground[1](Path(start))
-    layers, sources = layered(spec.cls, preset, toml, run, ground)
+    given = {each.name: _peek(argv, BELOW[each.name]) for each in fields(args_type) if each.name in BELOW}
+    run, source = given.get("resume"), given.get("source")
+    ground = None if spec.ground is None or source is None or run is not None else spec.ground(source)
+    layers, sources = layered(spec.cls, given.get("preset"), given.get("config_file"), run, ground)
     choices = choices_of(spec.cls)
     chosen = [(flag_name(path), f"{path}.name", _peek(argv, flag_name(path))) for path in choices]
     return merge(layers, tables_of(each for each in chosen if each[2] is not None), choices), sources

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from packaging.requirements import Requirement
 
@@ -35,46 +35,53 @@ class Args:
 
 
 class Finding(NamedTuple):
-    """One line of the report. Only `broken` makes the command fail; `advice` says what to do."""
+    """One line of the report. state: ok, missing, warning or broken, which alone makes the command fail."""
 
-    section: Literal["Packages", "Devices", "Extras", "Machine"]
     name: str
-    state: Literal["ok", "missing", "warning", "broken"]
+    state: str
     value: str
     advice: str = ""
 
 
 def run(args: Args) -> int:
     """Gathers every finding and prints them."""
-    findings = [*packages(), *devices(), compiler(), *machine()]
-    broken = [finding.name for finding in findings if finding.state == "broken"]
+    sections = {"Packages": packages(), "Extras": extras(), "Devices": devices(), "Machine": machine()}
+    found = {section: list(findings) for section, findings in sections.items()}
+    broken = [each.name for findings in found.values() for each in findings if each.state == "broken"]
     if args.json:
-        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+        listed = [{"section": section, **each._asdict()} for section, held in found.items() for each in held]
+        print(json.dumps(listed, indent=2))
         return int(bool(broken))
-    for section in dict.fromkeys(f.section for f in findings):
-        own = [f for f in findings if f.section == section]
-        print_table(section, [(f.name, f.state, "; ".join(filter(None, (f.value, f.advice)))) for f in own])
+    for section, findings in found.items():
+        print_table(section, [(f.name, f.state, "; ".join(filter(None, (f.value, f.advice)))) for f in findings])
     print(f"broken: {', '.join(broken)}" if broken else "Everything that situs needs is here.")
     return int(bool(broken))
 
 
 def packages() -> Iterator[Finding]:
-    """Python, every package situs cannot do without, and its extras, as situs's own metadata lists them."""
-    yield Finding("Packages", "python", "ok", f"{platform.python_version()} at {sys.executable}")
+    """Python and every package situs cannot do without, as situs's own metadata lists them."""
+    yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     if not installed("situs"):
-        yield Finding("Packages", "situs", "broken", "not installed, only on the path", "pip install -e .")
-        return
-    needs = list(map(Requirement, requires("situs") or []))
-    for need in needs:
-        if need.marker is None:
-            wrong, advice = failure(need)
-            yield Finding("Packages", need.name, "broken" if wrong else "ok", wrong or installed(need.name), advice)
-    for extra in sorted(metadata("situs").get_all("Provides-Extra") or ()):
-        own = [need for need in needs if need.marker is not None and need.marker.evaluate({"extra": extra})]
-        lacking = [need.name for need in own if failure(need)[0]]
-        held = ", ".join(lacking or (f"{need.name} {installed(need.name)}" for need in own))
-        advice = f"pip install 'situs[{extra}]'" if lacking else ""
-        yield Finding("Extras", extra, "missing" if lacking else "ok", held, advice)
+        yield Finding("situs", "broken", "not installed, only on the path", "pip install -e .")
+    for need in needs():
+        wrong, advice = failure(need)
+        yield Finding(need.name, "broken" if wrong else "ok", wrong or installed(need.name), advice)
+
+
+def extras() -> Iterator[Finding]:
+    """The optional parts: what each has, or the command that brings it."""
+    for extra in sorted((metadata("situs").get_all("Provides-Extra") or ()) if installed("situs") else ()):
+        lacking = [need.name for need in needs(extra) if failure(need)[0]]
+        held = ", ".join(lacking or (f"{need.name} {installed(need.name)}" for need in needs(extra)))
+        yield Finding(extra, *(("missing", held, f"pip install 'situs[{extra}]'") if lacking else ("ok", held)))
+
+
+def needs(extra: str | None = None) -> list[Requirement]:
+    """What situs needs for all, or for an extra alone."""
+    every = map(Requirement, (requires("situs") or ()) if installed("situs") else ())
+    if extra is None:
+        return [need for need in every if need.marker is None]
+    return [need for need in every if need.marker is not None and need.marker.evaluate({"extra": extra})]
 
 
 def installed(name: str) -> str:
@@ -105,26 +112,27 @@ def failure(need: Requirement) -> tuple[str, str]:
 
 def devices() -> Iterator[Finding]:
     """The processors torch can use; nothing where torch itself does not load."""
-    try:
-        torch = import_module("torch")
-    except Exception:  # noqa: BLE001  (told with the packages)
+    if failure(Requirement("torch"))[0]:
         return
+    import torch
+
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    yield Finding("Devices", "cpu", "ok", f"{cores} cores, {torch.backends.cpu.get_cpu_capability()}")
+    yield Finding("cpu", "ok", f"{cores} cores, {torch.backends.cpu.get_cpu_capability()}")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
         has = torch.cuda.get_device_properties(index)
         bf16 = "bf16 yes" if has.major >= 8 else "bf16 no (use fp16)"
-        yield Finding("Devices", f"cuda:{index}", "ok", f"{has.name}, {has.total_memory / GIB:.0f} GiB, {bf16}")
+        yield Finding(f"cuda:{index}", "ok", f"{has.name}, {has.total_memory / GIB:.0f} GiB, {bf16}")
     if not count and torch.version.cuda and (said or shutil.which("nvidia-smi")):
         why = str(said[0].message).splitlines()[0] if said else "torch finds no device, though nvidia-smi is here"
-        yield Finding("Devices", "cuda", "warning", why, f"check the driver: torch wants CUDA {torch.version.cuda}")
+        yield Finding("cuda", "warning", why, f"check the driver: torch wants CUDA {torch.version.cuda}")
     elif not count:
-        yield Finding("Devices", "cuda", "missing", "no NVIDIA device; training runs on the CPU")
+        yield Finding("cuda", "missing", "no NVIDIA device; training runs on the CPU")
     if torch.backends.mps.is_available():
-        yield Finding("Devices", "mps", "ok", "Apple GPU")
+        yield Finding("mps", "ok", "Apple GPU")
+    yield compiler()
 
 
 def compiler() -> Finding:
@@ -136,15 +144,15 @@ def compiler() -> Finding:
         told = "warning", "no C++ compiler found", "install one (Debian: apt install g++) or leave --train.compile off"
     elif not headers.is_file():
         told = "warning", f"{found}, but no {headers}", "install Python's headers (Debian: apt install python3-dev)"
-    return Finding("Devices", "torch.compile", *told)
+    return Finding("torch.compile", *told)
 
 
 def machine() -> Iterator[Finding]:
     """Disk, and what loader workers share."""
     free = shutil.disk_usage(Path.cwd()).free
     advice = "" if free >= 5 * GIB else "checkpoints may not fit; write runs elsewhere with --out"
-    yield Finding("Machine", "disk", "warning" if advice else "ok", f"{free / GIB:.1f} GiB free here", advice)
+    yield Finding("disk", "warning" if advice else "ok", f"{free / GIB:.1f} GiB free here", advice)
     shared = Path("/dev/shm")  # noqa: S108  (where Linux keeps what loader processes share)
     if shared.is_dir() and (size := shutil.disk_usage(shared).total) < GIB:
         advice = "loader workers pass batches through it: docker run --shm-size 8g, or no workers"
-        yield Finding("Machine", "shared memory", "warning", f"{size / GIB:.2f} GiB", advice)
+        yield Finding("shared memory", "warning", f"{size / GIB:.2f} GiB", advice)

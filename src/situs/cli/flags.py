@@ -53,7 +53,6 @@ class Configured:
     """What `arguments.configured` leaves in a field: the config's class, and short flags that stand for its fields."""
 
     cls: type[Any]
-    run_flag: str | None
     ground: Any
     short: Mapping[str, tuple[str, ...]]
 

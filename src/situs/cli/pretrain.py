@@ -58,7 +58,7 @@ class Training(Recipe):
 class Args(Training):
     """Pretrain a backbone."""
 
-    config: RunConfig = configured(RunConfig, run_flag="resume", short=EVERYDAY)
+    config: RunConfig = configured(RunConfig, short=EVERYDAY)
 
 
 def run(args: Args) -> int:
