@@ -77,7 +77,6 @@ class Attention(Result):
     """Where a model's heads look: over all images, and over a few that are shown."""
 
     file: ClassVar[str] = "attention"
-
     survey: Survey
     shown: Shown
 
@@ -133,9 +132,6 @@ class Attention(Result):
                 "on_brightest_tenth_by_head": top_share(shown.maps).mean(dim=0).tolist(),
             },
         }
-
-
-# --- pure functions of the weights ---------------------------------------------------------------------------
 
 
 def row_entropy(weights: Tensor) -> Tensor:
@@ -217,9 +213,6 @@ def analyze_attention(
     pictures = denormalise(first, loader.mean, loader.std).cpu()
     shown = Shown(pictures, maps, depth, has_cls(backbone), positions)
     return Attention(found, shown, provenance=made_with(model, loader, seed))
-
-
-# --- over a model --------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

@@ -89,7 +89,6 @@ class Correlations(Result):
     """The correlations at every depth of a model, in its order. depth: the one whose maps are drawn."""
 
     file: ClassVar[str] = "correlation"
-
     depths: Mapping[str, Correlation]
     depth: str = LAST
 

@@ -49,7 +49,6 @@ class PositionTables(Result):
     """The position vectors of several models side by side, and tables whose answers are known. seed: of UMAP too."""
 
     file: ClassVar[str] = "positions"
-
     looks: Sequence[Look]
     references: Sequence[Look]
     seed: int = 0

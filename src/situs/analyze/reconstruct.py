@@ -64,9 +64,6 @@ class Scores(NamedTuple):
     empty: float
 
 
-# --- pictures: pure functions --------------------------------------------------------------------------------
-
-
 def place_patches(images: Tensor, taken: Tensor, places: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
     """The patches `taken` from images, each put at its entry of `places`; those that meet are averaged.
 
@@ -132,9 +129,6 @@ def _scores(sums: Tensor) -> Scores:
     return Scores(int(images), right / guesses, far / guesses, empty / images)
 
 
-# --- solving: over a method -----------------------------------------------------------------------------------
-
-
 def settings_of(
     method: Method, ratios: Sequence[float] | None = None, position_ratios: Sequence[float] | None = None
 ) -> list[Setting]:
@@ -198,9 +192,6 @@ def solve_mix(method: Method, pair: tuple[Tensor, Tensor], setting: Setting, *, 
     return Mix((inputs[0], inputs[1]), (halves[0], halves[1]), origin.cpu(), stayed)
 
 
-# --- all of it, for a page ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Reconstruction(Result):
     """Puzzles of a method over a set. images: [n, C, H, W] in [0, 1], those shown; solved: their puzzles.
@@ -210,7 +201,6 @@ class Reconstruction(Result):
     """
 
     file: ClassVar[str] = "reconstruct"
-
     images: Tensor
     solved: Mapping[Setting, Puzzle]
     scores: Mapping[Setting, Scores]

@@ -104,7 +104,6 @@ class Runs(Result):
     """Runs side by side. over: what their curves run over, epoch or step."""
 
     file: ClassVar[str] = "report"
-
     runs: Sequence[Run]
     over: str = "epoch"
 
@@ -250,9 +249,6 @@ def find_results(folder: Path) -> list[StoredResult]:
                 pictures = {path.stem[start:]: path.read_bytes() for path in sorted(place.glob(f"{page.stem}-*.png"))}
                 found.append(StoredResult(name, read_json(numbers), pictures))
     return found
-
-
-# --- numbers -------------------------------------------------------------------------------------------------
 
 
 def metric_names(runs: Iterable[Run]) -> list[str]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.errors import SitusError
-from situs.evaluate.inference import evaluating, sum_over_ranks
+from situs.evaluate.inference import Total, evaluating
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Images, check_classes, check_labels, load_set, made_with, opened
 from situs.results import Result, Summary, Table, percent
@@ -36,7 +36,6 @@ class ClassAccuracy(Result):
     """A classifier's accuracy and which classes it knows. answers: [C, C] counts by (true, said). classes: names."""
 
     file: ClassVar[str] = "accuracy"
-
     accuracy: Accuracy
     answers: Tensor
     classes: Sequence[str]
@@ -84,8 +83,7 @@ class Tally:
 
     def __init__(self, classes: int = 0) -> None:
         self.classes = classes
-        self.sums: Tensor | None = None
-        self.table: Tensor | None = None
+        self.sums, self.table = Total(), Total()
 
     def add(self, logits: Tensor, labels: Tensor) -> None:
         """Takes in logits [B, C] and labels [B] (or [B, C] shares, whose heaviest class is the true one)."""
@@ -94,24 +92,20 @@ class Tally:
         loss = F.cross_entropy(logits, truth, reduction="none").double().sum()
         sums = torch.stack([hits[:, 0].sum().double(), hits.sum().double(), loss])
         sums = torch.cat([sums, sums.new_full((1,), float(len(truth)))])
-        self.sums = sums if self.sums is None else self.sums + sums
+        self.sums.add(sums)
         if self.classes:
-            if self.table is None:
-                self.table = torch.zeros(self.classes * self.classes, dtype=torch.float64, device=logits.device)
             said = truth * self.classes + logits.argmax(dim=-1)
-            self.table.scatter_add_(0, said, torch.ones_like(said, dtype=torch.float64))
+            table = torch.zeros(self.classes**2, dtype=torch.float64, device=logits.device)
+            self.table.add(table.scatter_add_(0, said, torch.ones_like(said, dtype=torch.float64)))
 
     def result(self) -> Accuracy:
         """The means over all samples of all ranks; waits for the device."""
-        top1, top5, loss, count = [0.0] * 4 if self.sums is None else sum_over_ranks(self.sums.clone()).tolist()
-        if not count:
-            raise SitusError("there are no samples to evaluate on", field="data")
+        top1, top5, loss, count = self.sums.over_ranks().tolist()
         return Accuracy(top1 / count, top5 / count, int(count), loss / count)
 
     def answers(self) -> Tensor:
         """[C, C] int64 on the CPU: how many images of class i over all ranks were taken for class j."""
-        assert self.table is not None, "the accuracy is asked for first"
-        return sum_over_ranks(self.table.clone()).view(self.classes, self.classes).long().cpu()
+        return self.table.over_ranks().view(self.classes, self.classes).long().cpu()
 
 
 def evaluate_accuracy(

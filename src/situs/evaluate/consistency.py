@@ -21,7 +21,7 @@ from situs.core.masking import count_of
 from situs.core.random import uniform
 from situs.errors import SitusError
 from situs.evaluate.accuracy import hard
-from situs.evaluate.inference import evaluating, sum_over_ranks
+from situs.evaluate.inference import Total, evaluating
 from situs.limits import check_value
 from situs.methods.base import Batch, Method, encode_moved
 from situs.models.data import AnyData, AnyModel, Images, examples, load_set, made_with, opened, top1_reason
@@ -116,7 +116,6 @@ class ConsistencyCurve(Result):
     """
 
     file: ClassVar[str] = "consistency"
-
     rows: Sequence[Consistency]
     reads: str
     unknown: str | None
@@ -243,7 +242,7 @@ def measure_consistency(
     """
     for ratio in ratios:
         check_value("ratios", ratio, "[0, 1]")
-    sums, view, tells, labels = None, None, (False,), no_top1 is None
+    sums, view, tells, labels = Total(), None, (False,), no_top1 is None
     with evaluating(model):
         for batch in batches:
             if view is None:
@@ -251,11 +250,11 @@ def measure_consistency(
                 view = shuffled(model, positions=positions, grid=grid, size=(height, width))
                 tells = (False,) if view.untellable else (True, False)
             with autocast(batch.inputs.device, precision):
-                found = _measure(view, batch if labels else batch._replace(targets={}), ratios, tells, seed, classes)
-            sums = found if sums is None else sums + found
-    if sums is None or view is None or not (count := int(sum_over_ranks(sums)[0].item())):
-        raise SitusError("there are no samples to evaluate on", field="data")
-    labelled, clean, *rest = (sums[1:] / count).tolist()
+                given = batch if labels else batch._replace(targets={})
+                sums.add(_measure(view, given, ratios, tells, seed, classes))
+    count, *means = sums.over_ranks().tolist()
+    assert view is not None  # or there would be no sums
+    labelled, clean, *rest = (value / count for value in means)
     rows = []
     for number, (ratio, told) in enumerate((ratio, told) for ratio in ratios for told in tells):
         norm, square, same, right = rest[4 * number : 4 * number + 4]
@@ -264,7 +263,7 @@ def measure_consistency(
                 ratio=ratio,
                 masked=count_of(ratio, view.grid[0] * view.grid[1]),
                 told=told,
-                count=count,
+                count=int(count),
                 top1=right if classifier and labelled == 1.0 else None,
                 diff_norm=norm,
                 diff_norm_squared=square,

@@ -14,7 +14,7 @@ from torch import Tensor
 from situs import __version__
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, Classifier, Tally, hard, labels_of
-from situs.evaluate.inference import evaluating, sum_over_ranks
+from situs.evaluate.inference import Total, evaluating
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Images, check_classes, load_set, open_several
 from situs.results import Provenance, Result, Summary, Table, percent
@@ -33,7 +33,6 @@ class Ensemble(Result):
     """
 
     file: ClassVar[str] = "ensemble"
-
     alone: dict[str, Accuracy]
     together: Accuracy
     agreement: tuple[tuple[float, ...], ...]
@@ -125,8 +124,7 @@ def measure_ensemble(
     if average not in ("softmax", "logits"):
         raise SitusError(field="average", value=average, allowed="softmax or logits")
     alone, together = {name: Tally() for name in models}, Tally()
-    strangers: Tensor | None = None
-    shared: Tensor | None = None
+    strangers, shared = Total(), Total()
     with evaluating(*models.values()):
         for given in _rows(models, batches):
             first = next(iter(given.values()))
@@ -135,19 +133,16 @@ def measure_ensemble(
                 with autocast(batch.inputs.device, precision):
                     said.append(models[name](batch.inputs).float())
                 alone[name].add(said[-1], labels_of(batch))
-                other = _differs(first, batch)
-                strangers = other if strangers is None else strangers + other
+                strangers.add(_differs(first, batch))
             _check_classes(models, said)
             logits = torch.stack(said)
             together.add(combine(logits, average), labels_of(first))
-            found = _agree(logits.argmax(dim=-1), labels_of(first))
-            shared = found if shared is None else shared + found
-    if strangers is not None and sum_over_ranks(strangers).item():
+            shared.add(_agree(logits.argmax(dim=-1), labels_of(first)))
+    if strangers.over_ranks().item():
         raise SitusError("the models of an ensemble were given different samples or labels: their data differs")
     result = together.result()
-    assert shared is not None  # `result` has refused an empty set
-    agreement, any_right = sum_over_ranks(shared)[:-1] / result.count, float(shared[-1]) / result.count
-    pairs = tuple(map(tuple, agreement.view(len(models), -1).tolist()))
+    *same, any_right = (shared.over_ranks() / result.count).tolist()
+    pairs = tuple(zip(*[iter(same)] * len(models), strict=True))
     return Ensemble({name: tally.result() for name, tally in alone.items()}, result, pairs, any_right, average)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from situs.errors import SitusError
 from situs.train.ema import Ema
 
 
@@ -50,6 +51,27 @@ def _sharded(parts: list[nn.Module]) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [part for part in parts if isinstance(part, FSDPModule)]
+
+
+class Total:
+    """A sum of tensors of one shape, part by part on their device."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+
+    def add(self, value: Tensor) -> None:
+        """Takes in a part; nothing waits for the device."""
+        self.value = value if self.value is None else self.value + value
+
+    def of_this_rank(self) -> Tensor:
+        """The sum; no parts at all are refused."""
+        if self.value is None:
+            raise SitusError("there are no samples to evaluate on", field="data")
+        return self.value
+
+    def over_ranks(self) -> Tensor:
+        """The sum over the parts of all ranks."""
+        return sum_over_ranks(self.of_this_rank().clone())
 
 
 def sum_over_ranks(value: Tensor) -> Tensor:

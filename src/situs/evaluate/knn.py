@@ -48,7 +48,6 @@ class LayerKnn(Result):
     """
 
     file: ClassVar[str] = "knn"
-
     rows: tuple[LayerAccuracy, ...]
     bank: int
     count: int

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from situs.core.random import uniform
 from situs.errors import SitusError
+from situs.evaluate.inference import Total
 from situs.limits import check_value
 from situs.results import Cell, Provenance, Result, Table
 
@@ -230,17 +231,14 @@ def fit_linear(
 @torch.no_grad()
 def score(linear: Linear, pairs: Pairs, classes: int) -> Score:
     """How a classifier does over all pairs; sums stay on the device until the end."""
-    table, loss = None, None
+    answers, losses = Total(), Total()
     for features, labels in pairs:
-        if table is None or loss is None:
-            table = torch.zeros(classes * classes, dtype=torch.int64, device=labels.device)
-            loss = torch.zeros((), dtype=torch.float64, device=labels.device)
         for part, truth in zip(features.split(AT_ONCE // classes), labels.split(AT_ONCE // classes), strict=True):
             logits = linear(part)
-            loss += torch.nn.functional.cross_entropy(logits.double(), truth, reduction="sum")
+            losses.add(torch.nn.functional.cross_entropy(logits.double(), truth, reduction="sum"))
             said = truth * classes + logits.argmax(dim=-1)
-            table.scatter_add_(0, said, torch.ones_like(said))  # bincount would wait for the device
-    if table is None or loss is None or not (count := int(table.sum())):
-        raise SitusError("there are no samples to evaluate on", field="data")
-    answers = table.view(classes, classes)
-    return Score(int(answers.diagonal().sum()) / count, float(loss) / count, count, answers.cpu())
+            table = torch.zeros(classes * classes, dtype=torch.int64, device=truth.device)
+            answers.add(table.scatter_add_(0, said, torch.ones_like(said)))  # bincount would wait for the device
+    found = answers.of_this_rank().view(classes, classes).cpu()
+    count = int(found.sum())
+    return Score(int(found.diagonal().sum()) / count, float(losses.of_this_rank()) / count, count, found)

@@ -12,10 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
-from torch import Tensor
 
 from situs.errors import SitusError
-from situs.evaluate.inference import evaluating, sum_over_ranks
+from situs.evaluate.inference import Total, evaluating
 from situs.limits import check_value
 from situs.methods.base import Batch, Method
 from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
@@ -57,7 +56,6 @@ class PositionGrid(Result):
     """
 
     file: ClassVar[str] = "position"
-
     cells: tuple[Cell, ...]
     count: int
     places: int
@@ -101,7 +99,6 @@ class PositionCurve(Result):
     """
 
     file: ClassVar[str] = "position"
-
     accuracy: dict[float, float]
     count: int
     places: int
@@ -235,7 +232,7 @@ def _ask(
             cells[setting] = None, None, None, str(error)
     if not views:
         raise SitusError(f"nothing can be measured: {cells[settings[0]][-1]}")
-    sums: Tensor | None = None
+    sums = Total()
     shapes: dict[tuple[float, ...], tuple[int, int]] = {}
     told = 0.0
     with evaluating(method):
@@ -246,11 +243,8 @@ def _ask(
                     puzzle = view.solve(batch, seed=seed)
                 shapes[setting], told = (puzzle.places.shape[1], puzzle.right.shape[1]), puzzle.told
                 hits.append(puzzle.right.sum().double())
-            found = torch.stack([*hits, hits[0].new_tensor(float(len(batch.ids)))])
-            sums = found if sums is None else sums + found
-    if sums is None:
-        raise SitusError("there are no samples to evaluate on", field="data")
-    *right, count = sum_over_ranks(sums).tolist()
+            sums.add(torch.stack([*hits, hits[0].new_tensor(float(len(batch.ids)))]))
+    *right, count = sums.over_ranks().tolist()
     for (setting, (seen, asked)), hits in zip(shapes.items(), right, strict=True):
         cells[setting] = seen, asked, hits / (count * asked), None
     return _Found(cells, int(count), told)

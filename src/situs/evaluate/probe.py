@@ -35,7 +35,6 @@ class ClassProbes(Probes[ClassProbe]):
     """Classes read off frozen features. classes: their names."""
 
     file: ClassVar[str] = "probe-class"
-
     classes: Sequence[str] = field(kw_only=True)
 
     def summary(self) -> Summary:

@@ -60,7 +60,6 @@ class PositionProbes(Probes[PositionProbe]):
     """Places read off frozen features; the second model is the first one fine-tuned. ratio: share that is dropped."""
 
     file: ClassVar[str] = "probe-position"
-
     grid: tuple[int, ...] = field(kw_only=True)
     ratio: float = RATIO
 

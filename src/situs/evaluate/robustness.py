@@ -170,7 +170,6 @@ class Robustness(Result):
     """
 
     file: ClassVar[str] = "robustness"
-
     data: str | None
     given: str | None
     clean: Accuracy | None

@@ -104,9 +104,6 @@ def _droppos_sections(page: Page, found: Reconstruction) -> None:
         )
 
 
-# --- pictures ------------------------------------------------------------------------------------------------
-
-
 def placed_panel(image: Tensor, puzzle: Puzzle, row: int, title: str = "") -> Panel:
     """Image `row` of a puzzle with each patch where the model puts it.
 

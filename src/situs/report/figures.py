@@ -47,9 +47,6 @@ def png(figure: Figure) -> bytes:
     return buffer.getvalue()
 
 
-# --- images --------------------------------------------------------------------------------------------------
-
-
 def image_grid(
     images: Any,
     titles: Sequence[str] = (),
@@ -197,9 +194,6 @@ def outline(mask: np.ndarray) -> np.ndarray:
     y, x = np.nonzero(padded[1:-1, 1:] != padded[1:-1, :-1])
     upright = np.stack([np.stack([x, y], -1), np.stack([x, y + 1], -1)], 1)
     return np.concatenate([flat, upright])
-
-
-# --- numbers -------------------------------------------------------------------------------------------------
 
 
 def curves(

@@ -124,9 +124,6 @@ def _scale_below(figure: Figure, axis: Axes, name: str, count: int) -> None:
     bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
 
 
-# --- maps ----------------------------------------------------------------------------------------------------------
-
-
 def mosaics(
     panels: Mapping[str, Any],
     rows: Sequence[int],
