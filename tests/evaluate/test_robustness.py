@@ -14,12 +14,10 @@ from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy
 from situs.evaluate.robustness import (
     ALEXNET,
-    ALEXNET_CLEAN,
     Anomalies,
     aupr,
     aurra,
     normalised_mce,
-    relative_mce,
     response_curve,
     score,
 )
@@ -34,31 +32,26 @@ def test_mce_by_hand() -> None:
         "fog": {1: right(0.9), 2: right(0.8), 3: right(0.7), 4: right(0.6), 5: right(0.5)},  # error 0.3
         "snow": {severity: right(0.5) for severity in (1, 2, 3, 4, 5)},  # error 0.5
     }
-    found = score(cells, right(0.9))
+    found = score(cells)
     assert found.errors == pytest.approx({"fog": 0.3, "snow": 0.5})
     assert found.raw == pytest.approx(0.4)
     assert found.normalised == pytest.approx((0.3 / 0.819 + 0.5 / 0.867) / 2)
-    assert found.relative == pytest.approx((0.2 / (0.819 - 0.435) + 0.4 / (0.867 - 0.435)) / 2)
-    assert found.added == pytest.approx(0.3)
 
 
 def test_alexnet_is_one_by_its_own_measure_and_its_raw_mce_is_not() -> None:
     assert normalised_mce(ALEXNET) == pytest.approx(1.0)
-    assert relative_mce(ALEXNET, ALEXNET_CLEAN) == pytest.approx(1.0)
     assert sum(ALEXNET.values()) / 15 == pytest.approx(0.789, abs=1e-6)
 
 
 def test_a_perfect_model_has_none() -> None:
     cells = {name: {severity: right(1.0) for severity in (1, 2, 3, 4, 5)} for name in ALEXNET}
-    found = score(cells, right(1.0))
-    assert (found.raw, found.normalised, found.relative) == (0.0, 0.0, 0.0)
+    found = score(cells)
+    assert (found.raw, found.normalised) == (0.0, 0.0)
 
 
 def test_without_all_five_severities_there_is_no_normalised_mce() -> None:
-    found = score({"fog": {1: right(0.9), 3: right(0.7)}}, right(0.95))
-    assert found.raw == pytest.approx(0.2) and found.added == pytest.approx(0.15)
-    assert found.normalised is None and found.relative is None
-    assert score({"fog": {1: right(0.9)}}).added is None
+    found = score({"fog": {1: right(0.9), 3: right(0.7)}})
+    assert found.raw == pytest.approx(0.2) and found.normalised is None
 
 
 def test_a_mean_of_nothing_or_of_unlike_things_is_refused() -> None:

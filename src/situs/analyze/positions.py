@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, ClassVar
 
-from situs.analyze.decode import FOLDS, Decoded, decode_places
-from situs.analyze.projection import Components, principal
-from situs.analyze.spectrum import Spectrum, spectrum
 from situs.analyze.tables import PositionTable, reference_tables, tables_of
+from situs.analyze.vectors import FOLDS, Components, Decoded, Spectrum, decode_places, principal, spectrum
 from situs.errors import SitusError
 from situs.models.data import AnyModel, open_several
 from situs.results import Cell, Provenance, Result, Summary, Table, percent

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from situs.cli.model_args import ImageArgs, open_from
-from situs.cli.result import asked, present
+from situs.cli.model_args import ImageArgs
+from situs.cli.result import measuring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,4 @@ class Args(ImageArgs):
     """How many images are shown."""
 
 
-def run(args: Args) -> None:
-    """Looks, prints a line for each layer, and writes the page."""
-    from situs.analyze.attention import analyze_attention
-
-    present(analyze_attention(open_from(args), **asked(args)), args.out)
+run = measuring("situs.analyze.attention.analyze_attention")

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from situs.cli.model_args import ImageArgs, open_from
-from situs.cli.result import asked, present
+from situs.cli.model_args import ImageArgs
+from situs.cli.result import measuring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +21,4 @@ class Args(ImageArgs):
     """The maps to draw: of "embedding", a block's number, or "norm", the model's end."""
 
 
-def run(args: Args) -> None:
-    """Runs the images through the model, prints the means of every depth, and writes the page."""
-    from situs.analyze.correlation import analyze_correlation
-
-    present(analyze_correlation(open_from(args), **asked(args)), args.out)
+run = measuring("situs.analyze.correlation.analyze_correlation")

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from situs.cli.model_args import ImageArgs, open_from
-from situs.cli.result import asked, present
+from situs.cli.model_args import ImageArgs
+from situs.cli.result import measuring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,4 @@ class Args(ImageArgs):
     """MP3: how many pairs of images are mixed."""
 
 
-def run(args: Args) -> None:
-    """Solves, prints a line for each setting, and writes the page."""
-    from situs.analyze.reconstruct import analyze_reconstruct
-
-    present(analyze_reconstruct(open_from(args), **asked(args)), args.out)
+run = measuring("situs.analyze.reconstruct.analyze_reconstruct")

@@ -10,8 +10,8 @@ import torch
 
 import situs
 from situs.analyze.attention import Shown, image_maps, survey
-from situs.analyze.decode import decode_places
 from situs.analyze.reconstruct import Setting, analyze_reconstruct
+from situs.analyze.vectors import decode_places
 from situs.cli.demo_sections import GRID, LOOKS, MODEL, PATCH, PLACES, Lines, Stage, project
 from situs.data.augment.recipes import denormalise
 from situs.evaluate.position import PositionCurve, PositionGrid, evaluate_position

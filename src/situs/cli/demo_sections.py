@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import situs
-from situs.analyze.projection import principal
+from situs.analyze.vectors import principal
 from situs.backbones import Backbone, Features
 from situs.core.masking import BlockRule, block_mask, block_noise_shape, count_of, jigsaw
 from situs.core.permutation import permute_rows, random_permutation

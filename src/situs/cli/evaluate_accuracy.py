@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from situs.cli.model_args import open_from
-from situs.cli.result import MeasureArgs, asked, present
+from situs.cli.result import MeasureArgs, measuring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +15,4 @@ class Args(MeasureArgs):
     """Accuracy of a classifier."""
 
 
-def run(args: Args) -> None:
-    """Evaluates, prints one line of numbers and writes the page."""
-    from situs.evaluate.accuracy import evaluate_accuracy
-
-    present(evaluate_accuracy(open_from(args), **asked(args)), args.out)
+run = measuring("situs.evaluate.accuracy.evaluate_accuracy")

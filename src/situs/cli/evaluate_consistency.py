@@ -10,8 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from situs.cli.model_args import open_from
-from situs.cli.result import MeasureArgs, asked, present
+from situs.cli.result import MeasureArgs, measuring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +23,4 @@ class Args(MeasureArgs):
     """For a network without tokens (ResNet): the patches to shuffle; else the run's, 14 × 14 or 8 × 8."""
 
 
-def run(args: Args) -> None:
-    """Measures, prints the table and writes the page."""
-    from situs.evaluate.consistency import evaluate_consistency
-
-    present(evaluate_consistency(open_from(args), **asked(args)), args.out)
+run = measuring("situs.evaluate.consistency.evaluate_consistency")

@@ -10,8 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from situs.cli.model_args import open_from
-from situs.cli.result import MeasureArgs, asked, present
+from situs.cli.result import MeasureArgs, measuring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +25,4 @@ class Args(MeasureArgs):
     """At most so many images of the training split as the bank; None for all."""
 
 
-def run(args: Args) -> None:
-    """Measures, prints the table and writes the page."""
-    from situs.evaluate.knn import evaluate_knn
-
-    present(evaluate_knn(open_from(args), **asked(args)), args.out)
+run = measuring("situs.evaluate.knn.evaluate_knn")

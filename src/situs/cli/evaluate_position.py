@@ -10,8 +10,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from situs.cli.model_args import open_from
-from situs.cli.result import MeasureArgs, asked, present
+from situs.cli.result import MeasureArgs, measuring
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +23,4 @@ class Args(MeasureArgs):
     """DropPos's γ_pos; .25, .5, .75 and .95 where nothing is said."""
 
 
-def run(args: Args) -> None:
-    """Measures, prints the table and writes the page."""
-    from situs.evaluate.position import evaluate_position
-
-    present(evaluate_position(open_from(args), **asked(args)), args.out)
+run = measuring("situs.evaluate.position.evaluate_position")

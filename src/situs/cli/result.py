@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from situs.cli.model_args import ImageArgs, LookArgs, check_folder, open_one_of
+from situs.cli.model_args import ImageArgs, LookArgs, check_folder, open_from, open_one_of
 from situs.results import Result, Table, show
 
 if TYPE_CHECKING:
@@ -30,6 +31,16 @@ def asked(args: ImageArgs, **instead: Any) -> dict[str, Any]:
     """
     apart = {*(each.name for each in fields(LookArgs)), "held_out"}
     return {each.name: getattr(args, each.name) for each in fields(args) if each.name not in apart} | instead
+
+
+def measuring(place: str) -> Callable[[Any], None]:
+    """A verb's `run`: calls the function at `place` with what the flags ask, prints its result and writes the page."""
+    module, _, name = place.rpartition(".")
+
+    def run(args: ImageArgs) -> None:
+        present(getattr(import_module(module), name)(open_from(args), **asked(args)), args.out)
+
+    return run
 
 
 def open_each(sources: Sequence[str], args: LookArgs) -> list[Model]:

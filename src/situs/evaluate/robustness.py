@@ -41,9 +41,6 @@ ALEXNET = {
 }
 """AlexNet's top-1 error on each corruption of ImageNet-C, the mean over its five severities."""
 
-ALEXNET_CLEAN = 0.435
-"""AlexNet's top-1 error on ImageNet itself, as the paper gives it."""
-
 IMAGENET_CLASSES, IMAGENET_SIDE = 1000, 224
 
 Cells = Mapping[str, Mapping[int, Accuracy]]
@@ -55,43 +52,28 @@ class Scores:
     """The figures of a grid of corruptions × severities.
 
     errors: the mean error over severities of each corruption. raw: their mean. normalised: the mean of errors over
-    AlexNet's; None unless all five severities were measured, because AlexNet's are means over five. relative: the same
-    of what corruption adds to the error. added: what it adds to the raw mean. Both None without a clean accuracy.
+    AlexNet's; None unless all five severities were measured, because AlexNet's are means over five.
     """
 
     errors: dict[str, float]
     raw: float
     normalised: float | None
-    relative: float | None
-    added: float | None
 
 
-def score(cells: Cells, clean: Accuracy | None = None) -> Scores:
+def score(cells: Cells) -> Scores:
     """The figures of `cells`; every corruption must have the same severities."""
     if not cells:
         raise SitusError("there are no corruptions to average over", field="corruptions")
     levels = {tuple(sorted(row)) for row in cells.values()}
     if len(levels) > 1:
         raise SitusError("corruptions measured at different severities have no common mean", field="severities")
-    errors = {name: 1.0 - sum(cell.top1 for cell in row.values()) / len(row) for name, row in cells.items()}
-    whole, plain, raw = levels == {SEVERITIES}, None if clean is None else 1.0 - clean.top1, mean(errors.values())
-    return Scores(
-        errors,
-        raw,
-        normalised_mce(errors) if whole else None,
-        relative_mce(errors, plain) if whole and plain is not None else None,
-        None if plain is None else raw - plain,
-    )
+    errors = {name: 1.0 - mean(cell.top1 for cell in row.values()) for name, row in cells.items()}
+    return Scores(errors, mean(errors.values()), normalised_mce(errors) if levels == {SEVERITIES} else None)
 
 
 def normalised_mce(errors: Mapping[str, float]) -> float:
     """The mean over corruptions of the error over AlexNet's: 1 is as bad as AlexNet."""
     return mean(error / ALEXNET[name] for name, error in errors.items())
-
-
-def relative_mce(errors: Mapping[str, float], clean: float) -> float:
-    """The mean over corruptions of what each adds to the error on clean images, over what it adds to AlexNet's."""
-    return mean((error - clean) / (ALEXNET[name] - ALEXNET_CLEAN) for name, error in errors.items())
 
 
 def response_curve(confidence: Tensor, correct: Tensor) -> Tensor:
@@ -184,7 +166,7 @@ class Robustness(Result):
     @property
     def scores(self) -> Scores:
         """The figures of the corruptions, where there are any."""
-        return score(self.cells, self.clean)
+        return score(self.cells)
 
     @property
     def count(self) -> int:
@@ -266,9 +248,6 @@ class Robustness(Result):
             else:
                 note = self.caveat or "as published models are compared"
                 rows.append(("mCE, AlexNet-normalised", percent(scores.normalised), note))
-            if scores.relative is not None:
-                added = "the same of what corruption adds to the clean error"
-                rows.append(("relative mCE, AlexNet-normalised", percent(scores.relative), added))
         if (natural := self.natural) is not None:
             kind = f"{natural.name}, {natural.count:,} images, among its {natural.classes} classes"
             rows.append(("ImageNet-A, top-1", percent(natural.accuracy), kind))
@@ -298,8 +277,6 @@ class Robustness(Result):
                 },
                 "mce_raw": scores.raw,
                 "mce_alexnet_normalised": scores.normalised,
-                "mce_alexnet_relative": scores.relative,
-                "error_added": scores.added,
                 "mce_note": self.caveat,
             }
         if self.natural is not None:

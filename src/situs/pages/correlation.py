@@ -8,7 +8,7 @@ import torch
 
 from situs.analyze.correlation import Correlation, Correlations
 from situs.analyze.layers import LAST
-from situs.analyze.projection import spread_places
+from situs.analyze.vectors import spread_places
 from situs.report import figures, places
 from situs.report.html import Page, Section
 from situs.results import Table

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from situs.analyze.positions import SHOWN, Look, PositionTables
-from situs.analyze.projection import FEWEST, NEIGHBOURS, has_umap, similarities, spread_places, umap_points
+from situs.analyze.vectors import FEWEST, NEIGHBOURS, has_umap, similarities, spread_places, umap_points
 from situs.report import figures, places
 from situs.report.html import Page, Section
 from situs.results import Cell, percent

@@ -14,8 +14,7 @@ from situs.results import Cell, percent
 MEANING = """
 The raw mCE is the mean top-1 error over corruptions, each the mean over its severities. The AlexNet-normalised mCE
 divides each corruption's error by that of AlexNet on ImageNet-C before the mean, so that 100 % is as bad as AlexNet.
-The second is larger by a quarter to a third on ImageNet, and neither compares with the other. The relative mCE does
-the same with what corruption adds to the error on clean images.
+The second is larger by a quarter to a third on ImageNet, and neither compares with the other.
 """
 
 MADE_HERE = """

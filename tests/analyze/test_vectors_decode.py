@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.model_selection import KFold
 
-from situs.analyze.decode import decode_places
 from situs.analyze.tables import reference_tables, tables_of
+from situs.analyze.vectors import decode_places
 from situs.backbones import create_backbone
 from situs.core.position import sincos
 from situs.errors import SitusError

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.analyze import projection
-from situs.analyze.projection import principal, similarities, spread_places, umap_points
+from situs.analyze import vectors
+from situs.analyze.vectors import principal, similarities, spread_places, umap_points
 from situs.core.position import sincos
 from situs.errors import SitusError
 
@@ -69,7 +69,7 @@ def test_spread_places_are_on_the_grid_and_evenly_apart(grid: tuple[int, int], m
 
 
 def test_umap_that_is_missing_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(projection, "has_umap", lambda: False)
+    monkeypatch.setattr(vectors, "has_umap", lambda: False)
     with pytest.raises(SitusError, match=r"UMAP picture needs the package 'umap-learn': pip install 'situs\[umap\]'"):
         umap_points(torch.randn(12, 4))
 
@@ -90,7 +90,7 @@ def test_umap_is_asked_for_a_fixed_layout(monkeypatch: pytest.MonkeyPatch) -> No
             return rows[:, :2].astype(np.float32)
 
     monkeypatch.setitem(sys.modules, "umap", types.SimpleNamespace(UMAP=Umap))
-    monkeypatch.setattr(projection, "has_umap", lambda: True)
+    monkeypatch.setattr(vectors, "has_umap", lambda: True)
     rows = torch.randn(12, 4)
     points = umap_points(rows, seed=7)
     assert asked == {"n_components": 2, "n_neighbors": 11, "random_state": 7, "n_jobs": 1}
