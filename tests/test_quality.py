@@ -90,6 +90,12 @@ def test_no_path_of_one_machine_is_committed() -> None:
     assert found == []
 
 
+def test_the_files_that_the_design_names_are_there() -> None:
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / "docs" / "design.md").read_text())
+    assert len(named) > 40
+    assert [name for name in named if not (ROOT / "src" / "situs" / name).is_file()] == []
+
+
 def test_the_same_pythons_are_promised_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     words = " ".join(project["classifiers"])
