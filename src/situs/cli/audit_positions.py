@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from situs.cli.model_args import ImageArgs
+from situs.cli.model_args import ImageArgs, open_from
+from situs.cli.result import asked, present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,24 +31,5 @@ class Args(ImageArgs):
 def run(args: Args) -> None:
     """Audits, prints the verdict, and writes the page."""
     from situs.audit.position.audit import audit_positions
-    from situs.cli.model_args import open_from
-    from situs.cli.result import present
-    from situs.errors import SitusError
-    from situs.models.data import load_set, made_with
 
-    if not args.ratios:
-        raise SitusError("ratios: must name at least one share of the patches to shuffle (--ratios)")
-    model = open_from(args)
-    model.backbone.require("tokens")
-    loader = load_set(model, args.data, split=args.split, batch=args.batch, count=args.count)
-    audit = audit_positions(
-        model.name,
-        model.trained,
-        loader,
-        positions=model.positions,
-        classifier=model.classifier,
-        ratios=args.ratios,
-        equivariance=args.equivariance,
-        seed=args.seed,
-    )
-    present(replace(audit, provenance=made_with(model, loader, args.seed)), args.out)
+    present(audit_positions(open_from(args), **asked(args)), args.out)

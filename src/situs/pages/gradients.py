@@ -109,24 +109,20 @@ def described(attacks: Iterable[str]) -> dict[str, Cell]:
 
 def _searched(pair: Outcome, batch: int) -> str | None:
     """What an optimisation attack can say of its search and of the labels it inferred."""
-    facts = pair.facts[::batch]  # one an upload
+    facts = pair.facts[::batch]  # one an upload: they are searched in groups, and the last may have been stopped
     if not facts or "distance" not in facts[0]:
         return None
     values: list[Any] = [fact["distance"] for fact in facts if fact["distance"] is not None]
     distance = f"{sum(values) / len(values):.2g}" if values else "unknown"
+    counts: list[Any] = [fact["iterations"] for fact in facts]
+    done = dict.fromkeys((min(counts), max(counts)))
     rights: list[Any] = [fact["labels_right"] for fact in facts if "labels_right" in fact]
     told = f"{sum(rights)} of {len(rights) * batch} labels inferred rightly" if rights else "labels given"
     return (
-        f"{pair.attack} against {pair.defence}: {_range([fact['iterations'] for fact in facts])} iterations from "
+        f"{pair.attack} against {pair.defence}: {' to '.join(f'{n:,}' for n in done)} iterations from "
         f"{facts[0]['restarts']} {'start' if facts[0]['restarts'] == 1 else 'starts'}, mean distance of the gradients "
         f"{distance}, {told}."
     )
-
-
-def _range(numbers: Sequence[Any]) -> str:
-    """The number, or the least and the greatest: uploads are searched in groups, and the last may have been stopped."""
-    low, high = min(numbers), max(numbers)
-    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _tables(page: Page, audit: Audit) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders import small_vit
 
-from situs.audit.position.audit import PositionAudit, audit_positions, verdict
+from situs.audit.position.audit import PositionAudit, measure_positions, verdict
 from situs.audit.position.probe import OWN, REMOVED, SHUFFLED
 from situs.backbones import create_backbone
 from situs.data.batch import Batch
@@ -35,7 +35,7 @@ def batches(count: int = 40, size: tuple[int, int] = (12, 16)) -> list[Batch]:
 
 @pytest.fixture(scope="module")
 def audit() -> PositionAudit:
-    return audit_positions("tiny", make(), batches())
+    return measure_positions("tiny", make(), batches())
 
 
 def test_verdict_of_a_model_that_is_told(audit: PositionAudit) -> None:
@@ -67,7 +67,7 @@ def test_shuffles_are_told_and_not_told(audit: PositionAudit) -> None:
 
 
 def test_model_without_positions_does_not_mind_shuffles() -> None:
-    found = audit_positions("mp3", make().double(), [b._replace(inputs=b.inputs.double()) for b in batches()],
+    found = measure_positions("mp3", make().double(), [b._replace(inputs=b.inputs.double()) for b in batches()],
                             positions=False, equivariance=False)  # fmt: skip
     said = verdict(found)
     assert said.startswith("`mp3` is told no positions: it was trained without them.")
@@ -82,7 +82,7 @@ def test_model_without_positions_does_not_mind_shuffles() -> None:
 
 
 def test_relative_bias_breaks_the_law_and_has_no_vector() -> None:
-    found = audit_positions("relpos", make("vit_relpos_small_patch16_224", img_size=(32, 48), patch_size=16),
+    found = measure_positions("relpos", make("vit_relpos_small_patch16_224", img_size=(32, 48), patch_size=16),
                             batches(6, (32, 48)))  # fmt: skip
     assert "biases between pairs of tokens" in found.no_vectors
     assert not found.no_vectors.startswith("vit_relpos")
@@ -134,4 +134,4 @@ def test_numbers_are_plain_json(audit: PositionAudit) -> None:
 
 def test_a_convolution_is_refused() -> None:
     with pytest.raises(SitusError, match="has no tokens"):
-        audit_positions("net", create_backbone("resnet18").eval(), batches(2))
+        measure_positions("net", create_backbone("resnet18").eval(), batches(2))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass, replace
+from typing import Any, ClassVar, Unpack
 
 from situs.analyze.positions import Look, grasp, look_at, to_json
 from situs.analyze.tables import tables_of
@@ -16,6 +16,7 @@ from situs.evaluate.consistency import Consistency, measure_consistency
 from situs.limits import check_value
 from situs.locks.equivariance import Finding, verify
 from situs.methods.base import Method
+from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
 from situs.results import Cell, Result, Summary, Table, percent
 
 RATIOS = (0.15, 0.5, 0.9)
@@ -81,6 +82,37 @@ class PositionAudit(Result):
 
 
 def audit_positions(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    ratios: Sequence[float] = RATIOS,
+    equivariance: bool = True,
+    seed: int = 0,
+    **images: Unpack[Images],
+) -> PositionAudit:
+    """How much a model knows and gives away of position: in its vectors, its features, its answers and its blocks.
+
+    model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. ratios:
+    shares of the patches to shuffle. equivariance: whether the law of permuted tokens is measured. images: see
+    `load_set`.
+    """
+    model = opened(model, seed)
+    model.backbone.require("tokens")
+    loader = load_set(model, data, **images)
+    found = measure_positions(
+        model.name,
+        model.trained,
+        loader,
+        positions=model.positions,
+        classifier=model.classifier,
+        ratios=ratios,
+        equivariance=equivariance,
+        seed=seed,
+    )
+    return replace(found, provenance=made_with(model, loader, seed))
+
+
+def measure_positions(
     name: str,
     model: Backbone | Method,
     batches: Iterable[Batch],
@@ -97,6 +129,8 @@ def audit_positions(
     """
     backbone = model.backbone if isinstance(model, Method) else model
     backbone.require("tokens")
+    if not ratios:
+        raise SitusError(field="ratios", value=ratios, allowed="one share of the patches to shuffle, or more")
     for ratio in ratios:  # before the long part
         check_value("ratios", ratio, "[0, 1]")
     positions = model.sees_positions if isinstance(model, Method) else positions

@@ -144,29 +144,19 @@ class Sums:
 
     def __init__(self, grid: tuple[int, ...]) -> None:
         self.grid, self.images = grid, 0
-        self.places: Tensor | None = None
-        self.products: Tensor | None = None
+        self.places = self.products = torch.zeros((), dtype=torch.float64)
 
     def add(self, features: Tensor) -> None:
         """features: [B, N, D]."""
         x = features.double()
         flat = x.flatten(0, 1)
-        places, products = x.sum(dim=0), flat.T @ flat
-        self.places = places if self.places is None else self.places + places
-        self.products = products if self.products is None else self.products + products
+        self.places, self.products = self.places + x.sum(dim=0), self.products + flat.T @ flat
         self.images += len(features)
-
-    def get(self) -> tuple[Tensor, Tensor]:
-        """P and Q."""
-        assert self.places is not None
-        assert self.products is not None
-        return self.places, self.products
 
     def __add__(self, other: Sums) -> Sums:
         both = Sums(self.grid)
         both.images = self.images + other.images
-        (p, q), (r, s) = self.get(), other.get()
-        both.places, both.products = p + r, q + s
+        both.places, both.products = self.places + other.places, self.products + other.products
         return both
 
 
@@ -181,10 +171,9 @@ class Moments(NamedTuple):
 
 def moments(sums: Sums) -> Moments:
     """What the readers are made of."""
-    places, products = sums.get()
-    means = places / sums.images
+    means = sums.places / sums.images
     mean = means.mean(dim=0)
-    covariance = products / (sums.images * len(places)) - torch.outer(mean, mean)
+    covariance = sums.products / (sums.images * len(means)) - torch.outer(mean, mean)
     scale = covariance.diagonal().clamp(min=0).sqrt()
     # A channel that hardly varies holds rounding: its own scale would blow that up, an infinite one silences it.
     scale = torch.where(scale > 1e-7 * (scale.max() + mean.abs()), scale, torch.inf)
@@ -201,10 +190,9 @@ def regress(found: Moments, targets: Tensor, ridge: float) -> tuple[Tensor, Tens
 
 def squared_error(sums: Sums, targets: Tensor, weights: Tensor, offset: Tensor) -> Tensor:
     """Σ ‖x A + b - y‖² over images that are known by their sums alone."""
-    places, products = sums.get()
     rest = offset - targets
-    cross = ((places @ weights) * rest).sum()
-    return (weights * (products @ weights)).sum() + 2 * cross + sums.images * rest.square().sum()
+    cross = ((sums.places @ weights) * rest).sum()
+    return (weights * (sums.products @ weights)).sum() + 2 * cross + sums.images * rest.square().sum()
 
 
 def choose_ridge(first: Sums, second: Sums, targets: Tensor) -> float:
@@ -222,7 +210,7 @@ class Reader:
     def __init__(self, first: Sums, second: Sums) -> None:
         both = first + second if second.images else first
         self.grid = both.grid
-        self.targets = coordinates(both.grid, both.get()[0].device).double()
+        self.targets = coordinates(both.grid, both.places.device).double()
         self.ridge = choose_ridge(first, second, self.targets)
         found = moments(both)
         self.mean, self.scale = found.mean, found.scale

@@ -69,7 +69,7 @@ def separate(
         if float((rest @ span.T @ normal - inside).norm()) < 1e-2 * float(inside.norm()):
             normal = normal[:, 0]
             anchor = normal @ span / (normal @ normal)
-            z = _across(normal) @ span
+            z = svd(normal.unsqueeze(0), full=True)[2][1:] @ span  # across it
             weight = weight - torch.outer(total, anchor)
     across = weight - (weight @ z.T) @ z
     base = anchor.expand(len(rows), -1).clone()
@@ -83,18 +83,13 @@ def _deviation(shown: Tensor, weight: Tensor, sent: torch.dtype, sigma: float) -
     """The deviation of equation d's error, [D]: rounding in proportion to each number, and noise that was added."""
     relative = weight.square().mean(dim=-1) + shown.square().sum(dim=-2)
     variance = (torch.finfo(sent).eps / 2) ** 2 * relative + (1 + len(shown)) * sigma**2
-    floor = 1e-12 * variance.max() + torch.finfo(torch.float64).tiny
-    return variance.clamp(min=float(floor)).sqrt()
+    least = 1e-12 * variance.max() + torch.finfo(torch.float64).tiny
+    return variance.clamp(min=float(least)).sqrt()
 
 
 def _outside(columns: Tensor, basis: Tensor) -> Tensor:
     """What of columns [D, ·] is outside the span of an orthonormal basis [k, D]."""
     return columns - basis.T @ (basis @ columns)
-
-
-def _across(vector: Tensor) -> Tensor:
-    """An orthonormal basis of what is across a vector [r], [r - 1, r]."""
-    return svd(vector.unsqueeze(0), full=True)[2][1:]
 
 
 # --- neighbouring pixels are alike: a first guess of θ ------------------------------------------------------------

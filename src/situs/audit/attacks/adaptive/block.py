@@ -130,7 +130,7 @@ class FirstBlock:
             return "a norm stands where a layer of its first block was expected"
         for role, name in (("proj", proj), ("fc1", fc1), ("fc2", fc2)):
             if name not in upload or not Span.exists(upload[name], self.tokens):
-                return f"the gradient of {name} leaves no room beside {self.tokens} tokens, or is not sent"
+                return f"the gradient of {name} has no directions beside those of {self.tokens} tokens, or is not sent"
             setattr(self, role, Span(upload[name], self.tokens))
         width = calls[self._at - 1].inputs.shape[-1]
         zero = self.weight.new_zeros(1, width)
@@ -200,7 +200,7 @@ class Span:
 
     @staticmethod
     def exists(gradient: Tensor, tokens: int) -> bool:
-        """Whether the gradient leaves room outside of its row space."""
+        """Whether the gradient has directions outside of its row space."""
         rows = _whole_rows(gradient)
         return min(rows.shape) > tokens and bool(rows.any())
 
@@ -220,5 +220,5 @@ class Span:
         """
         scaled = inputs * self.column
         own = (scaled @ self.inside.T / self.values).square().sum(dim=-1)
-        room = self.column.shape[0] - len(self.inside)
-        return (self.noise**2 * own * room / scaled.square().sum(dim=-1) + FORWARD**2).sqrt()
+        outside = self.column.shape[0] - len(self.inside)
+        return (self.noise**2 * own * outside / scaled.square().sum(dim=-1) + FORWARD**2).sqrt()

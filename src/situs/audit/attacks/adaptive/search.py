@@ -133,8 +133,8 @@ def _search(trial: Trial, places: Tensor, phi: Tensor, functionals: Tensor | Non
         normal, slope = jacobian @ jacobian.mT, (jacobian @ out.unsqueeze(-1)).squeeze(-1)
         diagonal = normal.diagonal(dim1=1, dim2=2)
         bend = damping.unsqueeze(-1) * (diagonal + 1e-3 * diagonal.mean(dim=1, keepdim=True))
-        floor = 1e-14 * diagonal.amax(dim=1, keepdim=True) + 1e-300
-        moved = phi - torch.linalg.solve(normal + torch.diag_embed(bend + floor), slope)
+        least = 1e-14 * diagonal.amax(dim=1, keepdim=True) + 1e-300
+        moved = phi - torch.linalg.solve(normal + torch.diag_embed(bend + least), slope)
         after, turned = _residuals(block, family, places, moved, functionals)
         better = (after.square().sum(dim=1) < cost).unsqueeze(-1)
         phi, out = torch.where(better, moved, phi), torch.where(better, after, out)
@@ -162,8 +162,8 @@ def _blur(trial: Trial, places: Tensor, phi: Tensor) -> Tensor:
     jacobian = _residuals(trial.block, trial.family, places, phi, None)[1]
     values, vectors = torch.linalg.eigh((jacobian @ jacobian.mT).nan_to_num())
     values = values.clamp(min=1e-14 * values.amax(dim=1, keepdim=True)).clamp(min=1e-300)
-    room = span.column.shape[0] - len(span.inside)
-    return ((vectors.mT @ turn).square().sum(dim=-1) / values).sum(dim=-1).div(room).sqrt()
+    outside = span.column.shape[0] - len(span.inside)
+    return ((vectors.mT @ turn).square().sum(dim=-1) / values).sum(dim=-1).div(outside).sqrt()
 
 
 def _residuals(
