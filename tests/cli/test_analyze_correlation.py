@@ -28,7 +28,8 @@ def test_a_run_on_its_own_images(
         "The maps, 1 figure",
         "Over distance, 1 figure",
         "From layer to layer, 1 figure, 4 rows",
-        "How this was made, 1 text, facts",
+        "What the numbers mean, 1 text",
+        "How this page was made, facts",
     ]
     assert list(numbers["depths"]) == ["embedding", "1", "2", "norm"]
     assert {path.name for path in tmp_path.glob("*.png")} == {

@@ -34,7 +34,7 @@ def test_two_runs_side_by_side(outline: Any, trained: Any, tmp_path: Path, capsy
         "How alike the places are, 1 text, 2 figures",
         "How many directions they fill, 1 text, 1 figure, 6 rows",
         "Reading a place off its vector, 2 texts, 2 notes, 2 figures, 7 rows",
-        "How this was made, facts",
+        "How this page was made, facts",
     ]
     assert "Its positions took no part in its training." in page
     assert str(tmp_path) not in page

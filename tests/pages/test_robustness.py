@@ -97,7 +97,7 @@ def test_the_page_has_its_pictures_and_says_what_they_are(outline: Any) -> None:
     assert all(picture.startswith(b"\x89PNG") for picture in drawn.pictures.values())
     text = drawn.render()
     assert outline(text) == [
-        "What was found, 6 rows",
+        "What was found, 5 rows",
         "Accuracy at every corruption and severity, 1 text, 1 note, 2 figures, 15 rows",
         "What the corruptions look like, 2 texts, 1 figure",
         "Natural adversarial examples, 1 figure",
