@@ -95,14 +95,16 @@ def audit_gradients(
     When the deadline's time is over, or on Ctrl-C, what is there is returned and says so (`Audit.stopped`). keep: is
     given the audit now and then while it grows, and at its end. facts: more of them for its files.
     """
-    opened = _open(model, data, attacks, options)
-    config, victim, test = opened.config, opened.victim, opened.test
+    config, asked = _config(options)
     limit = None if config.fail_above is None else parse_limit(config.fail_above)
+    if tuple(defences) == AUTO:
+        defences = DEFENDED if limit is None else AS_IT_IS
+    defended = [create_defence(each) for each in _each("defences", defences)]
+    opened = _open(model, data, attacks, config, asked)
+    victim, test = opened.victim, opened.test
     if limit is not None and limit.metric == "reidentified" and len(test) < 2:
         said = f"fail_above={limit}: one image is always the nearest; give two or more"
         raise SitusError(said, field=("fail_above", "count"))
-    if tuple(defences) == AUTO:
-        defences = DEFENDED if limit is None else AS_IT_IS
     searched = any(attack.name == "matching" for attack in opened.attacks)
     known = config.labels == "known"
     origin = {
@@ -117,7 +119,7 @@ def audit_gradients(
         victim.trains,
         test,
         opened.attacks,
-        [create_defence(each) for each in _each("defences", defences)],
+        defended,
         step=Step(config.batch, config.local_steps, DTYPES[config.precision], config.seed, known, victim.epoch),
         search=None if limit is None or searched else opened.search,
         lpips=opened.lpips,
@@ -153,7 +155,8 @@ def audit_settings(
             raise SitusError(said, field=(name, "settings"))
     made = [] if tuple(defences) == AUTO else map(create_defence, _each("defences", defences))
     shares = [defence.hidden_share for defence in made if defence.hidden_share is not None]
-    opened = _open(model, data, attacks, options)
+    config, asked = _config(options)
+    opened = _open(model, data, attacks, config, asked)
     name = opened.victim.model.name
     return compare_settings(
         contestants(name, opened.victim.trains),
@@ -161,7 +164,7 @@ def audit_settings(
         with_informed(opened.attacks),
         settings=settings,
         ratio=shares[0] if shares else RATIO,
-        step=Step(seed=opened.config.seed, epoch=opened.victim.epoch),
+        step=Step(seed=config.seed, epoch=opened.victim.epoch),
         lpips=opened.lpips,
         deadline=deadline,
         keep=keep,
@@ -173,7 +176,6 @@ def audit_settings(
 class _Opened(NamedTuple):
     """All that an audit needs. origin: where the model and the images come from, and what makes it evidence."""
 
-    config: AuditConfig
     victim: Victim
     test: TestSet
     attacks: list[Attack]
@@ -182,11 +184,17 @@ class _Opened(NamedTuple):
     origin: dict[str, Any]
 
 
-def _open(model: Any, data: str | Path, attacks: Sequence[str | Attack], options: Mapping[str, Any]) -> _Opened:
-    """Names and numbers are checked before anything is opened."""
+def _config(options: Mapping[str, Any]) -> tuple[AuditConfig, dict[str, Any]]:
+    """The options that are fields of the config, and the others, which are for `open_model`."""
     known = {field.name for field in fields(AuditConfig)}
     config = AuditConfig(**{name: value for name, value in options.items() if name in known})
-    asked = {name: value for name, value in options.items() if name not in known}
+    return config, {name: value for name, value in options.items() if name not in known}
+
+
+def _open(
+    model: Any, data: str | Path, attacks: Sequence[str | Attack], config: AuditConfig, asked: Mapping[str, Any]
+) -> _Opened:
+    """Names are looked up before anything is opened."""
     search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
     made = [create_attack(attack, search) for attack in _each("attacks", attacks)]
     if config.predictor is not None and not any(attack.Config is AdaptiveConfig for attack in made):
@@ -205,7 +213,7 @@ def _open(model: Any, data: str | Path, attacks: Sequence[str | Attack], options
         "seed": config.seed,
         **evidence(victim.trains, asked.get("weights")),
     }
-    return _Opened(config, victim, test, made, search, lpips, origin)
+    return _Opened(victim, test, made, search, lpips, origin)
 
 
 def _each(field: str, given: Sequence[Any]) -> list[Any]:

@@ -1,0 +1,83 @@
+"""One call from a model and a folder to a judgement, and what it refuses before anything is opened."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from situs.audit import audit_gradients, audit_settings
+from situs.audit.gradients import Audit
+from situs.errors import SitusError
+from situs.models import open_model
+
+
+def test_one_call_from_a_name_to_a_judgement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Python users write: a model by name, images by place, defences by name."""
+    monkeypatch.setattr("situs.audit.collect.KEEP_EVERY", 0.0)
+    kept: list[Audit] = []
+    fields = {"count": 2, "img_size": (32, 32), "keep": kept.append}
+    found = audit_gradients("test_vit", "samples", attacks=["patchembed"], defences=["none", "noise=1"], **fields)
+    assert found.names == ["samples (train) 0", "samples (train) 1"] and found.stopped is None
+    judged = found.judge(psnr=20)
+    assert (judged.answer, judged.passed, judged.status) == ("above", False, 3)
+    assert [each.answer for each in judged.judgements] == ["above", "passed"]
+    assert [len(each.attacked) for each in kept] == [1, 2, 2]  # as it goes, and what is left says so
+    assert kept[0].stopped == "the end of its process, with 1 of 2 attacks finished" and kept[-1] is found
+    assert [each.answer for each in kept[0].judge(psnr=20).judgements] == ["above", "incomplete"]
+    assert found.limit is None and found.numbers()["gate"] is None
+    facts = found.to_json()
+    assert facts["images"] == "2 of samples, 32 × 32 pixels" and len(facts["weights_sha256"]) == 64
+
+
+class Net(nn.Module):
+    """What a user may have: patches, a table, a block, a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch, self.table = nn.Conv2d(1, 24, 4, 4), nn.Parameter(torch.randn(1, 16, 24))
+        self.block, self.out = nn.TransformerEncoderLayer(24, 2, 48, 0.0, batch_first=True), nn.Linear(24, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.block(self.patch(x).flatten(2).transpose(1, 2) + self.table).mean(dim=1))
+
+
+def test_a_module_and_the_same_as_an_open_model() -> None:
+    torch.manual_seed(0)
+    net = Net().eval()
+    shape: dict[str, Any] = {"img_size": 16, "in_chans": 1}
+    given: dict[str, Any] = {"attacks": ["patchembed"], "defences": ["none", "noise=1e-3"], "count": 2}
+    found = audit_gradients(net, "samples", **given, **shape)
+    assert found.pairs[0].exact == 2 and found.pairs[0].to_the_byte == 2
+    assert not found.judge(psnr=20).passed and found.private
+    again = audit_gradients(open_model(net, **shape), "samples", **given)
+    assert again.numbers() == found.numbers()
+
+
+@pytest.mark.parametrize(
+    ("options", "fields"),
+    [
+        ({"attacks": []}, ("attacks",)),
+        ({"attacks": ["magic"]}, ("attacks",)),
+        ({"defences": []}, ("defences",)),
+        ({"defences": ["fog"]}, ("defences",)),
+        ({"count": 0}, ("count",)),
+        ({"precision": "fp8"}, ("precision",)),
+        ({"fail_above": "lpips=0.1"}, ("fail_above",)),
+        ({"predictor": "runs/mp3"}, ("predictor", "attacks")),
+        ({"count": 1, "fail_above": "reidentified=0.5"}, ("fail_above", "count")),
+        ({"count": 3, "batch": 2}, ("count", "batch")),
+    ],
+)
+def test_mistakes_name_their_fields(options: dict[str, Any], fields: tuple[str, ...]) -> None:
+    with pytest.raises(SitusError) as caught:
+        audit_gradients("test_vit", "samples", img_size=32, **options)
+    assert caught.value.fields == fields
+
+
+def test_what_has_no_part_in_the_settings_is_refused() -> None:
+    with pytest.raises(SitusError, match="one step on one image") as caught:
+        audit_settings("test_vit", "samples", ("a",), batch=2)
+    assert caught.value.fields == ("batch", "settings")
