@@ -1,8 +1,10 @@
-"""Every python block of every documentation page runs."""
+"""Every python block of every documentation page runs, and what the reference lists is there."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,3 +26,12 @@ def test_the_tour_is_among_the_pages() -> None:
 def test_code_runs(page: str, run_python_blocks: Callable[[Path], dict[str, Any]]) -> None:
     names = run_python_blocks(DOCS / page)
     assert set(names) - {"__name__", "__builtins__"}, f"{page}: no block ran"
+
+
+def test_what_the_reference_lists_is_there() -> None:
+    listed = re.findall(r"auto(module|function):: ([\w.]+)", (DOCS / "api.md").read_text(encoding="utf-8"))
+    assert len(listed) > 30
+    for kind, name in listed:
+        module, _, function = (name, "", "") if kind == "module" else name.rpartition(".")
+        found = import_module(module)
+        assert (found if kind == "module" else getattr(found, function)).__doc__, name
