@@ -257,6 +257,11 @@ class Backbone(nn.Module, ABC):
         return math.prod(self.grid)
 
     @property
+    def num_classes(self) -> int:
+        """How many classes of images its own head tells apart; 0 where it has no such head."""
+        return 0
+
+    @property
     def patch_values(self) -> int:
         """How many numbers a patch of the input holds: P_h * P_w * C of an image."""
         if self.input.patch is None:

@@ -23,6 +23,10 @@ from situs.errors import SitusError
 class TimmBackbone(Backbone):
     """What timm's transformers share: a final norm, and a head that reads their own form of the sequence."""
 
+    @property
+    def num_classes(self) -> int:
+        return self.model.num_classes
+
     def sequence(self, features: Features) -> Tensor:
         """What timm's own head is given."""
         return join(features)
@@ -252,6 +256,10 @@ class SwinBackbone(TimmBackbone):
 
     def write_layout(self, layout: LayoutBuilder) -> None:
         write_swin(layout, self.model)
+
+    @property
+    def num_classes(self) -> int:
+        return self.model.num_classes
 
     def sequence(self, features: Features) -> Tensor:
         return features.patches.unflatten(1, self.out_grid)

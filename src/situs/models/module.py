@@ -11,23 +11,22 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from situs.backbones.base import CAPABILITIES, Backbone, Features, InputSpec, Stream, Taps
-from situs.core.position import Positions
-from situs.core.tokens import Grid, Size, pair
+from situs.backbones.base import InputSpec, WholeBackbone, refuses_tokens
+from situs.core.tokens import Size, pair
 from situs.errors import SitusError
 
 WHOLE = "it is your own module and runs only as a whole"
 
 
-class OwnModule(Backbone):
+class OwnModule(WholeBackbone):
     """A module behind the interface of backbones as far as it goes: `forward` and parameters."""
 
-    refusals: ClassVar[dict[str, str]] = dict.fromkeys([name for name in CAPABILITIES if name != "images"], WHOLE)
+    refusals: ClassVar[dict[str, str]] = refuses_tokens(WHOLE)
 
     def __init__(self, module: nn.Module, name: str, img_size: tuple[int, int], in_chans: int) -> None:
         super().__init__(module, name, (0, 0), 0, 0, 0)
@@ -39,28 +38,9 @@ class OwnModule(Backbone):
         """The type its weights were held in, where that is less than float32."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return self.model(x) if mask is None else self._whole(mask)
-
-    def embed(self, x: Tensor) -> Tensor:
-        self._whole(x)
-
-    def positions(self, grid: Grid | None = None) -> Positions:
-        self._whole(grid)
-
-    def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
-        self._whole(tokens, positions, mask)
-
-    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
-        self._whole(stream, keys, taps)
-
-    def finish(self, stream: Stream) -> Features:
-        self._whole(stream)
-
-    def head(self, features: Features) -> Tensor:
-        self._whole(features)
-
-    def _whole(self, *_: object) -> NoReturn:
-        raise SitusError(f"{self.name}: {WHOLE}")
+        if mask is not None:
+            self.require("tokens")
+        return self.model(x)
 
 
 def wrap_module(

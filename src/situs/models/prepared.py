@@ -58,9 +58,8 @@ def _as_timm_says(backbone: Backbone, prepared: Mapping[str, Any]) -> dict[str, 
     shown, kept = around.get("shortest_edge", around.get("height")), crop.get("height")
     share = kept / shown if prepared.get("do_center_crop", True) and shown and kept else 1.0
     images = {"mean": prepared.get("image_mean") or (), "std": prepared.get("image_std") or (), "crop_pct": share}
-    classifies = backbone.name.endswith("ForImageClassification")
+    told = {"num_classes": backbone.num_classes, "pretrained_cfg": images}
     names = [config.id2label[number] for number in sorted(config.id2label)]
-    told = {"num_classes": len(names) if classifies else 0, "pretrained_cfg": images}
     if names == [f"LABEL_{number}" for number in range(len(names))]:
         return told
-    return told | {"label_names": names if classifies else None}
+    return told | {"label_names": names if backbone.num_classes else None}

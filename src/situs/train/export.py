@@ -196,6 +196,7 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _write_transformers(folder: Path, backbone: Backbone, method: Method, provenance: ModelProvenance) -> list[str]:
+    from situs.backbones.hf_image import image_processor
     from situs.backbones.hf_names import quietly
 
     model = backbone.model if "label" in method.needs_targets else backbone.model.base_model
@@ -207,17 +208,7 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
     with quietly():
         model.save_pretrained(folder)
     if backbone.input.shape is not None:
-        height, width = backbone.input.shape
-        around = [round(side / provenance.crop) for side in (height, width)]
-        size = {"shortest_edge": around[0]} if height == width else dict(zip(("height", "width"), around, strict=True))
-        prepared = {
-            "image_processor_type": "BitImageProcessor",
-            "size": size,
-            "crop_size": {"height": height, "width": width},
-            "image_mean": list(provenance.mean or [0.0] * backbone.input.channels),
-            "image_std": list(provenance.std or [1.0] * backbone.input.channels),
-            "do_convert_rgb": backbone.input.channels == 3,
-        }
+        prepared = image_processor(backbone.input, provenance.crop, provenance.mean or (), provenance.std or ())
         write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
     return [] if "label" in method.needs_targets else ["It has no classifier: none was trained."]
 
