@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from situs.data.sources import judged_split, open_source
+from situs.data.sources.base import Wanted
 from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 
@@ -98,7 +99,7 @@ def test_hugging_face_parquet(tmp_path, held_bytes, monkeypatch):
     parquet(tmp_path / "test-00000-of-00001.parquet", [7], ["even", "odd"])
     from situs.data.sources.parquet import ParquetSource
 
-    source = ParquetSource(tmp_path, "train", held_bytes=held_bytes)
+    source = ParquetSource(tmp_path, Wanted("train"), held_bytes=held_bytes)
     assert source.classes == ("even", "odd")
     assert everything(source) == [(1, 1), (2, 0), (3, 1), (4, 0), (5, 1)]
     assert [source.label(i) for i in (4, 0, 3)] == [1, 1, 0]

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -26,12 +25,23 @@ SPLIT_WORDS = ("train", "training", "val", "validation", "valid", "test")
 _MOST_CLASSES = 1_000_000
 
 
-@dataclass(frozen=True)
-class Skipped:
+class Skipped(NamedTuple):
     """One image that was left out, and why."""
 
     index: int
     reason: str
+
+
+class Wanted(NamedTuple):
+    """How a set is asked for; `open_source` says what each means."""
+
+    split: str | None = None
+    labels: bool = True
+    channels: int | None = None
+    strict: bool = False
+
+
+ANY = Wanted()
 
 
 class Source(ABC):
@@ -45,10 +55,7 @@ class Source(ABC):
     """
 
     def __init__(self, name: str, classes: tuple[str, ...] | None, channels: int | None, strict: bool) -> None:
-        self.name = name
-        self.classes = classes
-        self.channels = channels
-        self.strict = strict
+        self.name, self.classes, self.channels, self.strict = name, classes, channels, strict
         self.skipped: list[Skipped] = []
         self.notes: list[str] = []
 
@@ -98,7 +105,6 @@ class EncodedSource(Source):
         """What an error calls this item: its file, or its shard and row."""
 
     def read(self, index: int) -> dict[str, Any]:
-        """The decoded image and its label."""
         return _sample(decode(self.payload(index), self.entry(index), self.channels), self.label(index))
 
 
@@ -121,14 +127,12 @@ class TensorSource(Source):
             raise SitusError(f"images of shape {tuple(images.shape)}: must be [n, C, H, W]")
         if labels is not None and labels.shape != images.shape[:1]:
             raise SitusError(f"labels of shape {tuple(labels.shape)}: must be [{images.shape[0]}], one an image")
-        self.images = images
-        self.labels = labels
+        self.images, self.labels = images, labels
 
     def __len__(self) -> int:
         return self.images.shape[0]
 
     def read(self, index: int) -> dict[str, Any]:
-        """Image and label `index`."""
         label = None if self.labels is None else int(self.labels[index])
         return _sample(to_channels(self.images[index], self.channels, f"{self.name}, image {index}"), label)
 
@@ -140,8 +144,7 @@ def _sample(image: Tensor, label: int | None) -> dict[str, Any]:
 def choose_split(available: Iterable[str], split: str | None, where: str) -> str | None:
     """Which of the `available` splits `split` means; None when the data is not split and none was asked for.
 
-    Without a wish the training split is taken where there is one. `train` of data without splits is all of
-    it.
+    Without a wish the training split is taken where there is one. `train` of data without splits is all of it.
     """
     names = sorted(set(available))
     if split is not None and split not in SPLITS and split not in {n for v in SPLITS.values() for n in v}:

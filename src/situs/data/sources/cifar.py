@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from situs.data.sources.base import TensorSource, choose_split
+from situs.data.sources.base import TensorSource, Wanted, choose_split
 from situs.data.sources.pickled import read_pickled
 from situs.errors import SitusError
 
@@ -61,14 +61,12 @@ def find_cifar(path: Path) -> tuple[Path, _Layout] | None:
     return None
 
 
-def open_cifar(
-    path: Path, split: str | None = None, *, labels: bool = True, channels: int | None = None
-) -> TensorSource:
+def open_cifar(path: Path, wanted: Wanted) -> TensorSource:
     """The images of one split, uint8 [n, 3, 32, 32], with fine labels for CIFAR-100."""
     found = find_cifar(path)
     assert found is not None, "the caller looks before it opens"
     folder, layout = found
-    chosen = choose_split(layout.files, split, str(path)) or "train"
+    chosen = choose_split(layout.files, wanted.split, str(path)) or "train"
     batches: list[tuple[Tensor, Tensor]] = []
     for name in layout.files[chosen]:
         with _reading(folder / name):
@@ -78,7 +76,8 @@ def open_cifar(
     stacked, targets = (torch.cat(parts) for parts in zip(*batches, strict=True))
     if int(targets.min()) < 0 or int(targets.max()) >= len(classes):
         raise SitusError(f"{folder}: a label lies outside the {len(classes)} classes of {layout.classes}")
-    return TensorSource(stacked, targets if labels else None, classes, f"{layout.name} ({chosen})", channels=channels)
+    name, labels = f"{layout.name} ({chosen})", targets if wanted.labels else None
+    return TensorSource(stacked, labels, classes, name, channels=wanted.channels)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from situs.data.sources.base import SPLIT_WORDS, EncodedSource, choose_split
+from situs.data.sources.base import ANY, SPLIT_WORDS, EncodedSource, Wanted, choose_split
 from situs.data.sources.images import IMAGE_SUFFIXES, BrokenImageError, check_bytes
 from situs.data.sources.walk import plain, walk
 from situs.errors import SitusError
@@ -20,19 +20,11 @@ class FolderSource(EncodedSource):
     validation images are flat with a table of labels beside them, is read as it is unpacked.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        split: str | None = None,
-        *,
-        labels: bool = True,
-        channels: int | None = None,
-        strict: bool = False,
-    ) -> None:
+    def __init__(self, path: Path, wanted: Wanted = ANY) -> None:
         splits = split_folders(path)
         if not splits and not any(path.iterdir()):
             raise _no_images(path, [])  # which is more to the point than that it has no such split
-        chosen = choose_split(splits, split, str(path))
+        chosen = choose_split(splits, wanted.split, str(path))
         self.root = path / chosen if chosen else path
         found = walk(self.root)
         self._files = found.files
@@ -40,9 +32,9 @@ class FolderSource(EncodedSource):
         if not self._files:
             raise _no_images(self.root, found.notes(name))
         classes, self._labels = None, None
-        if labels:
+        if wanted.labels:
             classes, self._labels = self._label_files(path, splits)
-        super().__init__(name, classes, channels, strict)
+        super().__init__(name, classes, wanted.channels, wanted.strict)
         self.notes = found.notes(name)
 
     def _label_files(self, path: Path, splits: list[str]) -> tuple[tuple[str, ...] | None, list[int] | None]:
@@ -57,7 +49,9 @@ class FolderSource(EncodedSource):
             return None, None  # an image beside the subfolders: the subfolders are no classes
         else:
             names = [file.split("/")[0] for file in self._files]
-        own = names if home == self.root and not table.is_file() else _class_folders(home)
+        own = names
+        if home != self.root or table.is_file():  # the subfolder of each image below `home` that lies in one
+            own = [file.partition("/")[0] for file in walk(home).files if "/" in file]
         classes = tuple(sorted(set(own)))
         number = {name: index for index, name in enumerate(classes)}
         stranger = next((i for i, name in enumerate(names) if name not in number), None)
@@ -73,7 +67,6 @@ class FolderSource(EncodedSource):
         return len(self._files)
 
     def payload(self, index: int) -> bytes:
-        """The file's bytes."""
         file = self.root / self._files[index]
         try:
             check_bytes(file.stat().st_size, self.entry(index))
@@ -82,26 +75,18 @@ class FolderSource(EncodedSource):
             raise BrokenImageError(f"{self.entry(index)}: cannot be read ({error.strerror or error})") from error
 
     def label(self, index: int) -> int | None:
-        """The number of the file's class."""
         return None if self._labels is None else self._labels[index]
 
     def entry(self, index: int) -> str:
-        """The file's path."""
         return plain(str(self.root / self._files[index]))
 
     def key(self, index: int) -> str:
-        """The file's path below the folder of its split."""
         return self._files[index]
 
 
 def split_folders(path: Path) -> list[str]:
     """The folders of `path` that are splits."""
     return [name for name in SPLIT_WORDS if (path / name).is_dir()]
-
-
-def _class_folders(root: Path) -> list[str]:
-    """The subfolder of each image below `root` that lies in one."""
-    return [file.partition("/")[0] for file in walk(root).files if "/" in file]
 
 
 def _no_images(folder: Path, notes: list[str]) -> SitusError:

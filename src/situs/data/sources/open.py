@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from situs.data.sources.base import SPLITS, Source, TensorSource, choose_split, list_shards, splits_of
+from situs.data.sources.base import SPLITS, Source, TensorSource, Wanted, choose_split, list_shards, splits_of
 from situs.data.sources.cifar import find_cifar, open_cifar
 from situs.data.sources.folder import FolderSource, split_folders
+from situs.data.sources.parquet import ParquetSource
+from situs.data.sources.samples import load_samples
 from situs.data.sources.subset import hold_out
+from situs.data.sources.webdataset import TarSource
 from situs.errors import SitusError
 
 SAMPLES = "samples"
@@ -38,10 +41,11 @@ def open_source(
     if not 0 <= held_out < 1:
         raise SitusError(field="held_out", value=held_out, allowed="in [0, 1)")
     with _told(path):
-        if not held_out or _is_judged(splits_at(path)):
-            return _open(path, split, labels, channels, strict)
+        wanted = Wanted(split, labels, channels, strict)
+        if not held_out or splits_at(path) & {*SPLITS["val"], *SPLITS["test"]}:
+            return _open(path, wanted)
         choose_split(SPLITS, split, str(path))  # refuses a name that means no split
-        whole = _open(path, None, labels, channels, strict)
+        whole = _open(path, wanted._replace(split=None))
     return hold_out(whole, held_out, held=split in {*SPLITS["val"], *SPLITS["test"]})
 
 
@@ -71,54 +75,23 @@ def splits_at(path: str | Path) -> set[str]:
         return {"train", "test"} if find_cifar(path) else set(split_folders(path))
 
 
-def _is_judged(splits: set[str]) -> bool:
-    return bool(splits & {*SPLITS["val"], *SPLITS["test"]})
-
-
 def _existing(path: str | Path) -> Path:
-    if str(path) != SAMPLES:
-        path = Path(path).expanduser()
-        if not path.exists():
-            raise SitusError(f"{path}: no such folder or file", field="data")
-    return Path(path)
+    path = Path(path).expanduser()
+    if not path.exists():
+        raise SitusError(f"{path}: no such folder or file", field="data")
+    return path
 
 
-def _open(path: str | Path, split: str | None, labels: bool, channels: int | None, strict: bool) -> Source:
+def _open(path: str | Path, wanted: Wanted) -> Source:
     if str(path) == SAMPLES:
-        return _open_samples(split, labels, channels)
+        chosen = choose_split(("train", "test"), wanted.split, SAMPLES)
+        images, labels, classes = load_samples("test" if chosen == "test" else "train")
+        return TensorSource(images, labels if wanted.labels else None, classes, f"samples ({chosen})", wanted.channels)
     path = _existing(path)
-    if not path.is_dir():
-        return _open_file(path, split, labels, channels, strict)
     # Shards of any split: what decides the kind of a folder must not depend on the split asked for.
-    if list_shards(path, ".parquet"):
-        from situs.data.sources.parquet import ParquetSource
-
-        return ParquetSource(path, split, labels=labels, channels=channels, strict=strict)
-    if list_shards(path, ".tar"):
-        from situs.data.sources.webdataset import TarSource
-
-        return TarSource(path, split, labels=labels, channels=channels, strict=strict)
-    if find_cifar(path):
-        return open_cifar(path, split, labels=labels, channels=channels)
-    return FolderSource(path, split, labels=labels, channels=channels, strict=strict)
-
-
-def _open_file(path: Path, split: str | None, labels: bool, channels: int | None, strict: bool) -> Source:
-    if path.suffix == ".parquet" and path.is_file():
-        from situs.data.sources.parquet import ParquetSource
-
-        return ParquetSource(path, split, labels=labels, channels=channels, strict=strict)
-    if path.suffix == ".tar" and path.is_file():
-        from situs.data.sources.webdataset import TarSource
-
-        return TarSource(path, split, labels=labels, channels=channels, strict=strict)
-    raise SitusError(f"{path}: must be a folder, a .parquet or a .tar file", field="data")
-
-
-def _open_samples(split: str | None, labels: bool, channels: int | None) -> TensorSource:
-    from situs.data.sources.samples import load_samples
-
-    chosen = choose_split(("train", "test"), split, SAMPLES)
-    samples = load_samples("test" if chosen == "test" else "train")
-    numbers = samples.labels if labels else None
-    return TensorSource(samples.images, numbers, samples.classes, f"samples ({chosen})", channels=channels)
+    for suffix, kind in ((".parquet", ParquetSource), (".tar", TarSource)):
+        if path.suffix == suffix if path.is_file() else list_shards(path, suffix):
+            return kind(path, wanted)
+    if not path.is_dir():
+        raise SitusError(f"{path}: must be a folder, a .parquet or a .tar file", field="data")
+    return open_cifar(path, wanted) if find_cifar(path) else FolderSource(path, wanted)

@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from situs.data.sources.base import EncodedSource, find_shards, number_names, split_of
+from situs.data.sources.base import ANY, EncodedSource, Wanted, find_shards, number_names, split_of
 from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 
@@ -28,18 +28,9 @@ _GROUPS_KEPT = 8
 class ParquetSource(EncodedSource):
     """The rows of one split's parquet files, in the order of file names and rows."""
 
-    def __init__(
-        self,
-        path: Path,
-        split: str | None = None,
-        *,
-        labels: bool = True,
-        channels: int | None = None,
-        strict: bool = False,
-        held_bytes: int = _HELD_BYTES,
-    ) -> None:
-        self._files = find_shards(path, ".parquet", split)
-        self._image, self._label, classes = _layout(self._files, labels)
+    def __init__(self, path: Path, wanted: Wanted = ANY, *, held_bytes: int = _HELD_BYTES) -> None:
+        self._files = find_shards(path, ".parquet", wanted.split)
+        self._image, self._label, classes = _layout(self._files, wanted.labels)
         self._groups: list[tuple[Path, int]] = []
         sizes, held = [], 0
         for file in self._files:
@@ -58,7 +49,7 @@ class ParquetSource(EncodedSource):
         small = held <= held_bytes
         self._keep = len(self._groups) if small else _GROUPS_KEPT
         chosen = split_of(self._files[0])
-        super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, channels, strict)
+        super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, wanted.channels, wanted.strict)
         if small:
             # All at once and before any worker is forked, so that the workers share these pages.
             for group in range(len(self._groups)):
@@ -102,7 +93,6 @@ class ParquetSource(EncodedSource):
         return group, index - (self._ends[group - 1] if group else 0)
 
     def payload(self, index: int) -> bytes:
-        """The encoded image of one row."""
         group, row = self._place(index)
         data = self._load(group)[0][row].as_py()
         if data is None:
@@ -110,7 +100,6 @@ class ParquetSource(EncodedSource):
         return data
 
     def label(self, index: int) -> int | None:
-        """The label of one row."""
         group, row = self._place(index)
         labels = self._load(group)[1]
         if labels is None:
@@ -122,13 +111,11 @@ class ParquetSource(EncodedSource):
         return number
 
     def entry(self, index: int) -> str:
-        """File and row."""
         group, row = self._place(index)
         file, number = self._groups[group]
         return f"{file}, row {row} of row group {number}"
 
     def key(self, index: int) -> str:
-        """The file's name and the row's number in it."""
         group, _ = self._place(index)
         file, number = self._groups[group]
         first = group - number  # the file's first group
@@ -159,10 +146,10 @@ def _open(file: Path) -> Any:
 
 def _layout(files: list[Path], labels: bool) -> tuple[str, str | None, tuple[str, ...] | None]:
     """Image column, label column and class names, from the schema of the first file or from all labels."""
-    schema = _schema(files[0])
+    schema = _open(files[0]).schema_arrow
     image, label = _columns(files[0], schema, labels)
     for file in files[1:]:
-        found = _columns(file, _schema(file), labels)
+        found = _columns(file, _open(file).schema_arrow, labels)
         if found != (image, label):
             said, wanted = (", ".join(repr(name) for name in pair if name) for pair in (found, (image, label)))
             raise SitusError(f"{file}: its images and labels are {said}, in {files[0].name} {wanted}", field="data")
@@ -179,11 +166,6 @@ def _layout(files: list[Path], labels: bool) -> tuple[str, str | None, tuple[str
             f"{files[0]}: names {len(names)} classes, its column {label!r} goes up to {most}", field="data"
         )
     return image, label, names
-
-
-def _schema(file: Path) -> Any:
-    with _reading(file):
-        return _open(file).schema_arrow
 
 
 def _columns(file: Path, schema: Any, labels: bool) -> tuple[str, str | None]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from situs.data.sources.base import EncodedSource, find_shards, number_names, split_of
+from situs.data.sources.base import ANY, EncodedSource, Wanted, find_shards, number_names, split_of
 from situs.data.sources.images import IMAGE_SUFFIXES, BrokenImageError, check_bytes
 from situs.data.sources.walk import FilesFound, plain
 from situs.errors import SitusError
@@ -37,21 +37,13 @@ class TarSource(EncodedSource):
     Class names come from a `classes.txt` beside the shards, one a line, else the numbers serve as names.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        split: str | None = None,
-        *,
-        labels: bool = True,
-        channels: int | None = None,
-        strict: bool = False,
-    ) -> None:
-        self._shards = find_shards(path, ".tar", split)
+    def __init__(self, path: Path, wanted: Wanted = ANY) -> None:
+        self._shards = find_shards(path, ".tar", wanted.split)
         self._members: list[_Member] = []
         numbers: list[int | None] = []
         left_out = FilesFound()
         for shard, file in enumerate(self._shards):
-            members, found = _index(file, shard, labels, left_out)
+            members, found = _index(file, shard, wanted.labels, left_out)
             self._members += members
             numbers += found
         if not self._members:
@@ -66,14 +58,13 @@ class TarSource(EncodedSource):
             folder = path if path.is_dir() else path.parent
             classes = _class_names(folder / "classes.txt", max(labelled) + 1)
         chosen = split_of(self._shards[0])
-        super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, channels, strict)
+        super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, wanted.channels, wanted.strict)
         self.notes = left_out.notes(self.name)
 
     def __len__(self) -> int:
         return len(self._members)
 
     def payload(self, index: int) -> bytes:
-        """The image's bytes, read at its offset."""
         member = self._members[index]
         check_bytes(member.size, self.entry(index))
         try:
@@ -84,16 +75,13 @@ class TarSource(EncodedSource):
             raise BrokenImageError(f"{self.entry(index)}: cannot be read ({error.strerror or error})") from error
 
     def label(self, index: int) -> int | None:
-        """The number in the sample's .cls file."""
         return None if self._labels is None else self._labels[index]
 
     def entry(self, index: int) -> str:
-        """Shard and member."""
         member = self._members[index]
         return plain(f"{self._shards[member.shard]}, {member.key}{member.suffix}")
 
     def key(self, index: int) -> str:
-        """The shard's name and the member's."""
         member = self._members[index]
         return f"{self._shards[member.shard].name}/{member.key}{member.suffix}"
 
