@@ -13,7 +13,6 @@ from situs.core.permutation import (
     identity,
     invert,
     is_permutation,
-    permute_axis,
     permute_columns,
     permute_rows,
     random_permutation,
@@ -87,17 +86,6 @@ def test_columns_move_as_in_a_loop(n: int, shared: bool, seed: int, middle: list
             assert torch.equal(moved[b, ..., i], x[b, ..., source])
 
 
-@given(sizes, seeds, st.integers(-3, 2))
-def test_a_weight_moves_along_the_axis_named(n: int, seed: int, axis: int):
-    shape = [2, 3, 4]
-    shape[axis] = n
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    p = draw(n, True, seed)
-    moved = permute_axis(weight, p, axis).movedim(axis, 0)
-    for i, source in enumerate(p.tolist()):
-        assert torch.equal(moved[i], weight.movedim(axis, 0)[source])
-
-
 @given(sizes, seeds)
 def test_rows_are_the_product_with_the_permutation_matrix(n: int, seed: int):
     p, x = draw(n, True, seed), data(n, seed, 2)
@@ -147,9 +135,6 @@ P = torch.tensor([1, 0])
         (lambda: permute_columns(torch.zeros(2, 3), P), "2 places"),
         (lambda: permute_columns(torch.zeros(2), P.expand(2, 2)), r"\[B, ..., D\]"),
         (lambda: permute_columns(torch.zeros(3, 4, 2), P.expand(2, 2)), "3 samples"),
-        (lambda: permute_axis(torch.zeros(2, 3), P, 1), "axis 1"),
-        (lambda: permute_axis(torch.zeros(2, 2), P, 2), "axis=2"),
-        (lambda: permute_axis(torch.zeros(2, 2), P.expand(2, 2), 0), r"\[n\]"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_a_sentence(call, words: str):

@@ -12,7 +12,7 @@ from scipy import stats
 from torch import Tensor
 
 from situs.core import random
-from situs.core.random import bits, normal, stream_number, uniform, uniform_from
+from situs.core.random import bits, normal, stream_number, uniform
 
 MASK = 2**64 - 1
 words = st.integers(-(2**63), 2**63 - 1)
@@ -148,13 +148,6 @@ def test_normal_numbers_are_normal():
     assert stats.kstest(numbers.flatten().double().numpy(), "norm").pvalue > 1e-3
     assert abs(correlation(numbers, uniform(0, 0, torch.arange(1000), "s", (100,)))) < 0.02
     assert torch.equal(normal(0, 0, torch.tensor([7, 3]), "s", (5,)), numbers[[7, 3], :5])
-
-
-def test_a_generator_serves_ad_hoc_calls():
-    first = uniform_from(torch.Generator().manual_seed(1), 3, (4, 5))
-    assert first.shape == (3, 4, 5)
-    assert torch.equal(first, uniform_from(torch.Generator().manual_seed(1), 3, (4, 5)))
-    assert not torch.equal(first, uniform_from(torch.Generator().manual_seed(2), 3, (4, 5)))
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """Which tokens are kept, masked or shuffled: every sampler is a pure function of uniform noise in [0, 1).
 
-Draw the noise with `core.random.uniform` (or `uniform_from`). Nothing here makes the host wait: on an
-accelerator no branch looks at a tensor's content. On the CPU, where looking is free, block masks stop early.
+Draw the noise with `core.random.uniform`. Nothing here makes the host wait: on an accelerator no branch looks at a
+tensor's content. On the CPU, where looking is free, block masks stop early.
 """
 
 from __future__ import annotations

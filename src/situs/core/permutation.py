@@ -78,17 +78,6 @@ def permute_columns(x: Tensor, p: Tensor) -> Tensor:
     return x.gather(-1, full.expand_as(x))
 
 
-def permute_axis(weight: Tensor, p: Tensor, axis: int) -> Tensor:
-    """A weight with one axis moved: out[..., i, ...] = weight[..., p[i], ...] on `axis`; p: [n], shared."""
-    _check(p, "p")
-    if p.dim() != 1:
-        raise SitusError(f"permute_axis: p has shape {tuple(p.shape)}; a weight has no samples, so it must be [n]")
-    if not -weight.dim() <= axis < weight.dim():
-        raise SitusError(f"permute_axis: axis={axis}: the weight has shape {tuple(weight.shape)}")
-    _check_length(weight, axis, p)
-    return weight.index_select(axis, p)
-
-
 def _check(p: Tensor, name: str) -> None:
     if p.dtype != torch.int64 or p.dim() not in (1, 2):
         raise SitusError(

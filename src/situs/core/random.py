@@ -95,11 +95,6 @@ def _can_run_triton() -> bool:
     return compiler is not None and importlib.util.find_spec("triton") is not None
 
 
-def uniform_from(generator: torch.Generator, batch: int, shape: Sequence[int]) -> Tensor:
-    """The same kind of noise from a `torch.Generator`, for ad-hoc calls: [B, *shape] on the generator's device."""
-    return torch.rand((batch, *shape), generator=generator, device=generator.device)
-
-
 def normal(seed: int, epoch: int, sample_ids: Tensor, stream: str, shape: Sequence[int]) -> Tensor:
     """Standard normal numbers, [B, *shape] float32, by Box and Muller from two uniform streams."""
     radius = uniform(seed, epoch, sample_ids, f"{stream}/radius", shape)

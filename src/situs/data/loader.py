@@ -94,13 +94,15 @@ class DataConfig(Checked):
 class Loader(ABC):
     """Batches of one split. The same (epoch, step) always gives the same batch, on any number of ranks.
 
-    data_wait: seconds spent in here so far, preparing or waiting for batches; on a GPU the augmentation itself runs
-    behind the caller's back and only its launching counts.
+    steps_per_epoch: batches an epoch, the same on every rank. global_batch: samples a step over all ranks. classes:
+    names in label order; None for a set without labels. data_wait: seconds spent in here so far, preparing or waiting
+    for batches; on a GPU the augmentation itself runs behind the caller's back and only its launching counts.
     """
 
     def __init__(self, pipeline: Pipeline, plan: BatchPlan, device: torch.device) -> None:
         self.source, self.plan, self.device = pipeline.source, plan, device
         self.pipeline: Any = pipeline.to(device)
+        self.steps_per_epoch, self.global_batch, self.classes = plan.steps, plan.batch, pipeline.source.classes
         self.data_wait = 0.0
 
     def compile(self) -> Loader:
@@ -117,21 +119,6 @@ class Loader(ABC):
     def std(self) -> Tensor:
         """Of images: what each channel was divided by."""
         return self.pipeline.std
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches an epoch, the same on every rank."""
-        return self.plan.steps
-
-    @property
-    def global_batch(self) -> int:
-        """Samples a step over all ranks."""
-        return self.plan.batch
-
-    @property
-    def classes(self) -> tuple[str, ...] | None:
-        """Class names in label order; None for a set without labels."""
-        return self.source.classes
 
     @abstractmethod
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]: ...

@@ -29,10 +29,9 @@ from situs.core.random import uniform
 from situs.core.tokens import mask_of, take
 from situs.errors import SitusError
 from situs.limits import Count, Natural, NotNegative, Positive, Within
-from situs.methods.base import Batch, Draws, Method, Output, Puzzle, UnknownPosition
+from situs.methods.base import Batch, Draws, Method, Output, Puzzle, UnknownPosition, epoch_share
 from situs.methods.heads import Decoder, check_decoder, position_accuracy
 from situs.methods.mae import decode_pixels, patchify_on, reconstruction_loss
-from situs.methods.schedule import epoch_share
 
 
 @dataclass(frozen=True)

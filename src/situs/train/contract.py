@@ -12,22 +12,15 @@ from situs.train.ema import Ema
 
 
 class TrainLoader(Protocol):
-    """What the loop asks of the data. Each rank has its own loader and gets its own part of every batch."""
+    """What the loop asks of the data. Each rank has its own loader and gets its own part of every batch.
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches an epoch, the same on every rank."""
-        ...
+    steps_per_epoch: batches an epoch, the same on every rank. global_batch: samples a step over all ranks, by which the
+    rate may be scaled. data_wait: seconds that the loop has waited for batches so far.
+    """
 
-    @property
-    def global_batch(self) -> int:
-        """Samples a step over all ranks; the rate may be scaled by it."""
-        ...
-
-    @property
-    def data_wait(self) -> float:
-        """Seconds that the loop has waited for batches so far."""
-        ...
+    steps_per_epoch: int
+    global_batch: int
+    data_wait: float
 
     def iterate(self, epoch: int, start_step: int) -> Iterator[Batch]:
         """The epoch's batches from number `start_step` on: augmented, on the device, the same every time.

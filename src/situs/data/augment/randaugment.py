@@ -17,21 +17,8 @@ from torch import Tensor
 from situs.data.augment import colour, geometry
 
 OPERATIONS = (
-    "auto_contrast",
-    "equalize",
-    "invert",
-    "posterize",
-    "solarize",
-    "solarize_add",
-    "brightness",
-    "contrast",
-    "colour",
-    "sharpness",
-    "rotate",
-    "shear_x",
-    "shear_y",
-    "translate_x",
-    "translate_y",
+    *("auto_contrast", "equalize", "invert", "posterize", "solarize", "solarize_add", "brightness", "contrast"),
+    *("colour", "sharpness", "rotate", "shear_x", "shear_y", "translate_x", "translate_y"),
 )
 NOISE = 5  # numbers a slot: operation, whether, sign, and two for the magnitude's normal noise
 _LARGEST = 10.0

@@ -30,20 +30,12 @@ class _Layout:
     bytes_before: int = 0
 
 
+_TEN = tuple(f"data_batch_{number}" for number in range(1, 6))
 _LAYOUTS = (
-    _Layout(
-        "cifar10",
-        {"train": tuple(f"data_batch_{i}" for i in range(1, 6)), "test": ("test_batch",)},
-        "batches.meta",
-        "labels",
-    ),
+    _Layout("cifar10", {"train": _TEN, "test": ("test_batch",)}, "batches.meta", "labels"),
     _Layout("cifar100", {"train": ("train",), "test": ("test",)}, "meta", "fine_labels"),
     _Layout(
-        "cifar10",
-        {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)), "test": ("test_batch.bin",)},
-        "batches.meta.txt",
-        0,
-        1,
+        "cifar10", {"train": tuple(f"{n}.bin" for n in _TEN), "test": ("test_batch.bin",)}, "batches.meta.txt", 0, 1
     ),
     _Layout("cifar100", {"train": ("train.bin",), "test": ("test.bin",)}, "fine_label_names.txt", 1, 2),
 )

@@ -10,8 +10,8 @@ from situs.config import Checked
 from situs.core.masking import BlockRule
 from situs.errors import SitusError
 from situs.limits import Count, Natural, NotNegative, Share, Within
+from situs.methods.base import epoch_share
 from situs.methods.mjp.dal import DalKind
-from situs.methods.schedule import epoch_share
 
 
 @dataclass(frozen=True)
