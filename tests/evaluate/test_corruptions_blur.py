@@ -10,7 +10,6 @@ from scipy import ndimage
 from situs.evaluate.corruptions import corrupt
 from situs.evaluate.corruptions_blur import defocus_blur, fetch, glass_blur, motion_blur, zoom_blur
 from situs.evaluate.corruptions_filters import Draw, gaussian
-from situs.evaluate.corruptions_severity import Disk, Glass, Motion, Zoom
 
 
 def images(count: int = 2, side: int = 30) -> torch.Tensor:
@@ -23,7 +22,7 @@ def draw(name: str, count: int = 2) -> Draw:
 
 def test_defocus_is_a_mean_over_a_disk() -> None:
     clean = images()
-    found = defocus_blur(clean, Disk(3, 0.01), draw("defocus_blur"))
+    found = defocus_blur(clean, draw("defocus_blur"), 3, 0.01)
     for y, x in ((7, 9), (15, 15), (20, 24)):
         disk = [clean[1, 2, y + a, x + b] for a in range(-3, 4) for b in range(-3, 4) if a * a + b * b <= 9]
         assert found[1, 2, y, x].item() == pytest.approx(torch.stack(disk).mean().item(), abs=1e-5)
@@ -31,7 +30,7 @@ def test_defocus_is_a_mean_over_a_disk() -> None:
 
 def test_zoom_blur_is_the_mean_of_scipys_enlargements() -> None:
     clean = images(1)
-    found = zoom_blur(clean, Zoom(1.12, 0.04), draw("zoom_blur", 1))[0, 0]
+    found = zoom_blur(clean, draw("zoom_blur", 1), 1.12, 0.04)[0, 0]
     image = clean[0, 0].double().numpy()
     total = image.copy()
     for factor in (1.0, 1.04, 1.08, 1.12):
@@ -64,9 +63,9 @@ def test_pixels_are_fetched_as_one_after_the_other(reach: int, size: tuple[int, 
 
 def test_glass_fetches_from_near_places_and_smooths() -> None:
     clean = images()
-    still = glass_blur(clean, Glass(0.8, 1, 0), draw("glass_blur"))
+    still = glass_blur(clean, draw("glass_blur"), 0.8, 1, 0)
     torch.testing.assert_close(still, gaussian(gaussian(clean, 0.8), 0.8))
-    moved = glass_blur(clean, Glass(0.0, 2, 1), draw("glass_blur"))
+    moved = glass_blur(clean, draw("glass_blur"), 0.0, 2, 1)
     assert set(moved[0, 0].flatten().tolist()) <= set(clean[0, 0].flatten().tolist())
     # The border beyond the reach stays, and all channels move together.
     assert torch.equal(moved[..., :2, :], clean[..., :2, :])
@@ -81,7 +80,7 @@ def test_motion_smears_along_and_not_across() -> None:
     point[..., 30, 30] = 1.0
     for number in range(6):
         one = Draw(0, 1, torch.tensor([number]), "motion_blur")
-        found = motion_blur(point, Motion(10, 8), one)[0, 0]
+        found = motion_blur(point, one, 10, 8)[0, 0]
         assert found.sum().item() == pytest.approx(1.0, abs=1e-4)
         y, x = (found > 1e-3).nonzero().unbind(1)
         assert (x - 30).abs().max() >= 12

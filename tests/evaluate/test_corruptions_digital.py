@@ -13,7 +13,6 @@ from scipy import ndimage
 from situs.evaluate.corruptions import corrupt
 from situs.evaluate.corruptions_digital import box_matrix, contrast, elastic_transform, jpeg_compression, pixelate
 from situs.evaluate.corruptions_filters import Draw, gaussian
-from situs.evaluate.corruptions_severity import Elastic
 
 
 def images(channels: int = 3, side: int = 32) -> torch.Tensor:
@@ -31,7 +30,7 @@ def pillow(image: torch.Tensor) -> Image.Image:
 
 def test_contrast_by_hand() -> None:
     image = torch.tensor([[[[0.0, 1.0], [0.5, 0.5]], [[0.2, 0.2], [0.2, 1.0]]]])
-    found = contrast(image, 0.1, draw("contrast"))
+    found = contrast(image, draw("contrast"), 0.1)
     expected = torch.tensor([[[[0.45, 0.55], [0.5, 0.5]], [[0.38, 0.38], [0.38, 0.46]]]])
     torch.testing.assert_close(found, expected)
 
@@ -49,7 +48,7 @@ def test_box_matrix_is_pillows_box(size: int, new: int) -> None:
 @pytest.mark.parametrize("share", [0.95, 0.65, 0.5, 0.25])
 def test_pixelate_is_pillows_shrinking_and_enlarging(share: float) -> None:
     clean = images()
-    found = pixelate(clean, share, draw("pixelate"))
+    found = pixelate(clean, draw("pixelate"), share)
     small = int(32 * share)
     for sample in range(2):
         there = pillow(clean[sample]).resize((small, small), Image.Resampling.BOX)
@@ -61,7 +60,7 @@ def test_pixelate_is_pillows_shrinking_and_enlarging(share: float) -> None:
 @pytest.mark.parametrize("channels", [1, 2, 3])
 def test_jpeg_is_pillows(channels: int) -> None:
     clean = images(channels)
-    found = jpeg_compression(clean, 25, draw("jpeg_compression"))
+    found = jpeg_compression(clean, draw("jpeg_compression"), 25)
     assert found.shape == clean.shape
     for sample in range(2):
         parts = clean[sample].split(1) if channels == 2 else [clean[sample]]
@@ -82,12 +81,12 @@ def test_lower_quality_is_worse() -> None:
 
 def test_an_elastic_transform_of_nothing_changes_nothing() -> None:
     clean = images()
-    torch.testing.assert_close(elastic_transform(clean, Elastic(0, 0, 0), draw("elastic_transform")), clean)
+    torch.testing.assert_close(elastic_transform(clean, draw("elastic_transform"), 0, 0, 0), clean)
 
 
 def test_elastic_transform_is_scipys_affine_change_and_displacement() -> None:
-    clean, strength, side = images(), Elastic(6.0, 2.0, 3.0), 32
-    found = elastic_transform(clean, strength, draw("elastic_transform"))
+    clean, strength, side = images(), (6.0, 2.0, 3.0), 32
+    found = elastic_transform(clean, draw("elastic_transform"), *strength)
     for sample, number in enumerate((2, 8)):
         one = Draw(1, 3, torch.tensor([number]), "elastic_transform")
         # Three points of a square, moved; the map that brings them back, by least squares in float64.
@@ -109,6 +108,6 @@ def test_elastic_transform_is_scipys_affine_change_and_displacement() -> None:
 def test_a_triangle_fallen_flat_gives_numbers_still() -> None:
     clean = images(1, 9).repeat(200, 1, 1, 1)
     many = Draw(0, 1, torch.arange(400), "elastic_transform")
-    found = elastic_transform(clean, Elastic(0.0, 0.0, 6.0), many)
+    found = elastic_transform(clean, many, 0.0, 0.0, 6.0)
     assert torch.isfinite(found).all() and found.min() >= 0 and found.max() <= 1.0001
     assert not torch.equal(gaussian(clean, 0.0), found)

@@ -18,7 +18,7 @@ def draw(name: str, count: int = 4) -> Draw:
 
 def test_gaussian_noise_has_its_deviation_and_no_bias() -> None:
     grey = torch.full((4, 3, 64, 64), 0.5)
-    added = gaussian_noise(grey, 0.08, draw("gaussian_noise")) - grey
+    added = gaussian_noise(grey, draw("gaussian_noise"), 0.08) - grey
     sigmas = added.numel() ** -0.5
     assert abs(added.mean()) < 4 * 0.08 * sigmas
     assert added.std().item() == pytest.approx(0.08, rel=4 * sigmas)
@@ -50,14 +50,14 @@ def test_shot_noise_keeps_the_mean_and_spreads_with_the_light() -> None:
     for value in (0.2, 0.6):
         level = round(value * 255) / 255
         grey = torch.full((4, 1, 64, 64), level)
-        found = shot_noise(grey, 25, draw("shot_noise"))
+        found = shot_noise(grey, draw("shot_noise"), 25)
         assert found.mean().item() == pytest.approx(level, rel=0.02)
         assert found.var().item() == pytest.approx(level / 25, rel=0.05)
 
 
 def test_impulse_noise_hits_its_share_half_white_half_black() -> None:
     grey = torch.full((4, 3, 64, 64), 0.5)
-    found = impulse_noise(grey, 0.17, draw("impulse_noise"))
+    found = impulse_noise(grey, draw("impulse_noise"), 0.17)
     hit = found != 0.5
     assert hit.float().mean().item() == pytest.approx(0.17, abs=0.007)
     assert set(found[hit].tolist()) == {0.0, 1.0}

@@ -10,7 +10,6 @@ import torch
 from matplotlib.colors import hsv_to_rgb, rgb_to_hsv
 
 from situs.evaluate.corruptions_filters import Draw, clouds, trail, zoom
-from situs.evaluate.corruptions_severity import Fog, Frost, Snow
 from situs.evaluate.corruptions_weather import brightness, fog, frost, ice, snow
 
 
@@ -26,18 +25,18 @@ def test_brightness_raises_the_value_of_hsv() -> None:
     clean = images()
     clean[0, :, 0, 0] = 0.0  # black has no hue
     clean[0, :, 0, 1] = 1.0
-    found = brightness(clean, 0.3, draw("brightness"))
+    found = brightness(clean, draw("brightness"), 0.3)
     for sample in range(2):
         hsv = rgb_to_hsv(clean[sample].permute(1, 2, 0).double().numpy())
         hsv[..., 2] = np.clip(hsv[..., 2] + 0.3, 0, 1)
         np.testing.assert_allclose(found[sample].permute(1, 2, 0).numpy(), hsv_to_rgb(hsv), atol=1e-5)
     grey = images(1)
-    torch.testing.assert_close(brightness(grey, 0.1, draw("brightness")), (grey + 0.1).clamp(max=1.0))
+    torch.testing.assert_close(brightness(grey, draw("brightness"), 0.1), (grey + 0.1).clamp(max=1.0))
 
 
 def test_fog_is_clouds_over_an_image_whose_brightest_value_stays_the_limit() -> None:
     clean = 0.8 * images()
-    found = fog(clean, Fog(1.5, 2.0), draw("fog"))
+    found = fog(clean, draw("fog"), 1.5, 2.0)
     layer = clouds(draw("fog"), "clouds", (24, 24), 2.0)
     for sample in range(2):
         top = clean[sample].max().item()
@@ -47,8 +46,8 @@ def test_fog_is_clouds_over_an_image_whose_brightest_value_stays_the_limit() -> 
 
 
 def test_snow_by_its_parts() -> None:
-    clean, strength = images(), Snow(0.3, 0.3, 1.5, 0.5, 6, 3.0, 0.7)
-    found = snow(clean, strength, draw("snow"))
+    clean, strength = images(), (0.3, 0.3, 1.5, 0.5, 6, 3.0, 0.7)
+    found = snow(clean, draw("snow"), *strength)
     for sample in range(2):
         one = Draw(1, 3, torch.tensor([sample + 2]), "snow")
         flakes = zoom(0.3 + 0.3 * one.normal("flakes", 1, 24, 24), 1.5)
@@ -63,9 +62,9 @@ def test_snow_by_its_parts() -> None:
 
 def test_frost_is_ice_over_the_image() -> None:
     dark = torch.zeros(2, 3, 64, 64)
-    only = frost(dark, Frost(0.7, 0.5), draw("frost"))
+    only = frost(dark, draw("frost"), 0.7, 0.5)
     image = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(frost(image, Frost(0.7, 0.5), draw("frost")), 0.7 * image + only)
+    torch.testing.assert_close(frost(image, draw("frost"), 0.7, 0.5), 0.7 * image + only)
     assert only.max() <= 0.5 and only.min() >= 0.0
     red, green, blue = only.mean((0, 2, 3)).tolist()
     assert red < green <= blue  # ice is bluish

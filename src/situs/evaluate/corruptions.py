@@ -24,8 +24,8 @@ from situs.evaluate import corruptions_weather as weather
 from situs.evaluate.corruptions_filters import Draw
 from situs.evaluate.corruptions_severity import SEVERITIES, parameters
 
-Corruption = Callable[[Tensor, Any, Draw], Tensor]
-"""(images [B, C, H, W] in [0, 1], parameters, noise) -> images, not yet cut to [0, 1]."""
+Corruption = Callable[..., Tensor]
+"""(images [B, C, H, W] in [0, 1], noise, *parameters) -> images, not yet cut to [0, 1]."""
 
 
 def _named(*corruptions: Any) -> dict[str, Corruption]:
@@ -53,7 +53,7 @@ def corrupt(images: Tensor, name: str, severity: int, ids: Tensor, *, seed: int 
         raise unknown_name("corruption", name, CORRUPTIONS)
     strength = parameters(name, severity, min(images.shape[-2:]))
     draw = Draw(seed, severity, ids.to(images.device), name)
-    changed = CORRUPTIONS[name](images.to(torch.float32), strength, draw)
+    changed = CORRUPTIONS[name](images.to(torch.float32), draw, *strength)
     return (changed.clamp(0.0, 1.0) * 255.0).round() / 255.0
 
 

@@ -8,43 +8,45 @@ import torch
 from torch import Tensor
 
 from situs.evaluate.corruptions_filters import Draw, convolve, disk_kernel, gaussian, trail, zoom
-from situs.evaluate.corruptions_severity import Disk, Glass, Motion, Zoom
 
 
-def defocus_blur(images: Tensor, disk: Disk, draw: Draw) -> Tensor:  # noqa: ARG001
-    """Each point becomes a disk, as before a lens out of focus."""
-    return convolve(images, disk_kernel(disk.radius, disk.soft, images.device), "mirror101")
+def defocus_blur(images: Tensor, draw: Draw, radius: float, soft: float) -> Tensor:  # noqa: ARG001
+    """Each point becomes a disk, as before a lens out of focus. soft: sigma that its border is smoothed with."""
+    return convolve(images, disk_kernel(radius, soft, images.device), "mirror101")
 
 
-def motion_blur(images: Tensor, motion: Motion, draw: Draw) -> Tensor:
-    """A trail in one direction within 45° of the horizontal."""
+def motion_blur(images: Tensor, draw: Draw, radius: float, sigma: float) -> Tensor:
+    """A trail in one direction within 45° of the horizontal: 2 · radius + 1 points, weights as of a Gaussian."""
     angles = (draw.uniform("angle") - 0.5) * (math.pi / 2)
-    return trail(images, angles, motion.radius, motion.sigma)
+    return trail(images, angles, radius, sigma)
 
 
-def zoom_blur(images: Tensor, zooms: Zoom, draw: Draw) -> Tensor:  # noqa: ARG001
-    """The mean of the image and its enlargements, as when the camera moves towards it."""
-    count = round((zooms.largest - 1) / zooms.step)
+def zoom_blur(images: Tensor, draw: Draw, largest: float, step: float) -> Tensor:  # noqa: ARG001
+    """The mean of the image and its enlargements by 1, 1 + step, … up to `largest`, as when the camera moves on."""
+    count = round((largest - 1) / step)
     total = images
     for number in range(count + 1):
-        total = total + zoom(images, 1 + number * zooms.step)
+        total = total + zoom(images, 1 + number * step)
     return total / (count + 2)
 
 
-def glass_blur(images: Tensor, glass: Glass, draw: Draw) -> Tensor:
+def glass_blur(images: Tensor, draw: Draw, sigma: float, reach: float, rounds: int) -> Tensor:
     """Smoothed, pixels fetched from near places at random, smoothed again: as through frosted glass.
 
     The paper speaks of pixels that change places; the published generator overwrites the one before it moves the other,
     so that its images hold copies. The copies are made here too, because figures are compared on those images.
+    sigma: of the blur before and after. reach: how far a pixel is fetched from. rounds: how often.
     """
     height, width = images.shape[-2:]
-    smooth = gaussian(images, glass.sigma)
+    smooth = gaussian(images, sigma)
     places = torch.arange(height * width, device=images.device).repeat(len(images), 1)
-    for number in range(glass.rounds):
-        places = fetch(places, (height, width), glass.reach, draw.uniform(f"offsets.{number}", 2, height, width))
+    for number in range(rounds):
+        places = fetch(
+            places, (height, width), max(1, round(reach)), draw.uniform(f"offsets.{number}", 2, height, width)
+        )
     index = places[:, None].expand(-1, images.shape[1], -1)
     moved = smooth.flatten(2).gather(2, index).view_as(images)
-    return gaussian(moved, glass.sigma)
+    return gaussian(moved, sigma)
 
 
 def fetch(places: Tensor, size: tuple[int, int], reach: int, noise: Tensor) -> Tensor:

@@ -9,16 +9,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.evaluate.corruptions_filters import Draw, gaussian
-from situs.evaluate.corruptions_severity import Elastic
 
 
-def contrast(images: Tensor, share: float, draw: Draw) -> Tensor:  # noqa: ARG001
+def contrast(images: Tensor, draw: Draw, share: float) -> Tensor:  # noqa: ARG001
     """Each channel drawn towards its mean, `share` of the distance left."""
     mean = images.mean((2, 3), keepdim=True)
     return (images - mean) * share + mean
 
 
-def pixelate(images: Tensor, share: float, draw: Draw) -> Tensor:  # noqa: ARG001
+def pixelate(images: Tensor, draw: Draw, share: float) -> Tensor:  # noqa: ARG001
     """Shrunk to `share` of each side and enlarged again, both by Pillow's box filter."""
     for axis in (2, 3):
         size = images.shape[axis]
@@ -44,7 +43,7 @@ def box_matrix(size: int, new: int) -> Tensor:
     return inside.double() / inside.sum(1, keepdim=True)
 
 
-def jpeg_compression(images: Tensor, quality: int, draw: Draw) -> Tensor:  # noqa: ARG001
+def jpeg_compression(images: Tensor, draw: Draw, quality: int) -> Tensor:  # noqa: ARG001
     """Through a JPEG file of that quality and back, one image after the other on the CPU."""
     levels = (images * 255.0).round().to(torch.uint8).cpu()
     if images.shape[1] not in (1, 3):  # JPEG knows grey and RGB; other channels go one by one
@@ -69,14 +68,17 @@ def _through_jpeg(image: Tensor, quality: int) -> Tensor:
     return back.view(height, width, channels).permute(2, 0, 1)
 
 
-def elastic_transform(images: Tensor, elastic: Elastic, draw: Draw) -> Tensor:
-    """A random affine change, then every pixel displaced by smooth noise."""
+def elastic_transform(images: Tensor, draw: Draw, alpha: float, sigma: float, affine: float) -> Tensor:
+    """A random affine change, then every pixel displaced by smooth noise.
+
+    alpha: factor of the displacements. sigma: of their smoothing. affine: how far three points are moved, pixels.
+    """
     height, width = images.shape[-2:]
-    moved = sample(images, *_affine(elastic.affine, (height, width), draw), corners=True)
-    if elastic.alpha == 0:
+    moved = sample(images, *_affine(affine, (height, width), draw), corners=True)
+    if alpha == 0:
         return moved
     noise = 2.0 * draw.uniform("displacement", 2, height, width) - 1.0
-    dx, dy = (elastic.alpha * gaussian(noise, elastic.sigma, 3.0, "mirror")).unbind(1)
+    dx, dy = (alpha * gaussian(noise, sigma, 3.0, "mirror")).unbind(1)
     x = torch.arange(width, device=images.device) + dx
     y = torch.arange(height, device=images.device)[:, None] + dy
     return sample(moved, x, y, corners=False)

@@ -13,18 +13,18 @@ from situs.evaluate.corruptions_filters import Draw
 LEVELS = 256
 
 
-def gaussian_noise(images: Tensor, sigma: float, draw: Draw) -> Tensor:
+def gaussian_noise(images: Tensor, draw: Draw, sigma: float) -> Tensor:
     """Each value with its own normal noise of deviation `sigma`."""
     return images + sigma * draw.normal("noise", *images.shape[1:])
 
 
-def shot_noise(images: Tensor, photons: float, draw: Draw) -> Tensor:
+def shot_noise(images: Tensor, draw: Draw, photons: float) -> Tensor:
     """Light counted in photons: a Poisson number whose mean is value · `photons`, over `photons`."""
     counts = poisson((images * (LEVELS - 1)).round(), photons, draw.uniform("photons", *images.shape[1:]))
     return counts / photons
 
 
-def impulse_noise(images: Tensor, amount: float, draw: Draw) -> Tensor:
+def impulse_noise(images: Tensor, draw: Draw, amount: float) -> Tensor:
     """A share `amount` of the values, each channel for itself, becomes 0 or 1 with equal chance."""
     noise = draw.uniform("place", *images.shape[1:])
     salt = draw.uniform("colour", *images.shape[1:]) < 0.5

@@ -16,82 +16,30 @@ from situs.errors import SitusError
 SEVERITIES = (1, 2, 3, 4, 5)
 
 
-class Glass(NamedTuple):
-    """sigma: of the blur before and after. reach: how far a pixel is fetched from, pixels. rounds: how often."""
-
-    sigma: float
-    reach: int
-    rounds: int
-
-
-class Disk(NamedTuple):
-    """radius: of the disk that each point becomes, pixels. soft: sigma that its border is smoothed with."""
-
-    radius: float
-    soft: float
-
-
-class Motion(NamedTuple):
-    """radius: the trail has 2 · radius + 1 points, a pixel apart. sigma: their weights fall as a Gaussian."""
-
-    radius: float
-    sigma: float
-
-
-class Zoom(NamedTuple):
-    """The zooms averaged: 1, 1 + step, … up to `largest`."""
-
-    largest: float
-    step: float
-
-
-class Snow(NamedTuple):
-    """mean, std: of the noise that becomes flakes. zoom: their size. threshold: what is below is no flake.
-
-    radius, sigma: the trail of their fall. keep: how much of the image's own colour is left.
-    """
-
-    mean: float
-    std: float
-    zoom: float
-    threshold: float
-    radius: float
-    sigma: float
-    keep: float
-
-
-class Frost(NamedTuple):
-    """keep · image + ice · frost."""
-
-    keep: float
-    ice: float
-
-
-class Fog(NamedTuple):
-    """thickness: the fog's largest value, of white. decay: how fast its structure fades from coarse to fine."""
-
-    thickness: float
-    decay: float
-
-
-class Elastic(NamedTuple):
-    """alpha: factor of the displacements. sigma: of their smoothing. affine: how far three points are moved, pixels."""
-
-    alpha: float
-    sigma: float
-    affine: float
+GROWTH = {
+    "defocus_blur": (1, 1),
+    "glass_blur": (1, 1, 0),
+    "motion_blur": (1, 1),
+    "snow": (0, 0, 1, 0, 1, 1, 0),
+    # Noise smoothed over σ pixels shrinks as 1/σ: the displacements grow with the side only if α does twice.
+    "elastic_transform": (2, 1, 1),
+}
+"""With which power of the side each parameter grows, of corruptions that have lengths in pixels."""
 
 
 class Table(NamedTuple):
-    """The parameters of one published set, five for each corruption, made for images of `side` pixels."""
+    """The parameters of one published set, five for each corruption, made for images of `side` pixels.
+
+    A corruption's own function says what they are.
+    """
 
     name: str
     side: int
     values: dict[str, tuple[Any, ...]]
 
 
-def _elastic(side: int, *shares: tuple[float, float, float]) -> tuple[Elastic, ...]:
-    return tuple(Elastic(*(side * share for share in each)) for each in shares)
+def _elastic(side: int, *shares: tuple[float, float, float]) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(side * share for share in each) for each in shares)
 
 
 IMAGENET_C = Table(
@@ -101,19 +49,19 @@ IMAGENET_C = Table(
         "gaussian_noise": (0.08, 0.12, 0.18, 0.26, 0.38),
         "shot_noise": (60, 25, 12, 5, 3),
         "impulse_noise": (0.03, 0.06, 0.09, 0.17, 0.27),
-        "defocus_blur": (Disk(3, 0.1), Disk(4, 0.5), Disk(6, 0.5), Disk(8, 0.5), Disk(10, 0.5)),
-        "glass_blur": (Glass(0.7, 1, 2), Glass(0.9, 2, 1), Glass(1, 2, 3), Glass(1.1, 3, 2), Glass(1.5, 4, 2)),
-        "motion_blur": (Motion(10, 3), Motion(15, 5), Motion(15, 8), Motion(15, 12), Motion(20, 15)),
-        "zoom_blur": (Zoom(1.11, 0.01), Zoom(1.15, 0.01), Zoom(1.20, 0.02), Zoom(1.24, 0.02), Zoom(1.30, 0.03)),
+        "defocus_blur": ((3, 0.1), (4, 0.5), (6, 0.5), (8, 0.5), (10, 0.5)),
+        "glass_blur": ((0.7, 1, 2), (0.9, 2, 1), (1, 2, 3), (1.1, 3, 2), (1.5, 4, 2)),
+        "motion_blur": ((10, 3), (15, 5), (15, 8), (15, 12), (20, 15)),
+        "zoom_blur": ((1.11, 0.01), (1.15, 0.01), (1.20, 0.02), (1.24, 0.02), (1.30, 0.03)),
         "snow": (
-            Snow(0.1, 0.3, 3, 0.5, 10, 4, 0.8),
-            Snow(0.2, 0.3, 2, 0.5, 12, 4, 0.7),
-            Snow(0.55, 0.3, 4, 0.9, 12, 8, 0.7),
-            Snow(0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
-            Snow(0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
+            (0.1, 0.3, 3, 0.5, 10, 4, 0.8),
+            (0.2, 0.3, 2, 0.5, 12, 4, 0.7),
+            (0.55, 0.3, 4, 0.9, 12, 8, 0.7),
+            (0.55, 0.3, 4.5, 0.85, 12, 8, 0.65),
+            (0.55, 0.3, 2.5, 0.85, 12, 12, 0.55),
         ),
-        "frost": (Frost(1, 0.4), Frost(0.8, 0.6), Frost(0.7, 0.7), Frost(0.65, 0.7), Frost(0.6, 0.75)),
-        "fog": (Fog(1.5, 2), Fog(2, 2), Fog(2.5, 1.7), Fog(2.5, 1.5), Fog(3, 1.4)),
+        "frost": ((1, 0.4), (0.8, 0.6), (0.7, 0.7), (0.65, 0.7), (0.6, 0.75)),
+        "fog": ((1.5, 2), (2, 2), (2.5, 1.7), (2.5, 1.5), (3, 1.4)),
         "brightness": (0.1, 0.2, 0.3, 0.4, 0.5),
         "contrast": (0.4, 0.3, 0.2, 0.1, 0.05),
         # 244 and not 224: the published generator has it so, and its images are what others are measured on.
@@ -132,19 +80,19 @@ TINY_IMAGENET_C = Table(
         "gaussian_noise": (0.04, 0.08, 0.12, 0.15, 0.18),
         "shot_noise": (250, 100, 50, 30, 15),
         "impulse_noise": (0.01, 0.02, 0.05, 0.08, 0.14),
-        "defocus_blur": (Disk(0.5, 0.6), Disk(1, 0.1), Disk(1.5, 0.1), Disk(2.5, 0.01), Disk(3, 0.1)),
-        "glass_blur": (Glass(0.1, 1, 1), Glass(0.5, 1, 1), Glass(0.6, 1, 2), Glass(0.7, 2, 1), Glass(0.9, 2, 2)),
-        "motion_blur": (Motion(10, 1), Motion(10, 1.5), Motion(10, 2), Motion(10, 2.5), Motion(12, 3)),
-        "zoom_blur": (Zoom(1.06, 0.01), Zoom(1.11, 0.01), Zoom(1.15, 0.01), Zoom(1.20, 0.01), Zoom(1.25, 0.01)),
+        "defocus_blur": ((0.5, 0.6), (1, 0.1), (1.5, 0.1), (2.5, 0.01), (3, 0.1)),
+        "glass_blur": ((0.1, 1, 1), (0.5, 1, 1), (0.6, 1, 2), (0.7, 2, 1), (0.9, 2, 2)),
+        "motion_blur": ((10, 1), (10, 1.5), (10, 2), (10, 2.5), (12, 3)),
+        "zoom_blur": ((1.06, 0.01), (1.11, 0.01), (1.15, 0.01), (1.20, 0.01), (1.25, 0.01)),
         "snow": (
-            Snow(0.1, 0.2, 1, 0.6, 8, 3, 0.8),
-            Snow(0.1, 0.2, 1, 0.5, 10, 4, 0.8),
-            Snow(0.15, 0.3, 1.75, 0.55, 10, 4, 0.7),
-            Snow(0.25, 0.3, 2.25, 0.6, 12, 6, 0.65),
-            Snow(0.3, 0.3, 1.25, 0.65, 14, 12, 0.6),
+            (0.1, 0.2, 1, 0.6, 8, 3, 0.8),
+            (0.1, 0.2, 1, 0.5, 10, 4, 0.8),
+            (0.15, 0.3, 1.75, 0.55, 10, 4, 0.7),
+            (0.25, 0.3, 2.25, 0.6, 12, 6, 0.65),
+            (0.3, 0.3, 1.25, 0.65, 14, 12, 0.6),
         ),
-        "frost": (Frost(1, 0.3), Frost(0.9, 0.4), Frost(0.8, 0.45), Frost(0.75, 0.5), Frost(0.7, 0.55)),
-        "fog": (Fog(0.4, 3), Fog(0.7, 3), Fog(1, 2.5), Fog(1.5, 2), Fog(2, 1.75)),
+        "frost": ((1, 0.3), (0.9, 0.4), (0.8, 0.45), (0.75, 0.5), (0.7, 0.55)),
+        "fog": ((0.4, 3), (0.7, 3), (1, 2.5), (1.5, 2), (2, 1.75)),
         "brightness": (0.1, 0.2, 0.3, 0.4, 0.5),
         "contrast": (0.4, 0.3, 0.2, 0.1, 0.05),
         "elastic_transform": _elastic(
@@ -162,19 +110,19 @@ CIFAR_C = Table(
         "gaussian_noise": (0.04, 0.06, 0.08, 0.09, 0.10),
         "shot_noise": (500, 250, 100, 75, 50),
         "impulse_noise": (0.01, 0.02, 0.03, 0.05, 0.07),
-        "defocus_blur": (Disk(0.3, 0.4), Disk(0.4, 0.5), Disk(0.5, 0.6), Disk(1, 0.2), Disk(1.5, 0.1)),
-        "glass_blur": (Glass(0.05, 1, 1), Glass(0.25, 1, 1), Glass(0.4, 1, 1), Glass(0.25, 1, 2), Glass(0.4, 1, 2)),
-        "motion_blur": (Motion(6, 1), Motion(6, 1.5), Motion(6, 2), Motion(8, 2), Motion(9, 2.5)),
-        "zoom_blur": (Zoom(1.06, 0.01), Zoom(1.11, 0.01), Zoom(1.15, 0.01), Zoom(1.20, 0.01), Zoom(1.25, 0.01)),
+        "defocus_blur": ((0.3, 0.4), (0.4, 0.5), (0.5, 0.6), (1, 0.2), (1.5, 0.1)),
+        "glass_blur": ((0.05, 1, 1), (0.25, 1, 1), (0.4, 1, 1), (0.25, 1, 2), (0.4, 1, 2)),
+        "motion_blur": ((6, 1), (6, 1.5), (6, 2), (8, 2), (9, 2.5)),
+        "zoom_blur": ((1.06, 0.01), (1.11, 0.01), (1.15, 0.01), (1.20, 0.01), (1.25, 0.01)),
         "snow": (
-            Snow(0.1, 0.2, 1, 0.6, 8, 3, 0.95),
-            Snow(0.1, 0.2, 1, 0.5, 10, 4, 0.9),
-            Snow(0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
-            Snow(0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
-            Snow(0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
+            (0.1, 0.2, 1, 0.6, 8, 3, 0.95),
+            (0.1, 0.2, 1, 0.5, 10, 4, 0.9),
+            (0.15, 0.3, 1.75, 0.55, 10, 4, 0.9),
+            (0.25, 0.3, 2.25, 0.6, 12, 6, 0.85),
+            (0.3, 0.3, 1.25, 0.65, 14, 12, 0.8),
         ),
-        "frost": (Frost(1, 0.2), Frost(1, 0.3), Frost(0.9, 0.4), Frost(0.85, 0.4), Frost(0.75, 0.45)),
-        "fog": (Fog(0.2, 3), Fog(0.5, 3), Fog(0.75, 2.5), Fog(1, 2), Fog(1.5, 1.75)),
+        "frost": ((1, 0.2), (1, 0.3), (0.9, 0.4), (0.85, 0.4), (0.75, 0.45)),
+        "fog": ((0.2, 3), (0.5, 3), (0.75, 2.5), (1, 2), (1.5, 1.75)),
         "brightness": (0.05, 0.1, 0.15, 0.2, 0.3),
         "contrast": (0.75, 0.5, 0.4, 0.3, 0.15),
         "elastic_transform": _elastic(
@@ -198,29 +146,18 @@ def length_factor(side: int) -> float:
     return factor if table is IMAGENET_C else max(1.0, factor)
 
 
-def parameters(name: str, severity: int, side: int) -> Any:
+def parameters(name: str, severity: int, side: int) -> tuple[Any, ...]:
     """The parameters of a corruption at a severity, for images whose shorter side is `side`."""
     if severity not in SEVERITIES:
         raise SitusError(f"severity={severity}: must be one of 1, 2, 3, 4, 5", field="severities")
-    return scaled(table_for(side).values[name][severity - 1], length_factor(side))
+    found = table_for(side).values[name][severity - 1]
+    return scaled(name, found if isinstance(found, tuple) else (found,), length_factor(side))
 
 
-def scaled(value: Any, factor: float) -> Any:
-    """`value` with its lengths multiplied by `factor`; amounts stay."""
-    match value:
-        case Glass(sigma, reach, rounds):
-            return Glass(sigma * factor, max(1, round(reach * factor)), rounds)
-        case Disk(radius, soft):
-            return Disk(radius * factor, soft * factor)
-        case Motion(radius, sigma):
-            return Motion(radius * factor, sigma * factor)
-        case Snow():
-            lengths = {"zoom": max(1.0, value.zoom * factor), "radius": value.radius * factor}
-            return value._replace(**lengths, sigma=value.sigma * factor)
-        case Elastic(alpha, sigma, affine):
-            # Noise smoothed over σ pixels shrinks as 1/σ: the displacements grow with the side only if α does twice.
-            return Elastic(alpha * factor**2, sigma * factor, affine * factor)
-    return value
+def scaled(name: str, values: tuple[Any, ...], factor: float) -> tuple[Any, ...]:
+    """Parameters with their lengths multiplied by `factor`; amounts stay."""
+    powers = GROWTH.get(name, (0,) * len(values))
+    return tuple(value * factor**power if power else value for value, power in zip(values, powers, strict=True))
 
 
 def describe(side: int) -> str:

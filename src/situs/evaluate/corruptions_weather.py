@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from situs.evaluate.corruptions_filters import Draw, clouds, convolve, gaussian, luma, trail, trail_kernels, zoom
-from situs.evaluate.corruptions_severity import Fog, Frost, Snow
 
 # Frost, by eye and by the mean, spread and tint of photographs of frosted windows.
 _NEEDLE = 0.035  # half the length of an ice needle, of the shorter side
@@ -18,7 +17,7 @@ _SEEDS = 0.07  # share of pixels where a needle starts
 _TINT = (0.90, 1.02, 1.08)
 
 
-def brightness(images: Tensor, amount: float, draw: Draw) -> Tensor:  # noqa: ARG001
+def brightness(images: Tensor, draw: Draw, amount: float) -> Tensor:  # noqa: ARG001
     """The value V of hue, saturation and value raised by `amount`; hue and saturation stay.
 
     With both fixed, all channels are proportional to V. What is black has no hue and becomes grey.
@@ -28,32 +27,49 @@ def brightness(images: Tensor, amount: float, draw: Draw) -> Tensor:  # noqa: AR
     return torch.where(value > 0, images * (raised / value.clamp(min=1e-6)), raised)
 
 
-def fog(images: Tensor, fog: Fog, draw: Draw) -> Tensor:
-    """Clouds added, and all made darker again so that the brightest value stays what it was."""
+def fog(images: Tensor, draw: Draw, thickness: float, decay: float) -> Tensor:
+    """Clouds added, and all made darker again so that the brightest value stays what it was.
+
+    thickness: the fog's largest value, of white. decay: how fast its structure fades from coarse to fine.
+    """
     height, width = images.shape[-2:]
     brightest = images.amax((1, 2, 3), keepdim=True)
-    layer = clouds(draw, "clouds", (height, width), fog.decay)
-    return (images + fog.thickness * layer) * (brightest / (brightest + fog.thickness))
+    layer = clouds(draw, "clouds", (height, width), decay)
+    return (images + thickness * layer) * (brightest / (brightest + thickness))
 
 
-def snow(images: Tensor, snow: Snow, draw: Draw) -> Tensor:
-    """Flakes with the trail of their fall over an image gone paler."""
+def snow(
+    images: Tensor,
+    draw: Draw,
+    mean: float,
+    std: float,
+    size: float,
+    threshold: float,
+    radius: float,
+    sigma: float,
+    keep: float,
+) -> Tensor:
+    """Flakes with the trail of their fall over an image gone paler.
+
+    mean, std: of the noise that becomes flakes. size: their enlargement. threshold: what is below is no flake. radius,
+    sigma: the trail of their fall. keep: how much of the image's own colour is left.
+    """
     height, width = images.shape[-2:]
-    noise = snow.mean + snow.std * draw.normal("flakes", 1, height, width)
-    flakes = zoom(noise, snow.zoom)
-    flakes = torch.where(flakes < snow.threshold, torch.zeros_like(flakes), flakes.clamp(0.0, 1.0))
+    noise = mean + std * draw.normal("flakes", 1, height, width)
+    flakes = zoom(noise, max(1.0, size))
+    flakes = torch.where(flakes < threshold, torch.zeros_like(flakes), flakes.clamp(0.0, 1.0))
     angles = -math.pi / 2 + (draw.uniform("angle") - 0.5) * (math.pi / 2)
-    flakes = trail(flakes, angles, snow.radius, snow.sigma).clamp(0.0, 1.0)
+    flakes = trail(flakes, angles, radius, sigma).clamp(0.0, 1.0)
     pale = torch.maximum(images, 1.5 * luma(images) + 0.5)
-    return snow.keep * images + (1 - snow.keep) * pale + flakes + flakes.flip(2, 3)
+    return keep * images + (1 - keep) * pale + flakes + flakes.flip(2, 3)
 
 
-def frost(images: Tensor, frost: Frost, draw: Draw) -> Tensor:
-    """The image behind ice. The ice is drawn here (`ice`); the published images show parts of six photographs."""
+def frost(images: Tensor, draw: Draw, keep: float, amount: float) -> Tensor:
+    """keep · image + amount · ice, which is drawn here; the published images show parts of six photographs."""
     layer = ice(draw, (images.shape[2], images.shape[3]))
     if images.shape[1] == 3:
         layer = layer * torch.tensor(_TINT, device=images.device).view(1, 3, 1, 1)
-    return frost.keep * images + frost.ice * layer.clamp(0.0, 1.0)
+    return keep * images + amount * layer.clamp(0.0, 1.0)
 
 
 def ice(draw: Draw, size: tuple[int, int]) -> Tensor:
