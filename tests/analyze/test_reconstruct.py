@@ -216,7 +216,7 @@ def test_unordered_and_context_pictures_show_what_they_say() -> None:
     at = [next(p for p in range(6) if torch.equal(patch(seen, p), patch(image, own))) for own in range(6)]
     assert sorted(at) == list(range(6))
     assert sorted(panel.outlined.nonzero()[0]) == sorted([at[4], at[0]])
-    context = own_places_panel(image, puzzle.places[0, :2], GRID)
+    context = own_places_panel(image, puzzle)
     assert (~context.empty).nonzero()[0].tolist() == [0, 4]
     for place in (0, 4):
         assert torch.equal(patch(torch.from_numpy(context.image), place), patch(image, place))

@@ -7,7 +7,7 @@ any other, so they count in a row's entropy, and the share that they take is tol
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Unpack
 
@@ -219,11 +219,25 @@ def analyze_attention(
 def survey(backbone: Backbone, batches: Iterable[Batch], *, positions: bool = True) -> Survey:
     """Looks at every head over all images. positions: whether the model is given its own (False after MP3)."""
     check_attention_maps(backbone)
-    sums: dict[str, list[Tensor]] = {}
-    count = 0
-    for images in _few_at_a_time(backbone, batches):
-        count += len(images)
-        _add_up(sums, backbone, images, positions)
+    p, count = backbone.num_prefix, 0
+    sums: dict[str, list[Tensor]] = {"entropy": [], "prefix": [], "relative": []}
+
+    def see(layer: int, weights: Tensor) -> None:
+        queries = weights[:, :, p:]
+        found = {
+            "entropy": row_entropy(queries).mean(dim=2).sum(dim=0, dtype=torch.float64),
+            "prefix": queries[..., :p].sum(dim=-1).mean(dim=2).sum(dim=0, dtype=torch.float64),
+            "relative": relative_sums(queries[..., p:], backbone.grid),
+        }
+        for name, value in found.items():
+            if layer == len(sums[name]):
+                sums[name].append(value)
+            else:
+                sums[name][layer] += value
+
+    for batch in batches:
+        count += len(batch.inputs)
+        _watch(backbone, batch.inputs, positions, see)
     if not count:
         raise SitusError("there are no images to look at", field="data")
     means = {name: torch.stack(layers).cpu() / count for name, layers in sums.items()}
@@ -245,13 +259,12 @@ def image_maps(backbone: Backbone, images: Tensor, layer: int, *, positions: boo
     """`query_maps` of one layer (from 0), of CLS where there is one: images [B, C, H, W] -> [B, H, h, w] on the CPU."""
     found: list[Tensor] = []
     cls = has_cls(backbone)
-    for part in images.split(_at_once(backbone)):
 
-        def see(depth: int, weights: Tensor) -> None:
-            if depth == layer:
-                found.append(query_maps(weights, backbone.num_prefix, backbone.grid, cls=cls).cpu())
+    def see(depth: int, weights: Tensor) -> None:
+        if depth == layer:
+            found.append(query_maps(weights, backbone.num_prefix, backbone.grid, cls=cls).cpu())
 
-        _watch(backbone, part, positions, see)
+    _watch(backbone, images, positions, see)
     return torch.cat(found)
 
 
@@ -263,36 +276,8 @@ def check_layer(backbone: Backbone, layer: int | None) -> int:
     return number - 1
 
 
-def _few_at_a_time(backbone: Backbone, batches: Iterable[Batch]) -> Iterator[Tensor]:
-    for batch in batches:
-        yield from batch.inputs.split(_at_once(backbone))
-
-
-def _at_once(backbone: Backbone) -> int:
-    return max(1, _WEIGHTS_AT_ONCE // (backbone.num_prefix + backbone.num_tokens) ** 2)
-
-
 def _watch(backbone: Backbone, images: Tensor, positions: bool, see: See) -> None:
-    stream = backbone.assemble(backbone.embed(images), backbone.positions() if positions else None)
-    watch_attention(backbone, stream, see)
-
-
-def _add_up(sums: dict[str, list[Tensor]], backbone: Backbone, images: Tensor, positions: bool) -> None:
-    """Adds each layer's sums over these images to `sums`, on the device: name -> one tensor a layer."""
-    p = backbone.num_prefix
-
-    def see(layer: int, weights: Tensor) -> None:
-        queries = weights[:, :, p:]
-        found = {
-            "entropy": row_entropy(queries).mean(dim=2).sum(dim=0, dtype=torch.float64),
-            "prefix": queries[..., :p].sum(dim=-1).mean(dim=2).sum(dim=0, dtype=torch.float64),
-            "relative": relative_sums(queries[..., p:], backbone.grid),
-        }
-        for name, value in found.items():
-            layers = sums.setdefault(name, [])
-            if layer == len(layers):
-                layers.append(value)
-            else:
-                layers[layer] += value
-
-    _watch(backbone, images, positions, see)
+    """Shows every layer's weights to `see`, for a few images at a time."""
+    for part in images.split(max(1, _WEIGHTS_AT_ONCE // (backbone.num_prefix + backbone.num_tokens) ** 2)):
+        stream = backbone.assemble(backbone.embed(part), backbone.positions() if positions else None)
+        watch_attention(backbone, stream, see)

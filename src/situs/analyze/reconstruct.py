@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from situs.core.jigsaw import patch_size_of
 from situs.core.permutation import random_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, patchify, put_at, take, unpatchify
@@ -70,7 +71,7 @@ def place_patches(images: Tensor, taken: Tensor, places: Tensor, grid: Grid) -> 
     images: [B, C, H, W]; taken, places: [B, K] on `grid` -> pictures [B, C, H, W], 0 where nothing came, and
     filled [B, N] bool.
     """
-    size = images.shape[-2] // grid[0], images.shape[-1] // grid[1]
+    size = patch_size_of(images, grid)
     put, filled = put_at(take(patchify(images, size), taken), places, grid[0] * grid[1])
     return unpatchify(put, grid, size), filled
 
@@ -78,8 +79,8 @@ def place_patches(images: Tensor, taken: Tensor, places: Tensor, grid: Grid) -> 
 def paint_places(images: Tensor, where: Tensor, grid: Grid, value: float) -> Tensor:
     """Images with the patches at `where` [B, N] bool in one grey `value`: 0 is black, 1 white."""
     painted = where.unflatten(1, (1, *grid))
-    sizes = images.shape[-2] // grid[0], images.shape[-1] // grid[1]
-    pixels = painted.repeat_interleave(sizes[0], dim=2).repeat_interleave(sizes[1], dim=3)
+    height, width = patch_size_of(images, grid)
+    pixels = painted.repeat_interleave(height, dim=2).repeat_interleave(width, dim=3)
     return torch.where(pixels, torch.as_tensor(value, dtype=images.dtype, device=images.device), images)
 
 
@@ -97,7 +98,7 @@ def mix_pairs(first: Tensor, second: Tensor, noise: Tensor, grid: Grid) -> tuple
     first, second: [B, C, H, W]; noise: [B, 2N] -> mixes [B, C, H, W] twice, and origin [B, 2N]: the patch at place
     i of mix m comes from place origin[m·N + i] of `first`, or of `second` where that is N or more (less N).
     """
-    size = first.shape[-2] // grid[0], first.shape[-1] // grid[1]
+    size = patch_size_of(first, grid)
     origin = random_permutation(noise)
     both = take(torch.cat([patchify(first, size), patchify(second, size)], dim=1), origin)
     one, other = (unpatchify(half, grid, size) for half in both.chunk(2, dim=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,12 +40,8 @@ def _projections(section: Section, looks: Sequence[Look], seed: int) -> None:
             f"{nth} component ({percent(share, 0)})" for nth, share in zip(NTH, look.components.shares, strict=True)
         )
         for dims, what in ((2, "plane"), (3, "space")):
-            panels = [
-                places.Sheet(f"lines along each {along}", look.components.points[:, :dims], labels[:dims], along)
-                for along in ("row", "column")
-            ]
             section.figure(
-                places.sheets(panels, look.table.grid),
+                _sheets(look, look.components.points[:, :dims], labels[:dims]),
                 f"{look.title}: the {what} of the {'two' if dims == 2 else 'three'} largest principal components, with "
                 "the share of the variance that each holds.",
                 name=_file(f"pca-{dims}d", number),
@@ -54,17 +51,22 @@ def _projections(section: Section, looks: Sequence[Look], seed: int) -> None:
         section.note("UMAP is not installed, so its picture is missing: `pip install 'situs[umap]'`.")
 
 
+def _sheets(look: Look, points: Any, labels: tuple[str, ...], *, as_image: bool = False) -> figures.Figure:
+    """The places twice, with lines along each row and along each column."""
+    panels = [
+        places.Sheet(f"lines along each {along}", points, labels, along, as_image=as_image)
+        for along in ("row", "column")
+    ]
+    return places.sheets(panels, look.table.grid)
+
+
 def _umap(section: Section, look: Look, number: int, seed: int) -> None:
     if not has_umap() or len(look.table.rows) < FEWEST:
         return
     points = umap_points(look.table.rows, seed=seed)
-    panels = [
-        places.Sheet(f"lines along each {along}", points, ("UMAP, 1st", "UMAP, 2nd"), along)
-        for along in ("row", "column")
-    ]
     near = min(NEIGHBOURS, len(points) - 1)
     said = f"{look.title}: UMAP with {near} neighbours. Distances between far places mean little here."
-    section.figure(places.sheets(panels, look.table.grid), said, name=_file("umap", number))
+    section.figure(_sheets(look, points, ("UMAP, 1st", "UMAP, 2nd")), said, name=_file("umap", number))
 
 
 def _alike(section: Section, looks: Sequence[Look]) -> None:
@@ -140,12 +142,9 @@ def _decoded(section: Section, looks: Sequence[Look], references: Sequence[Look]
             section.note(said)
     for number, look in enumerate(looks, start=1):
         guesses = look.decoded.guesses[:, ::-1]
-        panels = [
-            places.Sheet(f"lines along each {along}", guesses, ("guessed column", "guessed row"), along, as_image=True)
-            for along in ("row", "column")
-        ]
+        drawn = _sheets(look, guesses, ("guessed column", "guessed row"), as_image=True)
         said = f"{look.title}: where each place is read to be, when the map was fitted without it."
-        section.figure(places.sheets(panels, look.table.grid), said, name=_file("guesses", number))
+        section.figure(drawn, said, name=_file("guesses", number))
 
 
 PAPER = (

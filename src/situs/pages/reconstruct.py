@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from matplotlib.figure import Figure
@@ -104,32 +104,36 @@ def _droppos_sections(page: Page, found: Reconstruction) -> None:
         )
 
 
+def _panel(
+    image: Tensor, taken: Tensor, places: Tensor, puzzle: Puzzle, title: str = "", *, known: int | None = None
+) -> Panel:
+    """The patches `taken` of an image put at `places`, [1, K] each; the first `known` outlined, unless they are all."""
+    picture, filled = place_patches(image[None], taken, places, puzzle.grid)
+    outlined = None if known is None else mask_of(places[:, :known], filled.shape[1])[0].numpy()
+    return Panel(picture[0].numpy(), title, outlined=outlined, empty=~filled[0].numpy())
+
+
 def placed_panel(image: Tensor, puzzle: Puzzle, row: int, title: str = "") -> Panel:
     """Image `row` of a puzzle with each patch where the model puts it.
 
     The context or the told patches are outlined, unless that were all of them.
     """
-    one = slice(row, row + 1)
-    picture, filled = place_patches(image[None], puzzle.places[one], puzzle.guesses[one], puzzle.grid)
-    landed = mask_of(puzzle.guesses[one, : puzzle.known], filled.shape[1])
-    special = landed[0].numpy() if puzzle.known < puzzle.places.shape[1] else None
-    return Panel(picture[0].numpy(), title, outlined=special, empty=~filled[0].numpy())
+    places, guesses = puzzle.places[row : row + 1], puzzle.guesses[row : row + 1]
+    known = puzzle.known if puzzle.known < places.shape[1] else None
+    return _panel(image, places, guesses, puzzle, title, known=known)
 
 
-def own_places_panel(image: Tensor, places: Tensor, grid: Grid, title: str = "") -> Panel:
-    """Some patches of an image in their own places, places: [K]; the others are left empty."""
-    picture, filled = place_patches(image[None], places[None], places[None], grid)
-    return Panel(picture[0].numpy(), title, empty=~filled[0].numpy())
+def own_places_panel(image: Tensor, puzzle: Puzzle, title: str = "") -> Panel:
+    """The context of the first image in its own places; the others are left empty."""
+    places = puzzle.places[:1, : puzzle.known]
+    return _panel(image, places, places, puzzle, title)
 
 
 def unordered_panel(image: Tensor, puzzle: Puzzle, row: int, seed: int = 0, title: str = "") -> Panel:
     """The patches of a puzzle in no order, as the model gets them; the context outlined."""
-    count = puzzle.grid[0] * puzzle.grid[1]
-    noise = uniform(seed, 0, torch.tensor([row]), "analyze.layout", (count,))
+    noise = uniform(seed, 0, torch.tensor([row]), "analyze.layout", (puzzle.grid[0] * puzzle.grid[1],))
     layout = random_permutation(noise)[:, : puzzle.places.shape[1]]
-    picture, filled = place_patches(image[None], puzzle.places[row : row + 1], layout, puzzle.grid)
-    context = mask_of(layout[:, : puzzle.known], count)
-    return Panel(picture[0].numpy(), title, outlined=context[0].numpy(), empty=~filled[0].numpy())
+    return _panel(image, puzzle.places[row : row + 1], layout, puzzle, title, known=puzzle.known)
 
 
 def verdict_panel(image: Tensor, puzzle: Puzzle, row: int, title: str = "") -> Panel:
@@ -154,28 +158,31 @@ def one_image_figure(image: Tensor, solved: Solved, seed: int = 0) -> Figure:
     """MP3's Figure 2 for the first image: context, input and reconstruction at each η."""
     rows: list[list[Panel | None]] = [[Panel(image.numpy(), "image")], [None], [None]]
     for setting, puzzle in solved.items():
-        rows[0].append(own_places_panel(image, puzzle.places[0, : puzzle.known], puzzle.grid, setting.text))
+        rows[0].append(own_places_panel(image, puzzle, setting.text))
         rows[1].append(unordered_panel(image, puzzle, 0, seed))
         rows[2].append(placed_panel(image, puzzle, 0, f"{_percent(puzzle, 0)} right"))
-    return panels(rows, next(iter(solved.values())).grid, ["context", "input", "reconstruction"])
+    return panels(rows, _grid(solved), ["context", "input", "reconstruction"])
 
 
 def placed_figure(images: Tensor, solved: Solved) -> Figure:
     """Each image and what is made of it at each setting."""
-    rows = []
-    for row, image in enumerate(images):
-        made = [placed_panel(image, puzzle, row, _title(setting, puzzle, row)) for setting, puzzle in solved.items()]
-        rows.append([Panel(image.numpy(), "image" if row == 0 else ""), *made])
-    return panels(rows, next(iter(solved.values())).grid)
+    return panels([[own, *made] for own, made in _rows(images, solved, placed_panel)], _grid(solved))
 
 
 def verdict_figure(images: Tensor, solved: Solved) -> Figure:
     """DropPos's Figure 3: each γ, and the image last."""
-    rows = []
+    return panels([[*made, own] for own, made in _rows(images, solved, verdict_panel)], _grid(solved))
+
+
+def _rows(images: Tensor, solved: Solved, draw: Callable[..., Panel]) -> Iterator[tuple[Panel, list[Panel]]]:
+    """Each image, and a panel of it for each setting."""
     for row, image in enumerate(images):
-        made = [verdict_panel(image, puzzle, row, _title(setting, puzzle, row)) for setting, puzzle in solved.items()]
-        rows.append([*made, Panel(image.numpy(), "image" if row == 0 else "")])
-    return panels(rows, next(iter(solved.values())).grid)
+        made = [draw(image, puzzle, row, _title(setting, puzzle, row)) for setting, puzzle in solved.items()]
+        yield Panel(image.numpy(), "image" if row == 0 else ""), made
+
+
+def _grid(solved: Solved) -> Grid:
+    return next(iter(solved.values())).grid
 
 
 def mix_figure(pair: tuple[Tensor, Tensor], mixes: Mapping[Setting, Mix], row: int = 0) -> Figure:
