@@ -58,10 +58,10 @@ def test_order_of_the_page(outline: Any) -> None:
     assert "there is &lt;no&gt; table" in text
     assert "The gate psnr=20 is not passed. none, above: 3 of 3 images above 20; the worst, a, has psnr 200" in text
     assert text.count("<img") == 1
-    ruling = Ruling(Limit("psnr", 20), [Judgement("none", 3, "a leak", Worst("patchembed", "b", 200.0))])
+    ruling = Ruling(Limit("psnr", 20), [Judgement("none", "above", "a leak", Worst("patchembed", "b", 200.0))])
     rows = [["none", "above", "200", "b", "patchembed", "a leak"]]
     assert judged(ruling) == (["defence", "gate", "worst psnr", "image", "by", "why"], rows)
-    nothing = Ruling(Limit("psnr", 20), [Judgement("none", 4, "no closed form applies")])
+    nothing = Ruling(Limit("psnr", 20), [Judgement("none", "incomplete", "no closed form applies")])
     assert judged(nothing)[1] == [["none", "not judged", None, None, None, "no closed form applies"]]
 
 

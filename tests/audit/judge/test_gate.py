@@ -54,14 +54,14 @@ def test_the_worst_image_decides_and_the_limit_itself_passes() -> None:
     above = judged_alone(closed(3.0, 20.5))
     assert above == Judgement(
         "none",
-        ABOVE,
+        "above",
         "1 of 2 images above 20; the worst, b, has psnr 20.5 by patchembed",
         Worst("patchembed", "b", 20.5),
     )
     passed = judged_alone(closed(3.0, 20.0))
     assert passed == Judgement(
         "none",
-        PASSED,
+        "passed",
         "patchembed solved all 2 images and the equations fit; the worst, b, has psnr 20 by patchembed",
         Worst("patchembed", "b", 20.0),
     )
@@ -164,7 +164,8 @@ def test_one_proof_is_enough_and_the_other_attacks_count_for_the_worst() -> None
 
 
 def test_an_audit_is_as_good_as_its_worst_defence() -> None:
-    at = {status: Judgement(f"d{status}", status, "why") for status in (PASSED, ABOVE, NOT_JUDGED)}
+    answers: dict[int, Any] = {PASSED: "passed", ABOVE: "above", NOT_JUDGED: "nothing_applied"}
+    at = {status: Judgement(f"d{status}", answer, "why") for status, answer in answers.items()}
     said = "d0, passed: why; d3, above: why; d4, not judged: why."
     assert Ruling(LIMIT, list(at.values())).status == ABOVE
     assert Ruling(LIMIT, list(at.values())).sentence == f"The gate psnr=20 is not passed. {said}"
@@ -173,13 +174,22 @@ def test_an_audit_is_as_good_as_its_worst_defence() -> None:
     assert two.sentence.startswith("The gate psnr=20 is not judged, which is no pass. d0, passed: why; d4")
     one = Ruling(LIMIT, [at[PASSED]])
     assert one.passed and one.sentence == "The gate psnr=20 is passed. d0, passed: why."
+    three = [Judgement("d", answer, "why") for answer in ("passed", "nothing_applied", "incomplete", "above")]
+    assert [Ruling(LIMIT, three[:count]).answer for count in range(5)] == [
+        "incomplete",
+        "passed",
+        "nothing_applied",
+        "incomplete",
+        "above",
+    ]
     none = Ruling(LIMIT, [])
     assert none.status == NOT_JUDGED and none.sentence.endswith("There was no defence to judge.")
 
 
 def test_the_file_says_passed_with_status_0_alone() -> None:
-    for status in (PASSED, ABOVE, NOT_JUDGED):
-        told = Ruling(LIMIT, [Judgement("none", status, "why", Worst("april", "a", 3.0))]).to_json()
+    answers: dict[int, Any] = {PASSED: "passed", ABOVE: "above", NOT_JUDGED: "incomplete"}
+    for status, answer in answers.items():
+        told = Ruling(LIMIT, [Judgement("none", answer, "why", Worst("april", "a", 3.0))]).to_json()
         assert told["passed"] == (status == 0) and told["status"] == status
     assert told["defences"] == [
         {
@@ -191,7 +201,7 @@ def test_the_file_says_passed_with_status_0_alone() -> None:
             "worst": {"attack": "april", "image": "a", "value": 3.0},
         }
     ]
-    assert Judgement("none", 4, "why").to_json()["worst"] is None
+    assert Judgement("none", "incomplete", "why").to_json()["worst"] is None
 
 
 PAIRS = st.builds(

@@ -182,9 +182,9 @@ AUDIT = Audit(PAIRS, ["a", "b"], torch.zeros(2, 3, 4, 4), "a-model", Step(), {},
 RULING = Ruling(
     Limit("psnr", 20.0),
     [
-        Judgement("none", 3, 'above "20"'),
-        Judgement("noise", 0, "fits"),
-        Judgement("mjp", 4, "no closed form\x1b applies"),
+        Judgement("none", "above", 'above "20"'),
+        Judgement("noise", "passed", "fits"),
+        Judgement("mjp", "incomplete", "no closed form\x1b applies"),
     ],
 )
 

@@ -9,30 +9,31 @@ nothing proves nothing: it can fail a gate and never pass it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from situs.audit.attacks.base import Fact
+from situs.audit.attacks.patchembed.equations import FIT
 from situs.audit.cases import Outcome
 from situs.audit.scores.metrics import BEST_PSNR, HIGHER_IS_CLOSER, LOWER_IS_CLOSER
 from situs.errors import SitusError, unknown_name
 
 if TYPE_CHECKING:
     from situs.audit.gradients import Audit
-from collections.abc import Callable
 
-from situs.audit.attacks.base import Fact
-from situs.audit.attacks.patchembed.equations import FIT
-
-Answer = Literal["passed", "above", "incomplete", "nothing_applied"]
+Answer = Literal["above", "incomplete", "nothing_applied", "passed"]
 """What a gate says. incomplete: something was stopped, is missing or proves nothing; nothing_applied: no attack could
 be made at all. Neither is a pass."""
 
 PASSED, ABOVE, NOT_JUDGED = 0, 3, 4
 """What a gate says, as exit statuses."""
 
+STATUS: dict[Answer, int] = {"above": ABOVE, "incomplete": NOT_JUDGED, "nothing_applied": NOT_JUDGED, "passed": PASSED}
+"""The worst first: an audit's answer is the worst of its defences'."""
+
 OUTCOMES = {PASSED: "passed", NOT_JUDGED: "not judged", ABOVE: "above"}
-"""The same in words, the worst last: an audit's status is the worst of its defences'."""
+"""The same in words."""
 
 
 class Limit(NamedTuple):
@@ -53,37 +54,25 @@ class Worst(NamedTuple):
     value: float
 
 
-@dataclass(frozen=True)
-class Judgement:
+class Judgement(NamedTuple):
     """One defence. said: why it stands there, without its name and a full stop. worst: None where nothing was tried."""
 
     defence: str
-    status: int
+    answer: Answer
     said: str
     worst: Worst | None = None
-    applied: bool = True
-    """Whether any attack was made, or stopped before it was."""
+
+    @property
+    def status(self) -> int:
+        return STATUS[self.answer]
 
     @property
     def outcome(self) -> str:
         return OUTCOMES[self.status]
 
-    @property
-    def answer(self) -> Answer:
-        if self.status == NOT_JUDGED:
-            return "incomplete" if self.applied else "nothing_applied"
-        return "passed" if self.status == PASSED else "above"
-
     def to_json(self) -> dict[str, Any]:
         worst = None if self.worst is None else self.worst._asdict()
-        return {
-            "defence": self.defence,
-            "status": self.status,
-            "outcome": self.outcome,
-            "answer": self.answer,
-            "said": self.said,
-            "worst": worst,
-        }
+        return {**self._asdict(), "status": self.status, "outcome": self.outcome, "worst": worst}
 
 
 @dataclass(frozen=True)
@@ -94,18 +83,14 @@ class Ruling:
     judgements: Sequence[Judgement]
 
     @property
-    def status(self) -> int:
+    def answer(self) -> Answer:
         """The worst of the defences'; nothing at all is no pass."""
-        order = list(OUTCOMES)
-        return max((judged.status for judged in self.judgements), key=order.index, default=NOT_JUDGED)
+        found: list[Answer] = [judged.answer for judged in self.judgements] or ["incomplete"]
+        return min(found, key=list(STATUS).index)
 
     @property
-    def answer(self) -> Answer:
-        """The worst of the defences'; nothing at all is incomplete."""
-        found = {judged.answer for judged in self.judgements}
-        order: tuple[Answer, ...] = ("above", "incomplete", "nothing_applied", "passed")
-        worst: list[Answer] = [answer for answer in order if answer in found]
-        return worst[0] if worst else "incomplete"
+    def status(self) -> int:
+        return STATUS[self.answer]
 
     @property
     def passed(self) -> bool:
@@ -175,16 +160,16 @@ def _judge(audit: Audit, defence: str, limit: Limit) -> Judgement:
         worst = Worst(attack, audit.names[number], value)
         shown = f"the worst, {worst.image}, has {limit.metric} {value:.4g} by {attack}"
         if over := {number for number, value, _ in found if value > limit.bound}:
-            return Judgement(
-                defence, ABOVE, f"{len(over)} of {len(audit.names)} images above {limit.bound:g}; {shown}", worst
-            )
+            said = f"{len(over)} of {len(audit.names)} images above {limit.bound:g}; {shown}"
+            return Judgement(defence, "above", said, worst)
     proofs = [pair.attack for pair in pairs if _proves(pair, audit)]
     gaps = _gaps(audit, defence, pairs, limit) + ([] if proofs else _lacking(audit, pairs))
     if gaps or not proofs:
         applied = any(each.status != "refused" for each in audit.outcomes if each.defence == defence)
-        return Judgement(defence, NOT_JUDGED, "; ".join([*gaps, *([shown] if shown else [])]), worst, applied)
+        answer: Answer = "incomplete" if applied else "nothing_applied"
+        return Judgement(defence, answer, "; ".join([*gaps, *([shown] if shown else [])]), worst)
     said = f"{' and '.join(proofs)} solved all {len(audit.names)} images and the equations fit; {shown}"
-    return Judgement(defence, PASSED, said, worst)
+    return Judgement(defence, "passed", said, worst)
 
 
 def _proves(pair: Outcome, audit: Audit) -> bool:

@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as ET
 
 import torch
 from torch import nn
 
 from situs import __version__
 from situs.audit.cases import Outcome
+from situs.audit.judge.gate import ABOVE, NOT_JUDGED, Ruling
 from situs.audit.scores.metrics import LOWER_IS_CLOSER, means_of
 from situs.audit.scores.scoring import Scores
 from situs.train.storage import digest
@@ -24,14 +27,6 @@ from situs.train.storage import digest
 if TYPE_CHECKING:
     from situs.audit.gradients import Audit
     from situs.audit.settings import Comparison
-import re
-from typing import TYPE_CHECKING
-from xml.etree import ElementTree as ET
-
-from situs.audit.judge.gate import ABOVE, NOT_JUDGED, Ruling
-
-if TYPE_CHECKING:
-    from situs.audit.gradients import Audit
 
 SCHEMA, SETTINGS_SCHEMA = "situs-audit-gradients/1", "situs-audit-settings/1"
 """The form of gradients.json and of settings.json."""
