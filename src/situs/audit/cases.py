@@ -165,7 +165,7 @@ class Outcome:
 
     scores and facts: per image. pictures: the first that were recovered, [m, C, H, W] in [0, 1]. caveat: why it is not
     exact here. lower_bound: whether one who knows the training could get more. partial: how far it came where it was
-    stopped. doubt: why a closed form that gets little proves nothing (`proof`).
+    stopped. doubt: why a closed form that gets little proves nothing (`gate.doubt_of`).
     """
 
     case: Case

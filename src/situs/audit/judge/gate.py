@@ -1,7 +1,7 @@
 """The gate of an audit: a limit on one metric, and for each defence whether what was found stays below it.
 
 The worst image decides, not the mean. `PASSED`: a closed form ran on all images to the end, its equations hold and fit
-(`proof`), nothing was stopped, and no image is above the limit. `ABOVE`: some image is, also in a stopped audit.
+(`doubt_of`), nothing was stopped, and no image is above the limit. `ABOVE`: some image is, also in a stopped audit.
 `NOT_JUDGED`: everything else. What was stopped, does not apply or does not fit is no pass, and a search that finds
 nothing proves nothing: it can fail a gate and never pass it.
 """

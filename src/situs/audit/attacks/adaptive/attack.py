@@ -2,9 +2,9 @@
 
 1. Rows of ∂l/∂E_pos that are all zero, or nothing but the noise that a defence adds, are the hidden places. DAL touches
    only the rows of shown places, and its gradient is known: it is subtracted.
-2. Algebra gives every patch up to m - 1 directions that all patches share (`adaptive_algebra`).
-3. The row spaces of the first block's gradients give the rest, for shown and hidden patches alike (`adaptive_spans`,
-   `adaptive_block`, `adaptive_search`, `adaptive_solve`), as long as there are fewer tokens than channels.
+2. Algebra gives every patch up to m - 1 directions that all patches share (`algebra`).
+3. The row spaces of the first block's gradients give the rest, for shown and hidden patches alike (`block`, `search`,
+   `solve`), as long as there are fewer tokens than channels.
 4. The gradients do not depend on the order of the hidden patches. Their borders do: `ordering` solves the puzzle.
 
 Where no row is zero, nothing is hidden and `patchembed` is all that is needed.

@@ -5,7 +5,7 @@ known: o lies in the span of the attention's last layer, and norm(z + A o + b) i
 they leave a token a family of as many dimensions as Z has (`family_of`), with no word of the other tokens: attention
 is not computed, it is eliminated. Adding differences of hidden tokens never leaves a family, which is why nothing
 linear can do better. The MLP's activation is not linear: a token's a = late(m) must lie in the row space of the last
-layer's gradient, some thousand equations for a handful of unknowns (`adaptive_search`).
+layer's gradient, some thousand equations for a handful of unknowns (`search`).
 
 The hidden tokens share E_unk, so they are the m roots of one and the same equations. Roots found are kept out by the
 functionals that vanish on them and on the shown tokens: dividing residuals by those leaves only the other roots.
