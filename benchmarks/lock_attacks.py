@@ -29,7 +29,8 @@ from torch.nn import functional as F
 
 from situs.backbones import Backbone, create_backbone
 from situs.data.sources.samples import load_samples
-from situs.locks.attacks.recovery import drift, drift_between, opened, recover_blind, recover_with_base
+from situs.locks.attacks.match import fit_error
+from situs.locks.attacks.recovery import drift, opened, recover_blind, recover_with_base
 from situs.locks.folder import write_model
 from situs.locks.groups import permute_state, random_keys, residual_only
 from situs.locks.owner import with_key
@@ -82,7 +83,7 @@ def relative(backbone: Backbone, steps: int) -> None:
     truth = random_keys(groups, torch.Generator().manual_seed(3))
     locked = permute_state(backbone.model.state_dict(), groups, truth)
     found = recover_with_base(locked, before, groups, truth=truth, attacker="drifted-base")
-    apart = drift_between(locked, before, groups, truth)
+    apart = fit_error(locked, before, groups, truth) ** 0.5
     print(
         f"fine-tuned for {steps} steps of AdamW (lr 1e-4, {apart:.3f} standard deviations away): "
         f"{found.right} of {found.size} in {found.seconds:.2f} s"

@@ -16,9 +16,8 @@ from zoo import HF, ROTARY, TIMM, ZOO, inputs, make
 from situs.backbones import create_backbone
 from situs.core.permutation import compose, identity
 from situs.errors import SitusError
-from situs.locks.equivariance.experiment import Experiment
-from situs.locks.equivariance.precise import KeepDouble
-from situs.locks.equivariance.sample import evaluating, sample_of
+from situs.locks.equivariance.experiment import Experiment, KeepDouble
+from situs.locks.equivariance.sample import sample_of
 from situs.locks.groups import (
     Group,
     Member,
@@ -31,6 +30,7 @@ from situs.locks.groups import (
     random_keys,
     residual_only,
 )
+from situs.models.inference import evaluating
 
 LOOSE = 1e-6
 """What a forgotten axis must be worse than; what holds is better than 1e-10."""
@@ -267,7 +267,7 @@ def test_a_gate_on_the_heads_moves_with_them() -> None:
         keys = random_keys(groups, random(0))
         experiment = Experiment(backbone, sample_of(backbone, None, 32, random(0)), torch.float64, 0)
         assert max(experiment.column(residual_only(groups), keys).values()) < 1e-10
-        assert max(experiment.inner([g for g in groups if g.kind != "residual"], keys).values()) < 1e-10
+        assert max(experiment.column([g for g in groups if g.kind != "residual"], keys).values()) < 1e-10
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from zoo import keyed_model, opened_model
 
 from situs.backbones import Backbone, create_backbone
 from situs.errors import SitusError
-from situs.locks.equivariance.precise import KeepDouble
+from situs.locks.equivariance.experiment import KeepDouble
 from situs.locks.folder import names_in_file, write_model
 from situs.locks.groups import invert_keys, permute_state, rename
 from situs.locks.key import Key

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.errors import SitusError
-from situs.evaluate.inference import Total, evaluating
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Images, check_classes, check_labels, load_set, made_with, opened
+from situs.models.inference import Total, evaluating
 from situs.results import Result, Summary, Table, percent
 from situs.train.step import autocast
 

@@ -21,10 +21,10 @@ from situs.core.masking import count_of
 from situs.core.random import uniform
 from situs.errors import SitusError
 from situs.evaluate.accuracy import hard
-from situs.evaluate.inference import Total, evaluating
 from situs.limits import check_value
 from situs.methods.base import Batch, Method, encode_moved
 from situs.models.data import AnyData, AnyModel, Images, examples, load_set, made_with, opened, top1_reason
+from situs.models.inference import Total, evaluating
 from situs.models.model import check_classifier
 from situs.results import Cell, Result, Summary, Table, percent
 from situs.train.step import autocast

@@ -14,9 +14,9 @@ from torch import Tensor
 from situs import __version__
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, Classifier, Tally, hard, labels_of
-from situs.evaluate.inference import Total, evaluating
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Images, check_classes, load_set, open_several
+from situs.models.inference import Total, evaluating
 from situs.results import Provenance, Result, Summary, Table, percent
 from situs.train.step import autocast
 

@@ -19,10 +19,10 @@ from situs import __version__
 from situs.backbones.base import Backbone, Features
 from situs.data.sampler import sample_of
 from situs.errors import SitusError
-from situs.evaluate.inference import evaluating
 from situs.files import write_result
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, load_set, opened
+from situs.models.inference import evaluating
 from situs.train.step import autocast
 
 Pool = Literal["mean", "cls"]

@@ -13,12 +13,12 @@ from situs.data.sources.subset import Subset
 from situs.errors import SitusError
 from situs.evaluate.accuracy import hard, measure_accuracy
 from situs.evaluate.features import extract
-from situs.evaluate.inference import evaluating
 from situs.evaluate.knn import knn_accuracy
 from situs.evaluate.position import position_accuracy
 from situs.limits import check_value
 from situs.methods import METHODS
 from situs.methods.base import Batch, Method
+from situs.models.inference import evaluating
 from situs.train.contract import Hook, RunState
 from situs.train.run import Hooks, RunConfig, make_eval_loader
 

@@ -18,10 +18,10 @@ from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.evaluate.accuracy import hard, labels_of
 from situs.evaluate.features import Pool, layer_features
-from situs.evaluate.inference import evaluating
 from situs.limits import check_value
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Images, check_labels, load_bank, made_with, opened
+from situs.models.inference import evaluating
 from situs.results import Result, Summary, Table, percent
 from situs.train.step import autocast
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from situs.core.random import uniform
 from situs.errors import SitusError
-from situs.evaluate.inference import Total
 from situs.limits import check_value
+from situs.models.inference import Total
 from situs.results import Cell, Provenance, Result, Table
 
 WEIGHT_DECAYS = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)

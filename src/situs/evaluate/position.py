@@ -14,10 +14,10 @@ from typing import Any, ClassVar, NamedTuple, Unpack
 import torch
 
 from situs.errors import SitusError
-from situs.evaluate.inference import Total, evaluating
 from situs.limits import check_value
 from situs.methods.base import Batch, Method
 from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
+from situs.models.inference import Total, evaluating
 from situs.models.model import puzzle_method
 from situs.results import Result, Summary, Table, percent
 from situs.train.step import autocast

@@ -20,11 +20,11 @@ from situs.core.position import coordinates, distances
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, take
 from situs.errors import SitusError
-from situs.evaluate.inference import evaluating
 from situs.evaluate.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
 from situs.limits import check_value
 from situs.methods.base import Batch, UnknownPosition
 from situs.models import Model
+from situs.models.inference import evaluating
 from situs.results import Cell, Summary, Table, percent
 from situs.train.step import autocast
 

@@ -19,7 +19,6 @@ from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, Classifier, Tally, labels_of, measure_accuracy
 from situs.evaluate.corruptions import corrupt, find_corruptions, find_severities
 from situs.evaluate.corruptions_severity import SEVERITIES
-from situs.evaluate.inference import evaluating
 from situs.evaluate.robustness import Anomalies, Cells, Natural, Robustness, aupr, aurra, response_curve
 from situs.evaluate.robustness_sets import (
     class_numbers,
@@ -34,6 +33,7 @@ from situs.limits import check_value
 from situs.methods.base import Batch
 from situs.models import Model
 from situs.models.data import AnyData, AnyModel, Images, load_set, opened
+from situs.models.inference import evaluating
 from situs.models.model import check_classifier
 from situs.results import Provenance
 from situs.train.step import autocast

@@ -21,8 +21,9 @@ from situs.backbones.layout import Group, Member
 from situs.errors import SitusError
 from situs.locks.equivariance.experiment import Experiment
 from situs.locks.equivariance.findings import TOLERANCES
-from situs.locks.equivariance.sample import evaluating, sample_of
+from situs.locks.equivariance.sample import sample_of
 from situs.locks.folder import structure_of
+from situs.models.inference import evaluating
 
 LARGE = 5_000_000
 """Parameters above which one block stands for all: float64 copies of more take longer and more memory than the lock."""
@@ -34,7 +35,7 @@ def certify(backbone: Backbone, groups: Sequence[Group], keys: Mapping[str, Tens
     Raises where it is above the tolerance, and where the check would not notice a wrong key. groups, keys: in the
     model's own names. The weights of `backbone` are used as they are.
     """
-    with evaluating(backbone), torch.enable_grad():
+    with evaluating(backbone):
         sample = sample_of(backbone, None, 32, torch.Generator().manual_seed(seed))
         experiment = Experiment(backbone, sample, torch.float64, 0)
         error = max(experiment.column(groups, keys).values())

@@ -17,9 +17,6 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.config import Checked
-from situs.data.loader import Loader, make_loader
-from situs.data.sources import open_source
-from situs.data.sources.subset import Subset
 from situs.errors import SitusError, unknown_name
 from situs.limits import Count
 from situs.locks.attacks.adapter import AdapterConfig, accuracy_of, recover_with_labels
@@ -48,7 +45,7 @@ from situs.locks.manifest import Manifest, permutations_of, read_manifest
 from situs.locks.owner import left_of
 from situs.locks.withhold import words
 from situs.models import open_model
-from situs.models.data import check_classes
+from situs.models.data import check_classes, load_bank
 from situs.models.model import Model
 from situs.results import Result, Summary, Table, percent, show
 
@@ -294,19 +291,12 @@ def _labelled(
     if gone:
         said = f"data={data}: parts of the model are withheld, so it cannot be run on images"
         raise SitusError(said, field="data")
-    model = open_model(str(folder))
-    sets = []
-    for split, count in (("train", config.k), ("val", config.test)):
-        loader = _loader(model.data, data, split, count)
+    model, sets = open_model(str(folder)), []
+    for loader in load_bank(model, data, train_count=config.k, count=config.test):
         check_classes(model, loader)
         batches = list(loader)
         sets.append((torch.cat([b.inputs for b in batches]), torch.cat([b.targets["label"] for b in batches])))
     return sets[0], sets[1]
-
-
-def _loader(prepared: Any, path: str, split: str, count: int) -> Loader:
-    source = Subset(open_source(path, split, channels=prepared.channels, held_out=prepared.held_out), count)
-    return make_loader(replace(prepared, path=path, split=split, batch=min(count, 256)), None, source=source)
 
 
 def _base_state(base: str | os.PathLike[str] | nn.Module | Model, weights: str | None) -> dict[str, Tensor]:

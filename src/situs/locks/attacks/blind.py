@@ -24,6 +24,7 @@ from situs.backbones.base import Backbone
 from situs.backbones.layout import Group, Member
 from situs.core.permutation import identity
 from situs.locks.attacks.match import Keys, assign, channels
+from situs.locks.equivariance.sample import random_inputs
 from situs.locks.groups import residual_only
 
 STEPS = 30
@@ -42,13 +43,15 @@ def match_blind(backbone: Backbone, groups: Sequence[Group], inputs: Tensor | No
 
     Only a stream of one width has clear parts on both sides; a later stage of Swin is left as it is.
     """
-    state = {name: value.detach().float() for name, value in backbone.model.state_dict().items()}
+    state = {name: value.detach().float().cpu() for name, value in backbone.model.state_dict().items()}
     residual = residual_only(groups)
     keys = {group.name: identity(group.size) for group in residual}
     group = residual[0]
     locked_names = {member.tensor for each in groups for member in each.members}
     clear = {name: value for name, value in state.items() if name not in locked_names}
-    stream = _entering(backbone, inputs)
+    if inputs is None:
+        inputs = random_inputs(backbone, PROBES, 64, torch.Generator().manual_seed(0))
+    stream = entering(backbone, inputs).flatten(0, 1)
     before = {name.removeprefix("model.") for name, role in backbone.roles().items() if role.depth == 0}
     linear = _linear(_clear_kinds(clear, group.size, before), _locked_kinds(state, group), group.size)
     linear += _centring(state, group, stream)
@@ -171,20 +174,12 @@ def _centring(state: dict[str, Tensor], group: Group, stream: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _entering(backbone: Backbone, inputs: Tensor | None) -> Tensor:
-    """The stream where it enters the blocks, all tokens of all samples, [*, D] in the clear order."""
+def entering(backbone: Backbone, inputs: Tensor) -> Tensor:
+    """The stream where it enters the blocks, [B, N, D] in the clear order, float32 on the CPU."""
     weight = next(backbone.model.parameters())
-    if inputs is None:
-        generator = torch.Generator().manual_seed(0)
-        if backbone.input.shape is not None:
-            inputs = torch.randn(PROBES, backbone.input.channels, *backbone.input.shape, generator=generator)
-        else:
-            words = backbone.model.config.vocab_size
-            inputs = torch.randint(0, words, (PROBES, min(64, backbone.num_tokens)), generator=generator)
     inputs = inputs.to(weight.device)
     tokens = backbone.embed(inputs.to(weight.dtype) if inputs.is_floating_point() else inputs)
     places = backbone.positions()
     if tokens.shape[1] < backbone.num_tokens:  # a text shorter than the model's longest
         places = places.take(identity(tokens.shape[1], tokens.device))
-    stream = backbone.assemble(tokens, places)
-    return stream.z.float().reshape(-1, stream.z.shape[-1])
+    return backbone.assemble(tokens, places).z.float().cpu()

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group, Member
-from situs.core.permutation import identity
 from situs.errors import SitusError
+from situs.locks.attacks.blind import entering
 from situs.locks.attacks.graph import normal_scores
 from situs.locks.attacks.match import channels
 from situs.locks.groups import residual_only
@@ -73,7 +73,7 @@ def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Ten
     state = backbone.model.state_dict()
     moments = _Moments(backbone.dim)
     for batch in inputs:
-        moments.add(_entering(backbone, state, groups, batch))
+        moments.add(_read(backbone, state, groups, batch))
     whole, place = moments.covariances()
     if not bool(whole.any()):
         raise SitusError(f"{backbone.name}: its embedding says nothing of the samples, so they tell nothing of the key")
@@ -121,16 +121,9 @@ class _Moments:
         return self.square / count - torch.outer(mean, mean), (apart.T * self.counts) @ apart / count
 
 
-@torch.no_grad()
-def _entering(backbone: Backbone, state: Mapping[str, Tensor], groups: Sequence[Group], batch: Tensor) -> Tensor:
+def _read(backbone: Backbone, state: Mapping[str, Tensor], groups: Sequence[Group], batch: Tensor) -> Tensor:
     """The stream as the first block's projections read it, but for the affine part of the norm between, [B, N, D]."""
-    weight = next(backbone.model.parameters())
-    batch = batch.to(weight.device)
-    tokens = backbone.embed(batch.to(weight.dtype) if batch.is_floating_point() else batch)
-    places = backbone.positions()
-    if tokens.shape[1] < backbone.num_tokens:  # a text shorter than the model's longest
-        places = places.take(identity(tokens.shape[1], tokens.device))
-    z = backbone.assemble(tokens, places).z.float().cpu()
+    z = entering(backbone, batch)
     first, bias = _first_norm(state, groups)
     if first is None:  # post-norm: the stream is normalised already, and read as it is
         return z

@@ -23,8 +23,8 @@ from situs.backbones.layout import Group
 from situs.core.permutation import identity
 from situs.errors import SitusError
 from situs.locks.attacks.blind import match_blind
-from situs.locks.attacks.match import Keys, State, fit_error, match_keys
-from situs.locks.groups import permute_state, residual_only
+from situs.locks.attacks.match import Keys, State, match_keys
+from situs.locks.groups import invert_keys, permute_state, residual_only
 
 SEED_BITS = 256
 """Length of the seed that every key is made of: no lock is stronger, however many permutations there are."""
@@ -235,8 +235,6 @@ def _noisy(value: Tensor, amount: float, generator: torch.Generator) -> Tensor:
 
 def opened(locked: State, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The locked weights with `keys` undone, right or wrong."""
-    from situs.locks.groups import invert_keys
-
     return permute_state(locked, groups, invert_keys({group.name: keys[group.name] for group in groups}))
 
 
@@ -244,11 +242,6 @@ def scored(recovery: Recovery, locked: State, groups: Sequence[Group], score: Sc
     """The recovery with the accuracy of the locked model before the attack, after it, and of its owner."""
     after = score(opened(locked, groups, recovery.keys))
     return replace(recovery, before=score(locked), after=after, owner=owner)
-
-
-def drift_between(locked: State, base: State, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> float:
-    """How far a real relative drifted: root mean square difference in standard deviations of the weights."""
-    return math.sqrt(fit_error(locked, base, groups, keys))
 
 
 def _size(groups: Sequence[Group]) -> int:

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
+from situs.core.tokens import pair
+from situs.data.loader import make_loader
+from situs.data.sampler import epoch_order
+from situs.data.sources import open_source
+from situs.data.sources.subset import Subset
 from situs.errors import SitusError
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from situs.backbones.base import Backbone
+from situs.locks.attacks.grams import shifted
+from situs.models.prepared import described, images_for
 
 LONGEST_TEXT = 128
 """Tokens of a text that are looked at."""
@@ -39,47 +44,19 @@ def read_samples(folder: Path, backbone: Backbone, images: str | None, texts: Pa
 
 
 def _images(folder: Path, backbone: Backbone, path: str, count: int) -> Samples:
-    import torch
-
-    from situs.core.tokens import pair
-    from situs.data.loader import make_loader
-    from situs.data.sources import open_source
-    from situs.data.sources.subset import Subset
-    from situs.locks.attacks.grams import shifted
-
     assert backbone.input.patch is not None
     source = Subset(open_source(path, labels=False, channels=backbone.input.channels), count)
     if not len(source):
         raise SitusError(f"images={path}: holds no images", field="images")
-    data = _prepared(folder, backbone, path, min(count, 64))
+    data = images_for(backbone, described(folder, backbone).get("pretrained_cfg", {}), path)
+    assert data is not None  # it has channels
+    data = replace(data, crop_share=1.0, batch=min(count, 64), workers=0)  # all that there is to see
     whole = torch.cat([batch.inputs for batch in make_loader(data, None, source=source)])
     return Samples(shifted(whole, pair(backbone.input.patch)), f"{len(whole)} unlabelled images")
 
 
-def _prepared(folder: Path, backbone: Backbone, path: str, batch: int) -> Any:
-    """How the model wants its images, by what its folder says."""
-    from situs.core.tokens import pair
-    from situs.data.loader import DataConfig
-    from situs.files import read_json
-
-    said = read_json(folder / "config.json").get("pretrained_cfg", {})
-    beside = folder / "preprocessor_config.json"
-    if beside.is_file():  # transformers'
-        own = read_json(beside)
-        said = {"mean": own.get("image_mean") or (), "std": own.get("image_std") or ()}
-    mean, std = (tuple(said.get(name, ())) for name in ("mean", "std"))
-    fits = len(mean) == len(std) == backbone.input.channels
-    size = backbone.input.shape
-    assert size is not None
-    data = DataConfig(path=path, img_size=pair(size), channels=backbone.input.channels, batch=batch, workers=0)
-    return replace(data, mean=mean, std=std) if fits else data
-
-
 def _texts(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
-    import torch
-
-    from situs.backbones.hf_text import token_ids
-    from situs.data.sampler import epoch_order
+    from situs.backbones.hf_text import token_ids  # transformers is an extra
 
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

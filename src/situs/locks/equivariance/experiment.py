@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.overrides import TorchFunctionMode
 
 from situs.backbones.base import Backbone, Stream
 from situs.backbones.layout import Group
 from situs.core.permutation import invert, permute_columns
 from situs.core.tokens import take
-from situs.locks.equivariance.precise import KeepDouble
-from situs.locks.equivariance.rows import moved_order
-from situs.locks.equivariance.sample import Sample, embedded
+from situs.locks.equivariance.sample import Sample, embedded, moved_order
 from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, residual_only
 
 Move = Callable[[Stream], Stream]
@@ -31,15 +31,8 @@ Errors = dict[str, float]
 
 PREFIX = "backbone.model."
 
-
-def stay(x: Stream) -> Stream:
-    """No move of the stream."""
-    return x
-
-
-def still(z: Tensor) -> Tensor:
-    """No move of the output."""
-    return z
+STAY: tuple[Move, Back] = (lambda stream: stream, lambda z: z)
+"""Neither the stream nor the output is moved."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +44,27 @@ class Run:
     gradients: dict[str, Tensor]
     trained: dict[str, Tensor] = field(default_factory=dict)
     trained_output: Tensor | None = None
+
+
+class KeepDouble(TorchFunctionMode):
+    """Casts of float64 to float32 do nothing while this is on.
+
+    RMSNorm, rotary embeddings and some softmaxes compute in float32 whatever the model's type. A law that holds to
+    1e-14 would then be seen to hold to 1e-7 only; the casts are no part of it.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        double = bool(args) and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64
+        if double and func is torch.Tensor.float:
+            return args[0]
+        if double and kwargs.get("dtype") == torch.float32:
+            kwargs["dtype"] = torch.float64
+        if double and func is torch.Tensor.to:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+        return func(*args, **kwargs)
 
 
 class Stack(nn.Module):
@@ -88,12 +102,12 @@ class Experiment:
         self.buffers = {name: _copy(b, dtype) for name, b in self.stack.named_buffers()}
         self.tokens = embedded(backbone, sample, dtype)
         with torch.no_grad():
-            output = self.output(stay, still)
+            output = self.output(*STAY)
         noise = torch.randn(output.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         if sample.mask is not None and not backbone.num_prefix:
             noise *= sample.mask.cpu()[..., None]  # what stands at padding is no one's answer
         self.cotangent = (noise / noise.numel() ** 0.5).to(output)
-        self.clear = self.run(stay, still)
+        self.clear = self.run(*STAY)
 
     # --- one run -----------------------------------------------------------------------------------------------
 
@@ -101,6 +115,7 @@ class Experiment:
         """Forward alone: the blocks' output in clear order."""
         return self._forward(self._keyed(key), self.tokens, move, back)
 
+    @torch.enable_grad()
     def run(self, move: Move, back: Back, key: Keying | None = None) -> Run:
         """Forward, backward and steps. loss = <cotangent, output in clear order>."""
         parameters = {n: p.clone().requires_grad_(p.is_floating_point()) for n, p in self._keyed(key).items()}
@@ -183,8 +198,11 @@ class Experiment:
             return {"forward": self._error(self.clear.output, self.output(*self.row_moves()))}
 
     def column(self, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> Errors:
-        """The column law: keyed weights, their gradients permuted. groups: the residual ones, or inner ones too."""
-        return self._with_keys(self.column_moves(groups, keys), groups, keys)
+        """The column law: keyed weights, their gradients permuted. Inner groups alone leave the function as it was."""
+        moves = self.column_moves(groups, keys) if residual_only(groups) else STAY
+        undo = invert_keys(keys)
+        run = self.run(*moves, lambda t: permute_state(t, groups, keys))
+        return self.errors(run, lambda t: permute_state(t, groups, undo))
 
     def column_forward(
         self, residual: Sequence[Group], keys: Mapping[str, Tensor], weights: Sequence[Group] = ()
@@ -193,15 +211,6 @@ class Experiment:
         key = (lambda t: permute_state(t, weights, keys)) if weights else None
         with torch.no_grad():
             return self._error(self.clear.output, self.output(*self.column_moves(residual, keys), key))
-
-    def inner(self, inner: Sequence[Group], keys: Mapping[str, Tensor]) -> Errors:
-        """Inner groups: keyed weights alone, the function as it was."""
-        return self._with_keys((stay, still), inner, keys)
-
-    def _with_keys(self, moves: tuple[Move, Back], groups: Sequence[Group], keys: Mapping[str, Tensor]) -> Errors:
-        undo = invert_keys(keys)
-        run = self.run(*moves, lambda t: permute_state(t, groups, keys))
-        return self.errors(run, lambda t: permute_state(t, groups, undo))
 
     def control(self, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> float | None:
         """The forward error of a key that misses one axis of one matrix: a check that passes it checks nothing."""

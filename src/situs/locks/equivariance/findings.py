@@ -4,7 +4,7 @@
     column:  blocks'(z P) = blocks(z) P with keyed weights, weight gradients permuted
 
 Each is run forward, backward and through optimiser steps, in float64 and in the model's own dtype. Findings are
-collected, one for each part and law; nothing is raised unless `strict`.
+collected, one for each part and law; nothing is raised.
 """
 
 from __future__ import annotations
@@ -23,11 +23,19 @@ from situs.core.tokens import patchify, take, unpatchify
 from situs.errors import SitusError
 from situs.locks.equivariance.experiment import Errors, Experiment, relative_error
 from situs.locks.equivariance.parts import Part, merged, parts_of
-from situs.locks.equivariance.rows import moved_order, row_leak, row_refusal
-from situs.locks.equivariance.sample import Sample, check_input, evaluating, own_dtype, sample_of
+from situs.locks.equivariance.sample import (
+    Sample,
+    check_input,
+    moved_order,
+    own_dtype,
+    row_leak,
+    row_refusal,
+    sample_of,
+)
 from situs.locks.folder import backbone_of
 from situs.locks.groups import random_keys, residual_only
 from situs.models import Model
+from situs.models.inference import evaluating
 from situs.results import Result, Summary, Table
 
 Law = Literal["row", "column"]
@@ -36,15 +44,9 @@ Status = Literal["holds", "needs keyed weights", "refused"]
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Largest relative difference that is put down to rounding."""
 
-INNER = {
-    "hidden": "MLP units",
-    "heads": "heads",
-    "value": "value channels",
-    "query": "query and key channels",
-}
+INNER = {"hidden": "MLP units", "heads": "heads", "value": "value channels", "query": "query and key channels"}
 NOTHING = "nothing to permute"
 COVER = "leaves the function as it was: cover, no strength"
-OWNER = "stays with the owner, in clear order"
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,6 @@ def verify(
     steps: int = 3,
     tokens: int = 32,
     seed: int = 0,
-    strict: bool = False,
     **opening: Any,
 ) -> Verification:
     """Measures which permutations of its tokens and channels a model obeys, and what breaks the others.
@@ -143,7 +144,6 @@ def verify(
     source: a model as `situs.models.open_model` takes it, with what else that takes (opening); a timm name without
     weights gets random ones. x: images [B, C, H, W] or ids [B, N]; None: random ones. groups: of the keys; None: the
     model's own. steps: of AdamW. tokens: at most so many patch tokens take part, where the model allows a subset.
-    strict: raise where a law of the whole is refused.
 
     >>> print(situs.verify("vit_small_patch16_224"))
     """
@@ -155,52 +155,47 @@ def verify(
     check_input(backbone, x)
     if "tokens" in backbone.refusals:
         reason = f"convolution: {backbone.refusals['tokens']}"
-        findings = [Finding("blocks", law, "refused", reason) for law in ("row", "column")]
-        return _verdict(backbone, torch.float32, steps, None, findings, strict)
+        refused = tuple(Finding("blocks", law, "refused", reason) for law in ("row", "column"))
+        return Verification(backbone.name, "float32", *_tolerances(torch.float32), steps, None, refused)
     reason = ""
     if groups is None:
-        groups, reason = _known(backbone)
+        try:
+            groups = backbone.groups()
+        except SitusError as error:  # a finding, not a mistake: the rows may be fine all the same
+            groups, reason = (), str(error)
     own = own_dtype(backbone)
-    generator = torch.Generator().manual_seed(seed)
+    limits, generator = _tolerances(own), torch.Generator().manual_seed(seed)
     keys = random_keys(groups, generator)
     with evaluating(backbone):
         sample = sample_of(backbone, x, tokens, generator)
         experiment = Experiment(backbone, sample, torch.float64, steps)
-        measured = _measure(experiment, groups, keys)
+        first = _measure(experiment, groups, keys)
         control = experiment.control(groups, keys)
-        leaves = _leaves(experiment, groups, keys)
+        leaves = parts_of(experiment, residual_only(groups), keys)
         del experiment  # the copies of the weights that it holds
-        again = measured if own == torch.float64 else _measure(Experiment(backbone, sample, own, steps), groups, keys)
-        findings = [
+        again = first if own == torch.float64 else _measure(Experiment(backbone, sample, own, steps), groups, keys)
+        found = {moved: (errors, again[moved]) for moved, errors in first.items()}
+        convolution = "word embedding" if backbone.input.shape is None else "convolution (patch embedding)"
+        around = "the final norm and the head: they stay with the owner, in clear order"
+        findings = (
             _embedding(backbone, sample),
-            Finding("embed", "column", "refused", f"{_embedding_kind(backbone)}: it {OWNER}"),
-            _rows(backbone, measured, again, leaves),
-            _columns(measured, again, control, reason, leaves, _tolerances(own)),
-            *_inner(groups, measured, again, _tolerances(own)),
+            Finding("embed", "column", "refused", f"{convolution}: it stays with the owner, in clear order"),
+            _rows(backbone, found.get("row", ({}, {})), leaves, limits),
+            _columns(found, control, reason, leaves, limits),
+            *_inner(groups, found, limits),
             *_inside(leaves, columns=bool(groups)),
-            Finding(
-                "finish", "column", "refused", f"the final norm and the head: they {OWNER.replace('stays', 'stay')}"
-            ),
-        ]
-    return _verdict(backbone, own, steps, control, findings, strict)
+            Finding("finish", "column", "refused", around),
+        )
+    return Verification(backbone.name, str(own).removeprefix("torch."), *limits, steps, control, findings)
 
 
-def _known(backbone: Backbone) -> tuple[tuple[Group, ...], str]:
-    """The groups, or none and why: a finding, not a mistake, for the rows may be fine all the same."""
-    try:
-        return backbone.groups(), ""
-    except SitusError as error:
-        return (), str(error)
+Measured = dict[str, tuple[Errors, Errors]]
+"""What was moved -> errors in float64 and in the model's own dtype."""
 
 
-# --- from numbers to findings --------------------------------------------------------------------------------------
-
-Measured = dict[str, Errors]
-
-
-def _measure(experiment: Experiment, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> Measured:
+def _measure(experiment: Experiment, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> dict[str, Errors]:
     """Errors by what was moved: rows, columns, columns with the weights left clear, each kind of inner group."""
-    found: Measured = {}
+    found: dict[str, Errors] = {}
     if row_refusal(experiment.backbone) is None:
         found["row"] = experiment.row()
     elif "take" not in experiment.backbone.refusals:
@@ -212,7 +207,7 @@ def _measure(experiment: Experiment, groups: Sequence[Group], keys: Mapping[str,
     for kind in INNER:
         inner = [group for group in groups if group.kind == kind and group.size > 1]
         if inner:
-            found[kind] = experiment.inner(inner, keys)
+            found[kind] = experiment.column(inner, keys)
     return found
 
 
@@ -220,87 +215,65 @@ def _tolerances(own: torch.dtype) -> tuple[float, float]:
     return TOLERANCES[torch.float64], TOLERANCES.get(own, TOLERANCES[torch.bfloat16])
 
 
-def _within(errors: Errors, own: Errors, limits: tuple[float, float]) -> bool:
-    return all(e <= limits[0] for e in errors.values()) and all(e <= limits[1] for e in own.values())
+def _within(found: tuple[Errors, Errors], limits: tuple[float, float]) -> bool:
+    return all(error <= limit for errors, limit in zip(found, limits, strict=True) for error in errors.values())
 
 
-def _rows(backbone: Backbone, measured: Measured, again: Measured, leaves: Sequence[Part]) -> Finding:
-    errors, own = measured.get("row", {}), again.get("row", {})
+def _rows(
+    backbone: Backbone, found: tuple[Errors, Errors], leaves: Sequence[Part], limits: tuple[float, float]
+) -> Finding:
     refusal = row_refusal(backbone)
-    if refusal is not None:
-        return Finding("blocks", "row", "refused", refusal, errors, own)
-    if backbone.num_tokens == 1:
+    if refusal is None and backbone.num_tokens == 1:
         return Finding("blocks", "row", "holds", f"{NOTHING}: there is one token")
-    limits = _tolerances(own_dtype(backbone))
-    if not _within(errors, own, limits):
-        return Finding("blocks", "row", "refused", _why(errors, own, limits, leaves, "row"), errors, own)
-    return Finding("blocks", "row", "holds", row_leak(backbone) or "", errors, own)
+    if refusal is None and not _within(found, limits):
+        refusal = _why(found, limits, leaves, "row")
+    if refusal is not None:
+        return Finding("blocks", "row", "refused", refusal, *found)
+    return Finding("blocks", "row", "holds", row_leak(backbone) or "", *found)
 
 
 def _columns(
-    measured: Measured,
-    again: Measured,
-    control: float | None,
-    reason: str,
-    leaves: Sequence[Part],
-    limits: tuple[float, float],
+    measured: Measured, control: float | None, reason: str, leaves: Sequence[Part], limits: tuple[float, float]
 ) -> Finding:
     if "column" not in measured:
         return Finding("blocks", "column", "refused", reason or "no residual group is known")
-    errors, own = measured["column"], again["column"]
-    if not _within(errors, own, limits):
-        return Finding("blocks", "column", "refused", _why(errors, own, limits, leaves, "column"), errors, own)
-    if control is None or control <= limits[0]:
-        return Finding("blocks", "column", "refused", "a key with one axis left out passes too", errors, own)
-    if measured["unkeyed"]["forward"] <= limits[0]:
-        return Finding("blocks", "column", "holds", "even with clear weights", errors, own)
-    clear = measured["unkeyed"]["forward"]
-    return Finding(
-        "blocks", "column", "needs keyed weights", f"with clear weights the error is {clear:.1g}", errors, own
-    )
+    found, clear = measured["column"], measured["unkeyed"][0]["forward"]
+    status: Status = "refused"
+    if not _within(found, limits):
+        why = _why(found, limits, leaves, "column")
+    elif control is None or control <= limits[0]:
+        why = "a key with one axis left out passes too"
+    elif clear <= limits[0]:
+        status, why = "holds", "even with clear weights"
+    else:
+        status, why = "needs keyed weights", f"with clear weights the error is {clear:.1g}"
+    return Finding("blocks", "column", status, why, *found)
 
 
-def _inner(groups: Sequence[Group], measured: Measured, again: Measured, limits: tuple[float, float]) -> list[Finding]:
+def _inner(groups: Sequence[Group], measured: Measured, limits: tuple[float, float]) -> list[Finding]:
     found = []
     for kind, what in INNER.items():
+        part = f"blocks, {what}"
         if kind in measured:
-            good = _within(measured[kind], again[kind], limits)
+            good = _within(measured[kind], limits)
+            status: Status = "needs keyed weights" if good else "refused"
             reason = COVER if good else "the function changes with this key"
-            status = _keyed_or_refused(good)
-            found.append(Finding(f"blocks, {what}", "column", status, reason, measured[kind], again[kind]))
+            found.append(Finding(part, "column", status, reason, *measured[kind]))
         elif any(group.kind == kind for group in groups):
-            found.append(
-                Finding(f"blocks, {what}", "column", "holds", "nothing to permute: there is one in each group")
-            )
+            found.append(Finding(part, "column", "holds", f"{NOTHING}: there is one in each group"))
         elif groups and kind == "query":
             reason = "RoPE turns these channels in pairs, each by an angle of its own"
-            found.append(Finding(f"blocks, {what}", "column", "refused", reason))
+            found.append(Finding(part, "column", "refused", reason))
     return found
 
 
-def _keyed_or_refused(good: bool) -> Status:
-    return "needs keyed weights" if good else "refused"
-
-
-def _leaves(experiment: Experiment, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> list[Part]:
-    residual = residual_only(groups)
-    rows = row_refusal(experiment.backbone) is None
-    return parts_of(experiment, residual, keys, rows=rows, columns=bool(residual))
-
-
-def _why(errors: Errors, own: Errors, limits: tuple[float, float], parts: Sequence[Part], law: Law) -> str:
-    """Why a law is refused: broken, or lost in the rounding of the model's own dtype."""
-    if not _within(errors, {}, limits):
-        return _first_broken(parts, law)
-    return (
-        f"holds in float64; in the model's own dtype rounding grows to {max(own.values()):.0e}, above {limits[1]:.0e}"
-    )
-
-
-def _first_broken(parts: Sequence[Part], law: Law) -> str:
-    """Where the law fails first, and what kind of operation stands there."""
+def _why(found: tuple[Errors, Errors], limits: tuple[float, float], parts: Sequence[Part], law: Law) -> str:
+    """Why a law is refused: lost in the rounding of the model's own dtype, or broken, and where first."""
+    if _within((found[0], {}), limits):
+        grown = f"{max(found[1].values()):.0e}, above {limits[1]:.0e}"
+        return f"holds in float64; in the model's own dtype rounding grows to {grown}"
     errors = ((part.row if law == "row" else part.column, part) for part in parts)
-    broken = [part for error, part in errors if error is not None and not error <= TOLERANCES[torch.float64]]
+    broken = [part for error, part in errors if error is not None and not error <= limits[0]]
     if not broken:
         return "the law fails, in no leaf but between them"
     first = min(broken, key=lambda part: part.turn)
@@ -309,38 +282,28 @@ def _first_broken(parts: Sequence[Part], law: Law) -> str:
 
 def _inside(parts: Sequence[Part], *, columns: bool) -> list[Finding]:
     """Row and column findings of the leaves."""
-    limit = TOLERANCES[torch.float64]
     found = []
     for part in merged(parts):
         if part.row is not None:
-            good = part.row <= limit
+            good = part.row <= TOLERANCES[torch.float64]
             reason = "" if good else f"{part.operation}: the rows do not come out in the order they went in"
             found.append(Finding(part.name, "row", "holds" if good else "refused", reason, {"forward": part.row}))
         if columns:
-            found.append(_column_of(part, limit))
+            found.append(_column_of(part))
     return found
 
 
-def _column_of(part: Part, limit: float) -> Finding:
+def _column_of(part: Part) -> Finding:
     if part.column is None:
         return Finding(part.name, "column", "needs keyed weights", "its weights are read as part of a larger step")
-    errors = {"forward": part.column}
-    if not part.column <= limit:
-        reason = f"{part.operation}: its output neither moves with the key nor stays"
-        return Finding(part.name, "column", "refused", reason, errors)
-    if part.keyed:
-        reason = "its output moves with the key" if part.moves else "reads the keyed stream; its output stays"
-        return Finding(part.name, "column", "needs keyed weights", reason, errors)
-    return Finding(
-        part.name, "column", "holds", "its output moves with the key" if part.moves else "sees no key", errors
-    )
-
-
-# --- around the blocks ---------------------------------------------------------------------------------------------
-
-
-def _embedding_kind(backbone: Backbone) -> str:
-    return "word embedding" if backbone.input.shape is None else "convolution (patch embedding)"
+    status: Status = "needs keyed weights" if part.keyed else "holds"
+    if not part.column <= TOLERANCES[torch.float64]:
+        status, reason = "refused", f"{part.operation}: its output neither moves with the key nor stays"
+    elif part.moves:
+        reason = "its output moves with the key"
+    else:
+        reason = "reads the keyed stream; its output stays" if part.keyed else "sees no key"
+    return Finding(part.name, "column", status, reason, {"forward": part.column})
 
 
 @torch.no_grad()
@@ -359,20 +322,3 @@ def _embedding(backbone: Backbone, sample: Sample) -> Finding:
         return Finding("embed", "row", "holds", "whole patches or words only", own={"forward": error})
     reason = "convolution: its patches overlap or it sees beyond them"
     return Finding("embed", "row", "refused", reason, own={"forward": error})
-
-
-def _verdict(
-    backbone: Backbone,
-    own: torch.dtype,
-    steps: int,
-    control: float | None,
-    findings: Sequence[Finding],
-    strict: bool,
-) -> Verification:
-    limits = _tolerances(own)
-    dtype = str(own).removeprefix("torch.")
-    verdict = Verification(backbone.name, dtype, *limits, steps, control, tuple(findings))
-    refused = [each for each in findings if each.part == "blocks" and each.status == "refused"]
-    if strict and refused:
-        raise SitusError(f"{backbone.name}: the {refused[0].law} law is refused: {refused[0].reason}")
-    return verdict

@@ -7,8 +7,7 @@ one that breaks it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 
 from situs.backbones.layout import Group
 from situs.core.permutation import permute_columns
-from situs.locks.equivariance.experiment import Back, Experiment, relative_error, stay, still
+from situs.locks.equivariance.experiment import STAY, Back, Experiment, Keying, Move, relative_error
+from situs.locks.equivariance.sample import row_refusal
 from situs.locks.groups import permute_state
 
 
@@ -38,19 +38,18 @@ class Part:
     turn: int
 
 
-def parts_of(
-    experiment: Experiment, residual: Sequence[Group], keys: Mapping[str, Tensor], *, rows: bool, columns: bool
-) -> list[Part]:
-    """Every leaf in the blocks, in the order of the model."""
+def parts_of(experiment: Experiment, residual: Sequence[Group], keys: Mapping[str, Tensor]) -> list[Part]:
+    """Every leaf in the blocks, in the order of the model; each law is run where the model allows it."""
+    rows = row_refusal(experiment.backbone) is None
+    moved, shuffled = {}, {}
     with torch.no_grad():
-        clear = _outputs(experiment, lambda: experiment.output(stay, still))
-        moved, shuffled = {}, {}
-        if columns:
+        clear = _outputs(experiment, *STAY)
+        if residual:
             moves = experiment.column_moves(residual, keys)
-            moved = _outputs(experiment, lambda: experiment.output(*moves, lambda t: permute_state(t, residual, keys)))
+            moved = _outputs(experiment, *moves, lambda t: permute_state(t, residual, keys))
         if rows:
             move, back = experiment.row_moves()
-            shuffled = _outputs(experiment, lambda: experiment.output(move, back))
+            shuffled = _outputs(experiment, move, back)
     touched = {member.tensor.rpartition(".")[0] for group in residual for member in group.members}
     turns = {name: turn for turn, name in enumerate(clear)}
     found = []
@@ -121,16 +120,10 @@ def _permuted(a: Tensor, p: Tensor, size: int) -> Tensor:
     return permute_columns(a.unflatten(-1, (-1, size)), p.to(a.device)).flatten(-2)
 
 
-def _outputs(experiment: Experiment, run: Callable[[], Tensor]) -> dict[str, Tensor]:
+def _outputs(experiment: Experiment, move: Move, back: Back, key: Keying | None = None) -> dict[str, Tensor]:
     """What every leaf under the blocks gave, the last time it was called."""
     found: dict[str, Tensor] = {}
-    with _listening(experiment, found):
-        run()
-    return found
 
-
-@contextmanager
-def _listening(experiment: Experiment, found: dict[str, Tensor]) -> Iterator[None]:
     def listen(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
             passed = bool(inputs) and output is inputs[0]  # dropout and its like, where nothing is dropped
@@ -142,7 +135,8 @@ def _listening(experiment: Experiment, found: dict[str, Tensor]) -> Iterator[Non
     leaves = [(name, m) for name, m in experiment.backbone.model.named_modules() if not list(m.children())]
     handles = [module.register_forward_hook(listen(name)) for name, module in leaves]
     try:
-        yield
+        experiment.output(move, back, key)
     finally:
         for handle in handles:
             handle.remove()
+    return found

@@ -1,9 +1,12 @@
-"""What an experiment runs on: a backbone, random inputs where none are given, and the tokens that take part."""
+"""What an experiment runs on: random inputs where none are given, the tokens that take part, an order for them.
+
+Row permutation: the blocks see every sample's tokens in an order of its own, and never learn which. It is refused for
+causal models, windows and relative bias; key-padding masks move with the rows, and so do the coordinates of a rotary
+model, off which whoever runs the blocks can read the order (`row_leak`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +14,12 @@ import torch
 from torch import Tensor
 
 from situs.backbones.base import Backbone
+from situs.core.permutation import random_permutation
 from situs.core.tokens import take
 from situs.errors import SitusError
+
+RELATIVE = "its relative bias would have to move along, P B Pᵀ, and that matrix gives the order away"
+ROTARY = "RoPE: its coordinates are permuted along with the tokens, so whoever runs the blocks can read the order"
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ def check_input(backbone: Backbone, x: Any) -> None:
 def sample_of(backbone: Backbone, x: Tensor | None, tokens: int, generator: torch.Generator) -> Sample:
     """Random inputs where none are given; at most `tokens` of their tokens where the model allows a subset."""
     if x is None:
-        x = _random_input(backbone, tokens, generator)
+        x = random_inputs(backbone, 2, tokens, generator)
     elif x.is_floating_point():
         x = x.to(own_dtype(backbone))
     if x.dim() == 2:  # ids: padding is part of the law where a model knows it
@@ -54,13 +61,14 @@ def sample_of(backbone: Backbone, x: Tensor | None, tokens: int, generator: torc
     return Sample(x, index.to(x.device))
 
 
-def _random_input(backbone: Backbone, tokens: int, generator: torch.Generator) -> Tensor:
+def random_inputs(backbone: Backbone, count: int, tokens: int, generator: torch.Generator) -> Tensor:
+    """`count` images of noise, or texts of random words, `tokens` at most, on the model's device."""
     weight = next(backbone.model.parameters())
     if backbone.input.shape is not None:
-        images = torch.randn(2, backbone.input.channels, *backbone.input.shape, generator=generator)
+        images = torch.randn(count, backbone.input.channels, *backbone.input.shape, generator=generator)
         return images.to(weight.device, weight.dtype)
     words = backbone.model.config.vocab_size
-    return torch.randint(words, (2, min(backbone.num_tokens, tokens)), generator=generator).to(weight.device)
+    return torch.randint(words, (count, min(backbone.num_tokens, tokens)), generator=generator).to(weight.device)
 
 
 def own_dtype(backbone: Backbone) -> torch.dtype:
@@ -75,12 +83,22 @@ def embedded(backbone: Backbone, sample: Sample, dtype: torch.dtype) -> Tensor:
     return tokens if sample.index is None else take(tokens, sample.index)
 
 
-@contextmanager
-def evaluating(backbone: Backbone) -> Iterator[None]:
-    """Without dropout, whose draws belong to places; the mode is put back."""
-    training = backbone.training
-    backbone.eval()
-    try:
-        yield
-    finally:
-        backbone.train(training)
+def row_refusal(backbone: Backbone) -> str | None:
+    """Why this model's rows cannot be permuted, or None where they can."""
+    for capability in ("tokens", "rows"):
+        if capability in backbone.refusals:
+            return backbone.refusals[capability]
+    return RELATIVE if backbone.positions().bias is not None else None
+
+
+def row_leak(backbone: Backbone) -> str | None:
+    """How the order shows although the law holds, or None."""
+    return ROTARY if backbone.positions().rotary is not None else None
+
+
+def moved_order(batch: int, count: int, generator: torch.Generator) -> Tensor:
+    """A uniform order for each sample, [B, N]; none keeps its own, under which every law holds, if it has two."""
+    while True:
+        order = random_permutation(torch.rand(batch, count, generator=generator, dtype=torch.float64))
+        if count < 2 or not (order == torch.arange(count)).all(dim=1).any():
+            return order

@@ -20,8 +20,9 @@ from situs.backbones.layout import Group, Member
 from situs.errors import SitusError
 from situs.locks.equivariance.experiment import Experiment
 from situs.locks.equivariance.findings import TOLERANCES
-from situs.locks.equivariance.sample import evaluating, sample_of
+from situs.locks.equivariance.sample import sample_of
 from situs.locks.groups import moving, residual_only
+from situs.models.inference import evaluating
 
 
 def paper_rule(groups: Sequence[Group]) -> tuple[Group, ...]:

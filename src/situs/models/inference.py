@@ -1,4 +1,4 @@
-"""How every evaluation runs a model: in eval mode, without gradients, whole where FSDP has sharded it."""
+"""How every measurement runs a model: in eval mode, without gradients, whole where FSDP has sharded it."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from situs.evaluate.inference import evaluating
+from situs.models.inference import evaluating
 from situs.train.ema import Ema
 
 

@@ -15,8 +15,8 @@ from situs.backbones import Backbone, create_backbone
 from situs.backbones.base import Stream
 from situs.core.permutation import invert, is_permutation
 from situs.core.position import Positions
-from situs.locks.equivariance.precise import KeepDouble
-from situs.locks.equivariance.rows import fresh_order, moved_order, row_leak, row_refusal
+from situs.locks.equivariance.experiment import KeepDouble
+from situs.locks.equivariance.sample import moved_order, row_leak, row_refusal
 
 ROWS = [name for name in ZOO if name not in NO_ROWS]
 
@@ -59,7 +59,7 @@ def test_outputs_and_gradients_are_those_of_the_model_itself(name: str) -> None:
 
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(0, 99))
 def test_orders_are_permutations(batch: int, count: int, seed: int) -> None:
-    order = fresh_order(batch, count, torch.Generator().manual_seed(seed))
+    order = moved_order(batch, count, torch.Generator().manual_seed(seed))
     assert order.shape == (batch, count)
     assert bool(is_permutation(order).all())
 
@@ -88,7 +88,7 @@ def test_rotation_leaks_the_order_and_it_is_said(name: str) -> None:
 def test_the_leak_is_real() -> None:
     """From the rotation alone, as the blocks get it, the order is read off exactly."""
     backbone = make("dinov3")
-    order = fresh_order(1, backbone.num_tokens, torch.Generator().manual_seed(4))
+    order = moved_order(1, backbone.num_tokens, torch.Generator().manual_seed(4))
     stream = backbone.assemble(backbone.embed(inputs(backbone, 1)), backbone.positions())
     public, sent = stream.rotary, stream.take(order).rotary
     assert public is not None and sent is not None
