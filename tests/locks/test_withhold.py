@@ -212,7 +212,7 @@ def test_without_the_second_file_nothing_opens(model_folder, tmp_path, seal):
 def test_nothing_is_written_where_it_fails(model_folder, tmp_path):
     there = tmp_path / "there"
     there.write_text("mine")
-    with pytest.raises(SitusError, match="never replaces a file"):
+    with pytest.raises(SitusError, match="never overwritten"):
         lock(model_folder("vit"), KEY, tmp_path / "locked", withhold=BOTH, withheld=there)
     assert there.read_text() == "mine"
     with pytest.raises(SitusError, match="one at least must stay"):

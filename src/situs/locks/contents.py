@@ -51,9 +51,6 @@ def limit_of(name: str) -> int:
     return 16 * MIB if base in PIECES or name == TABLE else 0
 
 
-# --- files --------------------------------------------------------------------------------------------------
-
-
 def sort_files(folder: Path, besides: Collection[str], *, refuse: bool = True) -> tuple[list[str], list[str]]:
     """The other files of a folder and below it: those to take, and those to leave out (hidden folders end in /).
 
@@ -111,9 +108,6 @@ def _check_content(folder: Path, name: str) -> None:
                 raise ValueError
         except ValueError:
             raise SitusError(f"{path}: is no text, as its name says: it may hold weights; take it out first") from None
-
-
-# --- tensors ------------------------------------------------------------------------------------------------
 
 
 def check_tensors(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.files import read_json, write_text
-from situs.locks.shards import Spec, unique
-from situs.models import Model, open_model
+from situs.locks.shards import Header, Spec, plain_source, read_header, reason_of, unique
+from situs.models import open_model
+from situs.models.data import AnyModel
 from situs.train.storage import sync
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -64,7 +65,26 @@ def _indexed(index: Path) -> list[str]:
     return names
 
 
-# --- the model ----------------------------------------------------------------------------------------------
+def header_of(folder: Path, name: str) -> Header:
+    """The header of a weight file."""
+    with plain_source(folder / name) as reader:
+        return read_header(reader, str(folder / name))
+
+
+def all_specs(headers: Mapping[str, Header], folder: Path) -> dict[str, Spec]:
+    """The tensors of all shards by name; one that stands in two shards is refused."""
+    found: dict[str, Spec] = {}
+    for header in headers.values():
+        for spec in header.tensors:
+            if spec.name in found:
+                raise SitusError(f"{folder}: {spec.name} stands in two of its weight files")
+            found[spec.name] = spec
+    return found
+
+
+def stamps(folder: Path, names: Sequence[str]) -> list[tuple[int, int, int]]:
+    """What tells a file that was written to from one that was not."""
+    return [(found.st_ino, found.st_size, found.st_mtime_ns) for found in ((folder / name).stat() for name in names)]
 
 
 def structure_of(folder: Path, device: str = "meta", changed: Mapping[str, Any] | None = None) -> Backbone:
@@ -83,14 +103,14 @@ def structure_of(folder: Path, device: str = "meta", changed: Mapping[str, Any] 
         )
 
 
-def backbone_of(source: str | os.PathLike[str] | nn.Module | Model, **opening: Any) -> Backbone:
+def backbone_of(source: AnyModel, **opening: Any) -> Backbone:
     """The backbone of whatever `open_model` takes; a module of timm or transformers keeps its own precision."""
     if isinstance(source, Backbone):
         return source
     if isinstance(source, nn.Module):
         with suppress(SitusError):  # a module of one's own, which `open_model` knows what to do with
             return create_backbone(source)
-    return open_model(os.fspath(source) if isinstance(source, os.PathLike) else source, **opening).backbone
+    return open_model(source, **opening).backbone
 
 
 def names_in_file(backbone: Backbone, specs: Mapping[str, Spec]) -> dict[str, str]:
@@ -129,9 +149,6 @@ def write_model(backbone: Backbone, folder: Path) -> None:
     save_file(state, folder / WHOLE, metadata={"format": "pt"})
 
 
-# --- a new folder -------------------------------------------------------------------------------------------
-
-
 @contextmanager
 def new_folder(out: str | Path) -> Iterator[Path]:
     """A folder beside `out` that takes its name when all went well, and is gone otherwise."""
@@ -150,7 +167,6 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         aside.rename(out)
         sync(out.parent)
     except OSError as error:
-        reason: Any = error.strerror or str(error)
-        raise SitusError(f"{out}: could not be written: {reason.lower()} ({error.filename})", field="out") from error
+        raise SitusError(f"{out}: could not be written: {reason_of(error)} ({error.filename})", field="out") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)

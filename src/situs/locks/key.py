@@ -18,15 +18,16 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from situs.backbones.layout import Group
 from situs.config import from_dict, to_dict
 from situs.errors import SitusError, missing_extra
-from situs.locks.shards import unique
+from situs.locks.shards import new_private_file, reason_of, unique
 
 VERSION = 1
 SEED_BYTES = 32
@@ -82,6 +83,10 @@ class Codes:
         """A code in the making; kind and name are part of it, so that nothing can stand in for anything else."""
         return hmac.new(self.secret, _words(kind, name), "sha256")
 
+    def tensor(self, name: str) -> hmac.HMAC:
+        """The code of a tensor in the making, wherever it lies."""
+        return self.start("tensor", name)
+
     def of(self, kind: str, name: str, data: bytes) -> str:
         code = self.start(kind, name)
         code.update(data)
@@ -97,9 +102,6 @@ def _words(*texts: str) -> bytes:
     """Texts one behind the other, each behind its length."""
     words = [text.encode("utf-8", "surrogatepass") for text in texts]
     return b"".join(len(word).to_bytes(4, "big") + word for word in words)
-
-
-# --- the file -----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,6 @@ def new_key(path: str | Path, passphrase: str | None = None) -> Key:
 
     >>> key = situs.new_key("owner.key")
     """
-    path = Path(path)
     key = Key(secrets.token_bytes(SEED_BYTES))
     if passphrase is None:
         held = KeyFile(VERSION, key.id, _encode(key.seed))
@@ -145,7 +146,8 @@ def new_key(path: str | Path, passphrase: str | None = None) -> Key:
         wrapping = Wrapping(_encode(secrets.token_bytes(16)), _encode(secrets.token_bytes(12)))
         sealed = _cipher(passphrase, wrapping).encrypt(_decode(wrapping.nonce), key.seed, key.id.encode())
         held = KeyFile(VERSION, key.id, _encode(sealed), wrapping)
-    _write_private(path, json.dumps(to_dict(held), indent=2) + "\n")
+    with new_private_file(Path(path), "a key", "out") as file:
+        file.write((json.dumps(to_dict(held), indent=2) + "\n").encode())
     return key
 
 
@@ -181,9 +183,7 @@ def _read(path: Path) -> KeyFile:
         with path.open("rb") as file:
             raw = file.read(LARGEST_FILE + 1)
     except OSError as error:
-        raise SitusError(
-            f"{path}: the key cannot be read: {(error.strerror or str(error)).lower()}", field="key"
-        ) from None
+        raise SitusError(f"{path}: the key cannot be read: {reason_of(error)}", field="key") from None
     if os.name == "posix" and stat.S_IMODE(mode) & 0o077:
         raise SitusError(
             f"{path}: others may read this key (mode {stat.S_IMODE(mode):04o}): chmod 600 it first", field="key"
@@ -201,26 +201,6 @@ def _read(path: Path) -> KeyFile:
         reason = str(error) if isinstance(error, SitusError) else "no valid JSON"
         raise SitusError(f"{path}: no key file of situs key new: {reason[:200]}", field="key") from None
     return held
-
-
-def _write_private(path: Path, text: str) -> None:
-    """Writes a file that is never, not even half written, readable by others, and never replaces one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.link(aside, path)  # unlike a rename, it refuses to take the place of a key that is there
-    except FileExistsError:
-        raise SitusError(f"{path}: exists already, and a key is never overwritten", field="out") from None
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise SitusError(f"{path}: the key could not be written: {reason}", field="out") from error
-    finally:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
 
 
 def _cipher(passphrase: str, wrapping: Wrapping) -> Any:
@@ -265,19 +245,7 @@ def _decode(text: str) -> bytes:
     raise SitusError("it holds text that is no base64")
 
 
-# --- permutations -------------------------------------------------------------------------------------------
-
-
-class Sized(Protocol):
-    """What `derive` needs of a group."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-
-
-def derive(key: Key, groups: Iterable[Sized], fingerprint: str, lock_id: str) -> dict[str, Tensor]:
+def derive(key: Key, groups: Iterable[Group], fingerprint: str, lock_id: str) -> dict[str, Tensor]:
     """The permutation of each group: group name -> [size] int64 (gather convention y[i] = x[p[i]])."""
     return {
         group.name: torch.from_numpy(fisher_yates(group.size, _stream(key, group.name, fingerprint, lock_id)))

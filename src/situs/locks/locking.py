@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,11 @@ from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.errors import SitusError
 from situs.locks import folder as files
-from situs.locks import shards, store
+from situs.locks import shards
 from situs.locks.certify import certify_folder
 from situs.locks.contents import TABLE, check_tensors, sort_files
 from situs.locks.groups import changes_of, rename, residual_only
-from situs.locks.key import AnyKey, Key, as_key, codes_of, derive
+from situs.locks.key import AnyKey, Codes, Key, as_key, codes_of, derive
 from situs.locks.manifest import (
     NAME,
     VERSION,
@@ -44,11 +45,12 @@ from situs.locks.manifest import (
     write_manifest,
 )
 from situs.locks.retrained import unlock_retrained
-from situs.locks.seal import SUFFIX
+from situs.locks.seal import SUFFIX, locked_file, new_file
 from situs.locks.shards import Change, Header, Sink, Spec
 from situs.locks.withhold import NAME as SECOND
-from situs.locks.withhold import beside, parse_parts, second_header, tensors_of, words
+from situs.locks.withhold import beside, new_second, open_second, parse_parts, second_header, tensors_of, words
 from situs.models import Model
+from situs.models.data import AnyModel
 from situs.models.export import export_run
 from situs.results import percent
 from situs.train.run import is_run
@@ -125,11 +127,8 @@ def _shares(manifest: Manifest) -> str:
     return f"{said} {'Final' if 'embedding' in parts else 'Embedding, positions, final'} norm and head are clear."
 
 
-# --- lock ---------------------------------------------------------------------------------------------------
-
-
 def lock(
-    source: str | os.PathLike[str] | nn.Module | Model,
+    source: AnyModel,
     key: AnyKey,
     out: str | Path,
     *,
@@ -157,7 +156,7 @@ def lock(
 
 
 @contextmanager
-def _model_folder(source: str | os.PathLike[str] | nn.Module | Model, opening: dict[str, Any]) -> Iterator[Path]:
+def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
     """A model's folder as it is, a run as the folder that its export is, another model as its library writes it."""
     place = None if isinstance(source, nn.Module | Model) else Path(os.fspath(source).removeprefix("hf:"))
     with tempfile.TemporaryDirectory() as aside:
@@ -175,20 +174,25 @@ def _lock_folder(
     folder: Path, key: Key, out: Path, cover: bool, seal: bool, parts: tuple[str, ...], withheld: Path | None
 ) -> Locked:
     weights = files.weight_files(folder)
-    _refuse_locked(folder)
+    for name in sorted(path.name for path in folder.iterdir()):
+        if name == NAME or name.endswith(SUFFIX):
+            raise SitusError(f"{folder}: holds {name}: it is locked already, or that name is in the lock's way")
     others, left_out = sort_files(folder, weights)
-    headers = {name: store.header_of(folder, name) for name in weights}
-    specs = store.all_specs(headers, folder)
+    headers = {name: files.header_of(folder, name) for name in weights}
+    specs = files.all_specs(headers, folder)
     backbone = files.structure_of(folder)
     names = files.names_in_file(backbone, specs)
     moved = _groups_in_files(backbone, names, cover)
     strangers = check_tensors(backbone, specs, names, residual_only(moved))
-    held = _held(backbone, parts, names, others)
-    stamps, lock_id = store.stamps(folder, weights), secrets.token_hex(16)
+    if parts and TABLE in others:
+        said = f"{backbone.name}: its position table is a file of its own, so no part is withheld"
+        raise SitusError(said, field="withhold")
+    held = {names[own] for own in tensors_of(backbone, parts) if own in names}
+    stamps, lock_id = files.stamps(folder, weights), secrets.token_hex(16)
     codes = codes_of(key, lock_id)
     clear: dict[str, str] = {}
     for name in weights:
-        clear |= shards.codes_of(folder / name, headers[name], store.tensor_codes(codes))
+        clear |= shards.codes_of(folder / name, headers[name], codes.tensor)
     layout = layout_of(specs.values())
     fingerprint = fingerprint_of(codes, layout, clear)
     keys = derive(key, moved, fingerprint, lock_id)
@@ -199,16 +203,19 @@ def _lock_folder(
 
     with ExitStack() as opened:
         aside = opened.enter_context(files.new_folder(out))
-        apart = None
-        if beyond is not None:
-            apart = opened.enter_context(store.second_sink(beyond, second, keep, lock_id))
-        locked = _lock_shards(folder, headers, held, apart, changes, aside, keep, lock_id, store.tensor_codes(codes))
-        if store.stamps(folder, weights) != stamps:
+        apart = None if beyond is None else opened.enter_context(new_second(beyond, second, keep, lock_id))
+        create = partial(new_file, aside, seal=keep, lock_id=lock_id)
+        locked: dict[str, str] = {}
+        for name, header in headers.items():
+            with shards.plain_source(folder / name) as reader, create(name) as writer:
+                locked |= _lock_shard(reader, writer, apart, header, held, changes, codes)
+        if files.stamps(folder, weights) != stamps:
             raise SitusError(f"{folder}: its weights changed while they were being locked")
         copied = {}
         for name in others:
-            with shards.plain_source(folder / name) as reader, store.sink(aside, name, keep, lock_id) as writer:
+            with shards.plain_source(folder / name) as reader, create(name) as writer:
                 copied[name] = shards.copy(reader, writer, codes.start("file", name))
+        withheld_header = codes.of("header", SECOND, second.raw)
         manifest = Manifest(
             version=VERSION,
             situs=__version__,
@@ -222,44 +229,34 @@ def _lock_folder(
             shards={name: codes.of("header", name, headers[name].without(held).raw) for name in weights},
             tensors={name: Entry(spec.dtype, spec.shape, locked[name]) for name, spec in specs.items()},
             files=copied,
-            withheld=None
-            if not parts
-            else Withheld(parts, tuple(s.name for s in second.tensors), codes.of("header", SECOND, second.raw)),
+            withheld=Withheld(parts, tuple(s.name for s in second.tensors), withheld_header) if parts else None,
         )
         manifest = write_manifest(aside, manifest, key)
-    return Locked(out, manifest, _notes(left_out, strangers), beyond)
+    notes = {
+        "Left out, for a lock takes known small files only": left_out,
+        "Clear in the weight file, though the model has no place for them": strangers,
+    }
+    return Locked(out, manifest, [f"{said}: {', '.join(which)}." for said, which in notes.items() if which], beyond)
 
 
-def _lock_shards(
-    folder: Path,
-    headers: Mapping[str, Header],
-    held: set[str],
+def _lock_shard(
+    reader: shards.PlainSource,
+    writer: Sink | None,
     apart: Sink | None,
+    header: Header,
+    held: set[str],
     changes: Mapping[str, Change],
-    out: Path,
-    keep: Key | None,
-    lock_id: str,
-    start: shards.Start,
+    codes: Codes,
 ) -> dict[str, str]:
-    """Writes each weight file less what is withheld, which goes to `apart`; the codes of all tensors."""
-    locked: dict[str, str] = {}
-    for name, header in headers.items():
-        with shards.plain_source(folder / name) as reader, store.sink(out, name, keep, lock_id) as writer:
-            assert writer is not None
-            whole = shards.read_header(reader, name)
-            writer.write(header.without(held).raw)
+    """Writes a weight file less what is withheld, which goes to `apart`; the codes of its tensors."""
+    assert writer is not None
+    reader.seek(len(header.raw))
+    writer.write(header.without(held).raw)
 
-            def into(spec: Spec, writer: Sink = writer) -> Sink:
-                return apart if apart is not None and spec.name in held else writer
+    def into(spec: Spec) -> Sink:
+        return apart if apart is not None and spec.name in held else writer
 
-            locked |= shards.rewrite(lambda _, reader=reader: reader, into, whole.tensors, changes, start)
-    return locked
-
-
-def _refuse_locked(folder: Path) -> None:
-    for name in sorted(path.name for path in folder.iterdir()):
-        if name == NAME or name.endswith(SUFFIX):
-            raise SitusError(f"{folder}: holds {name}: it is locked already, or that name is in the lock's way")
+    return shards.rewrite(lambda _: reader, into, header.tensors, changes, codes.tensor)
 
 
 def _groups_in_files(backbone: Backbone, names: Mapping[str, str], cover: bool) -> tuple[Group, ...]:
@@ -273,27 +270,6 @@ def _groups_in_files(backbone: Backbone, names: Mapping[str, str], cover: bool) 
                     "by halves"
                 )
     return rename(groups if cover else residual_only(groups), names)
-
-
-def _held(backbone: Backbone, parts: Sequence[str], names: Mapping[str, str], others: Sequence[str]) -> set[str]:
-    """The names in the files of the tensors that are withheld."""
-    if parts and TABLE in others:
-        raise SitusError(
-            f"{backbone.name}: its position table is a file of its own, so no part is withheld", field="withhold"
-        )
-    return {names[own] for own in tensors_of(backbone, parts) if own in names}
-
-
-def _notes(left_out: Sequence[str], strangers: Sequence[str]) -> list[str]:
-    notes = []
-    if left_out:
-        notes.append(f"Left out, for a lock takes known small files only: {', '.join(left_out)}.")
-    if strangers:
-        notes.append(f"Clear in the weight file, though the model has no place for them: {', '.join(strangers)}.")
-    return notes
-
-
-# --- unlock -------------------------------------------------------------------------------------------------
 
 
 def unlock(
@@ -347,10 +323,10 @@ def _open(
     changes = {} if keyed else openers(manifest, key)
     clear: dict[str, str] = {}
     alone = keyed and withheld is None
-    opened = nullcontext((None, None, {})) if alone else store.second_source(folder, manifest, key, withheld)
+    opened = nullcontext((None, None, {})) if alone else open_second(folder, manifest, key, withheld)
     with opened as (second, _, originals):
         for name, code in manifest.shards.items():
-            with store.source(folder, name, manifest, key) as reader, store.sink(out, name, private=True) as writer:
+            with locked_file(folder, name, manifest, key) as reader, new_file(out, name, private=True) as writer:
                 header = shards.read_header(reader, name)
                 if codes.of("header", name, header.raw) != code:
                     raise SitusError(
@@ -364,11 +340,11 @@ def _open(
                     None if writer is None else lambda _, writer=writer: writer,
                     header.tensors,
                     changes,
-                    store.tensor_codes(codes),
+                    codes.tensor,
                     lambda spec, got: _same(withheld if spec.name in held else folder, manifest, spec, got),
                 )
     for name, code in manifest.files.items():
-        with store.source(folder, name, manifest, key) as reader, store.sink(out, name, private=True) as writer:
+        with locked_file(folder, name, manifest, key) as reader, new_file(out, name, private=True) as writer:
             if shards.copy(reader, writer, codes.start("file", name)) != code:
                 raise SitusError(f"{folder}: {name} was altered since it was locked")
     if not keyed and fingerprint_of(codes, manifest.layout, clear) != manifest.fingerprint:

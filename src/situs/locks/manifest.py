@@ -25,7 +25,7 @@ from situs.errors import SitusError
 from situs.files import write_text
 from situs.locks.groups import changes_of, invert_keys
 from situs.locks.key import ID_DIGITS, Codes, Key, derive
-from situs.locks.shards import WIDTHS, Change, Spec, unique
+from situs.locks.shards import WIDTHS, Change, Spec, reason_of, unique
 
 NAME = "manifest.json"
 FORMAT = "situs-lock"
@@ -157,9 +157,6 @@ def _digits(name: str, text: str, count: int) -> None:
         raise SitusError(f"{name} must be {count} hexadecimal digits")
 
 
-# --- hashes and codes ---------------------------------------------------------------------------------------------
-
-
 def layout_of(specs: Iterable[Spec]) -> str:
     """The hash of names, dtypes and shapes, whatever their order and the files they lie in."""
     rows = sorted([spec.name, spec.dtype, list(spec.shape)] for spec in specs)
@@ -190,9 +187,6 @@ def permutations_of(manifest: Manifest, key: Key) -> dict[str, Tensor]:
     return derive(key, manifest.groups, manifest.fingerprint, manifest.lock_id)
 
 
-# --- the file -----------------------------------------------------------------------------------------------
-
-
 def write_manifest(folder: Path, manifest: Manifest, key: Key) -> Manifest:
     """Writes a manifest with the HMAC of `key`."""
     signed = replace(manifest, hmac=_code(manifest, key))
@@ -214,7 +208,7 @@ def read_manifest(folder: Path, key: Key | None) -> Manifest:
     except FileNotFoundError:
         raise SitusError(f"{folder}: holds no {NAME}, so it is no locked model (situs lock writes one)") from None
     except OSError as error:
-        raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise SitusError(f"{path}: cannot be read: {reason_of(error)}") from None
     manifest = _parse(path, raw)
     if key is not None:
         verify(manifest, key, path)

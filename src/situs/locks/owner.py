@@ -22,12 +22,11 @@ from situs.backbones.base import Backbone, Stream, Taps
 from situs.backbones.layout import Group
 from situs.core.permutation import invert
 from situs.errors import SitusError
-from situs.locks.folder import names_in_file, structure_of, weight_files
+from situs.locks.folder import all_specs, header_of, names_in_file, structure_of, weight_files
 from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, rename
 from situs.locks.key import AnyKey, as_key
 from situs.locks.locking import check, unseal
 from situs.locks.manifest import Manifest, permutations_of
-from situs.locks.store import all_specs, header_of
 from situs.locks.withhold import tensors_of
 from situs.models.open import Unlock
 

@@ -7,12 +7,13 @@ from pathlib import Path
 
 from situs.errors import SitusError
 from situs.locks import folder as files
-from situs.locks import shards, store
+from situs.locks import shards
 from situs.locks.contents import sort_files
 from situs.locks.key import Key, codes_of
 from situs.locks.manifest import NAME, Manifest, openers
-from situs.locks.shards import Header, Source, Spec
-from situs.locks.withhold import missing
+from situs.locks.seal import new_file
+from situs.locks.shards import Header, PlainSource, Source, Spec
+from situs.locks.withhold import open_second
 
 
 def unlock_retrained(folder: Path, manifest: Manifest, key: Key, out: str | Path, withheld: Path | None) -> list[str]:
@@ -26,13 +27,10 @@ def unlock_retrained(folder: Path, manifest: Manifest, key: Key, out: str | Path
         )
     weights = files.weight_files(folder)
     others, left = sort_files(folder, [*weights, NAME], refuse=False)
-    headers = {name: store.header_of(folder, name) for name in weights}
-    specs = store.all_specs(headers, folder)
+    headers = {name: files.header_of(folder, name) for name in weights}
+    specs = files.all_specs(headers, folder)
     old = {spec.name: spec for spec in manifest.specs()}
     absent = manifest.held() - specs.keys()
-    if absent and withheld is None:
-        assert manifest.withheld is not None
-        raise missing(folder, manifest.withheld)
     _check_layout(folder, manifest, specs, old, absent)
     changes, codes = openers(manifest, key), codes_of(key, manifest.lock_id)
     changed: set[str] = set()
@@ -44,38 +42,33 @@ def unlock_retrained(folder: Path, manifest: Manifest, key: Key, out: str | Path
             changed.add(spec.name)
 
     unneeded = not absent and withheld is None
-    opened = nullcontext((None, None, {})) if unneeded else store.second_source(folder, manifest, key, withheld)
-    with files.new_folder(out) as aside, opened as (second, second_header, originals):
+    opened = nullcontext((None, None, {})) if unneeded else open_second(folder, manifest, key, withheld)
+    with opened as (second, second_header, originals), files.new_folder(out) as aside:
+        apart = {} if second_header is None else second_header.places()
         for name in weights:
             whole = _whole(folder, name, headers[name], originals, absent)
             places = headers[name].places()
-            with shards.plain_source(folder / name) as reader, store.sink(aside, name, private=True) as writer:
+            with shards.plain_source(folder / name) as reader, new_file(aside, name, private=True) as writer:
                 assert writer is not None
                 writer.write(whole.raw)
 
-                def at(spec: Spec, reader: shards.PlainSource = reader, places: dict[str, int] = places) -> Source:
-                    if spec.name in absent:
-                        assert isinstance(second, shards.PlainSource)
-                        assert second_header is not None
-                        second.seek(second_header.places()[spec.name])
-                        return second
-                    reader.seek(places[spec.name])
-                    return reader
+                def at(spec: Spec, reader: PlainSource = reader, places: dict[str, int] = places) -> Source:
+                    source = second if spec.name in absent else reader
+                    assert isinstance(source, PlainSource)
+                    source.seek(apart[spec.name] if spec.name in absent else places[spec.name])
+                    return source
 
-                start = store.tensor_codes(codes)
-                shards.rewrite(at, lambda _, writer=writer: writer, whole.tensors, changes, start, compare)
+                shards.rewrite(at, lambda _, writer=writer: writer, whole.tensors, changes, codes.tensor, compare)
         for name in others:
-            with shards.plain_source(folder / name) as reader, store.sink(aside, name, private=True) as writer:
+            with shards.plain_source(folder / name) as reader, new_file(aside, name, private=True) as writer:
                 shards.copy(reader, writer, codes.start("file", name))
-    notes = [
-        f"{len(changed)} of {len(specs)} tensors are not those that were locked: accepted as retrained, unchecked."
-    ]
     names = (specs.keys() | old.keys()) - absent
-    if other := sorted(name for name in names if specs.get(name) != old.get(name)):
-        notes.append(f"Clear tensors that are new, gone or of another shape: {', '.join(other)}.")
-    if left:
-        notes.append(f"Left behind, as they may hold locked weights: {', '.join(left)}.")
-    return notes
+    other = sorted(name for name in names if specs.get(name) != old.get(name))
+    return [
+        f"{len(changed)} of {len(specs)} tensors are not those that were locked: accepted as retrained, unchecked.",
+        *([f"Clear tensors that are new, gone or of another shape: {', '.join(other)}."] if other else []),
+        *([f"Left behind, as they may hold locked weights: {', '.join(left)}."] if left else []),
+    ]
 
 
 def _check_layout(

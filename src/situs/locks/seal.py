@@ -9,6 +9,7 @@ last are its nonce and its associated data: a chunk that was moved, left out, cu
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,8 @@ from typing import Any, BinaryIO
 
 from situs.errors import SitusError, missing_extra
 from situs.locks.key import Key
-from situs.locks.shards import Sink, open_file
+from situs.locks.manifest import Manifest
+from situs.locks.shards import Sink, Source, open_file, plain_source
 
 MAGIC = b"SITUSEA1"
 SUFFIX = ".sealed"
@@ -121,3 +123,46 @@ def sealed_source(path: Path, key: Key, lock_id: str, name: str) -> Iterator[Sea
         source = SealedSource(file, path, _cipher(key, lock_id, name))
         yield source
         source.finish()
+
+
+@contextmanager
+def writing(file: BinaryIO, seal: Key | None, lock_id: str, name: str) -> Iterator[Sink]:
+    """What writes to a file of a lock, encrypted where a key is given to seal it."""
+    if seal is None:
+        yield file
+    else:
+        with sealing_sink(file, seal, lock_id, name) as sealing:
+            yield sealing
+
+
+@contextmanager
+def new_file(
+    folder: Path | None, name: str, seal: Key | None = None, lock_id: str = "", *, private: bool = False
+) -> Iterator[Sink | None]:
+    """A new file in `folder`; None where nothing is written. private: readable by its owner alone from the start."""
+    if folder is None:
+        yield None
+        return
+    path = folder / (name if seal is None else name + SUFFIX)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+    with os.fdopen(handle, "wb") as file, writing(file, seal, lock_id, name) as sink:
+        yield sink
+
+
+@contextmanager
+def reading(path: Path, name: str, manifest: Manifest, key: Key) -> Iterator[Source]:
+    """A file of a lock, decrypted where it is sealed. name: when it is open."""
+    opened = sealed_source(path, key, manifest.lock_id, name) if manifest.sealed else plain_source(path)
+    with opened as source:
+        yield source
+
+
+@contextmanager
+def locked_file(folder: Path, name: str, manifest: Manifest, key: Key) -> Iterator[Source]:
+    """A file of a locked folder."""
+    path = folder / (name + SUFFIX if manifest.sealed else name)
+    if not path.is_file():
+        raise SitusError(f"{folder}: {path.name} is missing")
+    with reading(path, name, manifest, key) as source:
+        yield source

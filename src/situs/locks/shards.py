@@ -13,7 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Protocol
 import numpy as np
 
 from situs.errors import SitusError
+from situs.train.storage import sync
 
 WIDTHS = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -88,10 +89,38 @@ def open_file(path: Path) -> BinaryIO:
     try:
         return path.open("rb", buffering=0)  # pyright: ignore[reportReturnType]
     except OSError as error:
-        raise SitusError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+        raise SitusError(f"{path}: cannot be read: {reason_of(error)}") from None
 
 
-# --- the header ---------------------------------------------------------------------------------------------
+def reason_of(error: OSError) -> str:
+    """What the system says of a file, in a sentence."""
+    return (error.strerror or str(error)).lower()
+
+
+@contextmanager
+def new_private_file(path: Path, what: str, field: str) -> Iterator[BinaryIO]:
+    """A new file that is never, not even half written, readable by others, and never replaces one; whole or not there.
+
+    what: it holds, in words. field: that names it.
+    """
+    aside = path.with_name(f".{path.name}.{os.getpid()}.writing")
+    try:
+        if path.exists() or path.is_symlink():
+            raise FileExistsError
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(aside, path)  # unlike a rename, it refuses to take the place of a file that is there
+        sync(path.parent)
+    except FileExistsError:
+        raise SitusError(f"{path}: exists already, and {what} is never overwritten", field=field) from None
+    except OSError as error:
+        raise SitusError(f"{path}: {what} could not be written: {reason_of(error)}", field=field) from error
+    finally:
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -143,13 +172,6 @@ def make_header(specs: Sequence[Spec], notes: Mapping[str, str]) -> Header:
     return Header(len(text).to_bytes(8, "little") + text, tuple(specs))
 
 
-def parse_header(raw: bytes, where: str) -> Header:
-    """A header whose bytes were kept apart from its file."""
-    if len(raw) < 8 or int.from_bytes(raw[:8], "little") != len(raw) - 8:
-        raise _broken(where, "its header has not the length that it says")
-    return Header(raw, tuple(_specs(raw[8:], where)))
-
-
 def read_header(source: Source, where: str) -> Header:
     """The header of a safetensors file whose every byte belongs to one tensor; anything else is refused."""
     length = bytearray(8)
@@ -161,30 +183,18 @@ def read_header(source: Source, where: str) -> Header:
         raise _broken(where, "its header is longer than the file")
     text = bytearray(size)
     source.fill(memoryview(text))
-    specs = _specs(bytes(text), where)
-    if 8 + size + sum(spec.size for spec in specs) != source.size:
+    header = parse_header(bytes(length + text), where)
+    if len(header.raw) + sum(spec.size for spec in header.tensors) != source.size:
         raise _broken(where, "it is longer or shorter than its header says")
-    return Header(bytes(length + text), tuple(specs))
+    return header
 
 
-def _specs(text: bytes, where: str) -> list[Spec]:
-    """The tensors in the order of their bytes, which lie without gaps."""
-    tables = _parse(text, where)
-    specs, at = [], 0
-    for name, entry in sorted(tables.items(), key=lambda item: item[1]["data_offsets"]):
-        begin, end = entry["data_offsets"]
-        spec = Spec(name, entry["dtype"], tuple(entry["shape"]))
-        if begin != at or end - begin != spec.size:
-            raise _broken(where, f"the bytes of {name[:80]!r} are not where they must be")
-        specs.append(spec)
-        at = end
-    return specs
-
-
-def _parse(text: bytes, where: str) -> dict[str, dict[str, Any]]:
-    """The tensors' tables, each with a known dtype, a shape and two offsets."""
+def parse_header(raw: bytes, where: str) -> Header:
+    """A header from its bytes: the tensors, of known dtypes, lie without gaps."""
+    if len(raw) < 8 or int.from_bytes(raw[:8], "little") != len(raw) - 8:
+        raise _broken(where, "its header has not the length that it says")
     try:
-        tables = json.loads(text, object_pairs_hook=unique)
+        tables = json.loads(raw[8:], object_pairs_hook=unique)
     except (ValueError, RecursionError):
         raise _broken(where, "its header is no valid JSON") from None
     if not isinstance(tables, dict):
@@ -193,14 +203,26 @@ def _parse(text: bytes, where: str) -> dict[str, dict[str, Any]]:
     if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
         raise _broken(where, "its metadata are no texts")
     for name, entry in tables.items():
-        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-            raise _broken(where, f"{name[:80]!r} is not described as a tensor")
-        if not isinstance(entry["dtype"], str) or entry["dtype"] not in WIDTHS:
-            raise _broken(where, f"{name[:80]!r} is of a dtype that is not known here: {entry['dtype']!r:.40}")
-        offsets = entry["data_offsets"]
-        if not _counts(entry["shape"]) or not _counts(offsets) or len(offsets) != 2 or len(entry["shape"]) > 64:
-            raise _broken(where, f"{name[:80]!r} has no valid shape or offsets")
-    return tables
+        _check_entry(name, entry, where)
+    specs, at = [], 0
+    for name, entry in sorted(tables.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        spec = Spec(name, entry["dtype"], tuple(entry["shape"]))
+        if begin != at or end - begin != spec.size:
+            raise _broken(where, f"the bytes of {name[:80]!r} are not where they must be")
+        specs.append(spec)
+        at = end
+    return Header(raw, tuple(specs))
+
+
+def _check_entry(name: str, entry: Any, where: str) -> None:
+    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+        raise _broken(where, f"{name[:80]!r} is not described as a tensor")
+    if not isinstance(entry["dtype"], str) or entry["dtype"] not in WIDTHS:
+        raise _broken(where, f"{name[:80]!r} is of a dtype that is not known here: {entry['dtype']!r:.40}")
+    offsets = entry["data_offsets"]
+    if not _counts(entry["shape"]) or not _counts(offsets) or len(offsets) != 2 or len(entry["shape"]) > 64:
+        raise _broken(where, f"{name[:80]!r} has no valid shape or offsets")
 
 
 def _counts(values: Any) -> bool:
@@ -219,8 +241,6 @@ def _broken(where: str, why: str) -> SitusError:
     return SitusError(f"{where}: no readable safetensors file: {why}")
 
 
-# --- tensors ------------------------------------------------------------------------------------------------
-
 Change = Callable[[np.ndarray], np.ndarray]
 Check = Callable[[Spec, str], None]
 
@@ -236,9 +256,18 @@ Start = Callable[[str], Code]
 """Name of a tensor -> the code that its bytes are to go through."""
 
 
-def copy(source: Source, sink: Sink | None, code: Code) -> str:
-    """Passes a whole file on; returns its code."""
-    return _through(source, source.size, sink, code)
+def copy(source: Source, sink: Sink | None, code: Code, size: int | None = None, chunk: int = CHUNK) -> str:
+    """Passes `size` bytes on, or a whole file; returns their code."""
+    size = source.size if size is None else size
+    buffer = memoryview(bytearray(min(size, chunk)))
+    while size:
+        part = buffer[: min(size, len(buffer))]
+        source.fill(part)
+        code.update(part)
+        if sink is not None:
+            sink.write(part)
+        size -= len(part)
+    return code.hexdigest()
 
 
 def codes_of(path: Path, header: Header, start: Start) -> dict[str, str]:
@@ -248,7 +277,7 @@ def codes_of(path: Path, header: Header, start: Start) -> dict[str, str]:
     def code(spec: Spec) -> str:
         with plain_source(path) as source:
             source.seek(places[spec.name])
-            return _through(source, spec.size, None, start(spec.name), SMALL_CHUNK)
+            return copy(source, None, start(spec.name), spec.size, SMALL_CHUNK)
 
     with ThreadPoolExecutor(WORKERS) as workers:
         found = workers.map(code, header.tensors)
@@ -274,7 +303,7 @@ def rewrite(
     found: dict[str, str] = {}
     waiting: deque[tuple[Spec, Future[tuple[memoryview, str]]]] = deque()
 
-    def compare_with_truth(count: int) -> None:
+    def write_all_but(count: int) -> None:
         while len(waiting) > count:
             spec, work = waiting.popleft()
             data, found[spec.name] = work.result()
@@ -284,17 +313,17 @@ def rewrite(
     with ThreadPoolExecutor(WORKERS) as workers:
         for spec in tensors:
             if spec.name not in changes and spec.size > LARGEST_WHOLE:
-                compare_with_truth(0)
+                write_all_but(0)
                 into = None if sink is None else sink(spec)
-                found[spec.name] = _through(source(spec), spec.size, into, start(spec.name))
+                found[spec.name] = copy(source(spec), into, start(spec.name), spec.size)
                 if check is not None:
                     check(spec, found[spec.name])
                 continue
             values = np.empty(spec.shape, dtype=BITS[WIDTHS[spec.dtype]])
             source(spec).fill(_bytes(values))
             waiting.append((spec, workers.submit(_work, spec, values, changes.get(spec.name), start, check)))
-            compare_with_truth(WORKERS)
-        compare_with_truth(0)
+            write_all_but(WORKERS)
+        write_all_but(0)
     return found
 
 
@@ -315,19 +344,6 @@ def _work(
 
 def _code_of(values: np.ndarray, code: Code) -> str:
     code.update(_bytes(values))
-    return code.hexdigest()
-
-
-def _through(source: Source, size: int, sink: Sink | None, code: Code, chunk: int | None = None) -> str:
-    """Takes `size` bytes into the code and passes them on."""
-    buffer = memoryview(bytearray(min(size, chunk or CHUNK)))
-    while size:
-        part = buffer[: min(size, len(buffer))]
-        source.fill(part)
-        code.update(part)
-        if sink is not None:
-            sink.write(part)
-        size -= len(part)
     return code.hexdigest()
 
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
+from situs.backbones.base import Backbone
 from situs.errors import SitusError
-from situs.locks.shards import Header, make_header, parse_header
-
-if TYPE_CHECKING:
-    from situs.backbones.base import Backbone
-    from situs.locks.manifest import Withheld
+from situs.locks.key import Key, codes_of
+from situs.locks.manifest import Manifest
+from situs.locks.seal import reading, writing
+from situs.locks.shards import Header, Sink, Source, make_header, new_private_file, parse_header, read_header
 
 NAME = "withheld.safetensors"
 """What the second file is called where its name is part of a key."""
@@ -53,9 +53,6 @@ def words(parts: Sequence[str]) -> str:
             "the embedding" if count == part else "the first block" if count == "1" else f"the first {count} blocks"
         )
     return " and ".join(said)
-
-
-# --- which tensors ------------------------------------------------------------------------------------------
 
 
 def tensors_of(backbone: Backbone, parts: Sequence[str]) -> set[str]:
@@ -99,9 +96,6 @@ def _tied(model: nn.Module, held: set[str]) -> set[str]:
     return {name for name, parameter in named.items() if id(parameter) in shared}
 
 
-# --- the second file ----------------------------------------------------------------------------------------
-
-
 def second_header(headers: Mapping[str, Header], held: set[str], lock_id: str) -> Header:
     """The header of the second file: its tensors shard by shard, whose it is, and the headers of the clear files."""
     tensors = [spec for header in headers.values() for spec in header.tensors if spec.name in held]
@@ -109,20 +103,41 @@ def second_header(headers: Mapping[str, Header], held: set[str], lock_id: str) -
     return make_header(tensors, {"lock_id": lock_id, _ORIGINAL: json.dumps(original)})
 
 
-def original_headers(second: Header, where: str) -> dict[str, Header]:
-    """The headers of the clear files, from the second file's (which must have been found to be the owner's)."""
-    kept = json.loads(second.notes[_ORIGINAL])
-    return {name: parse_header(base64.b64decode(raw), where) for name, raw in kept.items()}
-
-
 def beside(out: str | Path) -> Path:
     """Where the second file is written unless the owner says where: beside the locked folder, never in it."""
     return Path(out).with_name(f"{Path(out).name}.{NAME}")
 
 
-def missing(folder: Path, withheld: Withheld) -> SitusError:
-    """What is said where the second file is not given."""
-    return SitusError(
-        f"{folder}: lacks {words(withheld.parts)}, withheld when it was locked: give the owner's second file too",
-        field="withheld",
-    )
+@contextmanager
+def new_second(path: Path, header: Header, seal: Key | None, lock_id: str) -> Iterator[Sink]:
+    """The owner's second file, to write its tensors to: mode 0600, complete or not there."""
+    with new_private_file(path, "what is withheld", "withheld") as file, writing(file, seal, lock_id, NAME) as sink:
+        sink.write(header.raw)
+        yield sink
+
+
+@contextmanager
+def open_second(
+    folder: Path, manifest: Manifest, key: Key, path: Path | None
+) -> Iterator[tuple[Source | None, Header | None, dict[str, Header]]]:
+    """The second file of a lock behind its header, the header, and those of the clear files; nothing where none is.
+
+    Refused unless it is the one that the manifest names.
+    """
+    withheld = manifest.withheld
+    if withheld is None:
+        if path is not None:
+            raise SitusError(f"{path}: nothing was withheld from {folder}", field="withheld")
+        yield None, None, {}
+        return
+    if path is None:
+        said = f"lacks {words(withheld.parts)}, withheld when it was locked: give the owner's second file too"
+        raise SitusError(f"{folder}: {said}", field="withheld")
+    if not path.is_file():
+        raise SitusError(f"{path}: no such file, and {folder} cannot be opened without it", field="withheld")
+    with reading(path, NAME, manifest, key) as reader:
+        header = read_header(reader, str(path))
+        if codes_of(key, manifest.lock_id).of("header", NAME, header.raw) != withheld.header:
+            raise SitusError(f"{path}: is not what was withheld from {folder}, or was altered", field="withheld")
+        kept = json.loads(header.notes[_ORIGINAL])
+        yield reader, header, {name: parse_header(base64.b64decode(raw), str(path)) for name, raw in kept.items()}

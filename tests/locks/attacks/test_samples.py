@@ -52,12 +52,12 @@ def pictures(tmp_path: Path) -> Iterator[Path]:
 
 def test_images_come_as_the_model_takes_them(vit: Any, pictures: Path) -> None:
     folder, backbone = vit
-    samples = read_samples(folder, backbone, str(pictures), None, 3)
+    samples = read_samples(folder, backbone, {"images": pictures}, 3)
     assert samples.had == "3 unlabelled images"
     batches = list(samples.batches)
     assert all(batch.shape == (3, 3, 8, 8) for batch in batches)
-    assert read_samples(folder, backbone, str(pictures), None, 9).had == "5 unlabelled images"
-    again = list(read_samples(folder, backbone, str(pictures), None, 3).batches)
+    assert read_samples(folder, backbone, {"images": pictures}, 9).had == "5 unlabelled images"
+    again = list(read_samples(folder, backbone, {"images": pictures}, 3).batches)
     assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))
 
 
@@ -65,7 +65,7 @@ def test_mean_and_deviation_are_the_models_own(vit: Any, pictures: Path, tmp_pat
     _, backbone = vit
     own = {"mean": [0.0, 0.25, 0.5], "std": [0.5, 1.0, 2.0]}
     (tmp_path / "config.json").write_text(json.dumps({"pretrained_cfg": own | {"crop_pct": 0.5}}))
-    first = next(iter(read_samples(tmp_path, backbone, str(pictures), None, 5).batches))
+    first = next(iter(read_samples(tmp_path, backbone, {"images": pictures}, 5).batches))
     grey = torch.arange(5) * 40 / 255
     for channel, (mean, std) in enumerate(zip(own["mean"], own["std"], strict=True)):
         expected = ((grey - mean) / std)[:, None, None].expand(-1, 8, 8)
@@ -76,10 +76,10 @@ def test_texts_become_the_models_words(bert: Any, tmp_path: Path) -> None:
     folder, backbone = bert
     file = tmp_path / "texts.txt"
     file.write_text("A boat\n\n   \nthe sea on the sea on the sea\n")
-    samples = read_samples(folder, backbone, None, file, 24)
+    samples = read_samples(folder, backbone, {"texts": file}, 24)
     assert samples.had == "2 unlabelled texts"
     assert [batch.tolist() for batch in samples.batches] == [[[2, 5, 6, 3]], [[2, 8, 9, 7, 8, 3]]]  # cut at the longest
-    assert read_samples(folder, backbone, None, file, 1).had == "1 unlabelled texts"
+    assert read_samples(folder, backbone, {"texts": file}, 1).had == "1 unlabelled texts"
 
 
 def test_of_a_long_text_the_first_words_are_taken(bert: Any, tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_of_a_long_text_the_first_words_are_taken(bert: Any, tmp_path: Path) -> 
     file = tmp_path / "texts.txt"
     file.write_text("sea " * 300)
     model: Any = SimpleNamespace(input=InputSpec(), num_tokens=512, name="long")
-    [ids] = read_samples(bert[0], model, None, file, 1).batches
+    [ids] = read_samples(bert[0], model, {"texts": file}, 1).batches
     assert ids.shape == (1, 128)
 
 
@@ -108,21 +108,21 @@ def test_wrong_samples_are_one_sentence(vit: Any, bert: Any, pictures: Path, tmp
     broken.mkdir()
     (broken / "config.json").write_text((bert[0] / "config.json").read_text())
     (broken / "tokenizer.json").write_text("{")
-    cases: list[tuple[Path, Any, str | None, Path | None, str]] = [
-        (*vit, str(empty), None, str(empty)),
-        (*vit, str(tmp_path / "nowhere"), None, "no such folder"),
-        (*vit, str(deep), None, "5 channels"),
-        (*vit, None, text, "takes images, not words"),
-        (*bert, str(pictures), None, "takes words, not images: give texts"),
-        (*bert, None, tmp_path / "none.txt", "no such file or directory"),
-        (*bert, None, tmp_path, "is a directory"),
-        (*bert, None, binary, "it is no text"),
-        (*bert, None, blank, "holds no text"),
-        (bare, bert[1], None, text, "holds no tokeniser"),
-        (broken, bert[1], None, text, "its tokeniser cannot be read"),
+    cases: list[tuple[Path, Any, dict[str, Path], str]] = [
+        (*vit, {"images": empty}, str(empty)),
+        (*vit, {"images": tmp_path / "nowhere"}, "no such folder"),
+        (*vit, {"images": deep}, "5 channels"),
+        (*vit, {"texts": text}, "takes images, not texts"),
+        (*bert, {"images": pictures}, "takes texts, not images"),
+        (*bert, {"texts": tmp_path / "none.txt"}, "no such file or directory"),
+        (*bert, {"texts": tmp_path}, "is a directory"),
+        (*bert, {"texts": binary}, "it is no text"),
+        (*bert, {"texts": blank}, "holds no text"),
+        (bare, bert[1], {"texts": text}, "holds no tokeniser"),
+        (broken, bert[1], {"texts": text}, "its tokeniser cannot be read"),
     ]
-    for folder, backbone, images, texts, said in cases:
+    for folder, backbone, given, said in cases:
         with pytest.raises(SitusError) as caught:
-            list(read_samples(folder, backbone, images, texts, 4).batches)
+            list(read_samples(folder, backbone, given, 4).batches)
         assert said in str(caught.value), str(caught.value)
         assert "\n" not in str(caught.value)

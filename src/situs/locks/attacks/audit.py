@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
@@ -45,8 +45,7 @@ from situs.locks.manifest import Manifest, permutations_of, read_manifest
 from situs.locks.owner import left_of
 from situs.locks.withhold import words
 from situs.models import open_model
-from situs.models.data import check_classes, load_bank
-from situs.models.model import Model
+from situs.models.data import AnyModel, check_classes, load_bank
 from situs.results import Result, Summary, Table, percent, show
 
 Labelled = tuple[Tensor, Tensor]
@@ -58,19 +57,14 @@ class LockAuditConfig(Checked):
 
     count: Count = 24
     """So many of the images or texts, chosen at random and the same every time."""
-
     drift: tuple[float, ...] = (0.3,)
     """drifted-base: noise on the base, in standard deviations of each tensor."""
-
     k: Count = 100
     """Labelled samples that the attacker `labels` has."""
-
     steps: Count = 200
     """Updates that the attacker `labels` makes."""
-
     test: Count = 1000
     """Images that accuracy is measured on."""
-
     seed: int = 0
     """Of the drift and of the attacker's training."""
 
@@ -139,7 +133,7 @@ def _row(result: Recovery, judged: bool) -> list[str | None]:
 def audit_lock(
     locked: str | os.PathLike[str],
     *,
-    base: str | os.PathLike[str] | nn.Module | Model | None = None,
+    base: AnyModel | None = None,
     weights: str | None = None,
     key: AnyKey | None = None,
     images: str | Path | None = None,
@@ -157,18 +151,10 @@ def audit_lock(
 
     >>> print(situs.audit_lock("locked", base="exported", key="owner.key"))
     """
-    config = LockAuditConfig() if config is None else config
-    given = _Given(
-        Path(locked),
-        base,
-        weights,
-        None if key is None else as_key(key),
-        None if images is None else str(images),
-        None if texts is None else Path(texts),
-        None if data is None else str(data),
-    )
-    names = _chosen([attacker] if isinstance(attacker, str) else attacker, given)
-    target = _target(given, config)
+    config, key = config or LockAuditConfig(), None if key is None else as_key(key)
+    samples = {name: Path(path) for name, path in (("images", images), ("texts", texts)) if path is not None}
+    names = _chosen([attacker] if isinstance(attacker, str) else attacker, base is not None, data is not None, samples)
+    target = _target(Path(locked), base, weights, key, samples, None if data is None else str(data), config)
     results = [result for name in names if name not in target.idle for result in _attack(name, target, config)]
     lacking = ({"images"} - set(names) - target.idle.keys()) if results else set[str]()
     return LockAudit(
@@ -183,43 +169,23 @@ def audit_lock(
     )
 
 
-@dataclass(frozen=True)
-class _Given:
-    """What `audit_lock` was given, but for how the attackers work."""
-
-    locked: Path
-    base: str | os.PathLike[str] | nn.Module | Model | None
-    weights: str | None
-    key: Key | None
-    images: str | None
-    texts: Path | None
-    data: str | None
-
-    @property
-    def unlabelled(self) -> bool:
-        return self.images is not None or self.texts is not None
-
-
-def _chosen(attackers: Sequence[str], given: _Given) -> list[str]:
+def _chosen(given: Sequence[str], base: bool, data: bool, samples: Mapping[str, Path]) -> list[str]:
     """The attackers asked for, each once, in order; what one of them lacks is said before anything is loaded."""
-    usual = {"no-base": True, "images": given.unlabelled, "public-base": given.base is not None}
-    names = list(dict.fromkeys(attackers)) or [name for name, able in usual.items() if able]
+    usual = {"no-base": True, "images": bool(samples), "public-base": base}
+    names = list(dict.fromkeys(given)) or [name for name, able in usual.items() if able]
     for name in names:
         if name not in ATTACKERS:
             raise unknown_name("attacker", name, ATTACKERS, field="attacker")
-        if name.endswith("-base") and name != "no-base" and given.base is None:
+        if name in ("public-base", "drifted-base") and not base:
             raise SitusError(f"attacker={name}: needs the model that the attacker has", field="base")
-        if name == "labels" and given.data is None:
+        if name == "labels" and not data:
             raise SitusError("attacker=labels: needs labelled images", field="data")
-        if name == "images" and not given.unlabelled:
+        if name == "images" and not samples:
             raise SitusError("attacker=images: needs unlabelled images or texts", field=("images", "texts"))
-    if given.images is not None and given.texts is not None:
-        said = f"images={given.images}, texts={given.texts}: a model takes one or the other"
-        raise SitusError(said, field=("images", "texts"))
+    if len(samples) > 1:
+        said = ", ".join(f"{name}={path}" for name, path in samples.items())
+        raise SitusError(f"{said}: a model takes one or the other", field=tuple(samples))
     return names
-
-
-# --- what is attacked -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -238,17 +204,22 @@ class _Target:
     kept: str
 
 
-def _target(given: _Given, config: LockAuditConfig) -> _Target:
-    locked, base, key = given.locked, given.base, given.key
+def _target(
+    locked: Path,
+    base: AnyModel | None,
+    weights: str | None,
+    key: Key | None,
+    samples: Mapping[str, Path],
+    data: str | None,
+    config: LockAuditConfig,
+) -> _Target:
     manifest = read_manifest(locked, key)
-    theirs = None if base is None else _base_state(base, given.weights)
+    theirs = None if base is None else _base_state(base, weights)
     with _readable(locked, manifest, key) as folder:
         backbone, gone = left_of(folder, replace(manifest, sealed=False))
-        samples, test = _labelled(folder, given.data, config, gone)
+        learned, test = _labelled(folder, data, config, gone)
         embedded = manifest.withheld is None or "embedding" not in manifest.withheld.parts
-        seen = None
-        if embedded and given.unlabelled:
-            seen = read_samples(folder, backbone, given.images, given.texts, config.count)
+        seen = read_samples(folder, backbone, samples, config.count) if embedded and samples else None
     names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
     groups = without(rename(manifest.groups, {name: own for own, name in names.items()}), gone)
     state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
@@ -262,7 +233,7 @@ def _target(given: _Given, config: LockAuditConfig) -> _Target:
         truth = exact_truth(state, theirs, groups)
     idle = {} if embedded else {"images": "The attacker `images` has nothing to start from: the embedding is withheld."}
     kept = "" if manifest.withheld is None else f"; {words(manifest.withheld.parts)} withheld"
-    return _Target(backbone, groups, state, theirs, truth, samples, test, seen, idle, kept)
+    return _Target(backbone, groups, state, theirs, truth, learned, test, seen, idle, kept)
 
 
 @contextmanager
@@ -299,15 +270,11 @@ def _labelled(
     return sets[0], sets[1]
 
 
-def _base_state(base: str | os.PathLike[str] | nn.Module | Model, weights: str | None) -> dict[str, Tensor]:
+def _base_state(base: AnyModel, weights: str | None) -> dict[str, Tensor]:
     try:
-        named = os.fspath(base) if isinstance(base, os.PathLike) else base
-        return dict(open_model(named, weights=weights).backbone.model.state_dict())
+        return dict(open_model(base, weights=weights).backbone.model.state_dict())
     except SitusError as error:
         raise SitusError(f"base={base}: {error}", field="base") from error
-
-
-# --- the attacks ------------------------------------------------------------------------------------------------
 
 
 def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[Recovery]:

@@ -65,9 +65,6 @@ class LockedSide:
     reach: Tensor
 
 
-# --- clear ------------------------------------------------------------------------------------------------------
-
-
 def clear_side(backbone: Backbone, groups: Sequence[Group], inputs: Iterable[Tensor]) -> ClearSide:
     """What the embedding says of its channels. inputs: batches of images, or of token ids."""
     state = backbone.model.state_dict()
@@ -167,9 +164,6 @@ def shifted(images: Tensor, patch: tuple[int, int], seed: int = 0) -> Iterator[T
             cut = padded[..., top : top + height, left : left + width]
             yield cut
             yield cut.flip(-1)
-
-
-# --- locked -----------------------------------------------------------------------------------------------------
 
 
 def locked_side(backbone: Backbone, groups: Sequence[Group]) -> LockedSide:

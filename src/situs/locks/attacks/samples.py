@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,24 +31,21 @@ class Samples:
     had: str
 
 
-def read_samples(folder: Path, backbone: Backbone, images: str | None, texts: Path | None, count: int) -> Samples:
-    """The samples that the flags name, as this model takes them; at most `count`, the same every time."""
-    if images is not None:
-        if not backbone.input.channels or backbone.input.shape is None:
-            raise SitusError(f"images={images}: {backbone.name} takes words, not images: give texts", field="texts")
-        return _images(folder, backbone, images, count)
-    assert texts is not None
-    if backbone.input.channels:
-        raise SitusError(f"texts={texts}: {backbone.name} takes images, not words", field="images")
-    return _texts(folder, backbone, texts, count)
+def read_samples(folder: Path, backbone: Backbone, given: Mapping[str, Path], count: int) -> Samples:
+    """The `images` or `texts` that are given, as this model takes them; at most `count`, the same every time."""
+    [(kind, path)] = given.items()
+    wanted, other = ("texts", "images") if backbone.input.shape is None else ("images", "texts")
+    if kind != wanted:
+        raise SitusError(f"{kind}={path}: {backbone.name} takes {wanted}, not {other}", field=wanted)
+    return (_images if kind == "images" else _texts)(folder, backbone, path, count)
 
 
-def _images(folder: Path, backbone: Backbone, path: str, count: int) -> Samples:
+def _images(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
     assert backbone.input.patch is not None
-    source = Subset(open_source(path, labels=False, channels=backbone.input.channels), count)
+    source = Subset(open_source(str(path), labels=False, channels=backbone.input.channels), count)
     if not len(source):
         raise SitusError(f"images={path}: holds no images", field="images")
-    data = images_for(backbone, described(folder, backbone).get("pretrained_cfg", {}), path)
+    data = images_for(backbone, described(folder, backbone).get("pretrained_cfg", {}), str(path))
     assert data is not None  # it has channels
     data = replace(data, crop_share=1.0, batch=min(count, 64), workers=0)  # all that there is to see
     whole = torch.cat([batch.inputs for batch in make_loader(data, None, source=source)])

@@ -109,8 +109,6 @@ class Experiment:
         self.cotangent = (noise / noise.numel() ** 0.5).to(output)
         self.clear = self.run(*STAY)
 
-    # --- one run -----------------------------------------------------------------------------------------------
-
     def output(self, move: Move, back: Back, key: Keying | None = None) -> Tensor:
         """Forward alone: the blocks' output in clear order."""
         return self._forward(self._keyed(key), self.tokens, move, back)
@@ -172,8 +170,6 @@ class Experiment:
         if self.sample.mask is None or self.backbone.num_prefix:
             return relative_error(a, b)
         return relative_error(a[self.sample.mask], b[self.sample.mask])
-
-    # --- the moves ---------------------------------------------------------------------------------------------
 
     def row_moves(self) -> tuple[Move, Back]:
         """A different order of the patch tokens for each sample, and back."""

@@ -9,13 +9,12 @@ collected, one for each part and law; nothing is raised.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
@@ -34,7 +33,7 @@ from situs.locks.equivariance.sample import (
 )
 from situs.locks.folder import backbone_of
 from situs.locks.groups import random_keys, residual_only
-from situs.models import Model
+from situs.models.data import AnyModel
 from situs.models.inference import evaluating
 from situs.results import Result, Summary, Table
 
@@ -130,7 +129,7 @@ def _module_row(part: str, laws: Mapping[tuple[str, str], Finding]) -> tuple[str
 
 
 def verify(
-    source: str | os.PathLike[str] | nn.Module | Model,
+    source: AnyModel,
     x: Tensor | None = None,
     *,
     groups: Sequence[Group] | None = None,
