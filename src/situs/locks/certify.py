@@ -23,6 +23,7 @@ from situs.locks.equivariance.experiment import Experiment
 from situs.locks.equivariance.findings import TOLERANCES
 from situs.locks.equivariance.sample import sample_of
 from situs.locks.folder import structure_of
+from situs.locks.groups import within
 from situs.models.inference import evaluating
 
 LARGE = 5_000_000
@@ -59,9 +60,7 @@ def certify_folder(
             _check_blocks_alike(groups, structure.name)
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False):
         model = _randomised(structure_of(folder, "cpu", changed))
-        held = model.model.state_dict()
-        own = [replace(group, members=tuple(m for m in group.members if m.tensor in held)) for group in groups]
-        return certify(model, [group for group in own if group.members], keys)
+        return certify(model, within(groups, model.model.state_dict()), keys)
 
 
 @torch.no_grad()

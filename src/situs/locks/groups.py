@@ -10,7 +10,7 @@ inverse of each key, in whatever order, gives back the very bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -115,6 +115,12 @@ def _moved(values: Any, moves: Iterable[Move], select: Callable[..., Any], clone
             inside = (slice(None),) * at[0] + (at[1],)
             values[inside] = select(values[inside], index, axis - (axis > at[0]))
     return values
+
+
+def within(groups: Sequence[Group], names: Collection[str]) -> tuple[Group, ...]:
+    """The groups with the members that are among `names`; those of which nothing is left are dropped."""
+    kept = [replace(group, members=tuple(m for m in group.members if m.tensor in names)) for group in groups]
+    return tuple(group for group in kept if group.members)
 
 
 def rename(groups: Sequence[Group], names: Mapping[str, str]) -> tuple[Group, ...]:

@@ -140,12 +140,11 @@ def new_key(path: str | Path, passphrase: str | None = None) -> Key:
     >>> key = situs.new_key("owner.key")
     """
     key = Key(secrets.token_bytes(SEED_BYTES))
-    if passphrase is None:
-        held = KeyFile(VERSION, key.id, _encode(key.seed))
-    else:
+    seed, wrapping = key.seed, None
+    if passphrase is not None:
         wrapping = Wrapping(_encode(secrets.token_bytes(16)), _encode(secrets.token_bytes(12)))
-        sealed = _cipher(passphrase, wrapping).encrypt(_decode(wrapping.nonce), key.seed, key.id.encode())
-        held = KeyFile(VERSION, key.id, _encode(sealed), wrapping)
+        seed = _cipher(passphrase, wrapping).encrypt(_decode(wrapping.nonce), key.seed, key.id.encode())
+    held = KeyFile(VERSION, key.id, _encode(seed), wrapping)
     with new_private_file(Path(path), "a key", "out") as file:
         file.write((json.dumps(to_dict(held), indent=2) + "\n").encode())
     return key
@@ -155,11 +154,17 @@ def load_key(path: str | Path, passphrase: str | None = None) -> Key:
     """The key in a file that `new_key` wrote; refuses a file that others may read."""
     path = Path(path)
     held = _read(path)
-    seed = _decode(held.seed)
-    if held.passphrase is not None:
+    seed, wrapping = _decode(held.seed), held.passphrase
+    if wrapping is not None:
         if not passphrase:
-            raise SitusError(f"{path}: this key has a passphrase, and none was given ({PASSPHRASE})")
-        seed = _unwrap(path, held, held.passphrase, passphrase)
+            raise SitusError(f"{path}: this key has a passphrase, and none was given ({PASSPHRASE})", field="key")
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            seed = _cipher(passphrase, wrapping).decrypt(_decode(wrapping.nonce), seed, held.id.encode())
+        except InvalidTag:
+            said = f"{path}: the passphrase is wrong, or the file was altered"
+            raise SitusError(said, field=("passphrase", "key")) from None
     if len(seed) != SEED_BYTES or Key(seed).id != held.id:
         raise SitusError(f"{path}: its seed and its id do not belong together: the file was altered", field="key")
     return Key(seed)
@@ -209,28 +214,8 @@ def _cipher(passphrase: str, wrapping: Wrapping) -> Any:
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError as error:
         raise missing_extra("argon2-cffi", "locks", "a passphrase") from error
-    secret = hash_secret_raw(
-        passphrase.encode(),
-        _decode(wrapping.salt),
-        time_cost=wrapping.passes,
-        memory_cost=wrapping.memory,
-        parallelism=wrapping.lanes,
-        hash_len=32,
-        type=Type.ID,
-    )
-    return AESGCM(secret)
-
-
-def _unwrap(path: Path, held: KeyFile, wrapping: Wrapping, passphrase: str) -> bytes:
-    from cryptography.exceptions import InvalidTag
-
-    cipher = _cipher(passphrase, wrapping)
-    try:
-        return cipher.decrypt(_decode(wrapping.nonce), _decode(held.seed), held.id.encode())
-    except InvalidTag:
-        raise SitusError(
-            f"{path}: the passphrase is wrong, or the file was altered", field=("passphrase", "key")
-        ) from None
+    costs = {"time_cost": wrapping.passes, "memory_cost": wrapping.memory, "parallelism": wrapping.lanes}
+    return AESGCM(hash_secret_raw(passphrase.encode(), _decode(wrapping.salt), **costs, hash_len=32, type=Type.ID))
 
 
 def _encode(raw: bytes) -> str:
@@ -247,10 +232,8 @@ def _decode(text: str) -> bytes:
 
 def derive(key: Key, groups: Iterable[Group], fingerprint: str, lock_id: str) -> dict[str, Tensor]:
     """The permutation of each group: group name -> [size] int64 (gather convention y[i] = x[p[i]])."""
-    return {
-        group.name: torch.from_numpy(fisher_yates(group.size, _stream(key, group.name, fingerprint, lock_id)))
-        for group in groups
-    }
+    streams = {group: _stream(key, group.name, fingerprint, lock_id) for group in groups}
+    return {group.name: torch.from_numpy(fisher_yates(group.size, stream)) for group, stream in streams.items()}
 
 
 def fisher_yates(size: int, draw: Callable[[int], np.ndarray]) -> np.ndarray:

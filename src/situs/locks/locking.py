@@ -15,7 +15,7 @@ import secrets
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,55 +58,36 @@ from situs.train.run import is_run
 
 @dataclass(frozen=True)
 class Written(os.PathLike[str]):
-    """A folder that was written, and what was locked in it. notes: what its owner must know, one sentence each."""
+    """A folder that was written, locked or opened, and what was locked.
+
+    said: what it is, a sentence each; printed, it says them. notes: those of them that depend on what was found.
+    withheld: the owner's second file, where parts were withheld.
+    """
 
     path: Path
     manifest: Manifest
-    notes: list[str] = field(default_factory=list)
+    said: Sequence[str]
+    notes: Sequence[str] = ()
+    withheld: Path | None = None
 
     def __fspath__(self) -> str:
         return str(self.path)
 
     def __str__(self) -> str:
-        return "\n".join(self.sentences())
-
-    def sentences(self) -> list[str]:
-        """What is to be said of it."""
-        raise NotImplementedError
+        return "\n".join(self.said)
 
 
-@dataclass(frozen=True)
-class Locked(Written):
-    """A model, locked. withheld: the owner's second file, where parts were withheld."""
-
-    withheld: Path | None = None
-
-    def sentences(self) -> list[str]:
-        seal = "Every file but manifest.json is encrypted with the same key; the manifest shows names and shapes."
-        honest = (
-            "A lock is obfuscation, not encryption: whoever has the model it was made from can match the columns and "
-            f"find the key. situs audit lock {self.path} measures what that takes."
-        )
-        return [
-            f"{self.path}: {self.manifest.model} locked with the key {self.manifest.key_id}.",
-            _shares(self.manifest),
-            *self.notes,
-            *([seal] if self.manifest.sealed else []),
-            honest,
-        ]
-
-
-@dataclass(frozen=True)
-class Opened(Written):
-    """A model, opened. retrained: whether tensors were taken that training has changed since."""
-
-    retrained: bool = False
-
-    def sentences(self) -> list[str]:
-        if self.retrained:
-            return [f"{self.path}: {self.manifest.model}, opened as retrained.", *self.notes]
-        count = len(self.manifest.tensors)
-        return [f"{self.path}: {self.manifest.model}, {count} tensors, bit for bit as they were before the lock."]
+def _sentences(out: Path, manifest: Manifest, notes: Sequence[str]) -> Iterator[str]:
+    """What is said of a model that was locked."""
+    yield f"{out}: {manifest.model} locked with the key {manifest.key_id}."
+    yield _shares(manifest)
+    yield from notes
+    if manifest.sealed:
+        yield "Every file but manifest.json is encrypted with the same key; the manifest shows names and shapes."
+    yield (
+        "A lock is obfuscation, not encryption: whoever has the model it was made from can match the columns and find "
+        f"the key. situs audit lock {out} measures what that takes."
+    )
 
 
 def _shares(manifest: Manifest) -> str:
@@ -137,7 +118,7 @@ def lock(
     withhold: str | Sequence[str] = (),
     withheld: str | Path | None = None,
     **opening: Any,
-) -> Locked:
+) -> Written:
     """Locks a model with a key into the new folder `out`; its files come back bit for bit (`unlock`).
 
     source: a model's folder (an export, timm's or transformers', one file or shards), a run, a timm name with
@@ -172,7 +153,7 @@ def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
 
 def _lock_folder(
     folder: Path, key: Key, out: Path, cover: bool, seal: bool, parts: tuple[str, ...], withheld: Path | None
-) -> Locked:
+) -> Written:
     weights = files.weight_files(folder)
     for name in sorted(path.name for path in folder.iterdir()):
         if name == NAME or name.endswith(SUFFIX):
@@ -232,11 +213,12 @@ def _lock_folder(
             withheld=Withheld(parts, tuple(s.name for s in second.tensors), withheld_header) if parts else None,
         )
         manifest = write_manifest(aside, manifest, key)
-    notes = {
+    found = {
         "Left out, for a lock takes known small files only": left_out,
         "Clear in the weight file, though the model has no place for them": strangers,
     }
-    return Locked(out, manifest, [f"{said}: {', '.join(which)}." for said, which in notes.items() if which], beyond)
+    notes = [f"{said}: {', '.join(names)}." for said, names in found.items() if names]
+    return Written(out, manifest, [*_sentences(out, manifest, notes)], notes, beyond)
 
 
 def _lock_shard(
@@ -279,7 +261,7 @@ def unlock(
     *,
     retrained: bool = False,
     withheld: str | Path | None = None,
-) -> Opened:
+) -> Written:
     """Opens a locked folder into the new folder `out`: the files that were locked, bit for bit.
 
     The manifest is checked first, each tensor as it is read, the whole at the end; `out` appears when all was right.
@@ -291,10 +273,12 @@ def unlock(
     folder, second, key = Path(locked), None if withheld is None else Path(withheld), as_key(key)
     manifest = read_manifest(folder, key)
     if retrained:
-        return Opened(Path(out), manifest, unlock_retrained(folder, manifest, key, out, second), retrained=True)
+        notes = unlock_retrained(folder, manifest, key, out, second)
+        return Written(Path(out), manifest, [f"{out}: {manifest.model}, opened as retrained.", *notes], notes)
     with files.new_folder(out) as aside:
         _open(folder, manifest, key, aside, second)
-    return Opened(Path(out), manifest)
+    said = f"{out}: {manifest.model}, {len(manifest.tensors)} tensors, bit for bit as they were before the lock."
+    return Written(Path(out), manifest, [said])
 
 
 def check(locked: str | Path, key: Key, withheld: str | Path | None = None) -> Manifest:

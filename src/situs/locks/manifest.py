@@ -86,9 +86,8 @@ class Manifest:
     def __post_init__(self) -> None:
         _digits("key_id", self.key_id, ID_DIGITS)
         _digits("lock_id", self.lock_id, LOCK_DIGITS)
-        for name in ("layout", "fingerprint"):
+        for name in ("layout", "fingerprint", *(("hmac",) if self.hmac else ())):
             _digits(name, getattr(self, name), CODE_DIGITS)
-        _digits("hmac", self.hmac or "0" * CODE_DIGITS, CODE_DIGITS)
         for name, digest in (self.shards | self.files).items():
             _digits(f"the code of {name[:80]!r}", digest, CODE_DIGITS)
             if not _FILE_NAME.fullmatch(name) or name == NAME:
@@ -144,12 +143,10 @@ def _check_groups(groups: tuple[Group, ...], tensors: Mapping[str, Entry]) -> No
             inside = member.start >= 0 and member.start + length <= shape[member.axis]
             if not inside or member.outer * group.size * member.inner != length:
                 raise SitusError(f"the group {group.name[:80]!r} does not fit its tensors")
-            if member.at is not None and not _is_slice(member.at, member.axis, shape):
-                raise SitusError(f"the group {group.name[:80]!r} names a slice that there is not")
-
-
-def _is_slice(at: tuple[int, int], axis: int, shape: tuple[int, ...]) -> bool:
-    return 0 <= at[0] < len(shape) and at[0] != axis and 0 <= at[1] < shape[at[0]]
+            if member.at is not None:
+                axis, index = member.at
+                if not (0 <= axis < len(shape) and axis != member.axis and 0 <= index < shape[axis]):
+                    raise SitusError(f"the group {group.name[:80]!r} names a slice that there is not")
 
 
 def _digits(name: str, text: str, count: int) -> None:
@@ -210,19 +207,15 @@ def read_manifest(folder: Path, key: Key | None) -> Manifest:
     except OSError as error:
         raise SitusError(f"{path}: cannot be read: {reason_of(error)}") from None
     manifest = _parse(path, raw)
-    if key is not None:
-        verify(manifest, key, path)
-        if raw != _text(manifest).encode():
-            raise SitusError(f"{path}: was altered since it was locked: its text is spelled in another way")
-    return manifest
-
-
-def verify(manifest: Manifest, key: Key, path: Path) -> None:
-    """Refuses a manifest of another key, or one that was altered."""
+    if key is None:
+        return manifest
     if manifest.key_id != key.id:
         raise SitusError(f"{path}: was locked with the key {manifest.key_id}, and this is {key.id}", field="key")
     if not hmac.compare_digest(manifest.hmac, _code(manifest, key)):
         raise SitusError(f"{path}: its HMAC is wrong: the manifest was altered since it was locked")
+    if raw != _text(manifest).encode():
+        raise SitusError(f"{path}: was altered since it was locked: its text is spelled in another way")
+    return manifest
 
 
 def _parse(path: Path, raw: bytes) -> Manifest:

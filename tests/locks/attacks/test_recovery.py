@@ -25,18 +25,17 @@ from situs.locks.attacks.recovery import (
     Recovery,
     bits_left,
     check_finite,
-    compare_with_truth,
     drift,
     exact_truth,
+    judged,
     opened,
     recover_blind,
     recover_with_base,
     scored,
     strength_bits,
     verdict,
-    without,
 )
-from situs.locks.groups import permute_state, random_keys, residual_only
+from situs.locks.groups import permute_state, random_keys, residual_only, within
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -340,13 +339,14 @@ def test_the_verdict_where_an_attacker_who_applies_did_not_try(
 def test_what_is_withheld_is_no_part_of_any_group() -> None:
     groups = vit().groups()
     gone = {name for name in vit().model.state_dict() if name.startswith("blocks.0.")}
-    left = without(groups, gone)
+    names = vit().model.state_dict().keys()
+    left = within(groups, names - gone)
     assert {group.name for group in groups} - {group.name for group in left} == {
         group.name for group in groups if group.name.startswith("blocks.0.")
     }
     assert not gone & {member.tensor for group in left for member in group.members}
     assert any("blocks.1." in member.tensor for member in residual_only(left)[0].members)
-    assert without(groups, ()) == tuple(groups)
+    assert within(groups, names) == tuple(groups)
 
 
 def test_weights_that_are_no_numbers_are_refused() -> None:
@@ -368,9 +368,9 @@ def test_inner_groups_never_count() -> None:
     groups = vit().groups()
     truth = random_keys(groups, seeded(0))
     wrong = random_keys(groups, seeded(1))
-    found = compare_with_truth(Recovery("x", 24, keys={**wrong, "residual": truth["residual"]}), groups, truth)
+    found = judged("x", groups, {**wrong, "residual": truth["residual"]}, truth)
     assert (found.right, found.bits) == (24, 0)
-    lost = compare_with_truth(Recovery("x", 24, keys={**truth, "residual": wrong["residual"]}), groups, truth)
+    lost = judged("x", groups, {**truth, "residual": wrong["residual"]}, truth)
     assert lost.right == int((wrong["residual"] == truth["residual"]).sum())
 
 

@@ -98,8 +98,6 @@ def test_what_each_way_starts_from(pretrained: Pretrained) -> None:
         assert {name for name, _ in method.named_parameters()} == {
             name for name, _ in make_method(config, CLASSES).named_parameters()
         }
-    with pytest.raises(SitusError, match="way='pirated'"):
-        make_way("pirated", config, CLASSES, pretrained.state, groups, keys)
 
 
 def test_the_study_through_the_engine(pretrained: Pretrained, tmp_path: Path) -> None:

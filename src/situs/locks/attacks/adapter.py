@@ -24,8 +24,9 @@ from situs.config import Checked
 from situs.errors import SitusError
 from situs.limits import Count, Positive
 from situs.locks.attacks.match import assign
-from situs.locks.attacks.recovery import Recovery, compare_with_truth
+from situs.locks.attacks.recovery import Recovery, judged
 from situs.locks.groups import residual_only
+from situs.models.inference import evaluating
 
 
 @dataclass(frozen=True)
@@ -81,27 +82,20 @@ def recover_with_labels(
     samples, test: images and labels, to learn from and to be judged on. owner: the accuracy with the key.
     """
     config = config or AdapterConfig()
-    [group] = _one_stream(groups)
+    residual = residual_only(groups)
+    if len(residual) != 1:
+        raise SitusError(f"the adapter attack needs one residual key, and this lock has {len(residual)}")
     before = accuracy_of(backbone, *test)
     began = time.perf_counter()
     attacked = train_adapter(copy.deepcopy(backbone), samples, config)
     seconds = time.perf_counter() - began
     control = train_adapter(randomised(backbone, groups, config.seed), samples, config)
     # before[j, i] is how much of clear channel j reaches locked channel i; the key has 1 at j = p[i].
-    keys = {group.name: assign(attacked.before.detach().T)}
+    keys = {residual[0].name: assign(attacked.before.detach().T)}
     cost = f"{len(samples[1])} labelled samples, {config.steps} steps of {min(config.batch, len(samples[1]))}"
-    found = Recovery(
-        "labels",
-        group.size,
-        seconds=seconds,
-        cost=cost,
-        before=before,
-        after=accuracy_of(attacked, *test),
-        owner=owner,
-        control=accuracy_of(control, *test),
-        keys=keys,
-    )
-    return compare_with_truth(found, [group], truth)
+    scores = {"before": before, "after": accuracy_of(attacked, *test), "owner": owner}
+    scores["control"] = accuracy_of(control, *test)
+    return judged("labels", residual, keys, truth, seconds=seconds, cost=cost, **scores)
 
 
 def train_adapter(backbone: Backbone, samples: tuple[Tensor, Tensor], config: AdapterConfig) -> Adapted:
@@ -124,17 +118,11 @@ def train_adapter(backbone: Backbone, samples: tuple[Tensor, Tensor], config: Ad
     return model
 
 
-@torch.no_grad()
 def accuracy_of(model: nn.Module, images: Tensor, labels: Tensor, batch: int = 256) -> float:
-    """Share of images whose best class is the label, in eval mode; the model's own mode comes back."""
-    training = model.training
-    model.eval()
-    right = sum(
-        int((model(images[start : start + batch]).argmax(dim=-1) == labels[start : start + batch]).sum())
-        for start in range(0, len(labels), batch)
-    )
-    model.train(training)
-    return right / len(labels)
+    """Share of images whose best class is the label."""
+    with evaluating(model):
+        found = torch.cat([model(part).argmax(dim=-1) for part in images.split(batch)])
+    return int((found == labels).sum()) / len(labels)
 
 
 def randomised(backbone: Backbone, groups: Sequence[Group], seed: int) -> Backbone:
@@ -149,10 +137,3 @@ def randomised(backbone: Backbone, groups: Sequence[Group], seed: int) -> Backbo
             state[name] = (value.double().mean().cpu() + value.double().std().cpu() * noise).to(value)
     blank.model.load_state_dict(state)
     return blank
-
-
-def _one_stream(groups: Sequence[Group]) -> list[Group]:
-    residual = list(residual_only(groups))
-    if len(residual) != 1:
-        raise SitusError(f"the adapter attack needs one residual key, and this lock has {len(residual)}")
-    return residual

@@ -34,11 +34,10 @@ from situs.locks.attacks.recovery import (
     scored,
     strength_bits,
     verdict,
-    without,
 )
 from situs.locks.attacks.samples import Samples, read_samples
 from situs.locks.folder import names_in_file
-from situs.locks.groups import rename
+from situs.locks.groups import rename, within
 from situs.locks.key import AnyKey, Key, as_key
 from situs.locks.locking import unseal
 from situs.locks.manifest import Manifest, permutations_of, read_manifest
@@ -221,7 +220,7 @@ def _target(
         embedded = manifest.withheld is None or "embedding" not in manifest.withheld.parts
         seen = read_samples(folder, backbone, samples, config.count) if embedded and samples else None
     names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
-    groups = without(rename(manifest.groups, {name: own for own, name in names.items()}), gone)
+    groups = within(rename(manifest.groups, {name: own for own, name in names.items()}), names.keys() - gone)
     state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
     for name in gone:  # not there, and so neither right nor wrong
         state[name].zero_()

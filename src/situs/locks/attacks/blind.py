@@ -45,7 +45,7 @@ def match_blind(backbone: Backbone, groups: Sequence[Group], inputs: Tensor | No
     """
     state = {name: value.detach().float().cpu() for name, value in backbone.model.state_dict().items()}
     residual = residual_only(groups)
-    keys = {group.name: identity(group.size) for group in residual}
+    keys = {group.name: identity(group.size) for group in groups}
     group = residual[0]
     locked_names = {member.tensor for each in groups for member in each.members}
     clear = {name: value for name, value in state.items() if name not in locked_names}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ from situs.locks.attacks.graph import (
     settled,
     unit,
 )
-from situs.locks.attacks.recovery import Recovery, compare_with_truth
+from situs.locks.attacks.recovery import Recovery, judged
 from situs.locks.groups import residual_only
 
 READS = ("q", "k", "v", "up", "up again")
@@ -84,9 +84,8 @@ def recover_with_samples(
         q, best, failed = _match(clear, locked, seed)
     keys = {group.name: identity(group.size) for group in groups} | {residual[0].name: q}
     cost = f"the locked file and {had}; J {best:.2f}, from random hints at most {max(failed):.2f}"
-    size = sum(group.size for group in residual)
-    found = Recovery("images", size, cost=cost, agreement=best, failed=max(failed), keys=keys)
-    return compare_with_truth(replace(found, seconds=time.perf_counter() - began), groups, truth)
+    more = {"seconds": time.perf_counter() - began, "cost": cost, "agreement": best, "failed": max(failed)}
+    return judged("images", groups, keys, truth, **more)
 
 
 def _match(clear: ClearSide, locked: LockedSide, seed: int) -> tuple[Tensor, float, list[float]]:

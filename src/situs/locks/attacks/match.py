@@ -87,7 +87,7 @@ def _assign_group(
     """The group's key by its channels, with the other groups where they are thought to be."""
     others = [other for other in groups if other.name != group.name and other.name not in {h.name for h in hidden}]
     names = {member.tensor for member in group.members}
-    moved = permute_state({name: base[name] for name in names}, _within(others, names), keys)
+    moved = permute_state({name: base[name] for name in names}, others, keys)
     similarity = torch.zeros(group.size, group.size, dtype=torch.float64)
     for member in group.members:
         theirs, ours = (channels(state[member.tensor], member, group.size, hidden) for state in (locked, moved))
@@ -95,14 +95,6 @@ def _assign_group(
         if scale > 0:  # a tensor of one value everywhere tells nothing
             similarity += (((theirs - theirs.mean(0)) / scale) @ ((ours - ours.mean(0)) / scale).T).double()
     return assign(similarity)
-
-
-def _within(groups: Sequence[Group], names: set[str]) -> list[Group]:
-    """The groups with only those members that are among `names`."""
-    cut = [
-        Group(each.name, each.kind, each.size, tuple(m for m in each.members if m.tensor in names)) for each in groups
-    ]
-    return [group for group in cut if group.members]
 
 
 def channels(tensor: Tensor, member: Member, size: int, hidden: Sequence[Group] = ()) -> Tensor:

@@ -14,13 +14,13 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
-from situs.core.permutation import identity
 from situs.errors import SitusError
 from situs.locks.attacks.blind import match_blind
 from situs.locks.attacks.match import Keys, State, match_keys
@@ -143,14 +143,21 @@ def verdict(results: Sequence[Recovery], lacking: Collection[str] = ()) -> str:
     return " ".join(said)
 
 
-def compare_with_truth(recovery: Recovery, groups: Sequence[Group], truth: Mapping[str, Tensor] | None) -> Recovery:
-    """The recovery with its residual keys compared with the true ones; inner groups never count."""
+def judged(
+    attacker: str, groups: Sequence[Group], keys: Keys, truth: Mapping[str, Tensor] | None, **more: Any
+) -> Recovery:
+    """What an attack got: its residual keys compared with the true ones where they are known; inner ones never count.
+
+    more: fields of `Recovery`.
+    """
+    residual = residual_only(groups)
+    if not residual:
+        raise SitusError("these groups hold no residual key: there is no lock to attack")
+    found = Recovery(attacker, sum(group.size for group in residual), keys=keys, **more)
     if truth is None:
-        return recovery
-    pairs = tuple(
-        (group.size, int((recovery.keys[group.name] == truth[group.name]).sum())) for group in residual_only(groups)
-    )
-    return replace(recovery, right=sum(right for _, right in pairs), residual_sizes=pairs)
+        return found
+    pairs = tuple((group.size, int((keys[group.name] == truth[group.name]).sum())) for group in residual)
+    return replace(found, right=sum(right for _, right in pairs), residual_sizes=pairs)
 
 
 def recover_with_base(
@@ -174,8 +181,7 @@ def recover_with_base(
     weights = sum(base[name].numel() for name in {m.tensor for group in groups for m in group.members})
     turns = f", {match.rounds} rounds over {len(groups)} groups" if len(groups) > 1 else ""
     cost = f"one base model, no data; {weights / 1e6:.1f} M weights compared{turns}"
-    found = Recovery(attacker, _size(groups), seconds=seconds, cost=cost, keys=match.keys)
-    return compare_with_truth(found, groups, truth)
+    return judged(attacker, groups, match.keys, truth, seconds=seconds, cost=cost)
 
 
 def recover_blind(
@@ -191,17 +197,8 @@ def recover_blind(
     """
     began = time.perf_counter()
     keys = match_blind(backbone, groups, inputs)
-    whole = {group.name: keys.get(group.name, identity(group.size)) for group in groups}
-    had = "alone" if inputs is None else f"and {len(inputs)} unlabelled samples"
-    cost = f"the locked file {had}"
-    found = Recovery("no-base", _size(groups), seconds=time.perf_counter() - began, cost=cost, keys=whole)
-    return compare_with_truth(found, groups, truth)
-
-
-def without(groups: Sequence[Group], gone: Collection[str]) -> tuple[Group, ...]:
-    """The groups less the tensors that are not in the file; inner groups of which nothing is left are dropped."""
-    kept = [replace(group, members=tuple(m for m in group.members if m.tensor not in gone)) for group in groups]
-    return tuple(group for group in kept if group.members)
+    cost = f"the locked file {'alone' if inputs is None else f'and {len(inputs)} unlabelled samples'}"
+    return judged("no-base", groups, keys, truth, seconds=time.perf_counter() - began, cost=cost)
 
 
 def check_finite(state: State, what: str) -> None:
@@ -221,16 +218,13 @@ def drift(base: State, amount: float, seed: int = 0) -> dict[str, Tensor]:
     """A relative of `base`: noise of `amount` times each tensor's own standard deviation on all its weights."""
     if not amount >= 0:
         raise SitusError(field="drift", value=amount, allowed="at least 0")
-    generator = torch.Generator().manual_seed(seed)
-    return {name: _noisy(value, amount, generator) for name, value in base.items()}
-
-
-def _noisy(value: Tensor, amount: float, generator: torch.Generator) -> Tensor:
-    if not value.is_floating_point() or value.numel() < 2:
-        return value
-    exact = value.double().cpu()
-    noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
-    return (exact + amount * exact.std() * noise).to(value)
+    generator, moved = torch.Generator().manual_seed(seed), dict(base)
+    for name, value in base.items():
+        if value.is_floating_point() and value.numel() > 1:
+            exact = value.double().cpu()
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            moved[name] = (exact + amount * exact.std() * noise).to(value)
+    return moved
 
 
 def opened(locked: State, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -242,10 +236,3 @@ def scored(recovery: Recovery, locked: State, groups: Sequence[Group], score: Sc
     """The recovery with the accuracy of the locked model before the attack, after it, and of its owner."""
     after = score(opened(locked, groups, recovery.keys))
     return replace(recovery, before=score(locked), after=after, owner=owner)
-
-
-def _size(groups: Sequence[Group]) -> int:
-    found = sum(group.size for group in residual_only(groups))
-    if not found:
-        raise SitusError("these groups hold no residual key: there is no lock to attack")
-    return found

@@ -40,6 +40,7 @@ from situs.locks.owner import with_key
 from situs.locks.study.paper import RuleCheck, measure_rule
 from situs.methods import Supervised, SupervisedConfig
 from situs.methods.base import Method
+from situs.models.inference import evaluating
 from situs.results import Result, Summary, Table, percent
 from situs.train.checkpoint import RunFolder
 from situs.train.contract import RunState
@@ -158,8 +159,6 @@ def make_way(
     keys: Mapping[str, Tensor],
 ) -> Method:
     """The method that one of `WAYS` trains: all begin with the same new head."""
-    if way not in WAYS:
-        raise SitusError(f"way={way!r}: must be one of {', '.join(WAYS)}")
     method = make_method(config, classes)
     if way == "from scratch":
         return method
@@ -272,14 +271,10 @@ def _measure(method: Method, test: Loader, step: int, curve: Curve) -> None:
 
 
 def _predictions(method: Method, test: Loader) -> Iterator[tuple[Tensor, Tensor]]:
-    """Logits and labels of every batch, in eval mode; the method's own mode comes back."""
-    training = method.training
-    method.eval()
-    for batch in test:
-        with torch.no_grad():
-            logits = method.backbone(batch.inputs)
-        yield logits, batch.targets["label"]
-    method.train(training)
+    """Logits and labels of every batch."""
+    with evaluating(method):
+        for batch in test:
+            yield method.backbone(batch.inputs), batch.targets["label"]
 
 
 def _recipe(config: RunConfig, study: StudyConfig) -> RunConfig:
@@ -327,18 +322,9 @@ def from_run(source: str | Path, data: str | None, config: StudyConfig) -> Pretr
     """The model of a run folder, and the images it was trained on or those at `data`."""
     loaded = load_run(source)
     described = loaded.config.data if data is None else replace(loaded.config.data, path=data, split=None)
-    sets: dict[str, Any] = {
-        split: open_source(
-            described.path,
-            split,
-            channels=described.channels,
-            strict=described.strict,
-            held_out=described.held_out,
-        )
-        for split in ("train", "val")
-    }
+    wanted: Any = {name: getattr(described, name) for name in ("channels", "strict", "held_out")}
+    train, test = (open_source(described.path, split, **wanted) for split in ("train", "val"))
     recipe = replace(loaded.config, data=described)
     state = {name: value.clone() for name, value in loaded.method.backbone.model.state_dict().items()}
     about = f"{recipe.backbone.name} of a {loaded.config.method_name} run"
-    train, test = Subset(sets["train"], config.images), Subset(sets["val"], config.test)
-    return Pretrained(recipe, state, train, test, about)
+    return Pretrained(recipe, state, Subset(train, config.images), Subset(test, config.test), about)
