@@ -17,7 +17,7 @@ from situs.errors import SitusError
 from situs.locks.contents import TABLE
 from situs.locks.folder import INDEX, WHOLE, write_model
 from situs.locks.key import Key
-from situs.locks.locking import check, lock, unlock, unseal
+from situs.locks.locking import check, lock, readable, unlock
 from situs.locks.manifest import NAME, read_manifest
 from situs.locks.owner import left_of
 from situs.locks.withhold import block_tensors, parse_parts, tensors_of, words
@@ -300,10 +300,10 @@ def test_a_sealed_folder_without_its_seal_is_what_is_left(model_folder, tmp_path
     sealed = lock(model_folder("vit"), KEY, tmp_path / "sealed", seal=True, withhold=BOTH)
     with pytest.raises(SitusError, match="sealed"):
         left_of(sealed.path, sealed.manifest)
-    plain = tmp_path / "plain"
-    unseal(sealed.path, sealed.manifest, KEY, plain)
-    backbone, gone = left_of(plain, replace(sealed.manifest, sealed=False))
+    with readable(sealed.path, sealed.manifest, KEY) as plain:
+        backbone, gone = left_of(plain, replace(sealed.manifest, sealed=False))
+        held = load_file(plain / WHOLE).keys()
     whole = keyed_model(sealed.path, KEY, sealed.withheld).model.state_dict()
-    assert gone == tensors_of(backbone, BOTH) and not gone & load_file(plain / WHOLE).keys()
+    assert gone == tensors_of(backbone, BOTH) and not gone & held
     state = backbone.model.state_dict()
     assert all(torch.equal(state[each], whole[each]) for each in whole.keys() - gone)

@@ -270,13 +270,13 @@ def unlock(
 
     >>> situs.unlock("locked", "owner.key", "opened")
     """
-    folder, second, key = Path(locked), None if withheld is None else Path(withheld), as_key(key)
+    folder, key = Path(locked), as_key(key)
     manifest = read_manifest(folder, key)
     if retrained:
-        notes = unlock_retrained(folder, manifest, key, out, second)
+        notes = unlock_retrained(folder, manifest, key, out, withheld)
         return Written(Path(out), manifest, [f"{out}: {manifest.model}, opened as retrained.", *notes], notes)
     with files.new_folder(out) as aside:
-        _open(folder, manifest, key, aside, second)
+        _open(folder, manifest, key, aside, withheld)
     said = f"{out}: {manifest.model}, {len(manifest.tensors)} tensors, bit for bit as they were before the lock."
     return Written(Path(out), manifest, [said])
 
@@ -284,20 +284,33 @@ def unlock(
 def check(locked: str | Path, key: Key, withheld: str | Path | None = None) -> Manifest:
     """Reads a locked folder through and refuses it unless it is, byte for byte, what was locked with this key."""
     manifest = read_manifest(Path(locked), key)
-    _open(Path(locked), manifest, key, None, None if withheld is None else Path(withheld))
+    _open(Path(locked), manifest, key, None, withheld)
     return manifest
 
 
-def unseal(locked: Path, manifest: Manifest, key: Key, out: Path, withheld: Path | None = None) -> None:
-    """The files of a sealed folder, plain, in `out`; their weights stay locked.
+@contextmanager
+def readable(locked: Path, manifest: Manifest, key: Key | None, withheld: str | Path | None = None) -> Iterator[Path]:
+    """A folder whose files are plain and whose weights stay locked: the very one, unless it is sealed or lacks parts.
 
     withheld: the second file, to put what was withheld back; None leaves it out, as the folder does.
     """
-    _open(locked, manifest, key, out, withheld, keyed=True)
+    if not manifest.sealed and withheld is None:
+        yield locked
+        return
+    assert key is not None
+    with tempfile.TemporaryDirectory() as place:
+        _open(locked, manifest, key, Path(place), withheld, keyed=True)
+        yield Path(place)
 
 
 def _open(
-    folder: Path, manifest: Manifest, key: Key, out: Path | None, withheld: Path | None, *, keyed: bool = False
+    folder: Path,
+    manifest: Manifest,
+    key: Key,
+    out: Path | None,
+    withheld: str | Path | None,
+    *,
+    keyed: bool = False,
 ) -> None:
     """Opens every file into `out`; None: only checks them. Refuses what is not as the manifest says.
 
@@ -335,7 +348,7 @@ def _open(
         raise SitusError(f"{folder}: what the key opens is not the model that was locked")
 
 
-def _same(where: Path | None, manifest: Manifest, spec: Spec, code: str) -> None:
+def _same(where: str | Path | None, manifest: Manifest, spec: Spec, code: str) -> None:
     if spec.name not in manifest.tensors or manifest.tensors[spec.name].code != code:
         raise SitusError(
             f"{where}: {spec.name} is not the tensor that was locked: the file was altered, or is of another model; "

@@ -6,7 +6,6 @@ Locked, the blocks run as they are, here or elsewhere: the owner permutes what e
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +24,7 @@ from situs.errors import SitusError
 from situs.locks.folder import all_specs, header_of, names_in_file, structure_of, weight_files
 from situs.locks.groups import entrance_and_exit, invert_keys, permute_state, rename
 from situs.locks.key import AnyKey, as_key
-from situs.locks.locking import check, unseal
+from situs.locks.locking import check, readable
 from situs.locks.manifest import Manifest, permutations_of
 from situs.locks.withhold import tensors_of
 from situs.models.open import Unlock
@@ -44,21 +43,15 @@ def unlocking(key: AnyKey, withheld: str | Path | None = None, *, keyed: bool = 
         manifest = check(locked, key, withheld)
 
         def opened(backbone: Backbone) -> Backbone:
-            names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
-            groups = rename(manifest.groups, {name: own for own, name in names.items()})
-            keys = permutations_of(manifest, key)
+            groups, keys = own_groups(backbone, manifest), permutations_of(manifest, key)
             if keyed:
                 return with_key(backbone, groups, keys)
             state = permute_state(backbone.model.state_dict(), groups, invert_keys(keys))
             backbone.model.load_state_dict(state)
             return backbone
 
-        if not manifest.sealed and manifest.withheld is None:
-            yield locked, opened
-            return
-        with tempfile.TemporaryDirectory() as place:  # the whole, still locked
-            unseal(locked, manifest, key, Path(place), None if withheld is None else Path(withheld))
-            yield Path(place), opened
+        with readable(locked, manifest, key, withheld) as folder:
+            yield folder, opened
 
     return unlock
 
@@ -93,6 +86,12 @@ def _keyed_class(kind: type[Backbone]) -> type[Backbone]:
 
     way = {"run_layers": run_layers, "run_grid": run_grid}[kind.entry]
     return cast("type[Backbone]", type(f"Keyed{kind.__name__}", (kind,), {kind.entry: way}))
+
+
+def own_groups(backbone: Backbone, manifest: Manifest) -> tuple[Group, ...]:
+    """What the key moves, under the names that the tensors have in the model."""
+    names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
+    return rename(manifest.groups, {name: own for own, name in names.items()})
 
 
 def left_of(locked: Path, manifest: Manifest) -> tuple[Backbone, frozenset[str]]:

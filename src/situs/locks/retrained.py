@@ -16,7 +16,9 @@ from situs.locks.shards import Header, PlainSource, Source, Spec
 from situs.locks.withhold import open_second
 
 
-def unlock_retrained(folder: Path, manifest: Manifest, key: Key, out: str | Path, withheld: Path | None) -> list[str]:
+def unlock_retrained(
+    folder: Path, manifest: Manifest, key: Key, out: str | Path, withheld: str | Path | None
+) -> list[str]:
     """Opens what authorised training has made of a lock; says what was taken unchecked.
 
     withheld: the second file. What the folder holds itself, a trained embedding say, goes before what is in it.

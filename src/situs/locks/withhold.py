@@ -118,7 +118,7 @@ def new_second(path: Path, header: Header, seal: Key | None, lock_id: str) -> It
 
 @contextmanager
 def open_second(
-    folder: Path, manifest: Manifest, key: Key, path: Path | None
+    folder: Path, manifest: Manifest, key: Key, path: str | Path | None
 ) -> Iterator[tuple[Source | None, Header | None, dict[str, Header]]]:
     """The second file of a lock behind its header, the header, and those of the clear files; nothing where none is.
 
@@ -133,6 +133,7 @@ def open_second(
     if path is None:
         said = f"lacks {words(withheld.parts)}, withheld when it was locked: give the owner's second file too"
         raise SitusError(f"{folder}: {said}", field="withheld")
+    path = Path(path)
     if not path.is_file():
         raise SitusError(f"{path}: no such file, and {folder} cannot be opened without it", field="withheld")
     with reading(path, NAME, manifest, key) as reader:

@@ -161,9 +161,9 @@ def test_grams_and_clues_of_a_vit_by_hand(model_folder: Callable[[str], Path]) -
     assert locked.centre is not None and locked.lean is not None
     assert torch.allclose(locked.centre, -norm.bias.detach() / norm.weight.detach())
     lean = normal_scores(block.mlp.fc1.weight.detach().T @ block.mlp.fc1.bias.detach())
-    assert torch.allclose(locked.lean, lean + normal_scores(block.attn.proj.bias.detach()))
+    assert torch.allclose(locked.lean.double(), lean + normal_scores(block.attn.proj.bias.detach()))
     scores = [normal_scores(weight.norm(dim=0) * norm.weight.detach().abs()) for weight in (q, k, v)]
-    assert torch.allclose(locked.reach, scores[0] + scores[1] + scores[2], atol=1e-4)
+    assert torch.allclose(locked.reach.double(), scores[0] + scores[1] + scores[2], atol=1e-4)
 
 
 def test_without_a_first_norm_the_values_bias_is_the_centre(model_folder: Callable[[str], Path]) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,12 +34,11 @@ from situs.locks.attacks.recovery import (
     verdict,
 )
 from situs.locks.attacks.samples import Samples, read_samples
-from situs.locks.folder import names_in_file
-from situs.locks.groups import rename, within
+from situs.locks.groups import within
 from situs.locks.key import AnyKey, Key, as_key
-from situs.locks.locking import unseal
-from situs.locks.manifest import Manifest, permutations_of, read_manifest
-from situs.locks.owner import left_of
+from situs.locks.locking import readable
+from situs.locks.manifest import permutations_of, read_manifest
+from situs.locks.owner import left_of, own_groups
 from situs.locks.withhold import words
 from situs.models import open_model
 from situs.models.data import AnyModel, check_classes, load_bank
@@ -214,13 +211,18 @@ def _target(
 ) -> _Target:
     manifest = read_manifest(locked, key)
     theirs = None if base is None else _base_state(base, weights)
-    with _readable(locked, manifest, key) as folder:
+    if manifest.sealed and key is None:  # with it, what is under the seal is attacked, as all who run the model have it
+        raise SitusError(
+            f"{locked}: is sealed, so the file is encrypted and nothing was attacked; with the owner's key the audit "
+            "opens the seal and attacks the locked weights under it, which who runs the model has",
+            field="key",
+        )
+    with readable(locked, manifest, key) as folder:
         backbone, gone = left_of(folder, replace(manifest, sealed=False))
         learned, test = _labelled(folder, data, config, gone)
         embedded = manifest.withheld is None or "embedding" not in manifest.withheld.parts
         seen = read_samples(folder, backbone, samples, config.count) if embedded and samples else None
-    names = names_in_file(backbone, {spec.name: spec for spec in manifest.specs()})
-    groups = within(rename(manifest.groups, {name: own for own, name in names.items()}), names.keys() - gone)
+    groups = within(own_groups(backbone, manifest), backbone.model.state_dict().keys() - gone)
     state = {name: value.clone() for name, value in backbone.model.state_dict().items()}
     for name in gone:  # not there, and so neither right nor wrong
         state[name].zero_()
@@ -233,23 +235,6 @@ def _target(
     idle = {} if embedded else {"images": "The attacker `images` has nothing to start from: the embedding is withheld."}
     kept = "" if manifest.withheld is None else f"; {words(manifest.withheld.parts)} withheld"
     return _Target(backbone, groups, state, theirs, truth, learned, test, seen, idle, kept)
-
-
-@contextmanager
-def _readable(locked: Path, manifest: Manifest, key: Key | None) -> Iterator[Path]:
-    """The folder whose weights an attacker sees: with a seal, what is under it, as everybody who runs the model has."""
-    if not manifest.sealed:
-        yield locked
-        return
-    if key is None:
-        raise SitusError(
-            f"{locked}: is sealed, so the file is encrypted and nothing was attacked; with the owner's key the audit "
-            "opens the seal and attacks the locked weights under it, which who runs the model has",
-            field="key",
-        )
-    with tempfile.TemporaryDirectory() as place:
-        unseal(locked, manifest, key, Path(place))
-        yield Path(place)
 
 
 def _labelled(

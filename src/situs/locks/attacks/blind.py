@@ -15,7 +15,7 @@ It is a guess from statistics, and is right about few channels; the audit prints
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group, Member
 from situs.core.permutation import identity
+from situs.locks.attacks.graph import normal_scores
 from situs.locks.attacks.match import Keys, assign, channels
 from situs.locks.equivariance.sample import random_inputs
 from situs.locks.groups import residual_only
@@ -101,19 +102,14 @@ def _scaled(gram: Tensor) -> Tensor:
     return gram / gram.square().sum().sqrt().clamp_min(1e-30) * gram.shape[0] ** 0.5
 
 
-def _ranks(values: Tensor) -> Tensor:
-    """Normal scores of a vector [D]: its order, without its units and outliers."""
-    size = values.numel()
-    order = values.argsort().argsort().double()
-    return torch.special.ndtri((order + 0.5) / size)
-
-
 def _linear(clear: Kinds, locked: Kinds, size: int) -> Tensor:
     """[D, D]: how alike locked channel i and clear channel j rank, over the kinds that both sides have."""
     shared = sorted(kind for kind in clear if clear[kind] and locked[kind])
     total = torch.zeros(size, size, dtype=torch.float64)
     for kind in shared:
-        ours, theirs = (_ranks(torch.stack([_ranks(v) for v in side[kind]]).mean(dim=0)) for side in (locked, clear))
+        ours, theirs = (
+            normal_scores(torch.stack([*map(normal_scores, side[kind])]).mean(dim=0)) for side in (locked, clear)
+        )
         total += torch.outer(ours, theirs)
     return total / max(len(shared), 1)
 
@@ -164,13 +160,20 @@ def _written(state: dict[str, Tensor], group: Group, *, reads: bool) -> Tensor:
 
 def _centring(state: dict[str, Tensor], group: Group, stream: Tensor) -> Tensor:
     """[D, D]: how well locked channel i of the first norm centres clear channel j; 0 where no norm comes first."""
-    first = group.members[0].tensor
-    weight, bias = state[first], state.get(f"{first.removesuffix('weight')}bias")
-    if weight.dim() != 1 or bias is None:
+    weight, bias = first_norm(state, group)
+    if weight is None or bias is None:
         return torch.zeros(group.size, group.size, dtype=torch.float64)
     means = nn.functional.layer_norm(stream, stream.shape[-1:]).mean(dim=0)
     left = (bias[:, None] + weight[:, None] * means[None, :]).double().square()
     return -left / bias.double().var().clamp_min(1e-12) * CENTRING
+
+
+def first_norm(state: Mapping[str, Tensor], group: Group) -> tuple[Tensor | None, Tensor | None]:
+    """Weight and bias of the norm before the first block's attention, in the locked order; None: there is none."""
+    name = group.members[0].tensor
+    if state[name].dim() != 1:
+        return None, None
+    return state[name], state.get(f"{name.removesuffix('weight')}bias")
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group, Member
 from situs.errors import SitusError
-from situs.locks.attacks.blind import entering
+from situs.locks.attacks.blind import entering, first_norm
 from situs.locks.attacks.graph import normal_scores
 from situs.locks.attacks.match import channels
 from situs.locks.groups import residual_only
@@ -121,18 +121,10 @@ class _Moments:
 def _read(backbone: Backbone, state: Mapping[str, Tensor], groups: Sequence[Group], batch: Tensor) -> Tensor:
     """The stream as the first block's projections read it, but for the affine part of the norm between, [B, N, D]."""
     z = entering(backbone, batch)
-    first, bias = _first_norm(state, groups)
+    first, bias = first_norm(state, residual_only(groups)[0])
     if first is None:  # post-norm: the stream is normalised already, and read as it is
         return z
     return F.layer_norm(z, z.shape[-1:]) if bias is not None else F.rms_norm(z, z.shape[-1:])
-
-
-def _first_norm(state: Mapping[str, Tensor], groups: Sequence[Group]) -> tuple[Tensor | None, Tensor | None]:
-    """Weight and bias of the norm before the first block's attention, in the locked order; None: there is none."""
-    name = residual_only(groups)[0].members[0].tensor
-    if state[name].dim() != 1:
-        return None, None
-    return state[name], state.get(f"{name.removesuffix('weight')}bias")
 
 
 def _filters(backbone: Backbone, clear: Mapping[str, Tensor]) -> Tensor:
@@ -182,7 +174,7 @@ def locked_side(backbone: Backbone, groups: Sequence[Group]) -> LockedSide:
         raise SitusError("the locked file holds no block whose projections are known: nothing is there to attack")
     chosen = list(blocks.values())[:BLOCKS]
     grams = [{role: values @ values.T for role, (values, _) in block.items()} for block in chosen]
-    return LockedSide(grams, *_clues(chosen[0], *_first_norm(state, groups)))
+    return LockedSide(grams, *_clues(chosen[0], *first_norm(state, residual_only(groups)[0])))
 
 
 def _clues(
@@ -200,10 +192,10 @@ def _clues(
     elif weight is None and (seen := against("v")) is not None:
         centre = -seen
     leans = [part for part in (against("up"), block["o"][1] if "o" in block else None) if part is not None]
-    lean = torch.stack([normal_scores(part) for part in leans]).sum(dim=0) if leans else None
+    lean = torch.stack([normal_scores(part).float() for part in leans]).sum(dim=0) if leans else None
     scale = 1.0 if weight is None else weight.abs()
-    reach = torch.stack([normal_scores(block[role][0].norm(dim=1) * scale) for role in "qkv" if role in block])
-    return centre, lean, reach.sum(dim=0)
+    reach = [normal_scores(block[role][0].norm(dim=1) * scale).float() for role in "qkv" if role in block]
+    return centre, lean, torch.stack(reach).sum(dim=0)
 
 
 def _bias(

@@ -62,17 +62,17 @@ def unit(table: Tensor) -> Tensor:
 def normal_scores(values: Tensor) -> Tensor:
     """A vector [D] by its order alone: the normal quantiles of its ranks."""
     order = values.argsort(stable=True).argsort()
-    return torch.special.ndtri((order.double() + 0.5) / values.numel()).float()
+    return torch.special.ndtri((order.double() + 0.5) / values.numel())
 
 
 def alike(ours: Tensor, theirs: Tensor) -> Tensor:
     """[D, D]: minus the squared distance of the normal scores of two vectors [D]."""
-    return -(normal_scores(ours)[:, None] - normal_scores(theirs)[None, :]).square()
+    return -(normal_scores(ours).float()[:, None] - normal_scores(theirs).float()[None, :]).square()
 
 
 def likely(ours: Tensor, theirs: Tensor, correlation: float) -> Tensor:
     """[D, D]: log-likelihood ratio of a pair of normal scores, as correlated so against not at all."""
-    x, y = normal_scores(ours)[:, None], normal_scores(theirs)[None, :]
+    x, y = normal_scores(ours).float()[:, None], normal_scores(theirs).float()[None, :]
     r = correlation
     return (2 * r * x * y - r * r * (x * x + y * y)) / (2 * (1 - r * r))
 

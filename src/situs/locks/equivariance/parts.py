@@ -55,8 +55,8 @@ def parts_of(experiment: Experiment, residual: Sequence[Group], keys: Mapping[st
     found = []
     for name, module in experiment.backbone.model.named_modules():
         if name in clear or name in touched:
-            row = _row_error(clear, shuffled, name, back) if rows and name in clear else None
-            column, goes = _column_error(clear, moved, name, keys, residual) if name in moved else (None, False)
+            row = _row_error(clear[name], shuffled[name], back) if rows and name in clear else None
+            column, goes = _column_error(clear[name], moved[name], keys, residual) if name in moved else (None, False)
             turn = turns.get(name, len(turns))
             found.append(Part(name, _operation(module), name in touched, row, column, goes, turn))
     return found
@@ -77,39 +77,24 @@ def merged(parts: Sequence[Part]) -> list[Part]:
         part = replace(part, name=re.sub(r"\.\d+(?=\.|$)", ".*", part.name))
         old = found.get(part.name)
         if old is not None:
-            part = replace(
-                part,
-                keyed=part.keyed or old.keyed,
-                row=_worse(old.row, part.row),
-                column=_worse(old.column, part.column),
-                moves=part.moves or old.moves,
+            row, column = (
+                max((error for error in errors if error is not None), default=None)
+                for errors in ((old.row, part.row), (old.column, part.column))
             )
+            keyed, moves = part.keyed or old.keyed, part.moves or old.moves
+            part = replace(part, keyed=keyed, row=row, column=column, moves=moves)
         found[part.name] = part
     return list(found.values())
 
 
-def _worse(a: float | None, b: float | None) -> float | None:
-    return max((x for x in (a, b) if x is not None), default=None)
-
-
-def _row_error(clear: Mapping[str, Tensor], shuffled: Mapping[str, Tensor], name: str, back: Back) -> float:
-    a, b = clear[name], shuffled[name]
+def _row_error(a: Tensor, b: Tensor, back: Back) -> float:
     if a.dim() == 4:  # by head: [B, H, S, d]
         a, b = a.transpose(1, 2), b.transpose(1, 2)
     return relative_error(a, back(b))
 
 
-def _column_error(
-    clear: Mapping[str, Tensor],
-    moved: Mapping[str, Tensor],
-    name: str,
-    keys: Mapping[str, Tensor],
-    residual: Sequence[Group],
-) -> tuple[float, bool]:
-    a, b = clear[name], moved[name]
-    went = min(
-        (relative_error(_permuted(a, keys[group.name], group.size), b) for group in residual), default=float("inf")
-    )
+def _column_error(a: Tensor, b: Tensor, keys: Mapping[str, Tensor], residual: Sequence[Group]) -> tuple[float, bool]:
+    went = min(relative_error(_permuted(a, keys[group.name], group.size), b) for group in residual)
     return min(went, relative_error(a, b)), went < relative_error(a, b)
 
 
