@@ -260,3 +260,24 @@ def test_shapes_without_values(world: Path) -> None:
         found = open_model(source, any_weights=True, device="meta", **asked)
         assert {weight.device.type for weight in found.backbone.parameters()} == {"meta"}
         assert found.backbone.num_tokens == 16
+
+
+def test_an_example_says_what_an_own_module_takes() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(2, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x.mean(dim=(2, 3)))
+
+    found = open_model(Mean().half(), example=torch.zeros(4, 2, 6, 10))
+    assert (found.backbone.input.shape, found.backbone.input.channels) == ((6, 10), 2)
+    assert "float16" in found.notes["precision"] and found.data.size == (6, 10)
+    with pytest.raises(SitusError) as caught:
+        open_model(Mean())
+    assert caught.value.field == "img_size"
+    assert open_model(plain(), example=X).backbone.num_tokens == 16
+    with pytest.raises(SitusError) as caught:
+        open_model(plain(), example=torch.zeros(1, 3, 32, 32))
+    assert caught.value.field == "img_size"

@@ -57,8 +57,8 @@ def open_model(
 
     weights: for a name, a file, "pretrained" or "random"; any_weights: a name without them gets random ones. seed: of
     random weights. ema: for a run, the mean of its weights; None takes it where there is one. img_size and `fields`
-    (patch_size, in_chans, num_classes, model_args) shape a new model. device: "meta" makes a name or a folder without
-    its values.
+    (patch_size, in_chans, num_classes, model_args) shape a new model; of an own module, example [B, C, H, W] says the
+    size and the channels as well. device: "meta" makes a name or a folder without its values.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -229,6 +229,9 @@ def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: t
 
 def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: torch.device | str) -> Model:
     """A backbone as it is, a module of a library that is known as its backbone, any other as a whole."""
+    example = fields.pop("example", None)
+    if example is not None:
+        fields = {"img_size": tuple(example.shape[-2:]), "in_chans": example.shape[1], **fields}
     size = fields.pop("img_size", None)
     module, held = in_float32(module)
     backbone = module if isinstance(module, Backbone) else _known(module)
@@ -236,7 +239,7 @@ def _open_module(module: nn.Module, name: str, fields: dict[str, Any], device: t
         if size is None:
             raise SitusError(f"{name}: is a bare module, whose image size must be said", field="img_size")
         backbone = wrap_module(module, size, name=name, **fields)
-    elif fields:
+    elif example is None:
         _refuse(name, **fields)
     if backbone.input.channels and backbone.input.shape is None:
         raise SitusError(f"{name}: takes images of no one size")
