@@ -251,12 +251,11 @@ def test_what_a_kind_lacks_is_told_by_the_model_itself(
     from situs.backbones.attention_maps import check_attention_maps
     from situs.errors import SitusError
     from situs.evaluate.finetune import beginning
-    from situs.evaluate.position import position_method
     from situs.locks.key import load_key
     from situs.locks.owner import unlocking
     from situs.models import open_model
     from situs.models.export import export_run
-    from situs.models.model import check_classifier
+    from situs.models.model import check_classifier, puzzle_method
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     shape = {"img_size": 8, "patch_size": 4}
@@ -275,7 +274,7 @@ def test_what_a_kind_lacks_is_told_by_the_model_itself(
         "evaluate accuracy": lambda: check_classifier(model),
         "analyze attention": lambda: check_attention_maps(model.backbone),
         "analyze correlation": lambda: model.backbone.require("tokens"),
-        "evaluate position": lambda: kind == "run" or position_method(model.method, model.name),
+        "evaluate position": lambda: kind == "run" or puzzle_method(model),
         "finetune --from": lambda: beginning(begun),
         "export": lambda: kind == "run" or export_run(source, world.base / "never"),
     }
