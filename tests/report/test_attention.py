@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from situs.report.attention import HEADS_A_LINE, attention_over_images, head_tables, relative_maps
+from situs.report.attention import HEADS_A_LINE, attention_over_images, relative_maps
 from situs.report.figures import png
 
 
@@ -44,14 +44,3 @@ def test_relative_maps_stand_layer_by_head_with_their_entropy() -> None:
         assert (axis.get_xticks().tolist(), axis.get_yticks().tolist()) == ([3.0], [2.0])  # the query itself
     assert [figure.axes[head].get_title() for head in range(3)] == ["head 1", "head 2", "head 3"]
     assert [figure.axes[3 * layer].get_ylabel() for layer in range(2)] == ["layer 1", "layer 2"]
-
-
-def test_tables_write_every_number_in_its_cell() -> None:
-    values = np.arange(6.0).reshape(3, 2) / 10
-    figure = head_tables({"Entropy": (values, "nats"), "Even": (np.ones((3, 2)), "patches")})
-    png(figure)
-    axis = next(axis for axis in figure.axes if axis.get_title() == "Entropy")
-    assert [text.get_text() for text in axis.texts] == [f"{value:.2f}" for value in values.flat]
-    assert [label.get_text() for label in axis.get_yticklabels()] == ["1", "2", "3"]
-    assert (axis.get_xlabel(), axis.get_ylabel()) == ("head", "layer")
-    assert {axis.get_ylabel() for axis in figure.axes} >= {"nats", "patches"}

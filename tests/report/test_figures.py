@@ -253,7 +253,9 @@ def test_one_run_needs_no_legend() -> None:
 
 def test_every_cell_holds_its_number() -> None:
     values = np.array([[1.0, 50.25, 99.0], [np.nan, 0.0, 100.0]])
-    figure = figures.value_grid(values, ["a", "b"], ["x", "y", "z"], "columns", "rows", "share, %", limits=(0, 100))
+    figure = figures.value_grids(
+        {"": (values, "share, %")}, ["a", "b"], ["x", "y", "z"], "columns", "rows", limits=(0, 100)
+    )
     axis = figure.axes[0]
     shown = {(round(text.get_position()[0]), round(text.get_position()[1])): text.get_text() for text in axis.texts}
     assert shown == {(0, 0): "1.0", (1, 0): "50.2", (2, 0): "99.0", (0, 1): "–", (1, 1): "0.0", (2, 1): "100.0"}
@@ -264,3 +266,15 @@ def test_every_cell_holds_its_number() -> None:
     assert dark == "white"  # on the dark end of the scale
     assert light != "white"
     assert figures.png(figure).startswith(b"\x89PNG")
+
+
+def test_tables_write_every_number_in_its_cell() -> None:
+    values = np.arange(6.0).reshape(3, 2) / 10
+    panels = {"Entropy": (values, "nats"), "Even": (np.ones((3, 2)), "patches")}
+    figure = figures.value_grids(panels, range(1, 4), range(1, 3), "head", "layer", digits=".2f")
+    figures.png(figure)
+    axis = next(axis for axis in figure.axes if axis.get_title() == "Entropy")
+    assert [text.get_text() for text in axis.texts] == [f"{value:.2f}" for value in values.flat]
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["1", "2", "3"]
+    assert (axis.get_xlabel(), axis.get_ylabel()) == ("head", "layer")
+    assert {axis.get_ylabel() for axis in figure.axes} >= {"nats", "patches"}

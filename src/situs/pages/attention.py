@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from situs.analyze.attention import Attention, Shown, Survey, uniform_distance
-from situs.report.attention import attention_over_images, head_tables, relative_maps
-from situs.report.figures import channels_drawn
+from situs.report.attention import attention_over_images, relative_maps
+from situs.report.figures import channels_drawn, value_grids
 from situs.report.html import Page, Section
 from situs.results import Table, percent
 
@@ -55,7 +55,9 @@ def _heads(section: Section, found: Survey, table: Table) -> None:
         "How far each head looks": (found.distance.numpy(), "patches"),
     }
     alt = "Entropy and distance by layer and head."
-    section.figure(head_tables(panels), "Dark: sharp, near. Light: wide, far.", alt=alt, name="heads")
+    layers, heads = (range(1, count + 1) for count in found.entropy.shape)
+    drawn = value_grids(panels, layers, heads, "head", "layer", digits=".2f", cell=(0.45, 0.27))
+    section.figure(drawn, "Dark: sharp, near. Light: wide, far.", alt=alt, name="heads")
     section.table(table.header, table.rows, "By layer, over its heads; entropies in nats, distance in patches.")
 
 

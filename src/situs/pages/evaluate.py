@@ -67,7 +67,9 @@ def ensemble(found: Ensemble) -> Page:
     section.table(*said.tables[0][1:], f"{found.together.count:,} images.")
     agreement = [[100 * share for share in row] for row in found.agreement]
     page.section("How alike they answer").figure(
-        figures.value_grid(agreement, names, names, "model", "model", "same answer, % of the images", limits=(0, 100)),
+        figures.value_grids(
+            {"": (agreement, "same answer, % of the images")}, names, names, "model", "model", limits=(0, 100)
+        ),
         "Share of the images on which two models give the same answer, right or wrong.",
         name="agreement",
     )
@@ -181,13 +183,12 @@ def position_map(grid: PositionGrid) -> figures.Figure:
         [math.nan if (value := held[row, column]) is None else 100 * value for column in positions] for row in gammas
     ]
     highest = max(value for row in values for value in row if not math.isnan(value))
-    return figures.value_grid(
-        values,
+    return figures.value_grids(
+        {"": (values, "places guessed right, %")},
         [f"{ratio:g}" for ratio in gammas],
         [f"{ratio:g}" for ratio in positions],
         "γ_pos, share of seen patches whose place is dropped",
         "γ, share of patches not seen",
-        "places guessed right, %",
         limits=(0.0, max(10.0, 10.0 * math.ceil(highest / 10))),
     )
 

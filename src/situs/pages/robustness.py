@@ -51,8 +51,8 @@ def _corruptions(section: Section, found: Robustness) -> None:
     severities = list(next(iter(found.cells.values())))
     values = [[100 * cell.top1 for cell in row.values()] for row in found.cells.values()]
     names, across = [spoken(name) for name in found.cells], list(map(str, severities))
-    scale = "top-1 accuracy, %"
-    drawn = figures.value_grid(values, names, across, "severity", "", scale, limits=(0.0, 100.0), cell_height=0.36)
+    panel = {"": (values, "top-1 accuracy, %")}
+    drawn = figures.value_grids(panel, names, across, "severity", "", limits=(0.0, 100.0), cell=(0.95, 0.36))
     beside = "" if found.clean is None else f", {percent(found.clean.top1)} on clean images"
     chance = f"chance is {100 / found.outputs:.3g} %"
     section.figure(drawn, f"Top-1 accuracy in percent{beside}; {chance}. {_error_bar(found)}", name="accuracy")

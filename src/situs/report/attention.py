@@ -1,8 +1,8 @@
-"""Pictures of attention: over images, over relative offsets, and layer by head."""
+"""Pictures of attention: over images, and over relative offsets."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from situs.report.canvas import INK, PAGE_WIDTH, TICK, TITLE, canvas, colour_bar, label, name_row, unframe
+from situs.report.canvas import INK, PAGE_WIDTH, TICK, TITLE, canvas, name_row, unframe
 from situs.report.figures import draw_image
 
 HEADS_A_LINE = 6
@@ -74,37 +74,6 @@ def relative_maps(relative: Any, entropy: Any) -> Figure:
     for layer in range(layers):
         axes[layer * heads].set_ylabel(f"layer {layer + 1}", fontsize=TICK, color=INK, rotation=0, ha="right")
     return figure
-
-
-def head_tables(panels: Mapping[str, tuple[Any, str]], digits: str = ".2f") -> Figure:
-    """Numbers by layer and head side by side, written in the cells: title -> (values [L, H], label of the scale).
-
-    Each panel has its own colour scale.
-    """
-    count = len(panels)
-    layers, heads = np.asarray(next(iter(panels.values()))[0]).shape
-    width = min(PAGE_WIDTH / count, max(3.0, 0.45 * heads + 1.4))
-    figure, axes = canvas(1, count, width * count, 0.27 * layers + 1.1)
-    for axis, (title, (values, unit)) in zip(axes, panels.items(), strict=True):
-        values = np.asarray(values, dtype=np.float64)
-        drawn = axis.imshow(values, cmap="cividis", interpolation="nearest", aspect="auto")
-        label(axis, title, "head", "layer" if axis is axes[0] else "")
-        axis.set_xticks(np.arange(heads), np.arange(1, heads + 1))
-        axis.set_yticks(np.arange(layers), np.arange(1, layers + 1))
-        axis.tick_params(length=0)
-        unframe(axis)
-        _write_cells(axis, values, digits, small=width / (heads + 2) < 0.33)
-        colour_bar(figure, drawn, axis, unit)
-    return figure
-
-
-def _write_cells(axis: Axes, values: np.ndarray, digits: str, *, small: bool) -> None:
-    low, high = values.min(), values.max()
-    for (row, column), value in np.ndenumerate(values):
-        bright = high > low and (value - low) / (high - low) > 0.5  # cividis ends in yellow
-        colour = "black" if bright else "white"
-        size = 5.5 if small else 7
-        axis.text(column, row, format(value, digits), ha="center", va="center", fontsize=size, color=colour)
 
 
 def _draw_map(axis: Axes, values: np.ndarray, size: Sequence[int], title: str) -> None:

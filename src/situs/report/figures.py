@@ -312,39 +312,40 @@ def bars(
     return figure
 
 
-def value_grid(
-    values: Any,
-    rows: Sequence[str],
-    columns: Sequence[str],
+def value_grids(
+    panels: Mapping[str, tuple[Any, str]],
+    rows: Sequence[Any],
+    columns: Sequence[Any],
     x_label: str,
     y_label: str,
-    value_label: str,
     *,
-    limits: tuple[float, float],
+    limits: tuple[float, float] | None = None,
     digits: str = ".1f",
-    cell_height: float = 0.62,
+    cell: tuple[float, float] = (0.95, 0.62),
 ) -> Figure:
-    """values: [len(rows), len(columns)]; NaN leaves a cell grey with a dash. limits: ends of the colour scale.
+    """Small matrices side by side, every cell coloured by its value and holding it in print.
 
-    cell_height: in inches; a cell is 0.95 wide.
+    panels: title -> (values [len(rows), len(columns)], label of the colour scale); NaN leaves a cell grey with a dash.
+    limits: ends of the colour scale; each panel's own without them. cell: width and height in inches, at most.
     """
-    array = np.asarray(values, dtype=np.float64)
-    height, width = array.shape
-    figure, (axis,) = canvas(1, 1, 2.2 + 0.95 * width, 1.1 + cell_height * height)
-    drawn = axis.imshow(np.ma.masked_invalid(array), cmap="cividis", vmin=limits[0], vmax=limits[1], aspect="auto")
-    axis.set_facecolor(FAINT)
-    axis.set_xticks(np.arange(width + 1) - 0.5, minor=True)
-    axis.set_yticks(np.arange(height + 1) - 0.5, minor=True)
-    axis.grid(which="minor", color="white", linewidth=1.5)
-    middle = sum(limits) / 2
-    for (row, column), value in np.ndenumerate(array):
-        text = "–" if np.isnan(value) else format(value, digits)
-        colour = INK if np.isnan(value) or value > middle else "white"
-        axis.text(column, row, text, ha="center", va="center", fontsize=LABEL + 1, color=colour)
-    label(axis, "", x_label, y_label)
-    axis.set_xticks(range(width), list(columns))
-    axis.set_yticks(range(height), list(rows))
-    axis.tick_params(which="both", length=0)
-    unframe(axis)
-    colour_bar(figure, drawn, axis, value_label, pad=0.03)
+    beside = 2.2 if len(panels) == 1 else 1.4  # for the names of the rows and the colour bar
+    wide = min(cell[0], (PAGE_WIDTH / len(panels) - beside) / len(columns))
+    size = LABEL + 1 if wide > 0.6 else 7 if wide > 0.33 else 5.5
+    width = len(panels) * max(3.0, beside + wide * len(columns))
+    figure, axes = canvas(1, len(panels), width, 1.1 + cell[1] * len(rows))
+    for axis, (title, (values, value_label)) in zip(axes, panels.items(), strict=True):
+        array = np.asarray(values, dtype=np.float64)
+        low, high = limits or (float(np.nanmin(array)), float(np.nanmax(array)))
+        drawn = axis.imshow(np.ma.masked_invalid(array), cmap="cividis", vmin=low, vmax=high, aspect="auto")
+        axis.set_facecolor(FAINT)
+        for (row, column), value in np.ndenumerate(array):
+            text = "–" if np.isnan(value) else format(value, digits)
+            colour = INK if np.isnan(value) or value > (low + high) / 2 else "white"  # cividis ends in yellow
+            axis.text(column, row, text, ha="center", va="center", fontsize=size, color=colour)
+        label(axis, title, x_label, y_label if axis is axes[0] else "")
+        axis.set_xticks(range(len(columns)), list(map(str, columns)))
+        axis.set_yticks(range(len(rows)), list(map(str, rows)))
+        axis.tick_params(length=0)
+        unframe(axis)
+        colour_bar(figure, drawn, axis, value_label, pad=0.03)
     return figure
