@@ -13,7 +13,6 @@ the module does to an image before that layer, be it a factor or several layers,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,13 +84,6 @@ EQUAL = 1e-6
 """Relative: in float64 an equation that holds is off by less, and one that does not by far more."""
 
 
-class _Place(NamedTuple):
-    """Where the rows of a layer's G stand in a table: its axis of channels, from the end, and the first row."""
-
-    channels: int
-    first: int
-
-
 def search_stem(backbone: StemBackbone, images: Tensor, weight: str | None, table: str | None) -> Stem | str:
     """The stem among all trained parameters, or among those named; else the reason. images: [1, C, H, W], any."""
     model = precise(backbone)
@@ -116,8 +108,9 @@ def search_stem(backbone: StemBackbone, images: Tensor, weight: str | None, tabl
             if place is not None and _sees_enough(product.inputs, model, number, images):
                 bias = f"{product.name.removesuffix('weight')}bias"
                 count = product.inputs.shape[1]
-                fields = (product.kind, number, place.channels, count)
-                return Stem(product.name, bias if bias in trained else None, name, place.first, (1, 1), *fields)
+                channels, first = place
+                fields = (product.kind, number, channels, count)
+                return Stem(product.name, bias if bias in trained else None, name, first, (1, 1), *fields)
     return _reason(weight, table, any(seeing))
 
 
@@ -132,8 +125,9 @@ def _sees_enough(inputs: Tensor, model: nn.Module, number: int, images: Tensor) 
     return View(Feed(model, number), (channels, height, width), images.device).affine
 
 
-def _place(table: Tensor, weight: Tensor, inputs: Tensor) -> _Place | None:
-    """Where in ∂l/∂table G stands with ∂l/∂W [D, K] = G^T inputs [N, K]; None where it does not."""
+def _place(table: Tensor, weight: Tensor, inputs: Tensor) -> tuple[int, int] | None:
+    """Where in ∂l/∂table G stands with ∂l/∂W [D, K] = G^T inputs [N, K]: its axis of channels, from the end, and the
+    first row; None where it does not."""
     n, d = len(inputs), len(weight)
     # Both sides times one random vector: every first row is tried at once.
     probe = torch.randn(inputs.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(inputs)
@@ -146,7 +140,7 @@ def _place(table: Tensor, weight: Tensor, inputs: Tensor) -> _Place | None:
         off = (made - wanted.unsqueeze(1)).norm(dim=0) / wanted.norm()
         first = int(off.argmin())
         if float((rows[first : first + n].T @ inputs - weight).norm()) <= EQUAL * float(weight.norm()):
-            return _Place(axis, first)
+            return axis, first
     return None
 
 

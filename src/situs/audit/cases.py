@@ -96,15 +96,13 @@ class TestSet:
 
     def real(self, which: Which = "x") -> Tensor:
         """x or x̃ as pictures, [n, C, H, W] in [0, 1]."""
-        return self._x if which == "x" else self._shuffled
+        if which not in self._pictures:
+            self._pictures[which] = denormalise(self.inputs(which), *self.normalisation)
+        return self._pictures[which]
 
     @cached_property
-    def _x(self) -> Tensor:
-        return denormalise(self.inputs("x"), *self.normalisation)
-
-    @cached_property
-    def _shuffled(self) -> Tensor:
-        return denormalise(self.inputs("x̃"), *self.normalisation)
+    def _pictures(self) -> dict[Which, Tensor]:
+        return {}
 
     def whole_batches(self, batch: int) -> int:
         """How many batches the images make."""

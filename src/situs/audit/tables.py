@@ -108,9 +108,8 @@ def grid(audit: Audit) -> Cells:
     attacks = dict.fromkeys([*(pair.attack for pair in audit.pairs), *(attack for attack, _ in audit.undone)])
     cells: dict[tuple[str, str], str] = dict.fromkeys(audit.undone, "not attacked")
     for pair in audit.pairs:
-        psnr = means_of(pair.scores)["psnr"] if pair.reason is None else None
-        said = f"mean {alone(psnr)}, worst {pair.worst_psnr:.3g}; exact {pair.exact} of {pair.count}"
-        said += ", stopped" * (pair.partial is not None)
+        psnr = means_of(pair.scores).get("psnr")
+        said = f"mean {alone(psnr)}, worst {pair.worst_psnr:.3g}; exact {_exact(pair)}"
         cells[pair.attack, pair.defence] = REFUSED if psnr is None else said
     rows: list[list[Cell]] = [[attack, *(cells.get((attack, name)) for name in audit.about)] for attack in attacks]
     return ["attack", *audit.about], rows

@@ -96,6 +96,7 @@ def settings_numbers(comparison: Comparison, verdict: str) -> dict[str, Any]:
         "ratio": comparison.ratio,
         "hidden": comparison.hidden,
         "patches": comparison.patches,
+        "shuffled": f"γ = {comparison.ratio:g}, {comparison.hidden} of {comparison.patches} patches",
         "partial": comparison.stopped is not None,
         "stopped": comparison.stopped,
         "verdict": verdict,
@@ -122,17 +123,14 @@ def _pair(pair: Outcome, names: Sequence[str]) -> dict[str, Any]:
         "lower_bound": pair.lower_bound,
         "partial": pair.partial,
         "exact": pair.exact,
-        "worst": {name: _worst(name, values) for name, values in pair.scores.items()},
+        # Of the image that came back best, which is the worst for its owner and what a gate takes.
+        "worst": {
+            name: values and (min(values) if name in LOWER_IS_CLOSER else max(values))
+            for name, values in pair.scores.items()
+        },
         "mean": _means(pair.scores),
         "images": _images(pair.scores, names, pair.facts),
     }
-
-
-def _worst(name: str, values: list[float] | None) -> float | None:
-    """The value of the image that came back best, which is the worst for its owner and what a gate takes."""
-    if values is None:
-        return None
-    return min(values) if name in LOWER_IS_CLOSER else max(values)
 
 
 def _means(scores: Scores) -> dict[str, Any]:

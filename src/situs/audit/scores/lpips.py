@@ -5,8 +5,8 @@ A distance on random features is no LPIPS, so nothing here works without the fil
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import load
@@ -22,21 +22,13 @@ _SHIFT = (-0.030, -0.088, -0.188)
 _SCALE = (0.458, 0.448, 0.450)
 
 
-class _Layer(NamedTuple):
-    """A convolution of AlexNet; pool: whether its input is first pooled."""
-
-    name: str
-    stride: int
-    padding: int
-    pool: bool
-
-
+# AlexNet's convolutions: name, stride, padding, and whether the input is first pooled.
 _LAYERS = (
-    _Layer("features.0", 4, 2, False),
-    _Layer("features.3", 1, 2, True),
-    _Layer("features.6", 1, 1, True),
-    _Layer("features.8", 1, 1, False),
-    _Layer("features.10", 1, 1, False),
+    ("features.0", 4, 2, False),
+    ("features.3", 1, 2, True),
+    ("features.6", 1, 1, True),
+    ("features.8", 1, 1, False),
+    ("features.10", 1, 1, False),
 )
 
 
@@ -44,13 +36,11 @@ class Lpips:
     """`Lpips(path)(found, real)` -> distances [n] of images [n, 3, H, W] in [0, 1]."""
 
     def __init__(self, path: str | Path, sha256: str = ALEXNET_SHA256) -> None:
-        from hashlib import sha256 as digest
-
         path = Path(path).expanduser()
         if not path.is_file():
             raise SitusError(f"lpips={path}: no such file", field="lpips")
         data = path.read_bytes()
-        got = digest(data).hexdigest()
+        got = hashlib.sha256(data).hexdigest()
         if got != sha256:
             said = f"lpips={path}: its sha256 is {got[:16]}… and not {sha256[:16]}…, so it is not used"
             raise SitusError(said, field="lpips")

@@ -118,6 +118,7 @@ def assign(found: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
     """Mean squared errors [N, N] of patches [N, K], and which found one each real one has so that they are least."""
     from scipy.optimize import linear_sum_assignment
 
+    real, found = real.double(), found.double()
     error = torch.cdist(real, found, compute_mode="donot_use_mm_for_euclid_dist").square() / real.shape[-1]
     _, columns = linear_sum_assignment(error.cpu().numpy())  # its rows are 0, 1, 2 …
     return error, torch.from_numpy(columns).to(error.device)
