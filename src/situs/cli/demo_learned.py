@@ -9,13 +9,11 @@ from typing import Any
 import torch
 
 import situs
-from situs.analyze.attention import Shown, image_maps, survey
+from situs.analyze.attention import analyze_attention
 from situs.analyze.reconstruct import Setting, analyze_reconstruct
 from situs.analyze.vectors import decode_places
 from situs.cli.demo_sections import GRID, LOOKS, MODEL, PATCH, PLACES, Lines, Stage, project
-from situs.data.augment.recipes import denormalise
 from situs.evaluate.position import PositionCurve, PositionGrid, evaluate_position
-from situs.models.data import load_set
 from situs.pages.evaluate import position_lines, position_map
 from situs.pages.reconstruct import mix_figure, one_image_figure, placed_figure, verdict_figure
 from situs.report import figures
@@ -197,28 +195,19 @@ def show_learned_positions(stage: Stage) -> Lines:
 
 def show_attention(stage: Stage) -> Lines:
     """The classifier's heads: over images and by relative offset."""
-    model = situs.open_model(stage.runs / "after-MP3")
-    backbone, loader = model.backbone, load_set(model, **_images(stage))
-    images, last = next(iter(loader)).inputs[:5], backbone.depth - 1
-    seen = denormalise(images, loader.mean, loader.std)
-    shown = Shown(seen, image_maps(backbone, images, last), last, cls=True)
-    found = survey(backbone, loader)
-    layer, head = divmod(int(found.entropy.argmin()), found.entropy.shape[1])
+    looked = analyze_attention(stage.runs / "after-MP3", show=5, **_images(stage))
+    shown, found = looked.shown, looked.survey
     section = stage.page.section("Where the classifier looks")
-    section.text(
-        f"What CLS takes from each patch in the last layer: {percent(shown.brightest_tenth, 0)} of it lies on a tenth "
-        "of the patches. Below, what a patch takes on average from the patch at each offset from it: the sharpest "
-        f"head is head {head + 1} of layer {layer + 1}, with {found.entropy.min():.2f} nats of entropy (all alike: "
-        f"{found.uniform_entropy:.2f})."
-    )
+    section.text(looked.summary().sentence)
     section.figure(
         attention_over_images(shown.images.numpy(), shown.maps.numpy()),
         "Attention of the fine-tuned classifier; each map has its own scale.",
     )
     section.figure(
         relative_maps(found.relative.numpy(), found.entropy.numpy()),
-        f"Mean attention by offset, up to {GRID[0] - 1} patches each way, the query in the middle; under each map its "
-        "entropy in nats. Each offset is averaged over the pairs of patches that have it.",
+        f"What a patch takes on average from the patch at each offset, up to {GRID[0] - 1} patches each way, the "
+        "query in the middle; under each map its entropy in nats. Each offset is averaged over the pairs of patches "
+        "that have it.",
     )
     return [("sharpest head of the classifier", f"{found.entropy.min():.2f} nats of {found.uniform_entropy:.2f}")]
 
