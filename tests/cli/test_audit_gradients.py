@@ -65,7 +65,7 @@ def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsy
     assert page.index("This page holds private images") < page.index("Threat model") and "<img" in page
     victim = open_victim(NAME, img_size=(64, 64))
     assert told["weights_sha256"] == weights_digest(victim.trains) and told["weights_file_sha256"] is None
-    command = f"situs audit gradients {NAME} --img-size 64 --images {photographs.name} --count 2 --attack patchembed"
+    command = f"situs audit gradients {NAME} --count 2 --img-size 64 --images {photographs.name} --attack patchembed"
     assert told["command"] == f"{command} --defence none --out audit"
     assert abs(datetime.fromisoformat(told["made"]) - datetime.now(UTC)) < timedelta(minutes=5)
     for name in ("made", "command", "situs", "torch", "weights_sha256"):
