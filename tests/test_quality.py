@@ -59,6 +59,23 @@ def test_no_import_circle() -> None:
     assert {module: imported & left.keys() for module, imported in left.items()} == {}
 
 
+def test_only_the_command_line_knows_flags() -> None:
+    """Below it an error knows fields. Docstrings may name a flag, and so may the help of a config's field."""
+    found = []
+    for path in (path for path in sources() if "cli" not in path.parts):
+        tree = ast.parse(path.read_text())
+        told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        texts = [each for each in ast.walk(tree) if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+        flags = [
+            flag
+            for each in texts
+            if id(each) not in told
+            for flag in re.findall(r"(?<!\S)\(?--[a-z][\w-]+", each.value)
+        ]
+        found += [f"{path.relative_to(ROOT)}: {flag}" for flag in flags if flag != "--concatenate"]  # tar's own
+    assert found == []
+
+
 def test_no_generator_is_decorated_with_a_gradient_mode() -> None:
     """torch throws into a decorated generator with a signature that Python 3.12 deprecates: say it inside instead."""
     found = []
