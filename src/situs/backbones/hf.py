@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig
 from situs.backbones.hf_layers import Head
 from situs.backbones.hf_names import quietly
-from situs.backbones.weights import read_state_dict
+from situs.backbones.weights import HEADS, read_state_dict, refuse_misfits
 from situs.errors import SitusError, missing_extra, unknown_name
 
 HUB_PREFIX = "hf:"
@@ -74,9 +74,6 @@ BARE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Model", {}),
 }
 """Config type -> its model without a head, and what leaves the pooler out (`num_classes=0`)."""
-
-HEADS = ("classifier.", "pooler.", "bert.pooler.", "vit.pooler.", "cls.", "lm_head.")
-"""Weights that may be missing or left over where `num_classes` asks for another head than was saved."""
 
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
@@ -206,7 +203,11 @@ def _build(config: Any, weights: str | Path | None, folder: Path | None, num_cla
         model, found = _load(kind, config, folder, state, without_pooler)
     # A published folder often keeps a second head beside the one its config names, so leftovers are allowed there.
     leftovers = found["unexpected_keys"] if folder is None else ()
-    _refuse_misfits(f"weights={weights or folder}", name, found, leftovers, HEADS if num_classes is not None else ())
+    wrong = sorted(key for key, *_ in found["mismatched_keys"])
+    # Another head than was saved may be asked for; what else does not fit, from_pretrained would only warn of.
+    fresh = HEADS if num_classes is not None else ()
+    what = f"weights={weights or folder}"
+    refuse_misfits(what, name, sorted(found["missing_keys"]), sorted(leftovers), wrong, fresh)
     return model.train()
 
 
@@ -226,18 +227,3 @@ def _load(
             output_loading_info=True,
             **arguments,
         )
-
-
-def _refuse_misfits(
-    what: str, name: str, found: Mapping[str, Any], leftovers: Iterable[str], fresh: tuple[str, ...]
-) -> None:
-    """What from_pretrained would only warn of."""
-    problems = {
-        "missing": found["missing_keys"],
-        "not in the model": leftovers,
-        "of another shape": [key for key, *_ in found["mismatched_keys"]],
-    }
-    kept = {kind: sorted(key for key in keys if not key.startswith(fresh)) for kind, keys in problems.items()}
-    said = [f"{len(keys)} {kind} (first: {', '.join(keys[:3])})" for kind, keys in kept.items() if keys]
-    if said:
-        raise SitusError(f"{what} does not fit {name}: {'; '.join(said)}")

@@ -17,13 +17,7 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig, PositionKind
-from situs.backbones.timm import (
-    EvaBackbone,
-    PixelBackbone,
-    RelPosBackbone,
-    SwinBackbone,
-    VitBackbone,
-)
+from situs.backbones.timm import EvaBackbone, PixelBackbone, RelPosBackbone, SwinBackbone, VitBackbone
 from situs.backbones.weights import load_into, load_weights, read_state_dict
 from situs.core.position import sincos
 from situs.core.tokens import grid_of, pair
@@ -120,18 +114,12 @@ def _arguments(config: BackboneConfig) -> dict[str, Any]:
         arguments["patch_size"] = config.patch_size
         if size is not None:
             grid_of(size, config.patch_size)
-    if config.positions == "none":
-        arguments |= _without_positions(config.name)
+    if config.positions == "none":  # only timm's plain ViT can be made without a table
+        if _module_of(config.name) != "vision_transformer":
+            said = f"positions='none': {config.name} cannot be built without its positions"
+            raise SitusError(f"{said}; encode(positions=None) leaves them out")
+        arguments["pos_embed"] = "none"
     return arguments
-
-
-def _without_positions(name: str) -> dict[str, Any]:
-    """The arguments that make a timm model without a table; only its plain ViT has one."""
-    if _module_of(name) == "vision_transformer":
-        return {"pos_embed": "none"}
-    raise SitusError(
-        f"positions='none': {name} cannot be built without its positions; encode(positions=None) leaves them out"
-    )
 
 
 def _make(name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -207,18 +195,13 @@ def _with_positions(backbone: Backbone, kind: PositionKind) -> Backbone:
         table = backbone.positions().table if type(backbone) is VitBackbone else None
         if table is None:
             raise SitusError(f"positions={kind!r}: {backbone.name} has no position table to fill; plain ViTs have")
-        _fill_table(model.pos_embed, table, backbone, kind)
+        if kind == "learned":
+            nn.init.trunc_normal_(model.pos_embed, std=0.02)
+        else:  # the prefix rows are 0, as in MAE's and DropPos's
+            model.pos_embed.zero_()
+            table.copy_(sincos(backbone.grid, backbone.dim))
+            model.pos_embed.requires_grad_(kind == "learned_sincos")
     return backbone
-
-
-def _fill_table(whole: nn.Parameter, patches: Tensor, backbone: Backbone, kind: PositionKind) -> None:
-    """Fills the patch rows of `pos_embed`; with fixed positions the prefix rows are 0, as in MAE's and DropPos's."""
-    if kind == "learned":
-        nn.init.trunc_normal_(whole, std=0.02)
-        return
-    whole.zero_()
-    patches.copy_(sincos(backbone.grid, backbone.dim))
-    whole.requires_grad_(kind == "learned_sincos")
 
 
 def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:

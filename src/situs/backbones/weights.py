@@ -74,7 +74,10 @@ def _strip(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return dict(state)
 
 
-HEADS = ("head.", "head_dist.", "fc.", "fc_norm.", "classifier.", "pooler.", "vit.pooler.", "bert.pooler.")
+HEADS = (
+    *("head.", "head_dist.", "fc.", "fc_norm.", "classifier.", "pooler.", "vit.pooler.", "bert.pooler."),
+    *("cls.", "lm_head."),
+)
 """A head that does not fit is left as it was made: a file without one, or one for other classes."""
 
 
@@ -113,18 +116,19 @@ def load_into(module: nn.Module, state: Mapping[str, Tensor], what: str, *, opti
     missing = [key for key in own if key not in state]
     extra = [key for key in state if key not in own]
     wrong = [key for key in own if key in state and own[key].shape != state[key].shape]
-    problems = {
-        "missing": [key for key in missing if not key.startswith(optional)],
-        "not in the model": [key for key in extra if not key.startswith(optional)],
-        "of another shape": [_shapes(key, own, state) for key in wrong if not key.startswith(optional)],
-    }
-    said = [f"{len(keys)} {kind} (first: {', '.join(keys[:3])})" for kind, keys in problems.items() if keys]
-    if said:
-        raise SitusError(f"{what} does not fit the model: {'; '.join(said)}")
+    shapes = [f"{key} {list(state[key].shape)} where the model has {list(own[key].shape)}" for key in wrong]
+    refuse_misfits(what, "the model", missing, extra, shapes, optional)
     fitting = {key: state[key] for key in own if key in state and key not in wrong}
     module.load_state_dict(fitting, strict=False)
     return missing + wrong
 
 
-def _shapes(key: str, own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> str:
-    return f"{key} {list(state[key].shape)} where the model has {list(own[key].shape)}"
+def refuse_misfits(
+    what: str, model: str, missing: Iterable[str], extra: Iterable[str], wrong: Iterable[str], optional: tuple[str, ...]
+) -> None:
+    """Says which tensors of a file do not fit a model, but for those whose names start with one of `optional`."""
+    problems = {"missing": missing, "not in the model": extra, "of another shape": wrong}
+    kept = {kind: [key for key in keys if not key.startswith(optional)] for kind, keys in problems.items()}
+    said = [f"{len(keys)} {kind} (first: {', '.join(keys[:3])})" for kind, keys in kept.items() if keys]
+    if said:
+        raise SitusError(f"{what} does not fit {model}: {'; '.join(said)}")

@@ -260,8 +260,8 @@ def _intervals(draw: Tensor, least: Tensor, most: Tensor, tables: _Tables) -> Te
 def _cut(before: Tensor, free: Tensor, target: int) -> Tensor:
     """The mask with the last block cut to the target, row by row. before, free: [B, N] -> bool [B, N]."""
     last = before - free
-    room = target - (1.0 - before).sum(dim=1, keepdim=True)
-    return (before == 0) | ((last > 0) & (last.cumsum(dim=1) <= room))
+    left = target - (1.0 - before).sum(dim=1, keepdim=True)
+    return (before == 0) | ((last > 0) & (last.cumsum(dim=1) <= left))
 
 
 def _fill(mask: Tensor, wanted: Tensor, noise: Tensor) -> Tensor:

@@ -129,10 +129,11 @@ _WORDS = {"table": "position table", "bias": "relative position bias", "rotary":
 
 def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: ModelProvenance) -> list[str]:
     model, notes = backbone.model, []
-    state = {name: tensor.detach().contiguous().clone() for name, tensor in model.state_dict().items()}
+    state = model.state_dict()
     classes = model.num_classes
     if "label" not in method.needs_targets and classes:
-        names = tuple(f"{name}." for name in _classifiers(model))
+        named = model.pretrained_cfg.get("classifier") or ()
+        names = tuple(f"{name}." for name in ((named,) if isinstance(named, str) else named))
         state = {name: tensor for name, tensor in state.items() if not name.startswith(names)}
         classes = 0
         notes.append("It has no classifier: none was trained.")
@@ -142,7 +143,7 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: Mo
     _save(folder / WEIGHTS, state)
     own = {name: tensor for name, tensor in backbone.state_dict().items() if not name.startswith("model.")}
     if own:
-        _save(folder / POSITIONS, {name: tensor.detach().contiguous().clone() for name, tensor in own.items()})
+        _save(folder / POSITIONS, own)
         notes.append(
             f"timm has no absolute position table for this architecture: the trained one is in {POSITIONS}, which "
             "timm does not read and Situs does, so timm's features are those of the model without it."
@@ -186,13 +187,8 @@ def _fitting(values: Sequence[float], channels: int, other: float) -> Sequence[f
     return values if len(values) == channels else [other] * channels
 
 
-def _classifiers(model: Any) -> tuple[str, ...]:
-    named = model.pretrained_cfg.get("classifier") or ()
-    return (named,) if isinstance(named, str) else tuple(named)
-
-
 def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    save(path, tensors, {"format": "pt"})
+    save(path, {name: tensor.detach().contiguous().clone() for name, tensor in tensors.items()}, {"format": "pt"})
 
 
 def _write_transformers(folder: Path, backbone: Backbone, method: Method, provenance: ModelProvenance) -> list[str]:
