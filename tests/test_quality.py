@@ -47,6 +47,81 @@ def test_tests_mirror_the_source() -> None:
     assert strangers == []
 
 
+COVERED = {
+    "situs.audit.attacks": "test_attacks",
+    "situs.audit.attacks.adaptive.search": "test_solve",
+    "situs.audit.attacks.base": "test_attacks",
+    "situs.audit.cases": "test_settings",
+    "situs.audit.collect": "test_public",
+    "situs.audit.defences": "test_client",
+    "situs.audit.tables": "test_settings",
+    "situs.backbones.config": "test_create",
+    "situs.backbones.hf_image": "test_hf",
+    "situs.backbones.hf_layers": "test_hf",
+    "situs.backbones.hf_layout": "test_layout",
+    "situs.backbones.hf_text": "test_hf",
+    "situs.backbones.timm": "test_backbones",
+    "situs.backbones.timm_create": "test_timm_names",
+    "situs.backbones.timm_layout": "test_layout",
+    "situs.backbones.weights": "test_create",
+    "situs.cli.demo_learned": "test_demo",
+    "situs.cli.demo_sections": "test_demo",
+    "situs.cli.helptext": "test_main",
+    "situs.cli.key_new": "test_lock",
+    "situs.cli.model_args": "test_models_table",
+    "situs.cli.passphrase": "test_lock",
+    "situs.cli.unlock": "test_lock",
+    "situs.data.sources.base": "test_open",
+    "situs.data.sources.folder": "test_open",
+    "situs.data.sources.pickled": "test_cifar",
+    "situs.locks.attacks.adapter": "test_recovery",
+    "situs.locks.attacks.blind": "test_recovery",
+    "situs.locks.attacks.match": "test_graph",
+    "situs.locks.equivariance.experiment": "test_groups",
+    "situs.locks.equivariance.parts": "test_findings",
+    "situs.locks.retrained": "test_locking",
+    "situs.methods": "test_registry",
+    "situs.methods.base": "test_methods",
+    "situs.methods.heads": "test_mp3",
+    "situs.methods.mjp.config": "test_method",
+    "situs.models.export": "test_models_table",
+    "situs.models.model": "test_open",
+    "situs.models.module": "test_open",
+    "situs.models.prepared": "test_open_folders",
+    "situs.pages.attention": "test_init",
+    "situs.pages.correlation": "test_init",
+    "situs.pages.lock": "test_init",
+    "situs.pages.positions": "test_init",
+    "situs.pages.positions_audit": "test_init",
+    "situs.pages.reconstruct": "test_init",
+    "situs.pages.runs": "test_init",
+    "situs.pages.settings": "test_init",
+    "situs.report.canvas": "test_figures",
+    "situs.train.card": "test_export",
+    "situs.train.contract": "test_loop",
+    "situs.train.graph": "test_loop_gpu",
+}
+"""Modules without a test file of their own name, and the one that covers each: its name, in whatever folder it lies."""
+
+
+def test_every_module_is_covered_by_a_test_of_its_name_or_by_one_that_is_listed() -> None:
+    """src/situs/a/b.py by tests/a/test_b.py or test_b_more.py; a module that only gathers others' names needs none."""
+    tests = {
+        path.relative_to(ROOT / "tests").with_suffix("").as_posix() for path in (ROOT / "tests").rglob("test_*.py")
+    }
+    bare = set()
+    for path in sources():
+        if not any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in ast.parse(path.read_text()).body):
+            continue
+        folder, _, name = path.relative_to(ROOT / "src" / "situs").with_suffix("").as_posix().rpartition("/")
+        own = f"{folder}/test_{name.strip('_')}".removeprefix("/")
+        if not any(test == own or test.startswith(f"{own}_") for test in tests):
+            bare.add(".".join(["situs", *folder.split("/"), name]).replace("..", ".").removesuffix(".__init__"))
+    assert bare - COVERED.keys() == set(), "neither a test of this name nor a line in COVERED"
+    assert COVERED.keys() - bare == set(), "in COVERED, and gone or covered by name"
+    assert set(COVERED.values()) <= {test.rpartition("/")[2] for test in tests}
+
+
 def test_no_import_circle() -> None:
     """Between files, imports inside functions among them; what only a type checker reads is left out."""
     graph = grimp.build_graph("situs", exclude_type_checking_imports=True, cache_dir=None)
