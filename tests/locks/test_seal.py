@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from situs.errors import SitusError
 from situs.locks import seal
 from situs.locks.key import Key
-from situs.locks.seal import MAGIC, sealed_source, sealing_sink
+from situs.locks.seal import MAGIC, sealed_source, writing
 
 pytest.importorskip("cryptography")
 
@@ -24,7 +24,7 @@ def small_chunks(monkeypatch):
 
 def sealed(data: bytes, key: Key = KEY, lock_id: str = "ab", name: str = "x", pieces: int = 7) -> bytes:
     out = io.BytesIO()
-    with sealing_sink(out, key, lock_id, name) as sink:
+    with writing(out, key, lock_id, name) as sink:
         for at in range(0, len(data), pieces):
             sink.write(data[at : at + pieces])
     return out.getvalue()

@@ -26,17 +26,6 @@ from situs.train.storage import sync
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 
-def check_source(folder: Path) -> Path:
-    """The folder of a model with weights; anything else is refused with what to do instead."""
-    if not folder.is_dir():
-        raise SitusError(
-            f"{folder}: a lock needs weights: give a folder with a config.json and safetensors, such as an export"
-        )
-    if not (folder / CONFIG).is_file():
-        raise SitusError(f"{folder}: holds no config.json, so which model this is cannot be known")
-    return folder
-
-
 def weight_files(folder: Path) -> list[str]:
     """The names of the folder's weight files: model.safetensors, or the shards that its index names."""
     if (folder / INDEX).is_file():

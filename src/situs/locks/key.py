@@ -232,8 +232,19 @@ def _decode(text: str) -> bytes:
 
 def derive(key: Key, groups: Iterable[Group], fingerprint: str, lock_id: str) -> dict[str, Tensor]:
     """The permutation of each group: group name -> [size] int64 (gather convention y[i] = x[p[i]])."""
-    streams = {group: _stream(key, group.name, fingerprint, lock_id) for group in groups}
-    return {group.name: torch.from_numpy(fisher_yates(group.size, stream)) for group, stream in streams.items()}
+    found = {}
+    for group in groups:
+        secret = key.subkey("permutation", group.name, fingerprint, lock_id)  # a key that is used for nothing else
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
+        stream = Cipher(ChaCha20(secret, bytes(16)), mode=None).encryptor()
+
+        def draw(count: int, stream: Any = stream) -> np.ndarray:
+            return np.frombuffer(stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64)
+
+        found[group.name] = torch.from_numpy(fisher_yates(group.size, draw))
+    return found
 
 
 def fisher_yates(size: int, draw: Callable[[int], np.ndarray]) -> np.ndarray:
@@ -255,13 +266,3 @@ def fisher_yates(size: int, draw: Callable[[int], np.ndarray]) -> np.ndarray:
     for i, j in zip(range(size - 1, 0, -1), chosen.tolist(), strict=True):
         order[i], order[j] = order[j], order[i]
     return np.array(order, dtype=np.int64)
-
-
-def _stream(key: Key, group: str, fingerprint: str, lock_id: str) -> Callable[[int], np.ndarray]:
-    """The words of one group: ChaCha20's stream under a key that is used for nothing else."""
-    secret = key.subkey("permutation", group, fingerprint, lock_id)
-    from cryptography.hazmat.primitives.ciphers import Cipher
-    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-
-    stream = Cipher(ChaCha20(secret, bytes(16)), mode=None).encryptor()
-    return lambda count: np.frombuffer(stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64)

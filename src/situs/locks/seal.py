@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -109,14 +109,6 @@ class SealedSource:
 
 
 @contextmanager
-def sealing_sink(sink: Sink, key: Key, lock_id: str, name: str) -> Iterator[SealingSink]:
-    """What is written to it goes to `sink` encrypted, under the name that the file has when it is open."""
-    sealing = SealingSink(sink, _cipher(key, lock_id, name))
-    yield sealing
-    sealing.close()
-
-
-@contextmanager
 def sealed_source(path: Path, key: Key, lock_id: str, name: str) -> Iterator[SealedSource]:
     """A sealed file, to be read from its beginning; leaving it checks that all of it was whole."""
     with io.BufferedReader(open_file(path)) as file:  # pyright: ignore[reportArgumentType]
@@ -126,13 +118,14 @@ def sealed_source(path: Path, key: Key, lock_id: str, name: str) -> Iterator[Sea
 
 
 @contextmanager
-def writing(file: BinaryIO, seal: Key | None, lock_id: str, name: str) -> Iterator[Sink]:
-    """What writes to a file of a lock, encrypted where a key is given to seal it."""
+def writing(sink: Sink, seal: Key | None, lock_id: str, name: str) -> Iterator[Sink]:
+    """What writes to a file of a lock: encrypted, where a key is given to seal it, under its name when it is open."""
     if seal is None:
-        yield file
-    else:
-        with sealing_sink(file, seal, lock_id, name) as sealing:
-            yield sealing
+        yield sink
+        return
+    sealing = SealingSink(sink, _cipher(seal, lock_id, name))
+    yield sealing
+    sealing.close()
 
 
 @contextmanager
@@ -150,19 +143,14 @@ def new_file(
         yield sink
 
 
-@contextmanager
-def reading(path: Path, name: str, manifest: Manifest, key: Key) -> Iterator[Source]:
+def reading(path: Path, name: str, manifest: Manifest, key: Key) -> AbstractContextManager[Source]:
     """A file of a lock, decrypted where it is sealed. name: when it is open."""
-    opened = sealed_source(path, key, manifest.lock_id, name) if manifest.sealed else plain_source(path)
-    with opened as source:
-        yield source
+    return sealed_source(path, key, manifest.lock_id, name) if manifest.sealed else plain_source(path)
 
 
-@contextmanager
-def locked_file(folder: Path, name: str, manifest: Manifest, key: Key) -> Iterator[Source]:
+def locked_file(folder: Path, name: str, manifest: Manifest, key: Key) -> AbstractContextManager[Source]:
     """A file of a locked folder."""
     path = folder / (name + SUFFIX if manifest.sealed else name)
     if not path.is_file():
         raise SitusError(f"{folder}: {path.name} is missing")
-    with reading(path, name, manifest, key) as source:
-        yield source
+    return reading(path, name, manifest, key)

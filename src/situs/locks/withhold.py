@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from torch import nn
-
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.locks.key import Key, codes_of
@@ -75,7 +73,10 @@ def tensors_of(backbone: Backbone, parts: Sequence[str]) -> set[str]:
                 f"withhold={part}: {backbone.name} has {blocks} blocks, and one at least must stay", field="withhold"
             )
         held |= {name for name, depth in depths.items() if 1 <= depth <= count}
-    return held | _tied(backbone.model, held)
+    # Other names of the same parameters too: a head that is tied to the words would give them away.
+    named = dict(backbone.model.named_parameters(remove_duplicate=False))
+    shared = {id(named[name]) for name in held if name in named}
+    return held | {name for name, parameter in named.items() if id(parameter) in shared}
 
 
 def block_tensors(backbone: Backbone) -> set[str]:
@@ -87,13 +88,6 @@ def _depths(backbone: Backbone) -> dict[str, int]:
     """How deep each tensor of the wrapped model stands, under the model's own names."""
     inside = {name: role for name, role in backbone.roles().items() if name.startswith("model.")}
     return {name.removeprefix("model."): role.depth for name, role in inside.items()}
-
-
-def _tied(model: nn.Module, held: set[str]) -> set[str]:
-    """Other names of the same parameters: a head that is tied to the words would give them away."""
-    named = dict(model.named_parameters(remove_duplicate=False))
-    shared = {id(named[name]) for name in held if name in named}
-    return {name for name, parameter in named.items() if id(parameter) in shared}
 
 
 def second_header(headers: Mapping[str, Header], held: set[str], lock_id: str) -> Header:

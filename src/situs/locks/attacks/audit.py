@@ -210,7 +210,10 @@ def _target(
     config: LockAuditConfig,
 ) -> _Target:
     manifest = read_manifest(locked, key)
-    theirs = None if base is None else _base_state(base, weights)
+    try:
+        theirs = None if base is None else dict(open_model(base, weights=weights).backbone.model.state_dict())
+    except SitusError as error:
+        raise SitusError(f"base={base}: {error}", field="base") from error
     if manifest.sealed and key is None:  # with it, what is under the seal is attacked, as all who run the model have it
         raise SitusError(
             f"{locked}: is sealed, so the file is encrypted and nothing was attacked; with the owner's key the audit "
@@ -252,13 +255,6 @@ def _labelled(
         batches = list(loader)
         sets.append((torch.cat([b.inputs for b in batches]), torch.cat([b.targets["label"] for b in batches])))
     return sets[0], sets[1]
-
-
-def _base_state(base: AnyModel, weights: str | None) -> dict[str, Tensor]:
-    try:
-        return dict(open_model(base, weights=weights).backbone.model.state_dict())
-    except SitusError as error:
-        raise SitusError(f"base={base}: {error}", field="base") from error
 
 
 def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[Recovery]:

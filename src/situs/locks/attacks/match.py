@@ -99,7 +99,13 @@ def _assign_group(
 
 def channels(tensor: Tensor, member: Member, size: int, hidden: Sequence[Group] = ()) -> Tensor:
     """The values of each channel of a member: [size, values], sorted along what the `hidden` groups have moved."""
-    values = _lay_out(tensor, member, size)
+    front = tensor.detach().movedim(member.axis, 0)
+    if member.at is not None:
+        axis, index = member.at
+        front = front.select(axis + (axis < member.axis), index)  # movedim pushed the axes before it back by one
+    stop = None if member.length is None else member.start + member.length
+    stretch = front[member.start : stop].float()
+    values = stretch.reshape(member.outer, size, member.inner, -1).permute(1, 0, 2, 3)
     touching = {other.axis for group in hidden for other in group.members if other.tensor == member.tensor}
     if not touching:
         return values.reshape(size, -1)
@@ -108,17 +114,6 @@ def channels(tensor: Tensor, member: Member, size: int, hidden: Sequence[Group] 
     if member.axis not in touching and tensor.dim() == 2:
         return values.reshape(size, member.outer * member.inner, -1).sort(dim=2).values.reshape(size, -1)
     return values.reshape(size, -1).sort(dim=1).values
-
-
-def _lay_out(tensor: Tensor, member: Member, size: int) -> Tensor:
-    """[size, outer, inner, all other axes together], float32."""
-    front = tensor.detach().movedim(member.axis, 0)
-    if member.at is not None:
-        axis, index = member.at
-        front = front.select(axis + (axis < member.axis), index)  # movedim pushed the axes before it back by one
-    stop = None if member.length is None else member.start + member.length
-    stretch = front[member.start : stop].float()
-    return stretch.reshape(member.outer, size, member.inner, -1).permute(1, 0, 2, 3)
 
 
 def fit_error(locked: State, base: State, groups: Sequence[Group], keys: Mapping[str, Tensor]) -> float:

@@ -55,7 +55,10 @@ def parts_of(experiment: Experiment, residual: Sequence[Group], keys: Mapping[st
     found = []
     for name, module in experiment.backbone.model.named_modules():
         if name in clear or name in touched:
-            row = _row_error(clear[name], shuffled[name], back) if rows and name in clear else None
+            row = None
+            if rows and name in clear:  # by head an output is [B, H, S, d]
+                a, b = (out[name].transpose(1, 2) if out[name].dim() == 4 else out[name] for out in (clear, shuffled))
+                row = relative_error(a, back(b))
             column, goes = _column_error(clear[name], moved[name], keys, residual) if name in moved else (None, False)
             turn = turns.get(name, len(turns))
             found.append(Part(name, _operation(module), name in touched, row, column, goes, turn))
@@ -85,12 +88,6 @@ def merged(parts: Sequence[Part]) -> list[Part]:
             part = replace(part, keyed=keyed, row=row, column=column, moves=moves)
         found[part.name] = part
     return list(found.values())
-
-
-def _row_error(a: Tensor, b: Tensor, back: Back) -> float:
-    if a.dim() == 4:  # by head: [B, H, S, d]
-        a, b = a.transpose(1, 2), b.transpose(1, 2)
-    return relative_error(a, back(b))
 
 
 def _column_error(a: Tensor, b: Tensor, keys: Mapping[str, Tensor], residual: Sequence[Group]) -> tuple[float, bool]:
