@@ -208,7 +208,8 @@ def run_study(pretrained: Pretrained, config: StudyConfig, folder: Path, say: Sa
         keys = random_keys(groups, torch.Generator().manual_seed(config.seed))
         for way in WAYS:
             methods[way] = make_way(way, recipe, loader.classes, pretrained.state, groups, keys)
-            curves[way] = _train(way, methods[way], loader, test, recipe, config, folder, say)
+            curves[way] = _train(methods[way], loader, test, recipe, config.looks, folder / way.replace(" ", "-"))
+            say(f"{way}: {percent(curves[way].accuracy[-1])} after {curves[way].steps[-1]} steps")
     logits = [torch.cat([out for out, _ in _predictions(methods[way], test)]) for way in WAYS[:2]]
     states = [methods[way].backbone.model.state_dict() for way in WAYS[:2]]
     back = permute_state(states[1], groups, invert_keys(keys))
@@ -218,29 +219,21 @@ def run_study(pretrained: Pretrained, config: StudyConfig, folder: Path, say: Sa
     return Study(config, about, curves, 1 / len(loader.classes), float((logits[0] - logits[1]).abs().max()), gap, rule)
 
 
-def _train(
-    way: str,
-    method: Method,
-    loader: Loader,
-    test: Loader,
-    recipe: RunConfig,
-    config: StudyConfig,
-    folder: Path,
-    say: Say,
-) -> Curve:
+def _train(method: Method, loader: Loader, test: Loader, recipe: RunConfig, looks: int, folder: Path) -> Curve:
     curve = Curve()
     _measure(method, test, 0, curve)
     total = recipe.train.total_steps(loader.steps_per_epoch)
-    look = _Look(test, max(1, total // config.looks), curve)
     began = time.perf_counter()
-    run = RunFolder.create(folder / way.replace(" ", "-"), recipe)
-    result = fit(method, loader, recipe.train, recipe.optim, run, hooks=(look,), quiet=True)
-    if result.interrupted:
-        raise KeyboardInterrupt
+    _fit(method, loader, recipe, folder, _Look(test, max(1, total // looks), curve))
     curve.seconds = time.perf_counter() - began
     method.eval()
-    say(f"{way}: {percent(curve.accuracy[-1])} after {curve.steps[-1]} steps")
     return curve
+
+
+def _fit(method: Method, loader: Loader, recipe: RunConfig, folder: Path, *hooks: Any) -> None:
+    run = RunFolder.create(folder, recipe)
+    if fit(method, loader, recipe.train, recipe.optim, run, hooks=hooks, quiet=True).interrupted:
+        raise KeyboardInterrupt
 
 
 @dataclass(frozen=True)
@@ -308,9 +301,7 @@ def pretrain(config: StudyConfig, folder: Path, say: Say = lambda _: None) -> Pr
     loader = make_loader(recipe.data, recipe.augment, source=first)
     with torch.random.fork_rng(devices=[]):
         method = make_method(recipe, loader.classes)
-        run = RunFolder.create(folder / "pretrained", recipe)
-        if fit(method, loader, recipe.train, recipe.optim, run, quiet=True).interrupted:
-            raise KeyboardInterrupt
+        _fit(method, loader, recipe, folder / "pretrained")
     say(f"pretrained a small ViT for {config.pretrain_epochs} epochs on {len(first):,} images")
     state = {name: value.clone() for name, value in method.backbone.model.state_dict().items()}
     test = Subset(open_source("samples", "test", channels=1), config.test)
