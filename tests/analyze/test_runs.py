@@ -93,7 +93,7 @@ def test_how_far_runs_came(runs: list[Path]) -> None:
     assert going.status == "not finished: step 20 of 30 (it may be running, or was stopped)"
     (runs[1] / "nan").mkdir()
     assert read_runs(runs)[1].status == "ended after step 20 by a step that was not finite"
-    assert Runs([whole]).summary().tables[0].rows[0] == ["whole", "mp3", "finished, 40 steps", "1:20", "2.5"]
+    assert Runs([whole]).summary().tables[0].rows[0] == ["whole", "mp3", "finished, 40 steps", "1:20", 2.5]
 
 
 def test_a_line_that_is_being_written_is_left_out(runs: list[Path]) -> None:

@@ -16,7 +16,7 @@ from situs.config import flat
 from situs.errors import SitusError
 from situs.files import read_json
 from situs.models.model import identity_of
-from situs.results import Origin, Provenance, Result, Summary, Table
+from situs.results import Origin, Provenance, Result, Summary, Table, show
 from situs.train.checkpoint import RunFolder, read_config
 from situs.train.log import clock
 from situs.train.run import is_run
@@ -112,15 +112,13 @@ class Runs(Result):
         runs, done = self.runs, sum(run.finished for run in self.runs)
         if len(runs) == 1:
             said = f"{runs[0].method}: {runs[0].status}.{_went(runs[0])}"
-        elif done < len(runs):
-            said = f"{done} of {len(runs)} runs are finished.{_ranked(runs)}"
         else:
-            said = f"All {len(runs)} runs are finished.{_ranked(runs)}"
+            finished = f"{done} of" if done < len(runs) else "All"
+            said = f"{finished} {len(runs)} runs are finished.{_ranked(runs)}"
         rows = []
         for run in runs:
             seconds, loss = last(run, "seconds"), last(run, "loss")
-            told = None if seconds is None else clock(seconds), None if loss is None else _short(loss)
-            rows.append([run.name, run.method, run.status, *told])
+            rows.append([run.name, run.method, run.status, None if seconds is None else clock(seconds), loss])
         return Summary(said, (Table("Runs", ["run", "method", "how far", "time", "last loss"], rows),))
 
     def numbers(self) -> dict[str, Any]:
@@ -156,7 +154,7 @@ def _went(run: Run) -> str:
     for name in metric_names([run]):
         values = curve(run, name, "step")[1]
         if len(values) > 1 and (name == "loss" or is_judged(name)):
-            said += f" {spoken(name).capitalize()} went from {_short(values[0])} to {_short(values[-1])}."
+            said += f" {spoken(name).capitalize()} went from {show(values[0])} to {show(values[-1])}."
     return said
 
 
@@ -171,10 +169,10 @@ def _ranked(runs: Sequence[Run]) -> str:
             continue
         order = sorted(found, key=found.__getitem__, reverse="loss" not in name)
         if same or name.startswith(("val_", "knn")):
-            ends = " and worst in ".join(f"{run} ({_short(found[run])})" for run in (order[0], order[-1]))
+            ends = " and worst in ".join(f"{run} ({show(found[run])})" for run in (order[0], order[-1]))
             said += f" {spoken(name).capitalize()} is best in {ends}."
         else:
-            listed = ", ".join(f"{_short(value)} in {run}" for run, value in found.items())
+            listed = ", ".join(f"{show(value)} in {run}" for run, value in found.items())
             said += f" {spoken(name).capitalize()}, each method on its own task: {listed}."
     return said
 
@@ -187,10 +185,6 @@ def is_judged(name: str) -> bool:
 def spoken(name: str) -> str:
     """A metric's name in words."""
     return name.replace("_", " ")
-
-
-def _short(value: float) -> str:
-    return f"{value:.4g}"
 
 
 def analyze_runs(folders: Sequence[str | Path], *, over: str = "epoch") -> Runs:
@@ -211,7 +205,11 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
             raise SitusError(
                 f"{folder}: holds no run, there is no config.json with checkpoints beside it", field="runs"
             )
-    runs = [_read(folder, name) for folder, name in zip(folders, short_names(folders), strict=True)]
+    runs = []
+    for folder, name in zip(folders, short_names(folders), strict=True):
+        config = read_config(folder)
+        run = RunFolder(folder, config, resumed=False, writer=False)
+        runs.append(Run(name, config, run.records(), run.facts(), (folder / "nan").is_dir(), find_results(folder)))
     if not any(run.records for run in runs):
         these = "this run has" if len(runs) == 1 else "these runs have"
         raise SitusError(
@@ -228,12 +226,6 @@ def short_names(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return ["/".join(part) for part in parts]
-
-
-def _read(folder: Path, name: str) -> Run:
-    config = read_config(folder)
-    run = RunFolder(folder, config, resumed=False, writer=False)
-    return Run(name, config, run.records(), run.facts(), (folder / "nan").is_dir(), find_results(folder))
 
 
 def find_results(folder: Path) -> list[StoredResult]:
@@ -289,15 +281,12 @@ def speed(run: Run) -> dict[str, Any]:
     memory = curve(run, "memory_gib", "step")[1]
     machine = run.state.get("machine") or {}
     return {
-        "images_per_second": median("images_per_second"),
-        "data_wait": median("data_wait"),
-        "memory_gib": max(memory) if memory else None,
+        **{name: median(name) for name in ("images_per_second", "data_wait")},
+        "memory_gib": max(memory, default=None),
         "seconds": last(run, "seconds"),
         "global_batch": run.state.get("global_batch"),
         "processes": run.state.get("world"),
-        "device": machine.get("device"),
-        "precision": machine.get("precision"),
-        "torch": machine.get("torch"),
+        **{name: machine.get(name) for name in ("device", "precision", "torch")},
     }
 
 
@@ -305,16 +294,10 @@ def split_configs(runs: Sequence[Run]) -> tuple[dict[str, list[Any]], dict[str, 
     """(fields in which the runs differ -> a value for each run, None where it has no such field; fields they share)."""
     tables = [flat(run.config) for run in runs]
     fields = dict.fromkeys(field for table in tables for field in table)
-    differing: dict[str, list[Any]] = {}
-    shared: dict[str, Any] = {}
-    for field in fields:
-        values = [table.get(field) for table in tables]
-        same = all(field in table and table[field] == values[0] for table in tables)
-        if same:
-            shared[field] = values[0]
-        else:
-            differing[field] = values
-    return differing, shared
+    values = {field: [table.get(field) for table in tables] for field in fields}
+    same = {f for f in fields if all(f in table and table[f] == values[f][0] for table in tables)}
+    differing = {field: each for field, each in values.items() if field not in same}
+    return differing, {field: values[field][0] for field in fields if field in same}
 
 
 def _number(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from situs.analyze.runs import Run, Runs, best, curve, is_judged, last, metric_names, speed, split_configs, spoken
@@ -12,17 +12,18 @@ from situs.report.html import Page, Section
 from situs.results import Cell, percent
 from situs.train.log import clock
 
-_SPEED_LABELS = {
-    "device": "device",
-    "processes": "processes",
-    "precision": "precision",
-    "torch": "torch",
-    "global_batch": "batch",
-    "images_per_second": "images a second (median)",
-    "data_wait": "waiting for data (median)",
-    "memory_gib": "largest memory",
-    "seconds": "time",
+_SPEED: dict[str, tuple[str, Callable[[Any], Cell]]] = {
+    "device": ("device", str),
+    "processes": ("processes", int),
+    "precision": ("precision", str),
+    "torch": ("torch", str),
+    "global_batch": ("batch", int),
+    "images_per_second": ("images a second (median)", "{:,.0f}".format),
+    "data_wait": ("waiting for data (median)", lambda share: percent(share, 0)),
+    "memory_gib": ("largest memory", "{:.2f} GiB".format),
+    "seconds": ("time", clock),
 }
+"""What `speed` tells, as it is called and shown."""
 
 
 def page(found: Runs) -> Page:
@@ -63,45 +64,31 @@ def _finals(section: Section, runs: Sequence[Run]) -> None:
     names = [name for name in metric_names(runs) if name != "lr"]
     header = ["metric", *(run.name for run in runs)]
     section.table(header, [[spoken(name), *(last(run, name) for run in runs)] for name in names], "Last values.")
-    judged = [name for name in names if is_judged(name)]
-    passed = [name for name in judged if any(_is_past_its_best(run, name) for run in runs)]
+    passed = [name for name in names if is_judged(name) and any(_best_before_last(run, name) for run in runs)]
     if passed:
-        rows = [[spoken(name), *(_at(run, name) for run in runs)] for name in passed]
+        rows = [[spoken(name), *(_at(best(run, name)) for run in runs)] for name in passed]
         section.table(header, rows, "Best values where the last is not the best, and the step each was reached at.")
 
 
-def _is_past_its_best(run: Run, name: str) -> bool:
+def _best_before_last(run: Run, name: str) -> bool:
     found = best(run, name)
     return found is not None and found[0] != last(run, name)
 
 
-def _at(run: Run, name: str) -> str | None:
-    found = best(run, name)
+def _at(found: tuple[float, int] | None) -> str | None:
     return None if found is None else f"{found[0]:.4g} (step {found[1]:,})"
 
 
 def _speeds(section: Section, runs: Sequence[Run]) -> None:
     found = [speed(run) for run in runs]
     rows: list[list[Cell]] = []
-    for key, label in _SPEED_LABELS.items():
-        values = [_speed_cell(key, each[key]) for each in found]
+    for key, (label, form) in _SPEED.items():
+        values = [None if each[key] is None else form(each[key]) for each in found]
         if any(value is not None for value in values):
             rows.append([label, *values])
     section.table(["", *(run.name for run in runs)], rows, "From the log and the newest checkpoint of each run.")
     if all(each["device"] is None for each in found):
         section.text("The machine is told by checkpoints, and these have none or are older than that.")
-
-
-def _speed_cell(key: str, value: Any) -> Cell:
-    if value is None:
-        return None
-    forms = {
-        "images_per_second": lambda v: f"{v:,.0f}",
-        "data_wait": lambda v: percent(v, 0),
-        "memory_gib": lambda v: f"{v:.2f} GiB",
-        "seconds": clock,
-    }
-    return forms[key](value) if key in forms else value
 
 
 def _configs(section: Section, runs: Sequence[Run]) -> None:
