@@ -253,7 +253,7 @@ def test_positions_are_refused_for_a_reason_in_the_model(tmp_path: Path) -> None
     bert = transformers.BertConfig(**SIZES, intermediate_size=24, vocab_size=9, max_position_embeddings=8)
     with pytest.raises(SitusError, match="'learned': BertModel reads text and keeps its own"):
         create_backbone(bert, positions="learned")
-    with pytest.raises(SitusError, match="positions and weights shape a new model"):
+    with pytest.raises(SitusError, match="positions=none: shapes a new model"):
         create_backbone(transformers.ViTModel.from_pretrained(vit), positions="none")
     with pytest.raises(SitusError, match=r"^drop_path=0.1: transformers models have no stochastic depth that rises"):
         create_backbone(vit, drop_path=0.1)

@@ -104,7 +104,7 @@ def test_each_rank_validates_its_own_part() -> None:
 def test_other_classes_in_validation_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = config()
     train = loader(own)
-    train.source.classes = ("a", "b")
+    train.classes = ("a", "b")
     with pytest.raises(SitusError, match="samples: training and validation split have different classes"):
         validation_hooks(1)(own, train, CPU)
     with pytest.raises(SitusError, match=r"validate_every=-1: must be >= 0"):
