@@ -288,7 +288,8 @@ def test_models_without_tokens_and_with_windows() -> None:
 def test_four_cifar_images_of_one_batch(shared_data: Any) -> None:
     """The whole size, cut short: 32 pixels in 64 patches, 100 classes, labels inferred."""
     from situs.audit.cases import Step, TestSet
-    from situs.audit.gradients import attack_gradients, summary
+    from situs.audit.gradients import attack_gradients
+    from situs.audit.scores.metrics import means_of
     from situs.data.loader import DataConfig, make_loader
 
     torch.manual_seed(0)
@@ -309,7 +310,7 @@ def test_four_cifar_images_of_one_batch(shared_data: Any) -> None:
         step=Step(batch=4),
     )
     [pair] = found.pairs
-    reached, guess = (summary(scores)["psnr"] for scores in (pair.scores, found.baselines["random pair"]))
+    reached, guess = (means_of(scores)["psnr"] for scores in (pair.scores, found.baselines["random pair"]))
     assert reached.mean > guess.mean + 6
     assert pair.scores["reidentified"] == [1.0] * 4
     assert pair.facts[0]["labels_right"] == 4

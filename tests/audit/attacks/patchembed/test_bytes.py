@@ -334,7 +334,8 @@ def test_the_audit_says_in_words_that_bytes_were_read_and_stays_in_range() -> No
 
     from situs.audit.cases import TestSet
     from situs.audit.defences import NoDefence
-    from situs.audit.gradients import attack_gradients, summary
+    from situs.audit.gradients import attack_gradients
+    from situs.audit.scores.metrics import means_of
 
     x = photographs(3)
     x[2] += 0.3 * STEP * torch.rand(x[2].shape, generator=torch.Generator().manual_seed(6))
@@ -345,6 +346,6 @@ def test_the_audit_says_in_words_that_bytes_were_read_and_stays_in_range() -> No
     assert [image["bytes"] for image in written["pairs"][0]["images"]] == [True, True, False]
     assert "every pixel of 2 read to its exact byte" in written["verdict"]
     assert [value == 200 for value in pair.scores["psnr"] or ()] == [True, True, False]
-    means = summary(pair.scores)
+    means = means_of(pair.scores)
     assert means["psnr"] is not None
     assert means["psnr"].high == 200
