@@ -158,14 +158,10 @@ def sincos(grid: Grid, dim: int, *, temperature: float = 10000.0) -> Tensor:
         raise SitusError(
             f"dim={dim}: sine-cosine positions on a grid of {len(grid)} sides need a width divisible by {2 * len(grid)}"
         )
-    axes = coordinates(grid).double().unbind(-1)
-    return torch.cat([_sincos(axis, dim // len(grid), temperature) for axis in reversed(axes)], dim=-1).float()
-
-
-def _sincos(place: Tensor, dim: int, temperature: float) -> Tensor:
-    frequency = temperature ** (-torch.arange(dim // 2, dtype=torch.float64) / (dim // 2))
-    angle = place[:, None] * frequency
-    return torch.cat([angle.sin(), angle.cos()], dim=-1)
+    half = dim // len(grid) // 2
+    frequency = temperature ** (-torch.arange(half, dtype=torch.float64) / half)
+    angles = [axis[:, None] * frequency for axis in coordinates(grid).double().unbind(-1)]
+    return torch.cat([wave for angle in reversed(angles) for wave in (angle.sin(), angle.cos())], dim=-1).float()
 
 
 def coordinates(grid: Grid, device: torch.device | None = None) -> Tensor:

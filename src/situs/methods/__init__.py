@@ -15,14 +15,7 @@ from situs.methods.registry import Registry
 from situs.methods.supervised import Supervised, SupervisedConfig
 
 METHODS = Registry(
-    {
-        "droppos": DropPos,
-        "mae": MAE,
-        "mjp": MJP,
-        "mp3": MP3,
-        "supervised": Supervised,
-    },
-    group="situs.methods",
+    {"droppos": DropPos, "mae": MAE, "mjp": MJP, "mp3": MP3, "supervised": Supervised}, group="situs.methods"
 )
 """Every method by name, other packages' too. The command line, the contract tests and the benchmarks read this."""
 

@@ -49,7 +49,7 @@ class TensorBoard:
         self.writer.close()
 
 
-class _Run:
+class _TrackedRun:
     """A run of Weights & Biases, or of Trackio, which has the same calls."""
 
     def __init__(self, run: Any, finish: Callable[[], None]) -> None:
@@ -65,13 +65,13 @@ def _wandb(run: RunFolder, _: int) -> Tracker:
     own = hashlib.blake2b(str(run.path.resolve()).encode(), digest_size=8).hexdigest()
     given = {"name": run.path.name, "id": own, "dir": str(run.path), "config": dict(run.config), "resume": "allow"}
     made = _tracking("wandb").init(**given)
-    return _Run(made, made.finish)
+    return _TrackedRun(made, made.finish)
 
 
 def _trackio(run: RunFolder, _: int) -> Tracker:
     trackio = _tracking("trackio")
     made = trackio.init(project="situs", name=run.path.name, config=dict(run.config), resume="allow")
-    return _Run(made, trackio.finish)
+    return _TrackedRun(made, trackio.finish)
 
 
 def _tracking(name: str, module: str = "") -> Any:

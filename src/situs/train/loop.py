@@ -23,7 +23,7 @@ from situs.errors import SitusError
 from situs.limits import Count, Natural, Rule
 from situs.methods.base import Batch, Method
 from situs.train import distributed
-from situs.train.checkpoint import Checkpoint, RunFolder
+from situs.train.checkpoint import RunFolder
 from situs.train.contract import Hook, RunState, TrainLoader, TrainResult
 from situs.train.interrupt import Interrupt
 from situs.train.log import TRACKERS, Log, machine, memory_gib
@@ -321,7 +321,10 @@ class _Loop:
         held = restore(found, self.method, stepper.optimizer, stepper.ema, device)
         self.step, self.before, self.saved = state["step"], state["seconds"], found.path if found else None
         stepper.names = tuple(state["log"]["names"])
-        self._restore_window(found, state["log"])
+        if (log := state["log"])["steps"]:
+            self.window.sums = torch.zeros(len(log["names"]) + 1, device=device)
+            distributed.place(self.window.sums, None if found is None else found.tensors("log")["sums"])
+            self.window.steps, self.images = log["steps"], log["images"]
         if stepper.scaler is not None and state["scaler"] is not None:
             stepper.scaler.load_state_dict(state["scaler"])
         self.run.notes.append(f"resumed after step {self.step} of {self.total}")
@@ -331,12 +334,6 @@ class _Loop:
                 "device: drop path draws anew from here"
             )
         return held
-
-    def _restore_window(self, found: Checkpoint | None, log: dict[str, Any]) -> None:
-        if log["steps"]:
-            self.window.sums = torch.zeros(len(log["names"]) + 1, device=self.stepper.device)
-            distributed.place(self.window.sums, None if found is None else found.tensors("log")["sums"])
-            self.window.steps, self.images = log["steps"], log["images"]
 
     def _check_resumable(self, state: dict[str, Any]) -> None:
         """Refuses other data, tells what a longer or shorter run does to the schedule."""

@@ -52,7 +52,7 @@ class BrokenImageError(SitusError):
 def decode(data: bytes, name: str, channels: int | None = None) -> Tensor:
     """The image in `data`, [C, H, W] uint8 or float32; `name` is what an error calls it."""
     try:
-        image = _decode_native(data, keep_alpha=channels == 4)
+        image = _decode_array(data) if data.startswith(_NUMPY) else _decode_pillow(data, keep_alpha=channels == 4)
     except Exception as error:  # each decoder raises classes of its own for each way a file can be damaged
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BrokenImageError(f"{name}: cannot be decoded as an image ({reason[:120]})") from error
@@ -120,10 +120,6 @@ def _shorten(image: Tensor, height: int, width: int) -> Tensor:
         if have[side] > most[side]:
             image = image.narrow(dim, (have[side] - most[side]) // 2, most[side])
     return image
-
-
-def _decode_native(data: bytes, keep_alpha: bool) -> Tensor:
-    return _decode_array(data) if data.startswith(_NUMPY) else _decode_pillow(data, keep_alpha)
 
 
 def _shallow(image: Tensor) -> Tensor:
