@@ -13,7 +13,7 @@ import torch
 from situs.backbones import Backbone, create_backbone
 from situs.locks.folder import write_model
 
-sys.path.insert(0, str(Path(__file__).parent))  # so that the tests of this room can import `zoo`
+sys.path.insert(0, str(Path(__file__).parent))  # so that the tests of locks can import `zoo`
 
 TIMM: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": (

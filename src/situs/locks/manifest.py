@@ -32,7 +32,7 @@ FORMAT = "situs-lock"
 VERSION = 2
 LARGEST_FILE = 1 << 26
 LOCK_DIGITS, CODE_DIGITS = 32, 64
-_PART = re.compile("embedding|blocks=[1-9][0-9]{0,3}")
+PART = re.compile("embedding|blocks=[1-9][0-9]{0,3}")
 _FILE_NAME = re.compile(r"(?!\.{1,2}(?:/|$))[^/\\\0:]{1,255}(?:/(?!\.{1,2}(?:/|$))[^/\\\0:]{1,255})*")
 
 
@@ -127,7 +127,7 @@ def _check_withheld(withheld: Withheld, tensors: Mapping[str, Entry]) -> None:
     if not withheld.parts or not names or len(names) != len(withheld.tensors) or not names < tensors.keys():
         raise SitusError("what it says is withheld does not fit its tensors")
     for part in withheld.parts:
-        if not _PART.fullmatch(part):
+        if not PART.fullmatch(part):
             raise SitusError(f"{part[:80]!r} is no part that can be withheld")
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.locks.key import Key, codes_of
-from situs.locks.manifest import Manifest
+from situs.locks.manifest import PART, Manifest
 from situs.locks.seal import reading, writing
 from situs.locks.shards import Header, Sink, Source, make_header, new_private_file, parse_header, read_header
 
@@ -28,29 +27,19 @@ _ORIGINAL = "original_headers"
 
 def parse_parts(given: str | Sequence[str]) -> tuple[str, ...]:
     """Parts as they are given, in their order in the model: "embedding", "blocks=K"."""
-    embedding, blocks = [], []
     given = given.split(",") if isinstance(given, str) else given
     for part in given:
-        if part == "embedding":
-            embedding.append(part)
-        elif re.fullmatch("blocks=[1-9][0-9]{0,3}", part):
-            blocks.append(part)
-        else:
+        if not PART.fullmatch(part):
             raise SitusError(field="withhold", value=part, allowed="embedding or blocks=K with K at least 1")
-    if len(embedding) > 1 or len(blocks) > 1:
+    if len({part.partition("=")[0] for part in given}) < len(given):
         raise SitusError(f"withhold={', '.join(given)}: one part is named twice", field="withhold")
-    return (*embedding, *blocks)
+    return tuple(sorted(given, key=lambda part: part != "embedding"))
 
 
 def words(parts: Sequence[str]) -> str:
     """The parts as one says them: "the embedding and the first 2 blocks"."""
-    said = []
-    for part in parts:
-        count = part.removeprefix("blocks=")
-        said.append(
-            "the embedding" if count == part else "the first block" if count == "1" else f"the first {count} blocks"
-        )
-    return " and ".join(said)
+    known = {"embedding": "the embedding", "blocks=1": "the first block"}
+    return " and ".join(known.get(part, f"the first {part.removeprefix('blocks=')} blocks") for part in parts)
 
 
 def tensors_of(backbone: Backbone, parts: Sequence[str]) -> set[str]:
