@@ -20,9 +20,7 @@ def export_run(source: str | Path, to: str | Path, *, ema: bool | None = None, f
     """
     if not is_run(source):
         raise SitusError(f"{source}: holds no run; {_instead(str(source))}")
-    config, method, folder, classes = load_run(source, ema=ema)
-    checkpoint = folder.latest()
-    assert checkpoint is not None  # load_run found one
+    config, method, folder, classes, checkpoint, averaged = load_run(source, ema=ema)
     mean, std = config.data.normalisation
     provenance = ModelProvenance(
         method=config.method_name,
@@ -30,7 +28,7 @@ def export_run(source: str | Path, to: str | Path, *, ema: bool | None = None, f
         recipe=to_dict(config),
         metrics=last_metrics(folder.records(), checkpoint.step),
         step=checkpoint.step,
-        ema=ema is not False and bool(checkpoint.tensors("ema")),
+        ema=averaged,
         mean=mean,
         std=std,
         crop=config.data.crop_share,

@@ -137,14 +137,12 @@ def _refuse(what: str, **given: Any) -> None:
 
 def _open_run(source: str, ema: bool | None, device: torch.device | str) -> Model:
     loaded = load_run(source, "cpu" if str(device) == "meta" else device, ema=ema)
-    checkpoint = loaded.run.latest()
-    assert checkpoint is not None  # load_run found one
     facts = {
         "kind": "run",
         "model": loaded.config.backbone.name,
         "method": loaded.config.method_name,
-        "step": checkpoint.step,
-        "ema": ema is not False and bool(checkpoint.tensors("ema")),
+        "step": loaded.checkpoint.step,
+        "ema": loaded.ema,
     }
     state, method = loaded.run.facts(), loaded.method
     return Model(

@@ -27,7 +27,7 @@ from situs.limits import Natural
 from situs.methods import METHODS, create_method
 from situs.methods.base import Method
 from situs.train import distributed
-from situs.train.checkpoint import CLASSES, RunFolder, check_target, read_config
+from situs.train.checkpoint import CLASSES, Checkpoint, RunFolder, check_target, read_config
 from situs.train.contract import Hook, TrainResult
 from situs.train.export import load_checkpoint
 from situs.train.loop import TrainConfig, fit
@@ -107,12 +107,17 @@ def own_size(config: BackboneConfig) -> tuple[int, int]:
 
 
 class Loaded(NamedTuple):
-    """A run that was trained, ready to be used. classes: names in label order, where it has a classifier."""
+    """A run that was trained, ready to be used. classes: names in label order, where it has a classifier.
+
+    checkpoint: where its weights come from; ema: whether they are the mean of the run's.
+    """
 
     config: RunConfig
     method: Method
     run: RunFolder
     classes: tuple[str, ...] | None
+    checkpoint: Checkpoint
+    ema: bool
 
 
 def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
@@ -142,18 +147,11 @@ def make_training_loader(config: RunConfig, ranks: distributed.Ranks) -> Loader:
 
 
 def make_eval_loader(
-    config: RunConfig,
-    device: torch.device | str = "cpu",
-    *,
-    path: str | None = None,
-    split: str | None = "val",
-    batch: int | None = None,
-    rank: int = 0,
-    world: int = 1,
+    config: RunConfig, device: torch.device | str = "cpu", *, batch: int | None = None, rank: int = 0, world: int = 1
 ) -> Loader:
-    """The set without augmentation, in its own order, as this run's model sees it; all of it, or this rank's part."""
+    """The val split, not augmented and in its own order, as this run's model sees it; all, or this rank's part."""
     size = batch or min(1024, config.data.batch or BATCH)
-    data = replace(config.data, path=path or config.data.path, split=split, batch=size - size % world)
+    data = replace(config.data, split="val", batch=size - size % world)
     return make_loader(data, None, device, rank=rank, world=world)
 
 
@@ -287,8 +285,8 @@ def load_run(path: str | Path, device: torch.device | str = "cpu", *, ema: bool 
     # The weights are the checkpoint's: the files that the run once started from may be gone.
     bare = replace(config, init=None, backbone=replace(config.backbone, name=_bare_name(config), weights=None))
     method = make_method(bare, classes)
-    load_checkpoint(method, checkpoint, ema=ema)
-    return Loaded(config, method.to(device).eval(), run, classes)
+    mean = load_checkpoint(method, checkpoint, ema=ema)
+    return Loaded(config, method.to(device).eval(), run, classes, checkpoint, mean)
 
 
 def _bare_name(config: RunConfig) -> str:
