@@ -31,7 +31,7 @@ def turned(images: Tensor) -> Tensor:
 
 
 def test_it_is_the_mean_of_the_probabilities_by_hand() -> None:
-    found = measure_ensemble({"a": sharp, "b": turned}, batches())
+    found = measure_ensemble({"a": sharp, "b": turned}, {name: batches() for name in "ab"})
     right, loss, count = 0, 0.0, 0
     for batch in batches():
         for image, label in zip(batch.inputs, batch.targets["label"], strict=True):
@@ -46,7 +46,7 @@ def test_it_is_the_mean_of_the_probabilities_by_hand() -> None:
 
 
 def test_agreement_and_the_share_any_has_right_by_hand() -> None:
-    found = measure_ensemble({"a": sharp, "b": turned, "c": lambda x: -sharp(x)}, batches())
+    found = measure_ensemble({"a": sharp, "b": turned, "c": lambda x: -sharp(x)}, {name: batches() for name in "abc"})
     said = [[model(batch.inputs).argmax(-1) for batch in batches()] for model in (sharp, turned, lambda x: -sharp(x))]
     a, b, c = (torch.cat(parts).tolist() for parts in said)
     labels = torch.cat([batch.targets["label"] for batch in batches()]).tolist()
@@ -70,7 +70,7 @@ def test_softmax_and_logits_are_different_averages() -> None:
 
 def test_a_model_with_itself_is_itself() -> None:
     for average in ("softmax", "logits"):
-        found = measure_ensemble({"a": sharp, "b": sharp}, batches(), average=average)
+        found = measure_ensemble({"a": sharp, "b": sharp}, {name: batches() for name in "ab"}, average=average)
         assert found.together.top1 == found.alone["a"].top1
         assert found.together.loss == pytest.approx(found.alone["a"].loss, rel=1e-5)
 
@@ -78,7 +78,7 @@ def test_a_model_with_itself_is_itself() -> None:
 def test_each_model_may_have_its_own_view_of_the_same_samples() -> None:
     halved = [batch._replace(inputs=batch.inputs / 2) for batch in batches()]
     own = measure_ensemble({"a": sharp, "b": lambda x: sharp(2 * x)}, {"b": halved, "a": batches()})
-    same = measure_ensemble({"a": sharp, "b": sharp}, batches())
+    same = measure_ensemble({"a": sharp, "b": sharp}, {name: batches() for name in "ab"})
     assert own.together == same.together
     assert own.alone["b"] == same.alone["a"]
 
@@ -113,6 +113,6 @@ def test_other_labels_are_refused() -> None:
 
 def test_other_classes_and_other_averages_are_refused() -> None:
     with pytest.raises(SitusError, match="a has 6, b has 5"):
-        measure_ensemble({"a": sharp, "b": lambda x: sharp(x)[:, :5]}, batches(4))
+        measure_ensemble({"a": sharp, "b": lambda x: sharp(x)[:, :5]}, {name: batches(4) for name in "ab"})
     with pytest.raises(SitusError, match="average='votes': must be softmax or logits"):
-        measure_ensemble({"a": sharp}, batches(), average="votes")
+        measure_ensemble({"a": sharp}, {name: batches() for name in "a"}, average="votes")

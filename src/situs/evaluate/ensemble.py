@@ -111,15 +111,14 @@ def evaluate_ensemble(
 
 def measure_ensemble(
     models: Mapping[str, Classifier],
-    batches: Iterable[Batch] | Mapping[str, Iterable[Batch]],
+    batches: Mapping[str, Iterable[Batch]],
     *,
     average: Average = "softmax",
     precision: str = "fp32",
 ) -> Ensemble:
     """Each model alone and all together, over one pass.
 
-    batches: one set for all, or each model's own by name (another image size, another normalisation): the same
-    samples in the same order.
+    batches: each model's own by name (another image size, another normalisation): the same samples in the same order.
     """
     if average not in ("softmax", "logits"):
         raise SitusError(field="average", value=average, allowed="softmax or logits")
@@ -152,12 +151,8 @@ def _agree(answers: Tensor, labels: Tensor) -> Tensor:
     return torch.cat([same.flatten(), (answers == hard(labels)).any(dim=0).sum()[None]]).double()
 
 
-def _rows(models: Mapping[str, Classifier], batches: Any) -> Iterator[dict[str, Batch]]:
+def _rows(models: Iterable[str], batches: Mapping[str, Iterable[Batch]]) -> Iterator[dict[str, Batch]]:
     """One batch a model at a time, by the model's name."""
-    if not isinstance(batches, Mapping):
-        for batch in batches:
-            yield {name: batch for name in models}  # noqa: C420  (its type is lost in fromkeys)
-        return
     # Not by what a strict `zip` raises: a source's own error is a `ValueError` too, and says more.
     for row in zip_longest(*(batches[name] for name in models)):
         if any(batch is None for batch in row):
