@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,10 +20,12 @@ from situs.errors import SitusError, unknown_name
 from situs.limits import Count
 from situs.locks.attacks.adapter import AdapterConfig, accuracy_of, recover_with_labels
 from situs.locks.attacks.images import recover_with_samples
+from situs.locks.attacks.match import State
 from situs.locks.attacks.recovery import (
     ATTACKERS,
     SEED_BITS,
     Recovery,
+    Score,
     check_finite,
     drift,
     exact_truth,
@@ -186,7 +189,10 @@ def _chosen(given: Sequence[str], base: bool, data: bool, samples: Mapping[str, 
 
 @dataclass(frozen=True)
 class _Target:
-    """What is attacked, and what the auditor knows beside it. samples, test: images and labels; seen: without."""
+    """What is attacked, and what the auditor knows beside it. samples, test: images and labels; seen: without.
+
+    score: the accuracy of other weights on `test`; owner: of the model with its key.
+    """
 
     backbone: Backbone
     groups: tuple[Group, ...]
@@ -198,6 +204,8 @@ class _Target:
     seen: Samples | None
     idle: dict[str, str]
     kept: str
+    score: Score | None
+    owner: float | None
 
 
 def _target(
@@ -237,7 +245,9 @@ def _target(
         truth = exact_truth(state, theirs, groups)
     idle = {} if embedded else {"images": "The attacker `images` has nothing to start from: the embedding is withheld."}
     kept = "" if manifest.withheld is None else f"; {words(manifest.withheld.parts)} withheld"
-    return _Target(backbone, groups, state, theirs, truth, learned, test, seen, idle, kept)
+    score = None if test is None else partial(_score, copy.deepcopy(backbone), test)
+    owner = None if score is None or truth is None else score(opened(state, groups, truth))
+    return _Target(backbone, groups, state, theirs, truth, learned, test, seen, idle, kept, score, owner)
 
 
 def _labelled(
@@ -259,9 +269,7 @@ def _labelled(
 
 def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[Recovery]:
     """The results of one attacker: one, or one for each drift."""
-    truth, owner = target.truth, None
-    if target.test is not None and truth is not None:
-        owner = _score(target)(opened(target.state, target.groups, truth))
+    truth, score, owner = target.truth, target.score, target.owner
     if name == "labels":
         assert target.samples is not None
         assert target.test is not None
@@ -282,18 +290,9 @@ def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[Recover
             base = target.base if amount is None else drift(target.base, amount, config.seed)
             label = name if amount is None else f"{name}, {amount:g} ×"
             found.append(recover_with_base(target.state, base, target.groups, truth=truth, attacker=label))
-    if target.test is None:
-        return found
-    return [scored(each, target.state, target.groups, _score(target), owner) for each in found]
+    return found if score is None else [scored(each, target.state, target.groups, score, owner) for each in found]
 
 
-def _score(target: _Target) -> Any:
-    assert target.test is not None
-    images, labels = target.test
-    trial = copy.deepcopy(target.backbone)
-
-    def score(state: Any) -> float:
-        trial.model.load_state_dict(dict(state))
-        return accuracy_of(trial, images, labels)
-
-    return score
+def _score(trial: Backbone, test: Labelled, state: State) -> float:
+    trial.model.load_state_dict(dict(state))
+    return accuracy_of(trial, *test)
