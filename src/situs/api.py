@@ -175,8 +175,9 @@ def open_model(
 
     The model is in eval mode; its `backbone` is a torch module with the steps `embed`, `positions`, `encode` and
     `head`. key, withheld: what opens a locked folder; without them it is opened as it lies there, scrambled. weights:
-    for a timm name, a file, "pretrained" or "random". img_size (an own module needs it) and patch_size, in_chans,
-    num_classes, model_args shape a new model. ema: for a run, the mean of its weights. seed: of random weights.
+    for a timm name, a file, "pretrained" or "random". img_size (an own module needs it, or `example`, images that it
+    takes) and patch_size, in_chans, num_classes, model_args shape a new model. ema: for a run, the mean of its weights.
+    seed: of random weights.
 
     >>> model = situs.open_model("vit_small_patch16_224", weights="random")
     """
