@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from situs.cli.arguments import parse
 from situs.cli.main import VERBS
+from situs.cli.parser.arguments import parse
 from situs.config import choices_of, from_dict, to_dict
 from situs.methods import METHODS
 from situs.presets import load_preset, preset_header, preset_names

@@ -1,7 +1,7 @@
 """Every backbone family through the same demands, in float64, at a rectangular size, against timm's own forward.
 
 The slow reference for contexts and subsets is timm's own model with `scaled_dot_product_attention` replaced by one
-that shuts out the keys that are not in the context: nothing of `situs.backbones.attention` takes part in it.
+that shuts out the keys that are not in the context: nothing of `situs.backbones.timm.attention` takes part in it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from situs.backbones import create_backbone
 from situs.backbones.base import CAPABILITIES, Backbone, join
-from situs.backbones.timm_create import FAMILIES
+from situs.backbones.timm.create import FAMILIES
 from situs.core.tokens import take
 from situs.errors import SitusError
 

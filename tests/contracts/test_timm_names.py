@@ -19,7 +19,7 @@ from torch import nn
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone, join
-from situs.backbones.timm_create import READ
+from situs.backbones.timm.create import READ
 from situs.errors import SitusError
 
 NAMES: dict[str, list[str]] = defaultdict(list)

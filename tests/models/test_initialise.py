@@ -11,7 +11,7 @@ from builders import small_swin, small_vit
 from torch import Tensor
 
 from situs.backbones.base import Backbone
-from situs.backbones.timm_create import pretrained_state
+from situs.backbones.timm.create import pretrained_state
 from situs.core.position import resample_table
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig

@@ -32,11 +32,11 @@ from situs.evaluate.accuracy import Accuracy, ClassAccuracy
 from situs.evaluate.consistency import Consistency, ConsistencyCurve
 from situs.evaluate.ensemble import Ensemble
 from situs.evaluate.knn import LayerAccuracy, LayerKnn
-from situs.evaluate.linear import Fitted, Linear, Score, Tried
 from situs.evaluate.position import Cell, PositionCurve, PositionGrid
-from situs.evaluate.probe import ClassProbe, ClassProbes
-from situs.evaluate.probe_position import PositionProbe, PositionProbes
-from situs.evaluate.robustness import Robustness
+from situs.evaluate.probe.classes import ClassProbe, ClassProbes
+from situs.evaluate.probe.linear import Fitted, Linear, Score, Tried
+from situs.evaluate.probe.position import PositionProbe, PositionProbes
+from situs.evaluate.robustness.measures import Robustness
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import Recovery
 from situs.locks.equivariance import Finding, Verification

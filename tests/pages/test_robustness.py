@@ -11,7 +11,7 @@ import torch
 
 from situs.evaluate.accuracy import Accuracy
 from situs.evaluate.corruptions import CORRUPTIONS
-from situs.evaluate.robustness import Anomalies, Natural, Robustness
+from situs.evaluate.robustness.measures import Anomalies, Natural, Robustness
 from situs.pages.robustness import page
 from situs.results import Provenance
 

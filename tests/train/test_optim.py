@@ -55,7 +55,7 @@ SWIN = (
 def method_of(name: str, model_args: dict) -> Plain:
     import timm
 
-    from situs.backbones.timm import SwinBackbone, VitBackbone
+    from situs.backbones.timm.backbone import SwinBackbone, VitBackbone
 
     kind = SwinBackbone if name.startswith("swin") else VitBackbone
     return Plain(kind(timm.create_model(name, num_classes=3, **model_args), name))

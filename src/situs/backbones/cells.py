@@ -20,7 +20,7 @@ from situs.errors import SitusError
 
 def enable_cells(backbone: Backbone) -> None:
     """Readies a Swin for `encode_cells`; refuses another model, and sizes at which a window would not be whole."""
-    from situs.backbones.timm import SwinBackbone
+    from situs.backbones.timm.backbone import SwinBackbone
 
     if not isinstance(backbone, SwinBackbone):
         backbone.require("take")

@@ -55,10 +55,10 @@ def _create(source: Any, config: BackboneConfig) -> Backbone:
             if value != getattr(NOTHING, name) and not (transformers and name == "img_size"):
                 raise SitusError(f"{name}={value}: shapes a new model; one that is built has its own")
     if transformers:
-        from situs.backbones.hf import create_hf_backbone
+        from situs.backbones.hf.create import create_hf_backbone
 
         return create_hf_backbone(source, config)
-    from situs.backbones.timm_create import create_timm, create_timm_folder, wrap_timm
+    from situs.backbones.timm.create import create_timm, create_timm_folder, wrap_timm
 
     if isinstance(source, nn.Module):
         return wrap_timm(source, type(source).__name__)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from situs.cli.flags import POSITIONAL
+from situs.cli.parser.flags import POSITIONAL
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from cyclopts import Parameter
 
 from situs.api import train_finetuning
 from situs.backbones.config import PositionKind
-from situs.cli.arguments import configured
+from situs.cli.parser.arguments import configured
 from situs.cli.pretrain import EVERYDAY, Training, tell
 from situs.evaluate.finetune import FinetuneConfig, images_of
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from situs.cli.model_args import ModelArgs, open_from
+from situs.cli.parser.model_args import ModelArgs, open_from
 
 
 @dataclass(frozen=True, kw_only=True)

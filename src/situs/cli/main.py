@@ -17,7 +17,7 @@ from situs.errors import SitusError
 
 SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     "Start": {
-        "demo": ("situs.cli.demo", "see it all on a small set of real images; writes demo/report.html"),
+        "demo": ("situs.cli.demo.run", "see it all on a small set of real images; writes demo/report.html"),
     },
     "Train": {
         "pretrain": ("situs.cli.pretrain", "train a method (MP3, MAE, …) on your images, from a preset and flags"),
@@ -25,47 +25,50 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "export": ("situs.cli.export", "a run's model in a folder that timm or transformers loads"),
     },
     "Evaluate": {
-        "features": ("situs.cli.features", "pooled features of every image, as one safetensors file"),
-        "evaluate accuracy": ("situs.cli.evaluate_accuracy", "top-1 and top-5 of a fine-tuned run"),
-        "evaluate consistency": ("situs.cli.evaluate_consistency", "what shuffled patches do to a classifier, over γ"),
+        "features": ("situs.cli.evaluate.features", "pooled features of every image, as one safetensors file"),
+        "evaluate accuracy": ("situs.cli.evaluate.accuracy", "top-1 and top-5 of a fine-tuned run"),
+        "evaluate consistency": ("situs.cli.evaluate.consistency", "what shuffled patches do to a classifier, over γ"),
         "evaluate position": (
-            "situs.cli.evaluate_position",
+            "situs.cli.evaluate.position",
             "how well a DropPos or MP3 run knows its patches' places",
         ),
-        "evaluate knn": ("situs.cli.evaluate_knn", "nearest neighbours on the features of each layer"),
-        "evaluate probe": ("situs.cli.evaluate_probe", "places or classes that a linear classifier reads off features"),
+        "evaluate knn": ("situs.cli.evaluate.knn", "nearest neighbours on the features of each layer"),
+        "evaluate probe": ("situs.cli.evaluate.probe", "places or classes that a linear classifier reads off features"),
         "evaluate robustness": (
-            "situs.cli.evaluate_robustness",
+            "situs.cli.evaluate.robustness",
             "corrupted, adversarial and strange images: mCE, ImageNet-A, ImageNet-O",
         ),
-        "evaluate ensemble": ("situs.cli.evaluate_ensemble", "several fine-tuned runs, each alone and together"),
+        "evaluate ensemble": ("situs.cli.evaluate.ensemble", "several fine-tuned runs, each alone and together"),
     },
     "Analyze": {
-        "analyze attention": ("situs.cli.analyze_attention", "where a model's heads look: over images, by offset"),
-        "analyze reconstruct": ("situs.cli.analyze_reconstruct", "the jigsaw puzzles an MP3 or DropPos run solves"),
-        "analyze positions": ("situs.cli.analyze_positions", "a model's position vectors: pictures, spectrum, reading"),
-        "analyze correlation": ("situs.cli.analyze_correlation", "how alike the features of two places are"),
+        "analyze attention": ("situs.cli.analyze.attention", "where a model's heads look: over images, by offset"),
+        "analyze reconstruct": ("situs.cli.analyze.reconstruct", "the jigsaw puzzles an MP3 or DropPos run solves"),
+        "analyze positions": ("situs.cli.analyze.positions", "a model's position vectors: pictures, spectrum, reading"),
+        "analyze correlation": ("situs.cli.analyze.correlation", "how alike the features of two places are"),
     },
     "Lock": {
-        "verify": ("situs.cli.verify", "measure which permutations of tokens and channels a model obeys, and why not"),
-        "key new": ("situs.cli.key_new", "a new key in a file that only you may read"),
-        "lock": ("situs.cli.lock", "a model that is useless without its key; obfuscation, not encryption"),
-        "unlock": ("situs.cli.unlock", "a locked model opened with its key, bit for bit"),
+        "verify": (
+            "situs.cli.locks.verify",
+            "which permutations of tokens and channels a model obeys, and why not others",
+        ),
+        "key new": ("situs.cli.locks.key_new", "a new key in a file that only you may read"),
+        "lock": ("situs.cli.locks.lock", "a model that is useless without its key; obfuscation, not encryption"),
+        "unlock": ("situs.cli.locks.unlock", "a locked model opened with its key, bit for bit"),
         "audit lock": (
-            "situs.cli.audit_lock",
+            "situs.cli.audit.lock",
             "attack a lock as one without its key would, and say what is left of it",
         ),
-        "study lock": ("situs.cli.study_lock", "fine-tune a locked ViT with its key, without it, and from scratch"),
+        "study lock": ("situs.cli.locks.study", "fine-tune a locked ViT with its key, without it, and from scratch"),
     },
     "Audit": {
-        "audit positions": ("situs.cli.audit_positions", "how much a model knows and gives away of position"),
-        "audit gradients": ("situs.cli.audit_gradients", "what a model's gradients give away, with a gate for CI"),
+        "audit positions": ("situs.cli.audit.positions", "how much a model knows and gives away of position"),
+        "audit gradients": ("situs.cli.audit.gradients", "what a model's gradients give away, with a gate for CI"),
     },
     "Look": {
-        "report": ("situs.cli.report", "several runs side by side on one page, finished or still going"),
+        "report": ("situs.cli.analyze.report", "several runs side by side on one page, finished or still going"),
         "info": ("situs.cli.info", "what a model is made of, and which methods and locks apply to it"),
         "doctor": ("situs.cli.doctor", "what is installed here, what is missing and how to get it"),
-        "completion": ("situs.cli.completion", "a script that completes verbs and flags in your shell"),
+        "completion": ("situs.cli.parser.completion", "a script that completes verbs and flags in your shell"),
     },
 }
 """heading -> verb -> (module, one line). A verb may have two words: "evaluate ensemble"."""
@@ -125,14 +128,14 @@ def run_verb(verb: str, rest: list[str]) -> int:
     """Imports the verb's module, parses its flags and runs it."""
     hush()
     module = import_module(VERBS[verb][0])
-    parse: Callable[..., Any] = import_module("situs.cli.arguments").parse
+    parse: Callable[..., Any] = import_module("situs.cli.parser.arguments").parse
     try:
         args = parse(module.Args, rest, prog=f"situs {verb}", description=module.__doc__)
         return run_on_ranks(verb, lambda: module.run(args))
     except SystemExit as stop:  # help was asked for
         return stop.code if isinstance(stop.code, int) else 2
     except SitusError as error:
-        explained: Callable[..., str] = import_module("situs.cli.flags").explained
+        explained: Callable[..., str] = import_module("situs.cli.parser.flags").explained
         raise SitusError(explained(error, module.Args), field=error.fields, value=error.value) from error
 
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from cyclopts import Parameter
 
 from situs.api import NAMED, SHORT, train_pretraining
-from situs.cli.arguments import Recipe, configured
+from situs.cli.parser.arguments import Recipe, configured
 from situs.methods import METHODS
 from situs.train.contract import TrainResult
 from situs.train.run import RunConfig
@@ -48,7 +48,7 @@ class Training(Recipe):
 
     def place(self) -> dict[str, Any]:
         """What is no part of the config, by the names of `situs.api.PLACE`."""
-        from situs.cli.passphrase import read_key
+        from situs.cli.locks.passphrase import read_key
 
         own = {name: getattr(self, name) for name in ("out", "resume", "start_over", "device", "withheld")}
         return {**own, "key": None if self.key is None else read_key(self.key), "say": _say}

@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from situs.cli.model_args import ImageArgs, LookArgs, check_folder, open_from, open_one_of
+from situs.cli.parser.model_args import ImageArgs, LookArgs, check_folder, open_from, open_one_of
 from situs.results import Result, Table, show
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from situs.evaluate.ensemble import evaluate_ensemble
 from situs.evaluate.features import extract_features, write_features
 from situs.evaluate.knn import evaluate_knn
 from situs.evaluate.position import evaluate_position
-from situs.evaluate.probe import evaluate_probe
-from situs.evaluate.robustness_run import PublishedSets, evaluate_robustness
+from situs.evaluate.probe.classes import evaluate_probe
+from situs.evaluate.robustness.run import PublishedSets, evaluate_robustness
 
 __all__ = [
     "PublishedSets",

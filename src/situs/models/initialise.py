@@ -124,7 +124,7 @@ def _read(source: str, unlock: Unlock | None) -> tuple[dict[str, Tensor], dict[s
     name, _, file = source.partition("=")
     if file and file != PUBLISHED:
         return read_state_dict(file), {}
-    from situs.backbones.timm_create import pretrained_state  # timm takes seconds, which `pretrain --help` would pay
+    from situs.backbones.timm.create import pretrained_state  # timm takes seconds, which `pretrain --help` would pay
 
     return pretrained_state(name), {}
 

@@ -210,7 +210,7 @@ def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: t
     file = None if weights in (PUBLISHED, RANDOM) else weights
     backbone = _create(name, {**fields, "weights": file}, "cpu" if weights != RANDOM else device)
     if weights == PUBLISHED:
-        from situs.backbones.timm_create import pretrained_state
+        from situs.backbones.timm.create import pretrained_state
 
         load_weights(backbone, pretrained_state(name, "weights"), f"weights={weights}")
     told = backbone.model.pretrained_cfg if backbone.source["library"] == "timm" else {}

@@ -10,10 +10,10 @@ import numpy as np
 from situs.evaluate.accuracy import ClassAccuracy
 from situs.evaluate.ensemble import Ensemble
 from situs.evaluate.knn import POOLS, LayerKnn
-from situs.evaluate.linear import Probe, Probes
 from situs.evaluate.position import PositionCurve, PositionGrid
-from situs.evaluate.probe import ClassProbes
-from situs.evaluate.probe_position import PositionProbes
+from situs.evaluate.probe.classes import ClassProbes
+from situs.evaluate.probe.linear import Probe, Probes
+from situs.evaluate.probe.position import PositionProbes
 from situs.report import figures
 from situs.report.html import Page
 from situs.results import percent

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 
 from situs.evaluate.corruptions import GROUPS
-from situs.evaluate.corruptions_severity import describe
-from situs.evaluate.robustness import ALEXNET, Robustness, points, spoken
+from situs.evaluate.corruptions.severity import describe
+from situs.evaluate.robustness.measures import ALEXNET, Robustness, points, spoken
 from situs.report import figures
 from situs.report.html import Page, Section
 from situs.results import Cell, percent

@@ -192,8 +192,8 @@ def _save(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _write_transformers(folder: Path, backbone: Backbone, method: Method, provenance: ModelProvenance) -> list[str]:
-    from situs.backbones.hf_image import image_processor
-    from situs.backbones.hf_names import quietly
+    from situs.backbones.hf.image import image_processor
+    from situs.backbones.hf.names import quietly
 
     model = backbone.model if "label" in method.needs_targets else backbone.model.base_model
     backbone.source = {**backbone.source, "architecture": type(model).__name__}

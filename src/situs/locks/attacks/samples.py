@@ -53,7 +53,7 @@ def _images(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples
 
 
 def _texts(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
-    from situs.backbones.hf_text import token_ids  # transformers is an extra
+    from situs.backbones.hf.text import token_ids  # transformers is an extra
 
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -1,0 +1,1 @@
+"""transformers' models behind the interface: how they are made, named, run and laid out."""

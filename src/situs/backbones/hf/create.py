@@ -1,0 +1,230 @@
+"""Hugging Face models as backbones, by exact class: from a model, a config, or a local folder.
+
+Nothing is ever fetched from a hub, and no code of a folder is run. Which class a config becomes: the one it
+names in `architectures`; else the bare model of its type; with `num_classes`, the classifier of its type.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
+from situs.backbones.config import BackboneConfig
+from situs.backbones.hf import image as hf_image
+from situs.backbones.hf import text as hf_text
+from situs.backbones.hf.layers import Head
+from situs.backbones.hf.names import quietly
+from situs.backbones.weights import HEADS, read_state_dict, refuse_misfits
+from situs.errors import SitusError, missing_extra, unknown_name
+
+HUB_PREFIX = "hf:"
+"""What a name may start with to say that it is a transformers folder."""
+
+
+class HFFamily(NamedTuple):
+    """How one transformers class is wrapped. classifier: the class that `num_classes` makes of it."""
+
+    adapter: Callable[[Any, Head, tuple[int, int] | None], Backbone]
+    head: Head
+    classifier: str | None = None
+
+
+_VIT, _DINO, _REGISTERS = (
+    "ViTForImageClassification",
+    "Dinov2ForImageClassification",
+    "Dinov2WithRegistersForImageClassification",
+)
+_BERT = "BertForSequenceClassification"
+
+FAMILIES: dict[str, HFFamily] = {
+    "ViTModel": HFFamily(hf_image.ViTBackbone, hf_image.vit_pooled, _VIT),
+    _VIT: HFFamily(hf_image.ViTBackbone, hf_image.vit_classes, _VIT),
+    "Dinov2Model": HFFamily(hf_image.Dinov2Backbone, hf_image.dinov2_pooled, _DINO),
+    _DINO: HFFamily(hf_image.Dinov2Backbone, hf_image.dinov2_classes, _DINO),
+    "Dinov2WithRegistersModel": HFFamily(hf_image.Dinov2RegistersBackbone, hf_image.dinov2_pooled, _REGISTERS),
+    _REGISTERS: HFFamily(hf_image.Dinov2RegistersBackbone, hf_image.dinov2_classes, _REGISTERS),
+    "BertModel": HFFamily(hf_text.BertBackbone, hf_text.bert_pooled, _BERT),
+    _BERT: HFFamily(hf_text.BertBackbone, hf_text.bert_classes, _BERT),
+    "BertForMaskedLM": HFFamily(hf_text.BertBackbone, hf_text.bert_words, _BERT),
+    "GPT2Model": HFFamily(hf_text.GPT2Backbone, hf_text.hidden),
+    "GPT2LMHeadModel": HFFamily(hf_text.GPT2Backbone, hf_text.next_words),
+    "LlamaModel": HFFamily(hf_text.LlamaBackbone, hf_text.hidden),
+    "LlamaForCausalLM": HFFamily(hf_text.LlamaBackbone, hf_text.next_words),
+    "MistralModel": HFFamily(hf_text.MistralBackbone, hf_text.hidden),
+    "MistralForCausalLM": HFFamily(hf_text.MistralBackbone, hf_text.next_words),
+    "Qwen2Model": HFFamily(hf_text.Qwen2Backbone, hf_text.hidden),
+    "Qwen2ForCausalLM": HFFamily(hf_text.Qwen2Backbone, hf_text.next_words),
+}
+"""transformers class -> how it is wrapped. A subclass, or a class of the same name elsewhere, is refused."""
+
+BARE: dict[str, tuple[str, dict[str, Any]]] = {
+    "vit": ("ViTModel", {"add_pooling_layer": False}),
+    "dinov2": ("Dinov2Model", {}),
+    "dinov2_with_registers": ("Dinov2WithRegistersModel", {}),
+    "bert": ("BertModel", {"add_pooling_layer": False}),
+    "gpt2": ("GPT2Model", {}),
+    "llama": ("LlamaModel", {}),
+    "mistral": ("MistralModel", {}),
+    "qwen2": ("Qwen2Model", {}),
+}
+"""Config type -> its model without a head, and what leaves the pooler out (`num_classes=0`)."""
+
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+def create_hf_backbone(source: Any, wanted: BackboneConfig) -> Backbone:
+    """A backbone over a transformers model.
+
+    source: a `PreTrainedModel` (wrapped as it is; another img_size replaces its table), a config (fresh weights), the
+    path of a folder with config.json and weights, or of a config.json alone (fresh weights); a path may start with
+    "hf:". wanted: img_size is (height, width) of images, or (1, length) of a text model's positions; model_args are
+    config entries to change; positions, another kind than its own, are for image models.
+    New models come in training mode, as torch's modules do; a model that was given keeps its mode.
+    """
+    transformers = _transformers()
+    if isinstance(source, transformers.PreTrainedModel):
+        model = source
+    else:
+        if isinstance(source, transformers.PreTrainedConfig):
+            config, folder = copy.deepcopy(source), None
+        else:
+            config, folder = _read(source, need_weights=wanted.weights is None)
+        model = _build(_changed(config, _entries(wanted)), wanted.weights, folder, wanted.num_classes)
+    kind = type(model)
+    if kind.__name__ not in FAMILIES or not kind.__module__.startswith("transformers.models."):
+        raise unknown_name("Hugging Face model class", f"{kind.__module__}.{kind.__name__}", FAMILIES)
+    family = FAMILIES[kind.__name__]
+    backbone = family.adapter(model, family.head, wanted.img_size)
+    if wanted.positions is not None:
+        if not isinstance(backbone, hf_image.ImageBackbone):
+            said = f"positions={wanted.positions!r}: {backbone.name} reads text and keeps its own"
+            raise SitusError(said, field="backbone.name")
+        backbone.set_positions(wanted.positions)
+    entries = model.config.to_diff_dict()
+    backbone.source = {"library": "transformers", "architecture": backbone.name, "model_args": entries}
+    return backbone
+
+
+def _entries(wanted: BackboneConfig) -> dict[str, Any]:
+    """What is asked for, as entries of a transformers config; what has no entry there is refused."""
+    if wanted.drop_path:
+        raise SitusError(
+            f"drop_path={wanted.drop_path}: transformers models have no stochastic depth that rises from block to "
+            "block; timm's have",
+            field="backbone.drop_path",
+        )
+    given = {} if wanted.patch_size is None else {"patch_size": wanted.patch_size}
+    if wanted.in_chans != BackboneConfig.in_chans:
+        given["num_channels"] = wanted.in_chans
+    return {**given, **wanted.model_args}
+
+
+def _transformers() -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise missing_extra("transformers", "hf", "a Hugging Face backbone") from error
+    return transformers
+
+
+def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
+    """The config at a path, and the folder to take weights from (None: start afresh)."""
+    path = Path(str(source).removeprefix(HUB_PREFIX)).expanduser()
+    file = path / "config.json" if path.is_dir() else path
+    if file.name != "config.json" or not file.is_file():
+        raise SitusError(
+            f"{source}: no local folder with a transformers config.json, and nothing is fetched from a hub"
+        )
+    kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    if kind not in BARE:
+        raise unknown_name(f"model_type in {file}", str(kind), BARE)
+    config = _transformers().AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
+    if path == file or not need_weights:
+        return config, None
+    if not any(found for pattern in WEIGHT_FILES for found in path.glob(pattern)):
+        raise SitusError(
+            f"{source}: the folder holds no weights; name its config.json for fresh ones, or give weights="
+        )
+    return config, path
+
+
+def _changed(config: Any, model_args: Mapping[str, Any]) -> Any:
+    if not model_args:
+        return config
+    from huggingface_hub.errors import StrictDataclassError
+
+    kind, entries = type(config), config.to_diff_dict()
+    for key in model_args:
+        if key not in config.to_dict():
+            raise unknown_name(f"entry of {kind.__name__} (model_args)", key, config.to_dict())
+    try:
+        return kind.from_dict({**entries, **model_args})
+    except (TypeError, ValueError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise SitusError(f"model_args={dict(model_args)}: {kind.__name__} refuses them ({reason})") from error
+
+
+def _class_of(config: Any, num_classes: int | None) -> tuple[str, dict[str, Any]]:
+    """The class that a config becomes, and what its constructor is told."""
+    if config.model_type not in BARE:
+        raise unknown_name("transformers model type", config.model_type, BARE)
+    name = (config.architectures or [BARE[config.model_type][0]])[0]
+    if name not in FAMILIES:
+        raise unknown_name("Hugging Face model class", name, FAMILIES)
+    if num_classes is None:
+        return name, {}
+    if num_classes == 0:
+        return BARE[config.model_type]
+    classifier = FAMILIES[name].classifier
+    if num_classes < 0 or classifier is None:
+        allowed = "at least 0" if classifier else f"0 or left out, for {name} has no classifier"
+        raise SitusError(field="num_classes", value=num_classes, allowed=f"{allowed}")
+    return classifier, {}
+
+
+def _build(config: Any, weights: str | Path | None, folder: Path | None, num_classes: int | None) -> Any:
+    name, arguments = _class_of(config, num_classes)
+    if num_classes:
+        config.num_labels = num_classes
+    kind = getattr(_transformers(), name)
+    if weights is None and folder is None:
+        return kind(config, **arguments)
+    state = None if weights is None else read_state_dict(weights)
+    model, found = _load(kind, config, folder, state, arguments)
+    bare, without_pooler = BARE[config.model_type]
+    if name == bare and found["missing_keys"] and all(key.startswith("pooler.") for key in found["missing_keys"]):
+        # Saved without its pooler, which no entry of the config tells.
+        model, found = _load(kind, config, folder, state, without_pooler)
+    # A published folder often keeps a second head beside the one its config names, so leftovers are allowed there.
+    leftovers = found["unexpected_keys"] if folder is None else ()
+    wrong = sorted(key for key, *_ in found["mismatched_keys"])
+    # Another head than was saved may be asked for; what else does not fit, from_pretrained would only warn of.
+    fresh = HEADS if num_classes is not None else ()
+    what = f"weights={weights or folder}"
+    refuse_misfits(what, name, sorted(found["missing_keys"]), sorted(leftovers), wrong, fresh)
+    return model.train()
+
+
+def _load(
+    kind: Any, config: Any, folder: Path | None, state: dict[str, Tensor] | None, arguments: Mapping[str, Any]
+) -> tuple[Any, Mapping[str, Any]]:
+    """A model with a folder's weights, or with `state`, and what from_pretrained says of them."""
+    # transformers saves some models under the names of its older releases; from_pretrained knows them all.
+    with quietly():
+        return kind.from_pretrained(
+            folder,
+            config=config,
+            state_dict=state,
+            local_files_only=True,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **arguments,
+        )

@@ -1,0 +1,235 @@
+"""transformers' image encoders as backbones: ViT and DINOv2, with and without registers."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from situs.backbones.base import Features, InputSpec, join
+from situs.backbones.config import PositionKind
+from situs.backbones.hf.layers import EncoderBackbone, Head, fit
+from situs.backbones.hf.layout import write_dinov2, write_vit
+from situs.backbones.hf.names import own_state
+from situs.backbones.layout import LayoutBuilder
+from situs.core.position import Positions, resample_table, sincos
+from situs.core.tokens import Grid, grid_of, pair
+from situs.errors import SitusError
+
+
+class ImageBackbone(EncoderBackbone):
+    """What ViT and DINOv2 share: a patch convolution, a table whose row 0 belongs to CLS, pre-norm layers."""
+
+    def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
+        inner = model.base_model
+        patches = inner.embeddings.patch_embeddings
+        old, new = pair(patches.image_size), size or pair(patches.image_size)
+        registers = getattr(inner.config, "num_register_tokens", 0)
+        super().__init__(model, head, grid_of(new, patches.patch_size), 1 + registers)
+        self.input = InputSpec(new, patches.num_channels, pair(patches.patch_size))
+        self._placeless = False
+        self._resize(old, new)
+
+    def _table(self) -> Tensor:
+        """The rows of CLS and of all patches, [1 + N, D]: a view of the parameter where it can be one."""
+        return self.inner.embeddings.position_embeddings[0]
+
+    def _table_of(self, grid: Grid) -> Tensor:
+        """The rows of CLS and of another grid's patches, as transformers' own `interpolate_pos_encoding` makes them."""
+        if self.table_grid[0] != self.table_grid[1]:
+            self.own_grid(grid, "transformers reads its table as a square, and it is none")
+        assert self.input.patch is not None
+        height, width = (count * side for count, side in zip(grid, self.input.patch, strict=True))
+        shape = torch.empty(1, 1 + grid[0] * grid[1], self.dim, device="meta")
+        return self.inner.embeddings.interpolate_pos_encoding(shape, height, width)[0]
+
+    @abstractmethod
+    def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
+        """Brings the table to another image size."""
+
+    def _replace_table(self, patches: Tensor, size: tuple[int, int]) -> None:
+        """A new table in the wrapped model, and its image size wherever transformers keeps it."""
+        embeddings = self.inner.embeddings
+        old = embeddings.position_embeddings
+        table = torch.cat([old.detach()[:, :1], patches.detach().unsqueeze(0)], dim=1)
+        embeddings.position_embeddings = nn.Parameter(table, requires_grad=old.requires_grad)
+        embeddings.patch_embeddings.image_size = size
+        embeddings.patch_embeddings.num_patches = patches.shape[0]
+        for config in (self.model.config, self.inner.config):
+            config.image_size = size[0] if size[0] == size[1] else list(size)
+
+    @torch.no_grad()
+    def erase_positions(self) -> tuple[str, ...]:
+        self.inner.embeddings.position_embeddings[:, 1:].zero_()
+        return ()
+
+    @property
+    def num_classes(self) -> int:
+        return self.model.config.num_labels if self.name.endswith("ForImageClassification") else 0
+
+    @property
+    def table_name(self) -> str:
+        inside = "" if self.model is self.inner else f"{self.model.base_model_prefix}."
+        return f"{inside}embeddings.position_embeddings"
+
+    @property
+    def prefix_names(self) -> tuple[str, ...]:
+        return (self.table_name.replace("position_embeddings", "cls_token"),)
+
+    @property
+    def table_prefix(self) -> int:
+        return 1  # registers have no rows
+
+    def renamed(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return own_state(self.model, state)
+
+    def embed(self, x: Tensor) -> Tensor:
+        convolution = self.inner.embeddings.patch_embeddings.projection
+        assert self.input.shape is not None
+        expected = (self.input.channels, *self.input.shape)
+        if x.dim() != 4 or tuple(x.shape[1:]) != expected:
+            raise SitusError(
+                f"images of shape {list(x.shape)}: {self.name} takes [B, {', '.join(map(str, expected))}]",
+                field="img_size",
+            )
+        return convolution(x.to(convolution.weight.dtype)).flatten(2).transpose(1, 2)
+
+    def positions(self, grid: Grid | None = None) -> Positions:
+        if self._placeless:
+            return Positions()
+        return Positions(table=(self._table() if grid in (None, self.grid) else self._table_of(grid))[1:])
+
+    @torch.no_grad()
+    def set_positions(self, kind: PositionKind) -> None:
+        """Fills the model's own table anew. none: with zeros that stay, which its own forward adds to no effect.
+
+        The row of CLS is no place: it is 0 where the others are fixed, and CLS itself is learned.
+        """
+        table = self.inner.embeddings.position_embeddings
+        if kind == "relative":
+            raise SitusError(f"positions='relative': {self.name} has a table and no relative form", field="positions")
+        if kind in ("sincos", "learned_sincos") and self.table_grid != self.grid:
+            raise SitusError(
+                f"positions={kind!r}: {self.name} keeps a square table, and a resampled one is not the sincos table "
+                f"of {self.grid[0]}x{self.grid[1]} patches; choose learned or none, or a square image",
+                field="img_size",
+            )
+        table.zero_()
+        if kind == "learned":
+            nn.init.trunc_normal_(table, std=0.02)
+        elif kind != "none":
+            table[0, 1:] = sincos(self.grid, self.dim)
+        table.requires_grad_(kind in ("learned", "learned_sincos"))
+        self._placeless = kind == "none"
+
+    def fitted(self, positions: Positions | None, count: int) -> Positions:
+        return fit(positions, count, None, ("table",), self.name)
+
+    def prefix_tokens(self) -> Tensor:
+        embeddings = self.inner.embeddings
+        return embeddings.cls_token + embeddings.position_embeddings[:, :1]
+
+    def before_blocks(self, z: Tensor) -> Tensor:
+        return self.inner.embeddings.dropout(z)
+
+    def final_norm(self, z: Tensor) -> Tensor:
+        return self.inner.layernorm(z)
+
+
+class ViTBackbone(ImageBackbone):
+    """ViTModel, ViTForImageClassification. Another image size gives the model a resampled table."""
+
+    def layers(self) -> Any:
+        return self.inner.layers
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_vit(layout, self.dim, self.layers())
+
+    def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
+        if old == new:
+            return
+        embeddings = self.inner.embeddings
+        patch_size = embeddings.patch_embeddings.patch_size
+        rows = resample_table(embeddings.position_embeddings.detach()[0, 1:], grid_of(old, patch_size), self.grid)
+        self._replace_table(rows, new)
+        embeddings.image_size = new
+
+
+class Dinov2Backbone(ImageBackbone):
+    """Dinov2Model, Dinov2ForImageClassification.
+
+    transformers resamples DINOv2's table in every forward and reads it as a square, so we do the same through
+    its own function: a square image size replaces the table once, a rectangular one leaves the square table
+    in the model and `positions()` resamples it, with gradients. Either way the bare model agrees with us.
+    """
+
+    def layers(self) -> Any:
+        return self.inner.encoder.layer
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_dinov2(layout, self.dim, self.layers())
+
+    @property
+    def table_grid(self) -> Grid:
+        side = isqrt(self.inner.embeddings.position_embeddings.shape[1] - 1)
+        return side, side
+
+    def _table(self) -> Tensor:
+        return self._table_of(self.grid)
+
+    def _resize(self, old: tuple[int, int], new: tuple[int, int]) -> None:
+        count = self.inner.embeddings.patch_embeddings.num_patches
+        if old[0] != old[1] or (old != new and isqrt(count) ** 2 != count):
+            raise SitusError(
+                f"image_size={old[0]}x{old[1]}: transformers reads {self.name}'s table as a square; "
+                "give the config such an image_size and choose any other with img_size=",
+                field="img_size",
+            )
+        if old != new and new[0] == new[1]:
+            self._replace_table(self._table()[1:], new)
+
+
+class Dinov2RegistersBackbone(Dinov2Backbone):
+    """Dinov2WithRegistersModel and its classifier: registers stand behind CLS, without rows in the table."""
+
+    def prefix_tokens(self) -> Tensor:
+        return torch.cat([super().prefix_tokens(), self.inner.embeddings.register_tokens], dim=1)
+
+
+def image_processor(spec: InputSpec, crop: float, mean: Sequence[float], std: Sequence[float]) -> dict[str, Any]:
+    """transformers' description of how images are prepared; crop: the share of a side that the centre crop keeps."""
+    assert spec.shape is not None
+    height, width = spec.shape
+    around = [round(side / crop) for side in (height, width)]
+    return {
+        "image_processor_type": "BitImageProcessor",
+        "size": {"shortest_edge": around[0]} if height == width else {"height": around[0], "width": around[1]},
+        "crop_size": {"height": height, "width": width},
+        "image_mean": list(mean or [0.0] * spec.channels),
+        "image_std": list(std or [1.0] * spec.channels),
+        "do_convert_rgb": spec.channels == 3,
+    }
+
+
+def vit_pooled(model: Any, features: Features) -> Tensor:
+    """The pooler's output, or CLS where the model has none."""
+    return features.prefix[:, 0] if model.pooler is None else model.pooler(join(features))
+
+
+def vit_classes(model: Any, features: Features) -> Tensor:
+    """A linear layer on CLS."""
+    return model.classifier(features.prefix[:, 0])
+
+
+def dinov2_pooled(_: Any, features: Features) -> Tensor:
+    """CLS."""
+    return features.prefix[:, 0]
+
+
+def dinov2_classes(model: Any, features: Features) -> Tensor:
+    """A linear layer on CLS and the mean patch."""
+    return model.classifier(torch.cat([features.prefix[:, 0], features.patches.mean(dim=1)], dim=1))

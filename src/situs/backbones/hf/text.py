@@ -1,0 +1,269 @@
+"""transformers' text models as backbones: BERT, GPT-2 and the Llama-like decoders.
+
+Their tokens are all ordinary: [CLS] is one of the input ids, so there are no prefix tokens. `grid` is
+(length,). The model's own positions hold `length` places; a shorter sentence takes the first ones.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from situs.backbones.base import Features, Stream, Taps
+from situs.backbones.hf.layers import EncoderBackbone, Head, HFBackbone, fit
+from situs.backbones.hf.layout import write_bert, write_gpt2, write_llama
+from situs.backbones.layout import LayoutBuilder
+from situs.core.position import Positions
+from situs.core.tokens import Grid
+from situs.errors import SitusError
+
+TEXT = {"images": "it reads the ids of words"}
+"""What every text model refuses, and why."""
+
+CAUSAL = {
+    **TEXT,
+    "rows": "its causal mask would have to move along, P M Pᵀ, and that mask's row sums reveal the order",
+    "context": "each token of a causal model has its own context already, the tokens before it",
+}
+"""What every causal model refuses, and why."""
+
+FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""Kinds of RoPE whose angles depend on the place alone, not on how long the sentence is."""
+
+
+class TextBackbone(HFBackbone):
+    """What the text models share: ids in, one row of tokens, positions for the first `length` places."""
+
+    kinds: tuple[str, ...] = ("table",)
+    refusals = TEXT
+
+    def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
+        longest = model.config.max_position_embeddings
+        height, length = size or (1, longest)
+        if height != 1 or not 1 <= length <= longest:
+            said = f"img_size={size}: {type(model).__name__} reads a row of 1 to {longest} tokens: give (1, length)"
+            raise SitusError(said, field="img_size")
+        super().__init__(model, head, (length,), 0)
+
+    def _length(self, grid: Grid | None) -> int:
+        """How many places a grid has, (length,); refused where they are more than the model knows."""
+        length = self.num_tokens if grid is None else math.prod(grid)
+        if length > self.num_tokens:
+            self.own_grid(grid, f"it knows the first {self.num_tokens} places")
+        return length
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Ids [B, N] -> word vectors [B, N, D], without position."""
+        if x.dim() != 2 or x.is_floating_point() or x.shape[1] > self.num_tokens:
+            raise SitusError(
+                f"ids of shape {list(x.shape)} ({x.dtype}): {self.name} takes integers [B, N] "
+                f"with N <= {self.num_tokens}",
+                field="img_size",
+            )
+        return self.inner.get_input_embeddings()(x)
+
+    def fitted(self, positions: Positions | None, count: int) -> Positions:
+        return fit(positions, count, self.num_tokens, self.kinds, self.name)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """The wrapped model's own forward: ids [B, N] -> logits. mask: [B, N] bool, False for padding."""
+        return self.head(self.encode(self.embed(x), self.positions((x.shape[1],)), mask=mask))
+
+
+class BertBackbone(TextBackbone, EncoderBackbone):
+    """BertModel, BertForSequenceClassification, BertForMaskedLM, as encoders."""
+
+    def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
+        super().__init__(model, head, size)
+        if self.model.config.is_decoder:
+            raise SitusError(f"is_decoder=True: {self.name} is known here as an encoder only")
+
+    def layers(self) -> Any:
+        return self.inner.encoder.layer
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_bert(layout, self.dim, self.layers())
+
+    def attentions(self) -> list[nn.Module]:
+        return [layer.attention.self for layer in self.layers()]
+
+    def embed(self, x: Tensor, types: Tensor | None = None) -> Tensor:
+        """Ids [B, N] -> word vectors and those of the segments `types` ([B, N]; None: all 0), [B, N, D]."""
+        segments = self.inner.embeddings.token_type_embeddings
+        return super().embed(x) + (segments.weight[0] if types is None else segments(types))
+
+    def positions(self, grid: Grid | None = None) -> Positions:
+        return Positions(table=self.inner.embeddings.position_embeddings.weight[: self._length(grid)])
+
+    def before_blocks(self, z: Tensor) -> Tensor:
+        embeddings = self.inner.embeddings
+        return embeddings.dropout(embeddings.LayerNorm(z))
+
+
+class DecoderBackbone(TextBackbone):
+    """A causal model. It is never asked for a context, so its layers run through transformers' own code."""
+
+    refusals = CAUSAL
+
+    def _masks(self, stream: Stream) -> dict[bool, Any]:
+        """The attention masks in whatever form the model's attention wants: {sliding window or not: mask}."""
+        from transformers import masking_utils
+
+        makers = {
+            False: masking_utils.create_causal_mask,
+            True: masking_utils.create_sliding_window_causal_mask,
+        }
+        config = self.model.config
+        return {
+            sliding: makers[sliding](
+                config=config, inputs_embeds=stream.z, attention_mask=stream.mask, past_key_values=None
+            )
+            for sliding in set(self._sliding())
+        }
+
+    def _sliding(self) -> list[bool]:
+        """Which layers see only a window of the tokens before them."""
+        return [False] * self.depth
+
+    def _given(self, stream: Stream) -> dict[str, Any]:  # noqa: ARG002  (a model that rotates uses it)
+        """What every layer is given beside the tokens and the mask."""
+        return {}
+
+    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
+        assert keys is None  # `blocks` has refused a context
+        z, masks, given = stream.z, self._masks(stream), self._given(stream)
+        for number, (layer, sliding) in enumerate(zip(self.layers(), self._sliding(), strict=True), start=1):
+            z = layer(z, attention_mask=masks[sliding], **given)
+            for tap in taps:
+                tap(number, z)
+        return z
+
+
+class GPT2Backbone(DecoderBackbone):
+    """GPT2Model, GPT2LMHeadModel: a learned table, dropout behind it, and a causal mask."""
+
+    def layers(self) -> Any:
+        return self.inner.h
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_gpt2(layout, self.dim, self.layers())
+
+    def positions(self, grid: Grid | None = None) -> Positions:
+        return Positions(table=self.inner.wpe.weight[: self._length(grid)])
+
+    def before_blocks(self, z: Tensor) -> Tensor:
+        return self.inner.drop(z)
+
+    def final_norm(self, z: Tensor) -> Tensor:
+        return self.inner.ln_f(z)
+
+
+class LlamaBackbone(DecoderBackbone):
+    """LlamaModel, LlamaForCausalLM: rotary positions, grouped queries, RMSNorm.
+
+    The rotation holds plain sines and cosines: [1, 1, 1, N, 2d] = cat(sin, cos), each with two equal halves.
+    YaRN's factor on both is kept out of it and put back in the layers, for it is no part of a token's place.
+    """
+
+    kinds = ("rotary",)
+
+    def __init__(self, model: Any, head: Head, size: tuple[int, int] | None = None) -> None:
+        super().__init__(model, head, size)
+        kind = self.inner.rotary_emb.rope_type
+        if kind not in FIXED_ROTATIONS:
+            raise SitusError(
+                f"rope_type={kind!r}: its angles change with the length; {self.name} may have: "
+                f"{', '.join(FIXED_ROTATIONS)}"
+            )
+        # As float32, the number by which transformers really multiplies: dividing leaves place 0 the exact identity.
+        self._factor = float(torch.tensor(self.inner.rotary_emb.attention_scaling, dtype=torch.float32, device="cpu"))
+
+    def layers(self) -> Any:
+        return self.inner.layers
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_llama(layout, self.dim, self.layers())
+
+    def positions(self, grid: Grid | None = None) -> Positions:
+        weight = self.inner.embed_tokens.weight
+        places = torch.arange(self._length(grid), device=weight.device).unsqueeze(0)
+        cosine, sine = self.inner.rotary_emb(weight, places)
+        return Positions(rotary=torch.cat([sine, cosine], dim=-1)[None, :, None] / self._factor)
+
+    def _given(self, stream: Stream) -> dict[str, Any]:
+        return {"position_embeddings": self._rotation(stream)}
+
+    def _rotation(self, stream: Stream) -> tuple[Tensor, Tensor]:
+        """(cosine, sine), each [B or 1, N, d]; the identity where there are no positions."""
+        if stream.rotary is None:
+            cosine = stream.z.new_ones(1, stream.z.shape[1], self.inner.layers[0].self_attn.head_dim)
+            sine = torch.zeros_like(cosine)
+        else:
+            sine, cosine = stream.rotary[0, :, 0].chunk(2, dim=-1)
+        if self._factor != 1:
+            # transformers scales in float32 whatever the model's dtype; the detour returns its very numbers.
+            cosine, sine = ((x * self._factor).float() for x in (cosine, sine))
+        return cosine.to(stream.z.dtype), sine.to(stream.z.dtype)
+
+    def final_norm(self, z: Tensor) -> Tensor:
+        return self.inner.norm(z)
+
+
+class MistralBackbone(LlamaBackbone):
+    """MistralModel, MistralForCausalLM: Llama, some with a sliding window (in tokens as they come)."""
+
+    def _sliding(self) -> list[bool]:
+        return [self.model.config.sliding_window is not None] * self.depth
+
+
+class Qwen2Backbone(LlamaBackbone):
+    """Qwen2Model, Qwen2ForCausalLM: Llama with biases on q, k, v and, in some layers, a sliding window."""
+
+    def _sliding(self) -> list[bool]:
+        return [kind == "sliding_attention" for kind in self.model.config.layer_types[: self.depth]]
+
+
+def bert_pooled(model: Any, features: Features) -> Tensor:
+    """The pooler's output, or the first token where the model has none."""
+    return features.patches[:, 0] if model.pooler is None else model.pooler(features.patches)
+
+
+def bert_classes(model: Any, features: Features) -> Tensor:
+    """A linear layer on the pooler's output."""
+    return model.classifier(model.dropout(model.bert.pooler(features.patches)))
+
+
+def bert_words(model: Any, features: Features) -> Tensor:
+    """A logit for each word at each place, [B, N, V]."""
+    return model.cls(features.patches)
+
+
+def hidden(_: Any, features: Features) -> Tensor:
+    """A decoder without a head gives its last hidden states, as its own forward does."""
+    return features.patches
+
+
+def next_words(model: Any, features: Features) -> Tensor:
+    """A logit for each word to come after each place, [B, N, V]."""
+    return model.lm_head(features.patches)
+
+
+TOKENISERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
+
+
+def token_ids(folder: Path, texts: list[str], longest: int) -> list[list[int]]:
+    """Each text as the ids of its tokens, those that a model's input begins and ends with among them."""
+    from transformers import AutoTokenizer
+
+    if not any((folder / name).is_file() for name in TOKENISERS):
+        raise SitusError(f"{folder}: holds no tokeniser, so texts cannot be turned into its words", field="texts")
+    try:
+        words = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # a damaged tokeniser fails in as many ways as there are kinds of them
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise SitusError(f"{folder}: its tokeniser cannot be read: {reason}", field="texts") from error
+    return words(texts, truncation=True, max_length=longest)["input_ids"]

@@ -1,0 +1,320 @@
+"""timm's models as backbones. Every class is exact: a subclass we have not read is refused by name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, ClassVar
+
+import torch
+from timm.layers.patch_embed import PatchEmbed
+from timm.layers.pos_embed_sincos import RotaryEmbeddingCat
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from situs.backbones.base import Backbone, Features, InputSpec, Stream, Taps, WholeBackbone, join, refuses_tokens
+from situs.backbones.layout import LayoutBuilder, Role, roles_of
+from situs.backbones.timm.attention import check_blocks, run_blocks
+from situs.backbones.timm.layout import NAMES, write_flat, write_swin
+from situs.core.position import PairBias, Positions, resample_table
+from situs.core.tokens import Grid, patchify, take
+from situs.errors import SitusError
+
+
+class TimmBackbone(Backbone):
+    """What timm's transformers share: a final norm, and a head that reads their own form of the sequence."""
+
+    @property
+    def num_classes(self) -> int:
+        return self.model.num_classes
+
+    def sequence(self, features: Features) -> Tensor:
+        """What timm's own head is given."""
+        return join(features)
+
+    def final_norm(self, z: Tensor) -> Tensor:
+        return self.model.norm(z)
+
+    def head(self, features: Features) -> Tensor:
+        return self.model.forward_head(self.sequence(features))
+
+    def pooled(self, features: Features) -> Tensor:
+        return self.model.forward_head(self.sequence(features), pre_logits=True)
+
+    @property
+    def reads(self) -> str:
+        if getattr(self.model, "dist_token", None) is not None:
+            return "mean of the CLS and distillation tokens"
+        words = {"token": "CLS token", "avg": "mean of the patches", "max": "maximum over the patches"}
+        return words.get(self.model.global_pool, f"patches pooled by {self.model.global_pool!r}")
+
+    def roles(self) -> dict[str, Role]:
+        return roles_of(self, NAMES)
+
+
+class FlatBackbone(TimmBackbone):
+    """What timm's flat transformers share: one sequence, prefix tokens in front, blocks we run ourselves."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        inner: Any = model
+        check_stem(name, inner.patch_embed)
+        check_blocks(name, inner.blocks)
+        height, width = inner.patch_embed.grid_size
+        super().__init__(model, name, (height, width), inner.embed_dim, inner.num_prefix_tokens, len(inner.blocks))
+        self.input = _images_of(inner.patch_embed)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return self._embed(x, None)
+
+    def embed_at(self, x: Tensor, index: Tensor) -> Tensor:
+        return self._embed(x, index)
+
+    def _embed(self, x: Tensor, index: Tensor | None) -> Tensor:
+        stem = self.model.patch_embed
+        x = checked_images(self.name, x, self.input, stem.proj.weight.dtype)
+        # A kernel as large as its stride sees each patch once: one matrix product, without the layouts that a
+        # convolution asks for on its way there and back, and over the patches that are asked for alone.
+        patches = patchify(x, stem.patch_size)
+        patches = patches if index is None else take(patches, index)
+        weight = stem.proj.weight.permute(0, 2, 3, 1).flatten(1)
+        return stem.norm(F.linear(patches, weight, stem.proj.bias))
+
+    def before_blocks(self, z: Tensor) -> Tensor:
+        return self.model.norm_pre(self.model.pos_drop(z))
+
+    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
+        return run_blocks(self.model.blocks, stream, keys, taps)
+
+    def block_modules(self) -> list[tuple[nn.Module, ...]]:
+        return [(block,) for block in self.model.blocks]
+
+    def one_block_args(self) -> dict[str, Any]:
+        return {"depth": 1}
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_flat(layout, self.model, self.dim)
+
+
+class VitBackbone(FlatBackbone):
+    """VisionTransformer and its distilled DeiT: a learned table, with or without rows for the prefix tokens."""
+
+    undropped: ClassVar[type] = nn.Identity
+    """What timm puts in the place of a dropout of patches where there is none."""
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        super().__init__(model, name)
+        if type(self.model.patch_drop) is not self.undropped:
+            said = f"{name}: patch_drop_rate must be 0, a method chooses its tokens itself"
+            raise SitusError(said, field="backbone.model_args")
+
+    def _prefix_rows(self) -> int:
+        """How many rows of the table belong to prefix tokens."""
+        return 0 if self.model.no_embed_class else self.num_prefix
+
+    def prefix_tokens(self) -> Tensor:
+        tokens = [token for name in self.prefix_names if (token := getattr(self.model, name, None)) is not None]
+        prefix = torch.cat(tokens, dim=1)
+        if self.model.pos_embed is not None and self._prefix_rows():
+            prefix = prefix + self.model.pos_embed[:, : self.num_prefix]
+        return prefix
+
+    def positions(self, grid: Grid | None = None) -> Positions:
+        table = self.model.pos_embed
+        if table is None:
+            return Positions()
+        return Positions(table=resample_table(table[0, self._prefix_rows() :], self.grid, grid or self.grid))
+
+
+class EvaBackbone(VitBackbone):
+    """Eva: EVA-02 (table and rotation), axial and mixed RoPE ViTs, DINOv3."""
+
+    undropped = type(None)
+
+    def positions(self, grid: Grid | None = None) -> Positions:
+        if self.model.rope is None:
+            return super().positions(grid)
+        turn = self._rotation(grid)
+        # Axial: [N, 2d], one for all; mixed: [L, H, N, 2d], learned for each layer and head.
+        rotary = turn.unsqueeze(1) if self.model.rope_mixed else turn.view(1, 1, 1, *turn.shape)
+        return Positions(table=super().positions(grid).table, rotary=rotary)
+
+    def _rotation(self, grid: Grid | None) -> Tensor:
+        rope = self.model.rope
+        if grid in (None, self.grid):
+            return rope.get_embed(shape=list(self.grid)) if self.model.dynamic_img_size else rope.get_embed()
+        if isinstance(rope, RotaryEmbeddingCat) and rope.bands is None:
+            # It holds the rotations of its own grid alone, and makes them anew only in place.
+            rope = copy.deepcopy(rope)
+            rope.update_feat_shape(list(grid))
+            return rope.get_embed()
+        return rope.get_embed(shape=list(grid))
+
+
+class RelPosBackbone(FlatBackbone):
+    """VisionTransformerRelPos: a relative bias per layer, or one shared by all; no table."""
+
+    refusals: ClassVar[dict[str, str]] = {
+        "rows": "its relative bias would have to be permuted too, and a permuted bias spells out the order"
+    }
+
+    def prefix_tokens(self) -> Tensor:
+        return self.model.cls_token
+
+    def before_blocks(self, z: Tensor) -> Tensor:
+        return z
+
+    def positions(self, grid: Grid | None = None) -> Positions:
+        self.own_grid(grid, "its relative bias knows the offsets of its own grid alone")
+        shared = self.model.shared_rel_pos
+        modules = [block.attn.rel_pos for block in self.model.blocks] if shared is None else [shared]
+        values = torch.cat([module.get_bias() for module in modules])
+        return Positions(bias=PairBias(values, self.num_prefix))
+
+    @torch.no_grad()
+    def erase_positions(self) -> tuple[str, ...]:
+        for name, parameter in self.model.named_parameters():
+            # A table of biases, or the last layer of the small network that computes them.
+            if "rel_pos." in name and (name.endswith("relative_position_bias_table") or ".mlp.fc2." in name):
+                parameter.zero_()
+        bias = self.positions().bias
+        return ("bias",) if bias is not None and bias.values.any() else ()
+
+
+class SwinBackbone(TimmBackbone):
+    """SwinTransformer, optionally with an absolute table.
+
+    timm's Swin has no absolute table, so ours is a parameter of this wrapper: such a model exports its timm part to
+    timm, and the table with it only to Situs. `positions=None` leaves the table out; the windows' own bias and
+    shifts belong to the blocks and stay, so a Swin always knows something of its places.
+    """
+
+    entry = "run_grid"
+    refusals: ClassVar[dict[str, str]] = {
+        "context": "its windows need every token of the grid as a key",
+        "take": "its windows and merges need the whole grid",
+        "rows": "its windows, shifts and merges depend on where a token stands",
+        "depths": "its merges change grid and width, and its final norm fits the last alone",
+    }
+
+    def __init__(self, model: nn.Module, name: str, table: Tensor | None = None, *, learned: bool = True) -> None:
+        inner: Any = model
+        height, width = inner.patch_embed.grid_size
+        depth = sum(len(stage.blocks) for stage in inner.layers)
+        super().__init__(model, name, (height, width), inner.patch_embed.proj.out_channels, 0, depth)
+        self.input = _images_of(inner.patch_embed)
+        self.table = None if table is None else nn.Parameter(table, requires_grad=learned)
+
+    @property
+    def out_grid(self) -> Grid:
+        height, width = self.grid
+        for _ in self.model.layers[1:]:
+            height, width = -(-height // 2), -(-width // 2)
+        return height, width
+
+    @property
+    def out_dim(self) -> int:
+        return self.model.num_features
+
+    def embed(self, x: Tensor) -> Tensor:
+        stem = self.model.patch_embed
+        x = checked_images(self.name, x, self.input, stem.proj.weight.dtype)
+        return stem(x).flatten(1, 2)
+
+    def positions(self, grid: Grid | None = None) -> Positions:
+        self.own_grid(grid, "its windows and their masks are made for its own grid")
+        return Positions(table=self.table, rigid=self.refusals["take"])
+
+    def assemble(self, tokens: Tensor, positions: Positions | None, mask: Tensor | None = None) -> Stream:
+        if mask is not None:
+            raise SitusError(f"{self.name}: images have no padding mask")
+        return super().assemble(tokens, positions)
+
+    def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
+        assert keys is None  # `blocks` has refused a context
+        return self.run_grid(stream.z, self.grid, taps)
+
+    def run_grid(self, z: Tensor, grid: Grid, taps: Taps = ()) -> Tensor:
+        """All stages over a grid of tokens, z [B, h * w, D]: the one way into them. A tap sees its stage's own grid."""
+        z = z.unflatten(1, grid)
+        if not taps:
+            return self.model.layers(z).flatten(1, 2)
+        number = 0
+        for stage in self.model.layers:
+            z = stage.downsample(z)
+            for block in stage.blocks:
+                z, number = block(z), number + 1
+                for tap in taps:
+                    tap(number, z.flatten(1, 2))
+        return z.flatten(1, 2)
+
+    def block_modules(self) -> list[tuple[nn.Module, ...]]:
+        """A merge between stages goes with the block behind it, as timm runs it."""
+        return [
+            (block,) if number else (stage.downsample, block)
+            for stage in self.model.layers
+            for number, block in enumerate(stage.blocks)
+        ]
+
+    def write_layout(self, layout: LayoutBuilder) -> None:
+        write_swin(layout, self.model)
+
+    @property
+    def num_classes(self) -> int:
+        return self.model.num_classes
+
+    def sequence(self, features: Features) -> Tensor:
+        return features.patches.unflatten(1, self.out_grid)
+
+
+class PixelBackbone(WholeBackbone):
+    """ResNet: no tokens, so only methods that act on the pixels apply (MJP's jigsaw of images, supervised training)."""
+
+    refusals: ClassVar[dict[str, str]] = refuses_tokens("it is a convolutional network and has no tokens")
+
+    def __init__(self, model: nn.Module, name: str) -> None:
+        inner: Any = model
+        super().__init__(model, name, (0, 0), inner.num_features, 0, len(inner.feature_info) - 1)
+        first = inner.conv1 if isinstance(inner.conv1, nn.Conv2d) else inner.conv1[0]
+        self.input = InputSpec(channels=first.in_channels)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is not None:
+            self.require("tokens")
+        return self.model(self._checked(x))
+
+    @property
+    def reads(self) -> str:
+        return "mean of the last feature map"
+
+    def read_pixels(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Images -> what the last layer reads [B, D], and the logits."""
+        pooled = self.model.forward_head(self.model.forward_features(self._checked(x)), pre_logits=True)
+        return pooled, self.model.get_classifier()(pooled)
+
+    def _checked(self, x: Tensor) -> Tensor:
+        return checked_images(self.name, x, self.input, next(self.model.parameters()).dtype)
+
+
+def check_stem(name: str, stem: Any) -> None:
+    """Refuses a patch embedding in which a token is not made of one patch alone."""
+    if type(stem) is not PatchEmbed or stem.proj.kernel_size != stem.proj.stride:
+        raise SitusError(
+            f"{name}: its {type(stem).__name__} makes a token of more than its patch, so that neighbours and borders "
+            "tell its place; Situs takes models whose patches are embedded one by one (PatchEmbed)"
+        )
+
+
+def _images_of(stem: Any) -> InputSpec:
+    """What timm's patch embedding takes; a border that fills no patch is left out of the image."""
+    (h, w), (ph, pw) = stem.grid_size, stem.patch_size
+    return InputSpec((h * ph, w * pw), stem.proj.in_channels, (ph, pw))
+
+
+def checked_images(name: str, x: Tensor, wants: InputSpec, dtype: torch.dtype) -> Tensor:
+    """The images in the model's own precision; refused in another shape than it was made for, or as whole numbers."""
+    channels, size = wants.channels, wants.shape
+    wanted = f"[B, {channels}, {size[0]}, {size[1]}]" if size else f"[B, {channels}, H, W]"
+    if x.dim() != 4 or x.shape[1] != channels or (size is not None and tuple(x.shape[2:]) != size):
+        raise SitusError(f"{name}: images of shape {list(x.shape)} given, {wanted} needed (img_size=, in_chans=)")
+    if not x.is_floating_point():
+        raise SitusError(f"{name}: images of {x.dtype} given; they must be normalised floats")
+    return x.to(dtype)

@@ -1,0 +1,235 @@
+"""Making timm models: names, sizes, kinds of position, weights. The classes behind them are in `timm.py`."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.layers.patch_embed import PatchEmbed
+from timm.models import model_entrypoint
+from torch import Tensor, nn
+
+from situs.backbones.base import Backbone
+from situs.backbones.config import BackboneConfig, PositionKind
+from situs.backbones.timm.backbone import EvaBackbone, PixelBackbone, RelPosBackbone, SwinBackbone, VitBackbone
+from situs.backbones.weights import load_into, load_weights, read_state_dict
+from situs.core.position import sincos
+from situs.core.tokens import grid_of, pair
+from situs.errors import SitusError
+from situs.files import read_json
+
+FAMILIES: dict[str, Callable[[nn.Module, str], Backbone]] = {
+    "VisionTransformer": VitBackbone,
+    "VisionTransformerDistilled": VitBackbone,
+    "Eva": EvaBackbone,
+    "VisionTransformerRelPos": RelPosBackbone,
+    "SwinTransformer": SwinBackbone,
+    "ResNet": PixelBackbone,
+}
+"""timm class, exactly -> its backbone. The command line and the contract tests read this dict."""
+
+
+READ = ("vision_transformer", "deit", "eva", "vision_transformer_relpos", "swin_transformer", "resnet")
+"""timm's modules in which these classes stand."""
+
+
+def wrap_timm(model: nn.Module, name: str) -> Backbone:
+    """A backbone around a timm model that exists."""
+    _check_class(model, name)
+    return FAMILIES[type(model).__name__](model, name)
+
+
+def _check_class(model: nn.Module, name: str) -> None:
+    kind = type(model).__name__
+    if kind not in FAMILIES or not type(model).__module__.startswith("timm."):
+        raise SitusError(f"{name}: its class {kind} is not among those Situs knows: {', '.join(sorted(FAMILIES))}")
+
+
+def create_timm(config: BackboneConfig) -> Backbone:
+    """A backbone by timm name, with the size, positions and weights of `config`."""
+    arguments = _arguments(config)
+    model = _make(config.name, arguments)
+    if config.positions == "relative" and type(model).__name__ == "VisionTransformer":
+        architecture, arguments = _relative_architecture(model, config)
+        model = _make(architecture, arguments)
+    else:
+        architecture = config.name
+    backbone = wrap_timm(model, config.name)
+    if config.positions is not None:
+        backbone = _with_positions(backbone, config.positions)
+    backbone.source = {"library": "timm", "architecture": architecture, "model_args": arguments}
+    if config.weights is not None:
+        load_weights(backbone, read_state_dict(config.weights), f"weights={config.weights}")
+    return backbone
+
+
+def create_timm_folder(folder: Path, config: BackboneConfig, *, fresh: bool = False) -> Backbone:
+    """A backbone from a folder that timm reads ("local-dir:…"), such as an export: its config.json, its weights.
+
+    What `config` says goes before what the folder says. fresh: new weights, where `config` names none.
+    """
+    described = read_json(folder / "config.json")
+    table = folder / "situs_positions.safetensors"
+    backbone = create_timm(
+        replace(
+            config,
+            name=described["architecture"],
+            num_classes=config.num_classes if config.num_classes is not None else described.get("num_classes"),
+            positions=config.positions or ("learned" if table.is_file() else None),
+            weights=config.weights or (None if fresh else str(folder)),
+            model_args={**described.get("model_args", {}), **config.model_args},
+        )
+    )
+    if table.is_file() and config.positions is None and not fresh:
+        load_into(backbone, read_state_dict(table), f"{table}", optional=("model.",))
+    return backbone
+
+
+def _arguments(config: BackboneConfig) -> dict[str, Any]:
+    """The keyword arguments for timm, refusing early what timm would refuse obscurely."""
+    if not timm.is_model(config.name):
+        close = difflib.get_close_matches(config.name, timm.list_models(), n=3, cutoff=0.5)
+        hint = f"; did you mean {', '.join(close)}?" if close else "; timm.list_models() lists the names"
+        raise SitusError(f"{config.name!r} is neither a timm model nor a folder with a config.json{hint}")
+    arguments: dict[str, Any] = {"in_chans": config.in_chans, **config.model_args}
+    if config.num_classes is not None:
+        arguments["num_classes"] = config.num_classes
+    if config.drop_path:
+        arguments["drop_path_rate"] = config.drop_path
+    default = timm.get_pretrained_cfg(config.name)
+    size = config.img_size or (pair(default.input_size[1:]) if default is not None else None)
+    if _module_of(config.name) == "resnet":
+        if config.patch_size is not None:
+            raise SitusError(f"patch_size={config.patch_size}: {config.name} is convolutional and has no patches")
+        return arguments
+    if config.img_size is not None:
+        arguments["img_size"] = config.img_size
+    if config.patch_size is not None:
+        arguments["patch_size"] = config.patch_size
+        if size is not None:
+            grid_of(size, config.patch_size)
+    if config.positions == "none":  # only timm's plain ViT can be made without a table
+        if _module_of(config.name) != "vision_transformer":
+            said = f"positions='none': {config.name} cannot be built without its positions"
+            raise SitusError(f"{said}; encode(positions=None) leaves them out")
+        arguments["pos_embed"] = "none"
+    return arguments
+
+
+def _make(name: str, arguments: dict[str, Any]) -> nn.Module:
+    if _module_of(name) not in READ:
+        _refuse_early(name, arguments)
+    try:
+        model: Any = timm.create_model(name, pretrained=False, **arguments)
+    except Exception as error:  # timm's models check little, and fail in as many ways as there are arguments
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise SitusError(f"{name} cannot be made with {arguments}: {reason}") from error
+    _check_class(model, name)
+    stem: Any = getattr(model, "patch_embed", None)
+    if issubclass(type(stem), PatchEmbed) and not stem.dynamic_img_pad:
+        grid_of(stem.img_size, stem.patch_size)
+    return model
+
+
+def _module_of(name: str) -> str:
+    """The last name of timm's module that makes a model."""
+    return model_entrypoint(name).__module__.rpartition(".")[2]
+
+
+def _refuse_early(name: str, arguments: dict[str, Any]) -> None:
+    """Refuses a model we do not run before its values take memory: on the meta device, where it can be made there."""
+    model = None
+    with torch.device("meta"), contextlib.suppress(Exception):  # some compute while they are made
+        model = timm.create_model(name, pretrained=False, **arguments)
+    if model is not None:
+        wrap_timm(model, name)
+
+
+def _relative_architecture(vit: Any, config: BackboneConfig) -> tuple[str, dict[str, Any]]:
+    """timm's own relative-position class with a plain ViT's shape, so that the export loads in timm unchanged."""
+    block = vit.blocks[0]
+    plain = type(block).__name__ == "Block" and vit.reg_token is None and isinstance(vit.norm_pre, nn.Identity)
+    if not plain or not isinstance(block.attn.q_norm, nn.Identity):
+        raise SitusError(f"positions='relative': {config.name} is no plain ViT (registers, pre-norm or q/k norm)")
+    scale = block.ls1
+    arguments: dict[str, Any] = {
+        "img_size": vit.patch_embed.img_size,
+        "patch_size": vit.patch_embed.patch_size[0],
+        "in_chans": config.in_chans,
+        "num_classes": vit.num_classes,
+        "embed_dim": vit.embed_dim,
+        "depth": len(vit.blocks),
+        "num_heads": block.attn.num_heads,
+        "mlp_ratio": block.mlp.fc1.out_features / vit.embed_dim,
+        "qkv_bias": block.attn.qkv.bias is not None,
+        # 0 means no LayerScale there; timm drops a None and falls back on the architecture's own 1e-5.
+        "init_values": 0.0 if isinstance(scale, nn.Identity) else float(scale.gamma[0]),
+        "class_token": vit.cls_token is not None,
+        "global_pool": vit.global_pool,
+        "fc_norm": not isinstance(vit.fc_norm, nn.Identity),
+        "rel_pos_type": "bias",
+    }
+    if config.drop_path:
+        arguments["drop_path_rate"] = config.drop_path
+    return "vit_relpos_base_patch16_224", arguments
+
+
+@torch.no_grad()
+def _with_positions(backbone: Backbone, kind: PositionKind) -> Backbone:
+    model = backbone.model
+    if isinstance(backbone, SwinBackbone):
+        return _swin_with_table(backbone, kind)
+    if kind == "relative":
+        if not isinstance(backbone, RelPosBackbone):
+            raise SitusError(f"positions='relative': {backbone.name} has no relative form; plain ViTs have")
+        for name, parameter in model.named_parameters():
+            if name.endswith("relative_position_bias_table"):
+                nn.init.zeros_(parameter)
+    elif kind in ("learned", "sincos", "learned_sincos"):
+        table = backbone.positions().table if type(backbone) is VitBackbone else None
+        if table is None:
+            raise SitusError(f"positions={kind!r}: {backbone.name} has no position table to fill; plain ViTs have")
+        if kind == "learned":
+            nn.init.trunc_normal_(model.pos_embed, std=0.02)
+        else:  # the prefix rows are 0, as in MAE's and DropPos's
+            model.pos_embed.zero_()
+            table.copy_(sincos(backbone.grid, backbone.dim))
+            model.pos_embed.requires_grad_(kind == "learned_sincos")
+    return backbone
+
+
+def _swin_with_table(backbone: SwinBackbone, kind: PositionKind) -> Backbone:
+    if kind == "none":
+        return backbone
+    if kind == "relative":
+        raise SitusError(
+            "positions='relative': Swin has its windows' relative bias always; choose learned, sincos or none"
+        )
+    if kind in ("sincos", "learned_sincos"):
+        table = sincos(backbone.grid, backbone.dim)
+    else:
+        table = nn.init.trunc_normal_(torch.empty(backbone.num_tokens, backbone.dim), std=0.02)
+    return SwinBackbone(backbone.model, backbone.name, table, learned=kind != "sincos")
+
+
+def pretrained_state(name: str, field: str = "init") -> dict[str, Tensor]:
+    """The weights that timm publishes under a model's name; needs the network, or timm's cache.
+
+    field: which one asked for them.
+    """
+    if not timm.is_model(name):
+        raise SitusError(f"{field}={name}: neither a run, an export, a weight file nor a timm model", field=field)
+    try:
+        return timm.create_model(name, pretrained=True).state_dict()
+    except Exception as error:  # the hub's client raises a different class for each way of not being reached
+        raise SitusError(
+            f"{name}: its published weights could not be fetched and are not in timm's cache ({type(error).__name__}); "
+            f"without a network give a weight file",
+            field=field,
+        ) from error

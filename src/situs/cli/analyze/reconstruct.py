@@ -1,0 +1,30 @@
+"""Puzzles that an MP3 or DropPos run solves: each patch where the model puts it, at several ratios; two-image mixes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from situs.cli.parser.model_args import ImageArgs
+from situs.cli.result import measuring
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(ImageArgs):
+    """Puzzles that an MP3 or DropPos run solves."""
+
+    count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
+    """So many of the images, chosen at random and the same every time."""
+    ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
+    """MP3's η or DropPos's γ; the papers' 0, .25, .5 and .75 where nothing is said."""
+    position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
+    """DropPos's γ_pos; .75 and the paper's .95 where nothing is said."""
+    show: int = 6
+    """How many images are shown."""
+    pairs: int = 2
+    """MP3: how many pairs of images are mixed."""
+
+
+run = measuring("situs.analyze.reconstruct.analyze_reconstruct")

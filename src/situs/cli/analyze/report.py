@@ -1,0 +1,31 @@
+"""Several runs side by side on one page: curves, tables, configs, machine, and results left in their folders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from situs.cli.parser.flags import POSITIONAL
+from situs.cli.result import present
+
+
+@dataclass(frozen=True)
+class Args:
+    """Runs side by side."""
+
+    runs: Annotated[tuple[Path, ...], POSITIONAL, Parameter(metavar="RUN…")]
+    """Run folders: finished, going on or broken off."""
+    over: Literal["epoch", "step"] = "epoch"
+    """What the curves run over."""
+    out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("look")
+    """Where the numbers (.json), the page (.html) and the figures (.png) go."""
+
+
+def run(args: Args) -> None:
+    """Reads, prints a line for each run, and writes the page."""
+    from situs.analyze.runs import analyze_runs
+
+    present(analyze_runs(args.runs, over=args.over), args.out)

@@ -1,0 +1,1 @@
+"""The verbs that attack: `situs audit …`, one file each."""

@@ -1,0 +1,97 @@
+"""What a model's gradients give away of your images: attacks against defences, a page, a gate for CI."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from situs.audit import ATTACKS, AuditConfig, Deadline, audit_gradients, audit_settings
+from situs.audit.deadline import first_ctrl_c
+from situs.audit.judge.gate import ABOVE
+from situs.audit.judge.record import junit
+from situs.cli.audit.evidence import command_of
+from situs.cli.parser.model_args import ModelArgs, asked_of, check_folder
+from situs.cli.result import present
+from situs.errors import SitusError
+from situs.files import write_result
+from situs.pages import write_numbers
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, unless an image was above the gate's limit; what was found until then is written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(ModelArgs, AuditConfig):
+    """What a model's gradients give away; a timm name without weights gets random ones."""
+
+    data: Annotated[str, Parameter(name="--images", metavar="FOLDER")]
+    """Images to attack, as training reads them."""
+
+    attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = ("patchembed", "april")
+    """Apart by commas; matching, april-optimisation, adaptive-mjp take minutes."""
+
+    defences: Annotated[tuple[str, ...], Parameter(name="--defence", metavar="NAMES")] = ("auto",)
+    """Apart by commas, settings behind "=": noise=1e-4, clip=0.5, mjp=0.27; for a run of MJP none is its own
+    method. auto: none,noise,clip,no-pe-gradient, for a gate none."""
+
+    settings: Annotated[tuple[str, ...], Parameter(name="--setting", metavar="a,b,c")] = ()
+    """Table 5 of MJP, by who knows MJP and who does not: attack x, compare with x (a); attack shuffled x̃,
+    compare with x̃ (b), with x (c); γ by --defence mjp=γ."""
+
+    time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
+    """For all attacks together, in even shares."""
+
+    junit: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """What the gate says as JUnit XML; not judged is an error."""
+
+    pictures: bool = True
+    """Show the images; the page is then private."""
+
+    out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("audit")
+    """Where gradients.json and report.html go."""
+
+
+def run(args: Args) -> int:
+    """Audits, prints the table, writes the files, and says by its status whether the gate is passed."""
+    _check(args)
+
+    def say(line: str) -> None:
+        if args.settings or args.fail_above or any(ATTACKS[name].slow for name in args.attacks):
+            print(line, file=sys.stderr, flush=True)
+
+    deadline = Deadline(say, args.time_limit)
+    given: dict[str, Any] = {
+        **{field.name: getattr(args, field.name) for field in fields(AuditConfig)},
+        **asked_of(args.model, args),
+        "attacks": args.attacks,
+        "facts": {"command": command_of("audit gradients", args)},
+        "deadline": deadline,
+        "keep": lambda result: write_numbers(result, args.out),
+    }
+    with first_ctrl_c(deadline):
+        if args.settings:
+            found = audit_settings(args.model, args.data, args.settings, defences=args.defences, **given)
+            ruling = None
+        else:
+            found = audit_gradients(args.model, args.data, defences=args.defences, **given)
+            ruling = found.ruling
+            if args.junit is not None and ruling is not None:
+                write_result(args.junit, junit(found, ruling), field="junit")
+        present(found if args.pictures else found.without_pictures(), args.out)
+    status = 0 if ruling is None else ruling.status
+    return INTERRUPTED if deadline.interrupted and status != ABOVE else status
+
+
+def _check(args: Args) -> None:
+    """Refuses what would only show when the audit is over."""
+    check_folder(args.out)
+    if args.junit is not None and args.fail_above is None:
+        raise SitusError(
+            f"junit={args.junit}: holds what a gate says, and there is none", field=("junit", "fail_above")
+        )
+    if args.junit is not None and (args.junit.is_dir() or args.junit.parent.is_file()):
+        raise SitusError(field="junit", value=args.junit, allowed="a file that can be written")

@@ -1,0 +1,1 @@
+"""`situs demo`: the tour of everything on the embedded images, as one page."""

@@ -1,0 +1,1 @@
+"""The verbs that measure: `situs evaluate …`, one file each, and `situs features`."""

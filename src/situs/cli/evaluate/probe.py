@@ -1,0 +1,41 @@
+"""What a linear classifier reads off frozen features: the place of patches without a position, or the class of images.
+
+For example: situs evaluate probe runs/droppos --kind position --after runs/finetuned --out look
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from situs.cli.parser.model_args import open_from, open_one_of
+from situs.cli.result import MeasureArgs, asked, present
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(MeasureArgs):
+    """Linear probe on a frozen backbone."""
+
+    kind: Literal["position", "class"] = "position"
+    """What is read: the place of patches whose position was taken away, or the class of the image."""
+    after: Annotated[str | None, Parameter(metavar="MODEL")] = None
+    """A second model on the same page, such as the first one fine-tuned."""
+    train_count: Annotated[int, Parameter(metavar="IMAGES")] = 2000
+    """At most so many images of the training split to fit to."""
+    ratio: Annotated[float, Parameter(metavar="SHARE")] = 0.75
+    """position: share of the patches whose position is taken away."""
+    pool: Literal["mean", "cls"] = "mean"
+    """class: the mean of the patch tokens, or the CLS token."""
+    weight_decays: Annotated[tuple[float, ...], Parameter(metavar="λ,λ,…")] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+    """Weight decays to choose from, on a part of the training split."""
+
+
+def run(args: Args) -> None:
+    """Fits, scores, prints the table and writes the page."""
+    from situs.evaluate.probe.classes import evaluate_probe
+
+    model = open_from(args)
+    after = None if args.after is None else open_one_of(args.after, args)
+    present(evaluate_probe(model, **asked(args, after=after)), args.out)

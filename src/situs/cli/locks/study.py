@@ -1,0 +1,39 @@
+"""Fine-tune a locked ViT with its key, without it, and from scratch: the paper's Table 7 and Figures 4 to 6.
+
+Without a run to start from, a small ViT is pretrained on the embedded images first; all of it takes minutes on a CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from situs.cli.parser.arguments import configured
+from situs.cli.result import present
+from situs.locks.study.finetune import StudyConfig
+
+
+@dataclass(frozen=True)
+class Args:
+    """The fine-tuning study of a locked ViT."""
+
+    source: Annotated[str | None, Parameter(name="--from", metavar="RUN")] = None
+    """The run whose model is locked; by default a small ViT is pretrained on the embedded images."""
+    data: Annotated[str | None, Parameter(metavar="PATH")] = None
+    """Labelled images to fine-tune on; by default those of the run."""
+    out: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    """Write report.html and study.json there."""
+    config: StudyConfig = configured(StudyConfig)
+    """How long, and on how much."""
+
+
+def run(args: Args) -> None:
+    """Trains in all four ways, prints the table, writes the page."""
+    from situs.locks import study_lock
+
+    study = study_lock(args.source, args.data, args.config, say=print)
+    print()
+    present(study, args.out)

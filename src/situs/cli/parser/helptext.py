@@ -1,0 +1,84 @@
+"""What `--help` shows: the everyday flags, with the names of the others; `--help GROUP` and `--help all` the rest."""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, get_origin
+
+from situs.cli.parser.flags import Flag
+from situs.cli.parser.words import app_of
+from situs.errors import unknown_name
+from situs.presets import preset_header, preset_names
+
+HELP = ("-h", "--help")
+
+
+def asked_topic(argv: Sequence[str]) -> str | None:
+    """The word behind --help, "" where there is none; None where no help is asked for."""
+    for index, word in enumerate(argv):
+        if word in HELP:
+            following = argv[index + 1] if index + 1 < len(argv) else ""
+            return "" if following.startswith("-") else following
+        if word.startswith("--help="):
+            return word.removeprefix("--help=")
+    return None
+
+
+def print_help(flags: Sequence[Flag], config: Any, topic: str, prog: str, description: str, preset: str | None) -> None:
+    """Prints what `topic` asks for; defaults are those that preset, file and chosen method give."""
+    groups = [f.name for f in fields(config) if is_dataclass(getattr(config, f.name))] if config is not None else []
+    if config is None:
+        topic = ""
+    elif topic and topic not in (topics := (*groups, "presets", "all")):
+        raise unknown_name("topic of --help", topic, topics)
+    if topic == "presets":
+        print(presets_text(preset))
+        return
+    flags = [_with_key(flag) if get_origin(flag.kind) is dict else flag for flag in flags]
+    shown = [flag for flag in flags if topic in ("all", flag.group)]
+    about = f"The flags --{topic}.* and their values." if topic in groups else description
+    app_of(shown, prog, about).help_print([])
+    if groups and not topic:
+        print(other_flags([flag for flag in flags if flag.group], groups, prog))
+
+
+def _with_key(flag: Flag) -> Flag:
+    """A table that takes any key, as it is written."""
+    return replace(flag, name=f"{flag.name}.KEY", kind=str, metavar="VALUE", default=None)
+
+
+def other_flags(flags: Sequence[Flag], groups: Sequence[str], prog: str) -> str:
+    """The names of the flags in groups, and how to read on."""
+    told = [f"{prog} --help GROUP explains the flags of a group below, --help all every flag,"]
+    told += ["--help presets the recipes."]
+    column = max(map(len, groups)) + 4
+    for group in groups:
+        names = [flag.name.removeprefix(f"--{group}.") for flag in flags if flag.group == group]
+        names[:1] = [f"--{group}.{name}" for name in names[:1]]
+        lead = f"  {group:<{column - 2}}"
+        told += textwrap.wrap(
+            ", ".join(names) or "none", _width(), initial_indent=lead, subsequent_indent=" " * column, **_WHOLE
+        )
+    return "\n".join(told)
+
+
+def presets_text(preset: str | None) -> str:
+    """The recipes with what each one's opening comment says before its command, or all of one's."""
+    if preset is not None:
+        return preset_header(preset)
+    told = ["Recipes (--preset NAME --help presets: the command, the hardware and the figures to expect)", ""]
+    for name in preset_names():
+        header = preset_header(name).splitlines()
+        end = next(i for i, line in enumerate(header) if line.startswith(("situs ", "torchrun ")))
+        told += [name, *textwrap.wrap(" ".join(header[:end]), _width(), initial_indent="  ", subsequent_indent="  ")]
+    return "\n".join(told)
+
+
+_WHOLE: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size().columns, 120)

@@ -1,0 +1,171 @@
+"""How a verb is given its MODEL: the same seven kinds, through the same flags, everywhere."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from situs.cli.parser.flags import POSITIONAL
+from situs.errors import SitusError
+
+if TYPE_CHECKING:
+    from situs.models import Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeArgs:
+    """How a model is made where its name or its code alone is given."""
+
+    weights: Annotated[str | None, Parameter(metavar="FILE|pretrained|random")] = None
+    """For a timm name: a weight file, those timm publishes, or none."""
+
+    img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
+    """Image size in pixels, where it differs from the model's own; your own module needs it."""
+
+    patch_size: Annotated[int | None, Parameter(metavar="PIXELS")] = None
+    """For a timm name: patch size in pixels, where it differs from the model's own."""
+
+    in_chans: Annotated[int | None, Parameter(metavar="CHANNELS")] = None
+    """For a timm name or your own module: channels of an image; 3 where nothing is said."""
+
+    model_args: dict[str, Any] = field(default_factory=dict)
+    """Arguments for a timm model or your own."""
+
+    ema: bool = True
+    """For a run: the mean of the weights where there is one, or the weights themselves."""
+
+    device: str | None = None
+    """cpu, cuda or cuda:N; a GPU where there is one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenArgs(ShapeArgs):
+    """How models are opened."""
+
+    key: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """For a locked folder: the key it was locked with; without one it is looked at as it is."""
+
+    withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """For a locked folder of which parts were withheld: the owner's second file, beside --key."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArgs(OpenArgs):
+    """Which model."""
+
+    model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
+    """A run, an export or another model's folder (timm, Hugging Face), a locked folder, a timm name with its weights
+    (NAME=FILE or --weights), or your own module (file.py:Name, package.module:name)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LookArgs(ModelArgs):
+    """Which model, and where what is found goes."""
+
+    out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("look")
+    """Where the numbers (.json), the page (.html) and the figures (.png) go."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageArgs(LookArgs):
+    """Which model, on which images."""
+
+    data: Annotated[str | None, Parameter(metavar="PATH")] = None
+    """The images; by default those a run was trained on."""
+
+    split: str | None = None
+    """train, val or test; val and test stand in for each other. By default val, or all of data that is not split."""
+
+    held_out: Annotated[float | None, Parameter(metavar="SHARE")] = None
+    """Share of data without val and test that is held out as both; by default what a run held out."""
+
+    count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
+    """So many of the images, chosen at random and the same every time; all where nothing is said."""
+
+    batch: int = 256
+    """Images at a time."""
+
+    seed: int = 0
+    """Seed of every draw."""
+
+
+def check_folder(folder: Path) -> None:
+    """Refuses what is no folder to write to, before the work is done."""
+    good = folder.is_dir() if folder.exists() else folder.suffix not in (".json", ".html")
+    if not good:
+        raise SitusError(field="out", value=str(folder), allowed="a folder")
+
+
+def open_from(args: ModelArgs, *, any_weights: bool = False, device: str | None = None, **fields: Any) -> Model:
+    """The model that the flags name, on its device and in eval mode.
+
+    any_weights: a name without weights gets random ones. device: instead of that of the flags. fields: of a new model.
+    """
+    if isinstance(args, LookArgs):
+        check_folder(args.out)
+    model = open_named(args.model, args, any_weights=any_weights, device=device, **fields)
+    return model.holding_out(args.held_out) if isinstance(args, ImageArgs) else model
+
+
+def open_named(
+    source: str, args: OpenArgs, *, any_weights: bool = False, device: str | None = None, **fields: Any
+) -> Model:
+    """The model `source` by the flags; see `open_from`."""
+    from situs.models import open_model
+
+    asked = asked_of(source, args) | ({} if device is None else {"device": device})
+    model = open_model(source, any_weights=any_weights, **asked, **fields)
+    tell_locked(model)
+    return model
+
+
+def asked_of(source: str, args: ShapeArgs) -> dict[str, Any]:
+    """What the flags ask of `open_model`, by its arguments."""
+    from situs.api import unlock_of
+    from situs.cli.locks.passphrase import read_key
+    from situs.train.distributed import start
+
+    unlock = None
+    if isinstance(args, OpenArgs):
+        unlock = unlock_of(source, None if args.key is None else read_key(args.key), args.withheld)
+    return {
+        "weights": args.weights,
+        "img_size": args.img_size,
+        "ema": None if args.ema else False,
+        "unlock": unlock,
+        "seed": getattr(args, "seed", 0),
+        "device": start(args.device).device,
+        "patch_size": args.patch_size,
+        "in_chans": args.in_chans,
+        "model_args": args.model_args or None,
+    }
+
+
+def open_one_of(source: str, args: OpenArgs, **asked: Any) -> Model:
+    """One of several models that share the flags: each takes those that are for its kind."""
+    from situs.models.open import is_locked
+
+    none: dict[str, Any] = {}
+    if Path(source).exists():  # a folder brings its own
+        none = {"weights": None, "img_size": None, "patch_size": None, "in_chans": None, "model_args": {}}
+    elif "=" in source:
+        none = {"weights": None}
+    if not is_locked(source):
+        none |= {"key": None, "withheld": None}
+    return open_named(source, replace(args, **none), **asked)
+
+
+def tell_locked(model: Model) -> None:
+    """Says of a locked model that its numbers are not those of the model."""
+    from situs.train import distributed
+
+    if model.locked and not distributed.rank():
+        print(
+            f"situs: {model.name}: without the key its blocks are scrambled, and so is what follows; "
+            "open it (--key FILE, or situs unlock)",
+            file=sys.stderr,
+        )

@@ -1,0 +1,1 @@
+"""Linear probes of frozen models: of places and of classes."""

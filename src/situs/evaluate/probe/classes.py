@@ -1,0 +1,133 @@
+"""Linear probes of frozen models: places (`probe_position`), or classes from one vector an image."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Unpack
+
+from situs.backbones.base import Backbone
+from situs.errors import SitusError
+from situs.evaluate.accuracy import hard
+from situs.evaluate.features import Pool, extract
+from situs.evaluate.probe.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
+from situs.evaluate.probe.position import RATIO, PositionProbes, follow, probe_position
+from situs.methods.base import Batch
+from situs.models.data import AnyData, AnyModel, Images, check_labels, load_bank, made_with, opened
+from situs.results import Cell, Provenance, Summary, Table, percent
+
+
+@dataclass(frozen=True)
+class ClassProbe(Probe):
+    """pool: what an image's vector is."""
+
+    pool: Pool
+
+    def numbers(self) -> dict[str, Any]:
+        """What was read off, and how it was fitted."""
+        found = self.score
+        read = {"pool": self.pool, "accuracy": found.accuracy, "loss": found.loss, "count": found.count}
+        return {**read, **super().numbers()}
+
+
+@dataclass(frozen=True)
+class ClassProbes(Probes[ClassProbe]):
+    """Classes read off frozen features. classes: their names."""
+
+    file: ClassVar[str] = "probe-class"
+    classes: Sequence[str] = field(kw_only=True)
+
+    def summary(self) -> Summary:
+        """What is recognised of each model; a row a model."""
+        (name, first), *rest = self.probes.items()
+        words = {"mean": "the mean of its patches", "cls": "its CLS token"}[first.pool]
+        said = (
+            f"A linear classifier on {words} recognises {percent(first.score.accuracy, 2)} of {first.score.count:,} "
+            f"images in {name} (chance {percent(1 / len(first.score.counts), 2)})."
+        )
+        said += "".join(f" In {other} it is {percent(probe.score.accuracy, 2)}." for other, probe in rest)
+        header = ["model", "pool", "top-1, %", "loss", "images", "images fitted to", "weight decay"]
+        rows: list[list[Cell]] = [
+            [name, probe.pool, f"{100 * probe.score.accuracy:.2f}", probe.score.loss, probe.score.count,
+             probe.train_count, f"{probe.fitted.weight_decay:g}"]
+            for name, probe in self.probes.items()
+        ]  # fmt: skip
+        return Summary(said, (Table(self.data, header, rows),))
+
+
+def evaluate_probe(
+    model: AnyModel,
+    data: AnyData = None,
+    *,
+    kind: Literal["position", "class"] = "position",
+    after: AnyModel | None = None,
+    train_count: int = 2000,
+    ratio: float = RATIO,
+    pool: Pool = "mean",
+    weight_decays: Sequence[float] = WEIGHT_DECAYS,
+    precision: str = "fp32",
+    seed: int = 0,
+    **images: Unpack[Images],
+) -> ClassProbes | PositionProbes:
+    """What a linear classifier reads off frozen features: the place of patches without a position, or the class.
+
+    model, after: whatever `open_model` takes; the second stands beside the first, on the same images. data: a path;
+    None for the images that a run was trained on. train_count: at most so many images of the training split to fit to.
+    ratio: share of the patches whose position is taken away. pool: what an image's vector is. images: see
+    `load_set`.
+    """
+    first = opened(model, seed).holding_out(images.pop("held_out", None))
+    models = {first.name: first}
+    if after is not None:
+        second = opened(after, seed).holding_out(first.data.held_out)
+        models[second.name if second.name not in models else f"{second.name} (after)"] = second
+    unknown = follow(models) if kind == "position" else {}
+    shared = {"seed": seed, "precision": precision, "weight_decays": tuple(weight_decays)}
+    probes: dict[str, Any] = {}
+    made, classes = {}, ()
+    for name, each in models.items():
+        train, test = load_bank(each, data or first.data.path or None, train_count=train_count, **images)
+        told = {**shared, "positions": each.positions}
+        if kind == "class":
+            classes = check_labels(test)
+            probes[name] = probe_class(each.backbone, train, test, len(classes), pool=pool, **told)
+        else:
+            probes[name] = probe_position(each.backbone, train, test, unknown[name], ratio=ratio, **told)
+        more = {"fitted_to": train.source.name}
+        made[name] = made_with(each, test, seed, precision, beside=[train], more=more)
+    provenance = Provenance.joint(made.values())
+    if kind == "class":
+        return ClassProbes(probes, made, classes=classes, provenance=provenance)
+    grids = {each.backbone.out_grid for each in models.values()}
+    if len(grids) > 1:
+        said = " and ".join(map(str, sorted(grids)))
+        raise SitusError(f"the two models have grids of {said} places", field="after")
+    return PositionProbes(probes, made, grid=grids.pop(), ratio=ratio, provenance=provenance)
+
+
+def probe_class(
+    backbone: Backbone,
+    train: Iterable[Batch],
+    test: Iterable[Batch],
+    classes: int,
+    *,
+    pool: Pool = "mean",
+    seed: int = 0,
+    precision: str = "fp32",
+    positions: bool = True,
+    weight_decays: Sequence[float] = WEIGHT_DECAYS,
+) -> ClassProbe:
+    """Fits to the pooled features of `train` and scores on those of `test`.
+
+    pool: the mean of the patches or CLS. positions: whether the backbone's own take part.
+    """
+    backbone.require("tokens")
+    sets = []
+    for batches in (train, test):
+        found = extract(backbone, batches, pool, positions=positions, precision=precision)
+        if found.labels is None:
+            raise SitusError("a classification probe needs labels, and the data has none", field="data")
+        sets.append((found.features, hard(found.labels)))
+    (inputs, labels), held = sets
+    fitted = fit_probe(inputs, labels, classes, weight_decays=weight_decays, seed=seed)
+    return ClassProbe(score(fitted.linear, [held], classes), fitted, len(labels), pool)

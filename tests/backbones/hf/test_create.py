@@ -1,0 +1,638 @@
+"""transformers is the oracle: each wrapped model against its own forward, in float64, with random weights."""
+
+from __future__ import annotations
+
+import builtins
+import sys
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from situs.backbones import create_backbone
+from situs.backbones.base import join
+from situs.backbones.hf import layers as hf_layers
+from situs.backbones.hf.create import BARE, FAMILIES
+from situs.core.position import resample_table
+from situs.errors import SitusError
+
+transformers = pytest.importorskip("transformers")
+
+EXACT = 1e-10
+SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+VIT = {**SMALL, "intermediate_size": 48, "image_size": 16, "patch_size": 4}
+DINO = {**SMALL, "image_size": 16, "patch_size": 4, "mlp_ratio": 2}
+BERT = {**SMALL, "intermediate_size": 48, "vocab_size": 50, "max_position_embeddings": 20}
+GPT2 = {
+    "n_embd": 32,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 20,
+    "vocab_size": 50,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LLAMA = {**BERT, "num_key_value_heads": 2, "pad_token_id": None}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 5}
+
+# name -> (class, config entries, img_size)
+IMAGES = {
+    "vit": ("ViTModel", VIT, None),
+    "vit_classes": ("ViTForImageClassification", {**VIT, "num_labels": 7}, None),
+    "vit_rectangular": ("ViTForImageClassification", {**VIT, "image_size": [12, 20], "patch_size": 4}, None),
+    "vit_resized": ("ViTForImageClassification", {**VIT, "num_labels": 7, "qkv_bias": False}, (12, 24)),
+    "dinov2": ("Dinov2Model", DINO, None),
+    "dinov2_swiglu": (
+        "Dinov2ForImageClassification",
+        {**DINO, "use_swiglu_ffn": True, "num_labels": 5},
+        None,
+    ),
+    "dinov2_rectangular": ("Dinov2ForImageClassification", {**DINO, "num_labels": 5}, (8, 28)),
+    "dinov2_resized": ("Dinov2Model", DINO, 24),
+    "registers": ("Dinov2WithRegistersForImageClassification", {**DINO, "num_register_tokens": 3}, (20, 12)),
+}
+TEXTS = {
+    "bert": ("BertModel", BERT, None),
+    "bert_classes": ("BertForSequenceClassification", {**BERT, "num_labels": 5}, None),
+    "bert_words": ("BertForMaskedLM", BERT, (1, 15)),
+    "gpt2": ("GPT2Model", GPT2, None),
+    "gpt2_words": ("GPT2LMHeadModel", {**GPT2, "scale_attn_by_inverse_layer_idx": True}, (1, 15)),
+    "llama": ("LlamaModel", LLAMA, None),
+    "llama_words": ("LlamaForCausalLM", {**LLAMA, "attention_bias": True}, (1, 15)),
+    "llama_yarn": ("LlamaForCausalLM", {**LLAMA, "rope_parameters": YARN}, None),
+    "mistral": ("MistralModel", {**LLAMA, "sliding_window": None}, None),
+    "mistral_window": ("MistralForCausalLM", {**LLAMA, "sliding_window": 4}, None),
+    "qwen2": ("Qwen2Model", LLAMA, None),
+    "qwen2_window": (
+        "Qwen2ForCausalLM",
+        {**LLAMA, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        None,
+    ),
+}
+ENCODERS = [*IMAGES, "bert", "bert_classes"]
+DECODERS = [name for name in TEXTS if not name.startswith("bert")]
+ROTARY = [name for name in DECODERS if not name.startswith("gpt2")]
+
+
+def make_model(name):
+    """A model whose every weight is random: zeros and ones of the initialisation would hide mistakes."""
+    kind, entries, _ = {**IMAGES, **TEXTS}[name]
+    kind = getattr(transformers, kind)
+    torch.manual_seed(0)
+    model = kind(kind.config_class(**entries)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    return model
+
+
+def make(name):
+    return create_backbone(make_model(name), img_size={**IMAGES, **TEXTS}[name][2])
+
+
+def inputs(backbone, name, count=9):
+    torch.manual_seed(1)
+    if name in TEXTS:
+        return torch.randint(3, 50, (2, count))
+    return torch.randn(2, 3, *backbone.input.shape, dtype=torch.float64)
+
+
+def own_features(model, x, **arguments):
+    return model.base_model(x, **arguments).last_hidden_state
+
+
+def own_answer(model, x, **arguments):
+    out = model(x, **arguments)
+    if "logits" in out:
+        return out.logits
+    return out.pooler_output if out.get("pooler_output") is not None else out.last_hidden_state
+
+
+def gap(a, b):
+    assert a.shape == b.shape
+    assert a.isfinite().all()
+    return (a - b).abs().max().item()
+
+
+# --- the model's own forward ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*IMAGES, *TEXTS])
+def test_equals_the_models_own_forward(name):
+    b = make(name)
+    x = inputs(b, name)
+    tokens = b.embed(x)
+    assert tokens.shape[2] == b.dim == 32
+    features = b.encode(tokens, positions=b.positions())
+    assert features.patches.shape[1] == tokens.shape[1]
+    assert features.prefix.shape[1] == b.num_prefix
+    assert gap(join(features), own_features(b.model, x)) < EXACT
+    assert gap(b(x), own_answer(b.model, x)) < EXACT
+
+
+def test_every_class_in_the_dict_is_tested_or_its_kin_is():
+    tested = {FAMILIES[kind].adapter for kind, _, _ in [*IMAGES.values(), *TEXTS.values()]}
+    assert tested == {family.adapter for family in FAMILIES.values()}
+    heads = {FAMILIES[kind].head for kind, _, _ in [*IMAGES.values(), *TEXTS.values()]}
+    assert heads == {family.head for family in FAMILIES.values()}
+    for kind in FAMILIES:
+        assert getattr(transformers, kind).__name__ == kind
+        assert getattr(transformers, kind).config_class.model_type in BARE
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("count", [1, 6, 15])
+def test_a_sentence_of_any_length_takes_the_first_places(name, count):
+    b = make(name)
+    x = inputs(b, name, count)
+    expected = own_features(b.model, x)
+    for positions in (b.positions(), b.positions((count,)), b.positions().take(torch.arange(count))):
+        assert gap(b.encode(b.embed(x), positions).patches, expected) < EXACT
+    forgetful = b.positions().forget(torch.zeros(2, b.num_tokens, dtype=torch.bool))  # per sample, whole length
+    assert gap(b.encode(b.embed(x), forgetful).patches, expected) < EXACT
+
+
+def test_resized_dinov2_equals_the_model_that_was_not_resized():
+    for name in ("dinov2_resized", "dinov2_rectangular", "registers"):
+        b = make(name)
+        x = inputs(b, name)
+        assert gap(join(b.encode(b.embed(x), b.positions())), own_features(make_model(name), x)) < EXACT
+
+
+def test_resized_vit_has_the_resampled_table_as_its_parameter():
+    before, b = make_model("vit_resized"), make("vit_resized")
+    old, new = before.vit.embeddings.position_embeddings, b.model.vit.embeddings.position_embeddings
+    assert b.grid == (3, 6)
+    assert isinstance(new, torch.nn.Parameter)
+    assert torch.equal(new[0, 0], old[0, 0])
+    assert torch.equal(new[0, 1:], resample_table(old[0, 1:].detach(), (4, 4), (3, 6)))
+    assert torch.equal(b.positions().table, new[0, 1:])
+
+
+def test_the_exported_rectangle_loads_in_transformers(tmp_path):
+    b = make("vit_resized").float()
+    b.model.save_pretrained(tmp_path)
+    again = transformers.ViTForImageClassification.from_pretrained(tmp_path, local_files_only=True).eval()
+    x = inputs(b, "vit_resized").float()
+    assert gap(again(x).logits, b(x)) < 1e-5
+    assert create_backbone(tmp_path).grid == (3, 6)
+
+
+# --- padding -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("padding", [slice(5, None), slice(3)])  # behind the sentence, or before it
+def test_padding_agrees_with_the_models_attention_mask(name, padding):
+    b = make(name)
+    x = inputs(b, name)
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[1, padding] = False
+    found = b.encode(b.embed(x), b.positions(), mask=mask).patches
+    expected = own_features(b.model, x, attention_mask=mask.long())
+    assert gap(found[mask], expected[mask]) < EXACT
+    places = torch.arange(9)[mask[1]]
+    alone = b.encode(b.embed(x[1:, places]), b.positions().take(places)).patches  # as if the padding were not there
+    assert gap(found[1, places], alone[0]) < (1e-5 if name in ROTARY else EXACT)  # their RMSNorm rounds to float32
+    other = x.clone()
+    other[1, padding] = 3
+    assert torch.equal(b.encode(b.embed(other), b.positions(), mask=mask).patches[mask], found[mask])
+    if name in ("bert_classes", "gpt2_words"):
+        logits = own_answer(b.model, x, attention_mask=mask.long())
+        kept = mask if name == "gpt2_words" else slice(None)
+        assert gap(b(x, mask=mask)[kept], logits[kept]) < EXACT
+
+
+def test_bert_segments():
+    b = make("bert")
+    x = inputs(b, "bert")
+    types = torch.zeros_like(x)
+    types[:, 5:] = 1
+    found = b.encode(b.embed(x, types), b.positions()).patches
+    assert gap(found, own_features(b.model, x, token_type_ids=types)) < EXACT
+
+
+# --- context -------------------------------------------------------------------------------------------
+
+
+def own_with_mask(b, x, allowed):
+    """transformers' own layers on its own embedding, with an explicit mask [B, S, S] in every one of them."""
+    inner, bias = b.model.base_model, torch.zeros(allowed.shape, dtype=torch.float64)
+    bias = bias.masked_fill(~allowed, float("-inf")).unsqueeze(1)
+    z = inner.embeddings(x)
+    layers = inner.layers if b.name.startswith("ViT") else inner.encoder.layer
+    for layer in layers:
+        z = layer(z, bias)
+    return z if b.name.startswith("Bert") else inner.layernorm(z)
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+@pytest.mark.parametrize("shared", [True, False])
+def test_context_equals_an_explicit_attention_mask(name, shared):
+    b = make(name)
+    x = inputs(b, name, 12)
+    tokens = b.embed(x)
+    count, p = tokens.shape[1], b.num_prefix
+    generator = torch.Generator().manual_seed(2)
+    context = torch.stack([torch.randperm(count, generator=generator)[:4] for _ in range(2)])
+    context = context[0] if shared else context
+    seen = torch.zeros(2, p + count, dtype=torch.bool)
+    seen[:, :p] = True
+    seen.scatter_(1, (context + p).expand(2, 4), True)
+    expected = own_with_mask(b, x, seen.unsqueeze(1).expand(-1, p + count, -1))
+    found = b.encode(tokens, b.positions(), context=context)
+    assert gap(join(found), expected) < EXACT
+    assert gap(join(b.encode(tokens, b.positions())), expected) > 1e-3  # the context does matter
+    everything = b.encode(tokens, b.positions(), context=torch.arange(count).flip(0))
+    assert gap(join(everything), own_features(b.model, x)) < EXACT
+
+
+def test_context_and_padding_together():
+    b = make("bert")
+    x = inputs(b, "bert", 12)
+    mask = torch.ones(2, 12, dtype=torch.bool)
+    mask[1, 7:] = False
+    context = torch.tensor([[1, 3, 8, 11], [0, 6, 9, 2]])
+    seen = torch.zeros(2, 12, dtype=torch.bool).scatter(1, context, True) & mask
+    expected = own_with_mask(b, x, seen.unsqueeze(1).expand(-1, 12, -1))
+    assert gap(b.encode(b.embed(x), b.positions(), context, mask).patches, expected) < EXACT
+
+
+def test_context_costs_less():
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    b = make("vit")
+    tokens = b.embed(inputs(b, "vit"))
+    stream = b.assemble(tokens, None)
+    counts = []
+    for context in (None, 4):
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # the fused one is not counted
+            b.blocks(stream, context)
+        counts.append(counter.get_total_flops())
+    batch, length, dim, hidden, keys = 2, 17, 32, 48, 5
+    both = 2 * (2 * dim * dim + 2 * dim * hidden) * batch * length  # q, out, fc1, fc2
+    ideal = [3 * (both + 2 * 2 * dim * dim * batch * k + 2 * 2 * dim * length * k * batch) for k in (length, keys)]
+    assert counts == ideal
+
+
+def test_attention_dropout_is_honoured_in_training(monkeypatch):
+    b = create_backbone(transformers.BertConfig(**BERT, attention_probs_dropout_prob=0.25))
+    seen = []
+
+    def spy(*args, dropout_p, **kwargs):
+        seen.append(dropout_p)
+        return F.scaled_dot_product_attention(*args, dropout_p=dropout_p, **kwargs)
+
+    monkeypatch.setattr(hf_layers, "F", type("F", (), {"scaled_dot_product_attention": staticmethod(spy)}))
+    tokens = b.embed(inputs(b, "bert"))
+    b.train().encode(tokens)
+    b.eval().encode(tokens)
+    assert seen == [0.25] * 3 + [0.0] * 3
+
+
+def test_an_unknown_attention_class_is_refused_by_name():
+    class OtherAttention(torch.nn.Module):
+        pass
+
+    model = make_model("vit")
+    model.layers[1].attention = OtherAttention()
+    with pytest.raises(SitusError, match=r"OtherAttention is not among .*BertSelfAttention, Dinov2Attention"):
+        create_backbone(model)
+
+
+# --- the laws of position ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_rows_are_equivariant(name):
+    b = make(name)
+    b.require("rows")
+    tokens = b.embed(inputs(b, name, 12))
+    mask = torch.ones(2, tokens.shape[1], dtype=torch.bool)
+    mask[1, -3:] = False
+    stream = b.assemble(tokens, b.positions(), mask)
+    order = torch.stack([torch.randperm(tokens.shape[1]) for _ in range(2)])
+    assert gap(b.blocks(stream.take(order)).z, b.blocks(stream).take(order).z) < EXACT
+
+
+@pytest.mark.parametrize("name", [*IMAGES, *TEXTS])
+def test_no_positions_means_no_order(name):
+    """Without positions, moving tokens moves the features; a causal model is held to its last token."""
+    b = make(name)
+    tokens = b.embed(inputs(b, name))
+    order = torch.randperm(tokens.shape[1] - 1)
+    order = torch.cat([order, order.new_tensor([tokens.shape[1] - 1])])
+    found, moved = b.encode(tokens), b.encode(tokens[:, order])
+    if name in DECODERS:
+        # One layer: below the last layer a causal token's own features depend on what came before it.
+        b = one_layer(b, name)
+        found, moved = b.encode(tokens), b.encode(tokens[:, order])
+        if "window" not in name:
+            assert (found.patches[:, -1] - moved.patches[:, -1]).abs().max() < 1e-5
+        placed = b.encode(tokens[:, order], b.positions()).patches[:, -1]
+        assert (placed - b.encode(tokens, b.positions()).patches[:, -1]).abs().max() > 1e-3
+    else:
+        assert gap(moved.patches, found.patches[:, order]) < EXACT
+        assert torch.allclose(moved.prefix, found.prefix, rtol=0, atol=EXACT)
+
+
+def one_layer(b, name):
+    inner = b.model.base_model
+    layers = "h" if name.startswith("gpt2") else "layers"
+    setattr(inner, layers, getattr(inner, layers)[:1])
+    b.depth = 1
+    return b
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_a_forgotten_rotary_token_is_not_token_zero(name):
+    b = make(name)
+    tokens = b.embed(inputs(b, name))
+    where = torch.zeros(9, dtype=torch.bool)
+    where[5] = True
+    unknown = torch.randn(32, dtype=torch.float64)
+    places = b.positions((9,))
+    assert places.rotary.shape == (1, 1, 1, 9, 16)
+    assert places.rotary[0, 0, 0, 0].tolist() == [0.0] * 8 + [1.0] * 8  # place 0 is the identity, YaRN or not
+    claims_zero = places.take(torch.tensor([0, 1, 2, 3, 4, 0, 6, 7, 8]))
+    forgotten = b.encode(tokens, places.forget(where, unknown)).patches
+    for other in (places, claims_zero):
+        assert (forgotten - b.encode(tokens, other).patches)[:, 5:].abs().max() > 1e-3
+        assert torch.equal(forgotten[:, :5], b.encode(tokens, other).patches[:, :5])  # causal: the past is untouched
+    per_sample = torch.stack([where, torch.zeros_like(where)])
+    found = b.encode(tokens, places.forget(per_sample, unknown)).patches
+    assert gap(found[0], forgotten[0]) < 1e-5
+    assert gap(found[1], b.encode(tokens, places).patches[1]) < 1e-5
+
+
+def test_rotation_without_positions_keeps_yarns_factor():
+    b = make("llama_yarn")
+    assert b.model.model.rotary_emb.attention_scaling != 1
+    tokens = b.embed(inputs(b, "llama_yarn"))
+    all_forgotten = b.positions((9,)).forget(torch.ones(9, dtype=torch.bool))
+    assert torch.equal(b.encode(tokens).patches, b.encode(tokens, all_forgotten).patches)
+    all_at_zero = b.positions((9,)).take(torch.zeros(9, dtype=torch.long))
+    assert gap(b.encode(tokens).patches, b.encode(tokens, all_at_zero).patches) < EXACT
+
+
+@pytest.mark.parametrize("name", [*IMAGES, "bert", "bert_words", "gpt2"])
+def test_gradients_reach_the_position_table(name):
+    b = make(name)
+    features = b.encode(b.embed(inputs(b, name)), b.positions())
+    features.patches.square().sum().backward()
+    inner = b.model.base_model
+    if name in IMAGES:
+        table = inner.embeddings.position_embeddings
+        assert (table.grad[0].abs().sum(-1) > 0).all()
+    else:
+        table = inner.wpe.weight if name == "gpt2" else inner.embeddings.position_embeddings.weight
+        assert (table.grad.abs().sum(-1) > 0).tolist() == [True] * 9 + [False] * 11
+    if name not in (
+        "dinov2_rectangular",
+        "registers",
+    ):  # those resample it in every forward, as transformers does
+        assert b.positions().table.untyped_storage().data_ptr() == table.untyped_storage().data_ptr()
+
+
+def test_the_cls_row_stays_without_positions():
+    b = make("vit")
+    tokens = b.embed(inputs(b, "vit"))
+    embeddings = b.model.embeddings
+    expected = embeddings.cls_token[0, 0] + embeddings.position_embeddings[0, 0]
+    for positions in (None, b.positions(), b.positions().take(torch.arange(16).flip(0))):
+        assert torch.equal(b.assemble(tokens, positions).z[0, 0], expected)
+
+
+def test_a_subset_of_the_tokens():
+    b = make("dinov2")
+    tokens = b.embed(inputs(b, "dinov2"))
+    index = torch.tensor([[0, 5, 9], [15, 2, 3]])
+    kept = torch.stack([tokens[i, index[i]] for i in range(2)])
+    found = b.encode(kept, b.positions().take(index))
+    seen = torch.zeros(2, 17, dtype=torch.bool)
+    seen[:, 0] = True
+    seen.scatter_(1, index + 1, True)
+    full = own_with_mask(b, inputs(b, "dinov2"), seen.unsqueeze(1).expand(-1, 17, -1))
+    expected = torch.stack([full[i, 1 + index[i]] for i in range(2)])
+    assert gap(found.patches, expected) < EXACT
+
+
+# --- refusals ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mistral_window", "qwen2"])
+def test_causal_models_refuse_rows_and_context(name):
+    b = make(name)
+    with pytest.raises(SitusError, match=r"refuses permuting the tokens .*row sums reveal the order"):
+        b.require("rows")
+    for context in (3, torch.arange(3)):
+        with pytest.raises(SitusError, match="refuses attention to a context"):
+            b.encode(b.embed(inputs(b, name)), b.positions(), context=context)
+    b.require("take")
+    b.require("columns")
+
+
+def test_positions_that_do_not_fit_are_refused():
+    vit, bert, llama = make("vit"), make("bert"), make("llama")
+    with pytest.raises(SitusError, match="16 places do not fit 5 tokens"):
+        vit.encode(vit.embed(inputs(vit, "vit"))[:, :5], vit.positions())
+    with pytest.raises(SitusError, match="7 places do not fit 9 tokens"):
+        bert.encode(bert.embed(inputs(bert, "bert")), bert.positions((7,)))
+    with pytest.raises(SitusError, match="ViTModel has no rotary positions"):
+        vit.encode(vit.embed(inputs(vit, "vit")), llama.positions())
+
+
+def test_inputs_that_do_not_fit_are_refused():
+    vit, bert = make("vit"), make("bert")
+    with pytest.raises(SitusError, match=r"images of shape \[2, 1, 16, 16\]: ViTModel takes \[B, 3, 16, 16\]"):
+        vit.embed(torch.zeros(2, 1, 16, 16))
+    with pytest.raises(SitusError, match="N <= 20"):
+        bert.embed(torch.zeros(1, 21, dtype=torch.long))
+    with pytest.raises(SitusError, match="takes integers"):
+        bert.embed(torch.zeros(1, 4))
+    with pytest.raises(SitusError, match="img_size=15x16: must be a multiple of the patch size 4x4"):
+        create_backbone(make_model("vit"), img_size=(15, 16))
+    with pytest.raises(SitusError, match=r"img_size=\(1, 21\): BertModel reads a row of 1 to 20 tokens"):
+        create_backbone(make_model("bert"), img_size=(1, 21))
+    with pytest.raises(SitusError, match="reads a row"):
+        create_backbone(make_model("gpt2"), img_size=(2, 5))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            transformers.T5Config,
+            "unknown transformers model type 't5'; choose one of: bert, dinov2",
+        ),
+        (lambda: transformers.BertConfig(**BERT, is_decoder=True), "is_decoder=True: BertModel is known"),
+        (
+            lambda: transformers.Dinov2Config(**{**DINO, "image_size": [8, 16]}),
+            "image_size=8x16: .*as a square",
+        ),
+        (
+            lambda: transformers.LlamaConfig(
+                **LLAMA, rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+            ),
+            "rope_type='dynamic': its angles change with the length",
+        ),
+        (
+            lambda: transformers.BertConfig(**BERT, architectures=["BertForQuestionAnswering"]),
+            "unknown Hugging Face model class 'BertForQuestionAnswering'; choose one of: BertFor",
+        ),
+    ],
+)
+def test_configs_that_are_refused(config, message):
+    with pytest.raises(SitusError, match=message):
+        create_backbone(config())
+
+
+def test_a_subclass_is_refused():
+    class ViTModel(transformers.ViTModel):
+        pass
+
+    with pytest.raises(SitusError, match="its class ViTModel is not among those Situs knows"):
+        create_backbone(ViTModel(transformers.ViTConfig(**VIT)))
+
+
+def test_missing_transformers_names_the_extra(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name == "transformers":
+            raise ImportError(name)
+        return real(name, *rest)
+
+    monkeypatch.delitem(sys.modules, "transformers")
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(SitusError, match=r"pip install 'situs\[hf\]'"):
+        create_backbone("hf:anything")
+
+
+# --- where a model comes from --------------------------------------------------------------------------
+
+
+def test_a_name_that_is_no_folder_is_refused(tmp_path):
+    for name in ("hf:google/vit-base-patch16-224", "hf:bert-base-uncased", f"hf:{tmp_path}"):
+        with pytest.raises(SitusError, match=r"no local folder .*nothing is fetched from a hub"):
+            create_backbone(name)
+
+
+def test_a_folder_a_config_file_and_weights(tmp_path):
+    model = make_model("vit_classes").float()
+    model.save_pretrained(tmp_path)
+    x = torch.randn(2, 3, 16, 16)
+    expected = model(x).logits
+    state = tmp_path / "weights.pt"
+    torch.save(dict(model.state_dict()), state)  # today's names; the folder has older
+    file = tmp_path / "config.json"
+    for source, weights in ((tmp_path, None), (f"hf:{tmp_path}", None), (file, tmp_path), (model.config, state)):
+        b = create_backbone(source, weights=weights)
+        assert b.training
+        assert b.model.training
+        assert gap(b.eval()(x), expected) < 1e-5
+    fresh = create_backbone(tmp_path / "config.json").eval()
+    assert gap(fresh(x), expected) > 1e-2
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(SitusError, match="the folder holds no weights"):
+        create_backbone(tmp_path)
+
+
+def test_an_unknown_folder_is_refused_before_anything_is_loaded(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}')
+    with pytest.raises(SitusError, match=r"unknown model_type in .*config.json 'evil'; choose one of: bert"):
+        create_backbone(tmp_path)
+
+
+def test_a_folder_that_does_not_fit_names_the_keys(tmp_path):
+    from safetensors.torch import save_file
+
+    model = make_model("vit").float()
+    model.save_pretrained(tmp_path)
+    file, state = tmp_path / "model.safetensors", dict(model.state_dict())
+    del state["layers.1.mlp.fc1.weight"]
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(SitusError, match=r"does not fit ViTModel: 1 missing \(first: layers.1.mlp.fc1.weight\)$"):
+        create_backbone(tmp_path)
+    state["odd"] = torch.zeros(1)
+    state["layernorm.weight"] = torch.zeros(3)
+    save_file(state, file, metadata={"format": "pt"})
+    with pytest.raises(SitusError) as caught:
+        create_backbone(tmp_path, weights=file)
+    assert str(caught.value).endswith(
+        "does not fit ViTModel: 1 missing (first: layers.1.mlp.fc1.weight); 1 not in the model (first: odd); "
+        "1 of another shape (first: layernorm.weight)"
+    )
+
+
+@pytest.mark.parametrize("name", ["gpt2_words", "bert_words", "llama_words"])
+def test_tied_weights_load_from_a_file_that_holds_them_once(tmp_path, name):
+    model = make_model(name).float()
+    model.save_pretrained(tmp_path)
+    b = create_backbone(model.config, weights=tmp_path / "model.safetensors").eval()
+    x = inputs(b, name)
+    assert gap(b(x), own_answer(model, x)) < 1e-5
+
+
+def test_num_classes_gives_a_new_head_to_the_saved_body(tmp_path):
+    for name, kind in (
+        ("dinov2", "Dinov2ForImageClassification"),
+        ("bert_words", "BertForSequenceClassification"),
+    ):
+        folder = tmp_path / name
+        model = make_model(name).float()
+        model.save_pretrained(folder)
+        for arguments in ({}, {"weights": folder}):
+            b = create_backbone(folder, num_classes=3, **arguments).eval()
+            x = inputs(b, name)
+            x = x if name in TEXTS else x.float()
+            assert b.name == kind
+            assert b(x).shape == (2, 3)
+            assert gap(join(b.encode(b.embed(x), b.positions())), own_features(model, x)) < 1e-5
+            bare = create_backbone(folder, num_classes=0, **arguments).eval()
+            assert gap(bare(x), own_features(model, x)[:, 0]) < 1e-5
+    with pytest.raises(SitusError, match="num_classes=3: must be 0 or left out, for GPT2Model has no classifier"):
+        create_backbone(transformers.GPT2Config(**GPT2), num_classes=3)
+    with pytest.raises(SitusError, match="num_classes=-1: must be at least 0"):
+        create_backbone(transformers.ViTConfig(**VIT), num_classes=-1)
+
+
+def test_model_args_change_the_config_and_not_the_one_given():
+    config = transformers.ViTConfig(**VIT)
+    b = create_backbone(config, model_args={"num_channels": 1, "patch_size": 8}, img_size=(8, 24), num_classes=4)
+    assert b(torch.randn(2, 1, 8, 24)).shape == (2, 4)
+    assert b.grid == (1, 3)
+    assert (config.num_channels, config.patch_size, config.image_size, config.num_labels) == (3, 4, 16, 2)
+    with pytest.raises(SitusError, match=r"unknown entry of ViTConfig \(model_args\) 'patchsize'; choose one of:"):
+        create_backbone(config, model_args={"patchsize": 8})
+    with pytest.raises(SitusError, match="ViTConfig refuses them"):
+        create_backbone(config, model_args={"patch_size": "eight"})
+    with pytest.raises(SitusError, match="shapes a new model"):
+        create_backbone(make_model("vit"), num_classes=4)
+    with pytest.raises(SitusError, match="shapes a new model"):
+        create_backbone(make_model("vit"), weights="weights.pt")
+
+
+def test_source_makes_the_model_again():
+    import json
+
+    for name in ("vit_resized", "registers", "bert_classes", "llama_yarn"):
+        b = make(name)
+        source = json.loads(json.dumps(b.source))
+        assert source["library"] == "transformers"
+        kind = getattr(transformers, source["architecture"])
+        again = kind(kind.config_class.from_dict(source["model_args"]))
+        assert {k: v.shape for k, v in again.state_dict().items()} == {
+            k: v.shape for k, v in b.model.state_dict().items()
+        }
+    vit = make("vit_resized")
+    assert vit.patch_values == 4 * 4 * 3
+
+
+def test_a_given_model_keeps_its_mode_and_its_names():
+    model = make_model("bert")
+    b = create_backbone(model)
+    assert b.model is model
+    assert not b.training
+    assert list(b.state_dict()) == [f"model.{key}" for key in model.state_dict()]
