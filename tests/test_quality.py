@@ -61,6 +61,7 @@ COVERED = {
     "situs.backbones.hf.layout": "test_layout",
     "situs.backbones.hf.text": "test_hf",
     "situs.backbones.timm.backbone": "test_backbones",
+    "situs.backbones.timm.attention": "test_backbones",
     "situs.backbones.timm.create": "test_timm_names",
     "situs.backbones.timm.layout": "test_layout",
     "situs.backbones.weights": "test_create",

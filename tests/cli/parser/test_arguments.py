@@ -242,24 +242,24 @@ def test_help_with_an_unknown_topic_names_those_there_are() -> None:
 
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "evaluate_consistency": {"ratios": (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9), "batch": 256},
-    "evaluate_position": {"ratios": None, "position_ratios": None, "precision": "fp32"},
-    "evaluate_knn": {"k": 20, "temperature": 0.07, "train_count": 10000},
-    "evaluate_probe": {
+    "evaluate.consistency": {"ratios": (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9), "batch": 256},
+    "evaluate.position": {"ratios": None, "position_ratios": None, "precision": "fp32"},
+    "evaluate.knn": {"k": 20, "temperature": 0.07, "train_count": 10000},
+    "evaluate.probe": {
         "kind": "position",
         "train_count": 2000,
         "ratio": 0.75,
         "pool": "mean",
         "weight_decays": (1e-5, 1e-4, 1e-3, 1e-2, 1e-1),
     },
-    "evaluate_robustness": {"corruptions": ("all",), "severities": (1, 2, 3, 4, 5), "precision": "fp32", "ema": True},
-    "evaluate_ensemble": {"average": "softmax"},
-    "analyze_attention": {"count": 64, "show": 6},
-    "analyze_correlation": {"count": 64, "depth": "norm"},
-    "analyze_positions": {"folds": 5},
-    "analyze_reconstruct": {"count": 64, "show": 6, "pairs": 2},
-    "audit_positions": {"count": 64, "ratios": (0.15, 0.5, 0.9), "equivariance": True},
-    "audit_gradients": {
+    "evaluate.robustness": {"corruptions": ("all",), "severities": (1, 2, 3, 4, 5), "precision": "fp32", "ema": True},
+    "evaluate.ensemble": {"average": "softmax"},
+    "analyze.attention": {"count": 64, "show": 6},
+    "analyze.correlation": {"count": 64, "depth": "norm"},
+    "analyze.positions": {"folds": 5},
+    "analyze.reconstruct": {"count": 64, "show": 6, "pairs": 2},
+    "audit.positions": {"count": 64, "ratios": (0.15, 0.5, 0.9), "equivariance": True},
+    "audit.gradients": {
         "count": 12,
         "attacks": ("patchembed", "april"),
         "batch": 1,
@@ -270,7 +270,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "restarts": 1,
         "pictures": True,
     },
-    "verify": {"steps": 3, "tokens": 32},
+    "locks.verify": {"steps": 3, "tokens": 32},
 }
 """Figures decided by a paper, or by which results in the docs were made."""
 
