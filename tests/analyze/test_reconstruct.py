@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from situs.analyze.reconstruct import (
-    Setting,
+    PuzzleRatios,
     hidden_and_wrong,
     mix_pairs,
     paint_places,
@@ -150,7 +150,7 @@ def spy_on_order(method: MP3, monkeypatch: pytest.MonkeyPatch, answer: Any) -> N
 def test_a_model_that_knows_solves_all_and_one_that_shifts_none(monkeypatch: pytest.MonkeyPatch) -> None:
     method = make(MP3, MP3Config(mask_ratio=0.5))
     spy_on_order(method, monkeypatch, lambda order: order)
-    puzzle = solve(method, batch(), Setting(0.5))
+    puzzle = solve(method, batch(), PuzzleRatios(0.5))
     assert puzzle.known == 3
     assert puzzle.asked == 0
     assert score([puzzle]) == (4, 1.0, 0.0, 0.0)
@@ -161,7 +161,7 @@ def test_a_model_that_knows_solves_all_and_one_that_shifts_none(monkeypatch: pyt
     assert sorted(panel.outlined.nonzero()[0]) == sorted(context.tolist())
     monkeypatch.undo()
     spy_on_order(method, monkeypatch, lambda order: (order + 3) % 6)  # every patch one row further
-    found = score([solve(method, batch(), Setting(0.0))])
+    found = score([solve(method, batch(), PuzzleRatios(0.0))])
     assert found == (4, 0.0, 1.0, 0.0)
 
 
@@ -171,16 +171,16 @@ def test_puzzles_are_those_the_method_itself_sees() -> None:
     draws = whole.draw(batch(), seed=7, epoch=0)
     with torch.no_grad():
         logits = whole(batch(), draws).extras["logits"]
-    puzzle = solve(method, batch(), Setting(0.25), seed=7)
+    puzzle = solve(method, batch(), PuzzleRatios(0.25), seed=7)
     assert torch.equal(puzzle.places, draws["order"])
     assert torch.equal(puzzle.guesses, logits.argmax(dim=-1))
     assert puzzle.known == 5
-    assert not torch.equal(solve(method, batch(), Setting(0.25), seed=8).places, puzzle.places)
+    assert not torch.equal(solve(method, batch(), PuzzleRatios(0.25), seed=8).places, puzzle.places)
 
 
 def test_droppos_is_told_its_anchors_and_asked_for_the_rest() -> None:
     method = make(DropPos, DropPosConfig(decoder_width=16, decoder_heads=2, decoder_depth=1))
-    puzzle = solve(method, batch(), Setting(0.5, 0.5))
+    puzzle = solve(method, batch(), PuzzleRatios(0.5, 0.5))
     assert puzzle.places.shape == (4, 3)
     assert (puzzle.known, puzzle.asked) == (2, 2)
     assert torch.equal(puzzle.guesses[:, :2], puzzle.places[:, :2])
@@ -196,16 +196,16 @@ def test_droppos_is_told_its_anchors_and_asked_for_the_rest() -> None:
 def test_a_mix_counts_the_patches_that_stayed(monkeypatch: pytest.MonkeyPatch) -> None:
     method = make(MP3, MP3Config())
     pair = batch(1).inputs, batch(2).inputs[1:]
-    mix = solve_mix(method, pair, Setting(0.5), seed=3)
+    mix = solve_mix(method, pair, PuzzleRatios(0.5), seed=3)
     stayed = []
     for half, puzzle in enumerate(mix.puzzles):
         for place, guess in zip(puzzle.places[0].tolist(), puzzle.guesses[0].tolist(), strict=True):
             stayed.append(int(mix.origin[0, 6 * half + place]) % 6 == guess)
     assert math.isclose(mix.stayed, sum(stayed) / 12)
     assert not torch.equal(mix.puzzles[0].places, mix.puzzles[1].places)  # each half has its own context
-    assert mix_figure(pair, {Setting(0.5): mix}).axes
+    assert mix_figure(pair, {PuzzleRatios(0.5): mix}).axes
     with pytest.raises(SitusError, match="no true places"):
-        solve_mix(make(MP3, MP3Config(anchor_ratio=0.2)), pair, Setting(0.5))
+        solve_mix(make(MP3, MP3Config(anchor_ratio=0.2)), pair, PuzzleRatios(0.5))
 
 
 def test_unordered_and_context_pictures_show_what_they_say() -> None:
@@ -225,24 +225,24 @@ def test_unordered_and_context_pictures_show_what_they_say() -> None:
 def test_settings_follow_the_papers_as_far_as_the_method_can() -> None:
     mp3, droppos = make(MP3, MP3Config()), make(DropPos, DropPosConfig(decoder_width=16, decoder_heads=2))
     assert [s.ratio for s in settings_of(mp3)] == [0.0, 0.25, 0.5, 0.75]
-    assert settings_of(droppos, (0.5,)) == [Setting(0.5, 0.75), Setting(0.5, 0.95)]
+    assert settings_of(droppos, (0.5,)) == [PuzzleRatios(0.5, 0.75), PuzzleRatios(0.5, 0.95)]
     assert settings_of(droppos, None, (0.5,))[-1].text == "γ = 0.75, γ_pos = 0.5"
     with pytest.raises(SitusError) as error:
         settings_of(mp3, None, (0.5,))
     assert error.value.field == "position_ratios"
     swin = small_swin(width=8, patch_size=2, model_args={"window_size": 2}, positions="sincos")
     sees_a_quarter = DropPos(swin, DropPosConfig(decoder_width=16, decoder_heads=2))
-    assert settings_of(sees_a_quarter) == [Setting(0.75, 0.75), Setting(0.75, 0.95)]
+    assert settings_of(sees_a_quarter) == [PuzzleRatios(0.75, 0.75), PuzzleRatios(0.75, 0.95)]
 
 
-def study_of(method: Any, tried: list[Setting], **fields: Any) -> Any:
+def study_of(method: Any, tried: list[PuzzleRatios], **fields: Any) -> Any:
     parts = [Batch(batch(5).inputs[at : at + 2], torch.arange(at, min(at + 2, 5))) for at in (0, 2, 4)]
     return study(method, parts, tried, lambda images: images / 2, **fields)
 
 
 def test_a_study_is_one_pass_that_equals_separate_solving() -> None:
     method = make(MP3, MP3Config())
-    tried = [Setting(0.0), Setting(0.5)]
+    tried = [PuzzleRatios(0.0), PuzzleRatios(0.5)]
     found = study_of(method, tried, show=3, pairs=2)
     assert torch.equal(found.images, batch(5).inputs[:3] / 2)
     for setting in tried:
@@ -259,7 +259,7 @@ def test_a_study_is_one_pass_that_equals_separate_solving() -> None:
 
 def test_pages_carry_their_figures_and_words(outline: Any) -> None:
     method = make(MP3, MP3Config(mask_ratio=0.5))
-    found = study_of(method, [Setting(0.0), Setting(0.5)], show=2, pairs=1)
+    found = study_of(method, [PuzzleRatios(0.0), PuzzleRatios(0.5)], show=2, pairs=1)
     drawn = page(replace(found, provenance=Provenance({"seed": 0})))
     assert set(drawn.pictures) == {"one", "placed", "mix-1"}
     text = drawn.render()
@@ -269,7 +269,7 @@ def test_pages_carry_their_figures_and_words(outline: Any) -> None:
     assert f"{100 * best:.1f} % of the patches asked for" in text
 
     method = make(DropPos, DropPosConfig(decoder_width=16, decoder_heads=2, decoder_depth=1))
-    found = study_of(method, [Setting(0.0, 0.5), Setting(0.5, 0.5), Setting(0.0, 0.75)], show=2)
+    found = study_of(method, [PuzzleRatios(0.0, 0.5), PuzzleRatios(0.5, 0.5), PuzzleRatios(0.0, 0.75)], show=2)
     drawn = page(replace(found, provenance=Provenance({"seed": 0})))
     assert set(drawn.pictures) == {"verdict-0.5", "placed-0.5", "verdict-0.75", "placed-0.75"}
     assert not found.mixes

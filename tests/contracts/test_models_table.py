@@ -109,7 +109,7 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
     other = str(world.base / ("export" if kind == "run" else "run"))
     lines: dict[str, list[str]] = {
         "info": [model, *flags],
-        "verify": [model, *flags, "--steps", "1", "--no-modules", *cpu],
+        "verify": [model, *flags, "--steps", "1", *cpu],
         "features": [model, *flags, *data, "--out", str(out / "f.npz"), *cpu],
         "evaluate probe": [model, *flags, *data, "--kind", "class", "--weight-decays", "0.1", *end],
         "evaluate robustness": [model, *flags, *data, "--corruptions", "fog", "--severities", "1", *end],

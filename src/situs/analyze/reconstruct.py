@@ -36,7 +36,7 @@ POSITION_RATIOS = (0.75, 0.95)
 """γ_pos: that of DropPos's training, and that of its Figure 3."""
 
 
-class Setting(NamedTuple):
+class PuzzleRatios(NamedTuple):
     """How a puzzle is made. ratio: η of MP3, γ of DropPos. position_ratio: γ_pos; None for MP3."""
 
     ratio: float
@@ -55,7 +55,7 @@ class Setting(NamedTuple):
         return f"γ = {self.ratio:g}, γ_pos = {self.position_ratio:g}"
 
 
-class Scores(NamedTuple):
+class PuzzleScores(NamedTuple):
     """Over all images. right: share of guesses that are right. off_by: mean distance of all guesses from the right
     place, in patches. empty: share of the places whose patch was shown that no patch is put at."""
 
@@ -105,7 +105,7 @@ def mix_pairs(first: Tensor, second: Tensor, noise: Tensor, grid: Grid) -> tuple
     return one, other, origin
 
 
-def score(puzzles: Iterable[Puzzle]) -> Scores:
+def score(puzzles: Iterable[Puzzle]) -> PuzzleScores:
     """How well puzzles are solved, all of one setting."""
     total = sum((_sums(puzzle) for puzzle in puzzles), torch.zeros(5, dtype=torch.float64))
     return _scores(total)
@@ -123,16 +123,16 @@ def _sums(puzzle: Puzzle) -> Tensor:
     return torch.stack([torch.tensor(float(len(places))), torch.tensor(float(places.numel())), right, far, empty.sum()])
 
 
-def _scores(sums: Tensor) -> Scores:
+def _scores(sums: Tensor) -> PuzzleScores:
     images, guesses, right, far, empty = sums.tolist()
     if not images:
         raise SitusError("there are no images to make puzzles of", field="data")
-    return Scores(int(images), right / guesses, far / guesses, empty / images)
+    return PuzzleScores(int(images), right / guesses, far / guesses, empty / images)
 
 
 def settings_of(
     method: Method, ratios: Sequence[float] | None = None, position_ratios: Sequence[float] | None = None
-) -> list[Setting]:
+) -> list[PuzzleRatios]:
     """What to try on a method with a position head: where nothing is said the papers' figures, as far as it can."""
     for ratio in ratios or ():
         check_value("ratios", ratio, "[0, 1)")
@@ -142,11 +142,11 @@ def settings_of(
     if position_ratios is not None and not several:
         raise SitusError(f"{type(method).__name__} hides every place, and no share of them", field="position_ratios")
     shares = (POSITION_RATIOS if position_ratios is None else position_ratios) if several else (None,)
-    tried = [Setting(ratio, share) for share in shares for ratio in (RATIOS if ratios is None else ratios)]
+    tried = [PuzzleRatios(ratio, share) for share in shares for ratio in (RATIOS if ratios is None else ratios)]
     return tried if ratios is not None else [setting for setting in tried if _can(method, setting)]
 
 
-def _can(method: Method, setting: Setting) -> bool:
+def _can(method: Method, setting: PuzzleRatios) -> bool:
     try:
         method.at(*setting.ratios)
     except SitusError:
@@ -155,7 +155,7 @@ def _can(method: Method, setting: Setting) -> bool:
 
 
 @torch.no_grad()
-def solve(method: Method, batch: Batch, setting: Setting, *, seed: int = 0) -> Puzzle:
+def solve(method: Method, batch: Batch, setting: PuzzleRatios, *, seed: int = 0) -> Puzzle:
     """Puzzles of a batch at a setting, on the CPU; the method must be in eval mode. The same seed, the same puzzles."""
     puzzle = method.at(*setting.ratios).solve(batch, seed=seed)
     return puzzle._replace(places=puzzle.places.cpu(), guesses=puzzle.guesses.cpu())
@@ -175,7 +175,7 @@ class Mix(NamedTuple):
 
 
 @torch.no_grad()
-def solve_mix(method: Method, pair: tuple[Tensor, Tensor], setting: Setting, *, seed: int = 0) -> Mix:
+def solve_mix(method: Method, pair: tuple[Tensor, Tensor], setting: PuzzleRatios, *, seed: int = 0) -> Mix:
     """What MP3 builds of two images' patches [B, C, H, W], dealt out in two sets; solutions come back on the CPU.
 
     A method that tells places is refused: in a mix of two images no patch has a true one.
@@ -203,11 +203,11 @@ class Reconstruction(Result):
 
     file: ClassVar[str] = "reconstruct"
     images: Tensor
-    solved: Mapping[Setting, Puzzle]
-    scores: Mapping[Setting, Scores]
-    trained: Setting
+    solved: Mapping[PuzzleRatios, Puzzle]
+    scores: Mapping[PuzzleRatios, PuzzleScores]
+    trained: PuzzleRatios
     pairs: Sequence[tuple[Tensor, Tensor]] = ()
-    mixes: Sequence[Mapping[Setting, Mix]] = ()
+    mixes: Sequence[Mapping[PuzzleRatios, Mix]] = ()
     seed: int = 0
 
     @property
@@ -277,7 +277,7 @@ def analyze_reconstruct(
 def study(
     method: Method,
     batches: Iterable[Batch],
-    settings: Sequence[Setting],
+    settings: Sequence[PuzzleRatios],
     look: Callable[[Tensor], Tensor],
     *,
     show: int = 6,
@@ -289,7 +289,7 @@ def study(
     look: a model's images as a person sees them (`denormalise`). pairs: how many pairs of the images are mixed.
     """
     sums = {setting: torch.zeros(5, dtype=torch.float64) for setting in settings}
-    kept: dict[Setting, list[Puzzle]] = {setting: [] for setting in settings}
+    kept: dict[PuzzleRatios, list[Puzzle]] = {setting: [] for setting in settings}
     images: list[Tensor] = []
     needed = max(show, 2 * pairs)
     for batch in batches:
@@ -304,7 +304,7 @@ def study(
     scores = {setting: _scores(found) for setting, found in sums.items()}
     chosen = torch.cat(images)
     solved = {setting: _first(_join(parts), show) for setting, parts in kept.items()}
-    trained = Setting(*(getattr(method.config, name) for name in method.puzzle_ratios))
+    trained = PuzzleRatios(*(getattr(method.config, name) for name in method.puzzle_ratios))
     found = Reconstruction(look(chosen[:show]).cpu(), solved, scores, trained, seed=seed)
     couples = [(chosen[at : at + 1], chosen[at + 1 : at + 2]) for at in range(0, min(2 * pairs, len(chosen) - 1), 2)]
     if method.sees_positions:  # a mix has no true places that it could be told

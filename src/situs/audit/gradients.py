@@ -20,6 +20,7 @@ from situs.audit.scores.metrics import mean_of
 from situs.audit.scores.scoring import Lpips, Scores, measure_guesses
 from situs.audit.tables import reasons, table
 from situs.backbones.base import Backbone
+from situs.errors import SitusError
 from situs.methods.base import Method
 from situs.results import Summary, Table
 
@@ -56,6 +57,8 @@ class Audit(Leak):
 
     def judge(self, **limit: float) -> Ruling:
         """Whether no image came back closer than a limit on one metric, as `judge(psnr=20)`: see `gate`."""
+        if len(limit) != 1:
+            raise SitusError(field="limit", value=limit, allowed="one metric with its bound, as psnr=20")
         [(metric, bound)] = limit.items()
         return judge(self, parse_limit(f"{metric}={bound}"))
 

@@ -34,7 +34,7 @@ class Args:
     """Print JSON instead of tables."""
 
 
-class Finding(NamedTuple):
+class Check(NamedTuple):
     """One line of the report. state: ok, missing, warning or broken, which alone makes the command fail."""
 
     name: str
@@ -58,22 +58,22 @@ def run(args: Args) -> int:
     return int(bool(broken))
 
 
-def packages() -> Iterator[Finding]:
+def packages() -> Iterator[Check]:
     """Python and every package situs cannot do without, as situs's own metadata lists them."""
-    yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
+    yield Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
     if not installed("situs"):
-        yield Finding("situs", "broken", "not installed, only on the path", "pip install -e .")
+        yield Check("situs", "broken", "not installed, only on the path", "pip install -e .")
     for need in needs():
         wrong, advice = failure(need)
-        yield Finding(need.name, "broken" if wrong else "ok", wrong or installed(need.name), advice)
+        yield Check(need.name, "broken" if wrong else "ok", wrong or installed(need.name), advice)
 
 
-def extras() -> Iterator[Finding]:
+def extras() -> Iterator[Check]:
     """The optional parts: what each has, or the command that brings it."""
     for extra in sorted((metadata("situs").get_all("Provides-Extra") or ()) if installed("situs") else ()):
         lacking = [need.name for need in needs(extra) if failure(need)[0]]
         held = ", ".join(lacking or (f"{need.name} {installed(need.name)}" for need in needs(extra)))
-        yield Finding(extra, *(("missing", held, f"pip install 'situs[{extra}]'") if lacking else ("ok", held)))
+        yield Check(extra, *(("missing", held, f"pip install 'situs[{extra}]'") if lacking else ("ok", held)))
 
 
 def needs(extra: str | None = None) -> list[Requirement]:
@@ -110,32 +110,32 @@ def failure(need: Requirement) -> tuple[str, str]:
     return "", ""
 
 
-def devices() -> Iterator[Finding]:
+def devices() -> Iterator[Check]:
     """The processors torch can use; nothing where torch itself does not load."""
     if failure(Requirement("torch"))[0]:
         return
     import torch
 
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    yield Finding("cpu", "ok", f"{cores} cores, {torch.backends.cpu.get_cpu_capability()}")
+    yield Check("cpu", "ok", f"{cores} cores, {torch.backends.cpu.get_cpu_capability()}")
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     for index in range(count):
         has = torch.cuda.get_device_properties(index)
         bf16 = "bf16 yes" if has.major >= 8 else "bf16 no (use fp16)"
-        yield Finding(f"cuda:{index}", "ok", f"{has.name}, {has.total_memory / GIB:.0f} GiB, {bf16}")
+        yield Check(f"cuda:{index}", "ok", f"{has.name}, {has.total_memory / GIB:.0f} GiB, {bf16}")
     if not count and torch.version.cuda and (said or shutil.which("nvidia-smi")):
         why = str(said[0].message).splitlines()[0] if said else "torch finds no device, though nvidia-smi is here"
-        yield Finding("cuda", "warning", why, f"check the driver: torch wants CUDA {torch.version.cuda}")
+        yield Check("cuda", "warning", why, f"check the driver: torch wants CUDA {torch.version.cuda}")
     elif not count:
-        yield Finding("cuda", "missing", "no NVIDIA device; training runs on the CPU")
+        yield Check("cuda", "missing", "no NVIDIA device; training runs on the CPU")
     if torch.backends.mps.is_available():
-        yield Finding("mps", "ok", "Apple GPU")
+        yield Check("mps", "ok", "Apple GPU")
     yield compiler()
 
 
-def compiler() -> Finding:
+def compiler() -> Check:
     """Whether torch.compile can build its kernels: a C++ compiler, and Python's headers for its bindings."""
     found = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "cl"))), None)
     headers = Path(sysconfig.get_path("include")) / "Python.h"
@@ -144,15 +144,15 @@ def compiler() -> Finding:
         told = "warning", "no C++ compiler found", "install one (Debian: apt install g++) or leave --train.compile off"
     elif not headers.is_file():
         told = "warning", f"{found}, but no {headers}", "install Python's headers (Debian: apt install python3-dev)"
-    return Finding("torch.compile", *told)
+    return Check("torch.compile", *told)
 
 
-def machine() -> Iterator[Finding]:
+def machine() -> Iterator[Check]:
     """Disk, and what loader workers share."""
     free = shutil.disk_usage(Path.cwd()).free
     advice = "" if free >= 5 * GIB else "checkpoints may not fit; write runs elsewhere with --out"
-    yield Finding("disk", "warning" if advice else "ok", f"{free / GIB:.1f} GiB free here", advice)
+    yield Check("disk", "warning" if advice else "ok", f"{free / GIB:.1f} GiB free here", advice)
     shared = Path("/dev/shm")  # noqa: S108  (where Linux keeps what loader processes share)
     if shared.is_dir() and (size := shutil.disk_usage(shared).total) < GIB:
         advice = "loader workers pass batches through it: docker run --shm-size 8g, or no workers"
-        yield Finding("shared memory", "warning", f"{size / GIB:.2f} GiB", advice)
+        yield Check("shared memory", "warning", f"{size / GIB:.2f} GiB", advice)

@@ -12,7 +12,7 @@ from situs.locks.contents import sort_files
 from situs.locks.key import Key, codes_of
 from situs.locks.manifest import NAME, Manifest, openers
 from situs.locks.seal import new_file
-from situs.locks.shards import Header, PlainSource, Source, Spec
+from situs.locks.shards import ByteSource, Header, PlainSource, Spec
 from situs.locks.withhold import open_second
 
 
@@ -54,7 +54,7 @@ def unlock_retrained(
                 assert writer is not None
                 writer.write(whole.raw)
 
-                def at(spec: Spec, reader: PlainSource = reader, places: dict[str, int] = places) -> Source:
+                def at(spec: Spec, reader: PlainSource = reader, places: dict[str, int] = places) -> ByteSource:
                     source = second if spec.name in absent else reader
                     assert isinstance(source, PlainSource)
                     source.seek(apart[spec.name] if spec.name in absent else places[spec.name])

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 from situs.errors import SitusError, missing_extra
 from situs.locks.key import Key
 from situs.locks.manifest import Manifest
-from situs.locks.shards import Sink, Source, open_file, plain_source
+from situs.locks.shards import ByteSource, Sink, open_file, plain_source
 
 MAGIC = b"SITUSEA1"
 SUFFIX = ".sealed"
@@ -143,12 +143,12 @@ def new_file(
         yield sink
 
 
-def reading(path: Path, name: str, manifest: Manifest, key: Key) -> AbstractContextManager[Source]:
+def reading(path: Path, name: str, manifest: Manifest, key: Key) -> AbstractContextManager[ByteSource]:
     """A file of a lock, decrypted where it is sealed. name: when it is open."""
     return sealed_source(path, key, manifest.lock_id, name) if manifest.sealed else plain_source(path)
 
 
-def locked_file(folder: Path, name: str, manifest: Manifest, key: Key) -> AbstractContextManager[Source]:
+def locked_file(folder: Path, name: str, manifest: Manifest, key: Key) -> AbstractContextManager[ByteSource]:
     """A file of a locked folder."""
     path = folder / (name + SUFFIX if manifest.sealed else name)
     if not path.is_file():

@@ -42,7 +42,7 @@ CHUNK, SMALL_CHUNK = 1 << 23, 1 << 19
 WORKERS = min(4, os.cpu_count() or 1)
 
 
-class Source(Protocol):
+class ByteSource(Protocol):
     """Bytes in their order. size: how many there are in all."""
 
     size: int
@@ -172,7 +172,7 @@ def make_header(specs: Sequence[Spec], notes: Mapping[str, str]) -> Header:
     return Header(len(text).to_bytes(8, "little") + text, tuple(specs))
 
 
-def read_header(source: Source, where: str) -> Header:
+def read_header(source: ByteSource, where: str) -> Header:
     """The header of a safetensors file whose every byte belongs to one tensor; anything else is refused."""
     length = bytearray(8)
     if source.size < 8:
@@ -256,7 +256,7 @@ Start = Callable[[str], Code]
 """Name of a tensor -> the code that its bytes are to go through."""
 
 
-def copy(source: Source, sink: Sink | None, code: Code, size: int | None = None, chunk: int = CHUNK) -> str:
+def copy(source: ByteSource, sink: Sink | None, code: Code, size: int | None = None, chunk: int = CHUNK) -> str:
     """Passes `size` bytes on, or a whole file; returns their code."""
     size = source.size if size is None else size
     buffer = memoryview(bytearray(min(size, chunk)))
@@ -285,7 +285,7 @@ def codes_of(path: Path, header: Header, start: Start) -> dict[str, str]:
 
 
 def rewrite(
-    source: Callable[[Spec], Source],
+    source: Callable[[Spec], ByteSource],
     sink: Callable[[Spec], Sink] | None,
     tensors: Sequence[Spec],
     changes: Mapping[str, Change],

@@ -17,7 +17,7 @@ from situs.errors import SitusError
 from situs.locks.key import Key, codes_of
 from situs.locks.manifest import PART, Manifest
 from situs.locks.seal import reading, writing
-from situs.locks.shards import Header, Sink, Source, make_header, new_private_file, parse_header, read_header
+from situs.locks.shards import ByteSource, Header, Sink, make_header, new_private_file, parse_header, read_header
 
 NAME = "withheld.safetensors"
 """What the second file is called where its name is part of a key."""
@@ -102,7 +102,7 @@ def new_second(path: Path, header: Header, seal: Key | None, lock_id: str) -> It
 @contextmanager
 def open_second(
     folder: Path, manifest: Manifest, key: Key, path: str | Path | None
-) -> Iterator[tuple[Source | None, Header | None, dict[str, Header]]]:
+) -> Iterator[tuple[ByteSource | None, Header | None, dict[str, Header]]]:
     """The second file of a lock behind its header, the header, and those of the clear files; nothing where none is.
 
     Refused unless it is the one that the manifest names.

@@ -11,8 +11,8 @@ from torch import Tensor
 from situs.analyze.reconstruct import (
     Grid,
     Mix,
+    PuzzleRatios,
     Reconstruction,
-    Setting,
     hidden_and_wrong,
     paint_places,
     place_patches,
@@ -26,7 +26,7 @@ from situs.report.html import Page
 from situs.report.puzzles import Panel, panels
 from situs.results import percent
 
-Solved = Mapping[Setting, Puzzle]
+Solved = Mapping[PuzzleRatios, Puzzle]
 """The puzzles of the images on the page, by setting."""
 
 
@@ -77,7 +77,7 @@ _PLACED = (
 )
 
 
-def _stayed(number: int, pair: Mapping[Setting, Mix]) -> str:
+def _stayed(number: int, pair: Mapping[PuzzleRatios, Mix]) -> str:
     shares = ", ".join(f"{percent(mix.stayed, 0)} at {setting.text}" for setting, mix in pair.items())
     return f"In pair {number} the patches that are put where they stood in their own image are {shares}."
 
@@ -149,7 +149,7 @@ def _percent(puzzle: Puzzle, row: int) -> str:
     return percent(float(puzzle.right[row].double().mean()), 0)
 
 
-def _title(setting: Setting, puzzle: Puzzle, row: int) -> str:
+def _title(setting: PuzzleRatios, puzzle: Puzzle, row: int) -> str:
     symbol = "η" if setting.position_ratio is None else "γ"
     return f"{symbol} = {setting.ratio:g}: {_percent(puzzle, row)}" if row == 0 else _percent(puzzle, row)
 
@@ -185,7 +185,7 @@ def _grid(solved: Solved) -> Grid:
     return next(iter(solved.values())).grid
 
 
-def mix_figure(pair: tuple[Tensor, Tensor], mixes: Mapping[Setting, Mix], row: int = 0) -> Figure:
+def mix_figure(pair: tuple[Tensor, Tensor], mixes: Mapping[PuzzleRatios, Mix], row: int = 0) -> Figure:
     """MP3's Figures 14 and 15: two images, and what is built of their patches shuffled together, at each η.
 
     pair and the mixes' inputs: images [B, C, H, W] in [0, 1], of which `row` is shown.

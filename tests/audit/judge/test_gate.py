@@ -324,3 +324,12 @@ def test_doubts(facts: list[dict[str, Any]], noise: float, control: Any, doubt: 
 
 def test_a_caveat_is_a_doubt_whatever_fits() -> None:
     assert doubt_of("a batch of 2", [FITS], 0.0, never) == "it is not exact here (a batch of 2)"
+
+
+@pytest.mark.parametrize("limits", [{}, {"psnr": 20.0, "ssim": 0.5}])
+def test_an_audit_is_judged_by_one_metric(limits: dict[str, float]) -> None:
+    found = audit(closed(3.0, 20.5))
+    with pytest.raises(SitusError) as caught:
+        found.judge(**limits)
+    assert (caught.value.field, caught.value.value) == ("limit", limits)
+    assert str(found.judge(psnr=20)) == judge(found, LIMIT).sentence

@@ -21,8 +21,8 @@ from situs.audit.position.probe import (
     REMOVED,
     RIDGES,
     SHUFFLED,
+    PlaceReading,
     Reader,
-    Reading,
     Sums,
     choose_ridge,
     conditions_of,
@@ -60,7 +60,7 @@ def batches(count: int, sizes: int = 7, *, bright: bool = False) -> list[Batch]:
     return [Batch(part, which) for part, which in zip(images.split(sizes), ids.split(sizes), strict=True)]
 
 
-def ends(found: Any) -> dict[str, tuple[Reading, Reading]]:
+def ends(found: Any) -> dict[str, tuple[PlaceReading, PlaceReading]]:
     return {condition: (readings[0], readings[-1]) for condition, readings in found.readings.items()}
 
 

@@ -22,7 +22,7 @@ from situs.locks.attacks.adapter import AdapterConfig, accuracy_of, randomised, 
 from situs.locks.attacks.blind import graph_match
 from situs.locks.attacks.match import assign, channels, fit_error, match_keys
 from situs.locks.attacks.recovery import (
-    Recovery,
+    KeyRecovery,
     bits_left,
     check_finite,
     drift,
@@ -277,9 +277,9 @@ def test_who_is_mostly_right_goes_on_by_exchanges() -> None:
     assert [bits_left(384, right) for right in (384, 383, 382)] == [0, 0, 0]
 
 
-def result(size: int, right: int | None, **fields: Any) -> Recovery:
+def result(size: int, right: int | None, **fields: Any) -> KeyRecovery:
     pairs = () if right is None else ((size, right),)
-    return Recovery("x", size, right, residual_sizes=pairs, **fields)
+    return KeyRecovery("x", size, right, residual_sizes=pairs, **fields)
 
 
 def test_strength_is_the_best_attack_and_never_more_than_the_seed() -> None:

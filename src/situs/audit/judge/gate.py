@@ -92,6 +92,9 @@ class Ruling:
     def status(self) -> int:
         return STATUS[self.answer]
 
+    def __str__(self) -> str:
+        return self.sentence
+
     @property
     def passed(self) -> bool:
         return self.status == PASSED

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Unpack
 
 from situs.analyze.positions import Look, grasp, look_at, to_json
 from situs.analyze.tables import tables_of
-from situs.audit.position.probe import OWN, REMOVED, SHUFFLED, Probed, Reading, probe_places
+from situs.audit.position.probe import OWN, REMOVED, SHUFFLED, PlaceReading, Probed, probe_places
 from situs.backbones.base import Backbone
 from situs.data.batch import Batch
 from situs.errors import SitusError
@@ -53,7 +53,7 @@ class PositionAudit(Result):
     shuffled: tuple[Consistency, ...]
     rows: Finding | None
 
-    def reading(self, condition: str, place: int) -> Reading | None:
+    def reading(self, condition: str, place: int) -> PlaceReading | None:
         """The first (0) or last (-1) depth's reading under a condition, where there is one."""
         found = self.probed.readings.get(condition)
         return None if found is None else found[place]

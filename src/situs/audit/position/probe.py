@@ -35,7 +35,7 @@ OWN, REMOVED, SHUFFLED = "as it is", "positions removed", "patches shuffled"
 class Probed:
     """Readings by condition, each in the model's order. fitted, tested: images."""
 
-    readings: dict[str, list[Reading]]
+    readings: dict[str, list[PlaceReading]]
     fitted: int
     tested: int
 
@@ -65,7 +65,7 @@ def probe_places(backbone: Backbone, batches: Iterable[Batch], *, positions: boo
     if not readers or not all(reader.images for reader in readers.values()):
         said = "reading places needs at least two images: one to fit, one to read"
         raise SitusError(said, field=("count", "data"))
-    readings: dict[str, list[Reading]] = {}
+    readings: dict[str, list[PlaceReading]] = {}
     for (condition, depth), reader in readers.items():
         readings.setdefault(condition, []).append(reader.reading(depth))
     fitted, tested = (sum(half.images for half in next(iter(halves.values()))), next(iter(readers.values())).images)
@@ -116,7 +116,7 @@ MIDDLE = 1e-2
 
 
 @dataclass(frozen=True)
-class Reading:
+class PlaceReading:
     """How well places are read off the features at one depth, on images that the readers were not fitted on.
 
     error: mean absolute error in patches, mean of row and column. r2: share of the places' variance that is read, mean
@@ -231,7 +231,7 @@ class Reader:
         self.tally += torch.stack([errors.abs().mean(dim=-1).sum(), *squares, right.double()])
         self.images += len(features)
 
-    def reading(self, depth: str) -> Reading:
+    def reading(self, depth: str) -> PlaceReading:
         """What was read so far."""
         error, *squares, right = (self.tally / (self.images * len(self.targets))).tolist()
         away = self.targets - self.targets.mean(dim=0)
@@ -240,7 +240,7 @@ class Reader:
         shares = [1 - square / all_ for square, all_ in zip(squares, spread, strict=True) if all_ > 0]
         blind = float(away.abs().mean())
         r2 = sum(shares) / len(shares)
-        return Reading(depth, self.grid, error, r2, right, blind, 1 / len(away), self.ridge)
+        return PlaceReading(depth, self.grid, error, r2, right, blind, 1 / len(away), self.ridge)
 
 
 def _solve(matrix: Tensor, right: Tensor, ridge: float) -> Tensor:

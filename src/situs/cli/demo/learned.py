@@ -10,7 +10,7 @@ import torch
 
 import situs
 from situs.analyze.attention import analyze_attention
-from situs.analyze.reconstruct import Setting, analyze_reconstruct
+from situs.analyze.reconstruct import PuzzleRatios, analyze_reconstruct
 from situs.analyze.vectors import decode_places
 from situs.cli.demo.sections import GRID, LOOKS, MODEL, PATCH, PLACES, Lines, Stage, project
 from situs.evaluate.position import PositionCurve, PositionGrid, evaluate_position
@@ -133,7 +133,7 @@ def show_puzzles(stage: Stage) -> Lines:
         mix_figure(found.pairs[0], found.mixes[0]),
         "The patches of two images, shuffled together and dealt out in two sets: of each the model builds one image.",
     )
-    whole = found.scores[Setting(0.0)]
+    whole = found.scores[PuzzleRatios(0.0)]
     return [("MP3, puzzles without a mask", f"{percent(whole.right)} of patches right")]
 
 

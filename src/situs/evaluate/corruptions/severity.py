@@ -27,7 +27,7 @@ GROWTH = {
 """With which power of the side each parameter grows, of corruptions that have lengths in pixels."""
 
 
-class Table(NamedTuple):
+class SeverityTable(NamedTuple):
     """The parameters of one published set, five for each corruption, made for images of `side` pixels.
 
     A corruption's own function says what they are.
@@ -42,7 +42,7 @@ def _elastic(side: int, *shares: tuple[float, float, float]) -> tuple[tuple[floa
     return tuple(tuple(side * share for share in each) for each in shares)
 
 
-IMAGENET_C = Table(
+IMAGENET_C = SeverityTable(
     "ImageNet-C",
     224,
     {
@@ -73,7 +73,7 @@ IMAGENET_C = Table(
     },
 )
 
-TINY_IMAGENET_C = Table(
+TINY_IMAGENET_C = SeverityTable(
     "Tiny-ImageNet-C",
     64,
     {
@@ -103,7 +103,7 @@ TINY_IMAGENET_C = Table(
     },
 )
 
-CIFAR_C = Table(
+CIFAR_C = SeverityTable(
     "CIFAR-C",
     32,
     {
@@ -134,7 +134,7 @@ CIFAR_C = Table(
 )
 
 
-def table_for(side: int) -> Table:
+def table_for(side: int) -> SeverityTable:
     """The published table nearest to images whose shorter side is `side` (borders at the geometric means)."""
     return CIFAR_C if side < 46 else TINY_IMAGENET_C if side < 120 else IMAGENET_C
 

@@ -48,7 +48,7 @@ Cells = Mapping[str, Mapping[int, Accuracy]]
 
 
 @dataclass(frozen=True)
-class Scores:
+class CorruptionScores:
     """The figures of a grid of corruptions × severities.
 
     errors: the mean error over severities of each corruption. raw: their mean. normalised: the mean of errors over
@@ -60,7 +60,7 @@ class Scores:
     normalised: float | None
 
 
-def score(cells: Cells) -> Scores:
+def score(cells: Cells) -> CorruptionScores:
     """The figures of `cells`; every corruption must have the same severities."""
     if not cells:
         raise SitusError("there are no corruptions to average over", field="corruptions")
@@ -68,7 +68,7 @@ def score(cells: Cells) -> Scores:
     if len(levels) > 1:
         raise SitusError("corruptions measured at different severities have no common mean", field="severities")
     errors = {name: 1.0 - mean(cell.top1 for cell in row.values()) for name, row in cells.items()}
-    return Scores(errors, mean(errors.values()), normalised_mce(errors) if levels == {SEVERITIES} else None)
+    return CorruptionScores(errors, mean(errors.values()), normalised_mce(errors) if levels == {SEVERITIES} else None)
 
 
 def normalised_mce(errors: Mapping[str, float]) -> float:
@@ -164,7 +164,7 @@ class Robustness(Result):
     side: int
 
     @property
-    def scores(self) -> Scores:
+    def scores(self) -> CorruptionScores:
         """The figures of the corruptions, where there are any."""
         return score(self.cells)
 

@@ -24,7 +24,7 @@ from situs.config import Checked
 from situs.errors import SitusError
 from situs.limits import Count, Positive
 from situs.locks.attacks.match import assign
-from situs.locks.attacks.recovery import Recovery, judged
+from situs.locks.attacks.recovery import KeyRecovery, judged
 from situs.locks.groups import residual_only
 from situs.models.inference import evaluating
 
@@ -76,7 +76,7 @@ def recover_with_labels(
     *,
     truth: Mapping[str, Tensor] | None = None,
     owner: float | None = None,
-) -> Recovery:
+) -> KeyRecovery:
     """Trains the adapter on the locked `backbone` (a copy of it), and reads the key off the matrix before the blocks.
 
     samples, test: images and labels, to learn from and to be judged on. owner: the accuracy with the key.

@@ -24,7 +24,7 @@ from situs.locks.attacks.match import State
 from situs.locks.attacks.recovery import (
     ATTACKERS,
     SEED_BITS,
-    Recovery,
+    KeyRecovery,
     Score,
     check_finite,
     drift,
@@ -88,7 +88,7 @@ class LockAudit(Result):
     model: str
     sizes: tuple[int, ...]
     inner: int
-    attacks: tuple[Recovery, ...]
+    attacks: tuple[KeyRecovery, ...]
     idle: dict[str, str] = field(default_factory=dict)
     lacking: frozenset[str] = frozenset()
     kept: str = ""
@@ -120,7 +120,7 @@ class LockAudit(Result):
         return {"model": self.model, "strength_bits": self.strength, "verdict": self.verdict, "attacks": held}
 
 
-def _row(result: Recovery, judged: bool) -> list[str | None]:
+def _row(result: KeyRecovery, judged: bool) -> list[str | None]:
     share = "not judged" if result.share is None else f"{percent(result.share)} ({result.right} of {result.size})"
     bits = "not judged" if result.bits is None else f"{min(float(SEED_BITS), result.bits):.0f}"
     scores = [None if value is None else percent(value) for value in (result.before, result.after, result.owner)]
@@ -267,7 +267,7 @@ def _labelled(
     return sets[0], sets[1]
 
 
-def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[Recovery]:
+def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[KeyRecovery]:
     """The results of one attacker: one, or one for each drift."""
     truth, score, owner = target.truth, target.score, target.owner
     if name == "labels":

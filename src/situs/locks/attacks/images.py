@@ -35,7 +35,7 @@ from situs.locks.attacks.graph import (
     settled,
     unit,
 )
-from situs.locks.attacks.recovery import Recovery, judged
+from situs.locks.attacks.recovery import KeyRecovery, judged
 from situs.locks.groups import residual_only
 
 READS = ("q", "k", "v", "up", "up again")
@@ -71,7 +71,7 @@ def recover_with_samples(
     had: str,
     truth: Mapping[str, Tensor] | None = None,
     seed: int = 0,
-) -> Recovery:
+) -> KeyRecovery:
     """Matches the locked channels with the clear ones by what `inputs` (batches of images or of token ids) show.
 
     had: what the attacker had, in words. Only a stream of one width is attacked whole; of a hierarchical model the

@@ -49,7 +49,7 @@ Score = Callable[[State], float]
 
 
 @dataclass(frozen=True)
-class Recovery:
+class KeyRecovery:
     """What one attack got.
 
     right, size: residual channels put where they belong, of all; right is None where nobody knows the true key.
@@ -109,7 +109,7 @@ def bits_left(size: int, right: int) -> float:
     return min(orders, math.log2(wrong * (wrong - 1) ** 2 / 2))
 
 
-def strength_bits(results: Sequence[Recovery], lacking: Collection[str] = ()) -> float | None:
+def strength_bits(results: Sequence[KeyRecovery], lacking: Collection[str] = ()) -> float | None:
     """min(256, the best attack that was judged): the strength of a lock in bits, the only figure ever printed as such.
 
     None where no attack was run, where none could be compared with the true key, or where attackers that apply were not
@@ -121,7 +121,7 @@ def strength_bits(results: Sequence[Recovery], lacking: Collection[str] = ()) ->
     return None if lacking and best != 0 else best
 
 
-def verdict(results: Sequence[Recovery], lacking: Collection[str] = ()) -> str:
+def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = ()) -> str:
     """The strength in a line or two, and what it means; bits only where those who can attack did and were judged."""
     if not results:
         return "Not attacked: no strength can be given."
@@ -145,7 +145,7 @@ def verdict(results: Sequence[Recovery], lacking: Collection[str] = ()) -> str:
 
 def judged(
     attacker: str, groups: Sequence[Group], keys: Keys, truth: Mapping[str, Tensor] | None, **more: Any
-) -> Recovery:
+) -> KeyRecovery:
     """What an attack got: its residual keys compared with the true ones where they are known; inner ones never count.
 
     more: fields of `Recovery`.
@@ -153,7 +153,7 @@ def judged(
     residual = residual_only(groups)
     if not residual:
         raise SitusError("these groups hold no residual key: there is no lock to attack")
-    found = Recovery(attacker, sum(group.size for group in residual), keys=keys, **more)
+    found = KeyRecovery(attacker, sum(group.size for group in residual), keys=keys, **more)
     if truth is None:
         return found
     pairs = tuple((group.size, int((keys[group.name] == truth[group.name]).sum())) for group in residual)
@@ -167,7 +167,7 @@ def recover_with_base(
     *,
     truth: Mapping[str, Tensor] | None = None,
     attacker: str = "public-base",
-) -> Recovery:
+) -> KeyRecovery:
     """Linear assignment of the base's channels to the locked ones, over every residual-side weight and norm.
 
     truth: the keys, where the auditor has them. Without them, a base that turns into the locked weights bit by bit
@@ -190,7 +190,7 @@ def recover_blind(
     *,
     truth: Mapping[str, Tensor] | None = None,
     inputs: Tensor | None = None,
-) -> Recovery:
+) -> KeyRecovery:
     """What the locked file gives away: its clear parts against its locked ones, see `attacks.blind`.
 
     inputs: unlabelled samples that this attacker has as well; None: the locked file alone.
@@ -232,7 +232,9 @@ def opened(locked: State, groups: Sequence[Group], keys: Mapping[str, Tensor]) -
     return permute_state(locked, groups, invert_keys({group.name: keys[group.name] for group in groups}))
 
 
-def scored(recovery: Recovery, locked: State, groups: Sequence[Group], score: Score, owner: float | None) -> Recovery:
+def scored(
+    recovery: KeyRecovery, locked: State, groups: Sequence[Group], score: Score, owner: float | None
+) -> KeyRecovery:
     """The recovery with the accuracy of the locked model before the attack, after it, and of its owner."""
     after = score(opened(locked, groups, recovery.keys))
     return replace(recovery, before=score(locked), after=after, owner=owner)

@@ -36,7 +36,7 @@ STAY: tuple[Move, Back] = (lambda stream: stream, lambda z: z)
 
 
 @dataclass(frozen=True)
-class Run:
+class Computed:
     """What one run gave, in clear order; names are the wrapped model's own."""
 
     output: Tensor
@@ -114,7 +114,7 @@ class Experiment:
         return self._forward(self._keyed(key), self.tokens, move, back)
 
     @torch.enable_grad()
-    def run(self, move: Move, back: Back, key: Keying | None = None) -> Run:
+    def run(self, move: Move, back: Back, key: Keying | None = None) -> Computed:
         """Forward, backward and steps. loss = <cotangent, output in clear order>."""
         parameters = {n: p.clone().requires_grad_(p.is_floating_point()) for n, p in self._keyed(key).items()}
         leaves = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -123,7 +123,7 @@ class Experiment:
         found = torch.autograd.grad((first * self.cotangent).sum(), [start, *leaves.values()], allow_unused=True)
         gradients = {name: g for name, g in zip(leaves, found[1:], strict=True) if g is not None}
         if not self.steps:
-            return Run(first.detach(), found[0], _own(gradients))
+            return Computed(first.detach(), found[0], _own(gradients))
         used = [parameters[name] for name in gradients]
         # A large epsilon: the usual 1e-8 blows rounding in gradients that are 0 (the keys' bias) up to whole steps.
         optimizer = torch.optim.AdamW(used, lr=1e-3, weight_decay=0.05, eps=1e-6)
@@ -136,7 +136,7 @@ class Experiment:
         with torch.no_grad():
             last = self._forward(parameters, self.tokens, move, back)
         trained = {name: parameters[name].detach() for name in gradients}
-        return Run(first.detach(), found[0], _own(gradients), _own(trained), last)
+        return Computed(first.detach(), found[0], _own(gradients), _own(trained), last)
 
     def _forward(self, parameters: Mapping[str, Tensor], tokens: Tensor, move: Move, back: Back) -> Tensor:
         with KeepDouble() if tokens.dtype == torch.float64 else nullcontext():
@@ -149,7 +149,7 @@ class Experiment:
         state = _own({name: p for name, p in self.parameters.items() if name.startswith(PREFIX)})
         return {**self.parameters, **{PREFIX + name: p for name, p in key(state).items()}}
 
-    def errors(self, other: Run, unkey: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Errors:
+    def errors(self, other: Computed, unkey: Callable[[Mapping[str, Tensor]], dict[str, Tensor]]) -> Errors:
         """How far a run is from the clear one, its weights un-permuted.
 
         Trained weights are compared in float64 only: below it, AdamW makes whole steps out of gradients that are

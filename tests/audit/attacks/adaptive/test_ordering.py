@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from situs.audit.attacks.adaptive.ordering import (
-    Puzzle,
+    PatchCosts,
     _gains,
     _links,
     _swapped,
@@ -86,7 +86,7 @@ def test_the_best_order_of_few_is_found(seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
     alone, beside_cost, under_cost = torch.rand(3, 5, 5, generator=chance, dtype=torch.float64)
     beside, under = torch.tensor([[0, 1], [1, 2], [3, 4]]), torch.tensor([[0, 3], [1, 4]])
-    puzzle = Puzzle(alone, beside_cost, under_cost, beside, under)
+    puzzle = PatchCosts(alone, beside_cost, under_cost, beside, under)
     every = [total_cost(puzzle, torch.tensor(order)) for order in itertools.permutations(range(5))]
     found = solve_puzzle(puzzle)
     assert sorted(found.tolist()) == [0, 1, 2, 3, 4]
@@ -96,13 +96,13 @@ def test_the_best_order_of_few_is_found(seed: int) -> None:
         assert total_cost(puzzle, _swapped(found, a, b)) >= total_cost(puzzle, found) - 1e-9
 
 
-def random_puzzle(count: int, seed: int, pairs: bool = True) -> Puzzle:
+def random_puzzle(count: int, seed: int, pairs: bool = True) -> PatchCosts:
     """Costs without any symmetry."""
     chance = torch.Generator().manual_seed(seed)
     alone, right_cost, below_cost = torch.rand(3, count, count, generator=chance, dtype=torch.float64)
     beside, under = torch.tensor([[0, 1], [1, 2], [3, 4]]), torch.tensor([[0, 3], [1, 4]])
     none = torch.zeros(0, 2, dtype=torch.int64)
-    return Puzzle(alone, right_cost, below_cost, beside if pairs else none, under if pairs else none)
+    return PatchCosts(alone, right_cost, below_cost, beside if pairs else none, under if pairs else none)
 
 
 @given(st.integers(0, 200))
@@ -138,7 +138,7 @@ def test_where_no_hidden_place_has_a_hidden_neighbour_the_order_is_the_best_of_a
 
 
 def test_total_cost_by_hand() -> None:
-    puzzle = Puzzle(
+    puzzle = PatchCosts(
         torch.tensor([[1.0, 2.0], [4.0, 8.0]]),
         torch.tensor([[0.0, 16.0], [32.0, 0.0]]),
         torch.zeros(2, 2),

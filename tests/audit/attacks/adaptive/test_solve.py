@@ -14,7 +14,7 @@ from situs.audit.attacks.adaptive import search as searching
 from situs.audit.attacks.adaptive import solve
 from situs.audit.attacks.adaptive.algebra import Partly, separate
 from situs.audit.attacks.adaptive.block import FirstBlock
-from situs.audit.attacks.adaptive.search import SOLVED, TELLING, Effort, Family, Found, Trial, search
+from situs.audit.attacks.adaptive.search import SOLVED, TELLING, Effort, Family, TokenFit, Trial, search
 from situs.audit.attacks.adaptive.solve import family_of, solve_directions
 from situs.audit.client import known_gradient, victim_gradients
 from situs.audit.deadline import Deadline
@@ -247,12 +247,12 @@ def test_copies_are_not_believed_while_roots_are_missing(usual: Scene) -> None:
     family, hidden = usual.family, usual.partly.hidden.nonzero()[:, 0]
     fit = torch.ones(16, dtype=torch.float64)
     fit[hidden[2:]] = torch.inf
-    copied = solve._copied(trial(usual), Found(family.phi(everywhere(usual), usual.theta), fit), 2)
+    copied = solve._copied(trial(usual), TokenFit(family.phi(everywhere(usual), usual.theta), fit), 2)
     assert copied.fit.equal(fit)
 
 
 def test_an_end_that_was_only_held_beside_a_root_is_a_guess_and_no_proof() -> None:
-    ends = Found(torch.zeros(4, 2), torch.tensor([0.9, SOLVED, 5.0, torch.inf]))
+    ends = TokenFit(torch.zeros(4, 2), torch.tensor([0.9, SOLVED, 5.0, torch.inf]))
     fit = solve._unproven(ends).fit
     assert (fit > SOLVED).all()
     assert (fit[:2] <= solve.DOUBTFUL).all()

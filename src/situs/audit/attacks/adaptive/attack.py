@@ -24,7 +24,7 @@ from torch import Tensor
 from situs.audit.attacks.adaptive.algebra import Partly, separate
 from situs.audit.attacks.adaptive.block import FirstBlock, first_linears
 from situs.audit.attacks.adaptive.ordering import order_hidden
-from situs.audit.attacks.adaptive.search import SOLVED, Effort, Found
+from situs.audit.attacks.adaptive.search import SOLVED, Effort, TokenFit
 from situs.audit.attacks.adaptive.solve import solve_directions
 from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, known_numbers
 from situs.audit.attacks.patchembed.attack import PatchEmbedding, patch_rows
@@ -166,7 +166,7 @@ def _equations(method: Method, stem: Stem, upload: Gradients, known: Knowledge) 
     return rows[:, whole], weight[whole], None if total is None else total[whole]
 
 
-def _facts(partly: Partly, found: Found, block: FirstBlock) -> dict[str, Fact]:
+def _facts(partly: Partly, found: TokenFit, block: FirstBlock) -> dict[str, Fact]:
     """proof: how the attacker knows that he is right; verdict: why he may not be."""
     fits = int((found.fit <= SOLVED).sum())
     everything = len(found.fit)
@@ -193,7 +193,7 @@ def _facts(partly: Partly, found: Found, block: FirstBlock) -> dict[str, Fact]:
 
 
 def _fit(
-    partly: Partly, found: Found, equations: tuple[Tensor, Tensor, Tensor | None], sent: torch.dtype, sigma: float
+    partly: Partly, found: TokenFit, equations: tuple[Tensor, Tensor, Tensor | None], sent: torch.dtype, sigma: float
 ) -> dict[str, Fact]:
     """Whether everything that was solved meets its equations.
 

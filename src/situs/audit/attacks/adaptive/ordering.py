@@ -19,7 +19,7 @@ SIDES = {"right": (0, 1), "left": (0, -1), "below": (1, 0), "above": (-1, 0)}
 """side -> the step (rows, columns) to the neighbour there."""
 
 
-class Puzzle(NamedTuple):
+class PatchCosts(NamedTuple):
     """m patches for m places. alone [m, m]: cost of patch j at place t beside the known ones. right, below [m, m]: cost
     of patch k to the right of, or below, patch j. beside, under [·, 2]: pairs (t, t') of hidden places, t' to the
     right of, or below, t.
@@ -61,7 +61,7 @@ def _lines(patches: Tensor, size: tuple[int, int], side: str) -> tuple[Tensor, T
     return cells.select(dim, outer).flatten(1), cells.select(dim, inner).flatten(1)
 
 
-def make_puzzle(patches: Tensor, hidden: Tensor, grid: tuple[int, ...], size: tuple[int, int]) -> Puzzle:
+def make_puzzle(patches: Tensor, hidden: Tensor, grid: tuple[int, ...], size: tuple[int, int]) -> PatchCosts:
     """Patches [N, K] of which those at `hidden` [N] are in any order; costs in units of what true neighbours have."""
     places = hidden.nonzero()[:, 0]
     pieces = patches[places]
@@ -82,7 +82,7 @@ def make_puzzle(patches: Tensor, hidden: Tensor, grid: tuple[int, ...], size: tu
     unit = _usual_cost(patches, hidden, grid, size)
     right, below = (border_costs(pieces, pieces, size, side) / unit for side in ("right", "below"))
     beside, under = (torch.tensor(pairs[side], dtype=torch.int64).view(-1, 2) for side in ("right", "below"))
-    return Puzzle(alone / unit, right, below, beside, under)
+    return PatchCosts(alone / unit, right, below, beside, under)
 
 
 def _usual_cost(patches: Tensor, hidden: Tensor, grid: tuple[int, ...], size: tuple[int, int]) -> Tensor:
@@ -139,7 +139,7 @@ def order_hidden(
 # --- the puzzle -------------------------------------------------------------------------------------------------
 
 
-def total_cost(puzzle: Puzzle, order: Tensor) -> float:
+def total_cost(puzzle: PatchCosts, order: Tensor) -> float:
     """What an order costs; order [m]: the patch at each place."""
     alone, right, below, beside, under = puzzle
     cost = alone[order, torch.arange(len(order))].sum()
@@ -147,9 +147,9 @@ def total_cost(puzzle: Puzzle, order: Tensor) -> float:
     return float(cost + below[order[under[:, 0]], order[under[:, 1]]].sum())
 
 
-def solve_puzzle(puzzle: Puzzle, restarts: int = 16) -> Tensor:
+def solve_puzzle(puzzle: PatchCosts, restarts: int = 16) -> Tensor:
     """The patch at each place, [m]: the best of several greedy starts, each improved by exchanges until none helps."""
-    puzzle = Puzzle(*(part.cpu() for part in puzzle))
+    puzzle = PatchCosts(*(part.cpu() for part in puzzle))
     chance = torch.Generator().manual_seed(0)
     found = []
     for number in range(restarts):
@@ -159,7 +159,7 @@ def solve_puzzle(puzzle: Puzzle, restarts: int = 16) -> Tensor:
     return min(found, key=lambda order: total_cost(puzzle, order))
 
 
-def _grow(puzzle: Puzzle, noise: float, chance: torch.Generator) -> Tensor:
+def _grow(puzzle: PatchCosts, noise: float, chance: torch.Generator) -> Tensor:
     """Greedy: again and again the place with most neighbours gets the patch that fits it by the widest margin."""
     count = len(puzzle.alone)
     order = torch.full((count,), -1)
@@ -182,7 +182,7 @@ def _grow(puzzle: Puzzle, noise: float, chance: torch.Generator) -> Tensor:
     return order
 
 
-def _links(puzzle: Puzzle) -> list[list[tuple[int, Tensor]]]:
+def _links(puzzle: PatchCosts) -> list[list[tuple[int, Tensor]]]:
     """For each place its neighbours t' with a table [j, k]: the cost of patch k at t' when patch j stands here."""
     links: list[list[tuple[int, Tensor]]] = [[] for _ in range(len(puzzle.alone))]
     for pairs, table in ((puzzle.beside, puzzle.right), (puzzle.under, puzzle.below)):
@@ -192,7 +192,7 @@ def _links(puzzle: Puzzle) -> list[list[tuple[int, Tensor]]]:
     return links
 
 
-def _improve(puzzle: Puzzle, order: Tensor) -> Tensor:
+def _improve(puzzle: PatchCosts, order: Tensor) -> Tensor:
     """Exchanges of two patches, and whole assignments to present neighbours, as long as they lower the cost."""
     from scipy.optimize import linear_sum_assignment
 

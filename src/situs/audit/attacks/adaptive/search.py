@@ -50,7 +50,7 @@ class Effort:
     """Weak directions that are searched at most."""
 
 
-class Found(NamedTuple):
+class TokenFit(NamedTuple):
     """What is known of each token, [N, ·]: θ, or φ of its family; and its fit [N]: how many times more of it sticks
     out than noise explains, infinite where nobody tried."""
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from situs.audit.attacks.adaptive.algebra import Partly, Smoothness, smoothest
 from situs.audit.attacks.adaptive.block import FirstBlock
-from situs.audit.attacks.adaptive.search import DOUBTFUL, SOLVED, Effort, Family, Found, Trial, search
+from situs.audit.attacks.adaptive.search import DOUBTFUL, SOLVED, Effort, Family, TokenFit, Trial, search
 from situs.audit.attacks.patchembed.equations import svd
 from situs.audit.deadline import Deadline
 
@@ -44,23 +44,23 @@ APART = 1e-3
 
 def solve_directions(
     block: FirstBlock, partly: Partly, grid: tuple[int, ...], size: tuple[int, int], effort: Effort, deadline: Deadline
-) -> Found:
+) -> TokenFit:
     """θ of every patch; the order of the hidden ones among their places means nothing."""
     count, values = partly.base.shape
     theta = smoothest(partly, Smoothness(torch.zeros_like(partly.hidden), grid, size, values))
     if not len(partly.z):
-        return Found(theta, theta.new_zeros(count))
-    found = Found(theta, theta.new_full((count,), torch.inf))
+        return TokenFit(theta, theta.new_zeros(count))
+    found = TokenFit(theta, theta.new_full((count,), torch.inf))
     if block.reason is not None:
         return found
     loud = LOUD * max(values**0.5, float(partly.patches(theta).norm(dim=1).max()))
     trial = Trial(block, family_of(block, partly, effort.loose), partly, loud, effort, deadline)
     smooth = Smoothness(partly.hidden, grid, size, values)
-    found = Found(trial.family.phi(trial.everywhere, theta), found.fit)
+    found = TokenFit(trial.family.phi(trial.everywhere, theta), found.fit)
     found = solve_hidden(trial, solve_shown(trial, smooth, found))
     wrong = found.fit > DOUBTFUL
     theta = torch.where(wrong.unsqueeze(-1), theta, trial.family.theta(trial.everywhere, found.at))
-    return Found(smoothest(partly, smooth, theta, wrong), found.fit)
+    return TokenFit(smoothest(partly, smooth, theta, wrong), found.fit)
 
 
 def family_of(block: FirstBlock, partly: Partly, loose: int = Effort.loose) -> Family:
@@ -98,9 +98,9 @@ def family_of(block: FirstBlock, partly: Partly, loose: int = Effort.loose) -> F
 # --- shown patches ------------------------------------------------------------------------------------------------
 
 
-def solve_shown(trial: Trial, smooth: Smoothness, found: Found) -> Found:
+def solve_shown(trial: Trial, smooth: Smoothness, found: TokenFit) -> TokenFit:
     """Each shown token by itself: from the smoothest image, then from that beside the patches that are solved and
-    from patches like those. Found holds φ."""
+    from patches like those. TokenFit holds φ."""
     family, effort, shown = trial.family, trial.effort, trial.shown
     phi, fit = found.at.clone(), found.fit.clone()
     for number in range(effort.rounds):
@@ -111,7 +111,7 @@ def solve_shown(trial: Trial, smooth: Smoothness, found: Found) -> Found:
         if number:
             theta = family.theta(trial.everywhere, phi)
             free = torch.zeros_like(trial.partly.hidden).scatter(0, lacking, True)
-            pool = theta[Found(phi, fit).solved(shown)]
+            pool = theta[TokenFit(phi, fit).solved(shown)]
             places = lacking.repeat(1 + effort.retries)
             others = _like(pool if len(pool) > 1 else theta[shown], len(places) - len(lacking), trial.chance)
             starts = family.phi(places, torch.cat([smoothest(trial.partly, smooth, theta, free)[lacking], others]))
@@ -120,9 +120,9 @@ def solve_shown(trial: Trial, smooth: Smoothness, found: Found) -> Found:
         better = best.values < fit[lacking]
         chosen = at.view(-1, len(lacking), at.shape[1])[best.indices, torch.arange(len(lacking), device=at.device)]
         phi[lacking[better]], fit[lacking[better]] = chosen[better], best.values[better]
-        solved = len(Found(phi, fit).solved(shown))
+        solved = len(TokenFit(phi, fit).solved(shown))
         trial.deadline.say(f"adaptive-mjp: round {number + 1}, {solved} of {len(shown)} shown fit")
-    return Found(phi, fit)
+    return TokenFit(phi, fit)
 
 
 def _like(pool: Tensor, count: int, chance: torch.Generator) -> Tensor:
@@ -136,50 +136,50 @@ def _like(pool: Tensor, count: int, chance: torch.Generator) -> Tensor:
 # --- hidden patches -----------------------------------------------------------------------------------------------
 
 
-def solve_hidden(trial: Trial, found: Found) -> Found:
+def solve_hidden(trial: Trial, found: TokenFit) -> TokenFit:
     """The roots that many starts run into, put at the hidden places in any order."""
     block, family, hidden = trial.block, trial.family, trial.hidden
     one, solved = hidden[:1], found.solved(trial.shown)
     pool = _pool(trial, found)
     apart = APART * float((pool - pool.mean(dim=0)).norm(dim=1).median())
     known = block.late(family.streams(solved, found.at[solved]))
-    roots = ends = Found(found.at[:0], found.fit[:0])
+    roots = ends = TokenFit(found.at[:0], found.fit[:0])
     for number in range(trial.effort.rounds):
         if len(roots.at) == len(hidden) or trial.deadline.over():
             break
         places = one.expand(trial.effort.starts)
         seen = torch.cat([known, block.late(family.streams(one.expand(len(roots.at)), roots.at))])
         starts = family.phi(places, _like(pool, len(places), trial.chance))
-        ends = Found(*search(trial, places, starts, _functionals(block, seen)))
+        ends = TokenFit(*search(trial, places, starts, _functionals(block, seen)))
         fits = ends.fit <= SOLVED
         if fits.any():
             # Without functionals an end that was only held beside a root slides back into it.
-            roots = _with_others(trial, roots, Found(*search(trial, places[fits], ends.at[fits])), SOLVED, apart)
+            roots = _with_others(trial, roots, TokenFit(*search(trial, places[fits], ends.at[fits])), SOLVED, apart)
         trial.deadline.say(f"adaptive-mjp: round {number + 1}, {len(roots.at)} of {len(hidden)} hidden found")
     phi, fit = found.at.clone(), found.fit.clone()
     # Any of the hidden places stands for all: their bases and rows of the table are the same. What noise explains and
     # nothing proves is a better guess than none.
     every = _with_others(trial, roots, _unproven(ends), DOUBTFUL, apart)
     phi[hidden[: len(every.at)]], fit[hidden[: len(every.at)]] = every
-    return _copied(trial, Found(phi, fit), len(roots.at))
+    return _copied(trial, TokenFit(phi, fit), len(roots.at))
 
 
-def _unproven(ends: Found) -> Found:
+def _unproven(ends: TokenFit) -> TokenFit:
     """Ends that fit but are no roots: they were held beside one, and prove nothing."""
-    return Found(ends.at, torch.where(ends.fit <= SOLVED, SOLVED * (1 + ends.fit), ends.fit))
+    return TokenFit(ends.at, torch.where(ends.fit <= SOLVED, SOLVED * (1 + ends.fit), ends.fit))
 
 
-def _with_others(trial: Trial, roots: Found, ends: Found, most: float, apart: float) -> Found:
+def _with_others(trial: Trial, roots: TokenFit, ends: TokenFit, most: float, apart: float) -> TokenFit:
     """The roots, and those ends beside them that fit up to `most` and are `apart` from all before: m at most."""
     one = trial.hidden[:1]
     for index in ends.fit.argsort().tolist():
         away = (trial.family.theta(one, roots.at) - trial.family.theta(one, ends.at[index])).norm(dim=1)
         if ends.fit[index] <= most and len(roots.at) < len(trial.hidden) and bool((away > apart).all()):
-            roots = Found(*(torch.cat([old, new[index : index + 1]]) for old, new in zip(roots, ends, strict=True)))
+            roots = TokenFit(*(torch.cat([old, new[index : index + 1]]) for old, new in zip(roots, ends, strict=True)))
     return roots
 
 
-def _pool(trial: Trial, found: Found) -> Tensor:
+def _pool(trial: Trial, found: TokenFit) -> Tensor:
     """θ of patches such as the hidden ones may be, [·, r]: the shown ones; where there are none, noise of as much
     energy as normalised pixels have."""
     shown, solved = trial.shown, found.solved(trial.shown)
@@ -200,7 +200,7 @@ def _functionals(block: FirstBlock, seen: Tensor) -> Tensor:
     return svd(inside, full=True)[2][min(len(inside), block.tokens - 1) :]
 
 
-def _copied(trial: Trial, found: Found, count: int) -> Found:
+def _copied(trial: Trial, found: TokenFit, count: int) -> TokenFit:
     """Hidden patches that are equal are one root. Which stands twice shows in the attention that it draws: those copies
     are taken with which the block's own forward pass gives the solved tokens their streams.
 
@@ -228,7 +228,7 @@ def _copied(trial: Trial, found: Found, count: int) -> Found:
         before = phi.clone()
         for place in lacking.tolist():
             if trial.deadline.over():
-                return Found(phi, fit)
+                return TokenFit(phi, fit)
             phi[place] = phi[roots[errors(place).argmin()]].clone()
         if torch.equal(before, phi):
             break
@@ -236,4 +236,4 @@ def _copied(trial: Trial, found: Found, count: int) -> Found:
         off = errors(place).sort().values
         if off[0] < COPIED and bool((off[1:] > NEARER * off[0]).all()):
             fit[place] = fit[roots].max()
-    return Found(phi, fit)
+    return TokenFit(phi, fit)

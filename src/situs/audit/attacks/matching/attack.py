@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from situs.audit.attacks.base import Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
 from situs.audit.attacks.matching.labels import find_classifier, infer_labels
 from situs.audit.attacks.matching.search import (
-    Found,
+    BestGuesses,
     MatchingConfig,
     border_steps,
     gradient_distances,
@@ -100,7 +100,7 @@ class Matching(Attack):
         group: range,
         known: Knowledge,
         deadline: Deadline,
-    ) -> Found:
+    ) -> BestGuesses:
         """For each upload of a group the best of all restarts, searched for at once."""
         restarts, backbone, like = self.config.restarts, method.backbone, next(method.parameters())
         problems = [(number, restart) for number in group for restart in range(restarts)]
@@ -127,7 +127,7 @@ class Matching(Attack):
         found = optimise(objective, start, self.config, deadline, self.name, _bounds(known, start))
         best = found.loss.view(-1, restarts).argmin(dim=1)
         pick = torch.arange(len(group), device=best.device) * restarts + best
-        return Found(found.loss[pick], found.distance[pick], found.images[pick], found.done)
+        return BestGuesses(found.loss[pick], found.distance[pick], found.images[pick], found.done)
 
     def measure(self, target: Gradients, backbone: Backbone, noise: float) -> Callable[[Gradients], Tensor]:  # noqa: ARG002
         """The distance [P] of guessed gradients from those that were sent with noise of a deviation."""
@@ -186,7 +186,7 @@ def _mapped(simulate: Simulation, images: Tensor, labels: Tensor, draws: Draws) 
     return together
 
 
-def _facts(found: Found, config: MatchingConfig) -> list[dict[str, Fact]]:
+def _facts(found: BestGuesses, config: MatchingConfig) -> list[dict[str, Fact]]:
     fixed: dict[str, Fact] = {"iterations": found.done, "restarts": config.restarts}
     # No number where nothing it saw was one.
     return [{"distance": d if math.isfinite(d) else None, **fixed} for d in found.distance.tolist()]

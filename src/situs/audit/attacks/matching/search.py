@@ -55,7 +55,7 @@ class MatchingConfig(Checked):
     """Searches (uploads × restarts) run at once."""
 
 
-class Found(NamedTuple):
+class BestGuesses(NamedTuple):
     """The best guesses: loss and distance [P], images [P, B, C, H, W]. done: iterations made."""
 
     loss: Tensor
@@ -121,7 +121,7 @@ def optimise(
     deadline: Deadline,
     what: str,
     bounds: tuple[Tensor, Tensor] | None = None,
-) -> Found:
+) -> BestGuesses:
     """The images with the least loss on the way from `start` [P, B, C, H, W].
 
     objective: images -> loss [P] and, of it, the distance [P]. bounds: what pixels can be. When the deadline says
@@ -131,13 +131,13 @@ def optimise(
     images = start.clone().requires_grad_()
     optimiser = torch.optim.Adam([images], lr=config.lr)
     nothing = torch.full((start.shape[0],), torch.inf, dtype=start.dtype, device=start.device)
-    best, told = Found(nothing, nothing, start, 0), time.monotonic()
+    best, told = BestGuesses(nothing, nothing, start, 0), time.monotonic()
     try:
         for done in range(1, config.iterations + 1):
             with torch.enable_grad():
                 loss, distance = objective(images)
                 [gradient] = torch.autograd.grad(loss.sum(), [images])
-            best = _better(best, Found(loss.detach(), distance.detach(), images.detach(), done))
+            best = _better(best, BestGuesses(loss.detach(), distance.detach(), images.detach(), done))
             optimiser.param_groups[0]["lr"] = config.lr * _decay(max(done / config.iterations, deadline.progress()))
             gradient = gradient.nan_to_num(0.0, 0.0, 0.0)
             images.grad = gradient.sign() if config.signed else gradient
@@ -159,12 +159,12 @@ def optimise(
     return best
 
 
-def _better(best: Found, now: Found) -> Found:
+def _better(best: BestGuesses, now: BestGuesses) -> BestGuesses:
     """For each search the guess with the lesser loss."""
     wins = now.loss < best.loss
     images = torch.where(wins.view(-1, 1, 1, 1, 1), now.images, best.images)
     loss, distance = (torch.where(wins, a, b) for a, b in ((now.loss, best.loss), (now.distance, best.distance)))
-    return Found(loss, distance, images, now.done)
+    return BestGuesses(loss, distance, images, now.done)
 
 
 def _decay(share: float) -> float:

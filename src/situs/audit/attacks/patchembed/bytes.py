@@ -53,7 +53,7 @@ class Limits:
     far: int = 5
 
 
-class Reading(NamedTuple):
+class ByteReading(NamedTuple):
     """patches [B, N, K]: as given, with the bytes where they were read. read [B, K]: at which places of the patch."""
 
     patches: Tensor
@@ -130,7 +130,7 @@ def read_bytes(
     rank: Tensor,
     normalisation: tuple[Sequence[float], Sequence[float]],
     limits: Limits | None = None,
-) -> Reading:
+) -> ByteReading:
     """The bytes of images from their whitened equations, where these bear them out; else `patches` as they are.
 
     white [B, N, D] and right [B, D, K]: equations white^T X = right, errors of deviation near 1. patches [B, N, K]:
@@ -147,7 +147,7 @@ def read_bytes(
         fits &= fits.double().mean(dim=1, keepdim=True) >= limits.share
         result[rows] = torch.where(fits.unsqueeze(1), found, patches[rows])
         read[rows] = fits
-    return Reading(result, read)
+    return ByteReading(result, read)
 
 
 def _read_channels(
