@@ -95,6 +95,7 @@ def test_fewer_places_than_folds_are_each_a_fold() -> None:
 
 
 @pytest.mark.shared_data
+@pytest.mark.slow
 def test_real_dinov2_is_read_within_half_a_patch(shared_data: Path) -> None:
     weights = shared_data / "weights" / "vit_small_patch14_dinov2_fp16.safetensors"
     (table,) = tables_of(create_backbone("vit_small_patch14_dinov2", weights=weights))

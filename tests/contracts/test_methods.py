@@ -167,7 +167,9 @@ def test_two_draws_of_a_sample_are_independent(case: str, one: str, two: str) ->
     assert likeness(found[one], found[two]) < 5.5
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [name if name in ("droppos", "mp3") else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
 def test_forward_compiles_as_one_graph(method: str) -> None:
     model = make(method, "vit_tiny_patch16_224", depth=1).eval()
     data = batch(model)

@@ -62,6 +62,7 @@ def test_the_kernel_gives_the_masks_of_the_tensor_version():
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
+@pytest.mark.slow
 def test_the_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path):
     """The interpreter runs what the compiler refuses, such as two types of one variable."""
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}

@@ -461,6 +461,7 @@ def test_swin_learns_places_of_a_few_samples() -> None:
     assert losses[-1] < 0.8 * losses[0]
 
 
+@pytest.mark.slow
 def test_another_sigma_does_not_compile_again() -> None:
     method = make(affinity="full").eval()
     data = batch(method)

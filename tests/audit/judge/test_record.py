@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -20,7 +21,7 @@ from torch import nn
 from situs.audit import Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
 from situs.audit.cases import Step, TestSet
 from situs.audit.deadline import Deadline
-from situs.audit.gradients import Audit, attack_gradients
+from situs.audit.gradients import Audit, Fallback, attack_gradients
 from situs.audit.judge.gate import Judgement, Limit, Ruling, judge
 from situs.audit.judge.record import SCHEMA, evidence, junit, weights_digest
 from situs.results import Provenance
@@ -32,14 +33,15 @@ Breaks = Callable[[Any], list[str]]
 def example(**fields: Any) -> Audit:
     torch.manual_seed(0)
     images = (torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25
-    return attack_gradients(
-        small_vit(depth=1, width=32, num_classes=5).eval(),
-        TestSet(images, torch.arange(2), ((0.5,) * 3, (0.25,) * 3)),
-        [PatchEmbedding(), create_attack("april"), create_attack("adaptive-mjp")],
-        [create_defence(name) for name in ("none", "noise", "no-pe-gradient", "mjp=0")],
-        search=MatchingConfig(),
-        **fields,
-    )
+    with mock.patch("situs.audit.gradients.FALLBACK", Fallback(iterations=20)):  # its form matters, not what it finds
+        return attack_gradients(
+            small_vit(depth=1, width=32, num_classes=5).eval(),
+            TestSet(images, torch.arange(2), ((0.5,) * 3, (0.25,) * 3)),
+            [PatchEmbedding(), create_attack("april"), create_attack("adaptive-mjp")],
+            [create_defence(name) for name in ("none", "noise", "no-pe-gradient", "mjp=0")],
+            search=MatchingConfig(),
+            **fields,
+        )
 
 
 FACTS = {

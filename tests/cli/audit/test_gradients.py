@@ -401,6 +401,7 @@ def test_a_time_limit_leaves_a_whole_report(own: str, photographs: Path, capsys:
     assert "of 1,000,000 iterations" in Path("audit/report.html").read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_a_whole_report(own: str, photographs: Path) -> None:
     """A real signal to a real process, once its search has begun."""
     words = ["audit", "gradients", f"{own}:named", "--images", str(photographs), "--count", "2", "--batch", "2"]

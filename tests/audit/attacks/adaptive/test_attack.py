@@ -219,7 +219,10 @@ def test_it_is_in_the_dict_and_refuses_what_it_cannot_read() -> None:
     assert reason(attack, backbone, upload_of(backbone, pictures(), 0.1, 0)) is None
 
 
-@pytest.mark.parametrize(("dtype", "ratio"), [(torch.float16, 0.2), (torch.bfloat16, 0.1), (torch.float32, 0.5)])
+@pytest.mark.parametrize(
+    ("dtype", "ratio"),
+    [(torch.float16, 0.2), (torch.bfloat16, 0.1), pytest.param(torch.float32, 0.5, marks=pytest.mark.slow)],
+)
 def test_what_is_said_to_fit_is_right(dtype: torch.dtype, ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounded numbers explain wrong solutions too: those are not said to fit, and no pixel runs away."""
     seen: list[Any] = []
@@ -257,7 +260,11 @@ def run_of_mjp(backbone: Any, ratio: float = 0.2, variant: str = "J") -> MJP:
 
 @pytest.mark.parametrize(
     ("defence", "least"),
-    [(Noise(1e-9), 50), (Clip(norm=0.01, multiplier=0.0), 60), (Clip(norm=1.0, multiplier=1e-9), 15)],
+    [
+        (Noise(1e-9), 50),
+        (Clip(norm=0.01, multiplier=0.0), 60),
+        pytest.param(Clip(norm=1.0, multiplier=1e-9), 15, marks=pytest.mark.slow),
+    ],
 )
 def test_noise_and_clipping_on_top_of_mjp_are_known_too(defence: Defence, least: float) -> None:
     """Rows of noise alone are the mask, and clipping shrinks DAL's gradient as all others."""

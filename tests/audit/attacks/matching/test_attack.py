@@ -74,7 +74,7 @@ def quality(found: Any, real: torch.Tensor, batch: int = 1) -> float:
     return float(psnr(pictures_of(found, real, batch, NORMALISATION), real[: len(found.facts) * batch]).min())
 
 
-@pytest.mark.parametrize("distance", ["l2", "cosine"])
+@pytest.mark.parametrize("distance", ["l2", pytest.param("cosine", marks=pytest.mark.slow)])
 def test_one_image(backbone: Any, distance: str) -> None:
     real = pictures(1)
     found = attack(backbone, real, distance=distance)
@@ -84,6 +84,7 @@ def test_one_image(backbone: Any, distance: str) -> None:
     assert found.facts[0]["iterations"] == 120 and found.facts[0]["distance"] < 1e-3
 
 
+@pytest.mark.slow
 def test_a_batch_whose_closed_form_fails(backbone: Any) -> None:
     real = pictures(2)
     found = attack(backbone, real, batch=2, iterations=200)
