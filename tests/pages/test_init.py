@@ -17,14 +17,14 @@ import torch
 from situs.analyze.attention import Attention, Shown, Survey
 from situs.analyze.correlation import Correlation, Correlations
 from situs.analyze.positions import PositionTables, look_at
-from situs.analyze.reconstruct import Puzzle, Reconstruction, Scores, Setting
+from situs.analyze.reconstruct import Puzzle, PuzzleRatios, PuzzleScores, Reconstruction
 from situs.analyze.runs import Run, Runs
 from situs.analyze.tables import PositionTable
 from situs.audit import April, NoDefence, PatchEmbedding
 from situs.audit.cases import Case, Outcome, Step
 from situs.audit.gradients import Audit
 from situs.audit.position.audit import PositionAudit
-from situs.audit.position.probe import OWN, Probed, Reading
+from situs.audit.position.probe import OWN, PlaceReading, Probed
 from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
 from situs.errors import SitusError
@@ -38,7 +38,7 @@ from situs.evaluate.probe.linear import Fitted, Linear, Score, Tried
 from situs.evaluate.probe.position import PositionProbe, PositionProbes
 from situs.evaluate.robustness.measures import Robustness
 from situs.locks.attacks import LockAudit
-from situs.locks.attacks.recovery import Recovery
+from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
 from situs.locks.study.finetune import WAYS, Curve, Study, StudyConfig
 from situs.locks.study.paper import RuleCheck
@@ -77,8 +77,8 @@ def _positions() -> PositionTables:
 def _reconstruction() -> Reconstruction:
     places = torch.tensor([[0, 1, 2, 3]])
     puzzle = Puzzle(places, places.flip(1), 2, 0, (2, 2))
-    setting = Setting(0.5)
-    return Reconstruction(torch.rand(1, 3, 8, 8), {setting: puzzle}, {setting: Scores(1, 0.5, 1.0, 0.0)}, setting)
+    setting = PuzzleRatios(0.5)
+    return Reconstruction(torch.rand(1, 3, 8, 8), {setting: puzzle}, {setting: PuzzleScores(1, 0.5, 1.0, 0.0)}, setting)
 
 
 def _robustness() -> Robustness:
@@ -99,7 +99,7 @@ def _runs() -> Runs:
 
 
 def _position_audit() -> PositionAudit:
-    read = [Reading(depth, (3, 4), 0.5, 0.9, 0.75, 1.0, 0.25, 1.0) for depth in ("embedding", "norm")]
+    read = [PlaceReading(depth, (3, 4), 0.5, 0.9, 0.75, 1.0, 0.25, 1.0) for depth in ("embedding", "norm")]
     looks = tuple(_positions().looks)
     row = Consistency(0.5, 2, False, 9, None, 1.0, 1.0, None, 2.0)
     return PositionAudit(
@@ -124,7 +124,7 @@ def _comparison() -> Comparison:
 
 
 def _lock_audit() -> LockAudit:
-    attacks = [Recovery(f"drifted-base, {amount} ×", 4, 4 - 2 * amount, 0.5, NAME) for amount in (0, 1)]
+    attacks = [KeyRecovery(f"drifted-base, {amount} ×", 4, 4 - 2 * amount, 0.5, NAME) for amount in (0, 1)]
     return LockAudit(NAME, (4,), 0, tuple(attacks))
 
 
