@@ -23,7 +23,10 @@ def test_the_tour_is_among_the_pages() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_code_runs(page: str, run_python_blocks: Callable[[Path], dict[str, Any]]) -> None:
+def test_code_runs(
+    page: str, run_python_blocks: Callable[[Path], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # what a page writes stays there
     names = run_python_blocks(DOCS / page)
     assert set(names) - {"__name__", "__builtins__"}, f"{page}: no block ran"
 
