@@ -162,7 +162,7 @@ def test_positions_of_another_grid_are_transformers_own(name: str) -> None:
 
 
 def test_positions_of_another_grid_are_refused_where_they_cannot_be() -> None:
-    for backbone in (timm_model("relative"), create_backbone("swin_tiny_patch4_window7_224", img_size=64)):
+    for backbone in (timm_model("relative"), small_swin()):
         assert backbone.positions(backbone.grid).kinds == backbone.positions().kinds
         with pytest.raises(SitusError, match="no positions for a grid of 5x7") as caught:
             backbone.positions((5, 7))

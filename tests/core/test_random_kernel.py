@@ -46,6 +46,7 @@ print("built")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
+@pytest.mark.slow
 def test_the_kernel_gives_the_numbers_of_the_tensor_version():
     """In its own process: Triton reads the variable when it is imported."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -187,7 +187,12 @@ WIDE = (28, 42)
 
 @pytest.mark.parametrize(
     ("name", "size"),
-    [("vit_classes", WIDE), ("dinov2", 28), ("dinov2_swiglu", WIDE), ("registers", WIDE)],
+    [
+        ("vit_classes", WIDE),
+        ("dinov2", 28),
+        pytest.param("dinov2_swiglu", WIDE, marks=pytest.mark.slow),
+        pytest.param("registers", WIDE, marks=pytest.mark.slow),
+    ],
 )
 def test_every_image_model_goes_through(name: str, size: Any, tmp_path: Path) -> None:
     """Also on a rectangle, where DINOv2 keeps a square table: fine-tuned, exported, started from the export."""
