@@ -42,31 +42,44 @@ class AuditConfig(Checked):
 
     count: Count = 12
     """Images: the first that can be read."""
+
     split: str | None = None
     """train, val or test, where images are split; else train."""
+
     classes: Count = 1000
     """Of a model that comes without a classifier."""
+
     batch: Count = 1
     """Images in the audited step."""
+
     local_steps: Count = 1
     """Steps of plain SGD behind one upload (FedAvg)."""
+
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """The type gradients are sent in."""
+
     labels: Literal["known", "inferred"] = "inferred"
     """matching: told, or read off gradients."""
+
     distance: Literal["l2", "cosine"] = "l2"
     """matching: how two gradients are compared."""
+
     iterations: Count = 1000
     """matching: steps of the optimiser."""
+
     restarts: Count = 1
     """matching: starts; the best match is kept."""
+
     predictor: str | None = None
     """adaptive-mjp: a run of MP3 that orders hidden patches."""
+
     lpips: Path | None = None
     """LPIPS weights (AlexNet); without them there is no LPIPS."""
+
     fail_above: str | None = None
     """A gate, as psnr=20. Exit status 0: a closed form solved all images and none is above; 3: some image is above;
     4: not judged, which is no pass."""
+
     seed: int = 0
     """Of random weights and of noise."""
 

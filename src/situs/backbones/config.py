@@ -17,20 +17,28 @@ class BackboneConfig(Checked):
 
     name: str = "vit_small_patch16_224"
     """A timm model name, or a folder with a timm or transformers config.json (an export)."""
+
     img_size: tuple[int, int] | None = None
     """Height and width of the images."""
+
     patch_size: int | None = None
     """Side of a patch in pixels (ViT-S/4 on 32 px is vit_small_patch16_224 with patch_size 4)."""
+
     in_chans: int = 3
     """Channels of the images."""
+
     num_classes: int | None = None
     """Classes of the head; 0 for none."""
+
     positions: PositionKind | None = None
     """Another kind of position than the model's own: learned (new, random), sincos (fixed), learned_sincos (sincos at
     first), relative (2-D bias, zero at first) or none."""
+
     drop_path: Annotated[float, Within("[0, 1)")] = 0.0
     """Rate of stochastic depth in the last block; it rises linearly from 0 in the first."""
+
     weights: str | None = None
     """A safetensors or torch file, or a folder with one."""
+
     model_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the model's own constructor."""

@@ -112,8 +112,10 @@ class Projection:
     bias: str | None
     into: int
     """Axis of the inputs."""
+
     out: int
     """Axis of the outputs."""
+
     start: int = 0
     length: int | None = None
     own_bias: bool = False
@@ -132,14 +134,19 @@ class AttentionLayer:
     kv_heads: int
     rotary: bool = False
     """Rotated in pairs: its query and key channels cannot move."""
+
     head_norms: Sequence[nn.Module] = ()
     """q- and k-norms over the channels of a head, shared by all heads."""
+
     inner_norm: nn.Module | None = None
     """A norm over all heads' outputs, before the last projection: no part of the residual stream."""
+
     gates: Sequence[Projection] = ()
     """Projections of the residual stream that multiply the heads' outputs."""
+
     head_tables: Sequence[Member] = ()
     """Tensors with one entry for each head beside the projections: bias tables, rotary frequencies."""
+
     shared_heads: bool = False
     """Such a table serves all layers, so that all layers share the order of their heads."""
 

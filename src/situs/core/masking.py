@@ -31,6 +31,7 @@ class TokenSubset(NamedTuple):
 
     kept: Tensor
     """[B, K], in the order of the noise."""
+
     dropped: Tensor
     """[B, N - K], likewise."""
 
@@ -166,8 +167,10 @@ class _Laid(NamedTuple):
 
     before: Tensor
     """float [B, H, W]: 1 where a place was not covered before the sample's last round (`paper` only)."""
+
     free: Tensor
     """float [B, H, W]: 1 where a place is not covered. `paper` lays blocks whole: the last may overshoot."""
+
     wanted: Tensor
     """float64 [B, 1]: how many places are still to cover."""
 
@@ -177,12 +180,16 @@ class _Tables(NamedTuple):
 
     limit: Tensor
     """float64 [2, 1]: the cells an axis has."""
+
     origin: Tensor
     """float64 [2, 1]: what an axis adds to the start of its intervals, so that the two do not share codes."""
+
     log_aspect: Tensor
     """float64 [2, 1]: ±log(1 / 0.3): a tall block is narrow."""
+
     stride: int
     """The code of an interval is (origin + start) · stride + length."""
+
     cover: Tensor
     """float [codes, S]: ones on an interval's cells. None where it is as long as its axis, as no block may be."""
 

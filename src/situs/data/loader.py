@@ -42,32 +42,46 @@ class DataConfig(Checked):
 
     path: str = ""
     """Image folder, folder of parquet or tar files, CIFAR batches, or "samples" for the embedded set."""
+
     split: str | None = None
     """train, val or test; by default the training split where there is one, and val for evaluation."""
+
     held_out: Annotated[float, Within("[0, 1)")] = 0.0
     """Share of data without a val or test split that is held out as both, by the images' names; train is the rest."""
+
     img_size: Count | tuple[Count, Count] | None = None
     """Side of the square, or height and width, that the model sees; by default the model's own."""
+
     channels: Count = 3
     """Channels the model sees: grey is repeated to 3, RGB weighed to 1, others must match."""
+
     count: Count | None = None
     """Train on at most so many of the images, chosen at random and the same every time; by default on all."""
+
     batch: Count | None = None
     """Images a step over all ranks; by default 256, or all of a smaller set."""
+
     workers: Natural = 4
     """Processes that decode a streamed set, at most one a core; 0 decodes in the main process."""
+
     resident: Literal["auto", "always", "never"] = "auto"
     """Whether the set is decoded once and kept on the device; auto: small images of one size that fit."""
+
     resident_gib: Positive = 4.0
     """Memory that a resident set may take."""
+
     crop_share: Annotated[float, Within("(0, 1]")] = 1.0
     """Evaluation: share of the image's shorter side that the centre crop keeps (ImageNet: 0.875)."""
+
     mean: tuple[float, ...] = ()
     """Mean of each channel, subtracted; default: ImageNet's for three channels, else 0.5."""
+
     std: tuple[Positive, ...] = ()
     """Deviation of each channel, divided by; default: ImageNet's for three channels, else 0.25."""
+
     seed: int = 0
     """Seed of order and augmentation."""
+
     strict: bool = False
     """Stop at a broken image instead of skipping it."""
 

@@ -75,20 +75,28 @@ class BatchPlan:
 
     n: int
     """Images in the set."""
+
     batch: int
     """Rows of the global batch, over all ranks."""
+
     seed: int = 0
     """Seed of the order."""
+
     rank: int = 0
     """This process."""
+
     world: int = 1
     """How many processes share the batch."""
+
     repeated: int = 1
     """Augmented copies of a sample in one batch."""
+
     shuffle: bool = True
     """Whether each epoch has its own random order."""
+
     drop_last: bool = True
     """Whether a last, smaller batch is left out."""
+
     order: Order = epoch_order
     """Which order each epoch has, where they are shuffled: a pure function, the same on every rank."""
 

@@ -67,6 +67,7 @@ class Method(nn.Module, ABC):
     Config: ClassVar[type[Any]]
     needs: ClassVar[tuple[str, ...]] = ("images", "tokens")
     """Capabilities the backbone must not refuse; see `situs.backbones.base.CAPABILITIES`."""
+
     needs_targets: ClassVar[tuple[str, ...]] = ()
     """Names in `Batch.targets` that it cannot do without; "label" gives the backbone a classifier."""
 

@@ -40,40 +40,57 @@ class DropPosConfig(Checked):
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
     """γ: share of patches the encoder does not see."""
+
     position_mask_ratio: Annotated[float, Within("(0, 1]")] = 0.75
     """γ_pos: share of the visible patches whose place is dropped. 1 leaves no anchor."""
+
     decoder_width: Count = 512
     """Token width of the decoder."""
+
     decoder_depth: Natural = 2
     """Blocks of the decoder."""
+
     decoder_heads: Count = 16
     """Attention heads of the decoder."""
+
     sigma_start: NotNegative = 1.0
     """σ_0: width of the smoothed target at the start. 0 is the one-hot target."""
+
     sigma_end: NotNegative = 0.0
     """σ_T: its width at the end; between them σ falls linearly."""
+
     sigma_schedule: Literal["step", "epoch"] = "step"
     """Whether σ falls at every step (paper) or stands still within an epoch (published code)."""
+
     epochs: Count = 800
     """The run's epochs, for sigma_schedule="epoch": a step knows its epoch and its share of the run, not this."""
+
     distance: Literal["euclidean", "squared"] = "euclidean"
     """Distance in the smoothed target: Euclidean (paper), or its square (published code)."""
+
     target_grid: tuple[int, int] | None = None
     """Grid on which distances are taken; None is the patches' own. The published code takes 16x16 for 14x14."""
+
     target_norm: Literal["rows", "columns"] = "rows"
     """Whether a place's target sums to 1 (rows, paper) or the map's columns do (published code)."""
+
     floor_counts: bool = False
     """Keep int((1-γ)N) instead of N - int(γN), as the published code rounds: 12 anchors of 49 visible, not 13."""
+
     affinity: Literal["full", "visible"] | None = "full"
     """Features behind the attentive weights: of a second forward of all patches with all places and no gradient
     (paper; about as dear as the rest), of the same forward (free), or None for no weights (τ = ∞)."""
+
     tau: Positive = 0.1
     """τ: temperature of the attentive weights."""
+
     weights_over: Literal["sample", "batch"] = "sample"
     """Over what the attentive weights are brought to 1: each sample's dropped patches (Eq. 8 is of one image; a batch
     then is the mean of its samples, in parts, over ranks or whole), or the batch's (published code)."""
+
     mae_weight: NotNegative = 0.0
     """Weight of MAE's pixel loss on the hidden patches beside the position loss; 0 leaves it out."""
+
     mae_depth: Natural = 2
     """Blocks of the pixel decoder; its width and heads are the position decoder's."""
 

@@ -30,14 +30,19 @@ class MAEConfig(Checked):
 
     mask_ratio: Annotated[float, Within("(0, 1)")] = 0.75
     """Share of patches hidden from the encoder."""
+
     decoder_width: Count = 512
     """Token width of the decoder."""
+
     decoder_depth: Natural = 8
     """Blocks of the decoder."""
+
     decoder_heads: Count = 16
     """Attention heads of the decoder."""
+
     normalise: bool = True
     """Whether each target patch is normalised by its own mean and variance."""
+
     floor_counts: bool = False
     """Keep int((1-γ)N) instead of N - int(γN), as the published code rounds: at .6 of 196 patches 78, not 79."""
 

@@ -32,6 +32,7 @@ class MP3Config(Checked):
 
     mask_ratio: Annotated[float, Within("[0, 1)")] = 0.75
     """η: the share of patches that serve only as queries. Paper: .5 on CIFAR-100, .8 Tiny ImageNet, .75 ImageNet."""
+
     anchor_ratio: Annotated[float, Within("[0, 1)")] = 0.0
     """Share of patches that are told their place. 0 on images; .05 in speech, where the task is too hard without."""
 

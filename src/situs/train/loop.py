@@ -41,27 +41,38 @@ class TrainConfig(Checked):
 
     epochs: Count | None = 100
     """Passes over the data; None leaves the length to max_steps."""
+
     max_steps: Count | None = None
     """Largest number of updates; the schedule spans whichever of the two ends first."""
+
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     """Arithmetic of the forward and backward; weights and optimiser stay in float32. auto: bf16 on a GPU, fp32 on
     a CPU, where bf16 is mostly emulated."""
+
     compile: bool = False
     """Compile the method's forward on a GPU (torch.compile): the first steps take a minute, the others less time."""
+
     graph: bool = True
     """Where one GPU trains, record the step once and replay it (a CUDA graph): kernels no longer wait for Python."""
+
     accumulate: Count = 1
     """Micro-batches a step: less memory, the same gradient."""
+
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """How torchrun's ranks share the model: a copy on each, or sharded (FSDP2)."""
+
     seed: Natural = 0
     """Of the draws, the order of the data and drop path."""
+
     log_every: Count = 50
     """Steps between two lines of the log; the device is waited for only there."""
+
     save_every: Count = 1000
     """Steps between two checkpoints; one is also written at the end and on Ctrl-C."""
+
     keep: Count = 2
     """How many of the newest checkpoints stay."""
+
     trackers: tuple[Tracker, ...] = ()
     """Where the log also goes: tensorboard, wandb, trackio (the extra `track`)."""
 

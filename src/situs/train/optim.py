@@ -31,30 +31,43 @@ class OptimConfig(Checked):
 
     lr: Positive | None = None
     """Peak rate. None: base_lr · global batch / lr_reference, so that a recipe fits another batch."""
+
     base_lr: Positive = 5e-4
     """Rate for a global batch of `lr_reference`; used where `lr` is not given."""
+
     lr_reference: Count = 512
     """The batch `base_lr` is meant for: 512 in DeiT's recipes (MP3), 256 in MAE's and DropPos's."""
+
     weight_decay: NotNegative = 0.05
     """Decoupled decay of matrices and kernels; norms, biases, positions and tokens are spared."""
+
     betas: tuple[_Decay, _Decay] = (0.9, 0.999)
     """Decay of the two moments; (0.9, 0.95) in MAE's and DropPos's pretraining."""
+
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
+
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the rate falls from its peak to `min_lr` after the warm-up."""
+
     warmup_epochs: NotNegative = 5.0
     """Epochs over which the rate rises linearly from 0, step by step."""
+
     min_lr: NotNegative = 1e-6
     """Where the rate ends."""
+
     layer_decay: Annotated[float, Within("(0, 1]")] = 1.0
     """Rate of a layer over the rate of the one above it (fine-tuning: .65 to .85); 1: one rate for all."""
+
     clip: Positive | None = None
     """Largest norm of the gradient; None leaves it alone."""
+
     clip_mode: Literal["norm", "parameter"] = "norm"
     """norm: one norm over all parameters. parameter: each by itself, what DropPos's published code runs."""
+
     ema: Annotated[float, Within("(0, 1)")] | None = None
     """Decay of the running mean of the weights (.9999, say); None keeps none."""
+
     ema_warmup: bool = True
     """Start the mean with the smaller decay (1 + t) / (10 + t), to forget the first weights sooner."""
 

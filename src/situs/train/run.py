@@ -40,21 +40,29 @@ class RunConfig(Checked):
 
     method: Any = choice(METHODS, "mp3")
     """What is learned."""
+
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
     """The model. Its image size, channels and classes follow from the data."""
+
     data: DataConfig = field(default_factory=DataConfig)
     """The images."""
+
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     """What happens to a training image."""
+
     optim: OptimConfig = field(default_factory=OptimConfig)
     """How the weights move."""
+
     train: TrainConfig = field(default_factory=TrainConfig)
     """How long, in which precision, how often it speaks."""
+
     init: str | None = None
     """Weights to start from: a run, an export, a weight file (timm, DINOv2, MAE, DropPos), a timm name, or any other
     model."""
+
     init_positions: bool = True
     """Whether positions are taken from `init` too, where both have the kind; no: they stay as the model is made."""
+
     probe_every: Natural = 0
     """Epochs between two looks at kNN and position accuracy during training; 0: none."""
 

@@ -90,12 +90,15 @@ class Attack(ABC):
 
     Config: ClassVar[type[Any]] = NoConfig
     """Its settings, frozen; the registry makes an attack of one of these and nothing else."""
+
     name: ClassVar[str]
     about: ClassVar[str]
     closed_form: ClassVar[bool] = False
     """Whether it solves equations whose residual tells if it succeeded; a search that fails tells nothing."""
+
     separates_hidden: ClassVar[bool] = False
     """Whether it separates patches whose places are hidden from the others, so that its figure is no lower bound."""
+
     slow: ClassVar[bool] = False
     """Whether it takes long enough to tell of its progress."""
 

@@ -17,8 +17,10 @@ class Args(ImageArgs):
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
     """So many of the images, chosen at random and the same every time."""
+
     layer: int | None = None
     """The layer whose maps are laid over images, 1 for the first; the last where nothing is said."""
+
     show: int = 6
     """How many images are shown."""
 

@@ -17,6 +17,7 @@ class Args(ImageArgs):
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
     """So many of the images, chosen at random and the same every time."""
+
     depth: str = "norm"
     """The maps to draw: of "embedding", a block's number, or "norm", the model's end."""
 

@@ -22,8 +22,10 @@ class Args(LookArgs):
 
     model: Annotated[tuple[str, ...], POSITIONAL, Parameter(metavar="MODEL …")]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Runs, exports and other folders, timm names; a name's weights may follow it: NAME=FILE, NAME=pretrained."""
+
     folds: int = 5
     """Folds of the cross-validated regression."""
+
     seed: int = 0
     """Seed of the folds, of UMAP and of random weights."""
 

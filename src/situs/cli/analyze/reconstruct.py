@@ -17,12 +17,16 @@ class Args(ImageArgs):
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
     """So many of the images, chosen at random and the same every time."""
+
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
     """MP3's η or DropPos's γ; the papers' 0, .25, .5 and .75 where nothing is said."""
+
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
     """DropPos's γ_pos; .75 and the paper's .95 where nothing is said."""
+
     show: int = 6
     """How many images are shown."""
+
     pairs: int = 2
     """MP3: how many pairs of images are mixed."""
 

@@ -18,8 +18,10 @@ class Args:
 
     runs: Annotated[tuple[Path, ...], POSITIONAL, Parameter(metavar="RUN…")]
     """Run folders: finished, going on or broken off."""
+
     over: Literal["epoch", "step"] = "epoch"
     """What the curves run over."""
+
     out: Annotated[Path, Parameter(metavar="FOLDER")] = Path("look")
     """Where the numbers (.json), the page (.html) and the figures (.png) go."""
 

@@ -27,23 +27,32 @@ class Args:
 
     locked: Annotated[Path, POSITIONAL, Parameter(metavar="LOCKED")]
     """The locked folder (situs lock)."""
+
     attacker: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ()
     """no-base, images, public-base, drifted-base or labels; several apart by commas. By default
     no-base, images where there are --images or --texts, and public-base where there is a --base."""
+
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """What the attacker has: a run, an export or model folder, or a timm name with --weights."""
+
     weights: Annotated[str | None, Parameter(metavar="FILE")] = None
     """The weights of a --base that is a timm name."""
+
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The owner's key, to judge the attacks by; not needed where --base is the very model that was locked."""
+
     images: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Unlabelled images for the attacker `images`, any that look like those the model was made for."""
+
     texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The same for a model of words: a file with a text on each line; the locked folder brings the tokeniser."""
+
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Labelled images: for the attacker `labels`, and to measure accuracy before and after every attack."""
+
     out: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Write report.html and audit.json there."""
+
     config: LockAuditConfig = configured(LockAuditConfig)
     """How much the attackers have, and for how long they try."""
 

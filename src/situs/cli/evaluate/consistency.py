@@ -19,6 +19,7 @@ class Args(MeasureArgs):
 
     ratios: Annotated[tuple[float, ...], Parameter(metavar="γ,γ,…")] = (0.0, 0.03, 0.09, 0.15, 0.27, 0.5, 0.75, 0.9)
     """Shares of the patches to shuffle."""
+
     grid: Annotated[tuple[int, int] | None, Parameter(metavar="ROWS,COLUMNS")] = None
     """For a network without tokens (ResNet): the patches to shuffle; else the run's, 14 × 14 or 8 × 8."""
 

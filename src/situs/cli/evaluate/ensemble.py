@@ -22,6 +22,7 @@ class Args(MeasureArgs):
 
     model: Annotated[tuple[str, ...], POSITIONAL, SEVERAL]  # pyright: ignore[reportIncompatibleVariableOverride]
     """Two or more classifiers: fine-tuned runs, exports, or any other model."""
+
     average: Literal["softmax", "logits"] = "softmax"
     """What is averaged: the probabilities, or what stands before the softmax."""
 

@@ -18,18 +18,25 @@ class Args(ModelArgs):
 
     out: Annotated[Path, Parameter(metavar="FILE")]
     """The file to write: .safetensors, .npz or .npy. NAME.names.csv beside it says which image each row is."""
+
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """The images; by default those a run was trained on."""
+
     split: str = "train"
     """train, val or test."""
+
     held_out: Annotated[float | None, Parameter(metavar="SHARE")] = None
     """Share of data without val and test that is held out as both; by default what a run held out."""
+
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
     """So many of the images, chosen at random and the same every time; all where nothing is said."""
+
     pool: Literal["mean", "cls"] = "mean"
     """The mean of the patch tokens, or the CLS token."""
+
     batch: int = 256
     """Images at a time."""
+
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the forward."""
 

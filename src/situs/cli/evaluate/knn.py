@@ -19,8 +19,10 @@ class Args(MeasureArgs):
 
     k: int = 20
     """Neighbours."""
+
     temperature: Annotated[float | None, Parameter(metavar="τ|None")] = 0.07
     """τ of the weights exp(similarity / τ); None counts every neighbour as one."""
+
     train_count: Annotated[int | None, Parameter(metavar="IMAGES")] = 10_000
     """At most so many images of the training split as the bank; None for all."""
 

@@ -19,6 +19,7 @@ class Args(MeasureArgs):
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
     """MP3's η or DropPos's γ; 0, .25, .5, .75 (and .9 for MP3) where nothing is said."""
+
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
     """DropPos's γ_pos; .25, .5, .75 and .95 where nothing is said."""
 

@@ -20,14 +20,19 @@ class Args(MeasureArgs):
 
     kind: Literal["position", "class"] = "position"
     """What is read: the place of patches whose position was taken away, or the class of the image."""
+
     after: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """A second model on the same page, such as the first one fine-tuned."""
+
     train_count: Annotated[int, Parameter(metavar="IMAGES")] = 2000
     """At most so many images of the training split to fit to."""
+
     ratio: Annotated[float, Parameter(metavar="SHARE")] = 0.75
     """position: share of the patches whose position is taken away."""
+
     pool: Literal["mean", "cls"] = "mean"
     """class: the mean of the patch tokens, or the CLS token."""
+
     weight_decays: Annotated[tuple[float, ...], Parameter(metavar="λ,λ,…")] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
     """Weight decays to choose from, on a part of the training split."""
 

@@ -29,16 +29,22 @@ class Args(MeasureArgs):
 
     corruptions: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = ("all",)
     """all, none, a kind (noise, blur, weather, digital) or names such as snow,fog; made from --data."""
+
     severities: tuple[int, ...] = (1, 2, 3, 4, 5)
     """Severities."""
+
     imagenet_c: _Folder = None
     """Corrupted images that exist: FOLDER/CORRUPTION/SEVERITY/CLASS/IMAGE, or CORRUPTION.npy as in CIFAR-C."""
+
     imagenet_a: _Folder = None
     """Natural adversarial examples: FOLDER/CLASS/IMAGE. Accuracy and AURRA among these classes."""
+
     imagenet_o: _Folder = None
     """Images of none of the classifier's classes: FOLDER/CLASS/IMAGE. AUPR against --in-distribution."""
+
     in_distribution: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Images of the classifier's own classes beside ImageNet-O; by default --data."""
+
     class_list: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Class names in the order of the outputs, one a line (for ImageNet the 1,000 wnids), where the model has none."""
 

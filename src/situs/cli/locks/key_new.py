@@ -15,6 +15,7 @@ class Args:
 
     out: Annotated[Path, Parameter(metavar="FILE")]
     """The file to write; one that exists is never overwritten."""
+
     passphrase: bool = False
     """Wrap the key with a passphrase: SITUS_PASSPHRASE, or asked for."""
 

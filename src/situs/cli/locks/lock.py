@@ -24,17 +24,23 @@ class Args(ShapeArgs):
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
     """A run, the folder of a model (an export, or a timm or transformers folder with safetensors), or a timm name with
     its weights (NAME=FILE or --weights)."""
+
     key: Annotated[Path, Parameter(metavar="FILE")]
     """The key (situs key new)."""
+
     out: Annotated[Path, Parameter(metavar="DIR")]
     """The folder to write; it must not exist."""
+
     withhold: Annotated[tuple[str, ...], Parameter(metavar="PART")] = ()
     """Leave a part in a second file for the owner: embedding (all before the blocks), blocks=K (the first K), or
     both: embedding,blocks=K."""
+
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The second file to write (mode 0600); by default beside the locked folder."""
+
     seal: bool = False
     """Encrypt the files at rest as well (AES-256-GCM); the manifest, with names and shapes, stays readable."""
+
     cover: bool = False
     """Also move MLP units, heads and their channels: it hinders matching, and is no strength of its own."""
 

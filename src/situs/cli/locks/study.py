@@ -22,10 +22,13 @@ class Args:
 
     source: Annotated[str | None, Parameter(name="--from", metavar="RUN")] = None
     """The run whose model is locked; by default a small ViT is pretrained on the embedded images."""
+
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Labelled images to fine-tune on; by default those of the run."""
+
     out: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Write report.html and study.json there."""
+
     config: StudyConfig = configured(StudyConfig)
     """How long, and on how much."""
 

@@ -21,12 +21,16 @@ class Args:
 
     locked: Annotated[Path, POSITIONAL, Parameter(metavar="LOCKED")]
     """The locked folder."""
+
     key: Annotated[Path, Parameter(metavar="FILE")]
     """The key it was locked with."""
+
     out: Annotated[Path, Parameter(metavar="DIR")]
     """The folder to write; it must not exist."""
+
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The owner's second file, where parts were withheld."""
+
     retrained: bool = False
     """The locked weights were trained since: take new values of the same layout (manifest.json beside them)."""
 

@@ -24,12 +24,16 @@ class Args(ModelArgs):
 
     steps: int = 3
     """Steps of AdamW after which the two trainings are compared; 0 for none."""
+
     tokens: int = 32
     """How many patch tokens take part at most, where the model allows a subset."""
+
     seed: int = 0
     """Of the weights (where none are given), the inputs and the keys."""
+
     json: bool = False
     """Print JSON instead of tables."""
+
     out: Annotated[Path | None, Parameter(metavar="DIR")] = None
     """Write verify.html and verify.json there."""
 

@@ -28,45 +28,64 @@ class AugmentConfig(Checked):
 
     crop: Literal["none", "resized", "pad"] = "resized"
     """resized: a random box brought to the model's size. pad: a shift by up to `pad` pixels. none: the whole image."""
+
     scale: Annotated[tuple[float, float], _RISING] = (0.08, 1.0)
     """Share of the image that a resized crop covers, from and to."""
+
     ratio: Annotated[tuple[Positive, Positive], Rule("two rising numbers", lambda pair: pair[0] <= pair[1])] = (
         3 / 4,
         4 / 3,
     )
     """Width over height of a resized crop, from and to."""
+
     pad: Natural = 4
     """Largest shift of a padded crop, in pixels."""
+
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """How an image is resampled."""
+
     flip: Share = 0.5
     """Share of images mirrored left to right."""
+
     jitter: NotNegative = 0.0
     """Largest change of brightness, contrast and saturation; 0.4 draws each factor from [0.6, 1.4]. 0: none."""
+
     operations: Natural = 0
     """RandAugment: operations a sample. 0: no RandAugment."""
+
     magnitude: Annotated[float, Within("[0, 10]")] = 9.0
     """RandAugment: strength of the operations, of 10."""
+
     magnitude_std: NotNegative = 0.5
     """RandAugment: standard deviation of the strength."""
+
     operation_probability: Share = 0.5
     """RandAugment: chance that an operation drawn is carried out."""
+
     erasing: Share = 0.0
     """Random erasing: share of images with a rectangle erased."""
+
     erasing_area: Annotated[tuple[float, float], _RISING] = (0.02, 1 / 3)
     """Random erasing: share of the image erased, from and to."""
+
     erasing_with: Literal["noise", "mean"] = "noise"
     """Random erasing: normal noise for each pixel and channel, or the mean colour."""
+
     mixup: NotNegative = 0.0
     """MixUp's α; 0: no MixUp."""
+
     cutmix: NotNegative = 0.0
     """CutMix's α; 0: no CutMix."""
+
     mix_probability: Share = 1.0
     """Share of samples that MixUp or CutMix mixes."""
+
     mix_switch: Share = 0.5
     """Share of the mixed samples that take CutMix, where both are on."""
+
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.0
     """Mass of a label spread over all classes. Labels are soft wherever this, MixUp or CutMix is on."""
+
     repeated: Count = 1
     """Repeated augmentation: differently augmented copies of a sample in one batch."""
 

@@ -35,10 +35,13 @@ class AdapterConfig(Checked):
 
     steps: Count = 200
     """Updates."""
+
     batch: Count = 50
     """Samples a step; all of them where there are fewer."""
+
     lr: Positive = 1e-3
     """Largest rate of AdamW; it falls to 0 along a cosine."""
+
     seed: int = 0
     """Of the order of the samples and of the control's random blocks."""
 

@@ -56,14 +56,19 @@ class LockAuditConfig(Checked):
 
     count: Count = 24
     """So many of the images or texts, chosen at random and the same every time."""
+
     drift: tuple[float, ...] = (0.3,)
     """drifted-base: noise on the base, in standard deviations of each tensor."""
+
     k: Count = 100
     """Labelled samples that the attacker `labels` has."""
+
     steps: Count = 200
     """Updates that the attacker `labels` makes."""
+
     test: Count = 1000
     """Images that accuracy is measured on."""
+
     seed: int = 0
     """Of the drift and of the attacker's training."""
 

@@ -59,18 +59,25 @@ class StudyConfig(Checked):
 
     images: Count = 1000
     """Labelled images to fine-tune on."""
+
     test: Count = 2000
     """Images that the curves are measured on."""
+
     epochs: Count = 10
     """Passes over the labelled images, in each of the four ways."""
+
     batch: Count = 50
     """Images a step."""
+
     lr: Positive = 1e-3
     """Peak rate of AdamW."""
+
     looks: Count = 10
     """Points of a curve."""
+
     pretrain_epochs: Count = 6
     """Passes over 8,000 of the embedded images to make the model that is locked, where none is given."""
+
     seed: int = 0
     """Of the new head, the key, and the order of the data."""
 

@@ -20,54 +20,77 @@ class MJPConfig(Checked):
 
     mask_ratio: Share = 0.03
     """γ: share of the patches that are shuffled. Paper: .03 for accuracy, up to .27 for consistency."""
+
     shuffle: Literal["none", "jigsaw", "spp"] = "jigsaw"
     """jigsaw: the masked patches among themselves (JP). spp: all patches, and the pixels within them (SPP)."""
+
     positions: bool = True
     """Whether the model is told any place at all; False is row B."""
+
     unknown: bool = True
     """Whether masked places get one learned vector E_unk instead of their own (UNK)."""
+
     index: Literal["none", "place", "origin"] = "none"
     """A second learned table (IDX): by the place a patch stands at (published code; on an unshuffled image it adds
     nothing a table could not hold), or by the place it came from (the other reading of "global index")."""
+
     dal: DalKind = "nonlinear"
     """DAL's regressor: pca (no weights), linear (LN), nonlinear (NLN) or none."""
+
     dal_weight: NotNegative = 0.01
     """λ: weight of the DAL loss."""
+
     dal_depth: Count = 3
     """Linear layers of the nonlinear regressor, ReLU between them; the published code has 2."""
+
     dal_mean: bool = False
     """Mean over row and column instead of their sum ‖·‖₁, half of it: what the published code runs."""
+
     dal_normalise: bool = False
     """Targets in [0, 1] on each axis instead of 0-based indices."""
+
     dal_components: Annotated[int, Within(">= 2")] = 2
     """Principal components of dal="pca"."""
+
     dal_fit: bool = True
     """dal="pca": bring the components to the grid by least squares. The published code compares them as they are, and
     takes them from the unmasked rows alone."""
+
     dal_warmup: Natural = 0
     """Epochs over which λ rises from 0 to dal_weight; the published code takes 20."""
+
     dal_final: float | None = None
     """Where λ ends, by a cosine over the epochs after the warm-up; None is dal_weight. Published code: half."""
+
     start_epoch: Natural = 0
     """First epoch in which patches are shuffled; the published code starts after the 20 of its warm-up."""
+
     chance: Share = 1.0
     """Chance that a draw shuffles at all; the published code shuffles half of the batches."""
+
     draw_per: Literal["sample", "batch"] = "sample"
     """One mask, shuffle and chance a sample, or one for the batch, named by its first sample (each rank and each
     micro-batch has its own): what the published code runs."""
+
     rule: BlockRule = "paper"
     """How blocks are laid: γ exactly (paper), or as an upper bound (official)."""
+
     unknown_std: NotNegative = 0.02
     """Spread of E_unk at the start; 1 in the published code."""
+
     table_std: float | None = None
     """Fills the table anew with this spread, CLS's own row too; None leaves it as the backbone made it (trunc-normal
     .02) or loaded it. 1 in the published code."""
+
     decay_positions: bool = False
     """Whether weight decay acts on the table and E_unk: a slip of the published code."""
+
     epochs: Count = 300
     """The run's epochs, for dal_final: a step knows its epoch and its share of the run, not this."""
+
     pixel_grid: tuple[int, int] = (14, 14)
     """Grid of the patches shuffled where the backbone has no tokens (ResNet)."""
+
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
     """Mass taken from the true class and spread over all; soft labels bring their own and are left as they are."""
 
