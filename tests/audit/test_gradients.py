@@ -187,7 +187,10 @@ def test_ctrl_c_in_a_search_keeps_what_it_has() -> None:
 def test_ctrl_c_in_a_closed_form_keeps_those_before() -> None:
     found = partial([PatchEmbedding(), Cut()], Deadline())
     assert len(found.pairs) == 1 and len(found.undone) == 3
-    nothing = partial([Cut()], Deadline())
+    deadline = Deadline()
+    nothing = partial([Cut()], deadline)
+    assert deadline.interrupted and nothing.stopped == "Ctrl-C, with 0 of 2 attacks finished"
+    assert judge(nothing, Limit("psnr", 20.0)).status == 4
     assert nothing.pairs == [] and "before anything was attacked" in verdict(nothing)
     assert nothing.numbers()["partial"] and "Verdict" in make_page(nothing).render()
 

@@ -145,7 +145,8 @@ class _Trial:
         if case.by_itself and not first:
             deadline.say(f"{case.defence.label}: {case.by_itself}")
         of = f"{case.name}: " if case.name else ""  # a gradient audit has one model, and does not name it
-        deadline.say(f"{of}{case.attack.name} against {case.defence.label}, batch {first + 1} on")
+        through = f"batches {first + 1} to {first + len(sent)}" if len(sent) > 1 else f"batch {first + 1}"
+        deadline.say(f"{of}{case.attack.name} against {case.defence.label}: {through}")
         known = self.client.known(case.informed, first, len(sent))
         found = case.attack.recover(case.backbone, sent, known, deadline)
         self.at, self.partial = first + len(found.facts), found.partial or self.partial
