@@ -4,6 +4,7 @@ import io
 import re
 import subprocess
 import sys
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from situs.cli.demo import run as demo
+from situs.cli.demo.learned import _followed
+from situs.cli.demo.sections import Stage
 from situs.cli.main import main
 from situs.errors import SitusError
 
@@ -172,3 +175,14 @@ def test_flags_are_known_before_torch_is_imported() -> None:
     code = "import sys, situs.cli.demo.run; print(sorted({'torch', 'timm', 'matplotlib'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_long_training_says_how_far_it_has_come(tmp_path: Path) -> None:
+    """By its log, at each quarter; a line that is only half written is passed over."""
+    said: list[str] = []
+    log = tmp_path / "metrics.jsonl"
+    with _followed(Stage(0, quick=True, say=said.append, runs=tmp_path), "pretraining", log, 8):
+        for lines in ('{"epoch": 1.5}\n', '{"epoch": 2.0}\n{"epo', '{"epoch": 2.0}\n{"epoch": 2.5}\n'):
+            log.write_text(lines)
+            time.sleep(1.3)
+    assert said == ["pretraining, epoch 2 of 8"]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,9 +55,32 @@ def train(stage: Stage, what: str, name: str, images: int, **given: Any) -> list
     backbone = {"name": MODEL, "patch_size": PATCH, "model_args": shape, **given.pop("backbone", {})}
     data = {"path": "samples", "img_size": GRID[0] * PATCH, "channels": 1, "count": images}
     fixed: dict[str, Any] = {"augment": {"crop": "pad", "pad": 2}, "device": "cpu", "quiet": True}
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _followed(stage, what, stage.runs / name / "metrics.jsonl", given["epochs"]):
         run = situs.pretrain(data, out=stage.runs / name, backbone=backbone, seed=stage.seed, **fixed, **given)
     return RunFolder.open(run, writer=False).records()
+
+
+@contextmanager
+def _followed(stage: Stage, what: str, log: Path, epochs: int) -> Iterator[None]:
+    """Says at each quarter of a training how far its log has come, so that nobody waits for minutes without a word."""
+    done = threading.Event()
+
+    def follow() -> None:
+        told = 0
+        while not done.wait(1.0):
+            with suppress(OSError, ValueError, LookupError):  # not there yet, or its last line is being written
+                epoch = int(json.loads(log.read_text(encoding="utf-8").splitlines()[-1])["epoch"])
+                if epoch >= told + max(1, epochs // 4):
+                    told = epoch
+                    stage.say(f"{what}, epoch {epoch} of {epochs}")
+
+    thread = threading.Thread(target=follow, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def show_training(stage: Stage) -> Lines:
