@@ -98,7 +98,7 @@ COVERED = {
     "situs.pages.runs": "test_init",
     "situs.pages.settings": "test_init",
     "situs.report.canvas": "test_figures",
-    "situs.train.card": "test_export",
+    "situs.train.export.card": "test_write",
     "situs.train.contract": "test_loop",
     "situs.train.graph": "test_loop_gpu",
 }

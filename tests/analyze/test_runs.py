@@ -25,7 +25,7 @@ from situs.errors import SitusError
 from situs.pages import make_page
 from situs.report import figures
 from situs.report.html import Page
-from situs.train.storage import FORMAT, sealed
+from situs.train.checkpoint.storage import FORMAT, sealed
 
 CONFIG: dict[str, Any] = {
     "method": {"name": "mp3", "mask_ratio": 0.5},

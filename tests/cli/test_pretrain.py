@@ -304,7 +304,7 @@ def test_one_corrupt_jpeg_is_skipped_counted_and_told(
 def test_a_full_disk_is_one_sentence_and_the_earlier_checkpoint_is_whole(
     small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import situs.train.storage as room
+    import situs.train.checkpoint.storage as room
 
     real = room.write_tensors
 

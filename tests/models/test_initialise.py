@@ -16,9 +16,8 @@ from situs.core.position import resample_table
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
 from situs.models.initialise import initialise
-from situs.train.card import ModelProvenance
 from situs.train.checkpoint import RunFolder
-from situs.train.export import write_export
+from situs.train.export import ModelProvenance, write_export
 
 
 def vit(seed: int, size: int = 12, **fields: Any) -> Backbone:

@@ -14,8 +14,7 @@ from situs.backbones import create_backbone
 from situs.data.loader import DataConfig
 from situs.methods import Supervised, SupervisedConfig
 from situs.models import Model, open_model
-from situs.train.card import ModelProvenance
-from situs.train.export import write_export
+from situs.train.export import ModelProvenance, write_export
 
 
 def halve(file: Path) -> None:

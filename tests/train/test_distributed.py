@@ -13,8 +13,8 @@ from toy import ToyLoader, toy
 from situs.errors import SitusError
 from situs.train import distributed
 from situs.train.checkpoint import Checkpoint, RunFolder
+from situs.train.checkpoint.storage import read_folder
 from situs.train.nan import replay
-from situs.train.storage import read_folder
 
 SCENARIOS = ["plain/ddp/1", *(f"{name}/{kind}/2" for kind in ("ddp", "fsdp") for name in
              ("plain", "drop_path", "interrupted", "not_finite"))]  # fmt: skip

@@ -12,11 +12,11 @@ from toy import ToyLoader, toy
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.train.checkpoint import RunFolder
+from situs.train.checkpoint.storage import read_tensors
 from situs.train.loop import TrainConfig, fit
 from situs.train.nan import NotFiniteError, _pack, _unpack, replay
 from situs.train.optim import OptimConfig
 from situs.train.step import MicroBatch, Moment, Update
-from situs.train.storage import read_tensors
 
 TRAIN = TrainConfig(epochs=4, precision="fp32", log_every=100, save_every=2, keep=2)
 OPTIM = OptimConfig(lr=1e-2, warmup_epochs=1, weight_decay=0.1, ema=0.9, clip=1.0)

@@ -21,7 +21,7 @@ from situs.files import read_json, write_text
 from situs.locks.shards import Header, Spec, plain_source, read_header, reason_of, unique
 from situs.models import open_model
 from situs.models.data import AnyModel
-from situs.train.storage import sync
+from situs.train.checkpoint.storage import sync
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 

@@ -8,8 +8,7 @@ from situs.config import to_dict
 from situs.errors import SitusError
 from situs.models.module import names_module
 from situs.models.open import is_locked, model_folder
-from situs.train.card import ModelProvenance, last_metrics
-from situs.train.export import Export, write_export
+from situs.train.export import Export, ModelProvenance, last_metrics, write_export
 from situs.train.run import is_run, load_run
 
 

@@ -27,7 +27,7 @@ from situs.files import read_json
 from situs.models.model import Model, folder_name, identity_of
 from situs.models.module import OwnModule, in_float32, make_module, names_module, wrap_module
 from situs.models.prepared import class_names, described, images_for, read_prepared
-from situs.train.card import last_name
+from situs.train.export import last_name
 from situs.train.run import is_run, load_run
 
 PUBLISHED, RANDOM = "pretrained", "random"

@@ -24,12 +24,12 @@ from situs.limits import Count, Natural, Rule
 from situs.methods.base import Batch, Method
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
+from situs.train.checkpoint.state import capture, restore, seed_generators
 from situs.train.contract import Hook, RunState, TrainLoader, TrainResult
 from situs.train.interrupt import Interrupt
 from situs.train.log import TRACKERS, Log, machine, memory_gib
 from situs.train.nan import FiniteCheck, save_bad_step
 from situs.train.optim import OptimConfig, peak_rate, rate_at, warmup_steps
-from situs.train.state import capture, restore, seed_generators
 from situs.train.step import Moment, Stepper, Update
 
 Tracker = Annotated[str, Rule(f"one of {', '.join(sorted(TRACKERS))}", TRACKERS.__contains__)]

@@ -19,9 +19,9 @@ from situs.errors import SitusError
 from situs.methods.base import Batch, Method
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
-from situs.train.state import check_fit, gathered, set_generators
+from situs.train.checkpoint.state import check_fit, gathered, set_generators
+from situs.train.checkpoint.storage import read_folder, read_tensors, write_folder, write_tensors
 from situs.train.step import MicroBatch, Update, autocast
-from situs.train.storage import read_folder, read_tensors, write_folder, write_tensors
 
 
 class NotFiniteError(SitusError):

@@ -29,7 +29,7 @@ from situs.methods.base import Method
 from situs.train import distributed
 from situs.train.checkpoint import CLASSES, Checkpoint, RunFolder, check_target, read_config
 from situs.train.contract import Hook, TrainResult
-from situs.train.export import load_checkpoint
+from situs.train.export.write import load_checkpoint
 from situs.train.loop import TrainConfig, fit
 from situs.train.optim import OptimConfig
 

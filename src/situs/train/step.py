@@ -13,10 +13,10 @@ from torch import Tensor
 from situs.errors import SitusError
 from situs.methods.base import Batch, Draws, Method, Output
 from situs.train import distributed
+from situs.train.checkpoint.state import generators
 from situs.train.ema import Ema
 from situs.train.graph import Graphed
 from situs.train.optim import OptimConfig, clip_gradients, make_optimizer, set_rate
-from situs.train.state import generators
 
 
 class MicroBatch(NamedTuple):

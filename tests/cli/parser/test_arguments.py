@@ -15,7 +15,7 @@ from situs.cli.parser.arguments import Recipe, configured, parse
 from situs.config import Checked, choice, to_dict
 from situs.errors import SitusError
 from situs.limits import Count, Within
-from situs.train.storage import sealed
+from situs.train.checkpoint.storage import sealed
 
 
 @dataclass(frozen=True)

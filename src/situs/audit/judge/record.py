@@ -22,7 +22,7 @@ from situs.audit.cases import Outcome
 from situs.audit.judge.gate import ABOVE, NOT_JUDGED, Ruling
 from situs.audit.scores.metrics import LOWER_IS_CLOSER, means_of
 from situs.audit.scores.scoring import Scores
-from situs.train.storage import digest
+from situs.train.checkpoint.storage import digest
 
 if TYPE_CHECKING:
     from situs.audit.gradients import Audit

@@ -30,9 +30,9 @@ from torch import Tensor
 from situs.config import differences, flat, from_dict, to_dict
 from situs.errors import SitusError
 from situs.files import write_bytes, write_text
-from situs.train.hold import NAME as LOCK
-from situs.train.hold import only_one
-from situs.train.storage import (
+from situs.train.checkpoint.hold import NAME as LOCK
+from situs.train.checkpoint.hold import only_one
+from situs.train.checkpoint.storage import (
     FORMAT,
     delete,
     fingerprint,

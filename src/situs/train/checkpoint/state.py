@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from situs.errors import SitusError
 from situs.train import distributed
-from situs.train.checkpoint import Checkpoint
+from situs.train.checkpoint.folder import Checkpoint
 from situs.train.ema import Ema
 
 Files = dict[str, dict[str, Tensor]]

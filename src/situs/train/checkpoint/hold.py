@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from situs.errors import SitusError
-from situs.train.storage import reason
+from situs.train.checkpoint.storage import reason
 
 NAME = ".lock"
 _held: set[int] = set()

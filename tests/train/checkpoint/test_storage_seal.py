@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from situs.train.storage import fingerprint, read_sealed, sealed
+from situs.train.checkpoint.storage import fingerprint, read_sealed, sealed
 
 TABLE = {"step": 30, "rate": 1e-3, "names": ["loss", "ä"], "deep": {"b": None, "a": True}}
 

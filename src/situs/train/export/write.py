@@ -27,10 +27,10 @@ from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.files import write_text
 from situs.methods.base import Method
-from situs.train.card import ModelProvenance, card
-from situs.train.checkpoint import Checkpoint
-from situs.train.state import check_fit
-from situs.train.storage import save, sync
+from situs.train.checkpoint.folder import Checkpoint
+from situs.train.checkpoint.state import check_fit
+from situs.train.checkpoint.storage import save, sync
+from situs.train.export.card import ModelProvenance, card
 
 WEIGHTS, CONFIG, CARD, POSITIONS = "model.safetensors", "config.json", "README.md", "situs_positions.safetensors"
 PREPARED = "preprocessor_config.json"

@@ -5,8 +5,8 @@ import torch
 from toy import ToyLoader, toy
 
 from situs.errors import SitusError
+from situs.train.checkpoint.state import check_fit, generators, moments, seed_generators, set_generators
 from situs.train.optim import OptimConfig
-from situs.train.state import check_fit, generators, moments, seed_generators, set_generators
 from situs.train.step import Moment, Stepper
 
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from situs.train import storage as folder
-from situs.train.storage import delete, read_folder, remove, write_folder, write_tensors
+from situs.train.checkpoint import storage as folder
+from situs.train.checkpoint.storage import delete, read_folder, remove, write_folder, write_tensors
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from situs.errors import SitusError
-from situs.train import storage as folder
 from situs.train.checkpoint import RunFolder, read_config
-from situs.train.storage import read_folder, sealed
+from situs.train.checkpoint import storage as folder
+from situs.train.checkpoint.storage import read_folder, sealed
 
 CONFIG = {"train": {"epochs": 10, "seed": 0, "log_every": 50}, "optim": {"lr": 1e-3, "betas": [0.9, 0.95]}, "out": "a"}
 

@@ -18,10 +18,10 @@ from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
-from situs.train.card import ModelProvenance, last_metrics, last_name
 from situs.train.checkpoint import RunFolder
 from situs.train.ema import Ema
-from situs.train.export import POSITIONS, WEIGHTS, load_checkpoint, write_export
+from situs.train.export.card import ModelProvenance, last_metrics, last_name
+from situs.train.export.write import POSITIONS, WEIGHTS, load_checkpoint, write_export
 
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 VIT: dict[str, Any] = dict(name="vit_tiny_patch16_224", img_size=(16, 24), patch_size=4, model_args=SMALL)
@@ -268,7 +268,7 @@ def test_a_target_is_refused_or_replaced(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_leaves_the_old_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from situs.train import export
+    from situs.train.export import write
 
     method, target = make("table"), tmp_path / "x"
     write_export(method, target, ModelProvenance("one"))
@@ -276,7 +276,7 @@ def test_a_full_disk_leaves_the_old_export(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export, "save", full)
+    monkeypatch.setattr(write, "save", full)
     with pytest.raises(SitusError, match=r"could not be written: .*No space left"):
         write_export(method, target, ModelProvenance("two"), force=True)
     assert "trained with one" in (target / "README.md").read_text()

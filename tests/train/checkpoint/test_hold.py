@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from situs.errors import SitusError
-from situs.train.hold import NAME, only_one
+from situs.train.checkpoint.hold import NAME, only_one
 
 HOLDER = """
 import os, sys, time, pathlib
-from situs.train.hold import only_one
+from situs.train.checkpoint.hold import only_one
 with only_one(pathlib.Path(sys.argv[1])):
     if len(sys.argv) > 2 and os.fork() == 0:  # who has been forked says so: by then it has let go
         print("held", flush=True)

@@ -1,0 +1,15 @@
+"""The model alone, as its own library loads it, with a card that says what it is."""
+
+from situs.train.export.card import ModelProvenance, last_metrics, last_name
+from situs.train.export.write import POSITIONS, PREPARED, TRAINING_ONLY, Export, write_export
+
+__all__ = [
+    "POSITIONS",
+    "PREPARED",
+    "TRAINING_ONLY",
+    "Export",
+    "ModelProvenance",
+    "last_metrics",
+    "last_name",
+    "write_export",
+]
