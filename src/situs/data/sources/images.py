@@ -12,8 +12,10 @@ import importlib.util
 import io
 import math
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +38,7 @@ _HEIC = (b"heic", b"heix", b"heim", b"heis", b"hevc")
 _HEIF = (*_HEIC, b"mif1", b"msf1")  # the last two may be AVIF as well
 # Some of Pillow's other plugins start programs (EPS calls Ghostscript) or take anything for an image.
 _FORMATS = ("JPEG", "PNG", "WEBP", "AVIF", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000")
+_ORIENTATION = 0x0112  # the EXIF tag
 _MOST_BYTES = 1 << 30
 # Beyond this many times the size asked for, an image's longer side is cut before it is resized and not after.
 _LONGEST = 8
@@ -49,14 +52,53 @@ class BrokenImageError(SitusError):
     """An image that cannot be decoded; loaders skip and count it, or stop at it when they are strict."""
 
 
-def decode(data: bytes, name: str, channels: int | None = None) -> Tensor:
-    """The image in `data`, [C, H, W] uint8 or float32; `name` is what an error calls it."""
+class Header(NamedTuple):
+    """What a file says of its image before a pixel is read.
+
+    kind: Pillow's name of the format, or NPY. mode: Pillow's, or the array's type. height, width: as the image is seen,
+    upright. turned: whether its EXIF tag turns or mirrors it.
+    """
+
+    kind: str
+    mode: str
+    height: int
+    width: int
+    turned: bool
+
+
+def decode(data: bytes, name: str, channels: int | None = None, *, reduce: int = 1) -> Tensor:
+    """The image in `data`, [C, H, W] uint8 or float32; `name` is what an error calls it.
+
+    reduce: 2, 4 or 8 reads a JPEG at 1/2, 1/4 or 1/8 of its sides (rounded up), which leaves out most of the work; its
+    pixels are means in the cosine domain, close to a resized image but not equal to one. Other formats stay whole.
+    """
+    with _broken(name):
+        if data.startswith(_NUMPY):
+            image = _decode_array(data)
+        else:
+            image = _decode_pillow(data, keep_alpha=channels == 4, reduce=reduce)
+    return to_channels(image, channels, name)
+
+
+def read_header(data: bytes, name: str) -> Header:
+    """The size and kind of the image in `data`, without decoding it."""
+    with _broken(name):
+        if data.startswith(_NUMPY):
+            array = _image_array(data)
+            return Header("NPY", str(array.dtype), array.shape[1], array.shape[2], turned=False)
+        with _opened(data) as image:
+            way = image.getexif().get(_ORIENTATION, 1)
+            width, height = image.size[::-1] if way in {5, 6, 7, 8} else image.size
+            return Header(image.format or "", image.mode, height, width, way in range(2, 9))
+
+
+@contextmanager
+def _broken(name: str) -> Iterator[None]:
     try:
-        image = _decode_array(data) if data.startswith(_NUMPY) else _decode_pillow(data, keep_alpha=channels == 4)
+        yield
     except Exception as error:  # each decoder raises classes of its own for each way a file can be damaged
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise BrokenImageError(f"{name}: cannot be decoded as an image ({reason[:120]})") from error
-    return to_channels(image, channels, name)
 
 
 def check_bytes(size: int, name: str) -> None:
@@ -137,17 +179,21 @@ def _decode_array(data: bytes) -> Tensor:
     """A NumPy file of [H, W], [C, H, W] or [H, W, C] (the shorter end is the channels), floats in [0, 1]."""
     import numpy as np
 
-    array = _read_npy(data)
-    if array.ndim not in {2, 3} or 0 in array.shape:
-        raise ValueError(f"an array of shape {tuple(array.shape)} is no image")
-    if array.ndim == 2:
-        array = array[None]
-    elif array.shape[2] < array.shape[0]:
-        array = array.transpose(2, 0, 1)
+    array = _image_array(data)
     image = torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
     if image.is_floating_point() and not bool(torch.isfinite(image).all()):
         raise ValueError("the array holds NaN or infinity")
     return _shallow(image)
+
+
+def _image_array(data: bytes) -> np.ndarray:
+    """[C, H, W]."""
+    array = _read_npy(data)
+    if array.ndim not in {2, 3} or 0 in array.shape:
+        raise ValueError(f"an array of shape {tuple(array.shape)} is no image")
+    if array.ndim == 2:
+        return array[None]
+    return array.transpose(2, 0, 1) if array.shape[2] < array.shape[0] else array
 
 
 def _read_npy(data: bytes) -> np.ndarray:
@@ -203,21 +249,32 @@ def _formats(data: bytes) -> tuple[str, ...]:
     return ("AVIF",)
 
 
-def _decode_pillow(data: bytes, keep_alpha: bool) -> Tensor:
-    from PIL import Image, ImageOps, UnidentifiedImageError
+@contextmanager
+def _opened(data: bytes) -> Iterator[Image.Image]:
+    """The image with its header read and its pixels still packed."""
+    from PIL import Image, UnidentifiedImageError
 
     _quiet()
     try:
         with Image.open(io.BytesIO(data), formats=_formats(data)) as opened:
             pixels, most = opened.width * opened.height, Image.MAX_IMAGE_PIXELS
-            if most is not None and pixels > most:  # read from the header; the pixels themselves are still packed
+            if most is not None and pixels > most:
                 raise ValueError(f"{opened.width} × {opened.height} pixels are more than the {most:,} that are read")
-            opened.load()
-            ImageOps.exif_transpose(opened, in_place=True)
-            image = _plain_mode(opened, keep_alpha)
-            pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=_PILLOW_TYPES.get(image.mode, torch.uint8))
+            yield opened
     except UnidentifiedImageError:
         raise ValueError("no known format") from None  # Pillow's own words name a place in memory
+
+
+def _decode_pillow(data: bytes, keep_alpha: bool, reduce: int = 1) -> Tensor:
+    from PIL import ImageOps
+
+    with _opened(data) as opened:
+        if reduce > 1 and opened.format == "JPEG":
+            opened.draft(None, (opened.width // reduce, opened.height // reduce))
+        opened.load()
+        ImageOps.exif_transpose(opened, in_place=True)
+        image = _plain_mode(opened, keep_alpha)
+        pixels = torch.frombuffer(bytearray(image.tobytes()), dtype=_PILLOW_TYPES.get(image.mode, torch.uint8))
     return _shallow(pixels.view(image.height, image.width, -1).permute(2, 0, 1))
 
 
