@@ -30,8 +30,8 @@ from torch import Tensor
 from situs.config import differences, flat, from_dict, to_dict
 from situs.errors import SitusError
 from situs.files import write_bytes, write_text
-from situs.train.checkpoint.hold import NAME as LOCK
-from situs.train.checkpoint.hold import only_one
+from situs.hold import NAME as LOCK
+from situs.hold import only_one
 from situs.train.checkpoint.storage import (
     FORMAT,
     delete,

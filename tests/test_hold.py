@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from situs.errors import SitusError
-from situs.train.checkpoint.hold import NAME, only_one
+from situs.hold import NAME, only_one
 
 HOLDER = """
 import os, sys, time, pathlib
-from situs.train.checkpoint.hold import only_one
+from situs.hold import only_one
 with only_one(pathlib.Path(sys.argv[1])):
     if len(sys.argv) > 2 and os.fork() == 0:  # who has been forked says so: by then it has let go
         print("held", flush=True)
@@ -29,7 +29,7 @@ with only_one(pathlib.Path(sys.argv[1])):
 def test_a_second_holder_is_told_of_the_first(tmp_path: Path) -> None:
     (tmp_path / NAME).write_text("process 1234567890 on a-machine-with-a-long-name-that-crashed")
     with only_one(tmp_path):
-        said = f"process {os.getpid()} on {socket.gethostname()} is at work in this run; wait for it, or stop it first"
+        said = f"process {os.getpid()} on {socket.gethostname()} is at work there; wait for it, or stop it first"
         with pytest.raises(SitusError, match=said), only_one(tmp_path):
             pass
         assert (tmp_path / NAME).exists()  # the one who was refused has not taken it away

@@ -1,4 +1,4 @@
-"""One process at a time in a run folder: a lock that the system takes back when its holder dies."""
+"""One process at a time in a folder: a lock that the system takes back when its holder dies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from situs.errors import SitusError
-from situs.train.checkpoint.storage import reason
 
 NAME = ".lock"
 _held: set[int] = set()
@@ -47,13 +46,13 @@ def _take(path: Path) -> int:
         try:
             handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise SitusError(f"{path.parent}: cannot be written to: {reason(error)}") from None
+            raise SitusError(f"{path.parent}: cannot be written to: {(error.strerror or str(error)).lower()}") from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.read(handle, 200).decode(errors="replace").strip() or "another process"
             os.close(handle)
-            raise SitusError(f"{path.parent}: {holder} is at work in this run; wait for it, or stop it first") from None
+            raise SitusError(f"{path.parent}: {holder} is at work there; wait for it, or stop it first") from None
         except OSError:  # a disk that knows no locks: better unlocked than no training
             pass
         if _is_at(handle, path):
