@@ -90,6 +90,7 @@ COVERED = {
     "situs.models.module": "test_open",
     "situs.models.prepared": "test_open_folders",
     "situs.pages.attention": "test_init",
+    "situs.pages.bench": "test_init",
     "situs.pages.correlation": "test_init",
     "situs.pages.lock": "test_init",
     "situs.pages.positions": "test_init",

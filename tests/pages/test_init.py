@@ -27,6 +27,11 @@ from situs.audit.position.audit import PositionAudit
 from situs.audit.position.probe import OWN, PlaceReading, Probed
 from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
+from situs.bench.cases import StepCase, Timing
+from situs.bench.clock import Times
+from situs.bench.kernels import Kernels
+from situs.bench.measure import StepRow
+from situs.bench.step import StepTable
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, ClassAccuracy
 from situs.evaluate.consistency import Consistency, ConsistencyCurve
@@ -133,6 +138,13 @@ def _verification() -> Verification:
     return Verification(NAME, "float32", 1e-10, 1e-3, 3, 0.5, (whole, replace(whole, part="blocks.*.norm", own={})))
 
 
+def _steps(*seconds: float) -> StepTable:
+    times = Times(seconds or (0.01, 0.012), 3.0, 1.5, Kernels(7.5, {"matmul": 6.0}, {NAME: 6.0}, 12.0))
+    row = StepRow(StepCase(method="mp3", model=NAME, precision="bf16"), times, 10**12, (NAME,))
+    machine = {"kind": "cuda", "device": NAME, "torch": "2.11"}
+    return StepTable((row,), {"bf16": 8e14}, machine, Timing(), ((StepCase(method="mae"), NAME),), profile=True)
+
+
 def _study() -> Study:
     curves = {way: Curve([0, 2], [2.0, 1.0], [0.25, 0.5]) for way in WAYS}
     return Study(StudyConfig(), NAME, curves, 0.1, 1e-6, 1e-7, (RuleCheck("a key", False, 1e-3, NAME),))
@@ -169,6 +181,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Reconstruction": (_reconstruction, {"one", "placed"}),
     "Robustness": (_robustness, {"accuracy", "severity", "corruptions"}),
     "Runs": (_runs, {"curves"}),
+    "StepTable": (_steps, set()),
     "Study": (_study, set()),
     "Verification": (_verification, set()),
 }

@@ -64,6 +64,9 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "audit positions": ("situs.cli.audit.positions", "how much a model knows and gives away of position"),
         "audit gradients": ("situs.cli.audit.gradients", "what a model's gradients give away, with a gate for CI"),
     },
+    "Speed": {
+        "bench step": ("situs.cli.bench.step", "what a training step costs: time, memory, share of the ceiling"),
+    },
     "Look": {
         "report": ("situs.cli.analyze.report", "several runs side by side on one page, finished or still going"),
         "info": ("situs.cli.info", "what a model is made of, and which methods and locks apply to it"),

@@ -40,6 +40,7 @@ PAGES = {
     "Reconstruction": "reconstruct.page",
     "Robustness": "robustness.page",
     "Runs": "runs.page",
+    "StepTable": "bench.steps",
     "Study": "lock.study_page",
     "Verification": "lock.verify_page",
 }

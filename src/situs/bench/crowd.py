@@ -1,0 +1,109 @@
+"""Cases in processes of their own: all compile at the same time, and one at a time is timed.
+
+A folder holds what they share: `job.json`, a file `N.warm` for each that is ready (or gone), the lock of the device,
+and an answer of each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from situs.bench.cases import StepCase, Timing
+from situs.bench.ceiling import measure_ceiling
+from situs.bench.measure import StepRow, measure_case, precision_on
+from situs.config import from_dict, to_dict
+from situs.files import read_json, write_text
+
+Answer = tuple[StepCase, StepRow | str]
+"""A case with what was measured, or with the sentence on what failed."""
+
+
+def measure_at_once(
+    cases: Sequence[StepCase], timing: Timing, device: torch.device, ceilings: dict[str, float]
+) -> Iterator[Answer]:
+    """Every case's answer, as they come; fills `ceilings` by precision. A process that fails stops no other."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = {"cases": [to_dict(case) for case in cases], "timing": to_dict(timing)}
+        job |= {"device": str(device), "parent": os.getpid()}
+        write_text(folder / "job.json", json.dumps(job))
+        running: dict[int, subprocess.Popen[bytes]] = {}
+        try:
+            running |= {number: _start(folder, number, len(cases)) for number in range(len(cases))}
+            while running:
+                time.sleep(0.05)
+                for number in [number for number, process in running.items() if process.poll() is not None]:
+                    (folder / f"{number}.warm").touch()  # it may have fallen before it was
+                    yield cases[number], _answer(folder, number, running.pop(number).returncode, ceilings)
+        finally:
+            for process in running.values():
+                process.kill()
+                process.wait()
+
+
+def _start(folder: Path, number: int, crowd: int) -> subprocess.Popen[bytes]:
+    threads = max(2, (os.cpu_count() or 2) // crowd)
+    environment = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ}
+    command = [sys.executable, "-m", "situs.bench.crowd", str(folder), str(number)]
+    with (folder / f"{number}.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+
+
+def _answer(folder: Path, number: int, status: int, ceilings: dict[str, float]) -> StepRow | str:
+    """The row; or what failed: the last line that the process left."""
+    with suppress(OSError, ValueError):
+        held: dict[str, Any] = read_json(folder / f"{number}.json")
+        ceilings |= held["ceilings"]
+        return StepRow.from_json(held["row"])
+    lines = (folder / f"{number}.log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else f"its process ended with status {status}"
+
+
+def take_part(folder: Path, number: int) -> None:
+    """What each of the processes does."""
+    job = read_json(folder / "job.json")
+    case, timing = from_dict(StepCase, job["cases"][number]), from_dict(Timing, job["timing"])
+    device, ceilings = torch.device(job["device"]), {}
+
+    @contextmanager
+    def turn() -> Iterator[None]:
+        (folder / f"{number}.warm").touch()
+        while len(list(folder.glob("*.warm"))) < len(job["cases"]):  # the first process sees who falls, and marks it
+            if os.getppid() != job["parent"]:  # it is gone itself
+                raise SystemExit(1)
+            time.sleep(0.05)
+        with locked(folder / "lock"):
+            precision = precision_on(case, device)
+            kept = folder / f"ceiling-{precision}.json"
+            if not kept.exists():  # the first in the lock measures it for all
+                write_text(kept, json.dumps({precision: measure_ceiling(device, precision)}))
+            ceilings.update(read_json(kept))
+            yield
+
+    row = measure_case(case, timing, device, turn)
+    write_text(folder / f"{number}.json", json.dumps({"row": row.to_json(), "ceilings": ceilings}))
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds a file's lock."""
+    import fcntl
+
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+if __name__ == "__main__":
+    take_part(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,83 @@
+"""What a GPU does during a step, seen by the profiler: how long it is busy, and with kernels of which kind."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from situs.bench.ceiling import wait
+
+KINDS = {
+    "attention": ("flash", "fmha", "sdpa", "attention"),
+    "optimiser": ("adam", "multi_tensor_apply", "lpnorm"),
+    "copies": ("memcpy", "memset", "direct_copy", "catarray"),
+    "matmul": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitk", "triton_tem", "triton_mm"),
+    "elementwise": ("triton_", "elementwise", "reduce", "norm", "softmax", "index", "gather", "scatter"),
+}
+"""kind -> what is in the names of its kernels; the first that fits. "elementwise" is what the compiler fuses too."""
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of a trace's events that occupy the device."""
+
+
+class Kernels(NamedTuple):
+    """Of one step, in ms: the time with at least one kernel running, and the sum by kind and by name. launches: how
+    many there are."""
+
+    busy_ms: float
+    kinds: dict[str, float]
+    top: dict[str, float]
+    launches: float
+
+
+def profile_kernels(update: Callable[[], Any], device: torch.device, steps: int, top: int = 12) -> Kernels:
+    """Runs `update` that many times under the profiler. Only for a CUDA device."""
+    # Taking CUPTI down and up again does not go well with recorded graphs.
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+    wait(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            update()
+        wait(device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        seen.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return kernels_of(events, steps, top)
+
+
+def kernels_of(events: Iterable[dict[str, Any]], steps: int, top: int = 12) -> Kernels:
+    """What the events of a trace (Chrome's format, in µs) come to, a step."""
+    held = [each for each in events if each.get("ph") == "X" and each.get("cat") in ON_DEVICE]
+    kinds, names = Counter[str](), Counter[str]()
+    for each in held:
+        kinds[kind_of(each["name"])] += each["dur"]
+        names[each["name"]] += each["dur"]
+    unit = 1e3 * steps
+    busy = covered((each["ts"], each["ts"] + each["dur"]) for each in held)
+    shares = {name: length / unit for name, length in kinds.most_common()}
+    return Kernels(busy / unit, shares, {n: t / unit for n, t in names.most_common(top)}, len(held) / steps)
+
+
+def kind_of(name: str) -> str:
+    """The kind of a kernel by its name."""
+    name = name.lower()
+    return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "other")
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """The length of the union of intervals (start, end)."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

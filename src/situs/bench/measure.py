@@ -1,0 +1,141 @@
+"""One case measured: the step that a run makes, on images that are noise."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from situs.backbones import create_backbone
+from situs.bench.cases import StepCase, Timing
+from situs.bench.clock import Times, Turn, time_steps
+from situs.bench.flops import step_flops
+from situs.config import from_dict, to_dict
+from situs.methods import Batch, Method, create_method, method_class
+from situs.train.optim import OptimConfig
+from situs.train.step import Moment, Stepper, autocast
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """A case and what it came to. flops: of a step, forward and backward. said: what the step itself told."""
+
+    case: StepCase
+    times: Times
+    flops: int
+    said: tuple[str, ...] = ()
+
+    @property
+    def images_per_second(self) -> float:
+        """By the median step."""
+        return self.case.batch / self.times.median
+
+    @property
+    def flops_per_second(self) -> float:
+        """By the median step."""
+        return self.flops / self.times.median
+
+    def to_json(self) -> dict[str, Any]:
+        """What was measured, and what follows from it."""
+        follows = {
+            "ms": 1e3 * self.times.median,
+            "images_per_second": self.images_per_second,
+            "steps_per_second": 1 / self.times.median,
+            "busy": self.times.busy,
+        }
+        held = {"case": to_dict(self.case), "flops": self.flops, "said": list(self.said)}
+        return {"name": self.case.label, **held, **self.times.to_json(), **follows}
+
+    @classmethod
+    def from_json(cls, held: dict[str, Any]) -> StepRow:
+        """What `to_json` gave."""
+        return cls(from_dict(StepCase, held["case"]), Times.from_json(held), held["flops"], tuple(held["said"]))
+
+
+def measure_case(case: StepCase, timing: Timing, device: torch.device, turn: Turn = nullcontext) -> StepRow:
+    """Makes the method, counts its step's operations, and times it."""
+    gc.collect()
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.set_float32_matmul_precision("high")  # as a run does
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    case = replace(case, precision=precision_on(case, device), compile=case.compile and cuda, graph=case.graph and cuda)
+    method = make_method(case).to(device).train()
+    flops = method_flops(method, case, device)
+    if cuda:
+        torch.cuda.empty_cache()
+    said: list[str] = []
+    update = make_update(method, case, device, said.append)
+    times = time_steps(update, device, timing, turn)
+    return StepRow(case, times, flops, tuple(said))
+
+
+def precision_on(case: StepCase, device: torch.device) -> str:
+    """The arithmetic that a case has on this device."""
+    return case.precision or ("bf16" if device.type == "cuda" else "fp32")
+
+
+def make_method(case: StepCase) -> Method:
+    """The method of a case on its backbone, with weights of chance."""
+    kind = method_class(case.method)
+    backbone = create_backbone(
+        case.model,
+        img_size=case.img_size,
+        patch_size=case.patch_size,
+        in_chans=case.in_chans,
+        num_classes=case.num_classes if "label" in kind.needs_targets else 0,
+        drop_path=case.drop_path,
+        model_args=case.model_args,
+    )
+    backbone.require("images")
+    return create_method(case.method, backbone, from_dict(kind.Config, case.settings))
+
+
+def make_batch(method: Method, case: StepCase, size: int, device: torch.device) -> Batch:
+    """Images of noise, as many as are asked for, with labels of chance."""
+    sides = method.backbone.input.shape or _sides(case)
+    images = torch.randn(size, method.backbone.input.channels, *sides, device=device)
+    labels = torch.randint(case.num_classes, (size,), device=device)
+    return Batch(images, torch.arange(size, device=device), {"label": labels})
+
+
+def _sides(case: StepCase) -> tuple[int, int]:
+    """Of a model that takes images of any size."""
+    size = case.img_size or 224
+    return (size, size) if isinstance(size, int) else size
+
+
+def method_flops(method: Method, case: StepCase, device: torch.device) -> int:
+    """Operations of one step of this method."""
+
+    def loss_of(size: int) -> torch.Tensor:
+        batch = make_batch(method, case, size, device)
+        draws = method.draw(batch, seed=0, epoch=0, progress=0.5)
+        with autocast(device, precision_on(case, device)):
+            return method(batch, draws).loss
+
+    counted = step_flops(loss_of, case.batch)
+    method.zero_grad(set_to_none=True)
+    return counted
+
+
+def make_update(method: Method, case: StepCase, device: torch.device, say: Callable[[str], None]) -> Callable[[], Any]:
+    """The update of a run, on the same images each time and with new draws."""
+    stepper = Stepper(
+        method, OptimConfig(clip=case.clip, ema=case.ema), seed=0, precision=precision_on(case, device),
+        accumulate=case.accumulate, parallel="ddp", compiled=case.compile, graph=case.graph, say=say,
+    )  # fmt: skip
+    batch, done = make_batch(method, case, case.batch, device), 0
+
+    def update() -> None:
+        nonlocal done
+        stepper.update(batch, Moment(done, done, 0.5), 1e-4, ragged=False)
+        done += 1
+
+    return update

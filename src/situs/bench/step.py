@@ -1,0 +1,215 @@
+"""What a training step costs: time, memory, the share of what the machine can multiply, how busy the GPU is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from situs.bench.cases import StepCase, StepConfig, Timing, make_cases
+from situs.bench.ceiling import measure_ceiling
+from situs.bench.crowd import Answer, measure_at_once
+from situs.bench.machine import describe_machine
+from situs.bench.measure import StepRow, measure_case
+from situs.config import from_dict, to_dict
+from situs.errors import SitusError
+from situs.files import read_json
+from situs.results import Cell, Provenance, Result, Summary, Table, percent
+from situs.train import distributed
+
+Progress = Callable[["StepTable", str], None]
+"""Told after each case: the table so far, and a line on the case."""
+
+
+@dataclass(frozen=True)
+class StepTable(Result):
+    """Rows of cases that were measured. ceilings: operations a second, by precision. failed: (case, why) of the others.
+
+    machine: `describe_machine`'s. timing: how long each was looked at. profile: whether kernels are shown.
+    """
+
+    file: ClassVar[str] = "step"
+    rows: tuple[StepRow, ...]
+    ceilings: Mapping[str, float]
+    machine: Mapping[str, Any]
+    timing: Timing
+    failed: tuple[tuple[StepCase, str], ...] = ()
+    profile: bool = False
+
+    def share(self, row: StepRow) -> float | None:
+        """The operations of a row a second over the ceiling of its precision."""
+        ceiling = self.ceilings.get(row.case.precision or "")
+        return row.flops_per_second / ceiling if ceiling else None
+
+    def summary(self) -> Summary:
+        """The table; what failed and what was not measured stand below it."""
+        table = Table(self.title(), HEADER, [self._cells(row) for row in self.rows])
+        kernels = kernel_tables(self.rows) if self.profile else ()
+        return Summary(self._sentence(), (*kernels, table), tuple(self._notes()))
+
+    def title(self) -> str:
+        """The machine, and how it was measured."""
+        timing = self.timing
+        how = f"medians of {timing.repeats} × {timing.steps} steps, ± half the spread"
+        return f"{self.machine['device']}, torch {self.machine['torch']}: {how}"
+
+    def _cells(self, row: StepRow) -> list[Cell]:
+        times, share, busy = row.times, self.share(row), row.times.busy
+        spread = 500 * (max(times.seconds) - min(times.seconds))
+        return [
+            row.case.label,
+            row.case.shape,
+            row.case.batch,
+            f"{1e3 * times.median:.2f}",
+            f"{spread:.2f}",
+            f"{row.images_per_second:,.0f}" if row.images_per_second >= 100 else f"{row.images_per_second:.2f}",
+            f"{1 / times.median:,.1f}",
+            None if times.gib is None else f"{times.gib:.2f}",
+            None if share is None else percent(share),
+            None if busy is None else percent(busy),
+            f"{times.first:.1f}",
+        ]
+
+    def _sentence(self) -> str:
+        if not self.rows:
+            return f"None of {len(self.failed)} cases could be measured."
+        ceilings = ", ".join(f"{name} {rate / 1e12:,.4g}" for name, rate in self.ceilings.items())
+        most = max(self.rows, key=lambda row: self.share(row) or 0.0)
+        share = self.share(most)
+        best = "" if share is None else f"; {most.case.label} comes nearest to it with {percent(share)}"
+        count = f"{len(self.rows)} cases" if len(self.rows) > 1 else "One case"
+        return f"{count}; large matrices are multiplied here at {ceilings} TFLOP/s{best}."
+
+    def _notes(self) -> Iterator[str]:
+        for case, why in self.failed:
+            yield f"failed: {case.label}, {case.shape}, batch {case.batch}: {why}"
+        for row in self.rows:
+            yield from (f"{row.case.label}, batch {row.case.batch}: {line}" for line in row.said)
+        if any(row.times.kernels is None for row in self.rows):
+            yield f"Busy share: not measured{'' if self.machine['kind'] == 'cuda' else ', for there is no GPU'}."
+
+    def numbers(self) -> dict[str, Any]:
+        """All of it; `read_steps` gives the same result back."""
+        rows = [row.to_json() | {"ceiling_share": self.share(row)} for row in self.rows]
+        failed = [{"case": to_dict(case), "why": why} for case, why in self.failed]
+        said = {"machine": dict(self.machine), "timing": to_dict(self.timing), "ceilings": dict(self.ceilings)}
+        return {"measures": "step", **said, "rows": rows, "failed": failed}
+
+
+HEADER = ("case", "model", "batch", "ms", "±", "img/s", "steps/s", "GiB", "of ceiling", "busy", "first step s")
+
+
+def kernel_tables(rows: Iterable[StepRow]) -> Iterator[Table]:
+    """For each row that was profiled: ms of a step by kind of kernel, and the longest kernels."""
+    for row in rows:
+        if (seen := row.times.kernels) is None:
+            continue
+        title = f"{row.case.label}, {row.case.shape}, batch {row.case.batch}: {seen.launches:,.0f} kernels a step, ms"
+        kinds = [[kind, f"{length:.3f}"] for kind, length in seen.kinds.items()]
+        names = [[f"  {name[:90]}", f"{length:.3f}"] for name, length in seen.top.items()]
+        yield Table(title, ("kernels", "ms"), [*kinds, *names, ["union", f"{seen.busy_ms:.3f}"]])
+
+
+def bench_step(
+    cases: Sequence[str] = ("supervised",),
+    config: StepConfig | None = None,
+    *,
+    device: str | None = None,
+    at_once: bool = False,
+    profile: bool = False,
+    progress: Progress = lambda *_: None,
+) -> StepTable:
+    """Measures the training step of every case × model × batch on images of noise: time, memory, operations, kernels.
+
+    cases: words as `make_cases` takes them, "mp3:mask_ratio=0.75". at_once: each case compiles in a process of its
+    own, all at the same time, and one at a time is timed. profile: the result shows kernels by kind and name. progress:
+    told after each case, with the table so far, so that it can be kept. A case that fails is in `failed`.
+    """
+    config = config or StepConfig()
+    return measure_cases(
+        make_cases(cases, config), timing_of(config), device=device, at_once=at_once, profile=profile, progress=progress
+    )
+
+
+def measure_cases(
+    cases: Sequence[StepCase],
+    timing: Timing,
+    *,
+    device: str | None = None,
+    at_once: bool = False,
+    profile: bool = False,
+    progress: Progress = lambda *_: None,
+) -> StepTable:
+    """`bench_step` for cases that are made."""
+    place = distributed.start(device).device
+    ceilings: dict[str, float] = {}
+    answers = measure_at_once if at_once else measure_in_turn
+    machine, rows, failed = describe_machine(place), list[StepRow](), list[tuple[StepCase, str]]()
+    table = StepTable((), ceilings, machine, timing, profile=profile, provenance=Provenance())
+    for case, answer in answers(cases, timing, place, ceilings):
+        if isinstance(answer, StepRow):
+            rows.append(answer)
+            line = f"{1e3 * answer.times.median:.2f} ms, {answer.images_per_second:,.0f} img/s"
+        else:
+            failed.append((case, answer))
+            line = f"failed: {answer}"
+        rows.sort(key=lambda row: _place(row.case, cases))
+        table = replace(table, rows=tuple(rows), failed=tuple(failed), ceilings=dict(ceilings))
+        progress(table, f"{case.label}, {case.shape}, batch {case.batch}: {line}")
+    return table
+
+
+def _place(case: StepCase, cases: Sequence[StepCase]) -> int:
+    """Where a case was asked for; what it was computed with has been settled since."""
+    return next(number for number, asked in enumerate(cases) if asked.work == case.work and _settles(asked, case))
+
+
+def _settles(asked: StepCase, case: StepCase) -> bool:
+    return asked.precision in (None, case.precision) and asked.compile >= case.compile and asked.graph >= case.graph
+
+
+def timing_of(config: Timing) -> Timing:
+    """The part of a config that says how long."""
+    return Timing(**{each.name: getattr(config, each.name) for each in fields(Timing)})
+
+
+def measure_in_turn(
+    cases: Sequence[StepCase], timing: Timing, device: torch.device, ceilings: dict[str, float]
+) -> Iterator[Answer]:
+    """One case after the other in this process; fills `ceilings` by precision."""
+    for case in cases:
+        try:
+            row = measure_case(case, timing, device)
+        except Exception as error:  # noqa: BLE001  (whatever it was: it is told, and the others are measured)
+            yield case, _sentence(error)
+            continue
+        precision = row.case.precision or ""
+        if precision not in ceilings:
+            ceilings[precision] = measure_ceiling(device, precision, CEILING_SECONDS.get(device.type, 0.2))
+        yield case, row
+
+
+CEILING_SECONDS = {"cuda": 1.0}
+"""How long the ceiling is measured, after as long a warm-up; a CPU needs less."""
+
+
+def _sentence(error: Exception) -> str:
+    said = " ".join(str(error).split()) or type(error).__name__
+    return said if isinstance(error, SitusError) else f"{type(error).__name__}: {said[:300]}"
+
+
+def read_steps(path: str | Path) -> StepTable:
+    """A table that was written as JSON."""
+    held = read_json(path)
+    if held.get("measures") != "step":
+        raise SitusError(f"{path}: holds no table of steps; `situs bench step` writes one")
+    try:
+        rows = tuple(StepRow.from_json(row) for row in held["rows"])
+        failed = tuple((from_dict(StepCase, each["case"]), each["why"]) for each in held["failed"])
+        timing = from_dict(Timing, held["timing"])
+        return StepTable(rows, held["ceilings"], held["machine"], timing, failed)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise SitusError(f"{path}: is no whole table of steps: {error!r}") from None

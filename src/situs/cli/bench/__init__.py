@@ -1,0 +1,1 @@
+"""The verbs that say what a step costs: `situs bench …`, one file each."""

@@ -1,0 +1,61 @@
+"""Words become cases: what a word says goes before the flags, and what is wrong with one is said at once."""
+
+from __future__ import annotations
+
+import pytest
+
+from situs.bench.cases import StepCase, StepConfig, make_cases
+from situs.config import from_dict, to_dict
+from situs.errors import SitusError
+
+
+def test_every_word_meets_every_model_and_batch() -> None:
+    config = StepConfig(models=("a", "b"), batches=(2, 4), patch_size=8)
+    found = make_cases(["supervised", "mp3:0.5"], config)
+    assert [(case.label, case.model, case.batch) for case in found] == [
+        (label, model, batch) for label in ("supervised", "mp3:mask_ratio=0.5") for model in "ab" for batch in (2, 4)
+    ]
+    assert {case.patch_size for case in found} == {8}
+
+
+def test_a_word_says_more_than_the_flags_and_is_measured_once() -> None:
+    words = "mp3:mask_ratio=.25,model=c,batch=8,img_size=7x14,in_chans=1,model_args.depth=8,compile=false"
+    [case] = make_cases([words], StepConfig(models=("a", "b"), batches=(2, 4), model_args={"embed_dim": 32}))
+    assert case == StepCase(
+        method="mp3", settings={"mask_ratio": 0.25}, model="c", batch=8, img_size=(7, 14), in_chans=1,
+        model_args={"embed_dim": 32, "depth": 8}, compile=False,
+    )  # fmt: skip
+    assert case.shape == "c, px 7×14, channels 1, embed_dim 32, depth 8"
+    assert from_dict(StepCase, to_dict(case)) == case
+
+
+def test_an_empty_value_is_none_and_comes_back_in_the_label() -> None:
+    [case] = make_cases(["droppos:affinity=,floor_counts=true"], StepConfig())
+    assert case.settings == {"affinity": None, "floor_counts": True}
+    assert case.label == "droppos:affinity=,floor_counts=true"
+    assert make_cases([case.label], StepConfig()) == [case]
+
+
+def test_what_is_computed_is_told_from_what_it_is_computed_with() -> None:
+    one, two, three = make_cases(["mp3", "mp3:precision=fp32,graph=false", "mp3:drop_path=0.1"], StepConfig())
+    assert one.work == two.work != three.work
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("mp3:2.0", "mp3:2.0: mask_ratio=2.0: must be in [0, 1)"),
+        ("mp3:mask=0.5", "mp3:mask=0.5: mask: unknown key, perhaps mask_ratio"),
+        ("mp3:batch=0", "mp3:batch=0: batch=0: must be >= 1"),
+        ("mp4", "unknown method 'mp4'; choose one of: "),
+    ],
+)
+def test_a_word_that_is_wrong_is_one_sentence(word: str, said: str) -> None:
+    with pytest.raises(SitusError) as error:
+        make_cases(["supervised", word], StepConfig())
+    assert str(error.value).startswith(said)
+
+
+def test_there_must_be_a_case() -> None:
+    with pytest.raises(SitusError, match="there is no case to measure"):
+        make_cases([], StepConfig())

@@ -1,0 +1,104 @@
+"""Cases in processes of their own: one that falls stops no other, and one at a time has the device."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from situs.bench import crowd
+from situs.bench.cases import StepCase, Timing
+from situs.bench.clock import Times
+from situs.bench.measure import StepRow
+from situs.config import to_dict
+
+CPU = torch.device("cpu")
+CASES = [StepCase(method="mp3"), StepCase(method="mae"), StepCase(method="mjp")]
+
+
+def in_threads(monkeypatch: pytest.MonkeyPatch, tasks: Any) -> None:
+    """Threads stand for the processes, which would each import torch."""
+
+    class Answers(threading.Thread):
+        def __init__(self, command: list[str], *, stdout: Any, **_: Any) -> None:
+            super().__init__()
+            self.place, self.number, self.returncode = Path(command[-2]), int(command[-1]), 0
+            self.start()
+
+        def run(self) -> None:
+            try:
+                tasks(self.place, self.number)
+            except RuntimeError as error:
+                (self.place / f"{self.number}.log").write_text(f"a trace\n{error}\n")
+                self.returncode = 1
+
+        def poll(self) -> int | None:
+            return None if self.is_alive() else self.returncode
+
+    monkeypatch.setattr("subprocess.Popen", Answers)
+    monkeypatch.setattr(os, "getppid", os.getpid)
+
+
+def test_one_at_a_time_is_timed_after_all_are_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    warm, inside, order = [], [], []
+
+    def measure(case: StepCase, timing: Timing, device: torch.device, turn: Any) -> StepRow:
+        if case.method == "mae":
+            raise RuntimeError("out of memory")
+        warm.append(case.method)
+        with turn():
+            inside.append(case.method)
+            assert len(inside) == 1 and len(warm) == 2
+            time.sleep(0.05)
+            order.append(inside.pop())
+        return StepRow(case, Times((1.0,), 2.0), 3)
+
+    monkeypatch.setattr(crowd, "measure_case", measure)
+    monkeypatch.setattr(crowd, "measure_ceiling", lambda device, precision: 4.0)
+    in_threads(monkeypatch, crowd.take_part)
+    ceilings: dict[str, float] = {}
+    found = {case.method: answer for case, answer in crowd.measure_at_once(CASES, Timing(), CPU, ceilings)}
+    assert found["mae"] == "out of memory"
+    assert {name: answer.case.method for name, answer in found.items() if isinstance(answer, StepRow)} == {
+        "mp3": "mp3", "mjp": "mjp",
+    }  # fmt: skip
+    assert sorted(order) == ["mjp", "mp3"] and ceilings == {"fp32": 4.0}
+
+
+def test_a_process_that_leaves_nothing_is_told_by_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_threads(monkeypatch, lambda folder, number: None)
+    assert [why for _, why in crowd.measure_at_once(CASES[:1], Timing(), CPU, {})] == [
+        "its process ended with status 0"
+    ]
+
+
+@pytest.mark.slow
+def test_real_processes(tmp_path: Path) -> None:
+    small = dict(model="vit_tiny_patch16_224", img_size=8, patch_size=4, batch=2, model_args={"depth": 1})
+    cases = [StepCase(method="mp3", **small), StepCase(method="mp3", **{**small, "model": "nosuch"})]
+    (fine, row), (_, why) = sorted(
+        crowd.measure_at_once(cases, Timing(warmup=1, steps=1, repeats=1), CPU, {}), key=lambda pair: pair[0].model
+    )[::-1]
+    assert isinstance(row, StepRow) and row.case.work == fine.work
+    assert "'nosuch' is neither a timm model nor a folder" in str(why)
+
+
+def test_who_has_lost_the_first_process_goes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"cases": [to_dict(case) for case in CASES], "timing": to_dict(Timing()), "device": "cpu", "parent": -1}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+
+    def measure(case: StepCase, timing: Timing, device: torch.device, turn: Any) -> StepRow:
+        with turn():
+            raise AssertionError("it must not come so far")
+
+    monkeypatch.setattr(crowd, "measure_case", measure)
+    with pytest.raises(SystemExit):
+        crowd.take_part(tmp_path, 0)
+    assert sys.exc_info()[0] is None

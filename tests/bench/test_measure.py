@@ -1,0 +1,54 @@
+"""The step that is measured is the one that a run makes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from situs.bench.cases import StepCase, Timing
+from situs.bench.measure import StepRow, make_batch, make_method, make_update, measure_case
+from situs.errors import SitusError
+
+SMALL = dict(model="vit_tiny_patch16_224", img_size=(8, 16), patch_size=4, in_chans=1, num_classes=3, batch=4,
+             model_args={"depth": 1, "embed_dim": 12, "num_heads": 3})  # fmt: skip
+CPU = torch.device("cpu")
+
+
+def test_a_case_is_measured_and_comes_back_from_json() -> None:
+    case = StepCase(method="mp3", settings={"mask_ratio": 0.5}, accumulate=2, ema=0.9, **SMALL)
+    row = measure_case(case, Timing(warmup=1, steps=2, repeats=3), CPU)
+    assert (row.case.precision, row.case.compile, row.case.graph) == ("fp32", False, False)
+    assert row.case.work == case.work
+    assert len(row.times.seconds) == 3 and row.times.gib is None and row.times.kernels is None
+    assert row.images_per_second == 4 / row.times.median
+    assert row.to_json()["steps_per_second"] == 1 / row.times.median
+    assert StepRow.from_json(row.to_json()) == row
+
+
+def test_every_update_moves_the_weights_with_draws_of_its_own() -> None:
+    case = StepCase(method="mp3", **SMALL)
+    torch.manual_seed(0)
+    method = make_method(case)
+    seen = []
+    plain = method.draw
+    method.draw = lambda batch, **told: seen.append(plain(batch, **told)) or seen[-1]  # type: ignore[method-assign]
+    update = make_update(method, case, CPU, print)
+    before = method.position_head.weight.detach().clone()
+    update()
+    after = method.position_head.weight.detach().clone()
+    update()
+    assert not torch.equal(before, after) and not torch.equal(after, method.position_head.weight)
+    assert not torch.equal(seen[0]["order"], seen[1]["order"])
+
+
+def test_images_have_the_shape_of_the_case() -> None:
+    case = StepCase(**SMALL)
+    batch = make_batch(make_method(case), case, 4, CPU)
+    assert batch.inputs.shape == (4, 1, 8, 16) and int(batch.targets["label"].max()) < 3
+    whole = StepCase(model="resnet18", img_size=32, batch=2)
+    assert make_batch(make_method(whole), whole, 2, CPU).inputs.shape == (2, 3, 32, 32)
+
+
+def test_a_model_that_does_not_bear_the_method_says_so() -> None:
+    with pytest.raises(SitusError, match="resnet18"):
+        measure_case(StepCase(method="mp3", model="resnet18", batch=2), Timing(), CPU)

@@ -1,0 +1,93 @@
+"""The table of steps: what it says, what it keeps, and that a case that fails loses no other."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from situs.bench import step
+from situs.bench.cases import StepCase, StepConfig, Timing
+from situs.bench.clock import Times
+from situs.bench.kernels import Kernels
+from situs.bench.measure import StepRow
+from situs.bench.step import StepTable, bench_step, read_steps
+from situs.errors import SitusError
+
+KERNELS = Kernels(7.5, {"matmul": 6.0, "other": 2.0}, {"gemm": 6.0, "odd": 2.0}, 12.0)
+MACHINE = {"kind": "cuda", "device": "H200", "torch": "2.11"}
+
+
+def table(*seconds: float, **case: Any) -> StepTable:
+    row = StepRow(
+        StepCase(method="mp3", precision="bf16", batch=64, **case), Times(seconds, 30.0, 1.5, KERNELS), 4 * 10**12
+    )
+    return StepTable((row,), {"bf16": 8e14}, MACHINE, Timing(repeats=len(seconds)))
+
+
+def test_the_row_says_rate_share_and_busy() -> None:
+    found = table(0.010, 0.012, 0.011)
+    [made] = found.summary().tables
+    assert dict(zip(made.header, made.rows[0], strict=True)) == {
+        "case": "mp3", "model": "vit_base_patch16_224", "batch": 64, "ms": "11.00", "±": "1.00", "img/s": "5,818",
+        "steps/s": "90.9", "GiB": "1.50", "of ceiling": "45.5 %", "busy": "68.2 %", "first step s": "30.0",
+    }  # fmt: skip
+    assert "bf16 800 TFLOP/s; mp3 comes nearest to it with 45.5 %" in found.summary().sentence
+    assert found.summary().notes == ()
+
+
+def test_kernels_are_shown_where_they_are_asked_for() -> None:
+    kernels, _ = replace(table(0.010), profile=True).summary().tables
+    assert kernels.title.endswith("batch 64: 12 kernels a step, ms")
+    assert [list(row) for row in kernels.rows] == [
+        ["matmul", "6.000"], ["other", "2.000"], ["  gemm", "6.000"], ["  odd", "2.000"], ["union", "7.500"],
+    ]  # fmt: skip
+
+
+def test_json_gives_the_same_table_back(tmp_path: Path) -> None:
+    found = replace(table(0.010, 0.012), failed=((StepCase(method="mae"), "no memory"),))
+    (tmp_path / "step.json").write_text(json.dumps(found.to_json()))
+    assert read_steps(tmp_path / "step.json") == found
+    assert found.to_json()["rows"][0]["ceiling_share"] == pytest.approx(4e12 / 0.011 / 8e14)
+
+
+@pytest.mark.parametrize("text", ['{"measures": "cost"}', "{}", '{"measures": "step", "rows": [{}]}'])
+def test_a_file_that_is_no_table_is_one_sentence(text: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(SitusError, match=r"a.json: (holds no table of steps|is no whole table of steps)"):
+        read_steps(tmp_path / "a.json")
+
+
+def test_a_case_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(case: StepCase, timing: Timing, device: Any) -> StepRow:
+        if case.method == "mae":
+            raise RuntimeError("CUDA out of\n memory")
+        return StepRow(replace(case, precision="fp32", compile=False, graph=False), Times((0.5,), 1.0), 10**9)
+
+    kept = []
+    monkeypatch.setattr(step, "measure_case", measure)
+    monkeypatch.setattr(step, "measure_ceiling", lambda *_: 1e10)
+    found = bench_step(
+        ["mp3", "mae", "mjp"], StepConfig(batches=(8,)), device="cpu", progress=lambda *told: kept.append(told)
+    )
+    assert [row.case.method for row in found.rows] == ["mp3", "mjp"]
+    assert [why for _, why in found.failed] == ["RuntimeError: CUDA out of memory"]
+    assert [len(each.rows) + len(each.failed) for each, _ in kept] == [1, 2, 3]
+    assert kept[0][1] == "mp3, vit_base_patch16_224, batch 8: 500.00 ms, 16 img/s"
+    assert found.share(found.rows[0]) == pytest.approx(0.2)
+    assert any("Busy share: not measured, for there is no GPU" in note for note in found.summary().notes)
+    assert found.summary().notes[0].startswith("failed: mae, vit_base_patch16_224, batch 8: RuntimeError")
+
+
+def test_rows_stand_in_the_order_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    def backwards(cases: list[StepCase], timing: Timing, device: Any, ceilings: dict[str, float]) -> Any:
+        ceilings["fp32"] = 1e10
+        for case in cases[::-1]:
+            yield case, StepRow(replace(case, precision="fp32", compile=False, graph=False), Times((0.5,), 1.0), 1)
+
+    monkeypatch.setattr(step, "measure_at_once", backwards)
+    found = bench_step(["mp3", "mae", "mjp"], device="cpu", at_once=True)
+    assert [row.case.method for row in found.rows] == ["mp3", "mae", "mjp"]
