@@ -15,6 +15,7 @@ from situs.methods.base import Batch, Draws, Method, Output
 from situs.train import distributed
 from situs.train.checkpoint.state import generators
 from situs.train.ema import Ema
+from situs.train.gelu import use_compiled_gelu
 from situs.train.graph import Graphed
 from situs.train.optim import OptimConfig, clip_gradients, make_optimizer, set_rate
 
@@ -86,6 +87,8 @@ class Stepper:
         self.method, self.config = method, optim
         self.seed, self.precision, self.accumulate = seed, precision, accumulate
         self.device = next(method.parameters()).device
+        if compiled:
+            use_compiled_gelu(method)
         self.spread, self.compiled = distributed.spread(method, parallel, precision, compiled), compiled
         self.optimizer = make_optimizer(method, optim)
         self.parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
