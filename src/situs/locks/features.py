@@ -21,7 +21,6 @@ from situs.config import Checked
 from situs.core.permutation import invert
 from situs.core.tokens import Grid
 from situs.errors import SitusError
-from situs.limits import NotNegative
 from situs.locks.key import Key
 
 Words = Callable[[str, int], Tensor]
@@ -62,7 +61,7 @@ class Defence(Checked):
     """What is done to the patch tokens. strength: σ, the share r, or how many samples exchange (0: all)."""
 
     kind: Kind = "none"
-    strength: NotNegative = 0.0
+    strength: float = 0.0
 
     def check(self) -> None:
         fine = {
