@@ -85,9 +85,7 @@ def parse_defence(text: str) -> Defence:
         raise SitusError(field="defence", value=text, allowed=f"none, {', '.join(STRENGTHS.values())}")
     try:
         return Defence(kind, float(strength) if strength else 0.0)  # pyright: ignore[reportArgumentType]
-    except ValueError as error:
-        if isinstance(error, SitusError):
-            raise
+    except ValueError:
         raise SitusError(field="defence", value=text, allowed=STRENGTHS.get(kind, "none alone")) from None
 
 
