@@ -29,6 +29,8 @@ from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times
+from situs.bench.compare import StepComparison, compare_steps
+from situs.bench.cost import CostCurves, Point
 from situs.bench.kernels import Kernels
 from situs.bench.measure import StepRow
 from situs.bench.step import StepTable
@@ -145,6 +147,17 @@ def _steps(*seconds: float) -> StepTable:
     return StepTable((row,), {"bf16": 8e14}, machine, Timing(), ((StepCase(method="mae"), NAME),), profile=True)
 
 
+def _comparison_of_steps() -> StepComparison:
+    before, after = _steps(0.01, 0.011, 0.012), _steps(0.02, 0.021, 0.022)
+    return compare_steps(replace(before, machine={**before.machine, "device": "another"}), after)
+
+
+def _cost() -> CostCurves:
+    table = _steps()
+    [row] = table.rows
+    return CostCurves(row, {"batch": (Point(256, row),), "image size": (Point(224, row),)}, table)
+
+
 def _study() -> Study:
     curves = {way: Curve([0, 2], [2.0, 1.0], [0.25, 0.5]) for way in WAYS}
     return Study(StudyConfig(), NAME, curves, 0.1, 1e-6, 1e-7, (RuleCheck("a key", False, 1e-3, NAME),))
@@ -164,6 +177,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
         lambda: Correlations({"norm": Correlation((2, 2), torch.eye(4).double(), torch.eye(4).double(), 3)}),
         {"maps", "distance", "layers"},
     ),
+    "CostCurves": (_cost, {"batch", "image-size"}),
     "Ensemble": (
         lambda: Ensemble({NAME: SCORE, "b": SCORE}, SCORE, ((1.0, 0.5), (0.5, 1.0)), 0.75),
         {"top1", "agreement"},
@@ -181,6 +195,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Reconstruction": (_reconstruction, {"one", "placed"}),
     "Robustness": (_robustness, {"accuracy", "severity", "corruptions"}),
     "Runs": (_runs, {"curves"}),
+    "StepComparison": (_comparison_of_steps, set()),
     "StepTable": (_steps, set()),
     "Study": (_study, set()),
     "Verification": (_verification, set()),

@@ -5,6 +5,20 @@ each returns a result that `situs.pages.publish` writes.
 """
 
 from situs.bench.cases import StepCase, StepConfig, Timing
+from situs.bench.compare import StepComparison, compare_steps
+from situs.bench.cost import CostConfig, CostCurves, bench_cost
 from situs.bench.step import StepTable, bench_step, read_steps
 
-__all__ = ["StepCase", "StepConfig", "StepTable", "Timing", "bench_step", "read_steps"]
+__all__ = [
+    "CostConfig",
+    "CostCurves",
+    "StepCase",
+    "StepComparison",
+    "StepConfig",
+    "StepTable",
+    "Timing",
+    "bench_cost",
+    "bench_step",
+    "compare_steps",
+    "read_steps",
+]

@@ -38,8 +38,8 @@ class Kernels(NamedTuple):
     launches: float
 
 
-def profile_kernels(update: Callable[[], Any], device: torch.device, steps: int, top: int = 12) -> Kernels:
-    """Runs `update` that many times under the profiler. Only for a CUDA device."""
+def profile_kernels(update: Callable[[], Any], device: torch.device, steps: int, top: int = 12) -> Kernels | None:
+    """Runs `update` that many times under the profiler; None where it sees no kernel, as without a GPU or CUPTI."""
     # Taking CUPTI down and up again does not go well with recorded graphs.
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
@@ -52,7 +52,8 @@ def profile_kernels(update: Callable[[], Any], device: torch.device, steps: int,
         path = Path(folder) / "trace.json"
         seen.export_chrome_trace(str(path))
         events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
-    return kernels_of(events, steps, top)
+    found = kernels_of(events, steps, top)
+    return found if found.launches else None
 
 
 def kernels_of(events: Iterable[dict[str, Any]], steps: int, top: int = 12) -> Kernels:

@@ -66,6 +66,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Speed": {
         "bench step": ("situs.cli.bench.step", "what a training step costs: time, memory, share of the ceiling"),
+        "bench compare": ("situs.cli.bench.compare", "two tables of steps: what became faster or slower"),
+        "bench cost": ("situs.cli.bench.cost", "how a step's cost grows with batch, image size, depth and patches"),
     },
     "Look": {
         "report": ("situs.cli.analyze.report", "several runs side by side on one page, finished or still going"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from situs.bench.compare import StepComparison
+from situs.bench.cost import AXES, CostCurves
 from situs.bench.step import StepTable
+from situs.report.figures import curves
 from situs.report.html import Page
 
 MEANING = """
@@ -26,3 +29,36 @@ def steps(found: StepTable) -> Page:
     for each in kernels:
         page.section(each.title).table(each.header, each.rows)
     return page.end({**found.provenance.facts, **found.machine})
+
+
+def comparison(found: StepComparison) -> Page:
+    """What differs besides, and the pairs."""
+    said = found.summary()
+    page = Page(f"Steps of {' and '.join(found.names)}", lead=said.sentence)
+    for table in said.tables:
+        page.section(table.title).table(table.header, table.rows)
+    for note in said.notes:
+        page.sections[-1].note(note)
+    return page.end(found.provenance.facts)
+
+
+def cost(found: CostCurves) -> Page:
+    """A curve for each axis beside the line of operations, and every point."""
+    said = found.summary()
+    page = Page("How the cost of a step grows", lead=said.sentence)
+    for axis, points in found.axes.items():
+        values = [point.value for point in points]
+        lines = {
+            "measured": (values, [1e3 * point.row.times.median for point in points]),
+            "by its operations": (values, [1e3 * found.predicted(point.row) for point in points]),
+        }
+        page.section(f"Over {axis}").figure(
+            curves(lines, AXES[axis], "ms a step"),
+            "Measured, and what the operations of a step predict at the rate of the reference.",
+            name=axis.replace(" ", "-"),
+        )
+    (table,) = said.tables
+    section = page.section("Every point").table(table.header, table.rows, table.title)
+    for note in said.notes:
+        section.note(note)
+    return page.end({**found.provenance.facts, **found.table.machine})
