@@ -128,7 +128,7 @@ def test_images_of_many_sizes_are_streamed_and_broken_ones_counted(photographs):
     config = DataConfig(path=str(photographs), img_size=16, batch=10, workers=1)
     loader = make_loader(config, recipe("crop"))
     assert isinstance(loader, StreamLoader)
-    assert loader.describe() == f"{photographs.name}: 30 images streamed by 1 worker"
+    assert loader.describe() == f"{photographs.name}: 30 images streamed by 1 worker, shuffled exactly"
     batches = list(loader.iterate(0))
     assert [b.inputs.shape for b in batches] == [(10, 3, 16, 16)] * 3
     assert all("label" not in b.targets for b in batches)

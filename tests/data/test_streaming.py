@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import time
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from situs.data import streaming
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.image_pipeline import ImagePipeline
 from situs.data.pipeline import WorkerBatch
-from situs.data.sampler import BatchPlan
+from situs.data.sampler import BatchPlan, batches_for
 from situs.data.sources import open_source
+from situs.data.sources.base import Source
 from situs.data.streaming import WorkerStream
 
 CROP = AugmentConfig()
@@ -29,7 +35,8 @@ def folder(tmp_path):
 def chunks(folder, workers: int, epoch: int = 2, start: int = 0, **plan) -> list[WorkerBatch]:
     source = open_source(folder, channels=3)
     views = ImagePipeline(source, (12, 16), 5, CROP)
-    return list(WorkerStream(views, BatchPlan(len(source), 6, 5, **plan), workers, pin=False).batches(epoch, start))
+    stream = WorkerStream(views, BatchPlan(len(source), 6, 5, **plan), workers, pin=False)
+    return [part for (part,) in stream.batches(epoch, start)]
 
 
 def test_workers_rank_and_resume_change_nothing(folder):
@@ -54,7 +61,61 @@ def test_workers_rank_and_resume_change_nothing(folder):
 def test_the_same_stream_serves_many_epochs_from_any_step(folder):
     source = open_source(folder, channels=3)
     stream = WorkerStream(ImagePipeline(source, (12, 16), 5, CROP), BatchPlan(len(source), 6, 5), workers=1, pin=False)
-    first = [next(stream.batches(epoch, 1)).ids for epoch in (0, 1)]  # left in mid-epoch
-    again = [next(stream.batches(epoch, 1)).ids for epoch in (0, 1)]
+    first = [next(stream.batches(epoch, 1))[0].ids for epoch in (0, 1)]  # left in mid-epoch
+    again = [next(stream.batches(epoch, 1))[0].ids for epoch in (0, 1)]
     assert torch.equal(torch.stack(first), torch.stack(again))
     assert not torch.equal(first[0], first[1])
+
+
+class Told(Source):
+    """Says in a file which samples were read, so that the reads of other processes are seen."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__("told", None, None, strict=False)
+        self.log = log
+
+    def __len__(self) -> int:
+        return 12
+
+    def read(self, index: int) -> dict[str, Any]:
+        with self.log.open("a") as file:
+            file.write(f"{index}\n")
+        return {"image": torch.zeros(3, 4, 4, dtype=torch.uint8)}
+
+
+def reads_after(log: Path, count: int) -> int:
+    """How many reads there are, once there are `count` of them."""
+    for _ in range(400):
+        if log.exists() and len(log.read_text().splitlines()) >= count:
+            break
+        time.sleep(0.05)
+    return len(log.read_text().splitlines())
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_workers_go_on_with_the_next_epoch_and_not_further_than_they_may(tmp_path, shuffle):
+    source = Told(tmp_path / "log")
+    plan = BatchPlan(12, 4, shuffle=shuffle)
+    stream = WorkerStream(ImagePipeline(source, (4, 4), 0, CROP), plan, workers=1, pin=False)
+    ahead = streaming._PREFETCH * 4
+    epoch = stream.batches(0, 0)
+    next(epoch)
+    if not shuffle:  # evaluation: the epoch and no more
+        assert len(list(epoch)) == 2
+        time.sleep(0.3)
+        assert reads_after(source.log, 12) == 12
+        return
+    # One batch is taken: the worker has read as far ahead as it may, into the next epoch.
+    assert reads_after(source.log, 4 + ahead) == 4 + ahead
+    assert len(list(epoch)) == 2
+    assert reads_after(source.log, 12 + ahead) == 12 + ahead
+    second = [part.ids for (part,) in stream.batches(1, 0)]
+    assert torch.equal(torch.cat(second), torch.cat(list(batches_for(plan, 1))))
+    assert reads_after(source.log, 24 + ahead) == 24 + ahead  # nothing was read twice
+    again = [part.ids for (part,) in stream.batches(1, 1)]  # not what comes next: begun anew
+    assert torch.equal(torch.cat(again), torch.cat(second[1:]))
+
+
+def test_a_rank_without_rows_in_the_last_batch_goes_on(folder):
+    parts = chunks(folder, 0, rank=5, world=6, drop_last=False)
+    assert [len(part.ids) for part in parts] == [1, 1, 1, 0]

@@ -6,7 +6,7 @@ workers and their timing change nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -60,6 +60,13 @@ class ImagePipeline(Pipeline):
         if "label" in samples[0]:
             values["label"] = torch.tensor([sample["label"] for sample in samples])
         return values
+
+    def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """Floats where any part has floats, as within one."""
+        if len({part["image"].dtype for part in parts}) > 1:
+            parts = [{**part, "image": as_floats(part["image"])} for part in parts]
+        _same_channels([part["image"] for part in parts])
+        return super().join(parts)
 
     def to(self, device: torch.device) -> Self:
         moved = super().to(device)
@@ -118,7 +125,11 @@ def centre_crop(images: Tensor, size: tuple[int, int], crop_share: float) -> Ten
 def _stack(images: list[Tensor]) -> Tensor:
     if len({image.dtype for image in images}) > 1:
         images = [as_floats(image) for image in images]
-    if len({image.shape for image in images}) > 1:
-        counts = sorted({image.shape[0] for image in images})
-        raise SitusError(f"images of {' and '.join(map(str, counts))} channels in one batch", field="channels")
+    _same_channels(images)
     return torch.stack(images)
+
+
+def _same_channels(images: Sequence[Tensor]) -> None:
+    """images: [..., C, H, W]."""
+    if len(counts := sorted({image.shape[-3] for image in images})) > 1:
+        raise SitusError(f"images of {' and '.join(map(str, counts))} channels in one batch", field="channels")

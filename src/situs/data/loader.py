@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from situs.config import Checked
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
+from situs.data.blocks import block_order
 from situs.data.image_pipeline import ImagePipeline, centre_crop
 from situs.data.pipeline import Pipeline
 from situs.data.resident import Progress, Resident, load_resident
@@ -69,6 +70,13 @@ class DataConfig(Checked):
 
     resident_gib: Positive = 4.0
     """Memory that a resident set may take."""
+
+    order: Literal["auto", "exact", "blocks"] = "auto"
+    """How a streamed set is shuffled: any sample anywhere, or mixed within a window of blocks, each read once; auto:
+    blocks for parquet files that are too large to be held in memory."""
+
+    window_gib: Positive = 2.0
+    """Memory of the blocks that are mixed at a time, over all workers and ranks."""
 
     crop_share: Annotated[float, Within("(0, 1]")] = 1.0
     """Evaluation: share of the image's shorter side that the centre crop keeps (ImageNet: 0.875)."""
@@ -213,27 +221,34 @@ class ResidentLoader(Loader):
 
 
 class StreamLoader(Loader):
-    """Any modality, read by workers as it is asked for. workers: 0 reads in this process."""
+    """Any modality, read by workers as it is asked for. workers: 0 reads in this process. order: said of the order."""
 
-    def __init__(self, pipeline: Pipeline, plan: BatchPlan, device: torch.device, workers: int = 0) -> None:
+    def __init__(
+        self, pipeline: Pipeline, plan: BatchPlan, device: torch.device, workers: int = 0, order: str = ""
+    ) -> None:
         super().__init__(pipeline, plan, device)
+        self.order = order
         self.stream = WorkerStream(pipeline, plan, workers, pin=device.type == "cuda")
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
-        for given in self.stream.batches(epoch, start_step):
-            for index, reason in given.broken:
+        for parts in self.stream.batches(epoch, start_step):
+            for index, reason in (found for part in parts for found in part.broken):
                 self.source.skip(index, reason)
-            if not len(given.ids):
+            if not any(len(part.ids) for part in parts):
                 continue
-            values = {name: value.to(self.device, non_blocking=True) for name, value in given.values.items()}
-            ids = given.ids.to(self.device, non_blocking=True)
-            yield self.pipeline.finish(values, ids, self.pipeline.noise(ids, epoch))
+            moved = [
+                {name: value.to(self.device, non_blocking=True) for name, value in part.values.items()}
+                for part in parts
+            ]
+            ids = torch.cat([part.ids.to(self.device, non_blocking=True) for part in parts])
+            yield self.pipeline.finish(self.pipeline.join(moved), ids, self.pipeline.noise(ids, epoch))
 
     def describe(self) -> str:
         """Count and workers."""
         count = self.stream.workers
         by = f"by {count} worker{'s' if count > 1 else ''}" if count else "without workers"
-        return "\n".join([f"{self.source.name}: {len(self.source)} images streamed {by}", *self.source.notes])
+        said = f"{self.source.name}: {len(self.source)} images streamed {by}{self.order}"
+        return "\n".join([said, *self.source.notes])
 
 
 def make_loader(
@@ -288,7 +303,23 @@ def make_loader(
     )
     if held is not None:
         return ResidentLoader(pipeline, plan, held)
-    return StreamLoader(pipeline, plan, device, config.workers)
+    plan, said = with_order(plan, source, config) if training else (plan, "")
+    return StreamLoader(pipeline, plan, device, config.workers, said)
+
+
+def with_order(plan: BatchPlan, source: Source, config: DataConfig) -> tuple[BatchPlan, str]:
+    """The plan in the order that the config wants of a streamed set, and what a log says of it."""
+    blocks = source.blocks()
+    if config.order == "blocks" and blocks is None:
+        raise SitusError(field="order", value="blocks", allowed=f"exact for {source.name}, which is not read by blocks")
+    if blocks is None or config.order == "exact" or (config.order == "auto" and not blocks.dear):
+        slow = f"; each reads one of its {len(blocks.ends):,} {blocks.name}" if blocks and blocks.dear else ""
+        return plan, f", shuffled exactly{slow}"
+    order = block_order(blocks, config.window_gib * 2**30, plan.distinct, plan.n // plan.batch)
+    gib = blocks.bytes / len(blocks.ends) * order.open / 2**30
+    why = " which memory does not hold," if blocks.dear else ""
+    said = f", shuffled in blocks: of {len(blocks.ends):,} {blocks.name},{why} {order.open:,} at a time ({gib:.2g} GiB)"
+    return replace(plan, order=order), said
 
 
 def default_batch(count: int, world: int, *, training: bool) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -33,6 +33,11 @@ class WorkerBatch(NamedTuple):
     ids: Tensor
     broken: list[tuple[int, str]]
 
+    def part(self, span: slice) -> WorkerBatch:
+        """The samples of a span; what was broken is told with the first."""
+        values = {name: value[span] for name, value in self.values.items()}
+        return WorkerBatch(values, self.ids[span], [] if span.start else self.broken)
+
 
 class Pipeline(ABC):
     """Plain data, so that it can be sent to a worker process; `to` gives the loader's own copy, on its device.
@@ -44,10 +49,18 @@ class Pipeline(ABC):
     def __init__(self, source: Source, *, training: bool) -> None:
         self.source, self.training = source, training
 
-    def read(self, epoch: int, draws: list[int]) -> WorkerBatch:
-        """The samples of some draws. Nothing is drawn but by (seed, epoch, draw): no worker changes anything."""
+    def read(self, epoch: int, draws: Sequence[int], done: Mapping[int, Sequence[int]] | None = None) -> WorkerBatch:
+        """The samples of some draws. Nothing is drawn but by (seed, epoch, draw): no worker changes anything.
+
+        done: samples whose blocks may go, by how many of the draws have been read by then.
+        """
         broken: list[tuple[int, str]] = []
-        found = [(draw, sample) for draw in draws if (sample := self._sample(draw, broken)) is not None]
+        found: list[tuple[int, dict[str, Any]]] = []
+        for count in range(len(draws) + 1):
+            if count and (sample := self._sample(draws[count - 1], broken)) is not None:
+                found.append((draws[count - 1], sample))
+            for row in (done or {}).get(count, ()):
+                self.source.release(row)
         if not found:
             return WorkerBatch({}, torch.empty(0, dtype=torch.int64), broken)
         kept = [draw for draw, _ in found]
@@ -70,6 +83,10 @@ class Pipeline(ABC):
     @abstractmethod
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         """What the source read, cut or padded to one size: [b, …] by name."""
+
+    def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        """The values of one batch, of which several workers have read some rows each."""
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]} if len(parts) > 1 else parts[0]
 
     def to(self, device: torch.device) -> Self:  # noqa: ARG002  (those who hold tensors use it)
         """A copy whose tensors lie on the device."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,8 +33,17 @@ def sample_of(ids: AnyIds) -> AnyIds:
     return ids & _SAMPLE_MASK
 
 
-Order = Callable[[int, int, int, "torch.device | str"], Tensor]
-"""(seed, epoch, n, device) -> a permutation of range(n), [n] int64."""
+class Permutation(Protocol):
+    """The order of an epoch: which sample stands at each of some places [b], [b] int64. A tensor [n] is one."""
+
+    def __getitem__(self, places: Tensor, /) -> Tensor: ...
+
+
+Order = Callable[[int, int, int, "torch.device | str"], Permutation]
+"""(seed, epoch, n, device) -> a permutation of range(n)."""
+
+MOST_SORTED = 1 << 27
+"""Sets up to this size are shuffled by sorting a random word a sample: 3 GiB and half a minute an epoch at the most."""
 
 
 def epoch_order(
@@ -44,6 +53,39 @@ def epoch_order(
     words = bits(seed, epoch, torch.arange(n, device=device), stream, ())
     # Stable, so that even two equal 64-bit words would leave every device with the same order.
     return torch.argsort(words, stable=True)
+
+
+def exact_order(seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> Permutation:
+    """`epoch_order`, or beyond `MOST_SORTED` samples a keyed bijection: nothing in it grows with n."""
+    return epoch_order(seed, epoch, n, device) if n <= MOST_SORTED else KeyedOrder(seed, epoch, n)
+
+
+@dataclass(frozen=True)
+class KeyedOrder:
+    """A pseudo-random permutation of range(n) that is computed place by place.
+
+    A Feistel network over the smallest even number of bits that holds n; what falls outside is put through it again
+    until it falls inside, which on average takes less than four turns.
+    """
+
+    seed: int
+    epoch: int
+    n: int
+    rounds: int = 6
+
+    def __getitem__(self, places: Tensor) -> Tensor:
+        found = self._turn(places)
+        while bool((outside := found >= self.n).any()):
+            found = torch.where(outside, self._turn(found), found)
+        return found
+
+    def _turn(self, numbers: Tensor) -> Tensor:
+        half = max(1, ((self.n - 1).bit_length() + 1) // 2)
+        left, right = numbers >> half, numbers & ((1 << half) - 1)
+        for number in range(self.rounds):
+            word = bits(self.seed, self.epoch, right, f"sampler.keyed/{number}", ())
+            left, right = right, left ^ (word & ((1 << half) - 1))
+        return (left << half) | right
 
 
 @dataclass(frozen=True)
@@ -97,7 +139,7 @@ class BatchPlan:
     drop_last: bool = True
     """Whether a last, smaller batch is left out."""
 
-    order: Order = epoch_order
+    order: Order = exact_order
     """Which order each epoch has, where they are shuffled: a pure function, the same on every rank."""
 
     def __post_init__(self) -> None:
@@ -113,23 +155,36 @@ class BatchPlan:
         """Global batches in an epoch."""
         return self.n // self.batch if self.drop_last else -(-self.n // self.batch)
 
+    @property
+    def distinct(self) -> int:
+        """Samples of a batch, without their copies."""
+        return -(-self.batch // self.repeated)
+
+    def order_of(self, epoch: int, device: torch.device | str = "cpu") -> Permutation:
+        """The epoch's order."""
+        return self.order(self.seed, epoch, self.n, device) if self.shuffle else torch.arange(self.n, device=device)
+
 
 def batches_for(
-    plan: BatchPlan, epoch: int, start_step: int = 0, device: torch.device | str = "cpu"
+    plan: BatchPlan,
+    epoch: int,
+    start_step: int = 0,
+    device: torch.device | str = "cpu",
+    order: Permutation | None = None,
 ) -> Iterator[Tensor]:
     """This rank's draw numbers [b] of every global batch of the epoch from `start_step` on.
 
     An epoch always has n rows: with repeated augmentation it visits n / repeated samples, as DeiT does.
     The copies of a sample stand batch / repeated rows apart: on different ranks where there are as many,
     and never side by side, where MixUp would mix an image with itself. A last, smaller batch is cut as
-    evenly as it goes, and a rank without a row in it still gets its empty share.
+    evenly as it goes, and a rank without a row in it still gets its empty share. order: the epoch's, where it is
+    known already.
     """
     n, batch = plan.n, plan.batch
-    order = plan.order(plan.seed, epoch, n, device) if plan.shuffle else torch.arange(n, device=device)
-    distinct = -(-batch // plan.repeated)
+    order = plan.order_of(epoch, device) if order is None else order
     for step in range(start_step, plan.steps):
         size = min(batch, n - step * batch)
         across = -(-size // plan.repeated)
         rows = torch.arange(size, device=device)
-        ids = draw_ids(order[step * distinct + rows % across], rows // across)
+        ids = draw_ids(order[step * plan.distinct + rows % across], rows // across)
         yield ids.tensor_split(plan.world)[plan.rank]

@@ -1,36 +1,52 @@
 """Large sets: worker processes read and cut samples to one size, the device does the rest.
 
-What a worker finds broken travels back with its batch to be counted once.
+What a worker finds broken travels back with its batch to be counted once. In training the workers go on with the next
+epoch while the last batches of this one are used.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from situs.data.blocks import BlockEpoch, BlockOrder
 from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.sampler import BatchPlan, batches_for
 from situs.errors import SitusError
 
-_PREFETCH = 4  # batches each worker prepares ahead
+_PREFETCH = 4  # tasks that each worker prepares ahead
+
+
+class _Task(NamedTuple):
+    """What a worker reads at a time. done: as `Pipeline.read` takes it. fresh: no block is held for this task."""
+
+    epoch: int
+    draws: list[int]
+    done: dict[int, list[int]]
+    fresh: bool
 
 
 class _Reader(Dataset[WorkerBatch]):
-    """A pipeline as the DataLoader wants it: keys (epoch, draw id), asked for a whole batch at a time."""
+    """A pipeline as the DataLoader wants it: asked for a list of one task."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
 
-    def __getitem__(self, key: tuple[int, int]) -> WorkerBatch:
-        return self.__getitems__([key])
+    def __getitem__(self, task: _Task) -> WorkerBatch:
+        if task.fresh:
+            self.pipeline.source.release()
+        return self.pipeline.read(task.epoch, task.draws, task.done)
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> WorkerBatch:
-        return self.pipeline.read(keys[0][0], [draw for _, draw in keys])
+    def __getitems__(self, tasks: list[_Task]) -> WorkerBatch:
+        return self[tasks[0]]
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -38,15 +54,54 @@ def _as_it_is(batch: Any) -> Any:
 
 
 class _Schedule:
-    """What the DataLoader asks for: lists of (epoch, draw id); told before each pass where to start."""
+    """What the DataLoader asks for, told before each pass where to start; in training one epoch follows another.
 
-    def __init__(self, plan: BatchPlan) -> None:
-        self.plan, self.epoch, self.start = plan, 0, 0
+    parts: 1 gives a worker whole batches. More give each of so many workers its own rows of every batch, of as many
+    batches at a time, so that each block of the set is read by one worker. sizes: of each round of tasks that was given
+    out, the rows of each of its batches in each task.
+    """
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for ids in batches_for(self.plan, self.epoch, self.start):
-            if len(ids):
-                yield [(self.epoch, draw) for draw in ids.tolist()]
+    def __init__(self, plan: BatchPlan, parts: int) -> None:
+        self.plan, self.parts = plan, parts
+        self.sizes: deque[list[list[int]]] = deque()
+        self.start_at(0, 0)
+
+    def start_at(self, epoch: int, step: int) -> None:
+        self.epoch, self.step = epoch, step
+        self.sizes.clear()
+
+    def __iter__(self) -> Iterator[list[_Task]]:
+        epoch, start = self.epoch, self.step
+        while True:
+            yield from self._epoch(epoch, start)
+            if not self.plan.shuffle:
+                return
+            epoch, start = epoch + 1, 0
+
+    def _epoch(self, epoch: int, start: int) -> Iterator[list[_Task]]:
+        order = self.plan.order_of(epoch)
+        blocks = order if isinstance(order, BlockEpoch) else None
+        batches, step, fresh = batches_for(self.plan, epoch, start, order=order), start, blocks is not None
+        while steps := [ids.tensor_split(self.parts) for ids in islice(batches, self.parts)]:
+            ended = [blocks.ended(step + number) if blocks else [] for number in range(len(steps))]
+            self.sizes.append([[len(ids[part]) for ids in steps] for part in range(self.parts)])
+            for part in range(self.parts):
+                draws: list[int] = []
+                done: dict[int, list[int]] = {}
+                for ids, rows in zip(steps, ended, strict=True):
+                    for row, sample in rows:
+                        count = self._own_rows(ids, part, row)
+                        done.setdefault(len(draws) + count, []).append(sample)
+                    draws += ids[part].tolist()
+                yield [_Task(epoch, draws, done, fresh)]
+            step, fresh = step + len(steps), False
+
+    def _own_rows(self, ids: Sequence[Tensor], part: int, row: int) -> int:
+        """How many of a part's rows of a batch stand before a row of the global batch."""
+        if self.plan.repeated > 1:  # a copy of the sample stands further on
+            return len(ids[part])
+        before = self.plan.rank * (self.plan.batch // self.plan.world) + sum(map(len, ids[:part]))
+        return min(max(row - before, 0), len(ids[part]))
 
 
 def _cores() -> int:
@@ -60,8 +115,9 @@ class WorkerStream:
     """
 
     def __init__(self, pipeline: Pipeline, plan: BatchPlan, workers: int, pin: bool) -> None:
-        self._schedule = _Schedule(plan)
+        self.plan = plan
         self.workers = workers = min(workers, _cores())
+        self._schedule = _Schedule(plan, max(1, workers) if isinstance(plan.order, BlockOrder) else 1)
         options: dict[str, Any] = {"prefetch_factor": _PREFETCH, "persistent_workers": True} if workers else {}
         self._loader = DataLoader(
             _Reader(pipeline),
@@ -72,14 +128,41 @@ class WorkerStream:
             generator=torch.Generator(),  # its own: the DataLoader would draw from torch's global one
             **options,
         )
+        self._tasks: Iterator[WorkerBatch] = iter(())
+        self._next: tuple[int, int] | None = None  # epoch and step that the workers go on with
 
-    def batches(self, epoch: int, start_step: int) -> Iterator[WorkerBatch]:
-        """The epoch's batches from `start_step` on."""
-        self._schedule.epoch, self._schedule.start = epoch, start_step
+    def batches(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
+        """The epoch's batches from `start_step` on, each in parts: the rows that one worker read, then the next's."""
         try:
-            yield from self._loader
+            if self._next != (epoch, start_step):
+                self._schedule.start_at(epoch, start_step)
+                self._tasks = iter(self._loader)
+            self._next = None  # left halfway, the next call starts anew
+            step = start_step
+            while step < self.plan.steps:
+                round_ = [next(self._tasks) for _ in range(self._schedule.parts)]
+                for parts in _by_batch(round_, self._schedule.sizes.popleft()):
+                    yield parts
+                    step += 1
+            self._next = (epoch + 1, 0) if self.plan.shuffle else None
         except SitusError as error:
             raise type(error)(_own_words(str(error))) from error
+
+
+def _by_batch(tasks: list[WorkerBatch], sizes: list[list[int]]) -> Iterator[list[WorkerBatch]]:
+    """What each batch of a round has of each task; a batch that one worker read whole stays as it is."""
+    if len(tasks) == 1:
+        yield tasks
+        return
+    starts = [0] * len(tasks)
+    for rows in zip(*sizes, strict=True):
+        parts = [
+            task.part(slice(start, start + count))
+            for task, start, count in zip(tasks, starts, rows, strict=True)
+            if count
+        ]
+        yield parts or [tasks[0].part(slice(0, 0))]
+        starts = [start + count for start, count in zip(starts, rows, strict=True)]
 
 
 def _own_words(text: str) -> str:

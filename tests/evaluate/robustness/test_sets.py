@@ -101,7 +101,7 @@ def test_parts_know_their_rows_and_labels(tmp_path: Path) -> None:
     assert class_numbers(folder) == [0, 0, 0, 1, 1] and row_numbers(folder) is None
     part = Subset(folder, 3)
     numbers = row_numbers(part)
-    assert numbers is not None and numbers.tolist() == part.rows
+    assert numbers is not None and numbers.tolist() == part.rows.tolist()
     assert class_numbers(part) == [class_numbers(folder)[row] for row in part.rows]
     chosen = Rows(folder, [4, 1])
     assert class_numbers(chosen) == [1, 0] and len(chosen) == 2

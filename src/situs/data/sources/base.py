@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from situs.data.sources.images import decode, to_channels
@@ -44,6 +45,19 @@ class Wanted(NamedTuple):
 ANY = Wanted()
 
 
+class Blocks(NamedTuple):
+    """Runs of samples that a source reads at once.
+
+    ends: [m] int64, where each run ends; none is empty. bytes: of all of them in memory. dear: whether each sample that
+    is asked for by itself costs the reading of its run. name: what a run is called, in the plural.
+    """
+
+    ends: np.ndarray
+    bytes: int
+    dear: bool
+    name: str
+
+
 class Source(ABC):
     """Samples by number. `read` gives what one holds, or raises `BrokenImageError` naming the file.
 
@@ -70,6 +84,16 @@ class Source(ABC):
     def key(self, index: int) -> str:
         """The image's own name, which no image added to the set and no other place of the set changes."""
         return str(index)
+
+    def blocks(self) -> Blocks | None:
+        """The runs that are read at once, where there are any."""
+        return None
+
+    def release(self, index: int | None = None) -> None:  # noqa: B027  (those that read by blocks use it)
+        """The block of sample `index` is not needed for now; None: no block is.
+
+        Whoever has called this once says of every block when it may go; till then it is held.
+        """
 
     def skip(self, index: int, reason: str) -> None:
         """Note that image `index` is broken; once, however often it is met."""

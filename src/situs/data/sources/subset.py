@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from situs.data.sampler import epoch_order
-from situs.data.sources.base import Source
+import numpy as np
+import torch
+
+from situs.data.sampler import exact_order
+from situs.data.sources.base import Blocks, Source
 from situs.errors import SitusError
 
 
 class Rows(Source):
     """Some images of a source, by their numbers."""
 
-    def __init__(self, source: Source, rows: Sequence[int], name: str | None = None) -> None:
+    def __init__(self, source: Source, rows: Iterable[int], name: str | None = None) -> None:
         super().__init__(name or source.name, source.classes, source.channels, source.strict)
         self.source = source
-        self.rows: list[int] = list(rows)
+        self.rows = np.fromiter(rows, np.int64) if not isinstance(rows, np.ndarray) else rows
         self.notes = source.notes
 
     def __len__(self) -> int:
@@ -25,11 +28,24 @@ class Rows(Source):
 
     def key(self, index: int) -> str:
         """The image's name in its source."""
-        return self.source.key(self.rows[index])
+        return self.source.key(int(self.rows[index]))
 
     def read(self, index: int) -> dict[str, Any]:
         """Sample `index` of the part."""
-        return self.source.read(self.rows[index])
+        return self.source.read(int(self.rows[index]))
+
+    def blocks(self) -> Blocks | None:
+        """Those of the source that hold a row; none where the rows are not in the source's order."""
+        whole = self.source.blocks()
+        if whole is None or (np.diff(self.rows) <= 0).any():
+            return None
+        ends = np.unique(np.searchsorted(self.rows, whole.ends))
+        ends = ends[ends > 0]
+        return whole._replace(ends=ends, bytes=whole.bytes * len(ends) // len(whole.ends))
+
+    def release(self, index: int | None = None) -> None:
+        """Of the source."""
+        self.source.release(None if index is None else int(self.rows[index]))
 
 
 class Subset(Rows):
@@ -39,7 +55,8 @@ class Subset(Rows):
     """
 
     def __init__(self, source: Source, count: int) -> None:
-        super().__init__(source, epoch_order(0, 0, len(source))[:count].sort().values.tolist())
+        first = torch.arange(min(count, len(source)))
+        super().__init__(source, exact_order(0, 0, len(source), "cpu")[first].sort().values.numpy())
 
 
 def hold_out(source: Source, share: float, *, held: bool) -> Rows:
@@ -48,8 +65,8 @@ def hold_out(source: Source, share: float, *, held: bool) -> Rows:
     Each image's own name decides, by a hash, so that an image stays on its side when others come or go.
     """
     bound = int(share * 2**64)
-    rows = [index for index in range(len(source)) if (_hash(source.key(index)) < bound) is held]
-    if not rows:
+    rows = np.fromiter((index for index in range(len(source)) if (_hash(source.key(index)) < bound) is held), np.int64)
+    if not len(rows):
         rest = "no image is held out" if held else "every image is held out"
         raise SitusError(
             f"held_out={share:g}: of the {len(source)} images of {source.name} {rest}; choose another share",
