@@ -1,193 +1,145 @@
-"""Speed and memory of a training step, method by method, in one run: the real step on synthetic images.
+"""Our training step beside what others would write, in one run: `situs bench step`'s clock around both.
 
-    python benchmarks/methods.py --cases supervised mp3:0.3 mp3:0.5 mp3:0.75 mp3:0.9 mae:0.75
-    python benchmarks/methods.py --at-once --cases supervised mjp droppos droppos:affinity=visible droppos:affinity=
+    python benchmarks/methods.py --cases supervised mp3:0.75 mae --peers timm timm-eager
+    python benchmarks/methods.py --model vit_small_patch16_224 --img-size 32 --patch-size 4 --batch 64
 
-A case is METHOD, METHOD:RATIO or METHOD:FIELD=VALUE,… of the method's config; an empty value is none. With --at-once
-each case compiles in a process of its own, and a lock lets one of them be timed at a time. The step is
-`situs.train.step.Stepper`'s: draws, forward, backward, clipping and the fused optimiser, everything that a run does but
-its data. Each case is warmed up (compilation included) and then timed with the device synchronised; img/s is the median
-of the repeats, with the spread beside it. Where a case fails the others are still measured, and the status is 1.
+A case is that of `situs bench step`, a peer one of PEERS below. All have the same images of noise, precision, clipping
+and fused AdamW. Where one fails the others are still measured, and the status is 1.
 """
 
 from __future__ import annotations
 
 import argparse
-import fcntl
-import json
-import os
-import statistics
-import subprocess
 import sys
-import tempfile
-import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import timm
 import torch
+from torch.nn import functional as F
 
-from situs.backbones import create_backbone
-from situs.methods import METHODS, Batch, Method, create_method
-from situs.train.optim import OptimConfig
-from situs.train.step import Moment, Stepper
-
-
-def make(case: str, args: argparse.Namespace) -> Method:
-    name, _, words = case.partition(":")
-    settings: dict[str, Any] = {}
-    for word in filter(None, words.split(",")):
-        key, equals, value = word.rpartition("=")
-        settings[key if equals else "mask_ratio"] = number(value)
-    labelled = "label" in METHODS[name].needs_targets
-    backbone = create_backbone(
-        args.model,
-        img_size=args.img_size,
-        patch_size=args.patch_size,
-        num_classes=args.classes if labelled else 0,
-        drop_path=args.drop_path,
-        model_args=args.model_args,
-    )
-    return create_method(name, backbone, METHODS[name].Config(**settings)).to(args.device).train()
+from situs.bench.cases import StepCase, StepConfig, Timing, make_cases
+from situs.bench.ceiling import measure_ceiling
+from situs.bench.clock import Times, time_steps
+from situs.bench.flops import step_flops
+from situs.bench.machine import describe_machine
+from situs.bench.measure import measure_case, precision_on
+from situs.results import Table, percent
+from situs.train.step import autocast
 
 
-def number(value: str) -> float | str | None:
-    try:
-        return float(value)
-    except ValueError:
-        return value or None
+class Row(NamedTuple):
+    name: str
+    times: Times
+    flops: int
 
 
-def measure(case: str, args: argparse.Namespace) -> dict[str, float]:
+def measure_timm(case: StepCase, timing: Timing, device: torch.device, compiled: bool) -> Row:
+    """The loop of timm's own examples: its model, bf16 autocast, its label smoothing, clipping, fused AdamW."""
     torch.manual_seed(0)
-    cuda = args.device == "cuda"
-    if cuda:
+    if device.type == "cuda":
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
     torch.compiler.reset()
-    method = make(case, args)
-    stepper = Stepper(
-        method, OptimConfig(clip=1.0), seed=0, precision=args.precision, accumulate=1, parallel="ddp",
-        compiled=args.compile, graph=args.graph, say=lambda line: print(f"{case}: {line}", file=sys.stderr),
+    given = {"img_size": case.img_size, "patch_size": case.patch_size, **case.model_args}
+    asked = {name: value for name, value in given.items() if value is not None}
+    model: Any = timm.create_model(case.model, num_classes=case.num_classes, drop_path_rate=case.drop_path, **asked)
+    model = model.to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=True)
+    sides = model.patch_embed.img_size
+    images = torch.randn(case.batch, 3, *sides, device=device)
+    labels = torch.randint(case.num_classes, (case.batch,), device=device)
+
+    def loss_of(run: Callable[[torch.Tensor], torch.Tensor], size: int) -> torch.Tensor:
+        with autocast(device, precision_on(case, device)):
+            logits = run(images[:size])
+        return F.cross_entropy(logits.float(), labels[:size], label_smoothing=0.1)
+
+    flops = step_flops(lambda size: loss_of(model, size), case.batch)
+    run = torch.compile(model) if compiled and device.type == "cuda" else model
+
+    def update() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss_of(run, case.batch).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+    return Row("timm" if compiled else "timm-eager", time_steps(update, device, timing), flops)
+
+
+PEERS: dict[str, Callable[[StepCase, Timing, torch.device], Row]] = {
+    "timm": lambda *told: measure_timm(*told, compiled=True),
+    "timm-eager": lambda *told: measure_timm(*told, compiled=False),
+}
+
+
+def measure_all(args: argparse.Namespace, timing: Timing, device: torch.device) -> tuple[list[Row], list[str]]:
+    """Rows, and the names of those that failed, which are told as they fail."""
+    config = StepConfig(
+        models=(args.model,), batches=(args.batch,), img_size=args.img_size, patch_size=args.patch_size,
+        num_classes=args.classes, model_args={} if args.depth is None else {"depth": args.depth},
     )  # fmt: skip
-    size = method.backbone.input.shape or (224, 224)
-    images = torch.randn(args.batch, method.backbone.input.channels, *size, device=args.device)
-    labels = torch.randint(args.classes, (args.batch,), device=args.device)
-    data = Batch(images, torch.arange(args.batch, device=args.device), {"label": labels})
 
-    def run(steps: int) -> float:
-        began = time.perf_counter()
-        for step in range(steps):
-            stepper.update(data, Moment(step, step, 0.5), 1e-4, ragged=False)
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
+    def ours(word: str) -> Row:
+        [case] = make_cases([word], config)
+        row = measure_case(case, timing, device)
+        return Row(case.label, row.times, row.flops)
 
-    warm = run(args.warmup)
-    with alone(args.lock, args.crowd):
-        run(args.warmup)
-        times = [run(args.steps) / args.steps for _ in range(args.repeats)]
-    rates = [args.batch / each for each in times]
-    return {
-        "img/s": statistics.median(rates),
-        "spread": max(rates) - min(rates),
-        "ms/step": 1e3 * statistics.median(times),
-        "GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else float("nan"),
-        "warm s": warm,
-    }
-
-
-@contextmanager
-def alone(folder: str | None, crowd: int) -> Iterator[None]:
-    """Waits until all `crowd` processes are warm, then lets one in at a time; the others leave the device alone."""
-    if folder is None:
-        yield
-        return
-    (Path(folder) / f"{os.getpid()}.warm").touch()
-    patience = time.monotonic() + 120  # a process that failed must not hold up the others for good
-    while len(list(Path(folder).glob("*.warm"))) < crowd and time.monotonic() < patience:
-        time.sleep(0.05)
-    with (Path(folder) / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def measure_in_turn(cases: list[str], args: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """One case after the other; one that fails is told and the others go on."""
-    rows = {}
-    for case in cases:
+    [plain] = make_cases(["supervised"], config)
+    tasks = [(word, lambda word=word: ours(word)) for word in args.cases]
+    tasks += [(name, lambda name=name: PEERS[name](plain, timing, device)) for name in args.peers]
+    rows, failed = [], []
+    for name, task in tasks:
         try:
-            rows[case] = measure(case, args)
+            rows.append(task())
+            print(f"{name}: {args.batch / rows[-1].times.median:,.0f} img/s", file=sys.stderr, flush=True)
         except Exception:  # noqa: BLE001  (whatever it was: it is printed, and the command fails in the end)
             traceback.print_exc()
-        else:
-            print(f"{case}: {rows[case]['img/s']:.0f} img/s", flush=True)
-    return rows
+            failed.append(name)
+    return rows, failed
 
 
-def measure_at_once(cases: list[str]) -> dict[str, dict[str, float]]:
-    """Each case in a process of its own, given the words of this command line and one case."""
-    words = [word for word in sys.argv[1:] if word != "--at-once"]
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, *words, "--lock", folder, "--crowd", str(len(cases)), "--cases"]
-        running = {case: subprocess.Popen([*command, case], stdout=subprocess.PIPE, text=True) for case in cases}
-        answers = {case: process.communicate()[0].splitlines() for case, process in running.items()}
-    return {case: json.loads(lines[-1]) for case, lines in answers.items() if running[case].returncode == 0}
+def table(rows: list[Row], args: argparse.Namespace, device: torch.device) -> Table:
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    ceiling = measure_ceiling(device, precision, 1.0 if device.type == "cuda" else 0.05)
+    cells = []
+    for name, times, flops in rows:
+        spread = 500 * (max(times.seconds) - min(times.seconds))
+        cells.append([
+            name, f"{args.batch / times.median:,.0f}", f"{1e3 * times.median:.2f}", f"{spread:.2f}",
+            f"{times.median / rows[0].times.median:.2f}", None if times.gib is None else f"{times.gib:.2f}",
+            percent(flops / times.median / ceiling), None if times.busy is None else percent(times.busy),
+        ])  # fmt: skip
+    machine = describe_machine(device)
+    title = f"{args.model}, batch {args.batch}, {precision}: {machine['device']}, torch {machine['torch']}"
+    return Table(title, ["case", "img/s", "ms", "±", "time/first", "GiB", "of ceiling", "busy"], cells)
 
 
 def main() -> int:
     """0, or 1 where a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=["supervised", "mp3:0.75", "mae:0.75"])
+    parser.add_argument("--cases", nargs="+", default=["supervised", "mp3", "mae"])
+    parser.add_argument("--peers", nargs="*", default=["timm"], choices=sorted(PEERS))
     parser.add_argument("--model", default="vit_base_patch16_224")
-    parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--img-size", type=int, default=None)
     parser.add_argument("--patch-size", type=int, default=None)
+    parser.add_argument("--depth", type=int, default=None)
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--classes", type=int, default=1000)
-    parser.add_argument("--drop-path", type=float, default=0.0)
-    parser.add_argument("--precision", default="bf16", choices=["bf16", "fp16", "fp32"])
-    parser.add_argument("--no-compile", dest="compile", action="store_false")
-    parser.add_argument("--no-graph", dest="graph", action="store_false", help="launch every kernel from Python")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--at-once", action="store_true", help="compile the cases in parallel processes")
-    parser.add_argument("--lock", default=None, help=argparse.SUPPRESS)
-    parser.add_argument("--crowd", type=int, default=1, help=argparse.SUPPRESS)
-    parser.add_argument("--depth", type=int, default=None, help="fewer blocks, for a dry run")
     args = parser.parse_args()
-    args.model_args = {} if args.depth is None else {"depth": args.depth}
-    torch.set_float32_matmul_precision("high")
-    where = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
-    print(
-        f"{args.model} {args.img_size} px, batch {args.batch}, {args.precision}, compiled {args.compile}, "
-        f"graph {args.graph}, {where}"
-    )
-    print(f"torch {torch.__version__}")
-    if args.lock is not None:
-        print(json.dumps(measure(args.cases[0], args)))
-        return 0
-    rows = measure_at_once(args.cases) if args.at_once else measure_in_turn(args.cases, args)
-    failed = [case for case in args.cases if case not in rows]
+    device = torch.device(args.device)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    rows, failed = measure_all(args, Timing(args.warmup, args.steps, args.repeats), device)
     if rows:
-        print_rows(rows)
+        print(table(rows, args, device))
     if failed:
         print(f"failed, see above: {', '.join(failed)}")
     return 1 if failed else 0
-
-
-def print_rows(rows: dict[str, dict[str, float]]) -> None:
-    first = next(iter(rows.values()))
-    print(f"\n{'case':<28}{'img/s':>8}{'±':>6}{'ms/step':>9}{'GiB':>7}{'time/first':>12}{'warm-up s':>11}")
-    for case, row in rows.items():
-        share = row["ms/step"] / first["ms/step"]
-        print(
-            f"{case:<28}{row['img/s']:>8.0f}{row['spread'] / 2:>6.0f}{row['ms/step']:>9.1f}{row['GiB']:>7.1f}"
-            f"{share:>12.2f}{row['warm s']:>11.0f}"
-        )
 
 
 if __name__ == "__main__":

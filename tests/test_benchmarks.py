@@ -1,65 +1,47 @@
-"""A benchmark says what failed by its status, and measures the rest."""
+"""A benchmark says what failed by its status, measures the rest, and gives peers the same work."""
 
 from __future__ import annotations
 
-import json
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from situs.bench.cases import StepCase, Timing
+from situs.bench.measure import measure_case
+
 METHODS = Path(__file__).resolve().parent.parent / "benchmarks" / "methods.py"
 SMALL = ["--model", "vit_tiny_patch16_224", "--img-size", "16", "--patch-size", "8", "--depth", "1", "--batch", "2",
-         "--device", "cpu", "--precision", "fp32", "--no-compile", "--warmup", "1", "--steps", "1",
-         "--repeats", "1"]  # fmt: skip
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
-    monkeypatch.setattr(sys, "argv", [str(METHODS), *SMALL, *words])
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: None)  # it would stay for the tests after
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(METHODS), run_name="__main__")
-    return int(ended.value.code or 0)
+         "--device", "cpu", "--warmup", "1", "--steps", "1", "--repeats", "1"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("cases", "status", "rows"),
+    ("words", "status", "rows"),
     [
-        (["supervised"], 0, ["supervised"]),
-        (["mp3:2.0", "supervised"], 1, ["supervised"]),
-        (["mp3:2.0", "nosuchmethod"], 1, []),
+        (["--cases", "supervised", "--peers", "timm"], 0, ["supervised", "timm"]),
+        (["--cases", "mp3:2.0", "supervised", "--peers"], 1, ["supervised"]),
+        (["--cases", "mp3:2.0", "nosuchmethod", "--peers"], 1, []),
     ],
 )
 def test_the_status_says_whether_every_case_was_measured(
-    cases: list[str], status: int, rows: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], status: int, rows: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(monkeypatch, "--cases", *cases) == status
+    monkeypatch.setattr(sys, "argv", [str(METHODS), *SMALL, *words])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(METHODS), run_name="__main__")
+    assert int(ended.value.code or 0) == status
     printed = capsys.readouterr()
-    table = printed.out.partition("warm-up s\n")[2].splitlines()
-    assert [line.split()[0] for line in table if not line.startswith("failed")] == rows
-    failed = [case for case in cases if case not in rows]
+    lines = [line.split()[0] for line in printed.out.splitlines() if line.startswith("  ")]
+    assert lines == (["case", *rows] if rows else [])
+    failed = [case for case in ("mp3:2.0", "nosuchmethod") if case in words]
     assert printed.out.endswith(f"failed, see above: {', '.join(failed)}\n") == bool(failed)
-    assert ("mask_ratio=2.0: must be in [0, 1)" in printed.err) == ("mp3:2.0" in cases)
+    assert ("mask_ratio=2.0: must be in [0, 1)" in printed.err) == ("mp3:2.0" in words)
 
 
-@pytest.mark.parametrize(("broken", "status"), [((), 0), (("mp3",), 1), (("mp3", "mae"), 1)])
-def test_cases_at_once_fail_one_by_one(
-    broken: tuple[str, ...], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Processes that only answer stand for the real ones, which each import torch."""
-
-    class Answers:
-        def __init__(self, command: list[str], **_: Any) -> None:
-            self.returncode = 1 if command[-1] in broken else 0
-
-        def communicate(self) -> tuple[str, None]:
-            row = dict.fromkeys(("img/s", "spread", "ms/step", "GiB", "warm s"), 1.0)
-            return ("" if self.returncode else f"some words\n{json.dumps(row)}\n"), None
-
-    monkeypatch.setattr("subprocess.Popen", Answers)
-    assert run(monkeypatch, "--at-once", "--cases", "mp3", "mae") == status
-    table = capsys.readouterr().out
-    assert [name for name in ("mp3", "mae") if f"\n{name} " in table] == [n for n in ("mp3", "mae") if n not in broken]
+def test_a_peer_is_given_as_many_operations() -> None:
+    peers = runpy.run_path(str(METHODS))["PEERS"]
+    case = StepCase(model="vit_tiny_patch16_224", img_size=16, patch_size=8, model_args={"depth": 1}, batch=4)
+    timing, cpu = Timing(warmup=1, steps=1, repeats=1), torch.device("cpu")
+    assert peers["timm"](case, timing, cpu).flops == measure_case(case, timing, cpu).flops
