@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from PIL import Image
 
+from situs.data.augment.recipes import RECIPES
 from situs.data.loader import DataConfig, make_loader
-from situs.data.sources import open_source
+from situs.data.sampler import sample_of
+from situs.data.sources import open_source, parquet
 from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 
@@ -122,12 +126,10 @@ def test_a_label_that_is_an_id_makes_no_hundred_million_names(tmp_path):
 
 def test_a_file_that_unpacks_to_much_is_not_held(tmp_path):
     """Ten million equal bytes pack to almost nothing; what decides is what they unpack to."""
-    from situs.data.sources.parquet import ParquetSource
-
     rows = [{"bytes": png(1) + bytes(10**6), "path": None}] * 10
     path = write(tmp_path / "x.parquet", pa.table({"image": rows}), compression="zstd", use_dictionary=False)
     assert path.stat().st_size < 10**6
-    source = ParquetSource(path, held_bytes=10**6)
+    source = parquet.ParquetSource(path, held_bytes=10**6)
     assert source._held == {}
     assert int(source.read(3)["image"][0, 0, 0]) == 1
 
@@ -141,16 +143,85 @@ def test_a_row_is_named_by_its_file_and_number(tmp_path):
 
 def test_offsets_that_run_backwards_are_named(tmp_path, monkeypatch):
     """A damaged page may unpack to them; Arrow looks for that only when it is asked to check everything."""
-    from situs.data.sources import parquet
-
     source = parquet.ParquetSource(write(tmp_path / "x.parquet", pa.table({"image": [png(1), png(2)]})), held_bytes=0)
     offsets, data = pa.array([0, 900, 10], pa.int32()).buffers()[1], pa.py_buffer(bytes(20))
     image = pa.Array.from_buffers(pa.binary(), 2, [None, offsets, data])
 
     class Damaged:
+        metadata, schema_arrow = None, pa.schema({"image": pa.binary()})
+
         def read_row_group(self, *_: Any, **__: Any) -> pa.Table:
             return pa.table({"image": image})
 
-    monkeypatch.setattr(parquet, "_open", lambda _: Damaged())
+    monkeypatch.setattr(parquet, "_open", lambda *_: Damaged())
     with pytest.raises(SitusError, match=r"x\.parquet: row group 0 is damaged "):
         source.payload(0)
+
+
+def test_labels_are_known_without_reading_them_and_checked_when_they_are(tmp_path, monkeypatch):
+    file = write(tmp_path / "x.parquet", table([0, 3, 1, 2]), row_group_size=2)
+    read = []
+    found = parquet._largest_label
+    monkeypatch.setattr(parquet, "_largest_label", lambda *given: read.append(1) or found(*given))
+    source = parquet.ParquetSource(file, held_bytes=0)
+    assert source.classes == ("0", "1", "2", "3") and not read
+    bare = write(tmp_path / "bare.parquet", table([0, 3, 1, 2]), row_group_size=2, write_statistics=False)
+    assert parquet.ParquetSource(bare, held_bytes=0).classes == source.classes and read
+    source.classes = ("0", "1", "2")  # as a footer that tells too little
+    assert source.label(3) == 2
+    with pytest.raises(SitusError, match=r"x\.parquet: row group 0 is damaged \(the label 3, of 3 classes"):
+        source.label(0)
+
+
+def test_a_group_is_held_until_it_is_released(tmp_path, monkeypatch):
+    monkeypatch.setattr(parquet, "_GROUPS_KEPT", 1)
+    monkeypatch.setattr(parquet, "_FOOTERS_KEPT", 2)
+    for name in "ab":
+        write(tmp_path / f"{name}.parquet", table([0, 1] * 3), row_group_size=2)
+    source = parquet.ParquetSource(tmp_path, held_bytes=0)
+    blocks = source.blocks()
+    assert (blocks.ends.tolist(), blocks.dear) == ([2, 4, 6, 8, 10, 12], True)
+    for index in range(12):
+        source.payload(index)
+        assert len(source._held) == len(source._footers) == 1  # the last and no more
+    source.release()
+    assert not source._held
+    for index in (0, 5, 11, 1, 4, 10):
+        source.payload(index)
+    assert sorted(source._held) == [0, 2, 5]
+    source.release(4)
+    source.release(3)  # was not held
+    assert sorted(source._held) == [0, 5]
+    held = parquet.ParquetSource(tmp_path)
+    held.release()
+    assert len(held._held) == 6 and not held.blocks().dear
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_in_training_each_group_is_read_once_and_few_are_held(tmp_path, monkeypatch, workers):
+    for name in "abcd":
+        write(tmp_path / f"{name}.parquet", table([0, 1] * 48), row_group_size=4)
+    source = parquet.ParquetSource(tmp_path, held_bytes=0)
+    log = tmp_path / "reads"
+    whole = parquet.ParquetSource._read_group
+
+    def told(self: Any, file: int, number: int) -> Any:
+        with log.open("a") as lines:
+            lines.write(f"{file}/{number} {len(self._held)}\n")
+        return whole(self, file, number)
+
+    gib = 8.5 * source.blocks().bytes / len(source.blocks().ends) / 2**30
+    config = DataConfig(img_size=6, batch=8, workers=workers, resident="never", window_gib=gib)
+    loader = make_loader(config, RECIPES["none"], source=source)
+    monkeypatch.setattr(parquet.ParquetSource, "_read_group", told)
+    assert "384 images streamed" in loader.describe()
+    assert "in blocks: of 96 row groups, which memory does not hold, 8 at a time" in loader.describe()
+    ids = torch.cat([sample_of(batch.ids) for batch in loader.iterate(1, 0)])
+    assert sorted(ids.tolist()) == list(range(384))
+    exact = make_loader(replace(config, order="exact"), RECIPES["none"], source=source)
+    assert "shuffled exactly; each reads one of its 96 row groups" in exact.describe()
+    if workers == 0:  # else the workers are in the next epoch already
+        reads = [line.split() for line in log.read_text().splitlines()]
+        assert len({file for file, _ in reads}) == 96
+        assert len(reads) <= 96 + 8  # those that lie across two of the 8 lanes
+        assert max(int(held) for _, held in reads) <= 8

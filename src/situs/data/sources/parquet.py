@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import json
 import threading
+from array import array
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from situs.data.sources.base import ANY, EncodedSource, Wanted, find_shards, number_names, split_of
+import numpy as np
+
+from situs.data.sources.base import ANY, Blocks, EncodedSource, Wanted, find_shards, number_names, split_of
 from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 
 _IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")
 _LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
-# Sets up to this size are held in memory, encoded. A larger one is read by row groups as they are asked for,
-# which is slow in shuffled order: a row group is read for each image. Image folders or WebDataset shards
-# serve those better.
+# Sets up to this size are held in memory, encoded. Of a larger one a row group is read where one of its images is asked
+# for. In training the order is one in which each is read once and held until it is released (`situs.data.blocks`).
 _HELD_BYTES = 4 << 30
-_GROUPS_KEPT = 8
+_GROUPS_KEPT = 8  # where nobody releases them
+_FOOTERS_KEPT = 1 << 14  # row groups that the kept footers describe, 1 or 2 KB each
+_FOOTERS_AT_ONCE = 16
 
 
 class ParquetSource(EncodedSource):
@@ -30,33 +34,29 @@ class ParquetSource(EncodedSource):
 
     def __init__(self, path: Path, wanted: Wanted = ANY, *, held_bytes: int = _HELD_BYTES) -> None:
         self._files = find_shards(path, ".parquet", wanted.split)
-        self._image, self._label, classes = _layout(self._files, wanted.labels)
-        self._groups: list[tuple[Path, int]] = []
-        sizes, held = [], 0
-        for file in self._files:
-            with _reading(file):
-                metadata = _open(file).metadata
-                for group in range(metadata.num_row_groups):
-                    described = metadata.row_group(group)
-                    self._groups.append((file, group))
-                    sizes.append(described.num_rows)
-                    held += described.total_byte_size  # unpacked: a small file may hold much
-        self._ends = list(accumulate(sizes))
+        footers = _read_footers(self._files, wanted.labels)
+        self._image, self._label, classes = _layout(self._files, footers)
+        rows = np.concatenate([footer.rows for footer in footers])
+        self._ends = array("q", np.cumsum(rows).tobytes())  # of the row groups
+        self._first = array("q", np.cumsum([0, *(len(footer.rows) for footer in footers)], dtype=np.int64).tobytes())
         if not self._ends or self._ends[-1] == 0:
             raise SitusError(f"{path}: its parquet files hold no rows", field="data")
+        self._bytes = sum(footer.bytes for footer in footers)
         self._lock = threading.Lock()
         self._held: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
-        small = held <= held_bytes
-        self._keep = len(self._groups) if small else _GROUPS_KEPT
+        self._footers: OrderedDict[int, Any] = OrderedDict()
+        self._small = self._bytes <= held_bytes
+        self._keep = len(self._ends) if self._small else _GROUPS_KEPT
         chosen = split_of(self._files[0])
         super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, wanted.channels, wanted.strict)
-        if small:
+        if self._small:
             # All at once and before any worker is forked, so that the workers share these pages.
-            for group in range(len(self._groups)):
+            for group in range(len(self._ends)):
                 self._load(group)
+            self._footers.clear()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "_lock"}
+        return {key: value for key, value in self.__dict__.items() if key != "_lock"} | {"_footers": OrderedDict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.Lock())
@@ -64,29 +64,73 @@ class ParquetSource(EncodedSource):
     def __len__(self) -> int:
         return self._ends[-1]
 
+    def blocks(self) -> Blocks:
+        """The row groups."""
+        ends = np.unique(np.array(self._ends))
+        return Blocks(ends[ends > 0], self._bytes, not self._small, "row groups")
+
+    def release(self, index: int | None = None) -> None:
+        """A row group that is not needed for now; a set that is held stays."""
+        if self._small:
+            return
+        with self._lock:
+            self._keep = len(self._ends)
+            if index is None:
+                self._held.clear()
+            else:
+                self._held.pop(self._place(index)[0], None)
+
     def _load(self, group: int) -> tuple[Any, Any]:
         with self._lock:
             if group in self._held:
                 self._held.move_to_end(group)
                 return self._held[group]
-        file, number = self._groups[group]
-        columns = [self._image, *([self._label] if self._label else [])]
-        with _reading(file, f"row group {number}"):
-            table = _open(file).read_row_group(number, columns=columns)
-            # Nothing else checks what a damaged page unpacks to, and offsets gone wrong would read anywhere.
-            table.validate(full=True)
-            images = table[self._image].combine_chunks()
-            if images.type.num_fields:
-                images = images.field("bytes")
-            labels = table[self._label].combine_chunks() if self._label else None
-            rows = self._ends[group] - (self._ends[group - 1] if group else 0)
+        file, number = self._file(group)
+        rows = self._ends[group] - (self._ends[group - 1] if group else 0)
+        with _reading(self._files[file], f"row group {number}"):
+            images, labels = self._read_group(file, number)
             if len(images) != rows:
                 raise ValueError(f"{len(images)} rows and not {rows}")
+            known = np.empty(0) if labels is None else labels.drop_null().to_numpy()
+            if len(known) and self.classes is not None and known.max() >= len(self.classes):
+                raise ValueError(f"the label {known.max()}, of {len(self.classes)} classes that the footers tell of")
         with self._lock:
             self._held[group] = (images, labels)
             while len(self._held) > self._keep:
                 self._held.popitem(last=False)
         return images, labels
+
+    def _read_group(self, file: int, number: int) -> tuple[Any, Any]:
+        opened = _open(self._files[file], self._footer(file))
+        leaf = f"{self._image}.bytes" if opened.schema_arrow.field(self._image).type.num_fields else self._image
+        columns = [leaf, *([self._label] if self._label else [])]
+        table = opened.read_row_group(number, columns=columns, use_threads=False)
+        # Nothing else checks what a damaged page unpacks to, and offsets gone wrong would read anywhere.
+        table.validate(full=True)
+        images = table[self._image].combine_chunks()
+        if images.type.num_fields:
+            images = images.field("bytes")
+        return images, table[self._label].combine_chunks() if self._label else None
+
+    def _footer(self, file: int) -> Any:
+        """A file's footer, parsed; those of the files that were read last are kept."""
+        with self._lock:
+            if file in self._footers:
+                self._footers.move_to_end(file)
+                return self._footers[file]
+        footer = _open(self._files[file]).metadata
+        with self._lock:
+            self._footers[file] = footer
+            while (
+                len(self._footers) > 1 and sum(each.num_row_groups for each in self._footers.values()) > _FOOTERS_KEPT
+            ):
+                self._footers.popitem(last=False)
+        return footer
+
+    def _file(self, group: int) -> tuple[int, int]:
+        """The file of a row group, and its number there."""
+        file = bisect_right(self._first, group) - 1
+        return file, group - self._first[file]
 
     def _place(self, index: int) -> tuple[int, int]:
         group = bisect_right(self._ends, index)
@@ -112,14 +156,13 @@ class ParquetSource(EncodedSource):
 
     def entry(self, index: int) -> str:
         group, row = self._place(index)
-        file, number = self._groups[group]
-        return f"{file}, row {row} of row group {number}"
+        file, number = self._file(group)
+        return f"{self._files[file]}, row {row} of row group {number}"
 
     def key(self, index: int) -> str:
-        group, _ = self._place(index)
-        file, number = self._groups[group]
-        first = group - number  # the file's first group
-        return f"{file.name}/{index - (self._ends[first - 1] if first else 0)}"
+        file, _ = self._file(self._place(index)[0])
+        first = self._first[file]
+        return f"{self._files[file].name}/{index - (self._ends[first - 1] if first else 0)}"
 
 
 @contextmanager
@@ -137,28 +180,64 @@ def _reading(file: Path, part: str = "") -> Iterator[None]:
         raise SitusError(f"{file}: {what} ({reason})", field="data") from error
 
 
-def _open(file: Path) -> Any:
+def _open(file: Path, footer: Any = None) -> Any:
     import pyarrow.parquet as pq
 
     with _reading(file):
-        return pq.ParquetFile(file, page_checksum_verification=True)
+        return pq.ParquetFile(file, metadata=footer, page_checksum_verification=True)
 
 
-def _layout(files: list[Path], labels: bool) -> tuple[str, str | None, tuple[str, ...] | None]:
-    """Image column, label column and class names, from the schema of the first file or from all labels."""
-    schema = _open(files[0]).schema_arrow
-    image, label = _columns(files[0], schema, labels)
-    for file in files[1:]:
-        found = _columns(file, _open(file).schema_arrow, labels)
-        if found != (image, label):
-            said, wanted = (", ".join(repr(name) for name in pair if name) for pair in (found, (image, label)))
+class _Footer(NamedTuple):
+    """image, label: the columns. rows: [g] of each row group. bytes: of these columns, unpacked.
+
+    most: the largest label of all rows, -1 where there is none.
+    """
+
+    image: str
+    label: str | None
+    rows: np.ndarray
+    bytes: int
+    most: int
+
+
+def _read_footers(files: list[Path], labels: bool) -> list[_Footer]:
+    """What is needed of each file's footer; the footers themselves are large."""
+    with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
+        return list(pool.map(lambda file: _read_footer(file, labels), files))
+
+
+def _read_footer(file: Path, labels: bool) -> _Footer:
+    opened = _open(file)
+    with _reading(file):
+        schema, footer = opened.schema_arrow, opened.metadata
+    image, label = _columns(file, schema, labels)
+    with _reading(file):
+        paths = [footer.schema.column(number).path for number in range(footer.num_columns)]
+        wanted = [number for number, path in enumerate(paths) if path in {image, f"{image}.bytes", label}]
+        groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
+        rows = np.array([group.num_rows for group in groups], np.int64)
+        if (rows < 0).any():
+            raise ValueError("a row group of less than no rows")
+        size = sum(group.column(number).total_uncompressed_size for group in groups for number in wanted)
+        told = [group.column(paths.index(label)).statistics for group in groups] if label is not None else []
+        most = max((each.max for each in told if each is not None and each.has_min_max), default=-1)
+    if not all(each is not None and each.has_min_max for each in told):
+        most = _largest_label(file, opened, str(label))
+    return _Footer(image, label, rows, size, int(most))
+
+
+def _layout(files: list[Path], footers: list[_Footer]) -> tuple[str, str | None, tuple[str, ...] | None]:
+    """Image column, label column and class names: those of the first file, or the numbers up to the largest of all."""
+    image, label = footers[0].image, footers[0].label
+    for file, footer in zip(files, footers, strict=True):
+        if (footer.image, footer.label) != (image, label):
+            pairs = ((footer.image, footer.label), (image, label))
+            said, wanted = (", ".join(repr(name) for name in pair if name) for pair in pairs)
             raise SitusError(f"{file}: its images and labels are {said}, in {files[0].name} {wanted}", field="data")
-    if label is None:
-        return image, None, None
-    most = _largest_label(files, label)
-    if most < 0:
+    most = max(footer.most for footer in footers)
+    if label is None or most < 0:
         return image, None, None  # the hub marks a withheld label with -1
-    names = _class_names(files[0], schema, label)
+    names = _class_names(files[0], _open(files[0]).schema_arrow, label)
     if not names:
         return image, label, number_names(most, f"{files[0]}, column {label!r}")
     if most >= len(names):
@@ -206,14 +285,10 @@ def _class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
         raise SitusError(f"{file}: its 'huggingface' metadata is damaged ({str(error)[:80]})", field="data") from error
 
 
-def _largest_label(files: list[Path], label: str) -> int:
-    """Of all rows: shards may be sorted by class. -1 where there are none."""
-    most = -1
-    for file in files:
-        with _reading(file, f"column {label!r}"):
-            column = _open(file).read(columns=[label])[label]
-            column.validate(full=True)
-            values = column.drop_null().to_numpy()
-        if len(values):
-            most = max(most, int(values.max()))
-    return most
+def _largest_label(file: Path, opened: Any, label: str) -> int:
+    """Of all rows, for shards may be sorted by class. -1 where there are none."""
+    with _reading(file, f"column {label!r}"):
+        column = opened.read(columns=[label])[label]
+        column.validate(full=True)
+        values = column.drop_null().to_numpy()
+    return int(values.max()) if len(values) else -1
