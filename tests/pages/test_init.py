@@ -34,6 +34,8 @@ from situs.bench.cost import CostCurves, Point
 from situs.bench.kernels import Kernels
 from situs.bench.measure import StepRow
 from situs.bench.step import StepTable
+from situs.data.check import KINDS, DataCheck, Found
+from situs.data.pack import Packed
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, ClassAccuracy
 from situs.evaluate.consistency import Consistency, ConsistencyCurve
@@ -163,6 +165,19 @@ def _study() -> Study:
     return Study(StudyConfig(), NAME, curves, 0.1, 1e-6, 1e-7, (RuleCheck("a key", False, 1e-3, NAME),))
 
 
+def _checked() -> DataCheck:
+    found = {kind: [Found("train", NAME, NAME)] if kind == "broken" else [] for kind in KINDS}
+    counts = {kind: len(every) for kind, every in found.items()}
+    return DataCheck(images={"train": 4}, counts=counts, found=found, sizes={}, classes={NAME: 4})
+
+
+def _packed() -> Packed:
+    shard = {"split": "train", "file": "train-00000.tar", "sha256": "0", "bytes": 9, "source_bytes": 0, "images": 3}
+    broken = [{"split": "train", "number": 2, "name": NAME, "reason": NAME}]
+    held = {"data": "set", "splits": ["train"], "config": {}, "shards": [shard], "broken": broken, "left_out": []}
+    return Packed(manifest=held)
+
+
 RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Attention": (_attention, {"images", "heads", "relative"}),
     "Audit": (_audit, set()),
@@ -178,6 +193,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
         {"maps", "distance", "layers"},
     ),
     "CostCurves": (_cost, {"batch", "image-size"}),
+    "DataCheck": (_checked, set()),
     "Ensemble": (
         lambda: Ensemble({NAME: SCORE, "b": SCORE}, SCORE, ((1.0, 0.5), (0.5, 1.0)), 0.75),
         {"top1", "agreement"},
@@ -187,6 +203,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
         {"layers"},
     ),
     "LockAudit": (_lock_audit, set()),
+    "Packed": (_packed, set()),
     "PositionAudit": (_position_audit, {"error", "named", "vectors", "spectrum"}),
     "PositionCurve": (lambda: PositionCurve({0.0: 0.5, 0.5: 0.25}, 4, 16, 0.5), {"curve"}),
     "PositionGrid": (lambda: PositionGrid((Cell(0.5, 0.5, 8, 4, 0.25),), 4, 16, (0.5, 0.5)), {"grid"}),

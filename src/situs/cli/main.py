@@ -24,6 +24,10 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "finetune": ("situs.cli.finetune", "a classifier on a pretrained run, with the positions of your choice"),
         "export": ("situs.cli.export", "a run's model in a folder that timm or transformers loads"),
     },
+    "Data": {
+        "data check": ("situs.cli.data.check", "broken, odd and repeated images of a set, before a run finds them"),
+        "data pack": ("situs.cli.data.pack", "any set as shards of shrunk images: parquet or WebDataset"),
+    },
     "Evaluate": {
         "features": ("situs.cli.evaluate.features", "pooled features of every image, as one safetensors file"),
         "evaluate accuracy": ("situs.cli.evaluate.accuracy", "top-1 and top-5 of a fine-tuned run"),

@@ -113,7 +113,7 @@ def test_natural_examples_and_anomalies(
     pictures(strange, {"light": 150, "dark": 95}, 4, 2)
     words = ("--imagenet-a", natural, "--imagenet-o", strange, "--corruptions", "none")
     told: list[tuple[int, int, str]] = []
-    monkeypatch.setattr(evaluate_robustness, "_progress", lambda: nullcontext(lambda *step: told.append(step)))
+    monkeypatch.setattr(evaluate_robustness, "progress_bar", lambda: nullcontext(lambda *step: told.append(step)))
     assert run(trained.one, *words, "--out", tmp_path / "x") == 0
     assert told == [(0, 1, "ImageNet-A"), (0, 1, "ImageNet-O")]
     numbers = json.loads((tmp_path / "x" / "robustness.json").read_text())

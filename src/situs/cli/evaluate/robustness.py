@@ -5,20 +5,15 @@ For example: situs evaluate robustness runs/finetuned --count 1000 --out look
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from cyclopts import Parameter
 
 from situs.cli.parser.model_args import open_from
+from situs.cli.progress import progress_bar
 from situs.cli.result import MeasureArgs, asked, present
-
-if TYPE_CHECKING:
-    from situs.evaluate.robustness.run import Progress
 
 _Folder = Annotated[Path | None, Parameter(metavar="FOLDER")]
 
@@ -56,30 +51,6 @@ def run(args: Args) -> None:
     told = asked(args)
     sets = PublishedSets(**{each.name: told.pop(each.name) for each in fields(PublishedSets)})
     model = open_from(args)
-    with _progress() as progress:
+    with progress_bar() as progress:
         found = evaluate_robustness(model, **told, sets=sets, progress=progress)
     present(found, args.out)
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    """A bar on a terminal; elsewhere a line at every tenth."""
-    if not sys.stderr.isatty():
-        told = -1
-
-        def line(done: int, steps: int, what: str) -> None:
-            nonlocal told
-            tenth = 10 * done // max(1, steps)
-            if tenth != told or steps == 1:
-                print(f"{100 * done // max(1, steps):3d} %  {what}", file=sys.stderr, flush=True)
-            told = tenth
-
-        yield line
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = TextColumn("{task.description:<22}"), BarColumn(), TextColumn("{task.percentage:3.0f} %")
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda done, steps, what: bar.update(task, completed=done, total=steps, description=what)

@@ -1,0 +1,1 @@
+"""Verbs about sets of images, before a run reads them."""

@@ -1,0 +1,277 @@
+"""`check`: what is wrong or odd in a set of images, found before a run finds it.
+
+Every image is read once by a worker and 45 bytes are kept of it, so that a million images take 45 MB. Duplicates are
+found at the end by sorting the hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from situs.data.pack.journal import MANIFEST, check_shard, read_manifest
+from situs.data.sources.base import SPLIT_WORDS, Source
+from situs.data.sources.open import open_source, splits_at
+from situs.data.sources.walk import plain
+from situs.data.survey import BROKEN, CMYK, DEEP, GREY, ROW, TURNED, survey
+from situs.data.work import in_order
+from situs.errors import unknown_name
+from situs.results import Provenance, Result, Summary, Table
+
+Progress = Callable[[int, int, str], None]
+
+KINDS = {
+    "checksum": "shards that are missing or not what was packed",
+    "broken": "cannot be read or decoded; a run skips them",
+    "grey": "one channel, among images of three; repeated to three where three are asked for",
+    "cmyk": "four inks, turned into RGB without a colour profile",
+    "deep": "more than 8 bits a channel; floats for the loader",
+    "turned": "the EXIF tag turns or mirrors them, and so does the loader; other readers may not",
+    "huge": "more pixels than the limit: slow to decode, and large in memory",
+    "odd": "far longer than wide, or far smaller than most: a crop sees little of them",
+    "duplicate": "the same bytes as an earlier image of the split",
+    "same pixels": "the same pixels as an earlier image of the split, in other bytes",
+    "leak": "the same pixels as an image of the training split, in another split",
+    "contradiction": "the same pixels as an earlier image, under another label",
+}
+"""What can be found, and what it means."""
+
+FAILING = ("checksum", "broken")
+LISTED = 10_000
+_SHOWN = 3
+_LONG = 4  # times the shorter side
+_SMALL = 4  # times smaller than the median
+_TRAIN = {"train", "training"}
+
+
+class Found(NamedTuple):
+    """One thing that was found. name: the image's own, or the shard's. what: more of it, where there is more to say."""
+
+    split: str
+    name: str
+    what: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.split}: {self.name}" if self.split else self.name
+        return f"{place} ({self.what})" if self.what else place
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataCheck(Result):
+    """counts: how many of each kind. found: the first 10,000 of each. images: by split. classes: images of each class
+    over all splits, by name."""
+
+    file = "check"
+
+    images: dict[str, int]
+    counts: dict[str, int]
+    found: dict[str, list[Found]]
+    sizes: dict[str, int]
+    classes: dict[str, int]
+    decoded: bool = True
+
+    def failing(self, kinds: Sequence[str] = FAILING) -> list[str]:
+        """Those of `kinds` of which there is one."""
+        for kind in kinds:
+            if kind not in KINDS:
+                raise unknown_name("kind of finding", kind, KINDS, field="fail_on")
+        return [kind for kind in kinds if self.counts.get(kind)]
+
+    def summary(self) -> Summary:
+        rows: list[list[Any]] = [
+            [kind, count, "; ".join(map(str, self.found[kind][:_SHOWN]))]
+            for kind, count in self.counts.items()
+            if count
+        ]
+        total = sum(self.images.values())
+        told = ", ".join(f"{count:,} {kind}" for kind, count in self.counts.items() if count) or "nothing odd"
+        parts = ", ".join(f"{name} {count:,}" for name, count in self.images.items() if name)
+        sentence = f"{total:,} images{f' ({parts})' if parts else ''}: {told}."
+        notes = [f"{kind}: {KINDS[kind]}" for kind, count in self.counts.items() if count]
+        if self.sizes:
+            notes.append("height × width from {least_height} × {least_width} to {most_height} × {most_width}, "
+                         "median {median_height} × {median_width}".format(**self.sizes))  # fmt: skip
+        if self.classes:
+            few, many = (choose(self.classes, key=self.classes.__getitem__) for choose in (min, max))
+            least, most = f"{self.classes[few]:,} images ({few})", f"{self.classes[many]:,} ({many})"
+            notes.append(f"{len(self.classes):,} classes, from {least} to {most}")
+        if not self.decoded:
+            notes.append(
+                "the pixels were not decoded: an image may still be broken, and only equal bytes are duplicates"
+            )
+        return Summary(
+            sentence, (Table("Found", ["kind", "images", "for example"], rows or [["–", 0, "–"]]),), tuple(notes)
+        )
+
+    def numbers(self) -> dict[str, Any]:
+        found = {kind: [each._asdict() for each in every] for kind, every in self.found.items() if every}
+        own = ("images", "counts", "sizes", "classes", "decoded")
+        return {name: getattr(self, name) for name in own} | {"found": found}
+
+
+def check(
+    path: str | Path,
+    *,
+    splits: Sequence[str] | None = None,
+    decode_pixels: bool = True,
+    huge_mpx: float = 25.0,
+    workers: int | None = None,
+    progress: Progress | None = None,
+) -> DataCheck:
+    """Looks at every image at `path`, and at the checksums where `situs data pack` made it.
+
+    splits:        those to look at; by default all that the set has.
+    decode_pixels: whether every image is decoded; without it headers and bytes alone are looked at.
+    huge_mpx:      millions of pixels above which an image counts as huge.
+    """
+    tell = progress or (lambda *_: None)
+    gather = _Gathering(huge_mpx * 1e6, decode_pixels)
+    folder = Path(path).expanduser()
+    manifest = read_manifest(folder) if folder.is_dir() else None
+    if manifest is not None:
+        _check_files(folder, manifest, gather, workers, tell)
+    names = list(splits if splits is not None else sorted(splits_at(path), key=SPLIT_WORDS.index)) or [""]
+    name, notes = "", []
+    for split in names:
+        if any(each.split == split for each in gather.found["checksum"]):
+            notes.append(f"{split or 'the set'}: its images were not looked at, because its shards are damaged")
+            continue
+        source = open_source(path, split or None)
+        name, notes = name or source.name.removesuffix(f" ({split})"), notes + source.notes
+        rows, start = np.zeros(len(source), ROW), 0
+        for made, reasons in in_order(partial(survey, source, decode_pixels), range(len(source)), workers):
+            rows[start : start + len(made)] = made
+            for number, reason in reasons:
+                gather.add("broken", split, source, number, reason)
+            start += len(made)
+            tell(start, len(source), split or "images")
+        gather.split(split, source, rows)
+    facts = {"data": name or plain(folder.name), "huge_mpx": huge_mpx}
+    return gather.result(Provenance(facts, left_out=tuple(notes)))
+
+
+def _check_files(
+    folder: Path, manifest: dict[str, Any], gather: _Gathering, workers: int | None, tell: Progress
+) -> None:
+    shards = manifest["shards"]
+
+    def wrong(numbers: list[int]) -> list[str]:
+        return [check_shard(folder, shards[number]) for number in numbers]
+
+    for number, (said,) in enumerate(in_order(wrong, range(len(shards)), workers, at_once=1)):
+        if said:
+            gather.note("checksum", Found(shards[number]["split"], shards[number]["file"], said))
+        tell(number + 1, len(shards), "checksums")
+    listed = {shard["file"] for shard in shards}
+    for file in sorted(folder.iterdir()):
+        if file.suffix in {".tar", ".parquet"} and file.name not in listed:
+            gather.note("checksum", Found("", plain(file.name), f"is not in {MANIFEST}"))
+
+
+class _Gathering:
+    """What is found, split by split."""
+
+    def __init__(self, huge: float, decoded: bool) -> None:
+        self.huge, self.decoded = huge, decoded
+        self.counts = dict.fromkeys(KINDS, 0)
+        self.found: dict[str, list[Found]] = {kind: [] for kind in KINDS}
+        self.images: dict[str, int] = {}
+        self.classes: dict[str, int] = {}
+        self.sides: list[np.ndarray] = []
+        self.train: tuple[Source, np.ndarray] | None = None
+
+    def note(self, kind: str, found: Found) -> None:
+        self.counts[kind] += 1
+        if len(self.found[kind]) < LISTED:
+            self.found[kind].append(found)
+
+    def add(self, kind: str, split: str, source: Source, number: int, what: str = "") -> None:
+        """An image of which a name is made only where it is listed."""
+        if len(self.found[kind]) < LISTED:
+            self.found[kind].append(Found(split, plain(source.key(number)), what))
+        self.counts[kind] += 1
+
+    def split(self, split: str, source: Source, rows: np.ndarray) -> None:
+        """All images of a split."""
+        self.images[split] = len(rows)
+        good = (rows["flags"] & BROKEN) == 0
+        height, width = rows["height"].astype(np.int64), rows["width"].astype(np.int64)
+        short, long = np.minimum(height, width), np.maximum(height, width)
+        grey, typical = rows["flags"] & GREY > 0, np.median(short[good]) if good.any() else 0
+        flags = {"cmyk": CMYK, "deep": DEEP, "turned": TURNED}
+        masks = {kind: rows["flags"] & flag > 0 for kind, flag in flags.items()}
+        masks["grey"] = grey & (2 * grey[good].sum() < good.sum())  # in a grey set none is odd
+        masks["huge"] = height * width > self.huge
+        masks["odd"] = (long > _LONG * short) | (short * _SMALL < typical)
+        for kind, mask in masks.items():
+            for number in np.flatnonzero(mask & good).tolist():
+                sized = f"{height[number]} × {width[number]}" if kind in {"huge", "odd"} else ""
+                self.add(kind, split, source, number, sized)
+        self.sides.append(np.stack([height[good], width[good]]))
+        self._repeated(split, source, rows, good)
+        if source.classes is not None:
+            counts = np.bincount(rows["label"][good & (rows["label"] >= 0)], minlength=len(source.classes))
+            for name, count in zip(source.classes, counts.tolist(), strict=False):
+                self.classes[plain(name)] = self.classes.get(plain(name), 0) + count
+        if split in _TRAIN:
+            self.train = source, rows
+        elif self.train is not None:
+            self._leaks(split, source, rows, good)
+
+    def _repeated(self, split: str, source: Source, rows: np.ndarray, good: np.ndarray) -> None:
+        column = "pixels" if self.decoded else "data"
+        first = _first_equal(rows[column], good)
+        exact = first if column == "data" else _first_equal(rows["data"], good)
+        for number in np.flatnonzero(first >= 0).tolist():
+            equal = exact[number] >= 0
+            same = f"as {plain(source.key(int(exact[number] if equal else first[number])))}"
+            self.add("duplicate" if equal else "same pixels", split, source, number, same)
+            one, other = int(rows["label"][number]), int(rows["label"][first[number]])
+            if one != other:
+                labels = source.classes or ()
+                self.add("contradiction", split, source, number, f"{labels[one]}; {same} is {labels[other]}")
+
+    def _leaks(self, split: str, source: Source, rows: np.ndarray, good: np.ndarray) -> None:
+        assert self.train is not None
+        column, (origin, known) = "pixels" if self.decoded else "data", self.train
+        whole = np.concatenate([known[column], rows[column]])
+        usable = np.concatenate([(known["flags"] & BROKEN) == 0, good])
+        first = _first_equal(whole, usable)[len(known) :]
+        for number in np.flatnonzero((first >= 0) & (first < len(known))).tolist():
+            self.add("leak", split, source, number, f"as {plain(origin.key(int(first[number])))}")
+
+    def result(self, provenance: Provenance) -> DataCheck:
+        sides = np.concatenate(self.sides, axis=1) if self.sides else np.zeros((2, 0), np.int64)
+        sizes: dict[str, int] = {}
+        if sides.shape[1]:
+            for word, of in (("least", np.min), ("median", np.median), ("most", np.max)):
+                sizes |= {f"{word}_{side}": int(of(row)) for side, row in zip(("height", "width"), sides, strict=True)}
+        return DataCheck(
+            images=self.images,
+            counts=self.counts,
+            found=self.found,
+            sizes=sizes,
+            classes=self.classes,
+            decoded=self.decoded,
+            provenance=provenance,
+        )
+
+
+def _first_equal(digests: np.ndarray, usable: np.ndarray) -> np.ndarray:
+    """For each digest [n] the place of the first equal one before it, or −1; unusable ones are equal to none."""
+    halves = np.ascontiguousarray(digests).view(np.uint64).reshape(-1, 2)
+    places = np.flatnonzero(usable)
+    order = places[np.lexsort((places, halves[places, 1], halves[places, 0]))]
+    first = np.full(len(digests), -1, np.int64)
+    if len(order) > 1:
+        same = (halves[order[1:]] == halves[order[:-1]]).all(axis=1)
+        # Each run of equal ones begins where `same` is false; all behind it point to its first.
+        begins = np.concatenate([[0], np.flatnonzero(~same) + 1])
+        run = np.cumsum(np.concatenate([[0], ~same]))
+        first[order[1:][same]] = order[begins[run[1:][same]]]
+    return first

@@ -1,0 +1,35 @@
+"""How a set is packed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from situs.config import Checked
+from situs.limits import Count, Natural, Positive, Within
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackConfig(Checked):
+    """What becomes of each image, and how the shards are cut."""
+
+    format: Literal["parquet", "webdataset"] = "parquet"
+    """Hugging Face parquet (image, label, class names inside), or tar files with a classes.txt beside them."""
+
+    short_side: Natural = 256
+    """Images whose shorter side is longer are shrunk to it; the others keep their bytes. 0: all keep them."""
+
+    encoding: Literal["jpeg", "png"] = "jpeg"
+    """What a shrunk image is written as: JPEG, or PNG without loss. Images deeper than 8 bits keep 16."""
+
+    quality: Annotated[int, Within("[1, 100]")] = 90
+    """Of JPEG."""
+
+    channels: Count | None = None
+    """Channels of a shrunk image; by default its own, without alpha (4 keeps alpha)."""
+
+    shard_mib: Positive = 256.0
+    """Largest shard, in MiB of image bytes."""
+
+    row_group: Count = 100
+    """Parquet: rows a group, which is what a reader takes at once."""

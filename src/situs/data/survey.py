@@ -1,0 +1,66 @@
+"""A row of numbers for each image of a set: what its header says, and hashes of its bytes and of its pixels."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+
+from situs.data.sources.base import EncodedSource, Source
+from situs.data.sources.images import decode, read_header
+from situs.errors import SitusError
+
+GREY, CMYK, DEEP, TURNED, BROKEN = (1 << bit for bit in range(5))
+_DEEP_MODES = {"I;16", "I;16B", "I;16L", "I;16N", "I", "F"}
+_GREY_MODES = {"1", "L", "LA", "La"} | _DEEP_MODES
+ROW = np.dtype(
+    [("flags", "u1"), ("height", "i4"), ("width", "i4"), ("label", "i4"), ("data", "V16"), ("pixels", "V16")]
+)
+"""45 bytes an image. label: −1 without one. pixels: zeros where the image was not decoded."""
+
+
+def survey(source: Source, decoding: bool, numbers: list[int]) -> tuple[np.ndarray, list[tuple[int, str]]]:
+    """A row for each image, and (number, reason) of the broken ones."""
+    rows, broken = np.zeros(len(numbers), ROW), []
+    for row, number in zip(rows, numbers, strict=True):
+        try:
+            _survey_one(source, decoding, number, row)
+        except SitusError as error:
+            row["flags"] |= BROKEN
+            broken.append((number, str(error)))
+    return rows, broken
+
+
+def _survey_one(source: Source, decoding: bool, number: int, row: Any) -> None:
+    row["label"] = -1
+    if isinstance(source, EncodedSource):
+        data = source.payload(number)
+        row["data"] = _digest(data)
+        header = read_header(data, source.entry(number))
+        kind, flags = header.mode, TURNED if header.turned else 0
+        row["height"], row["width"] = header.height, header.width
+        flags |= GREY if kind in _GREY_MODES else 0
+        flags |= CMYK if kind == "CMYK" else 0
+        flags |= DEEP if kind in _DEEP_MODES or (header.kind == "NPY" and kind != "uint8") else 0
+        row["flags"] = flags
+        label = source.label(number)
+        image = decode(data, source.entry(number)) if decoding else None
+    else:
+        sample = source.read(number)
+        image, label = sample["image"], sample.get("label")
+        row["height"], row["width"] = image.shape[1:]
+        row["flags"] = (GREY if image.shape[0] == 1 else 0) | (DEEP if image.is_floating_point() else 0)
+        row["data"] = _digest(image.contiguous().numpy().tobytes())
+    if label is not None:
+        row["label"] = label
+    if image is not None:
+        if image.shape[0] == 1:
+            row["flags"] |= GREY
+        row["pixels"] = _digest(
+            str(tuple(image.shape)).encode() + image.permute(1, 2, 0).contiguous().numpy().tobytes()
+        )
+
+
+def _digest(data: bytes) -> np.void:
+    return np.void(hashlib.blake2b(data, digest_size=16).digest())

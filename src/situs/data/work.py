@@ -1,0 +1,81 @@
+"""Work on each image of a set, by several processes and in the set's order."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from situs.errors import SitusError
+
+T = TypeVar("T")
+_AHEAD = 4  # lists each process works ahead
+
+
+def cores() -> int:
+    """Those this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+class _Work(Dataset[Any]):
+    def __init__(self, function: Callable[[list[int]], Any]) -> None:
+        self.function = function
+
+    def __getitem__(self, number: int) -> Any:
+        return self.__getitems__([number])
+
+    def __getitems__(self, numbers: list[int]) -> Any:
+        try:
+            return self.function(numbers)
+        except SitusError as error:
+            return error  # raised by the reader, who would else see it below the worker's traceback
+
+
+class _Lists:
+    """Numbers, so many at a time; made when they are asked for."""
+
+    def __init__(self, numbers: Sequence[int], at_once: int) -> None:
+        self.numbers, self.at_once = numbers, at_once
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, len(self.numbers), self.at_once):
+            yield list(self.numbers[start : start + self.at_once])
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def in_order(
+    function: Callable[[list[int]], T], numbers: Sequence[int], workers: int | None = None, at_once: int = 32
+) -> Iterator[T]:
+    """What `function` makes of `numbers`, `at_once` at a time, in their order.
+
+    workers: processes; by default one a core, 0 works in this one. They are only a few lists ahead of the reader, which
+    bounds the memory.
+    """
+    count = cores() if workers is None else min(workers, cores())
+    options: dict[str, Any] = {"prefetch_factor": _AHEAD} if count else {}
+    loader = DataLoader(
+        _Work(function),
+        batch_sampler=_Lists(numbers, at_once),  # pyright: ignore[reportArgumentType]
+        collate_fn=_as_it_is,
+        num_workers=count,
+        generator=torch.Generator(),  # its own: the DataLoader would draw from torch's global one
+        **options,
+    )
+    try:
+        for made in loader:
+            if isinstance(made, SitusError):
+                raise made
+            yield made
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        raise SitusError(
+            "a worker process was killed, perhaps for want of memory; take fewer", field="workers"
+        ) from error

@@ -1,0 +1,37 @@
+"""`situs data pack`: the table, the flags behind an error, and progress where nobody looks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from situs.cli.main import main
+from situs.data.sources import open_source
+
+
+def test_packs_and_says_so(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (photographs / "torn.png").write_bytes((photographs / "0.png").read_bytes()[:90])
+    words = ["--short-side", "32", "--encoding", "png", "--format", "webdataset", "--workers", "0"]
+    try:
+        assert main(["data", "pack", str(photographs), "--out", str(tmp_path / "out"), *words]) == 0
+    finally:
+        (photographs / "torn.png").unlink()
+    printed = capsys.readouterr()
+    assert "3 images in 1 shards" in printed.out and "1 broken left out" in printed.out
+    assert "torn.png: cannot be decoded" in printed.out
+    assert printed.err.splitlines()[-1] == "100 %  images"
+    assert [tuple(open_source(tmp_path / "out").read(i)["image"].shape) for i in range(3)] == [(3, 35, 32)] * 3
+
+
+def test_mistakes_name_their_flags(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = str(tmp_path / "out")
+    for words, said in (
+        ([str(tmp_path / "none"), "--out", out], "no such folder or file (PATH)"),
+        ([str(photographs), "--out", str(photographs)], "must be outside of what is packed (--out)"),
+        ([str(photographs), "--out", out, "--quality", "0"], "quality=0: must be in [1, 100] (--quality)"),
+        ([str(photographs), "--out", out, "--split", "val"], "has no split 'val'"),
+    ):
+        assert main(["data", "pack", *words]) == 2
+        assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists() or [*(tmp_path / "out").iterdir()] == []

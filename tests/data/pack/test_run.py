@@ -1,0 +1,298 @@
+"""A packed set: what the readers find in it, and that neither kills, full disks nor workers change a byte of it."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from situs.data.check import check
+from situs.data.pack import PackConfig, pack
+from situs.data.pack.shards import ShardFile
+from situs.data.sources import open_source
+from situs.errors import SitusError
+
+FORMATS = pytest.mark.parametrize("kind", ["parquet", "webdataset"])
+
+
+def picture(seed: int, height: int = 12, width: int = 15) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)).save(
+        buffer, "PNG"
+    )
+    return buffer.getvalue()
+
+
+def write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """Nine images of two classes in train (the fourth broken), two in val."""
+    root = tmp_path / "photos"
+    for number in range(9):
+        write(root / f"train/{'cat' if number < 5 else 'dög'}/{number}.png", picture(number))
+    write(root / "train/cat/3.png", picture(3)[:200])
+    for number in (20, 21):
+        write(root / f"val/dög/{number}.png", picture(number))
+    write(root / "train/notes.txt", b"no image")
+    return root
+
+
+def config(kind: str, **changes) -> PackConfig:
+    return PackConfig(
+        **{"format": kind, "short_side": 8, "encoding": "png", "shard_mib": 0.001, "row_group": 2} | changes
+    )
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@FORMATS
+def test_a_packed_set_reads_as_the_set_it_was_made_of(photos, tmp_path, kind):
+    out = tmp_path / "out"
+    packed = pack(photos, out, config(kind), workers=0)
+    for split, count in (("train", 8), ("val", 2)):
+        before, after = open_source(photos, split), open_source(out, split)
+        assert after.classes == before.classes == ("cat", "dög")
+        assert len(after) == count
+        kept = [i for i in range(len(before)) if split == "val" or i != 3]
+        for row, index in enumerate(kept):
+            sample = after.read(row)
+            whole = Image.open(io.BytesIO(before.payload(index)))
+            wanted = np.asarray(whole.resize((10, 8), Image.Resampling.BICUBIC)).astype(int)
+            assert np.abs(sample["image"].permute(1, 2, 0).numpy() - wanted).max() <= 1
+            assert sample["label"] == before.label(index)
+    assert [(each["split"], each["number"], each["name"]) for each in packed.broken] == [("train", 3, "cat/3.png")]
+    assert "cannot be decoded" in packed.broken[0]["reason"]
+    assert [*packed.provenance.left_out] == open_source(photos, "train").notes and len(packed.provenance.left_out) == 1
+    said = packed.summary()
+    assert said.sentence.startswith("photos: packed, 10 images in ") and said.sentence.endswith("; 1 broken left out.")
+    assert [row[:2] for row in said.tables[0].rows] == [["train", 8], ["val", 2]]
+
+
+@FORMATS
+def test_shards_keep_to_their_limit_and_the_manifest_to_the_shards(photos, tmp_path, kind):
+    packed = pack(photos, tmp_path / "out", config(kind), workers=0)
+    manifest = json.loads((tmp_path / "out/manifest.json").read_text())
+    assert manifest == packed.manifest | {"classes": ["cat", "dög"]}
+    written = files(tmp_path / "out")
+    listed = {shard["file"] for shard in manifest["shards"]}
+    assert {*written} - listed == {"manifest.json"} | ({"classes.txt"} if kind == "webdataset" else set())
+    assert len(listed) == 4
+    for shard in manifest["shards"]:
+        data = written[shard["file"]]
+        assert (len(data), hashlib.sha256(data).hexdigest()) == (shard["bytes"], shard["sha256"])
+        if kind == "parquet":
+            payload = [row["bytes"] for row in pq.read_table(io.BytesIO(data))["image"].to_pylist()]
+        else:
+            with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+                payload = [tar.extractfile(info).read() for info in tar if info.name.endswith(".png")]
+        assert len(payload) == shard["images"]
+        assert len(payload) == 1 or sum(map(len, payload)) <= 0.001 * 2**20
+    assert check(tmp_path / "out", workers=0).counts["checksum"] == 0
+
+
+def test_parquet_holds_what_hugging_face_reads(photos, tmp_path):
+    pack(photos, tmp_path / "out", config("parquet", shard_mib=1), workers=0)
+    file = pq.ParquetFile(tmp_path / "out/train-00000.parquet")
+    assert [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)] == [2, 2, 2, 2]
+    features = json.loads(file.schema_arrow.metadata[b"huggingface"])["info"]["features"]
+    assert features == {"image": {"_type": "Image"}, "label": {"_type": "ClassLabel", "names": ["cat", "dög"]}}
+    assert file.read()["image"][3].as_py()["path"] == "cat/4.png"
+
+
+def test_a_tar_names_images_by_their_number_in_the_set(photos, tmp_path):
+    pack(photos, tmp_path / "out", config("webdataset", shard_mib=1), workers=0)
+    with tarfile.open(tmp_path / "out/train-00000.tar") as tar:
+        assert tar.getnames()[4:8] == ["000000002.png", "000000002.cls", "000000004.png", "000000004.cls"]
+
+
+@FORMATS
+def test_a_set_without_splits_and_labels(tmp_path, kind):
+    for number in range(3):
+        write(tmp_path / f"flat/{number}.png", picture(number))
+    pack(tmp_path / "flat", tmp_path / "out", config(kind, short_side=0), workers=0)
+    source = open_source(tmp_path / "out")
+    assert source.classes is None
+    assert [source.payload(i) for i in range(3)] == [picture(number) for number in range(3)]
+
+
+def test_pixels_without_files_and_one_split_of_two(tmp_path):
+    pack("samples", tmp_path / "out", PackConfig(), splits=["test"], workers=0)
+    before, after = open_source("samples", "test"), open_source(tmp_path / "out", "test")
+    assert after.classes == before.classes
+    for index in (0, 7, len(before) - 1):
+        assert torch.equal(after.read(index)["image"], before.read(index)["image"])
+        assert after.read(index)["label"] == before.read(index)["label"]
+
+
+@FORMATS
+def test_a_stopped_packing_goes_on_to_the_same_bytes(photos, tmp_path, kind, monkeypatch):
+    pack(photos, tmp_path / "whole", config(kind), workers=0)
+    calls, keep = [], ShardFile.keep
+
+    def full(self):
+        calls.append(self.path.name)
+        if len(calls) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return keep(self)
+
+    monkeypatch.setattr(ShardFile, "keep", full)
+    with pytest.raises(SitusError, match=r"out: could not be written: no space left on device; what is packed stays"):
+        pack(photos, tmp_path / "out", config(kind), workers=0)
+    left = files(tmp_path / "out")
+    assert sorted(left) == sorted([".packing.jsonl", *calls[:2]])  # nothing half-written, nothing lost
+    monkeypatch.setattr(ShardFile, "keep", keep)
+    made = []
+    monkeypatch.setattr("situs.data.pack.run._item", _counted(made))
+    packed = pack(photos, tmp_path / "out", config(kind), workers=0)
+    assert min(made) > 0 and len(made) == 11 - min(made)  # it went on, and did not begin again
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert len(packed.broken) == 1
+
+
+def _counted(made: list[int]):
+    from situs.data.pack.run import _item
+
+    def item(source, how, number):
+        made.append(number + (9 if "val" in source.name else 0))
+        return _item(source, how, number)
+
+    return item
+
+
+@pytest.mark.parametrize("broken_write", [1, 4])
+def test_a_full_disk_in_the_middle_of_a_shard(photos, tmp_path, monkeypatch, broken_write):
+    """Arrow's and tar's own writers meet the error, not only ours."""
+    pack(photos, tmp_path / "whole", config("parquet", shard_mib=1), workers=0)
+    count, own = [0], ShardFile.write
+
+    def full(self, data):
+        count[0] += 1
+        if count[0] == broken_write:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return own(self, data)
+
+    monkeypatch.setattr(ShardFile, "write", full)
+    with pytest.raises(SitusError, match="no space left on device"):
+        pack(photos, tmp_path / "out", config("parquet", shard_mib=1), workers=0)
+    assert [*files(tmp_path / "out")] == [".packing.jsonl"]
+    monkeypatch.setattr(ShardFile, "write", own)
+    pack(photos, tmp_path / "out", config("parquet", shard_mib=1), workers=0)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_a_torn_journal_and_a_lost_shard_are_made_anew(photos, tmp_path, monkeypatch):
+    pack(photos, tmp_path / "whole", config("parquet"), workers=0)
+    monkeypatch.setattr("situs.data.pack.run._Writer.close", _stop_after(3))
+    with pytest.raises(KeyboardInterrupt):
+        pack(photos, tmp_path / "out", config("parquet"), workers=0)
+    monkeypatch.undo()
+    journal = tmp_path / "out/.packing.jsonl"
+    journal.write_text(journal.read_text() + '{"split": "train", "fi')
+    (tmp_path / "out/train-00001.parquet").unlink()
+    (tmp_path / "out/.train-00004.parquet.tmp").write_bytes(b"half")
+    pack(photos, tmp_path / "out", config("parquet"), workers=0)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def _stop_after(count: int):
+    from situs.data.pack.run import _Writer
+
+    close, left = _Writer.close, [count]
+
+    def stopping(self, end):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        close(self, end)
+
+    return stopping
+
+
+def test_a_killed_process_with_workers_leaves_what_another_goes_on_with(tmp_path):
+    for number in range(60):
+        write(tmp_path / f"photos/{number:02d}.png", picture(number, 200, 210))
+    words = ["data", "pack", str(tmp_path / "photos"), "--short-side", "100", "--shard-mib", "0.05"]
+    command = [sys.executable, "-m", "situs", *words, "--out", str(tmp_path / "out"), "--workers", "1"]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    journal = tmp_path / "out/.packing.jsonl"
+    deadline = time.monotonic() + 120
+    while running.poll() is None and not (journal.is_file() and journal.read_text().count("\n") > 3):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    running.send_signal(signal.SIGKILL)
+    assert running.wait() == -signal.SIGKILL, "it ended before it was killed: the test needs more images"
+    how = PackConfig(short_side=100, shard_mib=0.05)
+    pack(tmp_path / "photos", tmp_path / "out", how, workers=0)
+    pack(tmp_path / "photos", tmp_path / "whole", how, workers=0)
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+
+
+def test_again_another_and_start_over(photos, tmp_path):
+    first = pack(photos, tmp_path / "out", config("webdataset"), workers=0)
+    stamps = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    again = pack(photos, tmp_path / "out", config("webdataset"), workers=0)
+    assert again.again and not first.again and "was packed already" in again.summary().sentence
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == stamps
+    with pytest.raises(SitusError, match="holds a set packed with another config; start over, or pack elsewhere"):
+        pack(photos, tmp_path / "out", config("parquet"), workers=0)
+    (photos / "val/dög/22.png").write_bytes(picture(22))
+    with pytest.raises(SitusError, match="holds a set packed with another data; start over"):
+        pack(photos, tmp_path / "out", config("webdataset"), workers=0)
+    pack(photos, tmp_path / "out", config("parquet"), workers=0, start_over=True)
+    assert {path.suffix for path in (tmp_path / "out").iterdir()} == {".parquet", ".json"}
+    assert len(open_source(tmp_path / "out", "val")) == 3
+
+
+def test_a_packing_begun_on_other_images_is_not_gone_on_with(photos, tmp_path, monkeypatch):
+    monkeypatch.setattr("situs.data.pack.run._Writer.close", _stop_after(2))
+    with pytest.raises(KeyboardInterrupt):
+        pack(photos, tmp_path / "out", config("parquet"), workers=0)
+    monkeypatch.undo()
+    with pytest.raises(SitusError, match="holds a packing that was begun with another config"):
+        pack(photos, tmp_path / "out", config("parquet", quality=91), workers=0)
+    write(photos / "train/cat/00.png", picture(50))
+    with pytest.raises(SitusError, match=r"photos \(train\): has other images than when its packing began"):
+        pack(photos, tmp_path / "out", config("parquet"), workers=0)
+
+
+def test_places_that_nothing_is_packed_into(photos, tmp_path):
+    (tmp_path / "taken").write_text("")
+    write(tmp_path / "full/own.tar", b"")
+    for out, said in (
+        (photos, "must be outside of what is packed"),
+        (photos / "train/out", "must be outside of what is packed"),
+        (tmp_path / "taken", "must be a folder"),
+        (tmp_path / "full", "holds own.tar already; pack into an empty folder"),
+    ):
+        with pytest.raises(SitusError, match=said):
+            pack(photos, out, config("parquet"), workers=0)
+    with pytest.raises(SitusError, match="no such folder"):
+        pack(tmp_path / "nosuch", tmp_path / "new", workers=0)
+    assert not (tmp_path / "new").exists()
+
+
+def test_nothing_readable_is_one_sentence_and_leaves_nothing(tmp_path):
+    write(tmp_path / "bad/a.png", b"no image")
+    with pytest.raises(SitusError, match=r"bad: none of its images can be read; .*a.png: cannot be decoded"):
+        pack(tmp_path / "bad", tmp_path / "out", workers=0)
+    assert [*(tmp_path / "out").iterdir()] == []

@@ -1,0 +1,155 @@
+"""What `check` finds in a set that was made to hold one of each kind."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from situs.data.check import KINDS, _first_equal, check
+from situs.data.pack import PackConfig, pack
+from situs.errors import SitusError
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def noise(seed: int, height: int = 20, width: int = 24) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+def write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def zoo(tmp_path: Path) -> Path:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    root = tmp_path / "zoo"
+    for number in range(8):
+        write(root / f"train/a/{number}.png", encoded(noise(number)))
+    deep = np.random.default_rng(9).integers(0, 65536, (20, 24), dtype=np.uint16)
+    made = {
+        "train/a/broken.jpg": encoded(noise(10), "JPEG")[:800],
+        "train/a/none.png": b"text",
+        "train/a/grey.png": encoded(noise(11).convert("L")),
+        "train/a/cmyk.jpg": encoded(noise(12).convert("CMYK"), "JPEG"),
+        "train/a/deep.png": encoded(Image.fromarray(deep)),
+        "train/a/turned.jpg": encoded(noise(13), "JPEG", exif=exif),
+        "train/a/huge.png": encoded(noise(14, 100, 120)),
+        "train/a/long.png": encoded(noise(15, 10, 41)),
+        "train/a/tiny.png": encoded(noise(16, 4, 4)),
+        "train/a/twice.png": encoded(noise(1)),
+        "train/b/other.bmp": encoded(noise(2), "BMP"),
+        "val/a/0.png": encoded(noise(30)),
+        "val/b/seen.bmp": encoded(noise(3), "BMP"),
+        "train/a/notes.txt": b"",
+    }
+    for name, data in made.items():
+        write(root / name, data)
+    return root
+
+
+def names(found, kind: str) -> list[str]:
+    return [str(each) for each in found.found[kind]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_one_of_each_kind(zoo, workers):
+    found = check(zoo, huge_mpx=0.01, workers=workers)
+    assert found.images == {"train": 19, "val": 2}
+    assert names(found, "grey") == ["train: a/deep.png", "train: a/grey.png"]
+    assert names(found, "cmyk") == ["train: a/cmyk.jpg"]
+    assert names(found, "deep") == ["train: a/deep.png"]
+    assert names(found, "turned") == ["train: a/turned.jpg"]
+    assert names(found, "huge") == ["train: a/huge.png (100 × 120)"]
+    assert names(found, "odd") == ["train: a/long.png (10 × 41)", "train: a/tiny.png (4 × 4)"]
+    assert names(found, "duplicate") == ["train: a/twice.png (as a/1.png)"]
+    assert names(found, "same pixels") == ["train: b/other.bmp (as a/2.png)"]
+    assert names(found, "contradiction") == ["train: b/other.bmp (b; as a/2.png is a)"]
+    assert names(found, "leak") == ["val: b/seen.bmp (as a/3.png)"]
+    assert [each.name for each in found.found["broken"]] == ["a/broken.jpg", "a/none.png"]
+    assert "cannot be decoded" in found.found["broken"][0].what
+    assert {kind: len(every) for kind, every in found.found.items()} == found.counts
+    assert found.classes == {"a": 17, "b": 2}
+    assert len(found.provenance.left_out) == 1 and "notes.txt" in found.provenance.left_out[0]
+    assert found.failing() == ["broken"]
+    assert found.failing(["leak", "checksum"]) == ["leak"]
+    json.dumps(found.to_json())
+
+
+def test_headers_alone(zoo):
+    found = check(zoo, decode_pixels=False, workers=0)
+    assert [each.name for each in found.found["broken"]] == ["a/none.png"]  # the cut one has a whole header
+    assert found.counts["duplicate"] == 1 and found.counts["same pixels"] == found.counts["leak"] == 0
+    assert "were not decoded" in found.summary().notes[-1]
+
+
+def test_a_clean_set_and_a_grey_one(tmp_path):
+    for number in range(4):
+        write(tmp_path / f"clean/{number}.png", encoded(noise(number)))
+        write(tmp_path / f"grey/{number}.png", encoded(noise(number).convert("L")))
+    clean = check(tmp_path / "clean", workers=0)
+    assert sum(clean.counts.values()) == 0
+    assert clean.summary().sentence == "4 images: nothing odd."
+    assert clean.sizes == {
+        f"{w}_{s}": n for w in ("least", "median", "most") for s, n in (("height", 20), ("width", 24))
+    }
+    assert check(tmp_path / "grey", workers=0).counts["grey"] == 0
+
+
+def test_pixels_without_files():
+    found = check("samples", splits=["test"], workers=0)
+    assert found.counts["broken"] == 0 and sum(found.images.values()) == sum(found.classes.values())
+
+
+@pytest.mark.parametrize("kind", ["parquet", "webdataset"])
+def test_checksums_of_a_packed_set(zoo, tmp_path, kind):
+    out = tmp_path / "out"
+    pack(zoo, out, PackConfig(format=kind, shard_mib=0.01), workers=0)
+    assert check(out, workers=0).counts["checksum"] == 0
+    shards = sorted(file for file in out.glob("train-*"))
+    data = bytearray(shards[0].read_bytes())
+    data[len(data) // 2] ^= 1
+    shards[0].write_bytes(bytes(data))
+    shards[1].unlink()
+    shards[2].write_bytes(shards[2].read_bytes()[:-1])
+    (out / f"train-99999{shards[0].suffix}").write_bytes(b"")
+    found = check(out, workers=0)
+    told = [(each.name, each.what.split(" ")[0:3]) for each in found.found["checksum"]]
+    assert told == [
+        (shards[0].name, ["is", "not", "what"]),
+        (shards[1].name, ["is", "missing"]),
+        (shards[2].name, ["has", *found.found["checksum"][2].what.split(" ")[1:3]]),
+        (f"train-99999{shards[0].suffix}", ["is", "not", "in"]),
+    ]
+    assert found.images == {"val": 2}
+    assert "its shards are damaged" in found.provenance.left_out[0]
+
+
+def test_an_unknown_kind_names_those_there_are(zoo):
+    with pytest.raises(SitusError, match="unknown kind of finding 'blurred'; choose one of: broken, checksum"):
+        check(zoo, splits=["val"], workers=0).failing(["blurred"])
+    assert {"broken", "grey", "cmyk", "deep", "huge", "duplicate", "odd"} <= KINDS.keys()
+
+
+def test_the_first_equal_is_what_a_slow_search_finds():
+    chance = np.random.default_rng(3)
+    for count in (0, 1, 2, 40):
+        rows = chance.integers(0, 3, (count, 2)).astype(np.uint64)
+        digests = np.frombuffer(rows.tobytes(), "V16")
+        usable = chance.random(count) < 0.8
+        wanted = [
+            next((j for j in range(i) if usable[i] and usable[j] and (rows[i] == rows[j]).all()), -1)
+            for i in range(count)
+        ]
+        assert _first_equal(digests, usable).tolist() == wanted

@@ -1,0 +1,42 @@
+"""Work in the set's order, whoever does it."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from situs.data.work import in_order
+from situs.errors import SitusError
+
+
+def double(numbers: list[int]) -> list[int]:
+    return [2 * number for number in numbers]
+
+
+def fail(numbers: list[int]) -> list[int]:
+    if 5 in numbers:
+        raise SitusError("five: must not be", field="data")
+    return numbers
+
+
+def die(numbers: list[int]) -> list[int]:
+    os._exit(9)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_order_is_that_of_the_numbers(workers):
+    assert [*in_order(double, range(3, 14), workers, at_once=4)] == [[6, 8, 10, 12], [14, 16, 18, 20], [22, 24, 26]]
+    assert [*in_order(double, range(0), workers)] == []
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_mistake_comes_as_its_own_sentence(workers):
+    with pytest.raises(SitusError, match=r"^five: must not be$") as met:
+        [*in_order(fail, range(9), workers, at_once=2)]
+    assert met.value.fields == ("data",) or workers
+
+
+def test_a_killed_worker_is_one_sentence():
+    with pytest.raises(SitusError, match="a worker process was killed"):
+        [*in_order(die, range(9), 1)]
