@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -18,15 +18,20 @@ from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
 from situs.data.augment.recipes import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
 from situs.data.batch import Batch
 from situs.data.pipeline import Noise, Pipeline
-from situs.data.sources.base import Source
-from situs.data.sources.images import centre_fit
+from situs.data.sources.base import EncodedSource, Source
+from situs.data.sources.images import centre_fit, decode
+from situs.data.sources.jpeg import read_frame
 from situs.errors import SitusError
+
+Decoder = Literal["auto", "cpu", "scaled"]
+"""How a worker reads a JPEG."""
 
 
 class ImagePipeline(Pipeline):
     """augment: None for evaluation, which crops the centre. mean, std: of each channel.
 
-    held: the images come as they lie on the device (`ResidentLoader`), not cropped by a worker.
+    held: the images come as they lie on the device (`ResidentLoader`), not cropped by a worker. decoder: "scaled" reads
+    a JPEG at 1/2, 1/4 or 1/8 of its sides where a random crop still gets no fewer pixels than it needs.
     """
 
     def __init__(
@@ -39,6 +44,7 @@ class ImagePipeline(Pipeline):
         crop_share: float = 1.0,
         normalisation: tuple[tuple[float, ...], tuple[float, ...]] = ((0.0,), (1.0,)),
         held: bool = False,
+        decoder: Decoder = "cpu",
     ) -> None:
         super().__init__(source, training=augment is not None)
         self.size, self.seed, self.augment, self.crop_share = size, seed, augment, crop_share
@@ -47,6 +53,31 @@ class ImagePipeline(Pipeline):
         cropped = not held and augment is not None and augment.crop == "resized"
         self.rest = replace(augment, crop="none") if augment is not None and cropped else augment
         self._apply = apply
+        self.scaled = decoder == "scaled" and cropped and isinstance(source, EncodedSource)
+
+    def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:
+        """The image whole, or at the part of its sides that its crop asks for: then "sides" are those it has whole."""
+        if not self.scaled:
+            return super().fetch(index, epoch, draw)
+        source: Any = self.source
+        data = source.payload(index)
+        sides = self._sides(data)
+        reduce = 1 if sides is None else self._reduce(sides, epoch, draw)
+        label = source.label(index)
+        image = decode(data, source.entry(index), source.channels, reduce=reduce)
+        sample = {"image": image} if label is None else {"image": image, "label": label}
+        return sample if reduce == 1 else sample | {"sides": sides}
+
+    def _sides(self, data: bytes) -> tuple[int, int] | None:
+        """Of a JPEG that may be read at a part of its sides; None where no crop of it could be."""
+        frame = read_frame(data)
+        large = frame is not None and frame.height >= 2 * self.size[0] and frame.width >= 2 * self.size[1]
+        return (frame.height, frame.width) if frame is not None and frame.plain and large else None
+
+    def _reduce(self, sides: tuple[int, int], epoch: int, draw: int) -> int:
+        assert self.augment is not None
+        box = crop_boxes([sides], self.augment, self.seed, epoch, [draw])[0]
+        return next((part for part in (8, 4, 2) if all(box[2 + i] // part >= self.size[i] for i in (0, 1))), 1)
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         images = [sample["image"] for sample in samples]
@@ -55,7 +86,8 @@ class ImagePipeline(Pipeline):
         elif self.augment.crop != "resized":
             images = [centre_fit(image, *self.size) for image in images]
         else:
-            images = random_crops(images, self.size, self.augment, self.seed, epoch, draws)
+            sides = [sample.get("sides", tuple(sample["image"].shape[1:])) for sample in samples]
+            images = random_crops(images, self.size, self.augment, self.seed, epoch, draws, sides)
         values = {"image": _stack(images)}
         if "label" in samples[0]:
             values["label"] = torch.tensor([sample["label"] for sample in samples])
@@ -97,21 +129,48 @@ class ImagePipeline(Pipeline):
         return Batch(images, batch.ids, {} if labels is None else {"label": labels})
 
 
+def crop_boxes(
+    sides: Sequence[tuple[int, int]], augment: AugmentConfig, seed: int, epoch: int, draws: list[int]
+) -> list[list[int]]:
+    """The boxes (top, left, height, width) of some draws in images of these sides: those the device would take."""
+    noise = uniform(seed, epoch, torch.tensor(draws), "augment.crop", (CROP_NOISE,))
+    heights, widths = torch.tensor(sides).unbind(1)
+    return resized_crop_boxes(noise, heights, widths, augment.scale, augment.ratio).long().tolist()
+
+
 def random_crops(
-    images: list[Tensor], size: tuple[int, int], augment: AugmentConfig, seed: int, epoch: int, draws: list[int]
+    images: list[Tensor],
+    size: tuple[int, int],
+    augment: AugmentConfig,
+    seed: int,
+    epoch: int,
+    draws: list[int],
+    sides: Sequence[tuple[int, int]] | None = None,
 ) -> list[Tensor]:
-    """The random resized crops of some draws, antialiased; their boxes are those the device would take."""
+    """The random resized crops of some draws, antialiased.
+
+    sides: height and width of each image where it is whole, if some are smaller here; their boxes are rounded to whole
+    pixels of what is here.
+    """
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2 import functional as tv
 
-    noise = uniform(seed, epoch, torch.tensor(draws), "augment.crop", (CROP_NOISE,))
-    heights, widths = (torch.tensor([image.shape[side] for image in images]) for side in (1, 2))
-    boxes = resized_crop_boxes(noise, heights, widths, augment.scale, augment.ratio).long().tolist()
+    boxes = crop_boxes(sides or [(i.shape[1], i.shape[2]) for i in images], augment, seed, epoch, draws)
     mode = InterpolationMode(augment.interpolation)
     return [
-        tv.resized_crop(image, *box, size=list(size), interpolation=mode, antialias=True)
-        for image, box in zip(images, boxes, strict=True)
+        tv.resized_crop(image, *_fitted(box, whole, image), size=list(size), interpolation=mode, antialias=True)
+        for image, box, whole in zip(images, boxes, sides or [None] * len(images), strict=True)
     ]
+
+
+def _fitted(box: list[int], whole: tuple[int, int] | None, image: Tensor) -> list[int]:
+    """A box in an image of sides `whole`, as a box in `image`, the same one at a part of its sides."""
+    have = image.shape[1], image.shape[2]
+    if whole is None or whole == have:
+        return box
+    starts = [round(box[i] * have[i] / whole[i]) for i in (0, 1)]
+    ends = [round((box[i] + box[2 + i]) * have[i] / whole[i]) for i in (0, 1)]
+    return [*starts, *(max(1, end - start) for start, end in zip(starts, ends, strict=True))]
 
 
 def centre_crop(images: Tensor, size: tuple[int, int], crop_share: float) -> Tensor:

@@ -57,7 +57,7 @@ class Pipeline(ABC):
         broken: list[tuple[int, str]] = []
         found: list[tuple[int, dict[str, Any]]] = []
         for count in range(len(draws) + 1):
-            if count and (sample := self._sample(draws[count - 1], broken)) is not None:
+            if count and (sample := self._sample(epoch, draws[count - 1], broken)) is not None:
                 found.append((draws[count - 1], sample))
             for row in (done or {}).get(count, ()):
                 self.source.release(row)
@@ -66,12 +66,12 @@ class Pipeline(ABC):
         kept = [draw for draw, _ in found]
         return WorkerBatch(self.collate(epoch, kept, [sample for _, sample in found]), torch.tensor(kept), broken)
 
-    def _sample(self, draw: int, broken: list[tuple[int, str]]) -> dict[str, Any] | None:
+    def _sample(self, epoch: int, draw: int, broken: list[tuple[int, str]]) -> dict[str, Any] | None:
         row, count = sample_of(draw), len(self.source)
         for offset in range(count if self.training else 1):
             index = (row + offset) % count
             try:
-                return self.source.read(index)
+                return self.fetch(index, epoch, draw)
             except BrokenImageError as error:
                 if self.source.strict:
                     raise
@@ -79,6 +79,10 @@ class Pipeline(ABC):
         if self.training:
             raise SitusError(f"{self.source.name}: none of its {count} images can be read; {broken[-1][1]}")
         return None
+
+    def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:  # noqa: ARG002
+        """What `collate` is given of sample `index`; epoch, draw: for those who read only what a view needs."""
+        return self.source.read(index)
 
     @abstractmethod
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
