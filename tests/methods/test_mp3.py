@@ -8,6 +8,7 @@ from builders import small_vit
 from torch import Tensor
 
 from situs.backbones import create_backbone
+from situs.core.tokens import take
 from situs.errors import SitusError
 from situs.methods import MP3, Batch, MP3Config
 from situs.methods.heads import position_accuracy, position_loss
@@ -181,3 +182,19 @@ def test_mistakes_are_sentences() -> None:
     swin = create_backbone("swin_tiny_patch4_window7_224", img_size=56, model_args={"depths": (1, 1, 1, 1)})
     with pytest.raises(SitusError, match="windows"):
         MP3(swin, MP3Config())
+
+
+def test_patches_are_ordered_before_they_are_embedded() -> None:
+    """Pixels need no gradient, so nothing is scattered back; the loss is that of embedded tokens put in order."""
+    method = make()
+    draws = method.draw(batch(), seed=3, epoch=7)
+    loss = method(batch(), draws).loss
+    seen, names = [loss.grad_fn], set()
+    while seen:
+        node = seen.pop()
+        names.add(type(node).__name__)
+        seen += [parent for parent, _ in node.next_functions if parent is not None]
+    assert "AddmmBackward0" in names and not {name for name in names if "Gather" in name or "Index" in name}
+    tokens = take(method.backbone.embed(batch().inputs), draws["order"])
+    logits = method.position_head(method.backbone.encode(tokens, None, context=method.context).patches)
+    assert torch.equal(loss, position_loss(logits, draws["order"]))

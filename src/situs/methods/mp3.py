@@ -18,9 +18,8 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.config import Checked
-from situs.core.masking import count_of, random_subset
+from situs.core.masking import count_of
 from situs.core.random import uniform
-from situs.core.tokens import take
 from situs.limits import Within
 from situs.methods.base import Batch, Draws, Method, Output, Puzzle
 from situs.methods.heads import position_accuracy, position_loss
@@ -87,7 +86,7 @@ class MP3(Method):
         noise = uniform(seed, epoch, batch.ids, "mp3.context", (count,))
         if batch.mask is not None:
             noise = noise.masked_fill(~batch.mask, 1.0)  # noise is below 1, and the sort is stable
-        draws = {"order": torch.cat(random_subset(noise, self.config.mask_ratio), dim=1)}
+        draws = {"order": noise.argsort(dim=1, stable=True)}
         if self.config.anchor_ratio:
             chance = uniform(seed, epoch, batch.ids, "mp3.anchors", (count,))
             told = chance.argsort(dim=1, stable=True) < count_of(self.config.anchor_ratio, count)
@@ -97,8 +96,9 @@ class MP3(Method):
     def forward(self, batch: Batch, draws: Draws) -> Output:
         order = draws["order"]
         # Without positions the order of the tokens means nothing, so the context may stand in front: every layer's
-        # keys and values are then a slice of its tokens instead of a gather.
-        tokens = take(self.backbone.embed(batch.inputs), order)
+        # keys and values are then a slice of its tokens instead of a gather. Patches are put in that order before they
+        # are embedded: pixels need no gradient, so nothing has to be scattered back.
+        tokens = self.backbone.embed_at(batch.inputs, order)
         places = None
         if "anchors" in draws:
             places = self.backbone.positions().take(order).forget(~draws["anchors"])
