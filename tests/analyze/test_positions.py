@@ -34,6 +34,17 @@ def test_words_follow_the_numbers(looks: list[Look]) -> None:
     assert said.endswith("it does not know the grid. Its note.")
 
 
+def test_words_grow_worse_with_what_covers_the_grid() -> None:
+    chance = torch.Generator().manual_seed(0)
+    taught = table(grid=(8, 8), dim=32)
+    noise = torch.randn(taught.rows.shape, generator=chance, dtype=torch.float64)
+    covered = [taught._replace(rows=taught.rows + amount * noise) for amount in (0.0, 0.1, 0.3, 1.0, 10.0)]
+    looks = [look_at("noisy", each) for each in covered]
+    assert [look.decoded.left for look in looks] == sorted(look.decoded.left for look in looks)
+    said = list(dict.fromkeys(map(grasp, looks)))
+    assert said == ["knows the grid", "knows the grid roughly", "does not know the grid"]
+
+
 def test_numbers_are_all_there(looks: list[Look]) -> None:
     numbers = json.loads(json.dumps(to_json(looks[1])))
     assert (numbers["grid"], numbers["channels"], numbers["note"]) == ([4, 5], 16, "Its note.")

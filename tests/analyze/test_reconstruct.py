@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from situs.analyze.reconstruct import (
     PuzzleRatios,
+    PuzzleScores,
+    Reconstruction,
     hidden_and_wrong,
     mix_pairs,
     paint_places,
@@ -255,6 +257,32 @@ def test_a_study_is_one_pass_that_equals_separate_solving() -> None:
     numbers = found.numbers()
     assert numbers["settings"][1]["right"] == found.scores[tried[1]].right
     assert [row[0] for row in found.summary().tables[0].rows] == ["η = 0", "η = 0.5"]
+
+
+def test_a_study_names_where_most_and_where_least_is_put_right() -> None:
+    places = torch.tensor([[0, 1, 2, 3]])
+    puzzle = Puzzle(places, places.flip(1), 2, 0, (2, 2))
+    easy, hard, own = (PuzzleRatios(ratio) for ratio in (0.0, 0.75, 0.5))
+    scores = {
+        own: PuzzleScores(1200, 0.5, 1.25, 0.1),
+        hard: PuzzleScores(1200, 0.125, 2.5, 0.4),
+        easy: PuzzleScores(1200, 0.875, 0.5, 0.0),
+    }
+    found = Reconstruction(torch.zeros(1, 3, 8, 8), dict.fromkeys(scores, puzzle), scores, own)
+    said = found.summary()
+    assert said.sentence == (
+        "Of 1,200 images, 87.5 % of the patches asked for are put right at η = 0, and 12.5 % at η = 0.75, 2.5 patches "
+        "off on average. The model was trained with η = 0.5."
+    )
+    assert [row[:3] for row in said.tables[0].rows] == [
+        ["η = 0.5", "50.0 %", "25.0 %"],
+        ["η = 0.75", "12.5 %", "25.0 %"],
+        ["η = 0", "87.5 %", "25.0 %"],
+    ]
+    alone = replace(found, scores={own: scores[own]}, solved={own: puzzle}).summary()
+    assert alone.sentence == (
+        "Of 1,200 images, 50.0 % of the patches asked for are put right at η = 0.5. The model was trained with η = 0.5."
+    )
 
 
 def test_pages_carry_their_figures_and_words(outline: Any) -> None:

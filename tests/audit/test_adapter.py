@@ -111,6 +111,16 @@ def test_names_are_measured_and_not_believed() -> None:
     )
 
 
+@pytest.mark.parametrize("scale", [1e-8, 1e8])
+def test_how_large_the_gradients_are_tells_nothing_of_a_stem(scale: float) -> None:
+    """A head whose logits are tiny or huge: what is equal is so in proportion."""
+    behind, normed = module(), module(norm=True)
+    for each in (behind, normed):
+        each.out.weight.data.mul_(scale)
+    assert require_stem(adapt(behind, 8)) == require_stem(adapt(module(), 8))
+    assert "no position table that is simply added" in str(reason(PatchEmbedding(), adapt(normed, 8)))
+
+
 def test_an_audit_of_it_with_the_defences() -> None:
     backbone = adapt(module(), 8, weight="patches.weight", table="places")
     found = attack_gradients(

@@ -100,6 +100,21 @@ def test_a_model_without_an_attack_says_so() -> None:
     assert findings(found) == {} and found.baselines == {}
 
 
+def test_a_summary_has_reasons_where_something_does_not_apply_and_there_alone() -> None:
+    numbers = {"psnr": [3.0, 4.0], "ssim": [0.1, 0.2], "lpips": None, "order_accuracy": None, "reidentified": None}
+    met, refused = outcome(scores=numbers), outcome(reason="no table", defence="odd")
+    assert [len(said_of(*pairs).summary().tables) for pairs in ((met,), (met, refused), (refused,))] == [1, 2, 1]
+    for pairs in ((met, refused), (refused,)):
+        reasons = said_of(*pairs).summary().tables[-1]
+        assert "Does not apply" in reasons.title
+        [row] = reasons.rows
+        assert "no table" in " ".join(map(str, row)) and "odd" in " ".join(map(str, row))
+    assert "Does not apply" not in said_of(met).summary().tables[0].title
+    assert said_of(met).summary().notes == ()
+    gated = said_of(met, limit=Limit("psnr", 3.5))
+    assert gated.ruling is not None and gated.summary().notes == (gated.ruling.sentence,)
+
+
 def test_mjp_is_given_no_credit_that_an_unfinished_attack_would_give() -> None:
     found = audit("patchembed", "mjp=0.3")
     assert found.pairs[0].lower_bound

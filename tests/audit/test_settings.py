@@ -14,13 +14,15 @@ from situs.audit import AdaptiveConfig, AdaptiveMJP, April, Matching, MatchingCo
 from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery
 from situs.audit.cases import TestSet
 from situs.audit.deadline import Deadline
-from situs.audit.settings import Comparison, Contestant, compare_settings, verdict
+from situs.audit.defences import MaskedJigsaw, NoDefence
+from situs.audit.settings import Comparison, Contestant, compare_settings, contestants, verdict, with_informed
 from situs.audit.tables import glance, settings_table
 from situs.core.jigsaw import move_patches
 from situs.data.batch import Batch
 from situs.data.sources.samples import load_samples
 from situs.errors import SitusError
 from situs.methods.mjp import MJP, MJPConfig
+from situs.methods.supervised import Supervised, SupervisedConfig
 from situs.pages import make_page
 from situs.results import Provenance
 
@@ -134,6 +136,26 @@ def test_only_one_who_knows_is_told() -> None:
     names = [known.defence.label for known in informed.told if known is not None]
     assert names == ["none", "none", "mjp γ=0", "mjp γ=0.2"]
     assert isinstance(informed.told[3].method, MJP)  # type: ignore[union-attr]
+
+
+def test_a_run_of_mjp_is_attacked_in_its_own_step_and_any_other_model_in_both() -> None:
+    backbone = model()
+    own = MJP(backbone, replace(MJPConfig(), mask_ratio=0.2))
+    assert contestants("run", own) == {"run": Contestant(own, mjp=True)}
+    for other in (backbone, Supervised(backbone, SupervisedConfig())):
+        found = contestants("run", other)
+        assert list(found.values()) == [Contestant(other), Contestant(other, mjp=True)]
+        plain, hiding = found
+        assert plain == "run" and "MJP" in hiding
+        assert [each.backbone for each in found.values()] == [backbone] * 2
+        assert [each.defence(0.2) for each in found.values()] == [NoDefence(), MaskedJigsaw(0.2)]
+
+
+def test_one_who_knows_mjp_is_always_among_the_attackers_and_never_twice() -> None:
+    static, knowing = PatchEmbedding(), AdaptiveMJP()
+    assert with_informed([static, knowing]) == [static, knowing]
+    added = with_informed([static])
+    assert added[0] is static and [each.separates_hidden for each in added] == [False, True]
 
 
 def test_parts_by_hand() -> None:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from situs.errors import SitusError
 from situs.evaluate.position import position_accuracy, position_curve, position_grid
 from situs.methods import MP3, Batch, DropPos, DropPosConfig, MP3Config
-from situs.models.model import Model, puzzle_method
 
 RATIOS = (0.0, 0.5, 0.8)
 
@@ -161,18 +160,6 @@ def test_swin_has_one_row_and_says_why() -> None:
     assert grid.mean == pytest.approx(sum(cell.accuracy or 0.0 for cell in grid.cells[12:]) / 4)
     with pytest.raises(SitusError, match=r"nothing can be measured: mask_ratio=0.5: must be 0.75"):
         position_grid(method, [], (0.5,))
-
-
-def test_who_has_no_position_head_is_told_so() -> None:
-    from situs.methods import Supervised
-    from situs.methods.supervised import SupervisedConfig
-
-    method = make_droppos()
-    assert puzzle_method(Model("run", method.backbone, method)) is method
-    with pytest.raises(SitusError, match="run: was trained by Supervised, which has no position head"):
-        puzzle_method(Model("run", method.backbone, Supervised(method.backbone, SupervisedConfig())))
-    with pytest.raises(SitusError, match="x: is no run, and only a run keeps its position head"):
-        puzzle_method(Model("x", method.backbone))
 
 
 def test_mistakes_in_the_grid_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
@@ -15,6 +16,7 @@ from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.methods import create_method
 from situs.models import describe
+from situs.results import show
 
 SMALL = {"vit": {"depth": 1}, "swin": {"depths": (1, 1, 1, 1), "embed_dim": 24}}
 
@@ -54,6 +56,22 @@ def test_a_verdict_leaves_the_backbone_as_it_was() -> None:
     before = [block.dynamic_mask for stage in backbone.model.layers for block in stage.blocks]
     assert {each.name: each.holds for each in describe.describe(backbone).methods}["droppos"]
     assert [block.dynamic_mask for stage in backbone.model.layers for block in stage.blocks] == before
+
+
+def test_people_read_sizes_lists_and_numbers_in_words() -> None:
+    info = describe.describe(small_swin(64, positions="sincos"))
+    facts, can, methods, locks = info.tables()
+    shown = {name: show(value) for name, value in facts.rows}
+    assert facts.title == info.model and set(shown) == {name.replace("_", " ") for name in info.facts}
+    height, width = info.facts["grid"]
+    assert shown["grid"] == f"{height} × {width}" and shown["output grid"] == f"{height // 2} × {width // 2}"
+    assert shown["parameters"] == f"{info.facts['parameters']:,}"
+    for table, verdicts in ((can, info.capabilities), (methods, info.methods), (locks, info.locks)):
+        assert table.rows == [(each.name, each.holds, each.reason or each.about) for each in verdicts]
+    several = replace(info, facts={"position": ["table", "rope"], "size": (3, 4)}).tables()[0]
+    assert several.rows == [("position", "table + rope"), ("size", "3 × 4")]
+    without = {name: show(value) for name, value in describe.describe(create_backbone("resnet18")).tables()[0].rows}
+    assert (without["position"], without["tokens"]) == ("none added", "0")
 
 
 def test_methods_are_judged_by_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:

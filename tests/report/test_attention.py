@@ -31,6 +31,20 @@ def test_each_head_has_its_map_with_its_own_scale(heads: int) -> None:
             assert (low, high) == (0, pytest.approx(np.percentile(maps[image, head], 99)))
 
 
+def test_the_names_of_many_heads_take_nothing_from_the_pictures_and_cover_none() -> None:
+    chance = np.random.default_rng(0)
+    figure = attention_over_images(chance.random((2, 3, 8, 8)), chance.random((2, HEADS_A_LINE + 2, 4, 4)))
+    figure.canvas.draw()
+    cell = figure.bbox.width / (HEADS_A_LINE + 2)
+    pictures = [axis.get_window_extent() for axis in figure.axes if axis.images]
+    assert min(picture.width for picture in pictures) > 0.9 * cell
+    names = [axis.title.get_window_extent() for axis in figure.axes if axis.get_title()]
+    assert len(names) == 2 + 2 * (HEADS_A_LINE + 2)  # image and mean once, the heads in every line
+    assert not any(name.overlaps(picture) for name in names for picture in pictures)
+    for name in names:
+        assert figure.bbox.x0 <= name.x0 < name.x1 <= figure.bbox.x1 and name.y1 <= figure.bbox.y1
+
+
 def test_relative_maps_stand_layer_by_head_with_their_entropy() -> None:
     relative = np.random.default_rng(0).random((2, 3, 5, 7))
     entropy = np.arange(6.0).reshape(2, 3)

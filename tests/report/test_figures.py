@@ -147,6 +147,32 @@ def test_patches_are_each_at_their_place() -> None:
         assert top < text.get_position()[1] < bottom
 
 
+def test_lines_stand_on_the_borders_of_the_patches() -> None:
+    """A 2 × 4 grid on 8 × 12 pixels: 3 lines across, 5 down, in both pictures that draw them."""
+    wanted = {((0, y), (12, y)) for y in (0, 4, 8)} | {((x, 0), (x, 8)) for x in (0, 3, 6, 9, 12)}
+    grid = figures.image_grid([CORNER], columns=1, grid=(2, 4), lines=True)
+    for axis in (grid.axes[0], figures.patches(CORNER, (2, 4), "cut").axes[0]):
+        (lines,) = [each for each in axis.collections if isinstance(each, LineCollection)]
+        found = [tuple(map(tuple, np.asarray(segment).tolist())) for segment in lines.get_segments()]
+        assert len(found) == len(wanted) and set(found) == wanted
+    assert not figures.image_grid([CORNER], columns=1, grid=(2, 4)).axes[0].collections
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_bars_end_at_their_numbers_which_stand_inside_the_picture(log: bool) -> None:
+    values = {"least": 1e-3, "a long name of a bar": 0.5, "most": 1234.5}
+    figure = figures.bars(values, "error", log=log, digits=".4f")
+    figure.canvas.draw()
+    (axis,) = figure.axes
+    assert [bar.get_width() for bar in axis.patches] == list(values.values())
+    assert [text.get_text() for text in axis.texts] == ["0.0010", "0.5000", "1234.5000"]
+    tops = [bar.get_window_extent().y0 for bar in axis.patches]
+    assert tops == sorted(tops, reverse=True)  # the first on top
+    for bar, text in zip(axis.patches, axis.texts, strict=True):
+        box = text.get_window_extent()
+        assert bar.get_window_extent().x1 <= box.x0 and box.x1 <= figure.bbox.x1
+
+
 def test_heatmaps_share_one_scale() -> None:
     panels = {"a": np.array([[0.0, 1.0]]), "b": np.array([[-3.0, 2.0]])}
     plain = figures.heatmaps(panels, "x", "y", "v")

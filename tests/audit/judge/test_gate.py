@@ -84,6 +84,16 @@ NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], dict[str, Any], str]] = {
             "patchembed"
         ),
     ),
+    "stopped behind its last image": (
+        (closed(3.0, 4.0, partial="2 of 2 images"),),
+        {},
+        "patchembed was stopped after 2 of 2 images; the worst, b, has psnr 4 by patchembed",
+    ),
+    "a doubt about those few that were seen": (
+        (closed(3.0, doubt="its equations do not fit for 1 of 1 images"),),
+        {},
+        "patchembed proves nothing: its equations do not fit for 1 of 1 images; the worst, a, has psnr 3 by patchembed",
+    ),
     "another attack stopped": (
         (closed(3.0, 4.0), search(5.0, 1.0, partial="3 of 9 iterations")),
         {},

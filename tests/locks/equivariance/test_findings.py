@@ -153,6 +153,24 @@ def test_what_breaks_a_law_is_named(breaker: nn.Module, operation: str, row: str
     assert named.reason.startswith(operation)
 
 
+class OwnNorm(nn.LayerNorm):
+    """A norm that nobody has read."""
+
+
+def test_a_layer_that_nobody_has_read_refuses_columns_by_its_name_and_leaves_rows_alone() -> None:
+    backbone = make("vit", torch.float32)
+    backbone.model.blocks[1].norm2 = OwnNorm(24)
+    verdict = verify(backbone, steps=0)
+    with pytest.raises(SitusError) as caught:
+        backbone.groups()
+    column = verdict.whole("column")
+    assert (column.status, column.reason) == ("refused", str(caught.value))
+    assert "OwnNorm" in column.reason
+    assert verdict.whole("row").status == "holds"
+    unkeyed = verify(make("vit", torch.float32), groups=(), steps=0).whole("column")
+    assert (unkeyed.status, unkeyed.reason) == ("refused", "no residual group is known")
+
+
 def test_the_model_is_left_as_it_was() -> None:
     backbone = make("vit", torch.float32).train()
     before = copy.deepcopy(backbone.state_dict())

@@ -77,6 +77,28 @@ def test_a_column_without_equations_comes_out_grey_and_does_not_fit() -> None:
     assert found.fits.tolist() == [False]
 
 
+def test_columns_that_lost_different_equations_are_off_together_as_their_equations_are() -> None:
+    """Errors are summed over all columns: those of one must not make up for those of another."""
+    chance = torch.Generator().manual_seed(0)
+    table = torch.randn(1, 4, 12, generator=chance, dtype=torch.float64)
+    weight = table.mT @ torch.randn(1, 4, 6, generator=chance, dtype=torch.float64)
+    weight += 0.01 * torch.randn(weight.shape, generator=chance, dtype=torch.float64)
+    weight[0, 2, :2], weight[0, 7, 2:4] = torch.nan, torch.inf
+    found = solve_pixels(weight, table, torch.float64, 0.01)
+    left = size = allowed = 0.0
+    for columns in (slice(0, 2), slice(2, 4), slice(4, 6)):
+        white, right = whiten(weight[..., columns], table, torch.float64, 0.01)
+        own = solve_pixels(weight[..., columns], table, torch.float64, 0.01)
+        left += float((right - white.mT @ found.patches[..., columns]).square().sum())
+        size += float(right.square().sum())
+        allowed += float(own.expected) ** 2 * float(right.square().sum())
+    assert float(found.residual) == pytest.approx((left / size) ** 0.5)
+    assert float(found.expected) == pytest.approx((allowed / size) ** 0.5)
+    assert found.fits.tolist() == [True]
+    weight[0, 5, 5] += 1.0  # one equation of one column is wrong
+    assert solve_pixels(weight, table, torch.float64, 0.01).fits.tolist() == [False]
+
+
 @pytest.mark.parametrize("sigma", [1e-4, 1e-2, 1.0])
 def test_the_residual_is_the_one_expected(sigma: float) -> None:
     """Pixels of variance 1 and noise as stated: over many systems the two agree, and with 5 times the noise they do

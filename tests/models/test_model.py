@@ -1,0 +1,68 @@
+"""What a model says of itself, and what it is refused for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from builders import small_method, small_vit
+from torch import nn
+
+from situs.data.loader import DataConfig
+from situs.errors import SitusError
+from situs.methods import Batch
+from situs.models.model import Model, check_classifier, folder_name, identity_of, puzzle_method
+
+
+def test_who_has_no_position_head_is_told_so() -> None:
+    backbone = small_vit()
+    for name, more in (("droppos", {"decoder_width": 16, "decoder_heads": 2}), ("mp3", {})):
+        method = small_method(name, small_vit(), **more)
+        assert puzzle_method(Model("run", method.backbone, method)) is method
+        places = method.eval().solve(Batch(torch.zeros(1, 3, 16, 16), torch.arange(1)), seed=0).places
+        assert places.shape[0] == 1  # it has one indeed
+    for name in ("mae", "mjp", "supervised"):
+        method = small_method(name, small_vit(), **({"decoder_width": 16, "decoder_heads": 2} if name == "mae" else {}))
+        said = f"run: was trained by {type(method).__name__}, which has no position head"
+        with pytest.raises(SitusError, match=said):
+            puzzle_method(Model("run", method.backbone, method))
+    with pytest.raises(SitusError, match="x: is no run, and only a run keeps its position head"):
+        puzzle_method(Model("x", backbone))
+
+
+def test_a_model_knows_what_was_trained_where_it_lies_and_what_it_takes() -> None:
+    method = small_method("supervised")
+    run, bare = Model("run", method.backbone, method, DataConfig(img_size=16)), Model("bare", method.backbone)
+    assert run.trained is method and bare.trained is method.backbone
+    assert run.device == torch.device("cpu")
+    assert Model("meta", small_vit().to("meta")).device == torch.device("meta")
+    method.backbone.model = nn.Identity()
+    assert bare.device == torch.device("cpu")  # without a weight
+    assert run.data.size == (16, 16)
+    with pytest.raises(SitusError, match="bare: takes no images"):
+        _ = bare.data
+
+
+def test_another_share_is_held_out_and_none_keeps_what_there_is() -> None:
+    model = Model("run", small_vit(), input=DataConfig(img_size=16, held_out=0.25))
+    assert model.holding_out(None) is model
+    assert model.holding_out(0.5).data == DataConfig(img_size=16, held_out=0.5)
+    assert model.data.held_out == 0.25
+
+
+def test_a_head_that_was_never_trained_is_no_classifier() -> None:
+    check_classifier(Model("run", small_vit()))
+    with pytest.raises(SitusError, match="run: has no trained classifier"):
+        check_classifier(Model("run", small_vit(), classifier=False))
+
+
+def test_an_identity_tells_models_apart_and_nobody_s_folders(tmp_path: Path) -> None:
+    places = [str(tmp_path / name) for name in ("one", "two", "\udcff")]  # a name that is no UTF-8 too
+    assert len({identity_of(place) for place in places}) == 3
+    for place in places:
+        assert identity_of(place) == identity_of(place)
+        assert not any(part in identity_of(place) for part in Path(place).parts if len(part) > 2)
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    assert {folder_name(tmp_path / way) for way in ("real", "link", "real/../real", "link/.")} == {"real"}

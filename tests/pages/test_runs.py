@@ -1,0 +1,76 @@
+"""The page of runs: what may not be compared is said, and only what a reader needs is shown."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from situs.analyze.runs import Run, Runs, StoredResult
+from situs.pages.runs import page
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+OTHER = "These runs learn by different methods: their losses measure different things."
+BEST = "Best values where the last is not the best"
+
+
+def run(name: str, method: str = "mp3", accuracy: tuple[float, ...] = (0.25, 0.5), **config: Any) -> Run:
+    lines = [
+        {"step": step, "epoch": step / 2, "loss": 3 / step, "val_top1": share} for step, share in enumerate(accuracy, 1)
+    ]
+    return Run(name, {"method": {"name": method}, **config}, lines, {"total_steps": len(accuracy)}, False, [])
+
+
+def text_of(*runs: Run) -> str:
+    return page(Runs(runs)).render()
+
+
+def rows(text: str) -> list[list[str]]:
+    """The cells of every row of every table."""
+    return [re.findall(r"<t[dh][^>]*>(.*?)</t[dh]>", row) for row in re.findall(r"<tr>(.*?)</tr>", text, re.DOTALL)]
+
+
+@pytest.mark.parametrize(
+    ("methods", "said"),
+    [(["mp3"], False), (["mp3", "mp3"], False), (["mp3", "mae"], True), (["mp3", "mae", "droppos"], True)],
+)
+def test_losses_of_different_methods_are_not_to_be_compared(methods: list[str], said: bool) -> None:
+    assert (OTHER in text_of(*(run(f"run {number}", name) for number, name in enumerate(methods)))) is said
+
+
+def test_the_best_stands_there_only_where_it_is_not_the_last() -> None:
+    assert BEST not in text_of(run("rising"), run("also rising"))
+    text = text_of(run("rising"), run("falling", accuracy=(0.75, 0.5, 0.25)))
+    assert BEST in text
+    assert ["0.5 (step 2)", "0.75 (step 1)"] in [row[1:] for row in rows(text)]
+
+
+def test_configs_show_where_they_differ_and_fold_the_rest() -> None:
+    same = {"data": {"batch": 64}, "seed": 3}
+    text = text_of(run("one", lr=0.1, **same), run("two", lr=0.2, **same))
+    assert ["<code>lr</code>", "0.1", "0.2"] in rows(text)
+    assert not any("seed" in cell for row in rows(text) for cell in row)
+    folded = re.findall(r"<details.*?</details>", text, re.DOTALL)
+    assert "seed = 3" in folded[-1] and "data.batch = 64" in folded[-1] and "lr" not in folded[-1]
+    assert "The configs are equal in every field." in text_of(run("one", **same), run("two", **same))
+    assert "equal in every field" not in text_of(run("one", **same))
+
+
+def test_a_run_without_a_log_and_without_checkpoints_says_so() -> None:
+    waiting = Run("new", {"method": {"name": "mp3"}}, [], {}, False, [])
+    text = text_of(run("old"), waiting)
+    assert "Nothing is logged yet by new." in text
+    assert "The machine is told by checkpoints" in text
+    assert "Nothing is logged yet" not in text_of(run("old"))
+
+
+def test_results_stand_side_by_side_with_their_single_numbers() -> None:
+    numbers = {"top1": 0.5, "deep": {"knn": 7}, "flag": True, "list": [1, 2], "word": "no"}
+    left = {"one": numbers, "two": {"top1": 0.25}}
+    found = rows(text_of(*(replace(run(name), results=[StoredResult("knn", each, {})]) for name, each in left.items())))
+    assert any(row[1:] == ["0.5", "0.25"] for row in found)
+    assert any(row[1:] == ["7", "–"] for row in found)
+    assert not any(row and row[0] in ("flag", "list", "word") for row in found)
