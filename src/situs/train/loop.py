@@ -98,16 +98,18 @@ def fit(
     run: RunFolder,
     *,
     hooks: Sequence[Hook] = (),
+    stepper: Callable[..., Stepper] = Stepper,
     quiet: bool = False,
 ) -> TrainResult:
     """Trains `method`, which is already on its device, or goes on where the run folder's last checkpoint stands.
 
-    quiet: nothing is said; the log file is written all the same.
+    stepper: what makes the updates, called as `Stepper` is. quiet: nothing is said; the log file is written all the
+    same.
     Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint written, and `TrainResult.interrupted` is True.
     A loss or gradient that is not finite raises `situs.train.nan.NotFiniteError`.
     """
     with run.hold(), Interrupt() as interrupt:
-        loop = _Loop(method, loader, config, optim, run, hooks, interrupt, quiet)
+        loop = _Loop(method, loader, config, optim, run, hooks, interrupt, quiet, stepper)
         try:
             return loop.run_all()
         finally:
@@ -140,7 +142,7 @@ class _Loop:
 
     def __init__(
         self, method: Method, loader: TrainLoader, config: TrainConfig, optim: OptimConfig, run: RunFolder,
-        hooks: Sequence[Hook], interrupt: Interrupt, quiet: bool,
+        hooks: Sequence[Hook], interrupt: Interrupt, quiet: bool, stepper: Callable[..., Stepper],
     ) -> None:  # fmt: skip
         self.method, self.loader, self.config, self.optim, self.run = method, loader, config, optim, run
         self.hooks, self.interrupt = hooks, interrupt
@@ -148,7 +150,7 @@ class _Loop:
         self.total = config.total_steps(self.per_epoch)
         self.peak = peak_rate(optim, loader.global_batch)
         device = next(method.parameters()).device
-        self.stepper = Stepper(
+        self.stepper = stepper(
             method, optim, seed=config.seed, precision=config.precision_on(device), accumulate=config.accumulate,
             parallel=config.parallel, compiled=config.compile and device.type == "cuda", graph=config.graph,
             say=lambda line: self.log.say(line),  # noqa: PLW0108  (the log is opened after a resume)

@@ -183,13 +183,30 @@ def clip_gradients(parameters: Sequence[Tensor], config: OptimConfig) -> Tensor:
     if not gradients:
         raise SitusError("no parameter has a gradient: the loss does not depend on anything that is trained")
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
-    if config.clip is None:
-        return norm
+    clip_by(gradients, config, clip_share(norm, config))
+    return norm
+
+
+def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """The norm of each gradient by itself, by the kernel that their common norm is computed with."""
+    return _torch._foreach_norm(list(gradients)) if gradients else []
+
+
+def clip_share(norm: Tensor, config: OptimConfig) -> Tensor | None:
+    """What all gradients are multiplied by where their common norm is this; None where no common share is asked for."""
+    if config.clip is None or config.clip_mode != "norm":
+        return None
+    return torch.clamp(config.clip / (norm + 1e-6), max=1.0)
+
+
+def clip_by(gradients: Sequence[Tensor], config: OptimConfig, share: Tensor | None) -> None:
+    """Clips gradients in place: by their common share, or each by itself where the config says so."""
+    if config.clip is None or not gradients:
+        return
     if config.clip_mode == "norm":
-        share = torch.clamp(config.clip / (norm + 1e-6), max=1.0)
+        assert share is not None
         _torch._foreach_mul_(gradients, share)
     else:
-        norms = torch.stack(_torch._foreach_norm(gradients))
+        norms = torch.stack(gradient_norms(gradients))
         shares = torch.clamp(config.clip / (norms + 1e-6), max=1.0)
         _torch._foreach_mul_(gradients, list(shares.unbind()))
-    return norm

@@ -80,7 +80,8 @@ class Checkpoint:
 class RunFolder:
     """The folder of one run. Only the writer (rank 0) writes; the others may ask it for paths.
 
-    config: a config or its plain dict. notes: what a resume has to tell the user, one sentence each.
+    config: a config or its plain dict. notes: what a resume has to tell the user, one sentence each. limit: the last
+    step that may be gone on from; None: whichever is the newest.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], *, resumed: bool, writer: bool) -> None:
@@ -88,6 +89,7 @@ class RunFolder:
         self.checkpoints, self.metrics = path / "checkpoints", path / "metrics.jsonl"
         self.resumed, self.writer = resumed, writer
         self.notes: list[str] = []
+        self.limit: int | None = None
         self._held = False
 
     @classmethod
@@ -210,16 +212,20 @@ class RunFolder:
         return [step for step in found if self._at(step).exists()]
 
     def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint. Torn ones on the way to it are told in `notes`."""
-        for step in sorted(self.steps(), reverse=True):
-            path = self._at(step)
-            state = read_folder(path)
-            if not isinstance(state, str):
-                if state.get("step") == step and state.get("config") == self._fixed_config():
-                    return Checkpoint(path, step, state)
-                other = "a run with another config" if state.get("step") == step else f"step {state.get('step')}"
-                state = f"it is the checkpoint of {other}"
-            self.notes.append(f"the checkpoint of step {step} is torn ({state}) and was passed over")
+        """The newest whole checkpoint, of step `limit` at most. Torn ones on the way to it are told in `notes`."""
+        steps = [step for step in self.steps() if self.limit is None or step <= self.limit]
+        return next((found for step in sorted(steps, reverse=True) if (found := self.whole(step)) is not None), None)
+
+    def whole(self, step: int) -> Checkpoint | None:
+        """The checkpoint of a step; None, and a note, where it is torn."""
+        path = self._at(step)
+        state = read_folder(path)
+        if not isinstance(state, str):
+            if state.get("step") == step and state.get("config") == self._fixed_config():
+                return Checkpoint(path, step, state)
+            other = "a run with another config" if state.get("step") == step else f"step {state.get('step')}"
+            state = f"it is the checkpoint of {other}"
+        self.notes.append(f"the checkpoint of step {step} is torn ({state}) and was passed over")
         return None
 
     def newest(self) -> Checkpoint:

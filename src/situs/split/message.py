@@ -1,0 +1,194 @@
+"""What goes over the wire: one safetensors file a message, its kind and facts in the metadata, no pickle anywhere.
+
+    8 bytes length · header (JSON) · bytes of the tensors
+
+A receiver reads the header first and holds it against what it expects (`Expected`): names, dtypes, shapes, and with
+them the number of bytes that may follow. Nothing larger than one chunk is held before that.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from situs.errors import SitusError
+from situs.locks.shards import Header, Spec, make_header, parse_header
+from situs.split.parts import STORED, bytes_of
+
+VERSION = 1
+CHUNK = 2 << 20
+LARGEST_HEADER = 1 << 18
+"""Bytes; well within the first chunk."""
+
+KINDS = ("hello", "forward", "backward", "commit", "save", "infer", "bye")
+ANSWERS = ("ok", "refused")
+DTYPES = {name: dtype for dtype, name in STORED.items()}
+
+
+class RefusedError(SitusError):
+    """A message that is not acted on. code: one word for a program; the sentence is for people."""
+
+    def __init__(self, sentence: str, code: str = "message") -> None:
+        super().__init__(sentence)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Message:
+    """kind: of `KINDS`, or of `ANSWERS` for a reply. facts: plain JSON. tensors: by name, on the CPU."""
+
+    kind: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def check(self) -> int:
+        """A checksum of facts and tensors: whether a message that comes twice is the same one."""
+        found = zlib.crc32(json.dumps([self.kind, self.facts], sort_keys=True).encode())
+        for name in sorted(self.tensors):
+            found = zlib.crc32(bytes_of(self.tensors[name]), zlib.crc32(name.encode(), found))
+        return found
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a tensor of a message may be. shape: (lowest, highest) of each side."""
+
+    dtypes: Collection[str]
+    shape: tuple[tuple[int, int], ...]
+
+    def why_not(self, spec: Spec) -> str | None:
+        if spec.dtype not in self.dtypes:
+            return f"is {spec.dtype}, and {' or '.join(sorted(self.dtypes))} is taken"
+        fits = len(spec.shape) == len(self.shape) and all(
+            low <= side <= high for side, (low, high) in zip(spec.shape, self.shape, strict=True)
+        )
+        wanted = ", ".join(str(low) if low == high else f"{low} to {high}" for low, high in self.shape)
+        return None if fits else f"is of shape {list(spec.shape)}, and [{wanted}] is taken"
+
+
+def encode(message: Message) -> Iterator[memoryview]:
+    """A message in chunks of at most `CHUNK` bytes; the header is in the first."""
+    tensors = {name: tensor.detach().contiguous() for name, tensor in message.tensors.items()}
+    specs = [Spec(name, STORED[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()]
+    notes = {"situs": str(VERSION), "kind": message.kind, "facts": json.dumps(message.facts, allow_nan=False)}
+    head = make_header(specs, notes).raw
+    if len(head) > LARGEST_HEADER:
+        raise SitusError(f"a message whose header has {len(head):,} bytes: at most {LARGEST_HEADER:,} are sent")
+    waiting = bytearray(head)
+    for tensor in tensors.values():
+        data, at = bytes_of(tensor), 0
+        while at < len(data):
+            if not waiting and len(data) - at >= CHUNK:  # whole chunks go out without a copy
+                yield data[at : at + CHUNK]
+                at += CHUNK
+                continue
+            taken = min(CHUNK - len(waiting), len(data) - at)
+            waiting += data[at : at + taken]
+            at += taken
+            if len(waiting) == CHUNK:
+                yield memoryview(bytes(waiting))
+                waiting.clear()
+    if waiting:
+        yield memoryview(bytes(waiting))
+
+
+@dataclass(frozen=True)
+class Opening:
+    """The header of a message that is coming in, held against nothing yet. rest: what its first chunk has beyond it."""
+
+    kind: str
+    facts: dict[str, Any]
+    header: Header
+    rest: memoryview
+
+    @property
+    def size(self) -> int:
+        """Bytes of tensors that it announces."""
+        return sum(spec.size for spec in self.header.tensors)
+
+
+def open_message(chunk: bytes, kinds: Collection[str]) -> Opening:
+    """Reads a message's header out of its first chunk."""
+    if len(chunk) < 8:
+        raise RefusedError(f"a message of {len(chunk)} bytes: too short for a header")
+    length = int.from_bytes(chunk[:8], "little")
+    if length > LARGEST_HEADER or length + 8 > len(chunk):
+        raise RefusedError(f"a header of {length:,} bytes in a first chunk of {len(chunk):,}: it must be in it whole")
+    try:
+        header = parse_header(bytes(chunk[: 8 + length]), "the message")
+        notes = header.notes
+        if (version := notes.get("situs")) != str(VERSION):
+            raise RefusedError(f"a message of version {version!r:.20}: version {VERSION} is spoken here", "version")
+        kind, facts = notes.get("kind"), json.loads(notes.get("facts", ""))
+    except RefusedError:
+        raise
+    except (SitusError, ValueError, RecursionError) as error:
+        reason = str(error) if isinstance(error, SitusError) else "its facts are no JSON"
+        raise RefusedError(reason[:300]) from None
+    if kind is None or kind not in kinds or not isinstance(facts, dict):
+        raise RefusedError(f"a message of the kind {kind!r:.40}: {', '.join(kinds)} are known")
+    return Opening(kind, facts, header, memoryview(chunk)[8 + length :])
+
+
+def check_tensors(opening: Opening, expected: Mapping[str, Expected], optional: Collection[str] = ()) -> None:
+    """Refuses a message whose tensors are not those expected, before their bytes are taken in."""
+    given = {spec.name: spec for spec in opening.header.tensors}
+    for name in sorted(given.keys() | expected.keys()):
+        if name not in expected or (name not in given and name not in optional):
+            word = "is not expected" if name in given else "is missing"
+            raise RefusedError(f"a message of the kind {opening.kind}: the tensor {name[:40]!r} {word}", "tensors")
+        why = expected[name].why_not(given[name]) if name in given else None
+        if why is not None:
+            raise RefusedError(f"a message of the kind {opening.kind}: {name} {why}", "tensors")
+
+
+class Body:
+    """Takes in the bytes that an opening announces, and not one more."""
+
+    def __init__(self, opening: Opening) -> None:
+        self.opening = opening
+        self.held = bytearray(opening.size)
+        self.at = 0
+        self.add(opening.rest)
+
+    def add(self, chunk: bytes | memoryview) -> None:
+        end = self.at + len(chunk)
+        if end > len(self.held):
+            raise RefusedError(f"a message of more than the {len(self.held):,} bytes that its header says")
+        self.held[self.at : end] = chunk
+        self.at = end
+
+    def message(self) -> Message:
+        """The message, once all of it is there. Numbers that are not finite are refused."""
+        if self.at != len(self.held):
+            raise RefusedError(f"a message that ends after {self.at:,} of {len(self.held):,} bytes")
+        tensors, at = {}, 0
+        for spec in self.opening.header.tensors:
+            tensors[spec.name] = tensor = _tensor(self.held, at, spec)
+            at += spec.size
+            if tensor.is_floating_point() and not tensor.isfinite().all():
+                raise RefusedError(f"a message of the kind {self.opening.kind}: {spec.name} is not finite", "finite")
+            if spec.dtype == "BOOL" and tensor.numel() and int(tensor.view(torch.uint8).max()) > 1:
+                raise RefusedError(f"a message of the kind {self.opening.kind}: {spec.name} holds no truth values")
+        return Message(self.opening.kind, self.opening.facts, tensors)
+
+
+def _tensor(held: bytearray, at: int, spec: Spec) -> Tensor:
+    dtype = DTYPES[spec.dtype]
+    if not spec.size:
+        return torch.empty(spec.shape, dtype=dtype)
+    tensor = torch.frombuffer(held, dtype=torch.uint8, offset=at, count=spec.size)
+    if at % dtype.itemsize:  # a tensor of another width stands before it
+        tensor = tensor.clone()
+    return tensor.view(dtype).reshape(spec.shape)

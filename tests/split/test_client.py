@@ -1,0 +1,166 @@
+"""Split training against local training: the same weights, moments and means, to the bit where nothing is permuted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from builders import small_hf, small_swin, small_vit
+from wired import OPTIM, TRAIN, Loader, Pair, Words, farthest, method_of, train_locally, vit
+
+from situs.errors import SitusError
+from situs.locks.features import Defence
+from situs.locks.key import Key
+from situs.split.view import make_view
+
+
+def test_split_training_is_local_training_to_the_bit(tmp_path) -> None:
+    """AdamW with layer decay, clipping over both sides' gradients, drop path, mean and schedule; micro-batches."""
+    train = replace(TRAIN, accumulate=2)
+    local = train_locally(method_of(vit()), Loader(), tmp_path / "local", train)
+    pair = Pair(vit, tmp_path, train=train)
+    split = pair.run(Loader())
+    assert farthest(local, split) == 0
+    assert len(local["model"]) == len(split["model"]) and len(split["ema"]) > 50
+    assert [m.kind for m in pair.seen[1:5]] == ["forward", "backward"] * 2
+    assert sum(m.kind == "commit" for m in pair.seen) == 0  # each went with the next question
+
+
+@pytest.mark.parametrize("permute", [("rows",), ("columns",), ("rows", "columns")])
+def test_permuted_training_is_local_training(tmp_path, permute) -> None:
+    local = train_locally(method_of(vit(torch.float64)), Loader(), tmp_path / "local")
+    pair = Pair(lambda: vit(torch.float64), tmp_path, permute)
+    split = pair.run(Loader())
+    assert farthest(local, split) < 1e-9
+    plain = Pair(lambda: vit(torch.float64), tmp_path / "plain")
+    plain.run(Loader())
+    for own, clear in zip(pair.seen, plain.seen, strict=True):
+        if own.kind == "forward":  # the server's view is another: no row, or no channel, where it was
+            assert (own.tensors["z"] - clear.tensors["z"]).abs().max() > 0.01
+
+
+def test_a_parameter_clipped_by_itself_and_no_clipping_at_all(tmp_path) -> None:
+    for number, fields in enumerate(({"clip": None}, {"clip_mode": "parameter", "clip": 0.05})):
+        optim = replace(OPTIM, **fields)
+        local = train_locally(method_of(vit()), Loader(), tmp_path / f"local{number}", optim=optim)
+        assert farthest(local, Pair(vit, tmp_path / f"{number}", optim=optim).run(Loader())) == 0
+
+
+def bert() -> object:
+    torch.manual_seed(2)
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    drop = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    made = small_hf(
+        "BertForSequenceClassification", vocab_size=40, max_position_embeddings=12, num_labels=5, **shape, **drop
+    )
+    return made.double()
+
+
+def test_a_bert_with_padding_trains_split_as_it_does_alone(tmp_path) -> None:
+    local = train_locally(method_of(bert()), Words((9,)), tmp_path / "local")
+    for permute in ((), ("columns",), ("rows", "columns")):
+        pair = Pair(bert, tmp_path / "-".join(permute), permute)
+        assert farthest(local, pair.run(Words((9,)))) < (1e-9 if permute else 1e-30)
+        moved = [m.tensors["mask"] for m in pair.seen if m.kind == "forward"]
+        assert ("rows" in permute) == any(bool((~mask[:, 0]).any()) for mask in moved)  # padding went along
+
+
+def test_rows_that_cannot_be_permuted_are_refused_with_the_reason() -> None:
+    key = Key(bytes(32))
+    causal = small_hf("GPT2Model", n_embd=16, n_layer=1, n_head=2, vocab_size=20, n_positions=8)
+    rotary = small_vit(16, name="vit_small_patch16_rope_224", depth=1)
+    for backbone, reason in (
+        (causal, "causal mask"),
+        (small_swin(), "windows"),
+        (small_vit(16, positions="relative"), "relative bias"),
+        (rotary, "read the order"),
+    ):
+        with pytest.raises(SitusError, match=reason):
+            make_view(backbone, ("rows",), key=key)
+        make_view(backbone, ("columns",), key=key, run="0" * 32)
+    with pytest.raises(SitusError, match="windows"):
+        make_view(small_swin(), (), Defence("batch-shuffle"), key=key)
+    with pytest.raises(SitusError, match="permute='diagonals'"):
+        make_view(causal, ("diagonals",), key=key)
+    with pytest.raises(SitusError, match="none is given"):
+        make_view(rotary, ("columns",))
+
+
+def swin():
+    torch.manual_seed(1)
+    return small_swin(num_classes=5).double()
+
+
+def test_a_swin_and_a_rotary_model_keep_to_their_own_places(tmp_path) -> None:
+    def rope():
+        torch.manual_seed(1)
+        return small_vit(16, name="vit_small_patch16_rope_mixed_224", depth=2, num_classes=5)
+
+    for name, make, loader, permute in (
+        ("swin", swin, Loader((3, 32, 32)), ("columns",)),
+        ("rope", rope, Loader(), ()),  # in float32, for timm's mixed rotation knows no other
+        ("relative", lambda: vit(torch.float64, positions="relative"), Loader(), ("columns",)),
+    ):
+        optim = replace(OPTIM, layer_decay=1.0)
+        local = train_locally(method_of(make()), loader, tmp_path / f"{name}-local", optim=optim)
+        assert farthest(local, Pair(make, tmp_path / name, permute, optim=optim).run(loader)) < 1e-9
+
+
+@pytest.mark.parametrize("defence", [Defence("noise", 0.3), Defence("lowpass", 0.4), Defence("batch-shuffle", 4)])
+def test_a_defence_changes_what_is_sent_and_training_goes_on(tmp_path, defence) -> None:
+    plain, pair = Pair(vit, tmp_path / "plain"), Pair(vit, tmp_path / "defended", ("rows",), defence)
+    plain.run(Loader())
+    pair.run(Loader())
+    sent, clear = (next(m.tensors["z"] for m in each.seen if m.kind == "forward") for each in (pair, plain))
+    assert not torch.allclose(sent.sort(1).values, clear.sort(1).values, atol=1e-3)
+    again = Pair(vit, tmp_path / "again", ("rows",), defence)
+    again.run(Loader())
+    assert torch.equal(sent, next(m.tensors["z"] for m in again.seen if m.kind == "forward"))
+
+
+def test_evaluation_runs_through_the_server_with_fresh_orders(tmp_path) -> None:
+    pair = Pair(vit, tmp_path, ("rows", "columns"))
+    split = pair.run(Loader())
+    whole = method_of(vit())
+    whole.load_state_dict(split["model"])
+    whole.eval()
+    pair.method.eval()
+    images = next(Loader().iterate(7, 0)).inputs
+    with torch.no_grad():
+        expected = whole.backbone(images)
+        first, second = pair.method.backbone(images), pair.method.backbone(images)
+        whole.load_state_dict(split["model"] | split["ema"])
+        mean = whole.backbone(images)
+        pair.method.load_state_dict(
+            pair.method.state_dict() | {k: v for k, v in split["ema"].items() if k in pair.method.state_dict()},
+            strict=False,
+        )
+        pair.client.mean = True
+        averaged = pair.method.backbone(images)
+    assert torch.allclose(first, expected, atol=1e-5) and torch.allclose(second, expected, atol=1e-5)
+    assert torch.allclose(averaged, mean, atol=1e-5) and not torch.allclose(mean, expected, atol=1e-4)
+    a, b = (m.tensors["z"] for m in pair.seen[-3:-1])
+    assert not torch.equal(a, b)
+    assert torch.allclose(a.sum(1), b.sum(1), atol=1e-4)
+
+
+def test_bf16_on_the_wire_halves_the_bytes_and_stays_near(tmp_path) -> None:
+    full, half = Pair(vit, tmp_path / "full"), Pair(vit, tmp_path / "half", wire=torch.bfloat16)
+    a, b = full.run(Loader()), half.run(Loader())
+    assert 0.45 < half.client.sent / full.client.sent < 0.55
+    assert 0 < farthest({"model": a["model"]}, {"model": b["model"]}) < 0.2
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_moves_nobody(tmp_path) -> None:
+    from situs.train.nan import NotFiniteError
+
+    class Poisoned(Loader):
+        def iterate(self, epoch, start_step):
+            for number, batch in enumerate(super().iterate(epoch, start_step)):
+                yield batch if number != 2 else batch._replace(targets={"label": torch.full((8, 5), torch.inf)})
+
+    pair = Pair(vit, tmp_path)
+    with pytest.raises(NotFiniteError, match="step 3 was not finite"):
+        pair.run(Poisoned())
+    assert pair.server.sessions[next(iter(pair.server.sessions))].step == 2

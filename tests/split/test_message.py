@@ -1,0 +1,134 @@
+"""Messages: what is sent comes back bit for bit, and what is not a message is refused before it is held."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load, save
+
+from situs.split.message import (
+    CHUNK,
+    KINDS,
+    Body,
+    Expected,
+    Message,
+    RefusedError,
+    check_tensors,
+    encode,
+    open_message,
+)
+
+
+def received(chunks: list[bytes]) -> Message:
+    body = Body(open_message(chunks[0], KINDS))
+    for chunk in chunks[1:]:
+        body.add(chunk)
+    return body.message()
+
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 5), max_size=3)), max_size=4),
+    step=st.integers(0, 2**40),
+    rate=st.floats(0, 1),
+)
+def test_a_message_comes_back_as_it_was_sent(shapes, step, rate) -> None:
+    tensors = {f"t{n}": (torch.randn(shape) * 3).to(dtype) for n, (dtype, shape) in enumerate(shapes)}
+    sent = Message("forward", {"step": step, "rate": rate, "word": "é"}, tensors)
+    found = received([bytes(chunk) for chunk in encode(sent)])
+    assert (found.kind, found.facts) == (sent.kind, sent.facts)
+    assert found.tensors.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found.tensors[name].dtype == tensor.dtype
+        assert torch.equal(found.tensors[name], tensor)
+    assert found.check() == sent.check()
+
+
+def test_a_message_is_a_safetensors_file_in_chunks(tmp_path) -> None:
+    tensors = {"z": torch.randn(300, 5000), "mask": torch.ones(3, dtype=torch.bool)}
+    chunks = [bytes(chunk) for chunk in encode(Message("forward", {"step": 1}, tensors))]
+    assert len(chunks) == 3 and max(map(len, chunks)) == CHUNK
+    file = tmp_path / "message.safetensors"
+    file.write_bytes(b"".join(chunks))
+    assert all(torch.equal(load(file.read_bytes())[name], value) for name, value in tensors.items())
+    with safe_open(file, framework="pt") as opened:
+        assert opened.metadata()["kind"] == "forward" and json.loads(opened.metadata()["facts"]) == {"step": 1}
+
+
+def test_a_change_of_one_bit_changes_the_checksum() -> None:
+    one = Message("forward", {"step": 1}, {"z": torch.zeros(4)})
+    others = (
+        Message("backward", {"step": 1}, one.tensors),
+        Message("forward", {"step": 2}, one.tensors),
+        Message("forward", {"step": 1}, {"y": torch.zeros(4)}),
+        Message("forward", {"step": 1}, {"z": torch.tensor([0, 0, 0, -0.0])}),
+    )
+    assert len({one.check(), *(other.check() for other in others)}) == 5
+
+
+def chunk_of(facts="{}", kind="forward", version="1", **tensors) -> bytes:
+    return save(tensors, {"situs": version, "kind": kind, "facts": facts})
+
+
+@pytest.mark.parametrize(
+    ("chunk", "reason"),
+    [
+        (b"", "too short"),
+        (b"\xff" * 8, "must be in it whole"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "must be in it whole"),
+        ((2).to_bytes(8, "little") + b"[]", "no table"),
+        ((4).to_bytes(8, "little") + b"\x80\x03}.", "no valid JSON"),  # a pickle is no header
+        (chunk_of(version="2"), "version '2'"),
+        (chunk_of(kind="delete"), "the kind 'delete'"),
+        (chunk_of(kind="ok"), "the kind 'ok'"),
+        (chunk_of(facts="[1]"), "the kind"),
+        (chunk_of(facts="{"), "no JSON"),
+        (chunk_of(facts="[" * 50000), "no JSON"),
+        (save({"z": torch.zeros(2)}), "version None"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_message_is_refused(chunk, reason) -> None:
+    with pytest.raises(RefusedError, match=reason):
+        open_message(chunk, KINDS)
+
+
+def test_tensors_are_held_against_what_is_expected_before_they_are_taken_in() -> None:
+    expected = {"z": Expected({"F32"}, ((1, 8), (17, 17), (16, 16)))}
+
+    def judge(**tensors):
+        check_tensors(open_message(chunk_of(**tensors), KINDS), expected)
+
+    judge(z=torch.zeros(8, 17, 16))
+    for tensors, reason in (
+        ({"z": torch.zeros(9, 17, 16)}, "1 to 8, 17, 16"),
+        ({"z": torch.zeros(8, 17)}, "of shape"),
+        ({"z": torch.zeros(8, 17, 16, dtype=torch.float64)}, "is F64"),
+        ({}, "'z' is missing"),
+        ({"z": torch.zeros(8, 17, 16), "more": torch.zeros(1)}, "'more' is not expected"),
+    ):
+        with pytest.raises(RefusedError, match=reason):
+            judge(**tensors)
+
+
+def test_bytes_beyond_or_short_of_the_header_and_numbers_that_are_none_are_refused() -> None:
+    whole = chunk_of(z=torch.ones(4))
+    with pytest.raises(RefusedError, match="more than the 16 bytes"):
+        Body(open_message(whole + b"x", KINDS))
+    with pytest.raises(RefusedError, match="ends after 15 of 16"):
+        Body(open_message(whole[:-1], KINDS)).message()
+    for value in (torch.nan, torch.inf):
+        with pytest.raises(RefusedError, match="z is not finite"):
+            Body(open_message(chunk_of(z=torch.tensor([0.0, value])), KINDS)).message()
+    truth = bytearray(chunk_of(mask=torch.ones(4, dtype=torch.bool)))
+    truth[-1] = 7
+    with pytest.raises(RefusedError, match="no truth values"):
+        Body(open_message(bytes(truth), KINDS)).message()

@@ -1,0 +1,249 @@
+"""The server without a network: every step once, its own client's alone, and nothing that is said is believed."""
+
+from __future__ import annotations
+
+import random
+import resource
+
+import pytest
+import torch
+from wired import SESSION, Loader, Pair, vit
+
+from situs.split.client import RewoundError
+from situs.split.message import CHUNK, Message, RefusedError, encode
+from situs.split.server import Limits
+
+
+@pytest.fixture
+def pair(tmp_path) -> Pair:
+    made = Pair(vit, tmp_path)
+    made.client.hello(*made.facts, [])
+    return made
+
+
+def features(batch: int = 2) -> torch.Tensor:
+    return torch.randn(batch, 17, 16, generator=torch.Generator().manual_seed(0))
+
+
+def facts(pair: Pair, step: int = 0, part: int = 0, **more):
+    return {"session": SESSION, "incarnation": pair.client._incarnation, "step": step, "part": part, **more}
+
+
+def commit(step: int = 0, rate: float = 0.1):
+    return {"commit": {"step": step, "rate": rate, "fine": True}}
+
+
+def test_a_step_is_done_once_and_a_repeated_question_gets_its_answer(pair) -> None:
+    server = pair.server
+    forward = Message("forward", facts(pair), {"z": features()})
+    first = server.answer("me", forward)
+    assert server.answer("me", forward) is first
+    backward = Message("backward", facts(pair, last=True), {"gradient": features()})
+    answer = server.answer("me", backward)
+    assert server.answer("me", backward) is answer and (answer.tensors["norms"] > 0).all()
+    follow = Message("forward", facts(pair, 1, **commit()), {"z": features(), "share": torch.tensor(0.5)})
+    blocks = server.sessions[SESSION].blocks
+    before = [p.clone() for p in blocks.parameters]
+    server.answer("me", follow)
+    moved = [p.clone() for p in blocks.parameters]
+    assert any(not torch.equal(a, b) for a, b in zip(before, moved, strict=True))
+    server.answer("me", follow)
+    assert all(torch.equal(a, p) for a, p in zip(moved, blocks.parameters, strict=True)) and blocks.updates == 1
+
+
+def test_what_is_not_next_is_refused(pair) -> None:
+    server = pair.server
+
+    def refused(kind, reason, tensors, **given):
+        with pytest.raises(RefusedError, match=reason):
+            server.answer("me", Message(kind, facts(pair, **given), tensors))
+
+    z, share = {"z": features()}, {"share": torch.tensor(1.0)}
+    refused("forward", "at step 0", z, step=1)
+    refused("forward", "at step 0", z, part=1)
+    refused("backward", "0 of 0 parts", {"gradient": features()})
+    refused("commit", "0 of 0 parts", share, **commit())
+    refused("save", "at step 0", {}, step=1)
+    server.answer("me", Message("forward", facts(pair), z))
+    refused("forward", "came before with other content", {"z": features() + 1})
+    refused("commit", "0 of 1 parts", share, **commit())
+    refused("save", "0 of 1 parts", {})
+    refused("infer", "under way", z)
+    refused("backward", "of shape", {"gradient": features(3)})
+    server.answer("me", Message("backward", facts(pair, last=True), {"gradient": features()}))
+    for rate in (-1.0, 1e9, "1", None, True):
+        expected = "the rate" if rate is not True else "at step"
+        if rate is not True:
+            refused("commit", expected, share, **commit(rate=rate))
+    refused("commit", "share must be", {"share": torch.tensor(2.0)}, **commit())
+    refused("commit", "clipped", {}, **commit())
+    refused("forward", "step=-1", z, step=-1)
+    refused("forward", "step='0'", z, step="0")
+
+
+def test_a_session_is_its_owners_and_of_one_incarnation(pair) -> None:
+    server, hello = pair.server, {"session": SESSION, "layout": pair.facts[0], "training": pair.facts[1], "steps": []}
+    with pytest.raises(RefusedError, match="another client's"):
+        server.answer("eve", Message("forward", facts(pair), {"z": features()}))
+    with pytest.raises(RefusedError, match="another client's"):
+        server.answer("eve", Message("hello", hello))
+    with pytest.raises(RefusedError, match="begun anew"):
+        server.answer("me", Message("forward", {**facts(pair), "incarnation": "0"}, {"z": features()}))
+    with pytest.raises(RefusedError, match="not open"):
+        server.answer("me", Message("forward", {**facts(pair), "session": "0" * 32}, {"z": features()}))
+    server.answer("me", Message("bye", facts(pair)))
+    with pytest.raises(RefusedError, match="another client's"):  # nor from what lies on the disk
+        server.answer("eve", Message("hello", hello))
+    for name in ("../../etc", "0" * 31, None, 5):
+        with pytest.raises(RefusedError, match="32 hexadecimal"):
+            server.answer("me", Message("hello", {**hello, "session": name}))
+
+
+def test_another_model_or_training_is_refused(pair) -> None:
+    layout, training = pair.facts
+    with pytest.raises(RefusedError, match="not the one that is served here: vit_tiny"):
+        pair.client.hello("0" * 64, training, [])
+    with pytest.raises(RefusedError, match=r"optim.clip is 0.5 here and 1.0 at the client"):
+        pair.client.hello(layout, {**training, "optim.clip": 1.0}, [])
+    with pytest.raises(RefusedError, match=r"train\.precision"):
+        pair.client.hello(layout, {**training, "train.precision": "bf16"}, [])
+
+
+def test_the_newest_common_checkpoint_is_gone_back_to(pair) -> None:
+    server, client = pair.server, pair.client
+    for step in range(5):
+        client.begin(step, 0.1)
+        client.forward(features(), None, (2, 17, 16))
+        client.backward(0, features(), features(), 52)
+        client.settle(torch.tensor(1.0), fine=True)
+        if step in (1, 3):
+            client.save(step + 1)
+    assert sorted(server.sessions[SESSION].folder.steps()) == [2, 4]
+    weights = {step: server.sessions[SESSION].folder.whole(step).tensors("model") for step in (2, 4)}
+    for steps, expected in (([2, 4], 4), ([2], 2), ([2, 3, 5], 2)):
+        assert client.hello(*pair.facts, steps).step == expected
+        own = server.sessions[SESSION].blocks.method.state_dict()
+        assert all(torch.equal(own[name], value) for name, value in weights[expected].items())
+    with pytest.raises(RefusedError, match="no checkpoint is common: the client has those of the steps 0, 3"):
+        client.hello(*pair.facts, [3])
+    client.hello(*pair.facts, [4])
+    client._incarnation = "of before"
+    with pytest.raises(RewoundError):
+        client.save(4)
+
+
+def test_places_are_limited_and_an_idle_training_gives_way(tmp_path) -> None:
+    pair = Pair(vit, tmp_path, limits=Limits(clients=1))
+    pair.client.hello(*pair.facts, [])
+    other = "f" * 32
+    pair.client.session = other
+    with pytest.raises(RefusedError, match="all 1 places are taken"):
+        pair.client.hello(*pair.facts, [])
+    pair.server.sessions[SESSION].heard -= 1e6
+    pair.client.hello(*pair.facts, [])
+    assert list(pair.server.sessions) == [other]
+
+
+def test_shared_blocks_take_steps_in_turn(tmp_path) -> None:
+    pair = Pair(vit, tmp_path, shared=True, limits=Limits(lease=1000))
+    server, one = pair.server, pair.client
+    two = type(one)(pair.call, "f" * 32)
+    for client in (one, two):
+        client.hello(*pair.facts, [])
+    for number in range(2):
+        for client in (one, two):
+            client.begin(number, 0.1)
+            client.forward(features(), None, (2, 17, 16))
+            other = two if client is one else one
+            other.begin(number, 0.1)
+            with pytest.raises(RefusedError, match="another client's step"):
+                other.forward(features(), None, (2, 17, 16))
+            client.backward(0, features(), features(), 52)
+            client.settle(torch.tensor(1.0), fine=True)
+    assert server.common.updates == 4
+    one.begin(2, 0.1)
+    one.forward(features(), None, (2, 17, 16))
+    server.sessions[one.session].heard -= 2000  # it took too long: its step is given up
+    two.begin(2, 0.1)
+    two.forward(features(), None, (2, 17, 16))
+    with pytest.raises(RewoundError, match="begun anew"):
+        one.backward(0, features(), features(), 52)
+
+
+# --- bytes that nobody should believe -----------------------------------------------------------------------
+
+
+def spoiled(rng: random.Random, good: list[bytes], kind: int) -> list[bytes]:
+    """A message with something wrong in it: cut, stretched, bits turned, another dtype, shape, version or number."""
+    whole = b"".join(good)
+    if kind == 0:
+        return [whole[: rng.randrange(len(whole))]]
+    if kind == 1:
+        return [*good, rng.randbytes(rng.randrange(1, 2000))]
+    if kind == 2:
+        turned = bytearray(whole)
+        for _ in range(rng.randrange(1, 8)):
+            turned[rng.randrange(400)] ^= 1 << rng.randrange(8)
+        return [bytes(turned)]
+    if kind == 3:
+        return [rng.randbytes(rng.randrange(3000))]
+    if kind == 4:  # any number of the body may be NaN
+        return [whole[:-4] + b"\xff\xff\xff\x7f"]
+    swaps = [
+        (b'"F32"', b'"F64"'), (b'"F32"', b'"I8" '), (b"[2,17,16]", b"[9,17,16]"), (b"[2,17,16]", b"[2,17,-1]"),
+        (b'"situs":"1"', b'"situs":"9"'), (b'\\"step\\": 0', b'\\"step\\": 7'), (SESSION.encode(), b"f" * 32),
+        (b'\\"part\\": 0', b'\\"part\\": 3'), (b"__metadata__", b"__metadata_x"), (b'"forward"', b'"destroy"'),
+    ]  # fmt: skip
+    old, new = rng.choice(swaps)
+    return [whole.replace(old, new)]
+
+
+def strange(rng: random.Random, pair: Pair) -> list[bytes]:
+    """A message in good order that asks for what is not served."""
+    shape = [rng.randrange(1, 4), rng.choice([16, 17, 18]), rng.choice([8, 16])]
+    name, dtype = rng.choice(["z", "gradient", "x"]), rng.choice([torch.float64, torch.int64, torch.float16])
+    kind = rng.choice(["forward", "backward", "commit", "save", "infer"])
+    return [b"".join(bytes(c) for c in encode(Message(kind, facts(pair), {name: torch.ones(shape, dtype=dtype)})))]
+
+
+def fuzz(pair: Pair, count: int, seed: int) -> dict[str, int]:
+    """Sends spoiled messages; gives how many were refused for which reason."""
+    rng, server, reasons = random.Random(seed), pair.server, {}
+    good = [bytes(c) for c in encode(Message("forward", facts(pair), {"z": features()}))]
+    for number in range(count):
+        chunks = strange(rng, pair) if number % 7 == 6 else spoiled(rng, good, number % 7)
+        owner = "eve" if number % 11 == 0 else "me"
+        try:
+            body = server.admit(owner, chunks[0])
+            for chunk in chunks[1:]:
+                body.add(chunk)
+            server.answer(owner, body.message())
+        except RefusedError as error:
+            reasons[error.code] = reasons.get(error.code, 0) + 1
+        else:
+            reasons["taken"] = reasons.get("taken", 0) + 1
+            server.sessions[SESSION].anew(0)
+            pair.client._incarnation = server.sessions[SESSION].incarnation
+            good = [bytes(c) for c in encode(Message("forward", facts(pair), {"z": features()}))]
+    return reasons
+
+
+@pytest.mark.parametrize("count", [500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_spoiled_messages_are_refused_with_a_reason_and_hold_no_memory(pair, count) -> None:
+    fuzz(pair, 50, 1)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    reasons = fuzz(pair, count, 2)
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    print(f"{count} spoiled messages, seed 2: {reasons}; memory grew by {grown / 1024:.1f} MiB")
+    # A turned bit in a name or in the JSON's spaces leaves a message whole: those are few, and are ordinary ones.
+    assert reasons.pop("taken", 0) < count / 20
+    assert {"message", "version", "tensors", "finite", "step", "anew", "owner"} <= reasons.keys()
+    assert grown < 32 * 1024
+    assert pair.run(Loader())["model"]  # and the server trains as ever
+
+
+def test_a_header_that_asks_for_much_memory_gets_none(pair) -> None:
+    head = Message("forward", facts(pair), {"z": features()})
+    whole = b"".join(bytes(c) for c in encode(head)).replace(b"[2,17,16]", b"[1000000,17,16]", 1)
+    with pytest.raises(RefusedError):
+        pair.server.admit("me", whole[:CHUNK])
