@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -100,3 +102,16 @@ def test_a_compiled_step_is_an_eager_step() -> None:
     for p, q in zip(whole.parameters(), compiled.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(values, others)
+
+
+@pytest.mark.parametrize("loss", [0.0, -1.5, 3.4e38, float("inf"), float("-inf"), float("nan")])
+@pytest.mark.parametrize("norm", [1e-30, 3.4e38, float("inf"), float("nan")])
+def test_flags_say_what_is_not_finite_and_stay(loss: float, norm: float) -> None:
+    stepper = Stepper(toy(), OPTIM, seed=0, precision="fp32", accumulate=1, parallel="ddp", compiled=False)
+    place = stepper.flags.data_ptr()
+    stepper._raise_flags(torch.tensor(loss), torch.tensor(norm))
+    fine = math.isfinite(loss) and math.isfinite(norm)
+    assert stepper.flags.tolist() == [float(not fine), 0.0]
+    stepper.stop.fill_(1.0)
+    stepper._raise_flags(torch.tensor(0.5), torch.tensor(0.5))
+    assert stepper.flags.tolist() == [float(not fine), 1.0] and stepper.flags.data_ptr() == place

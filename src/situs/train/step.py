@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -123,7 +124,8 @@ class Stepper:
         for number, part in enumerate(parts, start=1):
             with self.spread.local(number == len(parts)):
                 output = self._backward(part)
-            given = self._values(output) * part.share
+            given = self._values(output)
+            given = given if part.share == 1.0 else given * part.share
             values = given if values is None else values + given
         assert values is not None
         norm = self._move(values[0])
@@ -154,19 +156,23 @@ class Stepper:
             self.scaler.unscale_(self.optimizer)
         norm = distributed.full(clip_gradients(self.parameters, self.config))
         if self.scaler is None:
-            self._raise_flags(loss.isfinite() & norm.isfinite())
+            self._raise_flags(loss, norm)
             # AdamW's fused kernels read this on the device and leave everything as it is where it is 1.
             self.optimizer.found_inf = self.flags[0]  # pyright: ignore[reportAttributeAccessIssue]
             self.optimizer.step()
         else:  # infinite gradients are the scaler's daily business; only the loss counts
-            self._raise_flags(loss.isfinite())
+            self._raise_flags(loss)
             self.scaler.step(self.optimizer)
             self.scaler.update()
         return norm
 
-    def _raise_flags(self, fine: Tensor) -> None:
-        now = torch.stack([(~fine).float(), self.stop])
-        distributed.most(torch.maximum(self.flags, now, out=self.flags))  # in place: a graph reads this memory
+    def _raise_flags(self, *values: Tensor) -> None:
+        """In place, for a recorded update reads this memory. x - x is 0 where x is finite, else NaN: a kernel each,
+        where `isfinite` is four."""
+        wrong, asked = self.flags.unbind()
+        torch.maximum(wrong, reduce(torch.add, [value - value for value in values]) != 0, out=wrong)
+        torch.maximum(asked, self.stop, out=asked)
+        distributed.most(self.flags)
 
     def _agree(self, batch: Batch) -> tuple[float, int]:
         """(this rank's samples over a rank's mean, micro-batches) where the ranks' parts may differ in size.
