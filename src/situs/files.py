@@ -34,6 +34,11 @@ def _parse(loads: Callable[[str], Any], failure: type[ValueError], format_name: 
     return tables
 
 
+def cache_folder(name: str) -> Path:
+    """A folder of the user's cache, which outlives a reboot; it may not be there yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "situs" / name
+
+
 def write_text(path: str | os.PathLike[str], text: str, *, private: bool = False) -> None:
     """`write_bytes` for text, in UTF-8."""
     write_bytes(path, text.encode(), private=private)

@@ -23,6 +23,7 @@ from situs.data.augment.recipes import AugmentConfig
 from situs.data.loader import BATCH, NO_DATA, DataConfig, Loader, make_loader
 from situs.data.sources import SAMPLES
 from situs.errors import SitusError
+from situs.files import cache_folder
 from situs.limits import Natural
 from situs.methods import METHODS, create_method
 from situs.methods.base import Method
@@ -204,8 +205,7 @@ def train_run(
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
         # The compiler's own choice is a folder that a reboot empties.
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "situs" / "compiled"
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder("compiled")))
     speak = say if ranks.main else lambda _: None
     held = contextlib.ExitStack()
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import os
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -34,18 +35,59 @@ class FilesFound:
 
     def notes(self, where: str) -> list[str]:
         """What was left out, a sentence each."""
-        kinds = Counter(_suffix(name) or "no ending" for name in self.others).most_common(_SHOWN)
-        told = {
-            f"no images by their names: {', '.join(f'{kind} {count}' for kind, count in kinds)}": self.others,
-            "pipes, devices or links to nothing": self.special,
-            "links to a folder that is read already": self.again,
-            "folders that cannot be read": self.closed,
-        }
-        return [
-            f"{where}: left out {len(names):,} ({what}); the first: {plain(min(names))}"
-            for what, names in told.items()
-            if names
-        ]
+        left_out = LeftOut()
+        for name in self.others:
+            left_out.add_other(name)
+        for name in self.special:
+            left_out.add_special(name)
+        told = {"links to a folder that is read already": self.again, "folders that cannot be read": self.closed}
+        more = [_sentence(where, len(names), what, min(names)) for what, names in told.items() if names]
+        return [*LeftOut.notes(where, [left_out]), *more]
+
+
+@dataclass
+class LeftOut:
+    """How much was left out, without a list of it. kinds: how many of each ending, of what is no image by its name.
+
+    special: how many pipes, devices and links. The first of each is the first by code point.
+    """
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    first_other: str | None = None
+    special: int = 0
+    first_special: str | None = None
+
+    def add_other(self, name: str) -> None:
+        """A file that is no image by its name."""
+        self.kinds[_suffix(name) or "no ending"] += 1
+        self.first_other = name if self.first_other is None else min(self.first_other, name)
+
+    def add_special(self, name: str) -> None:
+        """A pipe, a device or a link."""
+        self.special += 1
+        self.first_special = name if self.first_special is None else min(self.first_special, name)
+
+    @staticmethod
+    def notes(where: str, parts: Iterable[LeftOut]) -> list[str]:
+        """What was left out of all parts, a sentence each."""
+        parts = list(parts)
+        kinds: Counter[str] = Counter()
+        for part in parts:
+            kinds.update(part.kinds)
+        listed = ", ".join(f"{kind} {count}" for kind, count in kinds.most_common(_SHOWN))
+        others = [part.first_other for part in parts if part.first_other is not None]
+        special = [part.first_special for part in parts if part.first_special is not None]
+        found = []
+        if others:
+            found.append(_sentence(where, kinds.total(), f"no images by their names: {listed}", min(others)))
+        if special:
+            count = sum(part.special for part in parts)
+            found.append(_sentence(where, count, "pipes, devices or links to nothing", min(special)))
+        return found
+
+
+def _sentence(where: str, count: int, what: str, first: str) -> str:
+    return f"{where}: left out {count:,} ({what}); the first: {plain(first)}"
 
 
 def plain(name: str) -> str:

@@ -1,0 +1,290 @@
+"""Where the images of tar shards lie: compact arrays, kept in the user's cache and mapped into memory.
+
+About 35 bytes a sample. The kept file is good as long as each shard has the size and the time of change that it had; a
+shard that changed is read again, the others are not. It may be deleted at any time. Processes that map it share it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tarfile
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from situs.data.sources.images import IMAGE_SUFFIXES
+from situs.data.sources.tar_headers import BLOCK, SMALL, Member, plain_members
+from situs.data.sources.walk import LeftOut, plain
+from situs.errors import SitusError
+from situs.files import cache_folder, write_bytes
+
+_END = 2 * BLOCK  # zeros, at the end of every archive
+_WORTH_KEEPING = 16 << 20  # bytes of shards: less is read in a moment
+_FORMAT = 1
+_MOST = {"sizes": 2**32 - 1, "labels": 2**31 - 1}  # larger ones are refused wherever they are used
+_KINDS = {"offsets": np.int64, "sizes": np.uint32, "labels": np.int32, "name_ends": np.int64, "names": np.uint8}
+
+
+@dataclass
+class TarIndex:
+    """The images of some shards.
+
+    arrays: "offsets", "sizes" and "labels" (-1 without one) of the images, their "names" in one piece and where each
+    ends there. ends: how many images there are up to the end of each shard. left_out: of each shard. kept: the file
+    that the arrays are mapped from, and its number; None where they lie in memory.
+    """
+
+    ends: array[int]
+    arrays: dict[str, np.ndarray]
+    left_out: list[LeftOut]
+    kept: tuple[Path, int] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "arrays": self.arrays if self.kept is None else None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        if self.kept is not None:  # a worker that was started anew maps the file for itself
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                header, self.arrays = _map(self.kept[0])
+                if header["number"] == self.kept[1]:
+                    return
+            raise SitusError(f"{self.kept[0]}: was changed while it was in use; start again")
+
+    def __len__(self) -> int:
+        return len(self.arrays["offsets"])
+
+    def name(self, index: int) -> str:
+        """The member's name without needless slashes."""
+        ends = self.arrays["name_ends"]
+        text = self.arrays["names"][ends[index - 1] if index else 0 : ends[index]]
+        return text.tobytes().decode("utf-8", "surrogateescape")
+
+
+def open_index(shards: list[Path], labels: bool) -> TarIndex:
+    """The images of the shards, from the cache where it has them. labels: read the numbers in the .cls members."""
+    states = [file.stat() for file in shards]
+    found = [(str(file.resolve()), each.st_size, each.st_mtime_ns) for file, each in zip(shards, states, strict=True)]
+    if sum(size for _, size, _ in found) < _WORTH_KEEPING:
+        return _join([_read_shard(file, labels) for file in shards])
+    names = "\n".join([f"{_FORMAT} {labels}", *(name for name, _, _ in found)])
+    kept = cache_folder("tar") / f"{hashlib.blake2b(os.fsencode(names), digest_size=16).hexdigest()}.safetensors"
+    known = _load(kept, found)
+    if known is not None and all(known[1]):
+        return known[0]
+    with _alone(kept):  # of several ranks the first reads the shards, the others find its file
+        known = _load(kept, found)
+        if known is not None and all(known[1]):
+            return known[0]
+        parts = [
+            _part(known[0], number) if known is not None and known[1][number] else _read_shard(file, labels)
+            for number, file in enumerate(shards)
+        ]
+        index = _join(parts)
+        with contextlib.suppress(OSError):  # a cache that cannot be written: read again at the next start
+            _save(kept, index, found)
+            known = _load(kept, found)
+    return known[0] if known is not None and all(known[1]) else index
+
+
+# One shard
+
+
+@dataclass
+class _Shard:
+    """As `TarIndex`, of one shard, while it is read."""
+
+    offsets: array[int] = field(default_factory=lambda: array("q"))
+    sizes: array[int] = field(default_factory=lambda: array("q"))
+    name_ends: array[int] = field(default_factory=lambda: array("q"))
+    names: bytearray = field(default_factory=bytearray)
+    keys: list[str] = field(default_factory=list)
+    numbers: dict[str, int] = field(default_factory=dict)
+    left_out: LeftOut = field(default_factory=LeftOut)
+
+    def add(self, member: Member, labels: bool) -> None:
+        if not member.regular:
+            self.left_out.add_special(member.name)
+            return
+        folder, base = os.path.split(member.name)
+        stem, dot, suffix = base.partition(".")
+        key = f"{folder}/{stem}" if folder else stem
+        kind = f".{suffix.lower()}"
+        if kind in IMAGE_SUFFIXES:
+            self.keys.append(key)
+            self.offsets.append(member.offset)
+            self.sizes.append(min(member.size, _MOST["sizes"]))
+            self.names += f"{key}{dot}{suffix}".encode("utf-8", "surrogateescape")
+            self.name_ends.append(len(self.names))
+        elif kind != ".cls":
+            self.left_out.add_other(member.name)
+        elif labels:
+            if member.size > SMALL:
+                raise ValueError(f"{member.name!r} is no class number, it has {member.size:,} bytes")
+            self.numbers[key] = min(int(member.content), _MOST["labels"])
+
+    def index(self) -> TarIndex:
+        labels = array("q", [self.numbers.get(key, -1) for key in self.keys])
+        given = {"offsets": self.offsets, "sizes": self.sizes, "labels": labels, "name_ends": self.name_ends}
+        arrays = {name: np.array(values, _KINDS[name]) for name, values in given.items()}
+        arrays["names"] = np.frombuffer(bytes(self.names), np.uint8)
+        return TarIndex(array("q", [len(self.keys)]), arrays, [self.left_out])
+
+
+def _read_shard(file: Path, labels: bool) -> TarIndex:
+    shard = _Shard()
+    try:
+        members = plain_members(file)
+        if members is not None:
+            for member in members:
+                shard.add(member, labels)
+        else:
+            with file.open("rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
+                for member in _python_members(raw, tar):
+                    shard.add(member, labels)
+                _check_end(raw, tar.offset, file, len(shard.keys))
+    except SitusError:
+        raise
+    except Exception as error:  # each field of a header fails in its own way where it is damaged
+        reason = plain(str(error))[:120]
+        raise SitusError(
+            f"{file}: is not a plain tar of images and class numbers, or is damaged after {len(shard.keys):,} images "
+            f"({reason})",
+            field="data",
+        ) from error
+    if any(number < 0 for number in shard.numbers.values()):
+        raise SitusError(f"{file}: a .cls holds a negative class number", field="data")
+    return shard.index()
+
+
+def _python_members(raw: BinaryIO, tar: tarfile.TarFile) -> Iterator[Member]:
+    """By Python's own reader, which takes every kind of tar, slowly."""
+    last = -1
+    for info in tar:
+        if info.offset <= last or info.size < 0:  # a damaged size would lead back, and round for ever
+            raise tarfile.ReadError(f"{info.name!r} claims {info.size:,} bytes")
+        last = info.offset
+        if not info.isreg() or info.issparse():
+            if not info.isdir():
+                yield Member(info.name, False, info.offset_data, 0, b"")
+            continue
+        content = os.pread(raw.fileno(), info.size, info.offset_data) if info.size <= SMALL else b""
+        yield Member(info.name, True, info.offset_data, info.size, content)
+
+
+def _check_end(raw: BinaryIO, end: int, file: Path, images: int) -> None:
+    """Refuses a tar that does not end as one: Python's reader takes whatever it cannot read for the end."""
+    raw.seek(end)
+    mark = raw.read(_END)
+    if len(mark) < _END or any(mark):
+        cut = raw.seek(0, os.SEEK_END) <= end + len(mark) and not any(mark)
+        what = "was cut short" if cut else "is damaged"
+        raise SitusError(
+            f"{file}: {what} after {images:,} images, at byte {end:,}, where neither another member nor the end of "
+            "the archive follows; get it again",
+            field="data",
+        )
+    while part := raw.read(1 << 20):
+        if any(part):
+            raise SitusError(
+                f"{file}: goes on after its end, after {images:,} images: several tar files in one? Join them with "
+                "tar --concatenate, or keep them apart",
+                field="data",
+            )
+
+
+def _join(parts: list[TarIndex]) -> TarIndex:
+    ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
+    texts = np.cumsum([0, *(len(part.arrays["names"]) for part in parts)], dtype=np.int64)
+    arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in _KINDS}
+    arrays["name_ends"] += np.repeat(texts[:-1], np.diff(ends, prepend=0))
+    return TarIndex(array("q", ends.tobytes()), arrays, [each for part in parts for each in part.left_out])
+
+
+def _part(index: TarIndex, shard: int) -> TarIndex:
+    start, stop = index.ends[shard - 1] if shard else 0, index.ends[shard]
+    ends = index.arrays["name_ends"]
+    first, last = (int(ends[at - 1]) if at else 0 for at in (start, stop))
+    arrays = {name: np.array(values[start:stop]) for name, values in index.arrays.items()}
+    arrays["name_ends"] -= first
+    arrays["names"] = np.array(index.arrays["names"][first:last])
+    return TarIndex(array("q", [stop - start]), arrays, [index.left_out[shard]])
+
+
+# The kept file
+
+
+def _save(file: Path, index: TarIndex, shards: Iterable[tuple[str, int, int]]) -> None:
+    from safetensors.numpy import save
+
+    sums = {name: zlib.crc32(np.ascontiguousarray(values).data) for name, values in index.arrays.items()}
+    header = {
+        "shards": list(shards),
+        "ends": list(index.ends),
+        "left_out": [[each.kinds, each.first_other, each.special, each.first_special] for each in index.left_out],
+        "sums": sums,
+    }
+    header["number"] = zlib.crc32(json.dumps(header).encode())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(file, save(index.arrays, {"situs": json.dumps(header)}))
+
+
+def _load(file: Path, shards: list[tuple[str, int, int]]) -> tuple[TarIndex, list[bool]] | None:
+    """What the file holds, and which shards are as they were; None where there is none or it is damaged."""
+    try:
+        header, arrays = _map(file)
+        number = header.pop("number")
+        if number != zlib.crc32(json.dumps(header).encode()) or any(
+            zlib.crc32(arrays[name].data) != header["sums"][name] for name in _KINDS
+        ):
+            return None
+        left_out = [
+            LeftOut(Counter(kinds), first, special, other) for kinds, first, special, other in header["left_out"]
+        ]
+        known = [tuple(shard) for shard in header["shards"]]
+        index = TarIndex(array("q", header["ends"]), arrays, left_out, (file, number))
+        whole = len(known) == len(shards) == len(index.ends) == len(left_out) and index.ends[-1] == len(index)
+        return (index, [old == new for old, new in zip(known, shards, strict=True)]) if whole else None
+    except (OSError, ValueError, KeyError, TypeError, IndexError, OverflowError):
+        return None
+
+
+def _map(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """The header and the arrays of a safetensors file, mapped and not read."""
+    size = file.stat().st_size
+    with file.open("rb") as raw:
+        length = int.from_bytes(raw.read(8), "little")
+        if not 0 < length < size:
+            raise ValueError("no header")
+        layout = json.loads(raw.read(length))
+    arrays = {}
+    for name, kind in _KINDS.items():
+        start, stop = layout[name]["data_offsets"]
+        if not 0 <= start <= stop <= size - 8 - length or (stop - start) % np.dtype(kind).itemsize:
+            raise ValueError(f"no {name}")
+        count = (stop - start) // np.dtype(kind).itemsize
+        place = 8 + length + start
+        arrays[name] = np.memmap(file, kind, "r", place, (count,)) if count else np.empty(0, kind)
+    return json.loads(layout["__metadata__"]["situs"]), arrays
+
+
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Waits for another process that is making this file. Where nothing can be locked both make it, and one wins."""
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, ImportError):
+            import fcntl
+
+            file.parent.mkdir(parents=True, exist_ok=True)
+            lock = held.enter_context(file.with_suffix(".lock").open("w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

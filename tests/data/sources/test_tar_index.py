@@ -1,0 +1,158 @@
+"""The kept index of tar shards: the same as a fresh one, good until a shard changes, rebuilt where it is damaged."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import tarfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from situs.data.sources import open_source, tar_index
+from situs.data.sources.tar_index import TarIndex, open_index
+from situs.data.sources.webdataset import TarSource
+from situs.errors import SitusError
+
+
+def write_shard(path: Path, start: int, count: int, more: dict[str, bytes] | None = None) -> Path:
+    members = {}
+    for number in range(start, start + count):
+        members |= {f"deep/{number:03}.jpg": b"x" * number, f"deep/{number:03}.cls": b"%d" % (number % 3)}
+    with tarfile.open(path, "w") as file:
+        for name, data in (members | (more or {})).items():
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            file.addfile(info, io.BytesIO(data))
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(tar_index, "_WORTH_KEEPING", 0)
+    return tmp_path / "cache" / "situs" / "tar"
+
+
+@pytest.fixture
+def shards(tmp_path):
+    return [
+        write_shard(tmp_path / "a.tar", 0, 5, {"deep/note.json": b"{}", "ü\udcff.txt": b""}),
+        write_shard(tmp_path / "b.tar", 5, 3),
+        write_shard(tmp_path / "c.tar", 8, 4),
+    ]
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The shards that were read header by header."""
+    found: list[str] = []
+    whole = tar_index._read_shard
+    monkeypatch.setattr(tar_index, "_read_shard", lambda file, *more: found.append(file.name) or whole(file, *more))
+    return found
+
+
+def everything(index: TarIndex) -> list[object]:
+    arrays = {name: values.tolist() for name, values in index.arrays.items()}
+    names = [index.name(number) for number in range(len(index))]
+    return [list(index.ends), arrays, names, index.left_out]
+
+
+def test_a_kept_index_is_the_one_that_was_read(cache, shards, read, monkeypatch):
+    monkeypatch.setattr(tar_index, "_WORTH_KEEPING", 1 << 40)
+    fresh = open_index(shards, labels=True)
+    assert fresh.kept is None and not cache.exists()
+    assert (list(fresh.ends), fresh.name(7)) == ([5, 8, 12], "deep/007.jpg")
+    assert fresh.arrays["labels"].tolist() == [number % 3 for number in range(12)]
+    assert [each.kinds for each in fresh.left_out] == [{".json": 1, ".txt": 1}, {}, {}]
+    monkeypatch.setattr(tar_index, "_WORTH_KEEPING", 0)
+    read.clear()
+    kept = [open_index(shards, labels=True) for _ in range(2)]
+    assert read == ["a.tar", "b.tar", "c.tar"]  # once
+    for each in kept:
+        assert everything(each) == everything(fresh)
+        assert isinstance(each.arrays["offsets"], np.memmap)
+    without = open_index(shards, labels=False)  # another index
+    assert without.arrays["labels"].tolist() == [-1] * 12
+    assert len(list(cache.glob("*.safetensors"))) == 2
+
+
+def test_a_shard_that_changed_is_read_again_and_no_other(cache, shards, read):
+    open_index(shards, labels=True)
+    write_shard(shards[1], 50, 6)
+    read.clear()
+    index = open_index(shards, labels=True)
+    assert read == ["b.tar"]
+    assert list(index.ends) == [5, 11, 15]
+    assert [index.name(number) for number in (4, 5, 10, 11, 14)] == [
+        f"deep/{number:03}.jpg" for number in (4, 50, 55, 8, 11)
+    ]
+    # As large as before, and of another time.
+    state = shards[2].stat()
+    os.utime(shards[2], ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    read.clear()
+    assert everything(open_index(shards, labels=True)) == everything(index)
+    assert read == ["c.tar"]
+    read.clear()
+    assert list(open_index(shards[:2], labels=True).ends) == [5, 11]  # other shards are another set
+    assert read == ["a.tar", "b.tar"]
+
+
+def test_a_damaged_file_is_made_again(cache, shards, read):
+    fresh = everything(open_index(shards, labels=True))
+    (file,) = cache.glob("*.safetensors")
+    whole = file.read_bytes()
+    chance = np.random.default_rng(0)
+    for number in range(12):
+        damaged = bytearray(whole)
+        if number == 0:
+            damaged = bytearray()
+        elif number % 3 == 0:
+            del damaged[int(chance.integers(len(whole))) :]
+        else:
+            place = 0 if number == 1 else int(chance.integers(8, len(whole)))
+            damaged[place] ^= 1 << int(chance.integers(8))
+        file.write_bytes(bytes(damaged))
+        assert everything(open_index(shards, labels=True)) == fresh
+    # A bit in the arrays is always found.
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    read.clear()
+    assert everything(open_index(shards, labels=True)) == fresh
+    assert read == ["a.tar", "b.tar", "c.tar"]
+
+
+def test_several_at_once_make_one_file(cache, shards, read):
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: everything(open_index(shards, labels=True)), range(4)))
+    assert all(each == found[0] for each in found)
+    assert read == ["a.tar", "b.tar", "c.tar"]  # by the first; the others waited
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, shards, monkeypatch):
+    monkeypatch.setattr(tar_index, "_WORTH_KEEPING", 0)
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    index = open_index(shards, labels=True)
+    assert len(index) == 12 and index.kept is None
+    assert everything(pickle.loads(pickle.dumps(index))) == everything(index)
+
+
+def _payload(source: TarSource) -> tuple[bytes, int | None, str]:
+    return source.payload(9), source.label(9), source.key(9)
+
+
+def test_a_worker_maps_the_file_instead_of_being_sent_a_copy(cache, shards, tmp_path):
+    source = open_source(tmp_path)
+    assert isinstance(source, TarSource)
+    assert _payload(source) == (b"x" * 9, 0, "c.tar/deep/009.jpg")
+    packed = pickle.dumps(source)
+    assert len(packed) < 3000
+    assert _payload(pickle.loads(packed)) == _payload(source)  # as a worker that is started anew
+    (file,) = cache.glob("*.safetensors")
+    file.unlink()
+    assert _payload(source)[0] == b"x" * 9  # what is mapped stays
+    with pytest.raises(SitusError, match="was changed while it was in use"):
+        pickle.loads(packed)
