@@ -37,7 +37,7 @@ def test_each_axis_changes_one_thing_of_the_reference() -> None:
 def measured(monkeypatch: pytest.MonkeyPatch, seconds_of: Any, fails: Any = lambda case: False) -> None:
     """Rows made by a rule: operations are batch · depth · 10⁹."""
 
-    def measure(cases: list[StepCase], timing: Timing, **_: Any) -> StepTable:
+    def measure(cases: list[StepCase], timing: Timing, *, progress: Any, **_: Any) -> StepTable:
         assert all(cases.count(case) == 1 for case in cases)
         rows, failed = [], []
         for case in cases:
@@ -47,14 +47,19 @@ def measured(monkeypatch: pytest.MonkeyPatch, seconds_of: Any, fails: Any = lamb
             failed += [(case, "no memory")] if fails(case) else []
             rows += [] if fails(case) else [StepRow(told, times, flops)]
         machine = {"kind": "cpu", "device": "CPU", "torch": "2"}
-        return StepTable(tuple(rows), {"fp32": 1e12}, machine, timing, tuple(failed))
+        table = StepTable(tuple(rows), {"fp32": 1e12}, machine, timing, tuple(failed))
+        progress(replace(table, rows=table.rows[1:]), "without the reference")
+        progress(table, "with it")
+        return table
 
     monkeypatch.setattr(cost, "measure_cases", measure)
 
 
 def test_on_a_machine_of_one_rate_every_point_lies_on_the_line(monkeypatch: pytest.MonkeyPatch) -> None:
     measured(monkeypatch, lambda case, flops: flops / 4e11)
-    found = bench_cost("supervised", SMALL)
+    kept = []
+    found = bench_cost("supervised", SMALL, progress=lambda *told: kept.append(told))
+    assert kept == [(None, "without the reference"), (found, "with it")]
     share = found.table.share(found.reference)
     assert share == pytest.approx(0.4)
     for points in found.axes.values():

@@ -7,13 +7,13 @@ better.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 from situs.bench.cases import StepCase, StepConfig, StepShape, Timing, make_cases
 from situs.bench.measure import StepRow, make_method
-from situs.bench.step import Progress, StepTable, measure_cases, timing_of
+from situs.bench.step import StepTable, measure_cases, timing_of
 from situs.errors import SitusError
 from situs.limits import Count, Natural
 from situs.results import Cell, Provenance, Result, Summary, Table, percent
@@ -137,21 +137,28 @@ def bench_cost(
     *,
     device: str | None = None,
     at_once: bool = False,
-    progress: Progress = lambda *_: None,
+    progress: Callable[[CostCurves | None, str], None] = lambda *_: None,
 ) -> CostCurves:
     """Measures a step along every axis of the config, each from the reference. A point that fails is left out and told.
 
-    case: a word as `make_cases` takes it. at_once: see `bench_step`.
+    case: a word as `make_cases` takes it. at_once: see `bench_step`. progress: told after each point, with the curves
+    so far, or None where the reference is not measured yet.
     """
     config = config or CostConfig()
     reference, axes = cost_cases(case, config)
     cases: list[StepCase] = []
     for each in (reference, *(case for points in axes.values() for case in points.values())):
         cases += [] if each in cases else [each]
-    table = measure_cases(cases, timing_of(config), device=device, at_once=at_once, progress=progress)
     sides = [side for side in config.patch_sizes if side not in {each.patch_size for each in axes["patches"].values()}]
     left_out = tuple(f"patches of {side} pixels do not fill the images and are left out" for side in sides)
-    return replace(curves_of(reference, axes, table), provenance=Provenance(left_out=left_out))
+
+    def curves(table: StepTable) -> CostCurves:
+        return replace(curves_of(reference, axes, table), provenance=Provenance(left_out=left_out))
+
+    def tell(table: StepTable, line: str) -> None:
+        progress(curves(table) if row_of(reference, table) else None, line)
+
+    return curves(measure_cases(cases, timing_of(config), device=device, at_once=at_once, progress=tell))
 
 
 def cost_cases(word: str, config: CostConfig) -> tuple[StepCase, dict[str, dict[int, StepCase]]]:
@@ -180,16 +187,17 @@ def cost_cases(word: str, config: CostConfig) -> tuple[StepCase, dict[str, dict[
 
 def curves_of(reference: StepCase, axes: Mapping[str, Mapping[int, StepCase]], table: StepTable) -> CostCurves:
     """The rows of a table along the axes of its cases."""
-
-    def row_of(case: StepCase) -> StepRow | None:
-        return next((row for row in table.rows if row.case.work == case.work), None)
-
-    at = row_of(reference)
+    at = row_of(reference, table)
     if at is None:
         why = next((why for case, why in table.failed if case == reference), "it was not measured")
         raise SitusError(f"the reference could not be measured: {why}", field="case")
     found = {
-        axis: tuple(Point(value, row) for value, case in cases.items() if (row := row_of(case)) is not None)
+        axis: tuple(Point(value, row) for value, case in cases.items() if (row := row_of(case, table)) is not None)
         for axis, cases in axes.items()
     }
     return CostCurves(at, {axis: points for axis, points in found.items() if points}, table)
+
+
+def row_of(case: StepCase, table: StepTable) -> StepRow | None:
+    """The row of a case, where it has one."""
+    return next((row for row in table.rows if row.case.work == case.work), None)

@@ -58,12 +58,12 @@ class StepRow:
 
 def measure_case(case: StepCase, timing: Timing, device: torch.device, turn: Turn = nullcontext) -> StepRow:
     """Makes the method, counts its step's operations, and times it."""
+    torch.compiler.reset()  # what was compiled before this holds the memory of its weights
     gc.collect()
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.empty_cache()
         torch.set_float32_matmul_precision("high")  # as a run does
-    torch.compiler.reset()
     torch.manual_seed(0)
     case = replace(case, precision=precision_on(case, device), compile=case.compile and cuda, graph=case.graph and cuda)
     method = make_method(case).to(device).train()

@@ -6,14 +6,13 @@ compiled, unless --compile (with --at-once) asks for it. For example: situs benc
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from situs.bench.cost import CostConfig
-from situs.cli.bench.step import Measuring
+from situs.cli.bench.step import Measuring, keep
 from situs.cli.parser.arguments import configured
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.result import present
@@ -39,7 +38,7 @@ def run(args: Args) -> int:
         args.config,
         device=args.device,
         at_once=args.at_once,
-        progress=lambda _, line: print(line, file=sys.stderr, flush=True),
+        progress=lambda curves, line: keep(curves, line, args.out),
     )
     present(found, args.out)
     return int(bool(found.table.failed))

@@ -14,10 +14,10 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from situs.bench.cases import StepConfig
-from situs.bench.step import StepTable
 from situs.cli.parser.arguments import configured
 from situs.cli.parser.flags import POSITIONAL
 from situs.cli.result import present
+from situs.results import Result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,10 +69,10 @@ def run(args: Args) -> int:
     return int(bool(found.failed))
 
 
-def keep(table: StepTable, line: str, out: Path | None) -> None:
+def keep(found: Result | None, line: str, out: Path | None) -> None:
     """Says how a case went, and writes what there is so far."""
     from situs.pages import write_numbers
 
     print(line, file=sys.stderr, flush=True)
-    if out is not None:
-        write_numbers(table, out)
+    if out is not None and found is not None:
+        write_numbers(found, out)
