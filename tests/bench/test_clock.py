@@ -37,7 +37,7 @@ def test_compiling_is_the_first_step_and_no_repeat(monkeypatch: pytest.MonkeyPat
 
 
 def test_busy_is_the_kernels_share_of_a_step() -> None:
-    times = Times((0.012, 0.010, 0.009), 1.0, 2.0, Kernels(7.5, {"matmul": 8.0}, {"gemm": 8.0}, 3.0))
+    times = Times((0.012, 0.010, 0.009), 1.0, 2.0, Kernels(7.5, {"matmul": 8.0}, {"gemm": 8.0}, 3.0, {"matmul": 3.0}))
     assert times.median == 0.010
     assert times.busy == pytest.approx(0.75)
     assert Times((0.005,), 1.0, 2.0, times.kernels).busy == 1.0

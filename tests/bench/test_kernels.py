@@ -33,6 +33,7 @@ def test_a_trace_becomes_ms_a_step() -> None:
     assert found.kinds == {"matmul": 1.5, "elementwise": 1.0, "copies": 0.5}
     assert found.top == {"nvjet_tst_256x128": 1.5}
     assert found.launches == 1.5
+    assert found.counts == {"matmul": 0.5, "elementwise": 0.5, "copies": 0.5}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,12 @@ def test_a_trace_becomes_ms_a_step() -> None:
         ("triton_red_fused_native_layer_norm_native_layer_norm_backward_5", "elementwise"),
         ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>", "elementwise"),
         ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float>", "copies"),
+        ("triton_poi_fused__to_copy_3", "casts"),
+        ("triton_poi_fused__to_copy_t_12", "casts"),
+        ("triton_poi_fused__to_copy_clone_slice_t_2", "casts"),
+        ("triton_poi_fused__to_copy_gelu_view_6", "elementwise"),
+        ("triton_poi_fused_add_view_6", "elementwise"),
+        ("triton_red_fused__to_copy_sum_6", "elementwise"),
         ("something_new", "other"),
     ],
 )  # fmt: skip

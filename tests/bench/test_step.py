@@ -17,7 +17,7 @@ from situs.bench.measure import StepRow
 from situs.bench.step import StepTable, bench_step, read_steps
 from situs.errors import SitusError
 
-KERNELS = Kernels(7.5, {"matmul": 6.0, "other": 2.0}, {"gemm": 6.0, "odd": 2.0}, 12.0)
+KERNELS = Kernels(7.5, {"matmul": 6.0, "other": 2.0}, {"gemm": 6.0, "odd": 2.0}, 12.0, {"matmul": 9.0, "other": 3.0})
 MACHINE = {"kind": "cuda", "device": "H200", "torch": "2.11"}
 
 
@@ -43,7 +43,8 @@ def test_kernels_are_shown_where_they_are_asked_for() -> None:
     kernels, _ = replace(table(0.010), profile=True).summary().tables
     assert kernels.title.endswith("batch 64: 12 kernels a step, ms")
     assert [list(row) for row in kernels.rows] == [
-        ["matmul", "6.000"], ["other", "2.000"], ["  gemm", "6.000"], ["  odd", "2.000"], ["union", "7.500"],
+        ["matmul", "6.000", "9"], ["other", "2.000", "3"], ["  gemm", "6.000", None], ["  odd", "2.000", None],
+        ["union", "7.500", "12"],
     ]  # fmt: skip
 
 

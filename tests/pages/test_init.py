@@ -143,7 +143,9 @@ def _verification() -> Verification:
 
 
 def _steps(*seconds: float) -> StepTable:
-    times = Times(seconds or (0.01, 0.012), 3.0, 1.5, Kernels(7.5, {"matmul": 6.0}, {NAME: 6.0}, 12.0))
+    times = Times(
+        seconds or (0.01, 0.012), 3.0, 1.5, Kernels(7.5, {"matmul": 6.0}, {NAME: 6.0}, 12.0, {"matmul": 12.0})
+    )
     row = StepRow(StepCase(method="mp3", model=NAME, precision="bf16"), times, 10**12, (NAME,))
     machine = {"kind": "cuda", "device": NAME, "torch": "2.11"}
     return StepTable((row,), {"bf16": 8e14}, machine, Timing(), ((StepCase(method="mae"), NAME),), profile=True)

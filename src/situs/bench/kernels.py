@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -22,20 +23,28 @@ KINDS = {
     "matmul": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitk", "triton_tem", "triton_mm"),
     "elementwise": ("triton_", "elementwise", "reduce", "norm", "softmax", "index", "gather", "scatter"),
 }
-"""kind -> what is in the names of its kernels; the first that fits. "elementwise" is what the compiler fuses too."""
+"""kind -> what is in the names of its kernels; the first that fits, `CAST` before all. "elementwise" is what the
+compiler fuses too."""
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of a trace's events that occupy the device."""
 
 
+CAST = re.compile(r"triton_poi_fused_(?=\w*_to_copy)(?:_to_copy|_?unsafe_view|view|t|permute|slice|clone|_)*_\d+")
+"""The compiler's name for a kernel that does nothing but change a precision: a weight's, a gradient's."""
+
+
 class Kernels(NamedTuple):
-    """Of one step, in ms: the time with at least one kernel running, and the sum by kind and by name. launches: how
-    many there are."""
+    """Of one step, in ms: the time with at least one kernel running, and the sum by kind and by name.
+
+    launches: how many kernels there are; counts: of each kind.
+    """
 
     busy_ms: float
     kinds: dict[str, float]
     top: dict[str, float]
     launches: float
+    counts: dict[str, float]
 
 
 def profile_kernels(update: Callable[[], Any], device: torch.device, steps: int, top: int = 12) -> Kernels | None:
@@ -59,18 +68,24 @@ def profile_kernels(update: Callable[[], Any], device: torch.device, steps: int,
 def kernels_of(events: Iterable[dict[str, Any]], steps: int, top: int = 12) -> Kernels:
     """What the events of a trace (Chrome's format, in µs) come to, a step."""
     held = [each for each in events if each.get("ph") == "X" and each.get("cat") in ON_DEVICE]
-    kinds, names = Counter[str](), Counter[str]()
+    kinds, counts, names = Counter[str](), Counter[str](), Counter[str]()
     for each in held:
-        kinds[kind_of(each["name"])] += each["dur"]
+        kind = kind_of(each["name"])
+        counts[kind] += 1
+        kinds[kind] += each["dur"]
         names[each["name"]] += each["dur"]
     unit = 1e3 * steps
     busy = covered((each["ts"], each["ts"] + each["dur"]) for each in held)
-    shares = {name: length / unit for name, length in kinds.most_common()}
-    return Kernels(busy / unit, shares, {n: t / unit for n, t in names.most_common(top)}, len(held) / steps)
+    shares = {kind: length / unit for kind, length in kinds.most_common()}
+    longest = {name: length / unit for name, length in names.most_common(top)}
+    each_step = {kind: counts[kind] / steps for kind in shares}
+    return Kernels(busy / unit, shares, longest, len(held) / steps, each_step)
 
 
 def kind_of(name: str) -> str:
     """The kind of a kernel by its name."""
+    if CAST.fullmatch(name):
+        return "casts"
     name = name.lower()
     return next((kind for kind, words in KINDS.items() if any(word in name for word in words)), "other")
 

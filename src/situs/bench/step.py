@@ -108,9 +108,11 @@ def kernel_tables(rows: Iterable[StepRow]) -> Iterator[Table]:
         if (seen := row.times.kernels) is None:
             continue
         title = f"{row.case.label}, {row.case.shape}, batch {row.case.batch}: {seen.launches:,.0f} kernels a step, ms"
-        kinds = [[kind, f"{length:.3f}"] for kind, length in seen.kinds.items()]
-        names = [[f"  {name[:90]}", f"{length:.3f}"] for name, length in seen.top.items()]
-        yield Table(title, ("kernels", "ms"), [*kinds, *names, ["union", f"{seen.busy_ms:.3f}"]])
+        counts = {kind: f"{count:,.0f}" for kind, count in seen.counts.items()}
+        kinds = [[kind, f"{length:.3f}", counts.get(kind)] for kind, length in seen.kinds.items()]
+        names = [[f"  {name[:90]}", f"{length:.3f}", None] for name, length in seen.top.items()]
+        union = ["union", f"{seen.busy_ms:.3f}", f"{seen.launches:,.0f}"]
+        yield Table(title, ("kernels", "ms", "launches"), [*kinds, *names, union])
 
 
 def bench_step(
