@@ -7,7 +7,7 @@ import math
 import pytest
 
 from situs.errors import SitusError
-from situs.limits import Within, check_value
+from situs.limits import Within, check_value, check_values
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,14 @@ def test_what_is_outside_is_refused(value: float, ends: str, allowed: str) -> No
         check_value("mask_ratio", value, ends)
     assert str(caught.value) == f"mask_ratio={value}: must be {allowed}"
     assert (caught.value.field, caught.value.allowed) == ("mask_ratio", allowed)
+
+
+def test_of_several_each_is_checked_and_there_must_be_one() -> None:
+    check_values("ratios", (0.0, 0.5), "[0, 1)")
+    for values, said in (((0.5, 1.2), "ratios=1.2: must be in [0, 1)"), ((), "ratios=(): must be one number or more")):
+        with pytest.raises(SitusError) as caught:
+            check_values("ratios", values, "[0, 1)")
+        assert str(caught.value) == said
 
 
 def test_ends_that_belong_to_it() -> None:

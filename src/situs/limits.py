@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from situs.errors import SitusError
@@ -48,3 +48,11 @@ def check_value(name: str, value: float, ends: str) -> None:
     rule = Within(ends)
     if not rule.holds(value):
         raise SitusError(field=name, value=value, allowed=rule.allowed)
+
+
+def check_values(name: str, values: Sequence[float], ends: str) -> None:
+    """The same for each of several numbers, of which there must be at least one."""
+    for value in values:
+        check_value(name, value, ends)
+    if not values:
+        raise SitusError(field=name, value=values, allowed="one number or more")

@@ -232,6 +232,8 @@ def test_settings_follow_the_papers_as_far_as_the_method_can() -> None:
     with pytest.raises(SitusError) as error:
         settings_of(mp3, None, (0.5,))
     assert error.value.field == "position_ratios"
+    with pytest.raises(SitusError, match=r"ratios=\(\)"):
+        settings_of(mp3, ())
     swin = small_swin(width=8, patch_size=2, model_args={"window_size": 2}, positions="sincos")
     sees_a_quarter = DropPos(swin, DropPosConfig(decoder_width=16, decoder_heads=2))
     assert settings_of(sees_a_quarter) == [PuzzleRatios(0.75, 0.75), PuzzleRatios(0.75, 0.95)]

@@ -11,6 +11,7 @@ import pytest
 
 from situs.analyze.runs import (
     Runs,
+    analyze_runs,
     best,
     curve,
     find_results,
@@ -93,6 +94,11 @@ def test_how_far_runs_came(runs: list[Path]) -> None:
     assert going.status == "not finished: step 20 of 30 (it may be running, or was stopped)"
     (runs[1] / "nan").mkdir()
     assert read_runs(runs)[1].status == "ended after step 20 by a step that was not finite"
+    for folder, step in zip(runs, (25, 24), strict=True):  # the first went on behind that step, and to its end
+        (folder / "nan").mkdir(exist_ok=True)
+        (folder / "nan" / "state.json").write_text(sealed({"format": FORMAT, "step": step}, "state.json"))
+    assert [run.stopped for run in read_runs(runs)] == [False, True]
+    assert read_runs(runs)[0].status == "finished, 40 steps"
     assert Runs([whole]).summary().tables[0].rows[0] == ["whole", "mp3", "finished, 40 steps", "1:20", 2.5]
 
 
@@ -207,6 +213,14 @@ def test_an_empty_run_beside_another_is_told(runs: list[Path], tmp_path: Path) -
     text = make_page(Runs(read_runs([runs[0], empty]))).render()
     assert "Nothing is logged yet by new." in text
     assert "has logged nothing yet" in text
+
+
+def test_a_log_without_a_finite_number_has_a_page(tmp_path: Path) -> None:
+    broken = write_run(tmp_path / "broken", [{"step": 1, "epoch": 0.1, "loss": None}])
+    assert "No number was logged that could be drawn." in make_page(Runs(read_runs([broken]))).render()
+    with pytest.raises(SitusError) as caught:
+        analyze_runs([broken], over="hour")
+    assert caught.value.field == "over"
 
 
 @pytest.mark.parametrize(

@@ -235,5 +235,7 @@ def test_mistakes_are_named() -> None:
         measure_consistency(make(), [])
     with pytest.raises(SitusError, match=r"ratios=1.2: must be in \[0, 1\]"):
         measure_consistency(make(), batches(3), (1.2,))
+    with pytest.raises(SitusError, match=r"ratios=\(\)"):
+        measure_consistency(make(), batches(3), ())
     with pytest.raises(SitusError, match=r"grid=\(2, 2\): .* has its own, \(4, 6\)"):
         measure_consistency(make(), batches(3), (0.5,), grid=(2, 2))

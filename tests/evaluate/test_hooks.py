@@ -64,7 +64,7 @@ def test_validation_looks_every_so_many_epochs_and_at_the_end(
     every: int, total: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Counting(Validation):
-        def _look(self, state: RunState) -> None:
+        def _log(self, state: RunState) -> None:
             state.log({})
 
     assert looks(Counting(loader(config()), every, "fp32"), total, per_epoch=4) == expected

@@ -76,6 +76,8 @@ def test_mistakes_are_named() -> None:
         position_curve(make(), [])
     with pytest.raises(SitusError, match=r"ratios=1.0: must be in \[0, 1\)"):
         position_curve(make(), batches(), (1.0,))
+    with pytest.raises(SitusError, match=r"ratios=\[\]"):
+        position_curve(make(), batches(), ())
 
 
 def make_droppos(**fields: object) -> DropPos:

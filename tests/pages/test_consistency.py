@@ -35,6 +35,16 @@ def test_a_network_that_cannot_be_told_says_why() -> None:
     assert sorted(drawn.pictures) == ["images", "norms", "shares"]
 
 
+def test_a_mask_of_one_patch_or_none_is_no_shuffle() -> None:
+    """At γ = 0.05 and 0.1 a mask holds none and one of 16 patches: that no answer changed says nothing."""
+    still = [row(ratio, False, 1.0, 0.0) for ratio in (0.05, 0.1)]
+    said = curve(still).summary().sentence
+    assert said == "Nothing was shuffled: at these γ a mask holds at most one of 16 patches."
+    found = curve([*still, row(0.5, False, 0.25, 1.0)])
+    assert found.summary().sentence.startswith("With 50 % of the patches shuffled and the model not told, 25.0 % of")
+    assert "A mask of fewer than two patches has nothing to shuffle." in page(found).render()
+
+
 def test_told_and_without_classifier() -> None:
     found = curve([row(0.5, told, None, 1.0 + told) for told in (False, True)], unknown="a zero vector")
     assert found.summary().sentence == (

@@ -34,7 +34,9 @@ def test_a_curve_speaks_of_the_share_nearest_to_the_training() -> None:
     )
     assert found.numbers()["accuracy"] == [{"ratio": 0.0, "accuracy": 0.25}, {"ratio": 0.5, "accuracy": 0.125}]
     text = position_curve(found).render()
-    assert "This run tells 10 % of the patches their place, here too." in text
+    told = "This run tells 10 % of the patches their place, here too, and their guesses count."
+    assert told in text and found.summary().notes == (told,)
+    assert PositionCurve({0.0: 0.25}, 10, 16, 0.4).summary().notes == ()
 
 
 def test_every_block_has_its_tick_and_of_many_every_second() -> None:

@@ -22,10 +22,10 @@ from situs.core.tokens import mask_of, patchify, put_at, take, unpatchify
 from situs.data.augment.recipes import denormalise
 from situs.data.batch import Batch
 from situs.errors import SitusError
-from situs.limits import check_value
+from situs.limits import check_value, check_values
 from situs.methods.base import Method, Puzzle
 from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
-from situs.models.model import puzzle_method
+from situs.models.model import puzzle_method, told_places
 from situs.results import Result, Summary, Table, percent
 
 Grid = tuple[int, ...]
@@ -134,10 +134,10 @@ def settings_of(
     method: Method, ratios: Sequence[float] | None = None, position_ratios: Sequence[float] | None = None
 ) -> list[PuzzleRatios]:
     """What to try on a method with a position head: where nothing is said the papers' figures, as far as it can."""
-    for ratio in ratios or ():
-        check_value("ratios", ratio, "[0, 1)")
-    for ratio in position_ratios or ():
-        check_value("position_ratios", ratio, "(0, 1]")
+    if ratios is not None:
+        check_values("ratios", ratios, "[0, 1)")
+    if position_ratios is not None:
+        check_values("position_ratios", position_ratios, "(0, 1]")
     several = len(method.puzzle_ratios) > 1
     if position_ratios is not None and not several:
         raise SitusError(f"{type(method).__name__} hides every place, and no share of them", field="position_ratios")
@@ -232,7 +232,8 @@ class Reconstruction(Result):
         data = self.provenance.facts.get("data")
         title = f"{self.provenance.name}: puzzles" + (f" of {data}" if data else "")
         table = Table(title, ["setting", "right", "chance", "off by", "places left empty"], rows)
-        return Summary(f"{said}. The model was trained with {self.trained.text}.", (table,))
+        told = next(iter(self.solved.values())).told
+        return Summary(f"{said}. The model was trained with {self.trained.text}.", (table,), told_places(told))
 
     def numbers(self) -> dict[str, Any]:
         """Every setting, and what stayed of the mixes."""

@@ -6,6 +6,7 @@ and says which of these it is.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from situs.config import flat
-from situs.errors import SitusError
+from situs.errors import SitusError, unknown_name
 from situs.files import read_json
 from situs.models.model import identity_of
 from situs.results import Origin, Provenance, Result, Summary, Table, show
 from situs.train.checkpoint import RunFolder, read_config
+from situs.train.checkpoint.storage import read_sealed
 from situs.train.log import clock
 from situs.train.run import is_run
 
@@ -48,15 +50,15 @@ class StoredResult:
 class Run:
     """One run folder as it stands. name: short, and its own among the runs read together.
 
-    records: the lines of its log. state: the facts of its newest checkpoint, {} where there is none. stopped: whether
-    a step that was not finite ended it.
+    records: the lines of its log. state: the facts of its newest checkpoint, {} where there is none. bad_step: the last
+    one that was not finite, saved in its folder; a run may have been resumed since.
     """
 
     name: str
     config: dict[str, Any]
     records: list[dict[str, Any]]
     state: dict[str, Any]
-    stopped: bool
+    bad_step: float | None
     results: list[StoredResult]
 
     @property
@@ -80,6 +82,11 @@ class Run:
         if dated and train.get("epochs"):
             ends.append(train["epochs"] * round(dated[-1]["step"] / dated[-1]["epoch"]))
         return min(ends) if ends else None
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a step that was not finite ended it, and its log has not come past that step since."""
+        return self.bad_step is not None and self.step < self.bad_step
 
     @property
     def finished(self) -> bool:
@@ -189,6 +196,8 @@ def spoken(name: str) -> str:
 
 def analyze_runs(folders: Sequence[str | Path], *, over: str = "epoch") -> Runs:
     """Several runs side by side, finished, going on or broken off. over: what their curves run over, epoch or step."""
+    if over not in PLACES:
+        raise unknown_name("axis", over, PLACES, field="over")
     runs = read_runs(folders)
     places = dict.fromkeys(Path(folder).resolve().as_posix() for folder in folders)
     of = (Origin(run.name, identity_of(place)) for run, place in zip(runs, places, strict=True))
@@ -209,13 +218,20 @@ def read_runs(paths: Sequence[str | Path]) -> list[Run]:
     for folder, name in zip(folders, short_names(folders), strict=True):
         config = read_config(folder)
         run = RunFolder(folder, config, resumed=False, writer=False)
-        runs.append(Run(name, config, run.records(), run.facts(), (folder / "nan").is_dir(), find_results(folder)))
+        runs.append(Run(name, config, run.records(), run.facts(), _bad_step(folder), find_results(folder)))
     if not any(run.records for run in runs):
         these = "this run has" if len(runs) == 1 else "these runs have"
         raise SitusError(
             f"{', '.join(map(str, folders))}: {these} logged nothing yet, metrics.jsonl is empty", field="runs"
         )
     return runs
+
+
+def _bad_step(folder: Path) -> float | None:
+    if not (folder / "nan").is_dir():
+        return None
+    state = read_sealed(folder / "nan" / "state.json")
+    return math.inf if isinstance(state, str) else state["step"]  # what cannot be read was not gone past either
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:

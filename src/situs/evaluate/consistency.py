@@ -8,6 +8,7 @@ On a plain ViT the order inside the mask then changes nothing at all, so that th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Unpack
@@ -21,7 +22,7 @@ from situs.core.masking import count_of
 from situs.core.random import uniform
 from situs.errors import SitusError
 from situs.evaluate.accuracy import hard
-from situs.limits import check_value
+from situs.limits import check_values
 from situs.methods.base import Batch, Method, encode_moved
 from situs.models.data import AnyData, AnyModel, Images, examples, load_set, made_with, opened, top1_reason
 from situs.models.inference import Total, evaluating
@@ -127,10 +128,21 @@ class ConsistencyCurve(Result):
 
     def summary(self) -> Summary:
         """The result at the γ nearest to Table 1's; a row for each γ × told or not."""
-        rows = self.rows
-        shown = [row for row in rows if row.ratio > 0] or list(rows)
-        ratio = min((row.ratio for row in shown), key=lambda ratio: abs(ratio - TABLE_1))
-        at = {row.told: row for row in rows if row.ratio == ratio}
+        header = ["γ", "patches shuffled", "", "top-1, %", "consistency, %", "Diff.Norm", "Diff.Norm² (Eq. 6)"]
+        cells: list[list[Cell]] = [
+            [f"{r.ratio:g}", r.masked, TELLING[r.told], _points(r.top1), _points(r.consistency), r.diff_norm,
+             r.diff_norm_squared]
+            for r in self.rows
+        ]  # fmt: skip
+        table = Table(self.provenance.title(f"{self.rows[0].count:,} images"), header, cells)
+        return Summary(self._sentence(), (table,), (f"mask told: {self.untellable}",) if self.untellable else ())
+
+    def _sentence(self) -> str:
+        ratios = [row.ratio for row in self.rows if row.masked > 1]  # one patch has none to change places with
+        if not ratios:
+            return f"Nothing was shuffled: at these γ a mask holds at most one of {math.prod(self.grid)} patches."
+        ratio = min(ratios, key=lambda ratio: abs(ratio - TABLE_1))
+        at = {row.told: row for row in self.rows if row.ratio == ratio}
         row = at[False]
         part = f"{percent(row.diff_norm / row.clean_norm)} of its length" if row.clean_norm else "from a length of 0"
         said = f"With {percent(ratio, None)} of the patches shuffled and the model not told, "
@@ -141,14 +153,7 @@ class ConsistencyCurve(Result):
             told = at[True]
             same = "" if told.consistency is None else f"{percent(told.consistency)} stay the same and "
             said += f" Told which places to distrust, {same}it moves by {told.diff_norm:.3g}."
-        header = ["γ", "patches shuffled", "", "top-1, %", "consistency, %", "Diff.Norm", "Diff.Norm² (Eq. 6)"]
-        cells: list[list[Cell]] = [
-            [f"{r.ratio:g}", r.masked, TELLING[r.told], _points(r.top1), _points(r.consistency), r.diff_norm,
-             r.diff_norm_squared]
-            for r in rows
-        ]  # fmt: skip
-        table = Table(self.provenance.title(f"{rows[0].count:,} images"), header, cells)
-        return Summary(said, (table,), (f"mask told: {self.untellable}",) if self.untellable else ())
+        return said
 
     def numbers(self) -> dict[str, Any]:
         """Every row, and what a reader must know of them."""
@@ -240,8 +245,7 @@ def measure_consistency(
     classes: how many it has, where that is to be checked. grid: for a network without tokens, the patches that are
     shuffled.
     """
-    for ratio in ratios:
-        check_value("ratios", ratio, "[0, 1]")
+    check_values("ratios", ratios, "[0, 1]")
     sums, view, tells, labels = Total(), None, (False,), no_top1 is None
     with evaluating(model):
         for batch in batches:

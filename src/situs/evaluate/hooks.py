@@ -29,26 +29,42 @@ PROBED = {"train": 10_000, "val": 2_000}
 Batches = Callable[[], Iterable[Batch]]
 
 
-class OnlineProbe:
-    """kNN accuracy, and position accuracy where there is a position head, of the weights' mean where there is one.
+class _Looks:
+    """A hook that looks at a method after every `every` epochs and at the run's end: at the weights' mean, if any."""
+
+    def __init__(self, every: int, precision: str) -> None:
+        self.every, self.precision = every, precision
+
+    def after_step(self, state: RunState) -> None:
+        """Looks where a run ends in the middle of an epoch."""
+        if state.step == state.total and state.step % state.steps_per_epoch:
+            self._log(state)
+
+    def after_epoch(self, state: RunState) -> None:
+        """Looks after every `every` epochs, and after the last."""
+        if (state.epoch + 1) % self.every == 0 or state.step == state.total:
+            self._log(state)
+
+    def _log(self, state: RunState) -> None:
+        with evaluating(state.method, ema=state.ema):
+            state.log(self.look(state.method))
+
+    def look(self, method: Method) -> dict[str, float]:
+        """The numbers for this method now."""
+        raise NotImplementedError
+
+
+class OnlineProbe(_Looks):
+    """kNN accuracy, and position accuracy where there is a position head.
 
     train, test: give the batches of two sets without augmentation, anew at each call; a few thousand samples are
-    enough. every: epochs between two looks. k: neighbours. Every rank looks at all samples, so that all come to the
-    same numbers and none waits for another.
+    enough. k: neighbours. Every rank looks at all samples, so that all come to the same numbers and none waits for
+    another.
     """
 
     def __init__(self, train: Batches, test: Batches, every: int, precision: str = "fp32", k: int = 20) -> None:
-        self.train, self.test = train, test
-        self.every, self.precision, self.k = every, precision, k
-
-    def after_step(self, state: RunState) -> None:
-        """Nothing: a probe costs too much for every step."""
-
-    def after_epoch(self, state: RunState) -> None:
-        """Looks after every `every` epochs and after the last."""
-        if state.step // state.steps_per_epoch % self.every == 0 or state.step == state.total:
-            with evaluating(state.method, ema=state.ema):
-                state.log(self.look(state.method))
+        super().__init__(every, precision)
+        self.train, self.test, self.k = train, test, k
 
     def look(self, method: Method) -> dict[str, float]:
         """The numbers for this method now: knn_accuracy with labels, position_accuracy_test with a position head."""
@@ -64,26 +80,17 @@ class OnlineProbe:
         return found
 
 
-class Validation:
-    """Top-1 and top-5 on the validation set, of the weights' mean where there is one."""
+class Validation(_Looks):
+    """Top-1, top-5 and loss on the validation set."""
 
     def __init__(self, loader: Loader, every: int, precision: str) -> None:
-        self.loader, self.every, self.precision = loader, every, precision
+        super().__init__(every, precision)
+        self.loader = loader
 
-    def after_step(self, state: RunState) -> None:
-        """Looks where a run ends in the middle of an epoch."""
-        if state.step == state.total and state.step % state.steps_per_epoch:
-            self._look(state)
-
-    def after_epoch(self, state: RunState) -> None:
-        """Looks after every `every` epochs, and after the last."""
-        if (state.epoch + 1) % self.every == 0 or state.step == state.total:
-            self._look(state)
-
-    def _look(self, state: RunState) -> None:
-        with evaluating(state.method, ema=state.ema):
-            found = measure_accuracy(state.method.backbone, self.loader, precision=self.precision)
-        state.log({"val_top1": found.top1, "val_top5": found.top5, "val_loss": found.loss})
+    def look(self, method: Method) -> dict[str, float]:
+        """The accuracy over the validation set of all ranks."""
+        found = measure_accuracy(method.backbone, self.loader, precision=self.precision)
+        return {"val_top1": found.top1, "val_top5": found.top5, "val_loss": found.loss}
 
 
 def validation_hooks(every: int, field: str = "validate_every") -> Hooks:

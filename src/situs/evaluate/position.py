@@ -14,11 +14,11 @@ from typing import Any, ClassVar, NamedTuple, Unpack
 import torch
 
 from situs.errors import SitusError
-from situs.limits import check_value
+from situs.limits import check_values
 from situs.methods.base import Batch, Method
 from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
 from situs.models.inference import Total, evaluating
-from situs.models.model import puzzle_method
+from situs.models.model import puzzle_method, told_places
 from situs.results import Result, Summary, Table, percent
 from situs.train.step import autocast
 
@@ -114,7 +114,8 @@ class PositionCurve(Result):
             f"right, {found / chance:.1f} times chance ({percent(chance, 2)})."
         )
         rows = [[f"{ratio:g}", f"{100 * value:.2f}"] for ratio, value in self.accuracy.items()]
-        return Summary(said, (Table(self.provenance.title(f"{self.count:,} images"), ["η", "accuracy, %"], rows),))
+        table = Table(self.provenance.title(f"{self.count:,} images"), ["η", "accuracy, %"], rows)
+        return Summary(said, (table,), told_places(self.anchors))
 
     def numbers(self) -> dict[str, Any]:
         """Every η."""
@@ -143,12 +144,14 @@ def evaluate_position(
     if position_ratios is not None and not several:
         kind = type(method).__name__
         raise SitusError(f"{model.name}: {kind} hides every place, and no share of them", field="position_ratios")
+    ratios = (MASK_RATIOS if several else RATIOS) if ratios is None else ratios
     loader = load_set(model, data, shared=True, **images)
     draws = {"seed": seed, "precision": precision}
     if several:
-        found = position_grid(method, loader, ratios or MASK_RATIOS, position_ratios or POSITION_RATIOS, **draws)
+        asked = POSITION_RATIOS if position_ratios is None else position_ratios
+        found = position_grid(method, loader, ratios, asked, **draws)
     else:
-        found = position_curve(method, loader, ratios or RATIOS, **draws)
+        found = position_curve(method, loader, ratios, **draws)
     return replace(found, provenance=made_with(model, loader, seed, precision))
 
 
@@ -165,8 +168,7 @@ def position_grid(
 
     A cell that the backbone cannot have (Swin sees one patch of each 2x2 cell, so γ = .75) says why.
     """
-    for ratio in position_ratios:
-        check_value("position_ratios", ratio, "(0, 1]")
+    check_values("position_ratios", position_ratios, "(0, 1]")
     settings = [(gamma, gamma_pos) for gamma in ratios for gamma_pos in position_ratios]
     found = _ask(method, batches, settings, seed, precision)
     cells = [Cell(*setting, *found.cells[setting]) for setting in settings]
@@ -224,8 +226,8 @@ def _ask(
     """The method's puzzles at several ratios, solved in one pass over the images of all ranks."""
     views: dict[tuple[float, ...], Method] = {}
     cells: dict[tuple[float, ...], tuple[int | None, int | None, float | None, str | None]] = {}
+    check_values("ratios", [setting[0] for setting in settings], "[0, 1)")
     for setting in settings:
-        check_value("ratios", setting[0], "[0, 1)")
         try:
             views[setting] = method.at(*setting)
         except SitusError as error:

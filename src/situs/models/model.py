@@ -13,7 +13,7 @@ from situs.backbones.base import Backbone
 from situs.data.loader import DataConfig
 from situs.errors import SitusError
 from situs.methods.base import Method
-from situs.results import Origin
+from situs.results import Origin, percent
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,12 @@ def puzzle_method(model: Model) -> Method:
         kind = type(model.method).__name__
         raise SitusError(f"{model.name}: was trained by {kind}, which has no position head; DropPos and MP3 runs do")
     return model.method
+
+
+def told_places(share: float) -> tuple[str, ...]:
+    """What to say of a puzzle in which a share of the patches asked for were told their place (MP3's anchors)."""
+    said = f"This run tells {percent(share, None)} of the patches their place, here too, and their guesses count."
+    return (said,) if share else ()
 
 
 def check_classifier(model: Model) -> None:

@@ -51,8 +51,8 @@ def _notes(found: ConsistencyCurve) -> str:
     norm = found.rows[0].clean_norm
     notes = [f"Mask told: {found.untellable}." if found.untellable else f"Told, a masked place gets {found.unknown}."]
     notes.append(f"F is the {found.reads}, whose norm is {norm:.4g} on images left as they are.")
-    if any(row.masked == 1 for row in found.rows):
-        notes.append("A mask of one patch has nothing to shuffle.")
+    if any(row.masked < 2 and row.ratio for row in found.rows):
+        notes.append("A mask of fewer than two patches has nothing to shuffle.")
     if found.no_top1 is not None:
         notes.append(f"There is no top-1: {found.no_top1}.")
     return " ".join(notes)

@@ -16,7 +16,6 @@ from situs.evaluate.probe.linear import Probe, Probes
 from situs.evaluate.probe.position import PositionProbes
 from situs.report import figures
 from situs.report.html import Page
-from situs.results import percent
 
 ACCURACY = """
 Top-1 is the share of the images whose own class the model puts first, top-5 the share whose class is among its first
@@ -159,8 +158,8 @@ def position_curve(found: PositionCurve) -> Page:
     section.figure(position_lines(found), caption, name="curve")
     caption = f"Over {found.count:,} images of {found.places} patches."
     section.table(*said.tables[0][1:], caption)
-    if found.anchors:
-        section.note(f"This run tells {percent(found.anchors, None)} of the patches their place, here too.")
+    for note in said.notes:
+        section.note(note)
     return page.end(found.provenance.facts, CURVE)
 
 

@@ -36,7 +36,7 @@ def page(found: Reconstruction) -> Page:
     page = Page(f"What {found.provenance.name} makes of loose patches", lead=said.sentence)
     section = page.section("How many patches are put right")
     section.table(*said.tables[0][1:], _SCORES_CAPTION)
-    if note := channels_drawn(found.images.shape[1]):
+    for note in filter(None, (*said.notes, channels_drawn(found.images.shape[1]))):
         section.text(note)
     told = next(iter(found.scores)).position_ratio is not None
     (_droppos_sections if told else _mp3_sections)(page, found)

@@ -51,6 +51,9 @@ def _curves(section: Section, runs: Sequence[Run], over: str) -> None:
     waiting = [run.name for run in runs if not run.records]
     if waiting:
         section.text(f"Nothing is logged yet by {', '.join(waiting)}.")
+    if not panels:
+        section.text("No number was logged that could be drawn.")
+        return
     section.figure(
         curve_panels(panels, over),
         "What the runs logged. Loss, accuracy and gradient norm of training are means over the steps between two "

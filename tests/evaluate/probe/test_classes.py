@@ -9,9 +9,11 @@ import torch
 from builders import small_vit
 
 from situs.backbones import create_backbone
+from situs.data.loader import DataConfig
 from situs.errors import SitusError
-from situs.evaluate.probe.classes import probe_class
+from situs.evaluate.probe.classes import evaluate_probe, probe_class
 from situs.methods import Batch
+from situs.models import Model
 
 
 def batches(count: int, start: int, labels: bool = True) -> list[Batch]:
@@ -60,5 +62,11 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(SitusError, match="has no tokens"):
         probe_class(create_backbone("resnet18", num_classes=3), [], [], 3)
     backbone = small_vit(8, depth=1, width=12)
+    with pytest.raises(SitusError, match="kind='place': must be position or class"):
+        evaluate_probe(backbone, kind="place")  # type: ignore[arg-type]
+    images = DataConfig("", img_size=8)
+    other = Model("other", small_vit(16, depth=1, width=12), input=images)
+    with pytest.raises(SitusError, match=r"grids of \(2, 2\) and \(4, 4\) places"):  # before any image is looked for
+        evaluate_probe(Model("one", backbone, input=images), after=other)
     with pytest.raises(SitusError, match="needs labels, and the data has none"):
         probe_class(backbone, batches(60, 0, labels=False), batches(60, 1), 3)

@@ -13,7 +13,7 @@ from situs.backbones.base import Backbone
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.evaluate.consistency import Consistency, measure_consistency
-from situs.limits import check_value
+from situs.limits import check_values
 from situs.locks.equivariance import Finding, verify
 from situs.methods.base import Method
 from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
@@ -129,10 +129,7 @@ def measure_positions(
     """
     backbone = model.backbone if isinstance(model, Method) else model
     backbone.require("tokens")
-    if not ratios:
-        raise SitusError(field="ratios", value=ratios, allowed="one share of the patches to shuffle, or more")
-    for ratio in ratios:  # before the long part
-        check_value("ratios", ratio, "[0, 1]")
+    check_values("ratios", ratios, "[0, 1]")  # before the long part
     positions = model.sees_positions if isinstance(model, Method) else positions
     looks, no_vectors = _look(name, backbone, positions, seed)
     probed = probe_places(backbone, batches, positions=positions, seed=seed)

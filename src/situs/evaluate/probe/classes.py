@@ -76,12 +76,18 @@ def evaluate_probe(
     ratio: share of the patches whose position is taken away. pool: what an image's vector is. images: see
     `load_set`.
     """
+    if kind not in ("position", "class"):
+        raise SitusError(field="kind", value=kind, allowed="position or class")
     first = opened(model, seed).holding_out(images.pop("held_out", None))
     models = {first.name: first}
     if after is not None:
         second = opened(after, seed).holding_out(first.data.held_out)
         models[second.name if second.name not in models else f"{second.name} (after)"] = second
     unknown = follow(models) if kind == "position" else {}
+    grids = {each.backbone.out_grid for each in models.values()}
+    if kind == "position" and len(grids) > 1:
+        said = " and ".join(map(str, sorted(grids)))
+        raise SitusError(f"the two models have grids of {said} places", field="after")
     shared = {"seed": seed, "precision": precision, "weight_decays": tuple(weight_decays)}
     probes: dict[str, Any] = {}
     made, classes = {}, ()
@@ -98,10 +104,6 @@ def evaluate_probe(
     provenance = Provenance.joint(made.values())
     if kind == "class":
         return ClassProbes(probes, made, classes=classes, provenance=provenance)
-    grids = {each.backbone.out_grid for each in models.values()}
-    if len(grids) > 1:
-        said = " and ".join(map(str, sorted(grids)))
-        raise SitusError(f"the two models have grids of {said} places", field="after")
     return PositionProbes(probes, made, grid=grids.pop(), ratio=ratio, provenance=provenance)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from situs.core.random import uniform
 from situs.errors import SitusError
-from situs.limits import check_value
+from situs.limits import check_values
 from situs.models.inference import Total
 from situs.results import Cell, Provenance, Result, Table
 
@@ -150,8 +150,7 @@ def fit_probe(
     features: [n, D]. labels: [n] in range(classes). groups: [n] integers; rows of one group (the patches of an image)
     stay on one side of the split. Of two weight decays with equal accuracy the greater is taken.
     """
-    for decay in weight_decays:
-        check_value("weight_decays", decay, "> 0")
+    check_values("weight_decays", weight_decays, "> 0")
     if len(weight_decays) == 1:
         linear = fit_linear(features, labels, classes, weight_decays[0], steps=steps)
         return Fitted(linear, weight_decays[0], ())
