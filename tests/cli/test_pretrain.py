@@ -98,8 +98,8 @@ def test_help_is_short_and_names_every_flag_once(
     for flag in (
         "--preset NAME",
         "--data PATH",
-        "--out DIR",
-        "--resume DIR",
+        "--out FOLDER",
+        "--resume FOLDER",
         "--epochs INT",
         "--steps INT",
         "--batch INT",

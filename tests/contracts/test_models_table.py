@@ -116,7 +116,7 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
         "evaluate ensemble": [model, other, *flags, *data, *end],
         "evaluate knn": [model, *flags, *data, "--k", "2", *end],
         "analyze positions": [model, *flags, "--folds", "2", *end],
-        "audit gradients": [model, *flags, "--images", str(world.base / "data"), "--count", "1", "--defence", "none",
+        "audit gradients": [model, *flags, "--data", str(world.base / "data"), "--count", "1", "--defence", "none",
                             "--attack", "patchembed", "--no-pictures", *end],
         "audit positions": [model, *flags, *data, "--no-equivariance", "--ratios", "0.5", *end],
         "finetune --from": ["--from", model, *(f.replace("--model-args", "--backbone.model-args")

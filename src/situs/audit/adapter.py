@@ -3,7 +3,7 @@
     def victim():
         return adapt(MyViT(), img_size=32, weight="to_patch.weight", table="positions")
 
-    situs audit gradients package.module:victim --images FOLDER
+    situs audit gradients package.module:victim --data FOLDER
 
 Gradient matching needs nothing but the module. The closed forms need a layer that is fed the image and a position table
 that is added behind it: both are found by one backward pass, among all parameters or among those that are named. What

@@ -45,16 +45,15 @@ class Check(NamedTuple):
 
 def run(args: Args) -> int:
     """Gathers every finding and prints them."""
-    sections = {"Packages": packages(), "Extras": extras(), "Devices": devices(), "Machine": machine()}
-    found = {section: list(findings) for section, findings in sections.items()}
-    broken = [each.name for findings in found.values() for each in findings if each.state == "broken"]
+    sections = {"Packages": [*packages()], "Extras": [*extras()], "Devices": [*devices()], "Machine": [*machine()]}
+    broken = [each.name for found in sections.values() for each in found if each.state == "broken"]
     if args.json:
-        listed = [{"section": section, **each._asdict()} for section, held in found.items() for each in held]
+        listed = [{"section": name, **each._asdict()} for name, found in sections.items() for each in found]
         print(json.dumps(listed, indent=2))
-        return int(bool(broken))
-    for section, findings in found.items():
-        print_table(section, [(f.name, f.state, "; ".join(filter(None, (f.value, f.advice)))) for f in findings])
-    print(f"broken: {', '.join(broken)}" if broken else "Everything that situs needs is here.")
+    else:
+        for name, found in sections.items():
+            print_table(name, [(f.name, f.state, "; ".join(filter(None, (f.value, f.advice)))) for f in found])
+        print(f"broken: {', '.join(broken)}" if broken else "Everything that situs needs is here.")
     return int(bool(broken))
 
 
@@ -73,15 +72,13 @@ def extras() -> Iterator[Check]:
     for extra in sorted((metadata("situs").get_all("Provides-Extra") or ()) if installed("situs") else ()):
         lacking = [need.name for need in needs(extra) if failure(need)[0]]
         held = ", ".join(lacking or (f"{need.name} {installed(need.name)}" for need in needs(extra)))
-        yield Check(extra, *(("missing", held, f"pip install 'situs[{extra}]'") if lacking else ("ok", held)))
+        yield Check(extra, "missing", held, f"pip install 'situs[{extra}]'") if lacking else Check(extra, "ok", held)
 
 
-def needs(extra: str | None = None) -> list[Requirement]:
+def needs(extra: str = "") -> list[Requirement]:
     """What situs needs for all, or for an extra alone."""
     every = map(Requirement, (requires("situs") or ()) if installed("situs") else ())
-    if extra is None:
-        return [need for need in every if need.marker is None]
-    return [need for need in every if need.marker is not None and need.marker.evaluate({"extra": extra})]
+    return [need for need in every if (need.marker.evaluate({"extra": extra}) if need.marker else not extra)]
 
 
 def installed(name: str) -> str:
@@ -95,18 +92,16 @@ def installed(name: str) -> str:
 def failure(need: Requirement) -> tuple[str, str]:
     """What is wrong with a package and what mends it; empty where nothing is."""
     held, fix = installed(need.name), f"pip install '{need.name}{need.specifier}'"
-    if not held:
-        return "not installed", fix
-    if not need.specifier.contains(held, prereleases=True):
-        return f"{held}, not {need.specifier}", fix
-    if need.name in IMPORTED:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+    if not held or not need.specifier.contains(held, prereleases=True):
+        return f"{held}, not {need.specifier}" if held else "not installed", fix
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if need.name in IMPORTED:
                 import_module(need.name)
-        except Exception as error:  # noqa: BLE001  (whatever goes wrong in there is the finding)
-            told = f"{held} does not load: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            return told, "install the release made for this torch" if need.name == "torchvision" else fix
+    except Exception as error:  # noqa: BLE001  (whatever goes wrong in there is the finding)
+        told = f"{held} does not load: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return told, "install the release made for this torch" if need.name == "torchvision" else fix
     return "", ""
 
 
@@ -137,14 +132,14 @@ def devices() -> Iterator[Check]:
 
 def compiler() -> Check:
     """Whether torch.compile can build its kernels: a C++ compiler, and Python's headers for its bindings."""
-    found = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "cl"))), None)
+    found = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++", "cl"))), "")
     headers = Path(sysconfig.get_path("include")) / "Python.h"
-    told = ("ok", found or "", "")
-    if found is None:
-        told = "warning", "no C++ compiler found", "install one (Debian: apt install g++) or leave --train.compile off"
-    elif not headers.is_file():
-        told = "warning", f"{found}, but no {headers}", "install Python's headers (Debian: apt install python3-dev)"
-    return Check("torch.compile", *told)
+    if found and headers.is_file():
+        return Check("torch.compile", "ok", found)
+    lacks, advice = f"{found}, but no {headers}", "install Python's headers (Debian: apt install python3-dev)"
+    if not found:
+        lacks, advice = "no C++ compiler found", "install one (Debian: apt install g++) or leave --train.compile off"
+    return Check("torch.compile", "warning", lacks, advice)
 
 
 def machine() -> Iterator[Check]:

@@ -18,7 +18,7 @@ class Args:
     source: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
     """The run folder."""
 
-    out: Annotated[Path, Parameter(metavar="DIR")]
+    out: Annotated[Path, Parameter(metavar="FOLDER")]
     """The folder to write; it must not exist or be empty."""
 
     ema: bool = True

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from situs.cli.parser.model_args import ModelArgs, open_from
+from situs.cli.parser.model_args import NamedArgs, open_from
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(ModelArgs):
+class Args(NamedArgs):
     """What a model is made of."""
 
     json: bool = False

@@ -28,10 +28,10 @@ EVERYDAY = {"data": (NAMED["data"],), **SHORT}
 class Training(Recipe):
     """What every training verb takes."""
 
-    out: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """A new folder for the run."""
 
-    resume: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    resume: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """A run to go on with, after a crash, a Ctrl-C or a full disk; --epochs or --steps makes it longer."""
 
     start_over: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -9,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from situs.cli.parser.model_args import ImageArgs, LookArgs, check_folder, open_from, open_one_of
+from situs.cli.parser.model_args import DataArgs, ImageArgs, LookArgs, check_folder, open_from, open_one_of
 from situs.results import Result, Table, show
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ class MeasureArgs(ImageArgs):
     """Arithmetic of the forward."""
 
 
-def asked(args: ImageArgs, **instead: Any) -> dict[str, Any]:
+def asked(args: DataArgs, **instead: Any) -> dict[str, Any]:
     """What the flags ask of the function that measures, by its arguments; which model it is stands apart.
 
     instead: what takes the place of a flag's own value.
@@ -49,15 +50,21 @@ def open_each(sources: Sequence[str], args: LookArgs) -> list[Model]:
     return [open_one_of(source, args) for source in sources]
 
 
-def present(result: Result, out: Path | None) -> None:
-    """Prints the tables and the sentence, publishes the result where there is a place for it, and says where."""
+def present(result: Result, out: Path | None, *, as_json: bool = False) -> None:
+    """Prints the tables and the sentence, publishes the result where there is a place for it, and says where.
+
+    as_json: prints the numbers, and nothing else to stdout.
+    """
     from situs.pages import publish
 
     said = result.summary()
-    for table in said.tables:
-        print_cells(table)
-    for text in (said.sentence, *said.notes):
-        print(text)
+    if as_json:
+        print(json.dumps(result.to_json(), indent=2))
+    else:
+        for table in said.tables:
+            print_cells(table)
+        for text in (said.sentence, *said.notes):
+            print(text)
     tell_left_out(result.provenance.left_out)
     if out is None:
         return
@@ -65,7 +72,7 @@ def present(result: Result, out: Path | None) -> None:
     if path.parent != out:
         told = f"{out / path.name} is of another model and stays; this one goes to {path.parent}"
         print(f"situs: {told}", file=sys.stderr)
-    print(path)
+    print(path, file=sys.stderr if as_json else sys.stdout)
 
 
 def print_cells(table: Table) -> None:

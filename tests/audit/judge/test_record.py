@@ -52,7 +52,7 @@ FACTS = {
     "search": "l2",
     "seed": 0,
     "made": "2026-11-15T20:41:02+00:00",
-    "command": "situs audit gradients m --images photographs",
+    "command": "situs audit gradients m --data photographs",
     "situs": "0.1",
     "torch": "2.14",
     "weights_sha256": "0" * 64,

@@ -39,7 +39,7 @@ def test_paths_lose_their_folders_and_names_do_not(tmp_path: Path, monkeypatch: 
 
 
 def test_the_command_means_the_same_when_it_is_given_again() -> None:
-    words = ["m", "--images", "x", "--img-size", "3,4", "--count", "2", "--fail-above", "psnr=20", "--no-pictures"]
+    words = ["m", "--data", "x", "--img-size", "3,4", "--count", "2", "--fail-above", "psnr=20", "--no-pictures"]
     args = parse(Args, words, prog="situs audit gradients", description="")
     command = shlex.split(command_of("audit gradients", args))
     assert command[:3] == ["situs", "audit", "gradients"]

@@ -32,7 +32,7 @@ def test_table_page_and_file(
     schema_breaks: Callable[[Any], list[str]],
 ) -> None:
     out = tmp_path / "audit"
-    words = ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--out", str(out)]
+    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--out", str(out)]
     assert main([*words, "--count", "2"]) == 0
     shown = capsys.readouterr().out
     assert "none: 2 of 2 images recovered exactly from one step" in shown and "(best attack patchembed" in shown
@@ -56,7 +56,7 @@ def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsy
     out = tmp_path / "audit"
     out.mkdir()
     (out / "report.html").write_text("the page before, for all to read")
-    words = ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--out", str(out)]
+    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--out", str(out)]
     more = ["--count", "2", "--attack", "patchembed", "--defence", "none"]
     assert main([*words, *more]) == 0
     path, told = out / "report.html", json.loads((out / "gradients.json").read_text())
@@ -65,7 +65,7 @@ def test_a_page_is_evidence_and_private(photographs: Path, tmp_path: Path, capsy
     assert page.index("This page holds private images") < page.index("Threat model") and "<img" in page
     victim = open_victim(NAME, img_size=(64, 64))
     assert told["weights_sha256"] == weights_digest(victim.trains) and told["weights_file_sha256"] is None
-    command = f"situs audit gradients {NAME} --count 2 --img-size 64 --images {photographs.name} --attack patchembed"
+    command = f"situs audit gradients {NAME} --count 2 --img-size 64 --data {photographs.name} --attack patchembed"
     assert told["command"] == f"{command} --defence none --out audit"
     assert abs(datetime.fromisoformat(told["made"]) - datetime.now(UTC)) < timedelta(minutes=5)
     for name in ("made", "command", "situs", "torch", "weights_sha256"):
@@ -87,7 +87,7 @@ def test_the_weights_file_is_hashed(photographs: Path, tmp_path: Path) -> None:
 
     weights = tmp_path / "w.safetensors"
     save_file(timm.create_model(NAME, img_size=64).state_dict(), weights)
-    words = ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--count", "1"]
+    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--count", "1"]
     more = ["--weights", str(weights), "--attack", "patchembed", "--defence", "none", "--no-pictures"]
     assert main([*words, *more, "--out", str(tmp_path / "audit")]) == 0
     told = json.loads((tmp_path / "audit" / "gradients.json").read_text())
@@ -122,7 +122,7 @@ def test_the_gate(
     schema_breaks: Callable[[Any], list[str]],
 ) -> None:
     file = tmp_path / "deep" / "junit.xml"
-    words = ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--count", "2", *GATE]
+    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--count", "2", *GATE]
     assert main([*words, "--out", str(tmp_path / "audit"), "--no-pictures", "--junit", str(file), *more]) == status
     assert said in capsys.readouterr().out
     told = json.loads((tmp_path / "audit" / "gradients.json").read_text())
@@ -137,7 +137,7 @@ def test_the_gate(
 
 
 def test_a_gate_judges_what_would_be_sent_and_nothing_else(photographs: Path, tmp_path: Path) -> None:
-    words = ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--count", "1", *GATE]
+    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--count", "1", *GATE]
     assert main([*words, "--no-pictures", "--out", str(tmp_path)]) == 3
     told = json.loads((tmp_path / "gradients.json").read_text())
     assert [judged["defence"] for judged in told["gate"]["defences"]] == ["none"]
@@ -145,7 +145,7 @@ def test_a_gate_judges_what_would_be_sent_and_nothing_else(photographs: Path, tm
 
 
 def test_one_image_is_not_re_identified(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--count", "1"]
+    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--count", "1"]
     assert main([*words, "--defence", "noise=10", "--no-pictures", "--out", str(tmp_path / "audit")]) == 0
     told = json.loads((tmp_path / "audit" / "gradients.json").read_text())
     assert [pair["images"][0]["reidentified"] for pair in told["pairs"]] == [None, None]
@@ -161,7 +161,7 @@ def test_one_image_is_not_re_identified(photographs: Path, tmp_path: Path, capsy
 def test_a_model_without_an_attack(
     model: str, reason: str, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["audit", "gradients", model, "--images", str(photographs), "--count", "1", "--out", str(tmp_path)]
+    words = ["audit", "gradients", model, "--data", str(photographs), "--count", "1", "--out", str(tmp_path)]
     assert main(words) == 0
     shown = capsys.readouterr().out
     assert reason in shown
@@ -171,7 +171,7 @@ def test_a_model_without_an_attack(
 
 
 def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", "gradients", str(trained.one), "--images", str(trained.data), "--count", "3"]
+    words = ["audit", "gradients", str(trained.one), "--data", str(trained.data), "--count", "3"]
     assert main([*words, "--attack", "patchembed", "--defence", "none", "--out", str(tmp_path)]) == 0
     assert "3 of 3 images recovered exactly" in capsys.readouterr().out
 
@@ -186,7 +186,7 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
         (["--fail-above", "beauty=3"], "psnr"),
         (["--fail-above", "lpips=0.1"], "falls as an image leaks"),
         (["--count", "0"], "--count"),
-        (["--images", "absent"], "absent: no such folder or file (--images)"),
+        (["--data", "absent"], "absent: no such folder or file (--data)"),
         (["--setting", "a", "--fail-above", "psnr=20"], "(--fail-above, --setting)"),
         (["--setting", "a", "--batch", "2"], "(--batch, --setting)"),
         (["--junit", "x.xml"], "there is none (--junit, --fail-above)"),
@@ -198,7 +198,7 @@ def test_mistakes(
     words: list[str], said: str, photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "audit"
-    assert main(["audit", "gradients", NAME, "--images", str(photographs), "--out", str(out), *words]) == 2
+    assert main(["audit", "gradients", NAME, "--data", str(photographs), "--out", str(out), *words]) == 2
     told = capsys.readouterr()
     assert said in told.err and not told.out  # refused before anything is attacked
     assert not out.exists()
@@ -208,7 +208,7 @@ def test_broken_images_are_said(photographs: Path, tmp_path: Path, capsys: pytes
     folder = tmp_path / "images"
     folder.mkdir()
     (folder / "broken.png").write_text("no picture")
-    words = ["audit", "gradients", NAME, "--images", str(folder), "--img-size", "64", "--out", str(tmp_path / "audit")]
+    words = ["audit", "gradients", NAME, "--data", str(folder), "--img-size", "64", "--out", str(tmp_path / "audit")]
     assert main(words) == 2
     assert "holds no image that can be read: 1 of 1 images" in capsys.readouterr().err
     assert not (tmp_path / "audit").exists()
@@ -228,7 +228,7 @@ def test_in_the_place_of_a_broken_image_comes_the_next(
     (folder / "00-broken.png").write_text("no picture")
     (folder / "05-broken.png").write_text("no picture")
     os.mkfifo(folder / "06-pipe.png")
-    words = ["audit", "gradients", NAME, "--images", str(folder), "--img-size", "64", "--out", str(out)]
+    words = ["audit", "gradients", NAME, "--data", str(folder), "--img-size", "64", "--out", str(out)]
     assert main([*words, "--count", "2", "--attack", "patchembed", "--defence", "none"]) == 0
     shown = capsys.readouterr()
     assert "none: 2 of 2 images recovered exactly" in shown.out
@@ -243,7 +243,7 @@ def test_in_the_place_of_a_broken_image_comes_the_next(
 
 def test_a_file_is_no_folder(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "audit").write_text("mine")
-    assert main(["audit", "gradients", NAME, "--images", str(photographs), "--out", str(tmp_path / "audit")]) == 2
+    assert main(["audit", "gradients", NAME, "--data", str(photographs), "--out", str(tmp_path / "audit")]) == 2
     assert "must be a folder (--out)" in capsys.readouterr().err
     assert (tmp_path / "audit").read_text() == "mine"
 
@@ -252,7 +252,7 @@ def test_a_wrong_lpips_file(photographs: Path, tmp_path: Path, capsys: pytest.Ca
     import torch
 
     save_file({"lin0.weight": torch.ones(1)}, tmp_path / "w.safetensors")
-    words = ["audit", "gradients", NAME, "--images", str(photographs), "--lpips", str(tmp_path / "w.safetensors")]
+    words = ["audit", "gradients", NAME, "--data", str(photographs), "--lpips", str(tmp_path / "w.safetensors")]
     assert main(words) == 2
     assert "sha256" in capsys.readouterr().err
 
@@ -301,7 +301,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_users_own_module(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", "gradients", f"{own}:named", "--images", str(photographs), "--count", "2"]
+    words = ["audit", "gradients", f"{own}:named", "--data", str(photographs), "--count", "2"]
     assert main([*words, "--defence", "none,mjp", "--attack", "patchembed"]) == 0
     shown = capsys.readouterr().out
     assert "none: 2 of 2 images recovered exactly" in shown
@@ -312,13 +312,13 @@ def test_a_users_own_module(own: str, photographs: Path, capsys: pytest.CaptureF
 
 def test_a_bare_module_is_solved_without_names(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It passed the gate once, while the same module with names gave every byte."""
-    words = ["audit", "gradients", f"{own}:bare", "--images", str(photographs), "--count", "2", "--img-size", "16"]
+    words = ["audit", "gradients", f"{own}:bare", "--data", str(photographs), "--count", "2", "--img-size", "16"]
     assert main([*words, "--attack", "patchembed", "--fail-above", "psnr=20", "--no-pictures"]) == 3
     assert "none: 2 of 2 images recovered exactly" in capsys.readouterr().out
 
 
 def test_a_module_without_a_table_is_matched(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", "gradients", f"{own}:plain", "--images", str(photographs), "--count", "2", "--batch", "2"]
+    words = ["audit", "gradients", f"{own}:plain", "--data", str(photographs), "--count", "2", "--batch", "2"]
     settings = ["--attack", "patchembed,matching", "--defence", "none", "--iterations", "2", "--img-size", "16"]
     assert main([*words, *settings]) == 0
     shown = capsys.readouterr()
@@ -336,7 +336,7 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
     from situs.audit.gradients import Fallback
 
     monkeypatch.setattr("situs.audit.gradients.FALLBACK", Fallback(images=2))
-    words = ["audit", "gradients", f"{own}:plain", "--images", str(photographs), "--count", "3", "--img-size", "16"]
+    words = ["audit", "gradients", f"{own}:plain", "--data", str(photographs), "--count", "3", "--img-size", "16"]
     assert main([*words, "--fail-above", "psnr=5", "--attack", "patchembed", "--no-pictures"]) == 3
     shown = capsys.readouterr()
     said = "no closed form applies, so matching is run by itself on 2 of 3 images (300 iterations, at most 120 s)"
@@ -358,7 +358,7 @@ def test_where_nothing_closed_applies_matching_runs_by_itself(
 
 
 def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", "gradients", f"{own}:named", "--images", str(photographs), "--count", "2", "--batch", "2"]
+    words = ["audit", "gradients", f"{own}:named", "--data", str(photographs), "--count", "2", "--batch", "2"]
     settings = ["--attack", "matching", "--iterations", "1000000", "--time-limit", "1", "--no-pictures"]
     assert main([*words, *settings, "--fail-above", "psnr=190"]) == 4
     shown = capsys.readouterr().out
@@ -385,12 +385,12 @@ def test_a_time_limit_opens_no_gate(own: str, photographs: Path, capsys: pytest.
 def test_mistakes_with_an_own_module(
     which: str, words: list[str], said: str, own: str, photographs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["audit", "gradients", which.format(own=own), "--images", str(photographs), *words]) == 2
+    assert main(["audit", "gradients", which.format(own=own), "--data", str(photographs), *words]) == 2
     assert said in capsys.readouterr().err
 
 
 def test_a_time_limit_leaves_a_whole_report(own: str, photographs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["audit", "gradients", f"{own}:named", "--images", str(photographs), "--count", "2", "--batch", "2"]
+    words = ["audit", "gradients", f"{own}:named", "--data", str(photographs), "--count", "2", "--batch", "2"]
     settings = ["--attack", "matching", "--defence", "none", "--iterations", "1000000", "--time-limit", "0.5"]
     assert main([*words, *settings, "--labels", "known"]) == 0
     assert "A partial result: stopped by the time limit of 0.5 s" in capsys.readouterr().out
@@ -404,7 +404,7 @@ def test_a_time_limit_leaves_a_whole_report(own: str, photographs: Path, capsys:
 @pytest.mark.slow
 def test_ctrl_c_leaves_a_whole_report(own: str, photographs: Path) -> None:
     """A real signal to a real process, once its search has begun."""
-    words = ["audit", "gradients", f"{own}:named", "--images", str(photographs), "--count", "2", "--batch", "2"]
+    words = ["audit", "gradients", f"{own}:named", "--data", str(photographs), "--count", "2", "--batch", "2"]
     settings = ["--attack", "patchembed,matching", "--defence", "none,noise", "--iterations", "600"]
     command = [sys.executable, "-m", "situs", *words, *settings, "--fail-above", "psnr=190"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -440,7 +440,7 @@ def test_ctrl_c_after_an_image_was_above_is_above(
 
     monkeypatch.setattr(Matching, "recover", cut)
     monkeypatch.setattr(PatchEmbedding, "recover", fuzzy)
-    words = ["audit", "gradients", f"{own}:named", "--images", str(photographs), "--count", "2", "--no-pictures"]
+    words = ["audit", "gradients", f"{own}:named", "--data", str(photographs), "--count", "2", "--no-pictures"]
     more = ["--attack", "patchembed,matching", "--fail-above", limit, "--junit", "j.xml"]
     assert main([*words, *more]) == status
     told = json.loads(Path("audit/gradients.json").read_text())
@@ -457,16 +457,16 @@ def test_a_locked_model_leaks_all_the_same(trained: Any, tmp_path: Path, capsys:
     assert main(["export", str(trained.one), "--out", export]) == 0
     assert main(["key", "new", "--out", key]) == 0
     assert main(["lock", export, "--key", key, "--out", locked]) == 0
-    words = ["audit", "gradients", locked, "--images", str(trained.data), "--count", "2", "--defence", "none"]
+    words = ["audit", "gradients", locked, "--data", str(trained.data), "--count", "2", "--defence", "none"]
     capsys.readouterr()
     assert main([*words, "--attack", "patchembed", "--out", str(tmp_path / "audit")]) == 0
     assert "2 of 2 images recovered exactly" in capsys.readouterr().out
     assert "locked with the key" in (tmp_path / "audit" / "report.html").read_text()
     assert main(["lock", export, "--key", key, "--out", f"{locked}-sealed", "--seal"]) == 0
-    assert main(["audit", "gradients", f"{locked}-sealed", "--images", str(trained.data)]) == 2
+    assert main(["audit", "gradients", f"{locked}-sealed", "--data", str(trained.data)]) == 2
     assert "is sealed" in capsys.readouterr().err
     assert main(["lock", export, "--key", key, "--out", f"{locked}-less", "--withhold", "embedding"]) == 0
-    assert main(["audit", "gradients", f"{locked}-less", "--images", str(trained.data)]) == 2
+    assert main(["audit", "gradients", f"{locked}-less", "--data", str(trained.data)]) == 2
     assert "lacks what was withheld when it was locked (embedding)" in capsys.readouterr().err
 
 
@@ -511,7 +511,7 @@ def test_a_run_of_mjp_is_audited_with_its_own_method(
     assert mask.any()
     assert torch.equal(hidden_places(sent["model.pos_embed"][0, 1:]), mask)
     assert float(sent["unknown"].abs().sum()) > 0
-    words = ["audit", "gradients", str(mjp_run), "--images", str(trained.data), "--count", "2"]
+    words = ["audit", "gradients", str(mjp_run), "--data", str(trained.data), "--count", "2"]
     assert main([*words, "--attack", "patchembed", "--defence", "none,mjp=0", "--out", str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert "none: at least" in shown  # MJP is at work although no defence is named
@@ -527,7 +527,7 @@ def test_an_mp3_run_is_asked_about_the_order(trained: Any, tmp_path: Path, monke
     monkeypatch.setattr(
         adaptive, "order_hidden", lambda *args, predictor: asked.append(predictor) or order(*args, predictor=predictor)
     )
-    words = ["audit", "gradients", str(trained.one), "--images", str(trained.data), "--count", "1"]
+    words = ["audit", "gradients", str(trained.one), "--data", str(trained.data), "--count", "1"]
     words += ["--attack", "adaptive-mjp", "--defence", "mjp=0.6", "--out", str(tmp_path / "audit")]
     assert main([*words, "--predictor", str(trained.mp3)]) == 0
     assert [type(each) for each in asked] == [MP3]
@@ -553,7 +553,7 @@ def test_a_predictor_that_cannot_be_asked_is_refused(
 ) -> None:
     model = str(trained.one) if predictor == "one" else NAME
     size = [] if predictor == "one" else ["--img-size", "64"]
-    words = ["audit", "gradients", model, "--images", str(photographs), *size, "--attack", attack]
+    words = ["audit", "gradients", model, "--data", str(photographs), *size, "--attack", attack]
     words += ["--predictor", str(getattr(trained, predictor)), "--out", str(tmp_path / "audit")]
     assert main(words) == 2
     assert said in capsys.readouterr().err
@@ -561,14 +561,14 @@ def test_a_predictor_that_cannot_be_asked_is_refused(
 
 
 SCRIPT = r"""
-audit() { "$PYTHON" -m situs audit gradients "$@" --images "$IMAGES" --fail-above psnr=20 --no-pictures --junit j.xml; }
+audit() { "$PYTHON" -m situs audit gradients "$@" --data "$IMAGES" --fail-above psnr=20 --no-pictures --junit j.xml; }
 audit test_vit --img-size 64 --count 2 --defence clip > passed.txt; echo "passed $?"; cp j.xml passed.xml
 audit test_vit --img-size 64 --count 2 > above.txt; echo "above $?"; cp j.xml above.xml
 audit OWN:named --attack matching --iterations 1000000 --time-limit 1 --count 2 > stopped.txt; echo "stopped $?"
 cp j.xml stopped.xml
 audit OWN:plain --img-size 16 --count 2 > nothing.txt; echo "nothing applies $?"; cp j.xml nothing.xml
 audit test_vit --img-size 64 --attack magic 2> wrong.txt; echo "wrong call $?"
-"$PYTHON" -m situs audit gradients OWN:plain --img-size 16 --images "$IMAGES" --no-pictures --fail-above psnr=150 \
+"$PYTHON" -m situs audit gradients OWN:plain --img-size 16 --data "$IMAGES" --no-pictures --fail-above psnr=150 \
     --attack matching --iterations 1000000 --junit j.xml > ctrl-c.txt 2> ctrl-c.err & pid=$!
 until grep -q "matching: iteration" ctrl-c.err || ! kill -0 $pid; do sleep 0.2; done
 kill -INT $pid; wait $pid; echo "Ctrl-C $?"; cp j.xml ctrl-c.xml
@@ -609,7 +609,7 @@ def test_the_gate_in_a_shell_script(own: str, photographs: Path) -> None:
 
 
 def settings_words(photographs: Path, out: Path, *more: str) -> list[str]:
-    return ["audit", "gradients", NAME, "--images", str(photographs), "--img-size", "64", "--out", str(out), *more]
+    return ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "64", "--out", str(out), *more]
 
 
 def test_table_verdict_and_files(photographs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

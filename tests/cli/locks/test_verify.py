@@ -32,8 +32,9 @@ def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_json_of_a_vit(capsys: pytest.CaptureFixture[str]) -> None:
-    shown = printed_json(capsys, NAME, "--img-size", "32,48", "--steps", "1")
+def test_json_of_a_vit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shown = printed_json(capsys, NAME, "--img-size", "32,48", "--steps", "1", "--out", str(tmp_path))
+    assert json.loads((tmp_path / "verify.json").read_text()) == shown and (tmp_path / "verify.html").is_file()
     assert (shown["model"], shown["dtype"], shown["steps"]) == (NAME, "float32", 1)
     assert shown["worst"] < shown["tolerance"] == 1e-10
     assert shown["control"] > 1e-3

@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
+from situs.cli.parser.model_args import check_folder
 from situs.cli.result import present
 
 
@@ -30,4 +31,5 @@ def run(args: Args) -> None:
     """Reads, prints a line for each run, and writes the page."""
     from situs.analyze.runs import analyze_runs
 
+    check_folder(args.out)
     present(analyze_runs(args.runs, over=args.over), args.out)

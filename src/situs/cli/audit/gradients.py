@@ -28,7 +28,7 @@ INTERRUPTED = 130
 class Args(ModelArgs, AuditConfig):
     """What a model's gradients give away; a timm name without weights gets random ones."""
 
-    data: Annotated[str, Parameter(name="--images", metavar="FOLDER")]
+    data: Annotated[str, Parameter(metavar="PATH")]
     """Images to attack, as training reads them."""
 
     attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = ("patchembed", "april")

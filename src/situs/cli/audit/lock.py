@@ -1,7 +1,8 @@
 """Attack a locked model as somebody without its key would, and say what is left of the lock.
 
 For example: situs audit lock locked/ --key owner.key --images PHOTOGRAPHS
-             situs audit lock locked/ --attacker public-base,drifted-base --base MODEL --drift 0.3,1,3
+
+With what the attacker may have: situs audit lock locked/ --attacker drifted-base --base MODEL --drift 0.3,1,3
 
 A lock is obfuscation, not encryption: who has the model it was made from reads the key off its weights, and who has
 a few images may come near it without.
@@ -17,6 +18,7 @@ from cyclopts import Parameter
 
 from situs.cli.parser.arguments import configured
 from situs.cli.parser.flags import POSITIONAL
+from situs.cli.parser.model_args import check_folder
 from situs.cli.result import present
 from situs.locks.attacks import LockAuditConfig
 
@@ -50,7 +52,7 @@ class Args:
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Labelled images: for the attacker `labels`, and to measure accuracy before and after every attack."""
 
-    out: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """Write report.html and audit.json there."""
 
     config: LockAuditConfig = configured(LockAuditConfig)
@@ -62,6 +64,7 @@ def run(args: Args) -> None:
     from situs.cli.locks.passphrase import read_key
     from situs.locks import audit_lock
 
+    check_folder(args.out)
     asked = {field.name: getattr(args, field.name) for field in fields(args) if field.name not in ("locked", "out")}
     asked["key"] = None if args.key is None else read_key(args.key)
     present(audit_lock(args.locked, **asked), args.out)

@@ -8,34 +8,22 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from situs.cli.parser.model_args import ModelArgs, open_from
-from situs.cli.result import tell_left_out
+from situs.cli.parser.model_args import DataArgs, open_from
+from situs.cli.result import asked, tell_left_out
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(ModelArgs):
+class Args(DataArgs):
     """Pooled features of every image."""
 
     out: Annotated[Path, Parameter(metavar="FILE")]
     """The file to write: .safetensors, .npz or .npy. NAME.names.csv beside it says which image each row is."""
 
-    data: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """The images; by default those a run was trained on."""
-
     split: str = "train"
     """train, val or test."""
 
-    held_out: Annotated[float | None, Parameter(metavar="SHARE")] = None
-    """Share of data without val and test that is held out as both; by default what a run held out."""
-
-    count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
-    """So many of the images, chosen at random and the same every time; all where nothing is said."""
-
     pool: Literal["mean", "cls"] = "mean"
     """The mean of the patch tokens, or the CLS token."""
-
-    batch: int = 256
-    """Images at a time."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the forward."""
@@ -46,9 +34,7 @@ def run(args: Args) -> None:
     from situs.evaluate.features import check_form, extract_features, write_features
 
     check_form(args.out)
-    model = open_from(args).holding_out(args.held_out)
-    images = {"split": args.split, "count": args.count, "batch": args.batch}
-    found = extract_features(model, args.data, pool=args.pool, precision=args.precision, **images)
+    found = extract_features(open_from(args), **asked(args))
     write_features(args.out, found)
     count, dim = found.features.shape
     labels = "with labels" if found.labels is not None else "without labels"

@@ -14,7 +14,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
-from situs.cli.parser.model_args import ShapeArgs, asked_of
+from situs.cli.parser.model_args import ShapeArgs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class Args(ShapeArgs):
     key: Annotated[Path, Parameter(metavar="FILE")]
     """The key (situs key new)."""
 
-    out: Annotated[Path, Parameter(metavar="DIR")]
+    out: Annotated[Path, Parameter(metavar="FOLDER")]
     """The folder to write; it must not exist."""
 
     withhold: Annotated[tuple[str, ...], Parameter(metavar="PART")] = ()
@@ -50,11 +50,8 @@ def run(args: Args) -> None:
     from situs.cli.locks.passphrase import read_key
     from situs.locks import lock
 
-    opening = asked_of(args.model, args)
-    for name in ("unlock", "seed", "device"):
-        del opening[name]
-    more = {"withhold": args.withhold, "withheld": args.withheld, **opening}
-    locked = lock(args.model, read_key(args.key), args.out, cover=args.cover, seal=args.seal, **more)
+    asked = {name: getattr(args, name) for name in ("withhold", "withheld", "cover", "seal")}
+    locked = lock(args.model, read_key(args.key), args.out, **asked, **args.shape())
     print(locked)
     also = "" if locked.withheld is None else f" --withheld {locked.withheld}"
     print(f"Open it with situs unlock {args.out} --key {args.key}{also} --out DIR.")

@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from situs.cli.parser.arguments import configured
+from situs.cli.parser.model_args import check_folder
 from situs.cli.result import present
 from situs.locks.study.finetune import StudyConfig
 
@@ -26,7 +27,7 @@ class Args:
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Labelled images to fine-tune on; by default those of the run."""
 
-    out: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """Write report.html and study.json there."""
 
     config: StudyConfig = configured(StudyConfig)
@@ -37,6 +38,7 @@ def run(args: Args) -> None:
     """Trains in all four ways, prints the table, writes the page."""
     from situs.locks import study_lock
 
+    check_folder(args.out)
     study = study_lock(args.source, args.data, args.config, say=print)
     print()
     present(study, args.out)

@@ -25,7 +25,7 @@ class Args:
     key: Annotated[Path, Parameter(metavar="FILE")]
     """The key it was locked with."""
 
-    out: Annotated[Path, Parameter(metavar="DIR")]
+    out: Annotated[Path, Parameter(metavar="FOLDER")]
     """The folder to write; it must not exist."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None

@@ -7,14 +7,13 @@ finding, not an error.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from situs.cli.parser.model_args import ModelArgs, open_from
+from situs.cli.parser.model_args import ModelArgs, check_folder, open_from
 from situs.cli.result import present
 
 
@@ -34,7 +33,7 @@ class Args(ModelArgs):
     json: bool = False
     """Print JSON instead of tables."""
 
-    out: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    out: Annotated[Path | None, Parameter(metavar="FOLDER")] = None
     """Write verify.html and verify.json there."""
 
 
@@ -42,8 +41,6 @@ def run(args: Args) -> None:
     """Opens the model, verifies it and prints what was found."""
     from situs.locks import verify
 
+    check_folder(args.out)
     found = verify(open_from(args, any_weights=True), steps=args.steps, tokens=args.tokens, seed=args.seed)
-    if args.json:
-        print(json.dumps(found.to_json(), indent=2))
-    else:
-        present(found, args.out)
+    present(found, args.out, as_json=args.json)

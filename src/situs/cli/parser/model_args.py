@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -38,8 +38,10 @@ class ShapeArgs:
     ema: bool = True
     """For a run: the mean of the weights where there is one, or the weights themselves."""
 
-    device: str | None = None
-    """cpu, cuda or cuda:N; a GPU where there is one."""
+    def shape(self) -> dict[str, Any]:
+        """What is asked of a model that is made, by the arguments of `open_model`."""
+        asked = {each.name: getattr(self, each.name) for each in fields(ShapeArgs)}
+        return asked | {"ema": None if self.ema else False, "model_args": self.model_args or None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +56,20 @@ class OpenArgs(ShapeArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelArgs(OpenArgs):
+class NamedArgs(OpenArgs):
     """Which model."""
 
     model: Annotated[str, POSITIONAL, Parameter(metavar="MODEL")]
     """A run, an export or another model's folder (timm, Hugging Face), a locked folder, a timm name with its weights
     (NAME=FILE or --weights), or your own module (file.py:Name, package.module:name)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelArgs(NamedArgs):
+    """Which model, and where it runs."""
+
+    device: Annotated[str | None, Parameter(metavar="NAME")] = None
+    """cpu, cuda or cuda:N; by default a GPU where there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +81,11 @@ class LookArgs(ModelArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ImageArgs(LookArgs):
+class DataArgs(ModelArgs):
     """Which model, on which images."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """The images; by default those a run was trained on."""
-
-    split: str | None = None
-    """train, val or test; val and test stand in for each other. By default val, or all of data that is not split."""
 
     held_out: Annotated[float | None, Parameter(metavar="SHARE")] = None
     """Share of data without val and test that is held out as both; by default what a run held out."""
@@ -89,63 +96,62 @@ class ImageArgs(LookArgs):
     batch: int = 256
     """Images at a time."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class ImageArgs(LookArgs, DataArgs):
+    """Which model, on which images, and where what is found goes."""
+
+    split: str | None = None
+    """train, val or test; val and test stand in for each other. By default val, or all of data that is not split."""
+
     seed: int = 0
     """Seed of every draw."""
 
 
-def check_folder(folder: Path) -> None:
+def check_folder(folder: Path | None) -> None:
     """Refuses what is no folder to write to, before the work is done."""
-    good = folder.is_dir() if folder.exists() else folder.suffix not in (".json", ".html")
-    if not good:
+    if folder is not None and (not folder.is_dir() if folder.exists() else folder.suffix in (".json", ".html")):
         raise SitusError(field="out", value=str(folder), allowed="a folder")
 
 
-def open_from(args: ModelArgs, *, any_weights: bool = False, device: str | None = None, **fields: Any) -> Model:
+def open_from(args: NamedArgs, *, any_weights: bool = False, device: str | None = None) -> Model:
     """The model that the flags name, on its device and in eval mode.
 
-    any_weights: a name without weights gets random ones. device: instead of that of the flags. fields: of a new model.
+    any_weights: a name without weights gets random ones. device: instead of that of the flags.
     """
     if isinstance(args, LookArgs):
         check_folder(args.out)
-    model = open_named(args.model, args, any_weights=any_weights, device=device, **fields)
-    return model.holding_out(args.held_out) if isinstance(args, ImageArgs) else model
+    model = open_named(args.model, args, any_weights=any_weights, device=device)
+    return model.holding_out(args.held_out) if isinstance(args, DataArgs) else model
 
 
-def open_named(
-    source: str, args: OpenArgs, *, any_weights: bool = False, device: str | None = None, **fields: Any
-) -> Model:
-    """The model `source` by the flags; see `open_from`."""
+def open_named(source: str, args: OpenArgs, *, any_weights: bool = False, device: str | None = None) -> Model:
+    """The model `source` by the flags; see `open_from`. One that is scrambled is said to be."""
     from situs.models import open_model
+    from situs.train import distributed
 
-    asked = asked_of(source, args) | ({} if device is None else {"device": device})
-    model = open_model(source, any_weights=any_weights, **asked, **fields)
-    tell_locked(model)
+    model = open_model(source, any_weights=any_weights, **asked_of(source, args, device))
+    if model.locked and not distributed.rank():
+        print(
+            f"situs: {model.name}: without the key its blocks are scrambled, and so is what follows; "
+            "open it (--key FILE, or situs unlock)",
+            file=sys.stderr,
+        )
     return model
 
 
-def asked_of(source: str, args: ShapeArgs) -> dict[str, Any]:
-    """What the flags ask of `open_model`, by its arguments."""
+def asked_of(source: str, args: OpenArgs, device: str | None = None) -> dict[str, Any]:
+    """What the flags ask of `open_model`, by its arguments. device: instead of that of the flags."""
     from situs.api import unlock_of
     from situs.cli.locks.passphrase import read_key
     from situs.train.distributed import start
 
-    unlock = None
-    if isinstance(args, OpenArgs):
-        unlock = unlock_of(source, None if args.key is None else read_key(args.key), args.withheld)
-    return {
-        "weights": args.weights,
-        "img_size": args.img_size,
-        "ema": None if args.ema else False,
-        "unlock": unlock,
-        "seed": getattr(args, "seed", 0),
-        "device": start(args.device).device,
-        "patch_size": args.patch_size,
-        "in_chans": args.in_chans,
-        "model_args": args.model_args or None,
-    }
+    unlock = unlock_of(source, None if args.key is None else read_key(args.key), args.withheld)
+    chosen = device or start(getattr(args, "device", None)).device
+    return {**args.shape(), "unlock": unlock, "seed": getattr(args, "seed", 0), "device": chosen}
 
 
-def open_one_of(source: str, args: OpenArgs, **asked: Any) -> Model:
+def open_one_of(source: str, args: OpenArgs) -> Model:
     """One of several models that share the flags: each takes those that are for its kind."""
     from situs.models.open import is_locked
 
@@ -156,16 +162,4 @@ def open_one_of(source: str, args: OpenArgs, **asked: Any) -> Model:
         none = {"weights": None}
     if not is_locked(source):
         none |= {"key": None, "withheld": None}
-    return open_named(source, replace(args, **none), **asked)
-
-
-def tell_locked(model: Model) -> None:
-    """Says of a locked model that its numbers are not those of the model."""
-    from situs.train import distributed
-
-    if model.locked and not distributed.rank():
-        print(
-            f"situs: {model.name}: without the key its blocks are scrambled, and so is what follows; "
-            "open it (--key FILE, or situs unlock)",
-            file=sys.stderr,
-        )
+    return open_named(source, replace(args, **none))
