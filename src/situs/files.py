@@ -39,9 +39,9 @@ def cache_folder(name: str) -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "situs" / name
 
 
-def write_text(path: str | os.PathLike[str], text: str, *, private: bool = False) -> None:
+def write_text(path: str | os.PathLike[str], text: str) -> None:
     """`write_bytes` for text, in UTF-8."""
-    write_bytes(path, text.encode(), private=private)
+    write_bytes(path, text.encode())
 
 
 def write_bytes(path: str | os.PathLike[str], content: bytes, *, private: bool = False) -> None:

@@ -22,9 +22,13 @@ class Table(NamedTuple):
     header: Sequence[str]
     rows: Sequence[Sequence[Cell]]
 
+    def cells(self) -> list[list[str]]:
+        """As people read them, row by row, the header first where there is one."""
+        return [[show(cell) for cell in row] for row in (*([self.header] if self.header else []), *self.rows)]
+
     def __str__(self) -> str:
         """As plain text: columns as wide as their widest cell, no trailing blanks."""
-        cells = [[show(cell) for cell in row] for row in (*([self.header] if self.header else []), *self.rows)]
+        cells = self.cells()
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         return "\n".join([self.title, *(f"  {line}" for line in lines), ""])

@@ -109,7 +109,7 @@ def of_three(place: float, image: float) -> Correlation:
 @pytest.mark.parametrize(
     ("place", "image", "said"),
     [
-        (0.005, 0.005, ("no position is left in them", "do not flock together")),
+        (0.005, 0.005, ("this measure finds no position in them", "do not flock together")),
         (0.02, 0.02, ("they keep their position", "image flock together")),
         (0.4, 0.0, ("correlates 0.70, 0.40 more than two different places (0.30)", "do not flock together")),
     ],
@@ -142,7 +142,7 @@ def test_page_says_first_what_was_found(backbone: Backbone) -> None:
     assert "they keep their position" in said
     untold = correlate(backbone, batches(60, (60,)), positions=False)
     last = untold["norm"].means
-    assert ("no position is left" in Correlations(untold).summary().sentence) == (last["position"] < 0.01)
+    assert ("finds no position" in Correlations(untold).summary().sentence) == (last["position"] < 0.01)
     numbers = json.loads(json.dumps(Correlations(found).to_json()))
     assert numbers["images"] == 12
     assert numbers["depths"]["norm"]["within"] == pytest.approx(found["norm"].means["within"])

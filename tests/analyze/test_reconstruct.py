@@ -17,6 +17,7 @@ from situs.analyze.reconstruct import (
     PuzzleRatios,
     PuzzleScores,
     Reconstruction,
+    analyze_reconstruct,
     hidden_and_wrong,
     mix_pairs,
     paint_places,
@@ -32,6 +33,7 @@ from situs.methods import Batch
 from situs.methods.base import Puzzle
 from situs.methods.droppos import DropPos, DropPosConfig
 from situs.methods.mp3 import MP3, MP3Config
+from situs.models import Model
 from situs.pages.reconstruct import mix_figure, own_places_panel, page, placed_panel, unordered_panel, verdict_panel
 from situs.results import Provenance
 
@@ -230,7 +232,7 @@ def test_settings_follow_the_papers_as_far_as_the_method_can() -> None:
     assert settings_of(droppos, (0.5,)) == [PuzzleRatios(0.5, 0.75), PuzzleRatios(0.5, 0.95)]
     assert settings_of(droppos, None, (0.5,))[-1].text == "γ = 0.75, γ_pos = 0.5"
     with pytest.raises(SitusError) as error:
-        settings_of(mp3, None, (0.5,))
+        analyze_reconstruct(Model("a run", mp3.backbone, mp3), position_ratios=(0.5,))
     assert error.value.field == "position_ratios"
     with pytest.raises(SitusError, match=r"ratios=\(\)"):
         settings_of(mp3, ())

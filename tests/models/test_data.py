@@ -64,6 +64,9 @@ def test_a_run_is_judged_on_what_it_held_out(flat: Path, run: Path) -> None:
     said = made_with(subject, judged, 0, beside=[trained], more={"fitted_to": "x"})
     assert said.facts["left out"] == "flat: left out 1 (no images by their names: .txt 1); the first: dark/notes.txt"
     assert set(said.left_out) == {*trained.source.left_out(), *judged.source.left_out()}
+    trained.source.notes.append("a part of it is gone")
+    beside = made_with(subject, judged, 0, beside=[trained])
+    assert "a part of it is gone" in beside.facts["left out"] and "a part of it is gone" in beside.left_out
     assert (said.name, said.facts["fitted_to"], list(said.facts)[-1]) == (subject.name, "x", "fitted_to")
 
 

@@ -18,9 +18,11 @@ from situs.results import Provenance
 MADE = Provenance({"seed": 0})
 
 
-def found(names: tuple[str, ...] = tuple(CORRUPTIONS), severities: tuple[int, ...] = (1, 2, 3, 4, 5)) -> Robustness:
+def found(
+    names: tuple[str, ...] = tuple(CORRUPTIONS), severities: tuple[int, ...] = (1, 2, 3, 4, 5), count: int = 400
+) -> Robustness:
     cells = {
-        name: {severity: Accuracy(0.8 - 0.1 * severity, 0.9, 400, 1.0) for severity in severities} for name in names
+        name: {severity: Accuracy(0.8 - 0.1 * severity, 0.9, count, 1.0) for severity in severities} for name in names
     }
     pictures = torch.rand(len(names), 1 + len(severities), 3, 8, 8) if names else None
     clean = Accuracy(0.8, 0.9, 400, 0.7)
@@ -53,7 +55,8 @@ def test_what_hurts_most_and_least_is_named() -> None:
 @pytest.mark.parametrize(
     ("change", "side", "reasons"),
     [
-        ({"given": "imagenet-c"}, 224, None),
+        ({"given": "imagenet-c"}, 224, "it is over 400 of the 50,000 images"),
+        ({"given": "imagenet-c", "cells": found(count=50_000).cells}, 224, None),
         ({}, 224, "the corrupted images were made here and frost is drawn"),
         (
             {"given": "c", "outputs": 10},

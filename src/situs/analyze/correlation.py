@@ -96,7 +96,9 @@ class Correlations(Result):
         """What the maps at the end of the model say, and where position weighs most; a row a depth."""
         last = self.depths[LAST].means
         if last["position"] < HARDLY:
-            place = f"no more than two different places do ({last['across']:.2f}): no position is left in them"
+            place = (
+                f"no more than two different places do ({last['across']:.2f}): this measure finds no position in them"
+            )
         else:
             more = f"{last['position']:.2f} more than two different places ({last['across']:.2f})"
             place = f"{more}: they keep their position"

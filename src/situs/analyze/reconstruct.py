@@ -139,8 +139,6 @@ def settings_of(
     if position_ratios is not None:
         check_values("position_ratios", position_ratios, "(0, 1]")
     several = len(method.puzzle_ratios) > 1
-    if position_ratios is not None and not several:
-        raise SitusError(f"{type(method).__name__} hides every place, and no share of them", field="position_ratios")
     shares = (POSITION_RATIOS if position_ratios is None else position_ratios) if several else (None,)
     tried = [PuzzleRatios(ratio, share) for share in shares for ratio in (RATIOS if ratios is None else ratios)]
     return tried if ratios is not None else [setting for setting in tried if _can(method, setting)]
@@ -266,7 +264,7 @@ def analyze_reconstruct(
     check_value("show", show, ">= 1")
     check_value("pairs", pairs, ">= 0")
     model = opened(model, seed)
-    method = puzzle_method(model)
+    method = puzzle_method(model, position_ratios)
     settings = settings_of(method, ratios, position_ratios)
     images.setdefault("count", 64)
     loader = load_set(model, data, **images)

@@ -174,7 +174,7 @@ def has_umap() -> bool:
     return find_spec("umap") is not None
 
 
-def umap_points(table: Tensor, *, neighbours: int = NEIGHBOURS, seed: int = 0) -> NDArray[np.float64]:
+def umap_points(table: Tensor, *, seed: int = 0) -> NDArray[np.float64]:
     """The places of a table [N, D] laid out in the plane by UMAP, [N, 2]: near ones near, far ones anywhere."""
     rows = table.double().cpu().numpy()
     if len(rows) < FEWEST:
@@ -184,7 +184,7 @@ def umap_points(table: Tensor, *, neighbours: int = NEIGHBOURS, seed: int = 0) -
     from umap import UMAP  # pyright: ignore[reportMissingImports]
 
     # One thread: a seed fixes the layout only then, and UMAP warns where more are asked for.
-    layout = UMAP(n_components=2, n_neighbors=min(neighbours, len(rows) - 1), random_state=seed, n_jobs=1)
+    layout = UMAP(n_components=2, n_neighbors=min(NEIGHBOURS, len(rows) - 1), random_state=seed, n_jobs=1)
     return np.asarray(layout.fit_transform(rows), dtype=np.float64)
 
 

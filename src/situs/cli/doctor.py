@@ -19,6 +19,7 @@ from typing import NamedTuple
 from packaging.requirements import Requirement
 
 from situs.cli.tables import print_table
+from situs.results import Table
 
 IMPORTED = ("torch", "torchvision", "timm")
 """Packages whose import is tried: compiled parts of the wrong build fail only there, not in their version."""
@@ -52,7 +53,8 @@ def run(args: Args) -> int:
         print(json.dumps(listed, indent=2))
     else:
         for name, found in sections.items():
-            print_table(name, [(f.name, f.state, "; ".join(filter(None, (f.value, f.advice)))) for f in found])
+            rows = [(f.name, f.state, "; ".join(filter(None, (f.value, f.advice)))) for f in found]
+            print_table(Table(name, (), rows))
         print(f"broken: {', '.join(broken)}" if broken else "Everything that situs needs is here.")
     return int(bool(broken))
 

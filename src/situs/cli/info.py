@@ -18,7 +18,7 @@ class Args(NamedArgs):
 
 def run(args: Args) -> None:
     """Opens the model, of a name or a folder its shapes alone, describes it and prints that."""
-    from situs.cli.result import print_cells
+    from situs.cli.tables import print_table
     from situs.models.describe import describe
 
     info = describe(open_from(args, any_weights=True, device="meta").backbone)
@@ -26,4 +26,4 @@ def run(args: Args) -> None:
         print(json.dumps(asdict(info), indent=2))
     else:
         for table in info.tables():
-            print_cells(table)
+            print_table(table)

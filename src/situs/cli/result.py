@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from situs.cli.parser.model_args import DataArgs, ImageArgs, LookArgs, check_folder, open_from, open_one_of
-from situs.results import Result, Table, show
+from situs.cli.tables import print_table
+from situs.results import Result
 
 if TYPE_CHECKING:
     from situs.models import Model
@@ -62,7 +63,7 @@ def present(result: Result, out: Path | None, *, as_json: bool = False) -> None:
         print(json.dumps(result.to_json(), indent=2))
     else:
         for table in said.tables:
-            print_cells(table)
+            print_table(table)
         for text in (said.sentence, *said.notes):
             print(text)
     tell_left_out(result.provenance.left_out)
@@ -73,14 +74,6 @@ def present(result: Result, out: Path | None, *, as_json: bool = False) -> None:
         told = f"{out / path.name} is of another model and stays; this one goes to {path.parent}"
         print(f"situs: {told}", file=sys.stderr)
     print(path, file=sys.stderr if as_json else sys.stdout)
-
-
-def print_cells(table: Table) -> None:
-    """A result's table on the terminal."""
-    from situs.cli.tables import print_table
-
-    head = [tuple(table.header)] if table.header else []
-    print_table(table.title, [*head, *(tuple(map(show, row)) for row in table.rows)])
 
 
 def tell_left_out(said: Iterable[str]) -> None:

@@ -139,11 +139,8 @@ def evaluate_position(
     ratios: γ of DropPos, η of MP3. position_ratios: γ_pos of DropPos. images: see `load_set`.
     """
     model = opened(model, seed)
-    method = puzzle_method(model)
+    method = puzzle_method(model, position_ratios)
     several = len(method.puzzle_ratios) > 1
-    if position_ratios is not None and not several:
-        kind = type(method).__name__
-        raise SitusError(f"{model.name}: {kind} hides every place, and no share of them", field="position_ratios")
     ratios = (MASK_RATIOS if several else RATIOS) if ratios is None else ratios
     loader = load_set(model, data, shared=True, **images)
     draws = {"seed": seed, "precision": precision}

@@ -194,14 +194,6 @@ def made_with(
 
     size = "x".join(map(str, model.data.size))
     made = {"data": loader.source.name, "img_size": size, "seed": seed, "precision": precision, "situs": __version__}
-    said = loader.source.left_out()
-    facts = {
-        "name": model.name,
-        **model.facts,
-        **made,
-        **({"left out": " ".join(said)} if said else {}),
-        **(more or {}),
-    }
-    return Provenance(
-        facts, (model.origin,), tuple(text for each in (*beside, loader) for text in each.source.left_out())
-    )
+    said = tuple(dict.fromkeys(text for each in (*beside, loader) for text in each.source.left_out()))
+    left = {"left out": " ".join(said)} if said else {}
+    return Provenance({"name": model.name, **model.facts, **made, **left, **(more or {})}, (model.origin,), said)

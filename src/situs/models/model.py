@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -80,13 +81,19 @@ def folder_name(path: str | Path) -> str:
     return Path(path).resolve().name
 
 
-def puzzle_method(model: Model) -> Method:
-    """The method of a run with a position head; any other model is refused."""
+def puzzle_method(model: Model, position_ratios: Sequence[float] | None = None) -> Method:
+    """The method of a run with a position head; any other model is refused.
+
+    position_ratios: asked for, which one that hides every place (MP3) does not have.
+    """
     if model.method is None:
         raise SitusError(f"{model.name}: is no run, and only a run keeps its position head; name a DropPos or MP3 run")
     if not model.method.puzzle_ratios:
         kind = type(model.method).__name__
         raise SitusError(f"{model.name}: was trained by {kind}, which has no position head; DropPos and MP3 runs do")
+    if position_ratios is not None and len(model.method.puzzle_ratios) == 1:
+        kind = type(model.method).__name__
+        raise SitusError(f"{model.name}: {kind} hides every place, and no share of them", field="position_ratios")
     return model.method
 
 

@@ -27,8 +27,7 @@ def page(audit: PositionAudit) -> Page:
     _shuffled(page.section("What shuffled patches do"), audit)
     _law(page.section("Whether the blocks mind the order"), audit)
     _meaning(page.section("What follows"), audit)
-    page.section("How this was made").facts(audit.provenance.facts)
-    return page
+    return page.end(audit.provenance.facts)
 
 
 def _readings(section: Section, audit: PositionAudit) -> None:
@@ -70,7 +69,7 @@ def _readings(section: Section, audit: PositionAudit) -> None:
     for group in zip(*probed.readings.values(), strict=True):
         row: list[Cell] = [group[0].depth]
         for condition, each in zip(probed.readings, group, strict=True):
-            row += [f"{each.error:.2f}", *[f"{each.r2:.3f}"] * (condition == OWN), f"{percent(each.right)}"]
+            row += [f"{each.error:.2f}", *[f"{each.r2:.3f}"] * (condition == OWN), percent(each.right)]
         rows.append(row)
     section.table(header, rows, "Error in patches, mean of row and column; R² of both; named: the very place, of all.")
     if audit.hierarchical:
@@ -126,8 +125,8 @@ def _shuffled(section: Section, audit: PositionAudit) -> None:
     for row in audit.shuffled:
         share = row.diff_norm / row.clean_norm if row.clean_norm else None
         cells: list[Cell] = [f"{row.ratio:g}", "told" if row.told else "not told", row.masked, f"{row.diff_norm:.3g}"]
-        cells.append(None if share is None else f"{percent(share)}")
-        rows.append(cells + ([None if row.consistency is None else f"{percent(row.consistency)}"] if answers else []))
+        cells.append(None if share is None else percent(share))
+        rows.append(cells + ([None if row.consistency is None else percent(row.consistency)] if answers else []))
     section.table(header, rows)
     if not answers:
         section.note("It has no trained classifier, so there are no answers to compare.")

@@ -129,11 +129,11 @@ def own_places_panel(image: Tensor, puzzle: Puzzle, title: str = "") -> Panel:
     return _panel(image, places, places, puzzle, title)
 
 
-def unordered_panel(image: Tensor, puzzle: Puzzle, row: int, seed: int = 0, title: str = "") -> Panel:
+def unordered_panel(image: Tensor, puzzle: Puzzle, row: int, seed: int = 0) -> Panel:
     """The patches of a puzzle in no order, as the model gets them; the context outlined."""
     noise = uniform(seed, 0, torch.tensor([row]), "analyze.layout", (puzzle.grid[0] * puzzle.grid[1],))
     layout = random_permutation(noise)[:, : puzzle.places.shape[1]]
-    return _panel(image, puzzle.places[row : row + 1], layout, puzzle, title, known=puzzle.known)
+    return _panel(image, puzzle.places[row : row + 1], layout, puzzle, known=puzzle.known)
 
 
 def verdict_panel(image: Tensor, puzzle: Puzzle, row: int, title: str = "") -> Panel:
@@ -185,23 +185,23 @@ def _grid(solved: Solved) -> Grid:
     return next(iter(solved.values())).grid
 
 
-def mix_figure(pair: tuple[Tensor, Tensor], mixes: Mapping[PuzzleRatios, Mix], row: int = 0) -> Figure:
+def mix_figure(pair: tuple[Tensor, Tensor], mixes: Mapping[PuzzleRatios, Mix]) -> Figure:
     """MP3's Figures 14 and 15: two images, and what is built of their patches shuffled together, at each η.
 
-    pair and the mixes' inputs: images [B, C, H, W] in [0, 1], of which `row` is shown.
+    pair and the mixes' inputs: images [B, C, H, W] in [0, 1], of which the first is shown.
     """
     rows: list[list[Panel | None]] = []
     for number, mix in enumerate(mixes.values()):
         first = number == 0
         shown: list[Panel | None] = [
-            Panel(image[row].numpy(), f"image {1 + which}") if first else None for which, image in enumerate(pair)
+            Panel(image[0].numpy(), f"image {1 + which}") if first else None for which, image in enumerate(pair)
         ]
         for which, (given, puzzle) in enumerate(zip(mix.inputs, mix.puzzles, strict=True)):
             # The dealt patches stand in no order already, so the input is shown as it is.
-            context = mask_of(puzzle.places[row : row + 1, : puzzle.known], puzzle.places.shape[1])
+            context = mask_of(puzzle.places[:1, : puzzle.known], puzzle.places.shape[1])
             titles = (f"input {1 + which}", f"built {1 + which}") if first else ("", "")
-            shown.append(Panel(given[row].numpy(), titles[0], outlined=context[0].numpy()))
-            shown.append(placed_panel(given[row], puzzle, row, titles[1]))
+            shown.append(Panel(given[0].numpy(), titles[0], outlined=context[0].numpy()))
+            shown.append(placed_panel(given[0], puzzle, 0, titles[1]))
         rows.append(shown)
     grid = next(iter(mixes.values())).puzzles[0].grid
     return panels(rows, grid, [setting.text for setting in mixes])

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 
-from situs.report.canvas import INK, PAGE_WIDTH, TICK, TITLE, canvas, name_row, unframe
+from situs.report.canvas import INK, PAGE_WIDTH, TICK, TITLE, canvas, unframe
 from situs.report.figures import draw_image
 
 HEADS_A_LINE = 6
@@ -19,29 +19,26 @@ HEADS_A_LINE = 6
 _SIDE = 0.6  # inches left of a grid, for the names of its rows
 
 
-def attention_over_images(images: Any, maps: Any, titles: Sequence[str] = ()) -> Figure:
+def attention_over_images(images: Any, maps: Any) -> Figure:
     """Each image, the mean of its heads, and the heads.
 
-    images: [n, C, H, W] floats in [0, 1]; maps: [n, H, h, w], not negative; titles: left of each image. Every map has
-    a colour scale of its own, from 0 to its 99th percentile: single tokens that take much would hide the rest.
+    images: [n, C, H, W] floats in [0, 1]; maps: [n, H, h, w], not negative. Every map has a colour scale of its own,
+    from 0 to its 99th percentile: single tokens that take much would hide the rest.
     """
     maps = np.asarray(maps, dtype=np.float64)
     heads = maps.shape[1]
     across = min(heads, HEADS_A_LINE)
     lines = -(-heads // HEADS_A_LINE)
-    cell = (PAGE_WIDTH - _SIDE * bool(titles)) / (across + 2)
+    cell = PAGE_WIDTH / (across + 2)
     ratio = images.shape[-2] / images.shape[-1]
     rows = len(maps) * lines
-    width = cell * (across + 2) + _SIDE * bool(titles)
     heading = 0.22 * (rows if lines > 1 else 1)
-    figure, axes = canvas(rows, across + 2, width, cell * ratio * rows + heading, tight=True)
+    figure, axes = canvas(rows, across + 2, PAGE_WIDTH, cell * ratio * rows + heading, tight=True)
     for axis in axes:
         axis.set_axis_off()
     for index, (image, own) in enumerate(zip(images, maps, strict=True)):
         place = index * lines * (across + 2)
         draw_image(axes[place], image, "image" if index == 0 else "")
-        if titles:
-            name_row(axes[place], titles[index])
         _draw_map(axes[place + 1], own.mean(axis=0), image.shape[-2:], "mean" if index == 0 else "")
         for head, values in enumerate(own):
             line, column = divmod(head, HEADS_A_LINE)

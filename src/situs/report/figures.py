@@ -55,13 +55,11 @@ def image_grid(
     row_titles: Sequence[str] = (),
     masks: Any = None,
     grid: tuple[int, ...] | None = None,
-    lines: bool = False,
 ) -> Figure:
     """Images side by side, row by row.
 
     images: [n, C, H, W]. titles: over each image; `columns` of them stand over the first row only. row_titles:
-    left of each row. masks: [n, N] bool on `grid`; masked patches are tinted and outlined. lines: draw the
-    patches' borders.
+    left of each row. masks: [n, N] bool on `grid`; masked patches are tinted and outlined.
     """
     count = len(images)
     if count == 0:
@@ -76,8 +74,6 @@ def image_grid(
         if index >= count:
             continue
         draw_image(axis, images[index], titles[index] if index < len(titles) else "")
-        if grid is not None and lines:
-            _draw_lines(axis, images[index].shape[-2:], grid)
         if masks is not None:
             _draw_mask(axis, images[index].shape[-2:], _on_grid(masks[index], grid))
         if row_titles and index % columns == 0:
@@ -287,11 +283,9 @@ def heatmaps(
     return figure
 
 
-def bars(
-    values: Mapping[str, float], x_label: str, *, title: str = "", log: bool = False, digits: str = ".3g"
-) -> Figure:
+def bars(values: Mapping[str, float], x_label: str, *, log: bool = False, digits: str = ".3g") -> Figure:
     """Horizontal bars by name with their numbers, the first on top. log: for numbers powers of ten apart."""
-    figure, (axis,) = canvas(1, 1, 6.8, 0.75 + 0.42 * len(values) + 0.25 * bool(title))
+    figure, (axis,) = canvas(1, 1, 6.8, 0.75 + 0.42 * len(values))
     numbers = np.array(list(values.values()), dtype=np.float64)
     places = np.arange(len(values))
     drawn = axis.barh(places, numbers, color=BLUE, height=0.6)
@@ -305,7 +299,7 @@ def bars(
             axis.set_xlim(positive.min() / 10, positive.max() * 10)
     else:
         axis.margins(x=0.15)
-    label(axis, title, x_label, "")
+    label(axis, "", x_label, "")
     axis.tick_params(axis="y", labelsize=LABEL, length=0)
     axis.grid(axis="x", color=FAINT, linewidth=0.6)
     axis.set_axisbelow(True)

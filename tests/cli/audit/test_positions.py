@@ -30,7 +30,7 @@ def test_a_classifier(outline: Any, trained: Any, tmp_path: Path, capsys: pytest
         "What shuffled patches do, 1 text, 2 rows",
         "Whether the blocks mind the order, 1 text, facts",
         "What follows, 2 texts",
-        "How this was made, facts",
+        "How this page was made, facts",
     ]
     assert "<dd>fp32</dd>" in page  # how it was made
     assert "answers that stay" in page

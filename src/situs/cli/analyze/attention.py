@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from situs.cli.parser.model_args import ImageArgs
+from situs.cli.parser.model_args import FewImagesArgs
 from situs.cli.result import measuring
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(ImageArgs):
+class Args(FewImagesArgs):
     """Where a model's heads look."""
-
-    count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
-    """So many of the images, chosen at random and the same every time."""
 
     layer: int | None = None
     """The layer whose maps are laid over images, 1 for the first; the last where nothing is said."""

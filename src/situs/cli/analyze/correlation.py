@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
 
-from cyclopts import Parameter
-
-from situs.cli.parser.model_args import ImageArgs
+from situs.cli.parser.model_args import FewImagesArgs
 from situs.cli.result import measuring
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(ImageArgs):
+class Args(FewImagesArgs):
     """Correlation between places."""
-
-    count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
-    """So many of the images, chosen at random and the same every time."""
 
     depth: str = "norm"
     """The maps to draw: of "embedding", a block's number, or "norm", the model's end."""

@@ -7,16 +7,13 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from situs.cli.parser.model_args import ImageArgs
+from situs.cli.parser.model_args import FewImagesArgs
 from situs.cli.result import measuring
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(ImageArgs):
+class Args(FewImagesArgs):
     """Puzzles that an MP3 or DropPos run solves."""
-
-    count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
-    """So many of the images, chosen at random and the same every time."""
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
     """MP3's η or DropPos's γ; the papers' 0, .25, .5 and .75 where nothing is said."""

@@ -65,9 +65,10 @@ def _show(args: Args, runs: Path) -> None:
     summarise(stage, lines)
     stage.page.write(args.out / "report.html")
     from situs.cli.tables import print_table
+    from situs.results import Table
 
     print()
-    print_table("What the demo found", lines)
+    print_table(Table("What the demo found", (), lines))
     if args.quick:
         print(QUICK_NOTE)
 

@@ -1,8 +1,8 @@
 """The sections of `situs demo`: each runs one thing that exists on the embedded images, and tells what it found.
 
 A section is a function of a `Stage`. It writes into `stage.page`, tells of long steps through `stage.say`, and
-returns its lines for the table printed at the end. Those here need no training; `demo_learned` trains, looks at what
-was learned, and holds the dict of all of them, `SECTIONS`.
+returns its lines for the table printed at the end. Those here need no training; `situs.cli.demo.learned` trains, looks
+at what was learned, and holds the dict of all of them, `SECTIONS`.
 """
 
 from __future__ import annotations
@@ -248,16 +248,16 @@ def summarise(stage: Stage, lines: Lines) -> None:
     command = "situs demo" + " --quick" * stage.quick + f" --seed {stage.seed}"
     versions = {name: version(name) for name in ("situs", "torch", "timm")}
     made = stage.page.section("How this page was made").facts({"command": f"`{command}`", **versions})
-    made.text("The models it trained are beside it in `runs`; verbs that look at a model take them:")
+    made.text("The models it trained are beside it in `runs`. In this page's folder, verbs that look at a model take them:")
     made.code("\n".join(f"situs {each}" for each in FURTHER))
     stage.page.footer = "Images: a cut of Fashion-MNIST, copyright 2017 Zalando SE, MIT licence."
 
 
 FURTHER = (
-    "evaluate knn demo/runs/mp3 --count 500 --out look",
-    "evaluate consistency demo/runs/after-MP3 --out look",
-    "analyze reconstruct demo/runs/mp3 --out look",
-    "report demo/runs/mp3 demo/runs/droppos --out look",
+    "evaluate knn runs/mp3 --count 500 --out look",
+    "evaluate consistency runs/after-MP3 --out look",
+    "analyze reconstruct runs/mp3 --out look",
+    "report runs/mp3 runs/droppos --out look",
 )
 """What to try with the demo's own runs."""
 

@@ -108,6 +108,14 @@ class ImageArgs(LookArgs, DataArgs):
     """Seed of every draw."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class FewImagesArgs(ImageArgs):
+    """The same, on a few images."""
+
+    count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
+    """So many of the images, chosen at random and the same every time."""
+
+
 def check_folder(folder: Path | None) -> None:
     """Refuses what is no folder to write to, before the work is done."""
     if folder is not None and (not folder.is_dir() if folder.exists() else folder.suffix in (".json", ".html")):

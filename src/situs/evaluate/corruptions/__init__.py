@@ -2,7 +2,7 @@
 
 Dan Hendrycks and Thomas Dietterich, Benchmarking Neural Network Robustness to Common Corruptions and Perturbations,
 ICLR 2019. Written anew in torch, batched on the images' device; the strengths are the published ones
-(`corruptions_severity`). A sample's corruption is a function of (seed, its id, corruption, severity) alone.
+(`corruptions.severity`). A sample's corruption is a function of (seed, its id, corruption, severity) alone.
 
 Known differences from the published files: frost is drawn and not photographed; the noise is not theirs; images are
 rounded to 8 bits once, and not saved as JPEG of quality 85 on top.

@@ -143,7 +143,6 @@ def fit_probe(
     groups: Tensor | None = None,
     weight_decays: Sequence[float] = WEIGHT_DECAYS,
     seed: int = 0,
-    steps: int = STEPS,
 ) -> Fitted:
     """Chooses the weight decay on a held part and fits to everything.
 
@@ -152,17 +151,16 @@ def fit_probe(
     """
     check_values("weight_decays", weight_decays, "> 0")
     if len(weight_decays) == 1:
-        linear = fit_linear(features, labels, classes, weight_decays[0], steps=steps)
-        return Fitted(linear, weight_decays[0], ())
+        return Fitted(fit_linear(features, labels, classes, weight_decays[0]), weight_decays[0], ())
     held = held_rows(torch.arange(len(labels), device=labels.device) if groups is None else groups, seed)
     tried: list[Tried] = []
     start = None
     for decay in sorted(weight_decays, reverse=True):  # each fit begins where the last, smoother one ended
-        start = fit_linear(features[~held], labels[~held], classes, decay, steps=steps, start=start)
+        start = fit_linear(features[~held], labels[~held], classes, decay, start=start)
         found = score(start, [(features[held], labels[held])], classes)
         tried.append(Tried(decay, found.accuracy, found.loss))
     best = max(tried, key=lambda each: each.accuracy).weight_decay
-    return Fitted(fit_linear(features, labels, classes, best, steps=steps), best, tuple(tried))
+    return Fitted(fit_linear(features, labels, classes, best), best, tuple(tried))
 
 
 def held_rows(groups: Tensor, seed: int) -> Tensor:
@@ -184,7 +182,6 @@ def fit_linear(
     classes: int,
     weight_decay: float,
     *,
-    steps: int = STEPS,
     start: Linear | None = None,
 ) -> Linear:
     """The minimum of mean cross entropy + weight_decay / 2 · ‖W‖² on standardised features; the bias is free.
@@ -202,7 +199,7 @@ def fit_linear(
     rows = max(1, AT_ONCE // classes)
     optimiser = torch.optim.LBFGS(
         [weight.requires_grad_(), bias.requires_grad_()],
-        max_iter=steps,
+        max_iter=STEPS,
         tolerance_grad=1e-6,
         tolerance_change=1e-10,
         line_search_fn="strong_wolfe",

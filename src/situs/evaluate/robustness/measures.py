@@ -41,7 +41,7 @@ ALEXNET = {
 }
 """AlexNet's top-1 error on each corruption of ImageNet-C, the mean over its five severities."""
 
-IMAGENET_CLASSES, IMAGENET_SIDE = 1000, 224
+IMAGENET_CLASSES, IMAGENET_SIDE, IMAGENET_COUNT = 1000, 224, 50_000
 
 Cells = Mapping[str, Mapping[int, Accuracy]]
 """corruption -> severity -> accuracy."""
@@ -185,6 +185,8 @@ class Robustness(Result):
             reasons.append("the corrupted images were made here and frost is drawn")
         if len(self.cells) < len(CORRUPTIONS):
             reasons.append(f"it is over {len(self.cells)} of the 15 corruptions")
+        if self.count < IMAGENET_COUNT:
+            reasons.append(f"it is over {self.count:,} of the 50,000 images")
         return "; ".join(reasons) or None
 
     def summary(self) -> Summary:
