@@ -12,7 +12,7 @@ from builders import small_vit
 
 from situs.audit import AdaptiveConfig, AdaptiveMJP, April, Matching, MatchingConfig, PatchEmbedding, adapt
 from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery
-from situs.audit.cases import TestSet
+from situs.audit.cases import Step, TestSet
 from situs.audit.deadline import Deadline
 from situs.audit.defences import MaskedJigsaw, NoDefence
 from situs.audit.settings import Comparison, Contestant, compare_settings, contestants, verdict, with_informed
@@ -265,6 +265,48 @@ def test_ctrl_c_keeps_the_rows_before_it_and_a_short_row_is_shown_as_one() -> No
     assert told["partial"] and told["rows"][1]["partial"] == "1 of 3 uploads, 1 of 3 images"
     page = make_page(found).render()
     assert "Of a row that was stopped" in page and page.count("<img") == 1
+
+
+def test_an_attacker_who_fails_or_is_stopped_proves_nothing() -> None:
+    """Grey pictures refute nothing, and nothing is said to survive them."""
+    mjp = {"MJP": Contestant(model(), mjp=True)}
+    failed = verdict(compare_settings(mjp, TEST, [Spy()], settings=("b", "c"), ratio=0.2))
+    assert failed.startswith("MJP's privacy claim is not refuted by an attacker who knows MJP. That is no proof of")
+    stopped = verdict(compare_settings(mjp, TEST, [Stopped(1)], settings=("c",), ratio=0.2))
+    assert "spy was stopped after 1 of 3 uploads" in stopped
+    assert "survive" not in failed + stopped
+
+
+class Seer(Spy):
+    """Knows the images."""
+
+    def recover(self, backbone: Any, uploads: Any, known: Any = None, deadline: Any = None) -> Recovery:
+        return Recovery(IMAGES, [{} for _ in uploads])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_verdict_is_on_the_strongest_who_knows(order: int) -> None:
+    mjp = {"MJP": Contestant(model(), mjp=True)}
+    found = compare_settings(mjp, TEST, [Spy(), Seer()][::order], settings=("c",), ratio=0.2)
+    assert "does not survive" in verdict(found) and "3 of 3 images exactly" in verdict(found)
+
+
+def test_a_step_that_hides_nothing_leaves_the_other_images_their_numbers() -> None:
+    """A run may play its puzzle in some steps alone: hidden patches are then measured of no image, not of the wrong."""
+    run = MJP(model(), replace(MJPConfig(), mask_ratio=0.2, chance=0.5))
+    found = compare_settings({"run": Contestant(run, mjp=True)}, TEST, [Spy()], settings=("c",), ratio=0.2, step=Step())
+    masks = run.draw(Batch(torch.zeros(3), torch.arange(3)), seed=0, epoch=0)["mask"].sum(dim=1)
+    assert 0 < int((masks == 0).sum()) < 3 and found.hidden == round(float(masks.double().mean()))
+    [only] = json.loads(json.dumps(found.numbers(), allow_nan=False))["rows"]
+    assert [image["hidden_psnr"] for image in only["images"]] == [None] * 3
+    assert all(image["shown_psnr"] > 0 for image in only["images"])
+
+
+def test_without_pictures_it_holds_none(whole: Comparison) -> None:
+    bare = whole.without_pictures()
+    assert not len(bare.images) and not len(bare.shuffled) and not bare.private
+    assert all(each.pictures is None for each in bare.outcomes)
+    assert bare.numbers() == whole.numbers()
 
 
 def test_an_attack_that_reads_all_is_given_all() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Contestant(NamedTuple):
 class Comparison(Leak):
     """Models × settings × attackers. shuffled: the first of x̃, as `images` are of x. baselines: (setting, name) ->
     scores of who saw no gradient, and of x̃ itself. mjp: names of the models whose step is MJP's. hidden: patches in
-    the mask.
+    the mask, the mean over the images.
     """
 
     file: ClassVar[str] = "settings"
@@ -71,8 +71,12 @@ class Comparison(Leak):
     patches: int
     mjp: tuple[str, ...]
 
+    def without_pictures(self) -> Self:
+        """The same without x, x̃ and what was recovered of them."""
+        return replace(super().without_pictures(), shuffled=self.shuffled[:0])
+
     def summary(self) -> Summary:
-        """Whether MJP's privacy survives one who knows it, and the table."""
+        """Whether one who knows MJP refutes its privacy claim, and the table."""
         columns = ("psnr", "ssim", "patch_psnr", "order_accuracy", "reidentified")
         title = f"{self.provenance.facts.get('model', 'model')}, {len(self.names)} images"
         return Summary(verdict(self), (Table(title, *settings_table(self, columns)),))
@@ -130,7 +134,7 @@ def compare_settings(
         if not guesses:
             guesses.update(_guesses(settings, test, backbone, lpips))
         x, shuffled = test.real("x")[:SHOWN].clone(), test.real("x̃")[:SHOWN].clone()
-        puzzle = (ratio, int(mask[0].sum()), backbone.num_tokens)
+        puzzle = (ratio, round(float(mask.sum(dim=1).double().mean())), backbone.num_tokens)
         return Comparison(outcomes, test.names, x, shuffled, guesses, *puzzle, mjp, stopped=stopped, **fields)
 
     cases = [case for name, model in models.items() for case in _cases(name, model, attacks, settings, ratio)]
@@ -197,22 +201,19 @@ def best_row(comparison: Comparison, model: str, setting: str, informed: bool) -
 
 
 def verdict(comparison: Comparison) -> str:
-    """Whether MJP's privacy survives one who knows it, with the figures."""
+    """Whether an attacker who knows MJP refutes its privacy claim, with the figures. One who fails proves nothing."""
     lines = [] if comparison.stopped is None else [f"A partial result: stopped by {comparison.stopped}."]
     for model in comparison.mjp:
-        rows = [row for row in comparison.pairs if row.case.name == model and row.case.informed and row.scores]
-        rows = sorted((row for row in rows if row.case.setting != "a"), key=lambda row: row.case.setting != "c")
-        if not rows:
-            continue
-        known, shown = rows[0], rows[0].scores["shown_psnr"] or [0.0]
-        share = sum(value >= RECOGNISABLE for value in shown) / len(shown)
-        lines.append(_sentence(comparison, model, known, share))
+        found = [best_row(comparison, model, setting, True) for setting in "cb"]
+        lines += [_sentence(comparison, model, known) for known in found if known is not None][:1]
     return " ".join(lines) or "No model here is trained with MJP, or no attacker who knows it applies."
 
 
-def _sentence(comparison: Comparison, model: str, known: Outcome, share: float) -> str:
+def _sentence(comparison: Comparison, model: str, known: Outcome) -> str:
     parts = {name: None if mean is None else mean.mean for name, mean in means_of(known.scores).items()}
-    survives = "does not survive" if share >= 0.5 else "survives in part" if share > 0 else "survives"
+    shown = known.scores["shown_psnr"] or [0.0]
+    share = sum(value >= RECOGNISABLE for value in shown) / len(shown)
+    claim = "does not survive" if share >= 0.5 else "is refuted in part by" if share > 0 else "is not refuted by"
     figures = f"The patches shown come back at {parts['shown_psnr']:.1f} dB"
     if parts["hidden_psnr"] is not None:
         figures += (
@@ -221,10 +222,12 @@ def _sentence(comparison: Comparison, model: str, known: Outcome, share: float) 
         )
     static = best_row(comparison, model, known.case.setting, False)
     blind = "" if static is None else f" The best attack that does not know MJP gets {_counted(static)}."
+    why = f"{known.attack} was stopped after {known.partial}" if known.partial else known.doubt
+    nothing = "" if share > 0 else f" That is no proof of privacy{f': {why}' if why else ''}."
     return (
-        f"{'' if model == 'MJP' else f'{model}: '}MJP's privacy claim {survives} an attacker who knows MJP. From one "
-        f"step with {comparison.hidden} of {comparison.patches} patches hidden (γ = {comparison.ratio:g}) he recovers "
-        f"{_counted(known)}, compared with {'x' if known.case.setting == 'c' else 'x̃'}.{blind} {figures}."
+        f"{'' if model == 'MJP' else f'{model}: '}MJP's privacy claim {claim} an attacker who knows MJP.{nothing} From "
+        f"one step with {comparison.hidden} of {comparison.patches} patches hidden (γ = {comparison.ratio:g}) he "
+        f"recovers {_counted(known)}, compared with {'x' if known.case.setting == 'c' else 'x̃'}.{blind} {figures}."
     )
 
 

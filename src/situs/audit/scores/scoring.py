@@ -69,7 +69,7 @@ def measure_parts(pictures: Tensor, real: Tensor, mask: Tensor, backbone: Backbo
     """Shown and hidden patches apart, per image. mask: [n, N], the hidden ones.
 
     shown_psnr: over the shown patches. hidden_psnr: over the hidden ones matched to the recovered ones whatever their
-    order. hidden_order: the share of them at its place. The last two are None where nothing is hidden.
+    order. hidden_order: the share of them at its place. The last two are None where an image has nothing hidden.
     """
     height, width = real.shape[2:]
     size = (height // backbone.grid[0], width // backbone.grid[1])
@@ -81,7 +81,8 @@ def measure_parts(pictures: Tensor, real: Tensor, mask: Tensor, backbone: Backbo
             error, columns = assign(f[m], t[m])
             hidden.append(float(psnr(f[m][columns].unsqueeze(0), t[m].unsqueeze(0))))
             order.append(float(in_order(error, columns).double().mean()))
-    return {"shown_psnr": shown, "hidden_psnr": hidden or None, "hidden_order": order or None}
+    whole = len(hidden) == len(shown)
+    return {"shown_psnr": shown, "hidden_psnr": hidden if whole else None, "hidden_order": order if whole else None}
 
 
 def patch_size_of(backbone: Backbone, size: tuple[int, int]) -> tuple[int, int]:
