@@ -231,6 +231,8 @@ def doubt_of(caveat: str | None, facts: Facts, noise: float, control: Callable[[
         if wrong[0].get("verdict") and _as_expected(wrong[0]):  # the equations fit, and do not tell the image
             return str(wrong[0]["verdict"])
         return f"its equations do not fit for {len(wrong)} of {len(facts)} images{_residual(wrong[0])}"
+    if unseen := max((int(_number(fact, "unseen")) for fact in facts), default=0):
+        return f"its layer does not see {unseen} numbers of an image, and a better guess at them may come closer"
     if any(int(_number(fact, "hidden")) > 1 for fact in facts):
         return "the gradients do not say in which order the hidden patches stand, and another order may come closer"
     if control is not None and not all(fact.get("fits") is True and _is_unique(fact) for fact in control()):

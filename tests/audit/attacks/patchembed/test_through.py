@@ -103,6 +103,30 @@ def test_what_the_model_does_not_see_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
+    ("made", "stem", "seen"),
+    [
+        (lambda x: x, nn.Conv2d(3, 48, 3, 4), 3),  # every fourth row and column lies between the patches
+        (lambda x: F.pad(x[..., 4:12, 4:12], (4, 4, 4, 4)), None, 8),
+    ],
+)
+def test_pixels_that_the_model_does_not_see_are_no_bytes_and_no_pass(
+    made: Callable[[Tensor], Tensor], stem: nn.Module | None, seen: int
+) -> None:
+    """What is seen comes back to the byte. The rest is grey, so that the PSNR is low; that is no privacy."""
+    black = ((0.0,) * 3, (1.0,) * 3)  # what is left at 0 is then on a byte
+    levels = (255 * torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))).round() / 255
+    test = TestSet(levels, torch.tensor([2, 1]), black)
+    audit = attack_gradients(adapt(Module(made, stem), 16), test, [PatchEmbedding()], [NoDefence()])
+    [pair] = audit.pairs
+    assert pair.to_the_byte == 0 and pair.worst_psnr < 20
+    assert [fact["fits"] for fact in pair.facts] == [True, True]
+    off = (audit.images - pair.pictures).abs()
+    assert int((off < 1e-6).sum()) >= 2 * 3 * (seen * 4 if seen == 3 else seen) ** 2
+    ruling = audit.judge(psnr=20)
+    assert not ruling.passed and "does not see" in ruling.sentence
+
+
+@pytest.mark.parametrize(
     ("made", "whose"),
     [
         (lambda x: (x - x.mean((1, 2, 3), keepdim=True)) / x.std((1, 2, 3), keepdim=True), "of the image"),

@@ -68,7 +68,7 @@ def solve_through(
             images[index] = fill(images[index], view.loose, normalisation)
         elif normalisation is not None and not fact.get("bytes"):
             one = system._replace(weight=system.weight[index : index + 1], table=system.table[index : index + 1])
-            byte = _rounded(view, images[index], one, normalisation, errs[index : index + 1])
+            byte = None if fact["unseen"] else _rounded(view, images[index], one, normalisation, errs[index : index + 1])
             fact["bytes"] = byte is not None
             images[index] = images[index] if byte is None else byte
         verdict = None if fact.get("bytes") else _doubt(view, fact.get("input_residual"), float(found.residual[index]))
@@ -164,4 +164,5 @@ def _scaled(
     times = torch.bincount(where, minlength=size).to(images)
     images = (images / times.clamp(min=1)).view(-1, *view.shape)
     unseen = int((times == 0).sum())
-    return found, [fact | {"input": "affine", "unseen": unseen} for fact in facts], images
+    told = [fact | {"input": "affine", "unseen": unseen, "bytes": fact["bytes"] and not unseen} for fact in facts]
+    return found, told, images
