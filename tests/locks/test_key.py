@@ -59,6 +59,12 @@ def test_passphrase_wraps_the_seed(tmp_path):
         load_key(path)
 
 
+def test_a_key_that_could_never_be_opened_is_not_written(tmp_path):
+    with pytest.raises(SitusError) as caught:
+        new_key(tmp_path / "owner.key", "")
+    assert caught.value.field == "passphrase" and list(tmp_path.iterdir()) == []
+
+
 def test_a_key_is_never_overwritten(tmp_path):
     path = tmp_path / "owner.key"
     key = new_key(path)

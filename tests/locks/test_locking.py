@@ -6,6 +6,7 @@ import hmac
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from situs.locks.groups import permute_state
 from situs.locks.key import Key
 from situs.locks.locking import check, lock, unlock
 from situs.locks.manifest import NAME, permutations_of
+from situs.models import open_model
 
 pytest.importorskip("cryptography")
 
@@ -116,6 +118,28 @@ def test_a_backbone_in_memory_is_locked_as_its_library_saves_it(model_folder, tm
     opened = unlock(locked.path, KEY, tmp_path / "open")
     state = create_backbone(opened.path).model.state_dict()
     assert all(torch.equal(state[name], value) for name, value in backbone.model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["vit", "hf_vit"])
+def test_a_model_that_is_open_keeps_how_its_images_are_prepared(model_folder, tmp_path, name):
+    model = open_model(model_folder(name))
+    own = replace(model.data, mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), crop_share=0.5)
+    locked = lock(replace(model, input=own, classes=("a", "b", "c", "d", "e")), KEY, tmp_path / "locked")
+    found = open_model(unlock(locked.path, KEY, tmp_path / "open").path)
+    assert found.data.normalisation == own.normalisation and found.data.crop_share == 0.5
+    assert name != "vit" or found.classes == ("a", "b", "c", "d", "e")
+    with pytest.raises(SitusError, match="locked already"):
+        lock(open_model(locked.path), KEY, tmp_path / "twice")
+
+
+def test_a_name_keeps_how_its_images_are_prepared(tmp_path):
+    """timm prepares this one's images with a mean of .5, not with ImageNet's."""
+    asked = {"weights": "random", "model_args": {"depth": 1, "embed_dim": 24, "num_heads": 3}}
+    clear = open_model("vit_tiny_patch16_224", **asked)
+    locked = lock("vit_tiny_patch16_224", KEY, tmp_path / "locked", **asked)
+    found = open_model(locked.path)
+    assert found.data.normalisation == clear.data.normalisation == ((0.5,) * 3, (0.5,) * 3)
+    assert found.data.crop_share == clear.data.crop_share < 1
 
 
 def test_two_locks_share_nothing(model_folder, tmp_path):

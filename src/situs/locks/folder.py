@@ -19,9 +19,11 @@ from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.files import read_json, write_text
 from situs.locks.shards import Header, Spec, plain_source, read_header, reason_of, unique
-from situs.models import open_model
+from situs.models import Model, open_model
 from situs.models.data import AnyModel
+from situs.models.prepared import images_for
 from situs.train.checkpoint.storage import sync
+from situs.train.export import PREPARED, ModelProvenance, timm_config
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -114,25 +116,32 @@ def names_in_file(backbone: Backbone, specs: Mapping[str, Spec]) -> dict[str, st
     return found
 
 
-def write_model(backbone: Backbone, folder: Path) -> None:
-    """A backbone's model as a folder that its own library loads."""
-    source = backbone.source
+def write_model(source: Backbone | Model, folder: Path) -> None:
+    """A model as a folder that its own library loads, with how its images are prepared as far as that is known."""
+    backbone = source if isinstance(source, Backbone) else source.backbone
+    library, model = backbone.source.get("library"), backbone.model
     if set(backbone.state_dict()) != {f"model.{name}" for name in backbone.model.state_dict()}:
         raise SitusError(f"{backbone.name} has positions beside its model: export it, and lock the export")
-    if source.get("library") == "transformers":
-        backbone.model.save_pretrained(folder)
-        return
-    if source.get("library") != "timm":
+    if library not in ("timm", "transformers"):
         raise SitusError(
             f"{backbone.name} was wrapped as a module, so how to make it again is not known: lock a folder"
         )
-    model = backbone.model
-    described = {
-        "num_classes": model.num_classes,
-        "input_size": [backbone.input.channels, *(backbone.input.shape or ())],
-    }
-    config = {"architecture": source["architecture"], "num_classes": model.num_classes}
-    config |= {"model_args": source["model_args"], "pretrained_cfg": described}
+    if isinstance(source, Model):
+        data, classes = source.input, source.classes
+    else:
+        data, classes = images_for(backbone, getattr(model, "pretrained_cfg", {})), None
+    if library == "transformers":
+        model.save_pretrained(folder)
+        if isinstance(source, Model) and data is not None:
+            from situs.backbones.hf.image import image_processor
+
+            prepared = image_processor(backbone.input, data.crop_share, *data.normalisation)
+            write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
+        return
+    assert data is not None  # all of timm's take images
+    mean, std = data.normalisation
+    told = ModelProvenance("", mean=mean, std=std, crop=data.crop_share, classes=classes)
+    config = timm_config(backbone, model.num_classes, told)
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}
     save_file(state, folder / WHOLE, metadata={"format": "pt"})
@@ -156,6 +165,7 @@ def new_folder(out: str | Path) -> Iterator[Path]:
         aside.rename(out)
         sync(out.parent)
     except OSError as error:
-        raise SitusError(f"{out}: could not be written: {reason_of(error)} ({error.filename})", field="out") from error
+        where = f" ({error.filename})" if error.filename else ""
+        raise SitusError(f"{out}: could not be written: {reason_of(error)}{where}", field="out") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)

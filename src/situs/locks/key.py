@@ -139,6 +139,8 @@ def new_key(path: str | Path, passphrase: str | None = None) -> Key:
 
     >>> key = situs.new_key("owner.key")
     """
+    if passphrase == "":
+        raise SitusError("an empty passphrase protects nothing", field="passphrase")
     key = Key(secrets.token_bytes(SEED_BYTES))
     seed, wrapping = key.seed, None
     if passphrase is not None:

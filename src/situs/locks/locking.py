@@ -49,7 +49,7 @@ from situs.locks.seal import SUFFIX, locked_file, new_file
 from situs.locks.shards import Change, Header, Sink, Spec
 from situs.locks.withhold import NAME as SECOND
 from situs.locks.withhold import beside, new_second, open_second, parse_parts, second_header, tensors_of, words
-from situs.models import Model
+from situs.models import Model, open_model
 from situs.models.data import AnyModel
 from situs.models.export import export_run
 from situs.results import percent
@@ -142,7 +142,11 @@ def _model_folder(source: AnyModel, opening: dict[str, Any]) -> Iterator[Path]:
     place = None if isinstance(source, nn.Module | Model) else Path(os.fspath(source).removeprefix("hf:"))
     with tempfile.TemporaryDirectory() as aside:
         if place is None or not place.exists():
-            files.write_model(files.backbone_of(source, **opening), Path(aside))
+            known = isinstance(source, nn.Module)
+            opened = files.backbone_of(source, **opening) if known else open_model(source, **opening)
+            if isinstance(opened, Model) and opened.locked:
+                raise SitusError(f"{opened.name}: is locked already; open it with its key first")
+            files.write_model(opened, Path(aside))
             yield Path(aside)
             return
         ema = opening.pop("ema", None)

@@ -258,6 +258,19 @@ def test_constant_channels_change_nothing() -> None:
     assert readings[1].right == readings[0].right
 
 
+def test_features_that_are_no_numbers_hide_nothing() -> None:
+    broken = make()
+    with torch.no_grad():
+        broken.model.blocks[1].mlp.fc1.bias[0] = torch.nan
+    with pytest.raises(SitusError, match="hold NaN"):
+        probe_places(broken, batches(8))
+
+
+def test_one_patch_has_no_place() -> None:
+    with pytest.raises(SitusError, match="has one patch"):
+        probe_places(make(img_size=4), [Batch(batches(2)[0].inputs[..., :4, :4], torch.arange(2))])
+
+
 def test_a_row_of_places_reads_its_one_axis() -> None:
     found = Sums((1, 4))
     x = torch.arange(4.0).double()[None, :, None] + 0.01 * torch.randn(5, 4, 1, dtype=torch.float64)

@@ -26,7 +26,7 @@ def test_of_a_run(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[st
         row = rf"{way} +{100 * curve['accuracy'][-1]:.2f} % +{curve['loss'][-1]:.4f} "
         assert re.search(row, printed)
     assert written["curves"]["normal"]["loss"] == pytest.approx(written["curves"]["authorised"]["loss"], rel=1e-4)
-    assert "Normal and authorised differ by rounding alone" in printed
+    assert "Normal and authorised ought to differ by rounding alone: their logits differ by at most" in printed
     assert "Eq. 6 fails with any key" in printed and "Eq. 6 holds with a key of the published code" in printed
     page = (tmp_path / "report.html").read_text()
     assert page.count("<img") == 2

@@ -51,6 +51,16 @@ def test_no_strength_without_the_attack_that_anybody_can_make(folders):
     assert less.verdict.startswith("Not attacked: no strength can be given.")
 
 
+def test_where_images_tell_nothing_the_locked_file_alone_must_have_been_attacked(folders):
+    clear, place = folders
+    config = LockAuditConfig(drift=(1000.0,))
+    given = {"key": KEY, "base": clear, "config": config}
+    audit = audit_lock(place / "less", attacker=["drifted-base"], **given)
+    assert audit.attacks[0].bits and audit.strength is None
+    assert "Not attacked by one who needs no more than anybody has: no-base (the locked file alone)" in audit.verdict
+    assert audit_lock(place / "less", attacker=["drifted-base", "no-base"], **given).strength
+
+
 def test_drifts_are_attacked_one_by_one_and_the_same_every_time(folders):
     clear, place = folders
     config = LockAuditConfig(drift=(0.0, 30.0))

@@ -158,8 +158,9 @@ def test_drift_is_noise_in_proportion_to_each_tensor() -> None:
     assert moved["count"] is state["count"] and moved["one"] is state["one"]
     assert not torch.equal(moved["two"], state["two"])
     assert all(torch.equal(a, b) for a, b in zip(moved.values(), drift(state, 0.3, 1).values(), strict=True))
-    with pytest.raises(SitusError, match="drift=-1"):
-        drift(state, -1)
+    for amount in (-1, float("inf"), float("nan")):
+        with pytest.raises(SitusError, match=f"drift={amount}"):
+            drift(state, amount)
 
 
 def test_the_drift_that_was_put_in_is_the_drift_that_is_measured() -> None:
@@ -182,6 +183,17 @@ def test_a_tensor_of_one_value_tells_nothing_and_disturbs_nothing() -> None:
     assert torch.equal(
         match_keys(permute_state(state, groups, truth), state, groups).keys["residual"], truth["residual"]
     )
+
+
+def test_a_key_that_opens_the_very_weights_is_right_whatever_the_order_of_equal_channels() -> None:
+    backbone = vit()
+    groups, state = residual_only(backbone.groups()), dict(backbone.model.state_dict())
+    for member in groups[0].members:  # channels that were pruned: no weight tells one from the other
+        state[member.tensor] = state[member.tensor].index_fill(member.axis, torch.arange(6), 0.0)
+    truth = random_keys(groups, seeded(1))
+    found = recover_with_base(permute_state(state, groups, truth), state, groups, truth=truth)
+    assert not torch.equal(found.keys["residual"], truth["residual"])
+    assert (found.share, found.bits) == (1.0, 0.0)
 
 
 def test_another_architecture_is_refused() -> None:

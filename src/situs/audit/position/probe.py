@@ -12,6 +12,7 @@ other images. Three conditions tell apart where the knowledge comes from:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -52,6 +53,8 @@ def probe_places(backbone: Backbone, batches: Iterable[Batch], *, positions: boo
     Every other image fits the readers, the rest are read. positions: False for a model that was trained without them.
     """
     backbone.require("tokens")
+    if backbone.num_tokens < 2:
+        raise SitusError(f"{backbone.name}: has one patch, so that there are no places to tell apart", field="img_size")
     halves: dict[Key, tuple[Sums, Sums]] = {}
 
     def fit(first: int, key: Key, layer: Layer) -> None:
@@ -234,6 +237,8 @@ class Reader:
     def reading(self, depth: str) -> PlaceReading:
         """What was read so far."""
         error, *squares, right = (self.tally / (self.images * len(self.targets))).tolist()
+        if not math.isfinite(error):
+            raise SitusError(f"{depth}: its features hold NaN or infinite numbers, so that nothing is read off them")
         away = self.targets - self.targets.mean(dim=0)
         spread = away.square().mean(dim=0).tolist()
         # An axis of one place has nothing to read: it is left out of the mean.

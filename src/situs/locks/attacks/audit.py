@@ -17,7 +17,7 @@ from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.config import Checked
 from situs.errors import SitusError, unknown_name
-from situs.limits import Count
+from situs.limits import Count, check_value
 from situs.locks.attacks.adapter import AdapterConfig, accuracy_of, recover_with_labels
 from situs.locks.attacks.images import recover_with_samples
 from situs.locks.attacks.match import State
@@ -74,8 +74,7 @@ class LockAuditConfig(Checked):
 
     def check(self) -> None:
         for amount in self.drift:
-            if not amount >= 0:
-                raise SitusError(field="drift", value=amount, allowed="at least 0")
+            check_value("drift", amount, "[0, inf)")
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,8 @@ def audit_lock(
     names = _chosen([attacker] if isinstance(attacker, str) else attacker, base is not None, data is not None, samples)
     target = _target(Path(locked), base, weights, key, samples, None if data is None else str(data), config)
     results = [result for name in names if name not in target.idle for result in _attack(name, target, config)]
-    lacking = ({"images"} - set(names) - target.idle.keys()) if results else set[str]()
+    anyone = "no-base" if "images" in target.idle else "images"
+    lacking = {anyone} - {*names} if results else set[str]()
     return LockAudit(
         model=target.backbone.name,
         sizes=tuple(group.size for group in target.groups if group.kind == "residual"),

@@ -22,6 +22,7 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.errors import SitusError
+from situs.limits import check_value
 from situs.locks.attacks.blind import match_blind
 from situs.locks.attacks.match import Keys, State, match_keys
 from situs.locks.groups import invert_keys, permute_state, residual_only
@@ -41,8 +42,8 @@ ATTACKERS: dict[str, str] = {
 }
 """attacker -> who that is."""
 
-NEEDS = {"images": "`images` or `texts`"}
-"""attackers whom nothing but samples that anybody has keeps from trying -> the arguments that give them some."""
+NEEDS = {"images": "`images` or `texts`", "no-base": "the locked file alone"}
+"""attackers who need nothing but what anybody has -> what that is."""
 
 Score = Callable[[State], float]
 """The accuracy in [0, 1] of the model with these weights."""
@@ -171,12 +172,15 @@ def recover_with_base(
     """Linear assignment of the base's channels to the locked ones, over every residual-side weight and norm.
 
     truth: the keys, where the auditor has them. Without them, a base that turns into the locked weights bit by bit
-    proves its own key.
+    proves its own key. Channels that are equal may stand in any order: a key that opens the very weights is right.
     """
     began = time.perf_counter()
     match = match_keys(locked, base, groups)
     seconds = time.perf_counter() - began
-    if truth is None and match.error == 0:
+    residual = residual_only(groups)
+    if truth is None:
+        truth = match.keys if match.error == 0 else None
+    elif all(map(torch.equal, *(opened(locked, residual, keys).values() for keys in (match.keys, truth)))):
         truth = match.keys
     weights = sum(base[name].numel() for name in {m.tensor for group in groups for m in group.members})
     turns = f", {match.rounds} rounds over {len(groups)} groups" if len(groups) > 1 else ""
@@ -216,8 +220,7 @@ def exact_truth(locked: State, base: State, groups: Sequence[Group]) -> Keys | N
 
 def drift(base: State, amount: float, seed: int = 0) -> dict[str, Tensor]:
     """A relative of `base`: noise of `amount` times each tensor's own standard deviation on all its weights."""
-    if not amount >= 0:
-        raise SitusError(field="drift", value=amount, allowed="at least 0")
+    check_value("drift", amount, "[0, inf)")
     generator, moved = torch.Generator().manual_seed(seed), dict(base)
     for name, value in base.items():
         if value.is_floating_point() and value.numel() > 1:

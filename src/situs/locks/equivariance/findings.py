@@ -96,8 +96,10 @@ class Verification(Result):
         inside = [_module_row(part, laws) for part in dict.fromkeys(part for part, _ in laws) if not _is_whole(part)]
         modules = Table("Module by module", ("module", "row", "column", "forward", "why"), inside)
         control = f"Negative control, one axis of the key left out: error {self.control or 0:.1e}, which must not pass."
+        held = any(each.errors for each in self.findings if each.status != "refused")
+        worst = f"worst of what holds {self.worst:.1e}" if held else "nothing was found to hold"
         return Summary(
-            f"Relative errors in float64: worst of what holds {self.worst:.1e}, tolerance {self.tolerance:.0e}; "
+            f"Relative errors in float64: {worst}, tolerance {self.tolerance:.0e}; "
             f"in {self.dtype}: tolerance {self.own_tolerance:.0e}.",
             (Table(self.model, header, around), *([modules] if inside else [])),
             () if self.control is None else (control,),

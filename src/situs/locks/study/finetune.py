@@ -134,9 +134,9 @@ class Study(Result):
     def summary(self) -> Summary:
         """How far normal and authorised are apart; a row a way; the paper's rule, a sentence for each kind of key."""
         said = (
-            f"Normal and authorised differ by rounding alone: logits by at most {self.logits_gap:.1e}, weights by "
-            f"{self.weights_gap:.1e} after {self.curves['normal'].steps[-1]} float32 steps. Chance is "
-            f"{percent(self.chance)}."
+            f"Normal and authorised ought to differ by rounding alone: their logits differ by at most "
+            f"{self.logits_gap:.1e}, their weights by {self.weights_gap:.1e} after {self.curves['normal'].steps[-1]} "
+            f"float32 steps. Chance is {percent(self.chance)}."
         )
         rules = [
             f"The paper's Eq. 6 {'holds' if each.holds else 'fails'} with {each.key}: an error of {each.error:.0e} in "

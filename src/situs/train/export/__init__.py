@@ -1,7 +1,7 @@
 """The model alone, as its own library loads it, with a card that says what it is."""
 
 from situs.train.export.card import ModelProvenance, last_metrics, last_name
-from situs.train.export.write import POSITIONS, PREPARED, TRAINING_ONLY, Export, write_export
+from situs.train.export.write import POSITIONS, PREPARED, TRAINING_ONLY, Export, timm_config, write_export
 
 __all__ = [
     "POSITIONS",
@@ -11,5 +11,6 @@ __all__ = [
     "ModelProvenance",
     "last_metrics",
     "last_name",
+    "timm_config",
     "write_export",
 ]

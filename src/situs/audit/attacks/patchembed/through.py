@@ -67,8 +67,9 @@ def solve_through(
         if view.loose and normalisation is not None:
             images[index] = fill(images[index], view.loose, normalisation)
         elif normalisation is not None and not fact.get("bytes"):
-            one = system._replace(weight=system.weight[index : index + 1], table=system.table[index : index + 1])
-            byte = None if fact["unseen"] else _rounded(view, images[index], one, normalisation, errs[index : index + 1])
+            here = slice(index, index + 1)
+            one = system._replace(weight=system.weight[here], table=system.table[here])
+            byte = None if fact["unseen"] else _rounded(view, images[index], one, normalisation, errs[here])
             fact["bytes"] = byte is not None
             images[index] = images[index] if byte is None else byte
         verdict = None if fact.get("bytes") else _doubt(view, fact.get("input_residual"), float(found.residual[index]))
