@@ -21,6 +21,8 @@ def choose_passphrase() -> str:
     if given := os.environ.get(PASSPHRASE):
         return given
     first = _ask("Passphrase for the key: ")
+    if not first:
+        raise SitusError("an empty passphrase protects nothing", field="passphrase")
     if _ask("The same again: ") != first:
         raise SitusError("the two passphrases differ: no key was written", field="passphrase")
     return first
