@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from situs.audit import audit_gradients, audit_settings
 from situs.audit.gradients import Audit
+from situs.audit.scores.lpips import Lpips
 from situs.errors import SitusError
 from situs.models import open_model
 
@@ -81,3 +83,20 @@ def test_what_has_no_part_in_the_settings_is_refused() -> None:
     with pytest.raises(SitusError, match="one step on one image") as caught:
         audit_settings("test_vit", "samples", ("a",), batch=2)
     assert caught.value.fields == ("batch", "settings")
+
+
+@pytest.mark.parametrize("defences", [["noise"], ["mjp=0.1", "clip"], ["mjp=0.1", "mjp=0.2"]])
+def test_a_defence_that_would_not_be_made_is_refused(defences: list[str]) -> None:
+    with pytest.raises(SitusError) as caught:
+        audit_settings("test_vit", "samples", ("a",), defences=defences)
+    assert caught.value.fields == ("defences", "settings")
+
+
+def test_images_that_lpips_cannot_measure_are_refused_before_anything_is_attacked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("situs.audit.public.Lpips", lambda _: Lpips.__new__(Lpips))
+    monkeypatch.setattr("situs.audit.public.attack_gradients", None)
+    with pytest.raises(SitusError) as caught:
+        audit_gradients("test_vit", "samples", img_size=16, count=1, lpips=Path("weights.safetensors"))
+    assert caught.value.fields == ("lpips",)

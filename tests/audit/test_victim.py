@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_vit
 from outcomes import reason
 from PIL import Image
 
@@ -15,6 +16,8 @@ from situs.audit import PatchEmbedding
 from situs.audit.victim import open_victim
 from situs.config import from_dict
 from situs.errors import SitusError
+from situs.locks import lock, new_key
+from situs.models import open_model
 from situs.train.run import RunConfig, train_run
 
 MODULE = """
@@ -89,6 +92,14 @@ def test_own_modules_of_every_kind(which: str, told: str | None, own: str) -> No
 def test_what_cannot_be_had_is_one_sentence(which: str, said: str, own: str) -> None:
     with pytest.raises(SitusError, match=said):
         open_victim(f"{own}{which}", img_size=(16, 16))
+
+
+def test_a_locked_model_that_is_open_already(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    locked = lock(small_vit(), new_key(tmp_path / "key"), tmp_path / "locked")
+    by_place, open_already = open_victim(locked.path), open_victim(open_model(locked.path))
+    assert by_place.notes["lock"].startswith(f"locked with the key {locked.manifest.key_id}: the channels")
+    assert open_already.notes["lock"].startswith("locked: the channels")
 
 
 @pytest.mark.parametrize(("train", "epoch"), [({"epochs": None, "max_steps": 7}, 2), ({"epochs": 2}, 1)])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from builders import small_swin
+from builders import small_swin, small_vit
 from torch import Tensor
 from zoo import keyed_model, opened_model
 
@@ -19,7 +19,7 @@ from situs.locks.groups import invert_keys, permute_state, rename
 from situs.locks.key import Key
 from situs.locks.locking import check, lock, unlock
 from situs.locks.manifest import NAME, permutations_of
-from situs.locks.owner import with_key
+from situs.locks.owner import own_groups, with_key
 
 pytest.importorskip("cryptography")
 
@@ -65,6 +65,12 @@ def test_identical_with_the_key_and_far_off_without(wholly_in_float64, model_fol
     assert distance(wanted, keyed(x)) < 1e-10
     if not seal:
         assert distance(wanted, exact(create_backbone(locked))(x)) > 0.5
+
+
+def test_a_manifest_of_another_model_is_one_sentence(model_folder, tmp_path):
+    manifest = lock(model_folder("vit"), KEY, tmp_path / "locked").manifest
+    with pytest.raises(SitusError, match="do not both hold it"):
+        own_groups(small_vit(width=32, heads=4), manifest)
 
 
 @pytest.mark.parametrize("name", ["vit", "bert", "llama"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from situs.audit.defences import Defence, Gradients, NoDefence, method_of
-from situs.audit.stem import require_stem, table_rows
+from situs.audit.stem import Stem, table_rows
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.limits import check_value
@@ -71,12 +71,11 @@ def victim_gradients(
     return {name: g.to(dtype) for name, g in defence.upload(kept, images.shape[0], chance).items()}
 
 
-def known_gradient(method: Method, gradients: Gradients, seed: int = 0, epoch: int = 0) -> Tensor | None:
+def known_gradient(method: Method, stem: Stem, gradients: Gradients, seed: int = 0, epoch: int = 0) -> Tensor | None:
     """What an attacker subtracts from the table's gradient: λ ∂DAL/∂E_pos on the patch rows, [N, D]; None for no DAL.
 
     Batch 1. The mask that DAL leaves out is read off the rows that got no gradient at all.
     """
-    stem = require_stem(method.backbone)
     hidden = hidden_places(table_rows(gradients[stem.table], stem))
     with torch.enable_grad():
         loss = method.table_loss(hidden[None], seed=seed, epoch=epoch)

@@ -81,9 +81,10 @@ def collect(
             if keep is not None and outcome.attacked and time.monotonic() - told >= KEEP_EVERY:
                 keep(so_far("the end of its process"))
                 told = time.monotonic()
+        deadline.closed = True  # before anything else: a Ctrl-C from here on must find it so
     except KeyboardInterrupt:
         deadline.interrupt()
-    deadline.closed = True
+        deadline.closed = True
     whole = so_far(deadline.reason)
     if keep is not None:
         keep(whole)

@@ -158,7 +158,7 @@ def audit_settings(
 ) -> Comparison:
     """One model in the settings a, b, c of MJP's Table 5, by attackers who know MJP and who do not.
 
-    defences: of them "mjp=γ" says the share of the patches that is shuffled. All else as in `audit_gradients`, but for
+    defences: "mjp=γ" alone, the share of the patches that is shuffled. All else as in `audit_gradients`, but for
     the step, which is one on one image in float32.
     """
     for name in ("batch", "local_steps", "precision", "labels", "fail_above"):
@@ -166,8 +166,11 @@ def audit_settings(
             said = f"{name}={options[name]}: has no part in the settings of Table 5"
             said += ", which are one step on one image in fp32; leave it out"
             raise SitusError(said, field=(name, "settings"))
-    made = [] if tuple(defences) == AUTO else map(create_defence, _each("defences", defences))
+    made = [] if tuple(defences) == AUTO else [create_defence(each) for each in _each("defences", defences)]
     shares = [defence.hidden_share for defence in made if defence.hidden_share is not None]
+    if len(made) > 1 or len(shares) < len(made):
+        labels = ", ".join(defence.label for defence in made)
+        raise SitusError(field=("defences", "settings"), value=labels, allowed="mjp=γ alone in the settings of Table 5")
     config, asked = _config(options)
     opened = _open(model, data, attacks, config, asked)
     name = opened.victim.model.name
@@ -219,6 +222,8 @@ def _open(
         helper = AdaptiveConfig(predictor=open_predictor(config.predictor, opened.backbone, opened.device))
         made = [create_attack(attack, search, helper) for attack in _each("attacks", attacks)]
     test = load_test_set(victim, data, config.count, config.split, opened.device)
+    if lpips is not None:
+        lpips.check(test.pixels)
     height, width = test.pixels.shape[2:]
     origin = {
         "weights": str(opened.facts.get("weights", opened.facts["kind"])),
@@ -232,5 +237,5 @@ def _open(
 def _each(field: str, given: Sequence[Any]) -> list[Any]:
     """Each once, and at least one."""
     if not given:
-        raise SitusError(field=field, value=",".join(given), allowed="one or more of them")
+        raise SitusError(field=field, value="", allowed="one or more of them")
     return list(dict.fromkeys(given))

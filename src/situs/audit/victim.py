@@ -43,20 +43,15 @@ def open_victim(source: Any, *, classes: int = 1000, **asked: Any) -> Victim:
     shaped = model.facts["kind"] in ("export", "name") and model.facts.get("weights") != PUBLISHED
     if shaped and outputs_of(model) == model.backbone.out_dim:  # as many outputs as channels: pooled features
         model = open_model(source, any_weights=True, num_classes=classes, **asked)
-    return victim_of(model, source)
-
-
-def victim_of(model: Model, source: Any = None) -> Victim:
-    """The model with what makes its gradients. source: where a model that is locked lies."""
     notes, backbone = dict(model.notes), model.backbone
     if isinstance(backbone, OwnModule) and not isinstance(backbone, StemBackbone):
         asked = {"in_chans": backbone.input.channels, "name": backbone.name, "normalisation": backbone.normalisation}
         assert backbone.input.shape is not None
         model = replace(model, backbone=adapt(backbone.model, backbone.input.shape, **asked))
     if model.locked:
-        key = read_manifest(Path(source), None).key_id
+        key = f" with the key {read_manifest(Path(source), None).key_id}" if isinstance(source, str | Path) else ""
         notes["lock"] = (
-            f"locked with the key {key}: the channels between the blocks are permuted; "
+            f"locked{key}: the channels between the blocks are permuted; "
             "the patch embedding and the positions, which the closed forms read, are not"
         )
     method = model.method

@@ -124,7 +124,10 @@ def within(groups: Sequence[Group], names: Collection[str]) -> tuple[Group, ...]
 
 
 def rename(groups: Sequence[Group], names: Mapping[str, str]) -> tuple[Group, ...]:
-    """The same groups over tensors of other names."""
+    """The same groups over tensors of other names; every one of them must have one."""
+    lacking = next((m.tensor for group in groups for m in group.members if m.tensor not in names), None)
+    if lacking is not None:
+        raise SitusError(f"{lacking}: the model and its files do not both hold it, in one shape")
     return tuple(
         replace(group, members=tuple(replace(member, tensor=names[member.tensor]) for member in group.members))
         for group in groups

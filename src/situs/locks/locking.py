@@ -23,8 +23,6 @@ from typing import Any
 from torch import nn
 
 from situs import __version__
-from situs.backbones.base import Backbone
-from situs.backbones.layout import Group
 from situs.errors import SitusError
 from situs.locks import folder as files
 from situs.locks import shards
@@ -169,7 +167,8 @@ def _lock_folder(
     specs = files.all_specs(headers, folder)
     backbone = files.structure_of(folder)
     names = files.names_in_file(backbone, specs)
-    moved = _groups_in_files(backbone, names, cover)
+    moved = rename(backbone.groups(), names)
+    moved = moved if cover else residual_only(moved)
     strangers = check_tensors(backbone, specs, names, residual_only(moved))
     if parts and TABLE in others:
         said = f"{backbone.name}: its position table is a file of its own, so no part is withheld"
@@ -245,19 +244,6 @@ def _lock_shard(
         return apart if apart is not None and spec.name in held else writer
 
     return shards.rewrite(lambda _: reader, into, header.tensors, changes, codes.tensor)
-
-
-def _groups_in_files(backbone: Backbone, names: Mapping[str, str], cover: bool) -> tuple[Group, ...]:
-    """The groups that move, under the names that the tensors have in the files; every one of them must be there."""
-    groups = backbone.groups()
-    for group in groups:
-        for member in group.members:
-            if member.tensor not in names:
-                raise SitusError(
-                    f"the files hold no {member.tensor} of the shape that {backbone.name} has: nothing can be locked "
-                    "by halves"
-                )
-    return rename(groups if cover else residual_only(groups), names)
 
 
 def unlock(

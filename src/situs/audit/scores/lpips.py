@@ -46,11 +46,15 @@ class Lpips:
             raise SitusError(said, field="lpips")
         self.weights = load(data)
 
+    def check(self, images: Tensor) -> None:
+        """Refuses images [n, C, H, W] that it cannot measure."""
+        if images.shape[1] != 3 or min(images.shape[-2:]) < 32:
+            said = f"LPIPS takes images of 3 channels and of 32 pixels and more, not {list(images.shape[1:])}"
+            raise SitusError(said, field="lpips")
+
     @torch.no_grad()
     def __call__(self, found: Tensor, real: Tensor) -> Tensor:
-        if real.shape[1] != 3 or min(real.shape[-2:]) < 32:
-            said = f"LPIPS takes images of 3 channels and of 32 pixels and more, not {list(real.shape[1:])}"
-            raise SitusError(said, field="lpips")
+        self.check(real)
         total = torch.zeros(real.shape[0], device=real.device)
         for index, (a, b) in enumerate(zip(self._features(found), self._features(real), strict=True)):
             weight = self.weights[f"lin{index}.weight"].to(real.device)

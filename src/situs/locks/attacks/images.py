@@ -57,7 +57,7 @@ CLEARLY = 0.1
 
 @dataclass(frozen=True)
 class Ending:
-    """Where a search came to rest: q [D], and J(q), see `recover_graph.agreement`."""
+    """Where a search came to rest: q [D], and J(q), see `graph.agreement`."""
 
     q: Tensor
     score: float

@@ -149,7 +149,7 @@ def judged(
 ) -> KeyRecovery:
     """What an attack got: its residual keys compared with the true ones where they are known; inner ones never count.
 
-    more: fields of `Recovery`.
+    more: fields of `KeyRecovery`.
     """
     residual = residual_only(groups)
     if not residual:

@@ -52,7 +52,7 @@ def scene(dim: int = 64, ratio: float = 0.3, number: int = 0, change: Any = None
     if change is not None:
         change(x, mask)
     upload = victim_gradients(backbone, x, torch.tensor([3]), defence=defence, ids=ids, dtype=torch.float64)
-    extra = known_gradient(method, upload)
+    extra = known_gradient(method, require_stem(method.backbone), upload)
     assert extra is not None
     rows = table_rows(upload[stem.table], stem) - extra
     partly = separate(rows, flat_weight(upload[stem.weight]), upload["unknown"], mask, torch.float64)

@@ -148,7 +148,7 @@ def facts_of(found: Solution, index: int, unknowns: int) -> dict[str, Fact]:
 def patch_rows(method: Method, stem: Stem, upload: Gradients, known: Knowledge) -> Tensor:
     """∂l/∂E_pos on the patch rows of one upload in float64, [N, D]; NaN where it overflowed."""
     rows = known_numbers(table_rows(upload[stem.table], stem))
-    extra = known_gradient(method, upload, known.seed, known.epoch)
+    extra = known_gradient(method, stem, upload, known.seed, known.epoch)
     if extra is None:
         return rows
     extra = extra.double()
