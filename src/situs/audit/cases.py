@@ -10,10 +10,10 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.base import Attack, Fact
+from situs.audit.attacks.base import Attack, Fact, Normalisation
 from situs.audit.defences import Defence
 from situs.audit.scores.metrics import denormalise, mean_of
-from situs.audit.scores.scoring import Normalisation, Scores
+from situs.audit.scores.scoring import Scores
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.limits import check_value

@@ -21,7 +21,7 @@ from situs.config import Checked
 from situs.core.permutation import invert
 from situs.core.tokens import Grid
 from situs.errors import SitusError
-from situs.locks.key import Key
+from situs.locks.key import Key, keystream
 
 Words = Callable[[str, int], Tensor]
 """(purpose, count) -> that many independent uniform 64-bit words, [count] int64; another purpose, other words."""
@@ -41,12 +41,7 @@ def secret_words(key: Key, *parts: str) -> Words:
     """Words from ChaCha20 under a key that follows from `key` and `parts`: say, the run, the step, the micro-batch."""
 
     def words(purpose: str, count: int) -> Tensor:
-        from cryptography.hazmat.primitives.ciphers import Cipher
-        from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-
-        secret = key.subkey("features", purpose, *parts)  # a key that is used for nothing else
-        stream = Cipher(ChaCha20(secret, bytes(16)), mode=None).encryptor().update(bytes(8 * count))
-        return torch.from_numpy(np.frombuffer(stream, dtype="<i8").astype(np.int64))
+        return torch.from_numpy(keystream(key, "features", purpose, *parts)(count).view(np.int64))
 
     return words
 

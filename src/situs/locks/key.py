@@ -236,17 +236,19 @@ def derive(key: Key, groups: Iterable[Group], fingerprint: str, lock_id: str) ->
     """The permutation of each group: group name -> [size] int64 (gather convention y[i] = x[p[i]])."""
     found = {}
     for group in groups:
-        secret = key.subkey("permutation", group.name, fingerprint, lock_id)  # a key that is used for nothing else
-        from cryptography.hazmat.primitives.ciphers import Cipher
-        from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
-
-        stream = Cipher(ChaCha20(secret, bytes(16)), mode=None).encryptor()
-
-        def draw(count: int, stream: Any = stream) -> np.ndarray:
-            return np.frombuffer(stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64)
-
+        draw = keystream(key, "permutation", group.name, fingerprint, lock_id)
         found[group.name] = torch.from_numpy(fisher_yates(group.size, draw))
     return found
+
+
+def keystream(key: Key, purpose: str, *parts: str) -> Callable[[int], np.ndarray]:
+    """count -> the next so many words, uint64, of ChaCha20 under a subkey that must be used for nothing else."""
+    secret = key.subkey(purpose, *parts)
+    from cryptography.hazmat.primitives.ciphers import Cipher
+    from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
+
+    stream = Cipher(ChaCha20(secret, bytes(16)), mode=None).encryptor()
+    return lambda count: np.frombuffer(stream.update(bytes(8 * count)), dtype="<u8").astype(np.uint64)
 
 
 def fisher_yates(size: int, draw: Callable[[int], np.ndarray]) -> np.ndarray:

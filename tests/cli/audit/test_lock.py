@@ -86,7 +86,7 @@ def test_several_attackers_with_data_and_key(
         assert written["strength_bits"] == 0
     else:
         assert written["strength_bits"] is None  # nobody came with images
-        assert "Not attacked by one who needs no more than anybody has: images (`images` or `texts`)" in printed
+        assert "Not run, though anybody could: images (`images` or `texts`)" in printed
     assert "with the key" in printed and "random blocks" in printed
     assert "<img" in (tmp_path / "report.html").read_text()  # share against drift
 
@@ -94,7 +94,7 @@ def test_several_attackers_with_data_and_key(
 def test_what_nobody_knows_is_not_judged(trained: Any, locked: Locked, capsys: pytest.CaptureFixture[str]) -> None:
     assert audit(locked.plain, "--base", trained.two, "--attacker", "public-base") == 0
     printed = capsys.readouterr().out
-    assert "Not judged, for nobody told the true key (`key`): public-base." in printed
+    assert "Not judged, because the true key was not given (`key`): public-base." in printed
     assert "No strength can be given." in printed
     assert "256" not in printed  # nobody judged the attack, so it proves no strength
 
@@ -143,7 +143,7 @@ def test_images_without_labels(
         assert f"= {written['strength_bits']:.0f} bits" in printed and written["verdict"] in printed
         assert "unlabelled samples" in (out / "report.html").read_text()
     assert audit(locked.plain, "--images", trained.data) == 0
-    assert "Not judged, for nobody told the true key (`key`): no-base, images. No strength" in capsys.readouterr().out
+    assert "Not judged, because the true key was not given (`key`): no-base, images. No strength" in capsys.readouterr().out
 
 
 def test_what_is_attacked_does_not_drop_out(locked: Locked) -> None:

@@ -20,7 +20,7 @@ from situs.audit.attacks.patchembed.equations import Solution, solve_pixels
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
-from situs.audit.stem import Stem, find_stem, flat_weight, require_stem, table_rows, to_images
+from situs.audit.stem import Stem, find_stem, flat_weight, noise_for, require_stem, table_rows, to_images
 from situs.backbones.base import Backbone
 
 
@@ -108,9 +108,9 @@ def _holds(backbone: Backbone) -> bool:
     like = next(backbone.parameters())
     stem, names = require_stem(backbone), _first_attention(backbone)
     assert backbone.input.shape is not None
-    images = torch.randn(1, backbone.input.channels, *backbone.input.shape, generator=torch.Generator().manual_seed(0))
+    images = noise_for(backbone, 1, backbone.input.channels, *backbone.input.shape)
     labels = torch.zeros(1, dtype=torch.int64, device=like.device)
-    tried = victim_gradients(backbone, images.to(like.device, like.dtype), labels, dtype=like.dtype)
+    tried = victim_gradients(backbone, images, labels, dtype=like.dtype)
     own = dict(backbone.named_parameters())
     table = table_rows(tried[stem.table], stem, prefix=True)[None]
     found = solve_tokens(table, [own[n].detach() for n in names], [tried[n][None] for n in names], like.dtype)

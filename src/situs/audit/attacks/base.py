@@ -16,6 +16,8 @@ from situs.backbones.base import Backbone
 from situs.methods.base import Method
 
 Fact = float | int | str | None
+Normalisation = tuple[Sequence[float], Sequence[float]]
+"""Mean and deviation of each channel."""
 
 FAILED = "for some images the equations do not fit the solution: the attack failed, which says nothing of privacy"
 """The verdict of a closed form on what it could not solve."""
@@ -39,7 +41,7 @@ class Knowledge:
     local_steps: int = 1
     epoch: int = 0
     size: tuple[int, int] | None = None
-    normalisation: tuple[Sequence[float], Sequence[float]] | None = None
+    normalisation: Normalisation | None = None
     first: int = 0
 
     def trained(self, backbone: Backbone) -> Method:

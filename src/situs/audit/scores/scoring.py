@@ -7,19 +7,18 @@ in a sum over a batch says which was first; they are matched to the originals so
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.base import Fact, Recovery
+from situs.audit.attacks.base import Fact, Normalisation, Recovery
 from situs.audit.scores.metrics import assign, baselines, denormalise, in_order, measure_all, psnr
 from situs.backbones.base import Backbone
 from situs.core.tokens import patchify
 
 Lpips = Callable[[Tensor, Tensor], Tensor]
 Scores = dict[str, list[float] | None]
-Normalisation = tuple[Sequence[float], Sequence[float]]
 
 
 def pictures_of(found: Recovery, real: Tensor, batch: int, normalisation: Normalisation) -> Tensor:

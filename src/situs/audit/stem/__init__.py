@@ -151,7 +151,7 @@ def require_stem(backbone: Backbone) -> Stem:
     return stem
 
 
-def _noise(backbone: Backbone, *shape: int) -> Tensor:
+def noise_for(backbone: Backbone, *shape: int) -> Tensor:
     """Numbers to try a model with: its own device and type, the same each time, no generator of the caller touched."""
     like = next(backbone.parameters())
     chance = torch.Generator().manual_seed(0)
@@ -169,7 +169,7 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
             return f"it {how} and has no table that is added to the tokens, so no row holds a patch's own gradient"
         if not table.requires_grad:
             return "its position table is fixed or frozen, so its gradient is neither computed nor sent"
-        probe = _noise(backbone, *table.shape)
+        probe = noise_for(backbone, *table.shape)
         owners = {name: p for name, p in backbone.named_parameters() if p.requires_grad}
         found = torch.autograd.grad((table * probe).sum(), list(owners.values()), allow_unused=True)
     held = {name: g for name, g in zip(owners, found, strict=True) if g is not None}
@@ -185,7 +185,7 @@ def _find_table(backbone: Backbone) -> tuple[str, int] | str:
 def _find_weight(backbone: Backbone, size: tuple[int, int]) -> str | None:
     """The weight whose product with the patches is what `embed` gives."""
     assert backbone.input.shape is not None
-    images = _noise(backbone, 1, backbone.input.channels, *backbone.input.shape)
+    images = noise_for(backbone, 1, backbone.input.channels, *backbone.input.shape)
     tokens, patches = backbone.embed(images), patchify(images, size)
     parameters = dict(backbone.named_parameters())
     shape = (backbone.dim, backbone.input.channels, *size)
@@ -205,7 +205,7 @@ def _is_additive(backbone: Backbone) -> bool:
     """Whether the stream knows tokens and table by their sum alone: what one gains, the other may lose."""
     places = backbone.positions()
     assert places.table is not None
-    tokens, shift = _noise(backbone, 2, backbone.num_tokens, backbone.dim)
+    tokens, shift = noise_for(backbone, 2, backbone.num_tokens, backbone.dim)
     streams = []
     for sign in (0, 1):
         moved = replace(places, table=places.table - sign * shift)

@@ -28,7 +28,7 @@ class Product(NamedTuple):
     inputs: Tensor
 
 
-class _EnoughError(Exception):
+class EnoughError(Exception):
     """What was asked for was seen: the rest of the model need not run."""
 
 
@@ -46,7 +46,7 @@ class _Watcher(TorchFunctionMode):
         if found is not None:
             self.seen.append(found)
             if self.until is not None and len(self.seen) > self.until:
-                raise _EnoughError
+                raise EnoughError
         return func(*args, **kwargs)
 
     def _product(self, func: Any, args: Any, kwargs: Any) -> Product | None:
@@ -105,7 +105,7 @@ def watch_products(model: nn.Module, images: Tensor, until: int | None = None) -
         try:
             with watcher:
                 said = model(images)
-        except _EnoughError:
+        except EnoughError:
             pass
     return said, watcher.seen
 

@@ -15,6 +15,7 @@ It is a guess from statistics, and is right about few channels; the audit prints
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -104,7 +105,7 @@ def _scaled(gram: Tensor) -> Tensor:
 
 def _linear(clear: Kinds, locked: Kinds, size: int) -> Tensor:
     """[D, D]: how alike locked channel i and clear channel j rank, over the kinds that both sides have."""
-    shared = sorted(kind for kind in clear if clear[kind] and locked[kind])
+    shared = sorted(clear.keys() & locked.keys())
     total = torch.zeros(size, size, dtype=torch.float64)
     for kind in shared:
         ours, theirs = (
@@ -116,7 +117,7 @@ def _linear(clear: Kinds, locked: Kinds, size: int) -> Tensor:
 
 def _clear_kinds(clear: dict[str, Tensor], size: int, before: set[str]) -> Kinds:
     """before: names before the blocks. An embedding's rows are written to the stream, a head's read from it."""
-    kinds: Kinds = {"norm.weight": [], "bias": [], "write": [], "read": []}
+    kinds: Kinds = defaultdict(list)
     for name, value in clear.items():
         if value.dim() == 1 and value.shape[0] == size and value.std() > 0:
             kinds["bias" if name.endswith("bias") else "norm.weight"].append(value)
@@ -129,7 +130,7 @@ def _clear_kinds(clear: dict[str, Tensor], size: int, before: set[str]) -> Kinds
 
 
 def _locked_kinds(state: dict[str, Tensor], group: Group) -> Kinds:
-    kinds: Kinds = {"norm.weight": [], "bias": [], "write": [], "read": []}
+    kinds: Kinds = defaultdict(list)
     for member in group.members:
         value = state[member.tensor]
         if value.shape == (group.size,) and value.std() > 0:

@@ -135,10 +135,10 @@ def verdict(results: Sequence[KeyRecovery], lacking: Collection[str] = ()) -> st
         else:
             said.append("An upper bound: a better attack may exist. A lock is obfuscation, not encryption.")
     if unjudged := ", ".join(result.attacker for result in results if result.bits is None):
-        said.append(f"Not judged, for nobody told the true key (`key`): {unjudged}.")
+        said.append(f"Not judged, because the true key was not given (`key`): {unjudged}.")
     if lacking and strength is None:
         named = ", ".join(f"{name} ({NEEDS[name]})" for name in sorted(lacking))
-        said.append(f"Not attacked by one who needs no more than anybody has: {named}.")
+        said.append(f"Not run, though anybody could: {named}.")
     if strength is None:
         said.append("No strength can be given.")
     return " ".join(said)

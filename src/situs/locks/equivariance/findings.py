@@ -276,7 +276,7 @@ def _why(found: tuple[Errors, Errors], limits: tuple[float, float], parts: Seque
     errors = ((part.row if law == "row" else part.column, part) for part in parts)
     broken = [part for error, part in errors if error is not None and not error <= limits[0]]
     if not broken:
-        return "the law fails, in no leaf but between them"
+        return "the law fails between the modules, in none of them alone"
     first = min(broken, key=lambda part: part.turn)
     return f"the law fails from {first.name} on: {first.operation}"
 

@@ -22,6 +22,7 @@ from situs.audit.attacks.base import known_numbers
 from situs.audit.attacks.patchembed.equations import svd
 from situs.audit.defences import Gradients
 from situs.audit.stem import Stem, flat_weight, table_rows
+from situs.audit.stem.products import EnoughError
 from situs.backbones.base import Backbone
 from situs.core.position import Positions
 
@@ -41,10 +42,6 @@ class _Call(NamedTuple):
     weight: Tensor | None
     bias: Tensor | None
     eps: float
-
-
-class _EnoughError(Exception):
-    """What was asked for was seen: the rest of the model need not run."""
 
 
 class _Calls(TorchFunctionMode):
@@ -70,7 +67,7 @@ class _Calls(TorchFunctionMode):
         self.seen.append(_Call(name, args[0], *own))
         unseen = set(self.names.values()) - {call.name for call in self.seen}
         if len(self.seen) == self.until or not unseen:
-            raise _EnoughError
+            raise EnoughError
         return func(*args, **kwargs)
 
     def _name(self, weight: Tensor) -> str | None:
@@ -157,7 +154,7 @@ class FirstBlock:
         try:
             with calls:
                 self.backbone.blocks(self.backbone.assemble(z.unsqueeze(0), Positions()))
-        except _EnoughError:
+        except EnoughError:
             pass
         return calls.seen
 

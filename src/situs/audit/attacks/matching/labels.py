@@ -16,6 +16,7 @@ from torch import Tensor
 from situs.audit.attacks.base import known_numbers
 from situs.audit.attacks.patchembed.equations import svd
 from situs.audit.defences import Gradients
+from situs.audit.stem import noise_for
 from situs.backbones.base import Backbone
 
 
@@ -29,11 +30,9 @@ class Classifier(NamedTuple):
 def find_classifier(backbone: Backbone, size: tuple[int, int]) -> Classifier:
     """The classifier's parameters, found by behaviour: a bias moves the logits as they are, a weight by one outer
     product with the features. A model with several heads (distillation) names one of them."""
-    like = next(backbone.parameters())
     named = {name: p for name, p in backbone.named_parameters() if p.requires_grad and p.dim() in (1, 2)}
-    images = torch.randn(1, backbone.input.channels, *size, generator=torch.Generator().manual_seed(0))
     with torch.enable_grad():
-        logits = backbone(images.to(like.device, like.dtype))
+        logits = backbone(noise_for(backbone, 1, backbone.input.channels, *size))
         probe = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits)
         able = {name: p for name, p in named.items() if p.shape[0] == logits.shape[1]}
         found = torch.autograd.grad((logits * probe).sum(), list(able.values()), allow_unused=True)

@@ -6,18 +6,15 @@ Where the layer is fed the image's patches, that is `solve_patches`. Where the m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.base import Fact
+from situs.audit.attacks.base import Fact, Normalisation
 from situs.audit.attacks.patchembed.bytes import byte_values, read_bytes
 from situs.audit.attacks.patchembed.equations import FIT, Solution, judge, solve_pixels, whiten
 from situs.audit.stem.inverse import Scaled, View, fill
-
-Normalisation = tuple[Sequence[float], Sequence[float]]
 
 NEAR = 0.25
 """A recovered number is taken for a byte if it is no farther from it than this share of the step between bytes."""
