@@ -143,7 +143,8 @@ def test_images_without_labels(
         assert f"= {written['strength_bits']:.0f} bits" in printed and written["verdict"] in printed
         assert "unlabelled samples" in (out / "report.html").read_text()
     assert audit(locked.plain, "--images", trained.data) == 0
-    assert "Not judged, because the true key was not given (`key`): no-base, images. No strength" in capsys.readouterr().out
+    said = "Not judged, because the true key was not given (`key`): no-base, images. No strength"
+    assert said in capsys.readouterr().out
 
 
 def test_what_is_attacked_does_not_drop_out(locked: Locked) -> None:
