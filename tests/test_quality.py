@@ -87,7 +87,6 @@ COVERED = {
     "situs.locks.equivariance.parts": "test_findings",
     "situs.locks.retrained": "test_locking",
     "situs.methods": "test_registry",
-    "situs.methods.base": "test_methods",
     "situs.methods.heads": "test_mp3",
     "situs.methods.mjp.config": "test_method",
     "situs.models.export": "test_models_table",

@@ -113,6 +113,62 @@ def test_layout_of_hugging_face_models(kind: str, entries: dict, table: set[str]
     assert outside == {("head", 3)}
 
 
+# --- groups: that the function stays under their keys is held by tests/locks/test_groups.py -------------------------
+
+HF = {
+    "ViTForImageClassification": {**ENCODER, "image_size": 16, "patch_size": 4},
+    "Dinov2Model": {**ENCODER, "image_size": 16, "patch_size": 4, "mlp_ratio": 2},
+    "BertForSequenceClassification": {**ENCODER, **WORDS, "max_position_embeddings": 16},
+    "GPT2LMHeadModel": {"n_embd": 24, "n_layer": 2, "n_head": 3, "n_positions": 16, **WORDS},
+    "LlamaForCausalLM": {**ENCODER, **WORDS, "max_position_embeddings": 16},
+}
+
+
+def made(name: str) -> Backbone:
+    if name in HF:
+        return small_hf(name, **HF[name])
+    size, arguments = TIMM[name]
+    return create_backbone(name, img_size=size, model_args=arguments)
+
+
+@pytest.mark.parametrize("name", [*TIMM, *HF])
+def test_every_tensor_of_a_block_is_in_groups_that_fit_it(name: str) -> None:
+    """A matrix reads the stream or writes to it, on one axis; its other axis is inside the block."""
+    backbone = made(name)
+    state = {key.removeprefix("model."): value for key, value in backbone.state_dict().items()}
+    axes: dict[str, list[tuple[str, int]]] = {}
+    for group in backbone.groups():
+        for member in group.members:
+            axes.setdefault(member.tensor, []).append((group.kind, member.axis))
+            stretch = state[member.tensor].shape[member.axis] - member.start
+            length = stretch if member.length is None else member.length
+            assert length == member.outer * group.size * member.inner <= stretch
+    inside = {key.removeprefix("model.") for key, role in backbone.roles().items() if role.part in ("qkv", "block")}
+    assert inside <= axes.keys()
+    for tensor in inside - {key for key in inside if "downsample" in key}:  # a merge reads one stream, writes another
+        residual = {axis for kind, axis in axes[tensor] if kind == "residual"}
+        inner = {axis for kind, axis in axes[tensor] if kind != "residual"}
+        assert residual | inner == set(range(state[tensor].dim())) and not residual & inner, tensor
+        assert len(residual) == 1 or state[tensor].dim() == 1, tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        ("vit_tiny_patch16_224", ["blocks.0.heads", "blocks.1.heads", "blocks.2.heads"]),
+        ("vit_relpos_small_patch16_224", ["blocks.0.heads", "blocks.1.heads", "blocks.2.heads"]),
+        ("vit_srelpos_small_patch16_224", ["heads"]),  # one bias table for all layers: one order of their heads
+    ],
+)
+def test_heads_have_an_order_a_layer_unless_all_layers_share_a_table(name: str, heads: list[str]) -> None:
+    backbone = create_backbone(name, img_size=32, model_args=SMALL)
+    found = [group for group in backbone.groups() if group.kind == "heads"]
+    assert [group.name for group in found] == heads
+    assert {group.size for group in found} == {3}
+    relative = {member.tensor for group in found for member in group.members if "rel_pos" in member.tensor}
+    assert bool(relative) is ("relpos" in name)
+
+
 def test_a_model_without_blocks_has_no_groups() -> None:
     from situs.errors import SitusError
 

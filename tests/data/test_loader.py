@@ -157,6 +157,20 @@ def test_auto_streams_what_does_not_fit():
     assert isinstance(make_loader(SMALL, recipe("crop"), source=small()), ResidentLoader)
 
 
+@pytest.mark.parametrize(
+    ("own", "size", "kind"),
+    [
+        ((16, 48), (16, 24), ResidentLoader),  # just twice as wide
+        ((48, 16), (24, 16), ResidentLoader),
+        ((16, 48), (24, 16), StreamLoader),
+        ((48, 16), (16, 24), StreamLoader),
+    ],
+)
+def test_auto_streams_what_is_more_than_twice_as_high_or_as_wide_as_needed(own, size, kind):
+    source = TensorSource(torch.zeros(12, 3, *own, dtype=torch.uint8), None, None)
+    assert type(make_loader(replace(SMALL, img_size=size), recipe("none"), source=source)) is kind
+
+
 def test_several_steps_at_once_are_the_same_steps(monkeypatch):
     """What a GPU does with small batches, on the CPU: augment them together, hand them out one by one."""
     loader = make_loader(SMALL, recipe("deit"), source=small())

@@ -6,8 +6,8 @@ import ast
 import html
 import json
 import re
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -256,6 +256,23 @@ def test_a_page_says_what_its_result_says(name: str) -> None:
     assert NAME not in text
     assert "49" not in re.findall(r"<h1>.*?</h1>", text)[0]
     assert json.loads(json.dumps(result.to_json()))["of"] == ["0123"]
+
+
+def held(value: Any) -> Iterator[Any]:
+    """A value and all that it holds, as far as dataclasses, tuples, lists and dicts go."""
+    yield value
+    inner = [getattr(value, each.name) for each in fields(value)] if is_dataclass(value) else []
+    inner += list(value) if isinstance(value, tuple | list) else []
+    inner += list(value.values()) if isinstance(value, Mapping) else []
+    for each in inner:
+        yield from held(each)
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_result_is_what_was_measured_and_cannot_be_changed(name: str) -> None:
+    kinds = {type(value) for value in held(RESULTS[name][0]()) if is_dataclass(value)}
+    open_kinds = {kind for kind in kinds if not kind.__dataclass_params__.frozen}  # type: ignore[attr-defined]
+    assert open_kinds <= {Curve}  # which grows while the study trains
 
 
 def knn(*of: Origin) -> LayerKnn:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
+from builders import small_vit
+from PIL import Image
 from torch import Tensor
 
 from situs.data.loader import DataConfig, Loader, make_loader
@@ -11,7 +16,14 @@ from situs.data.sources.base import TensorSource
 from situs.data.sources.samples import load_samples
 from situs.data.sources.subset import Subset
 from situs.evaluate.corruptions import corrupt
-from situs.evaluate.robustness.run import answers, corrupted_accuracy, seen
+from situs.evaluate.robustness.run import (
+    PublishedSets,
+    answers,
+    corrupted_accuracy,
+    evaluate_robustness,
+    seen,
+)
+from situs.models import Model
 
 MEAN, STD = 0.4, 0.3
 CLASSES = ("a", "b", "c", "d")
@@ -87,6 +99,30 @@ def test_labels_go_through_the_index_of_classes(source: TensorSource) -> None:
     again, _ = corrupted_accuracy(by_brightness, load(renamed, 40), (), index=swap)
     wrong, _ = corrupted_accuracy(by_brightness, load(renamed, 40), ())
     assert again.top1 == straight.top1 > wrong.top1
+
+
+def test_what_cannot_be_read_is_owned_up_to_in_every_set(tmp_path: Path) -> None:
+    """One broken file in each: the clean images, ImageNet-C, ImageNet-A, ImageNet-O and what stands beside it."""
+    folders = {name: tmp_path / name for name in ("clean", "c/fog/1", "a", "o", "beside")}
+    chance = np.random.default_rng(0)
+    for name, folder in folders.items():
+        for kind in CLASSES:
+            (folder / kind).mkdir(parents=True)
+            Image.fromarray(chance.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(folder / kind / "0.png")
+        (folder / "a" / f"broken-{name[0]}.png").write_bytes(b"no picture")
+    backbone = small_vit(8, num_classes=4)
+    model = Model("m", backbone, input=DataConfig(img_size=8, workers=0), classes=CLASSES)
+
+    def skipped(*data: Path, **sets: Path) -> str:
+        given = {"sets": PublishedSets(**sets), "severities": [1]} | ({} if data else {"corruptions": ["none"]})
+        return " ".join(evaluate_robustness(model, *map(str, data), **({"corruptions": ["fog"]} | given)).skipped)
+
+    assert "broken-c.png" in skipped(folders["clean"])
+    assert "broken-a.png" in skipped(imagenet_a=folders["a"])
+    strange = skipped(imagenet_o=folders["o"], in_distribution=folders["beside"])
+    assert "broken-o.png" in strange and "broken-b.png" in strange
+    both = skipped(folders["clean"], imagenet_c=tmp_path / "c")
+    assert both.count("broken-c.png") == 2  # the clean set's and the given one's
 
 
 def test_answers_are_among_the_given_outputs_alone(source: TensorSource) -> None:

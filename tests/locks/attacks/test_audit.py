@@ -7,7 +7,8 @@ import torch
 
 from situs.backbones import create_backbone
 from situs.errors import SitusError
-from situs.locks.attacks import LockAuditConfig, audit_lock
+from situs.locks.attacks import LockAudit, LockAuditConfig, audit_lock
+from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.key import Key
 from situs.locks.locking import lock
 
@@ -72,6 +73,21 @@ def test_drifts_are_attacked_one_by_one_and_the_same_every_time(folders):
     assert all(
         torch.equal(a.keys["residual"], b.keys["residual"]) for a, b in zip(one.attacks, two.attacks, strict=True)
     )
+
+
+def test_accuracies_stand_in_their_columns_and_the_control_beside_what_it_is_held_against() -> None:
+    attacks = (
+        KeyRecovery("public-base", 8, 8, 0.5, "a cost", before=0.1, after=0.7, owner=0.8, residual_sizes=((8, 8),)),
+        KeyRecovery("labels", 8, None, 1.0, "labels", before=0.1, after=0.5, owner=0.8, control=0.3),
+    )
+    [table] = LockAudit("m", (8,), 2, attacks, judged=True).summary().tables
+    first, second = (dict(zip(table.header, row, strict=True)) for row in table.rows)
+    assert (first["locked"], first["after attack"], first["with the key"]) == ("10.0 %", "70.0 %", "80.0 %")
+    assert second["after attack"] == "50.0 % (random blocks 30.0 %)"
+    assert (second["locked"], second["with the key"], second["key recovered"]) == ("10.0 %", "80.0 %", "not judged")
+    assert first["key recovered"] == "100.0 % (8 of 8)"
+    bare = LockAudit("m", (8,), 2, (KeyRecovery("no-base", 8, 1),)).summary().tables[0]
+    assert not {"locked", "after attack", "with the key"} & set(bare.header)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from situs.backbones import Backbone, create_backbone
 from situs.backbones.layout import Group, Member
 from situs.core.permutation import permute_columns
 from situs.errors import SitusError
-from situs.locks.equivariance import Verification, verify
+from situs.locks.equivariance import Finding, Verification, verify
 from situs.locks.equivariance.experiment import Experiment, KeepDouble, relative_error, worst_relative_error
 from situs.locks.equivariance.sample import moved_order, sample_of
 from situs.locks.groups import (
@@ -152,6 +152,14 @@ def test_what_breaks_a_law_is_named(breaker: nn.Module, operation: str, row: str
     assert verdict.whole("row").status == row
     named = next(each for each in verdict.findings if each.part == "blocks.*.drop_path1" and each.law == "column")
     assert named.reason.startswith(operation)
+
+
+def test_a_summary_says_how_the_negative_control_came_out_where_there_was_one() -> None:
+    whole = [Finding("blocks", law, "holds", "", {"forward": 1e-15}) for law in ("row", "column")]
+    made = Verification("m", "float32", 1e-10, 1e-3, 3, 0.25, tuple(whole))
+    [note] = made.summary().notes
+    assert "one axis of the key left out: error 2.5e-01, which must not pass" in note
+    assert replace(made, control=None).summary().notes == ()
 
 
 class OwnNorm(nn.LayerNorm):

@@ -173,6 +173,7 @@ def test_too_many_tokens_are_said_and_the_algebra_stays() -> None:
     backbone = victim(width=16)
     said = str(caveat(AdaptiveMJP(), backbone))
     assert "17 tokens are not fewer than 16 channels" in said
+    assert caveat(AdaptiveMJP(), victim(width=20)) is None  # wider than there are tokens
     found, _, _ = attacked(backbone, pictures(), 0.2)
     assert found.images.isfinite().all()
     assert "guessed by smoothness" in str(found.facts[0]["verdict"])
