@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from situs.data.pack.journal import MANIFEST, check_shard, read_manifest
 from situs.data.sources.base import SPLIT_WORDS, Source
+from situs.data.sources.manifest import MANIFEST, check_shard, read_manifest
 from situs.data.sources.open import open_source, splits_at
+from situs.data.sources.remote.names import is_remote
 from situs.data.sources.walk import plain
 from situs.data.survey import BROKEN, CMYK, DEEP, GREY, ROW, TURNED, survey
 from situs.data.work import in_order
@@ -132,7 +133,7 @@ def check(
     tell = progress or (lambda *_: None)
     gather = _Gathering(huge_mpx * 1e6, decode_pixels)
     folder = Path(path).expanduser()
-    manifest = read_manifest(folder) if folder.is_dir() else None
+    manifest = read_manifest(folder) if not is_remote(path) and folder.is_dir() else None
     if manifest is not None:
         _check_files(folder, manifest, gather, workers, tell)
     names = list(splits if splits is not None else sorted(splits_at(path), key=SPLIT_WORDS.index)) or [""]
@@ -151,7 +152,7 @@ def check(
             start += len(made)
             tell(start, len(source), split or "images")
         gather.split(split, source, rows)
-    facts = {"data": name or plain(folder.name), "huge_mpx": huge_mpx}
+    facts = {"data": name or plain(folder.name), "huge_mpx": huge_mpx}  # a remote set is checked as it is fetched
     return gather.result(Provenance(facts, left_out=tuple(notes)))
 
 

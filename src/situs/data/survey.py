@@ -9,6 +9,7 @@ import numpy as np
 
 from situs.data.sources.base import EncodedSource, Source
 from situs.data.sources.images import decode, read_header
+from situs.data.sources.remote.transfer import RemoteError
 from situs.errors import SitusError
 
 GREY, CMYK, DEEP, TURNED, BROKEN = (1 << bit for bit in range(5))
@@ -26,6 +27,8 @@ def survey(source: Source, decoding: bool, numbers: list[int]) -> tuple[np.ndarr
     for row, number in zip(rows, numbers, strict=True):
         try:
             _survey_one(source, decoding, number, row)
+        except RemoteError:
+            raise
         except SitusError as error:
             row["flags"] |= BROKEN
             broken.append((number, str(error)))

@@ -7,21 +7,17 @@ the folder is whole.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from situs.data.sources.manifest import CLASSES, KIND, MANIFEST, read_manifest
 from situs.errors import SitusError
-from situs.files import read_json, write_text
+from situs.files import write_text
 
-MANIFEST = "manifest.json"
-KIND = "situs data pack"
-CLASSES = "classes.txt"
 JOURNAL = ".packing.jsonl"
-_CHUNK = 1 << 22
 
 
 class BrokenImage(NamedTuple):
@@ -102,43 +98,6 @@ class Journal:
         write_text(self.path.parent / MANIFEST, json.dumps(manifest, indent=2, ensure_ascii=False) + "\n")
         self.path.unlink()
         return manifest
-
-
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest of a packed folder; None where there is none."""
-    if not (folder / MANIFEST).is_file():
-        return None
-    held = read_json(folder / MANIFEST)
-    if held.get("kind") != KIND:
-        return None  # another program's
-    try:
-        if held["version"] != 1:
-            raise SitusError(f"{folder / MANIFEST}: is of version {held['version']}, and this situs reads 1")
-        for shard in held["shards"]:
-            name = shard["file"]
-            if Path(name).name != name or not isinstance(shard["bytes"], int) or not isinstance(shard["sha256"], str):
-                raise SitusError(f"{folder / MANIFEST}: is damaged: {name!r} is no shard")
-    except (KeyError, TypeError) as error:
-        raise SitusError(f"{folder / MANIFEST}: is damaged: it lacks {error}") from None
-    return held
-
-
-def check_shard(folder: Path, shard: dict[str, Any]) -> str:
-    """What is wrong with a shard of a manifest; empty where nothing is."""
-    path = folder / shard["file"]
-    try:
-        size = path.stat().st_size
-        if size != shard["bytes"]:
-            return f"has {size:,} bytes and not {shard['bytes']:,}"
-        hashed = hashlib.sha256()
-        with path.open("rb") as file:
-            while part := file.read(_CHUNK):
-                hashed.update(part)
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read ({error.strerror or error})"
-    return "" if hashed.hexdigest() == shard["sha256"] else "is not what was packed: its SHA-256 differs"
 
 
 def clear(folder: Path) -> None:

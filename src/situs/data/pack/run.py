@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from situs.data.pack.config import PackConfig
-from situs.data.pack.journal import CLASSES, JOURNAL, BrokenImage, Entry, Journal, clear, read_manifest
+from situs.data.pack.journal import JOURNAL, BrokenImage, Entry, Journal, clear
 from situs.data.pack.shards import Item, Shard, ShardFile, new_shard
 from situs.data.pack.store import store, store_pixels
 from situs.data.sources.base import SPLIT_WORDS, EncodedSource, Source
+from situs.data.sources.manifest import CLASSES, read_manifest
 from situs.data.sources.open import open_source, splits_at
+from situs.data.sources.remote.names import is_remote, redacted
+from situs.data.sources.remote.transfer import RemoteError
 from situs.data.sources.walk import plain
 from situs.data.work import in_order
 from situs.errors import SitusError
@@ -109,7 +112,7 @@ def pack(
 
 def _check_place(path: str | Path, out: Path) -> None:
     here, there = Path(path).expanduser().resolve(), out.resolve()
-    if there == here or (here.is_dir() and here in there.parents):
+    if not is_remote(path) and (there == here or (here.is_dir() and here in there.parents)):
         raise SitusError(field="out", value=str(out), allowed="outside of what is packed")
     if out.exists() and not out.is_dir():
         raise SitusError(field="out", value=str(out), allowed="a folder")
@@ -161,7 +164,7 @@ class _Packing:
         return self._result(journal.finish(facts), again=False)
 
     def _name(self) -> str:
-        return plain(str(self.path).rstrip("/").rpartition("/")[2]) or "set"
+        return plain(redacted(str(self.path)).rstrip("/").rpartition("/")[2]) or "set"
 
     def _result(self, manifest: dict[str, Any], *, again: bool) -> Packed:
         facts = {"data": manifest["data"], **manifest["config"]}
@@ -254,6 +257,8 @@ def _item(source: Source, how: PackConfig, number: int) -> Item | BrokenImage:
             return Item(number, name, store(data, source.entry(number), how), source.label(number), len(data))
         sample = source.read(number)
         return Item(number, name, store_pixels(sample["image"], how), sample.get("label"), 0)
+    except RemoteError:
+        raise
     except SitusError as error:
         return BrokenImage(number, name, str(error))
 

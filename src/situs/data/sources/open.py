@@ -10,6 +10,7 @@ from situs.data.sources.base import SPLITS, Source, TensorSource, Wanted, choose
 from situs.data.sources.cifar import find_cifar, open_cifar
 from situs.data.sources.folder import FolderSource, split_folders
 from situs.data.sources.parquet import ParquetSource
+from situs.data.sources.remote import is_remote, mount
 from situs.data.sources.samples import load_samples
 from situs.data.sources.subset import hold_out
 from situs.data.sources.webdataset import TarSource
@@ -28,6 +29,8 @@ def open_source(
     held_out: float = 0.0,
 ) -> Source:
     """The images at `path`: image folder, Hugging Face parquet, WebDataset tars, CIFAR batches or "samples".
+
+    An address of parquet or tar files (https://host/train-{000..099}.tar, s3://bucket/folder) is read through a cache.
 
     split:    train, val or test; without one the training split is taken where the data is split. `val`
               falls back on test and `test` on val.
@@ -76,6 +79,8 @@ def splits_at(path: str | Path) -> set[str]:
 
 
 def _existing(path: str | Path) -> Path:
+    if is_remote(path):
+        return mount(str(path))
     path = Path(path).expanduser()
     if not path.exists():
         raise SitusError(f"{path}: no such folder or file", field="data")

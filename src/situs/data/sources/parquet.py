@@ -17,6 +17,7 @@ import numpy as np
 
 from situs.data.sources.base import ANY, Blocks, EncodedSource, Wanted, find_shards, number_names, split_of
 from situs.data.sources.images import BrokenImageError
+from situs.data.sources.remote import is_kept, opened
 from situs.errors import SitusError
 
 _IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")
@@ -183,8 +184,10 @@ def _reading(file: Path, part: str = "") -> Iterator[None]:
 def _open(file: Path, footer: Any = None) -> Any:
     import pyarrow.parquet as pq
 
+    # Of a remote shard that is not here the footer is asked for alone; for its rows it is fetched whole.
+    source = opened(file, parts=footer is None) if is_kept(file) else file
     with _reading(file):
-        return pq.ParquetFile(file, metadata=footer, page_checksum_verification=True)
+        return pq.ParquetFile(source, metadata=footer, page_checksum_verification=True)
 
 
 class _Footer(NamedTuple):

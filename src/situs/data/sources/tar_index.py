@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from situs.data.sources.images import IMAGE_SUFFIXES
+from situs.data.sources.remote import present
 from situs.data.sources.tar_headers import BLOCK, SMALL, Member, plain_members
 from situs.data.sources.walk import LeftOut, plain
 from situs.errors import SitusError
@@ -141,6 +142,7 @@ class _Shard:
 
 
 def _read_shard(file: Path, labels: bool) -> TarIndex:
+    present(file)
     shard = _Shard()
     try:
         members = plain_members(file)

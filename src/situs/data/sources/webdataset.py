@@ -14,6 +14,7 @@ import numpy as np
 
 from situs.data.sources.base import ANY, EncodedSource, Wanted, find_shards, number_names, split_of
 from situs.data.sources.images import BrokenImageError, check_bytes
+from situs.data.sources.remote import open_shard
 from situs.data.sources.tar_index import open_index
 from situs.data.sources.walk import LeftOut, plain
 from situs.errors import SitusError
@@ -53,7 +54,7 @@ class TarSource(EncodedSource):
         size, offset = (int(self._index.arrays[name][index]) for name in ("sizes", "offsets"))
         check_bytes(size, self.entry(index))
         try:
-            handle = os.open(self._file(index), os.O_RDONLY)
+            handle = open_shard(self._file(index))
             try:
                 return os.pread(handle, size, offset)
             finally:

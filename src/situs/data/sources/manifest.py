@@ -1,0 +1,61 @@
+"""The manifest of a packed set: which shards it has, and what each must be."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from situs.errors import SitusError
+
+MANIFEST = "manifest.json"
+CLASSES = "classes.txt"
+KIND = "situs data pack"
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """That of a packed folder; None where there is none, or another program's."""
+    try:
+        return parse_manifest((folder / MANIFEST).read_bytes(), str(folder / MANIFEST))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SitusError(f"{folder / MANIFEST}: cannot be read: {(error.strerror or str(error)).lower()}") from None
+
+
+def parse_manifest(data: bytes, name: str) -> dict[str, Any] | None:
+    """What a file says that is called `name`; None where it is another program's."""
+    try:
+        held = json.loads(data)
+        if not isinstance(held, dict) or held.get("kind") != KIND:
+            return None
+        if held["version"] != 1:
+            raise SitusError(f"{name}: is of version {held['version']}, and this situs reads 1")
+        for shard in held["shards"]:
+            file = shard["file"]
+            if PurePosixPath(file).name != file or file in {"", ".", ".."}:
+                raise SitusError(f"{name}: is damaged: {file!r} is no shard")
+            if not isinstance(shard["bytes"], int) or not isinstance(shard["sha256"], str):
+                raise SitusError(f"{name}: is damaged: of {file!r} it has neither size nor SHA-256")
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, SitusError):
+            raise
+        raise SitusError(f"{name}: is damaged ({type(error).__name__}: {str(error)[:80]})") from None
+    return held
+
+
+def check_shard(folder: Path, shard: dict[str, Any]) -> str:
+    """What is wrong with a shard of a manifest; empty where nothing is."""
+    path = folder / shard["file"]
+    try:
+        size = path.stat().st_size
+        if size != shard["bytes"]:
+            return f"has {size:,} bytes and not {shard['bytes']:,}"
+        with path.open("rb") as file:
+            hashed = hashlib.file_digest(file, "sha256")
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror or error})"
+    return "" if hashed.hexdigest() == shard["sha256"] else "is not what was packed: its SHA-256 differs"

@@ -1,0 +1,277 @@
+"""A remote set as a local folder: its shards have their names and sizes there, and are fetched when they are needed.
+
+What is not here yet is a sparse file without permission to write: its size and times are those of the shard, so that an
+index of it stays true, and its content is zeros, which is no shard, so that whoever does not come through `open_shard`
+fails loudly. A shard is fetched in pieces under a temporary name, with which a later process goes on, checked, and
+renamed. Several processes share the folder: one fetches, the others wait for it. The least recently used shards of all
+sets give way to a new one; a file that is open stays whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from situs import files
+from situs.data.sources.remote import transfer
+from situs.data.sources.remote.listing import SHARDS, Entry, list_set
+from situs.data.sources.remote.names import redacted
+from situs.data.sources.remote.transfer import RangedFile, RemoteError, read_range, state_of
+from situs.errors import SitusError
+from situs.files import read_json, write_bytes, write_text
+
+FOLDER, LIMIT = "SITUS_CACHE", "SITUS_CACHE_GIB"
+"""Environment: where remote shards are kept (default: ~/.cache/situs/remote), and how many GiB (default: 64)."""
+
+_LIST = ".shards.json"
+_FRESH = 10  # seconds for which a shard's last use need not be noted again
+_RECENT = 30.0  # seconds for which a list of shards is good: a set's splits are opened one after the other
+_mounted: dict[tuple[str, str], float] = {}
+_known: dict[str, Entry] = {}
+"""Entries by the shard's path, with their whole addresses; forked workers inherit it."""
+
+
+def cache_folder() -> Path:
+    """Where remote sets are kept."""
+    return Path(os.environ.get(FOLDER) or files.cache_folder("remote"))
+
+
+def limit_bytes() -> int:
+    """How much of them is kept."""
+    given = os.environ.get(LIMIT, "64")
+    try:
+        limit = float(given)
+    except ValueError:
+        limit = 0.0
+    if not limit > 0:
+        raise SitusError(f"{LIMIT}={given}: must be a number of GiB above 0")
+    return int(limit * 2**30)
+
+
+def mount(address: str) -> Path:
+    """The folder that stands for a remote set. What the servers say of it is asked again after half a minute."""
+    folder = cache_folder() / _slug(redacted(address))
+    if time.monotonic() - _mounted.get((address, str(folder)), -_RECENT) < _RECENT and (folder / _LIST).is_file():
+        return folder
+    entries, small = list_set(address)
+    before = {held["name"]: held for held in _read_list(folder)}
+    try:
+        for entry in entries:
+            path = folder / entry.name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if before.get(entry.name) != _public(entry) or not path.is_file():
+                _set_aside(path, entry)  # what is here is of another version, or nothing
+            _known[str(path)] = entry
+        for name, data in small.items():
+            if not (folder / name).is_file() or (folder / name).read_bytes() != data:
+                write_bytes(folder / name, data)
+        write_text(folder / _LIST, json.dumps({"shards": [_public(entry) for entry in entries]}))
+    except OSError as error:
+        raise _unwritable(error) from error
+    _mounted[address, str(folder)] = time.monotonic()
+    return folder
+
+
+def _slug(address: str) -> str:
+    words = re.sub(r"[^\w]+", "-", address.partition("://")[2]).strip("-")[-40:]
+    return f"{words}-{hashlib.sha256(address.encode()).hexdigest()[:8]}"
+
+
+def _public(entry: Entry) -> dict[str, Any]:
+    """What is kept of an entry: without the address's query, which may hold a key."""
+    return entry._replace(url=redacted(entry.url))._asdict()
+
+
+def _read_list(folder: Path) -> list[dict[str, Any]]:
+    try:
+        return read_json(folder / _LIST)["shards"]
+    except (SitusError, KeyError):
+        return []
+
+
+def _entry(path: Path) -> Entry | None:
+    """What is known of a shard; None for a file that is no remote set's."""
+    known = _known.get(str(path))
+    if known is None and str(path).startswith(str(cache_folder())):  # a worker that was started anew
+        for folder in (path.parent, path.parent.parent):
+            for held in _read_list(folder):
+                _known.setdefault(str(folder / held["name"]), Entry(**held))
+        known = _known.get(str(path))
+    return known
+
+
+def is_kept(path: Path) -> bool:
+    """Whether a file is a shard of a remote set."""
+    return _entry(path) is not None
+
+
+def present(path: Path) -> None:
+    """Fetches a shard that is not here; any other file is left alone."""
+    if is_kept(path):
+        os.close(open_shard(path))
+
+
+def open_shard(path: Path) -> int:
+    """A file to read, by its handle; a shard of a remote set is fetched first where it is not here."""
+    while True:
+        handle = os.open(path, os.O_RDONLY)
+        entry = _entry(path)
+        if entry is None:
+            return handle
+        state = os.fstat(handle)
+        if state.st_mode & stat.S_IWUSR:
+            _note_use(path, state)
+            return handle
+        os.close(handle)
+        try:
+            _fetch(path, entry)
+        except OSError as error:
+            raise _unwritable(error) from error
+
+
+def opened(path: Path, *, parts: bool = False) -> KeptFile | RangedFile:
+    """A shard as a file object. parts: only a little is read, and asked of the server where the shard is not here."""
+    entry = _entry(path)
+    if parts and entry is not None and not path.stat().st_mode & stat.S_IWUSR:
+        return RangedFile(entry.url, entry.size)
+    return KeptFile(open_shard(path))
+
+
+class KeptFile(RangedFile):
+    """An open file by its handle, closed when nobody has it any more."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        super().__init__("", os.fstat(handle).st_size)
+
+    def _read(self, start: int, end: int) -> bytes:
+        return os.pread(self._handle, end - start, start)
+
+    def close(self) -> None:
+        if not self.closed:
+            os.close(self._handle)
+        super().close()
+
+
+def _unwritable(error: OSError) -> SitusError:
+    said = (error.strerror or str(error)).lower()
+    return SitusError(
+        f"{cache_folder()}: cannot keep remote shards: {said}; free some space, or keep them elsewhere ({FOLDER})"
+    )
+
+
+def _note_use(path: Path, state: os.stat_result) -> None:
+    """By the time of access alone: indexes of a shard are held to its time of change."""
+    if time.time() - state.st_atime > _FRESH:
+        with contextlib.suppress(OSError):
+            os.utime(path, ns=(time.time_ns(), state.st_mtime_ns))
+
+
+def _set_aside(path: Path, entry: Entry) -> None:
+    """Puts the placeholder of a shard in its place."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with aside.open("wb") as file:
+        file.truncate(entry.size)
+    os.utime(aside, ns=(0, _stamp(entry)))
+    aside.chmod(stat.S_IRUSR)
+    aside.replace(path)
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time; the others wait."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    with path.open("ab") as file:
+        with contextlib.suppress(OSError):  # a disk that knows no locks: two may fetch the same, each to its own file
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _fetch(path: Path, entry: Entry) -> None:
+    with _alone(path.with_name(f".{path.name}.lock")):
+        if path.stat().st_mode & stat.S_IWUSR:
+            return  # another process has fetched it meanwhile
+        part = path.with_name(f".{path.name}.{_mark(entry)}.part")
+        have = part.stat().st_size if part.is_file() else 0
+        _make_room(entry, path)
+        with part.open("ab") as file:
+            while have < entry.size:
+                data = read_range(entry.url, have, min(entry.size, have + transfer.PIECE))
+                file.write(data)
+                have += len(data)
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            _check(part, entry)
+        except RemoteError:
+            part.unlink()
+            raise
+        os.utime(part, ns=(time.time_ns(), _stamp(entry)))
+        part.chmod(stat.S_IRUSR | stat.S_IWUSR)
+        part.replace(path)
+
+
+def _stamp(entry: Entry) -> int:
+    """A shard's time of change, in ns: the same whenever it is fetched, and another for another version."""
+    return int(_mark(entry)[:7], 16) * 10**9
+
+
+def _mark(entry: Entry) -> str:
+    """Of a shard's version."""
+    return hashlib.sha256(f"{entry.size} {entry.version} {entry.sha256}".encode()).hexdigest()[:12]
+
+
+def _check(part: Path, entry: Entry) -> None:
+    """Holds what was fetched to what the set promised."""
+    if part.stat().st_size != entry.size:
+        raise RemoteError(
+            f"{redacted(entry.url)}: {part.stat().st_size:,} bytes came and not {entry.size:,}", field="data"
+        )
+    if entry.sha256:
+        with part.open("rb") as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != entry.sha256:
+                raise RemoteError(
+                    f"{redacted(entry.url)}: is not what was packed: its SHA-256 differs from its manifest's",
+                    field="data",
+                )
+        return
+    now = state_of(entry.url)
+    if (now.size, now.version) != (entry.size, entry.version):
+        raise RemoteError(f"{redacted(entry.url)}: was changed since the set was opened; open it again", field="data")
+
+
+def _make_room(entry: Entry, path: Path) -> None:
+    """Lets go of the least recently used shards of all sets until this one is within the limit."""
+    limit = limit_bytes()
+    if entry.size > limit:
+        size, kept = (f"{count / 2**30:.2f} GiB" for count in (entry.size, limit))
+        raise SitusError(f"{redacted(entry.url)}: has {size}, and {kept} are kept of remote sets; allow more ({LIMIT})")
+    held = []
+    for file in cache_folder().rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # renamed by another process
+            state = file.stat()
+            if stat.S_ISREG(state.st_mode) and state.st_mode & stat.S_IWUSR and file.suffix in {*SHARDS, ".part"}:
+                held.append((state.st_atime_ns, state.st_size, file))
+    total = sum(
+        size for _, size, file in held if file.parent != path.parent or not file.name.startswith(f".{path.name}.")
+    )
+    for _, size, file in sorted(held, key=lambda each: each[0]):
+        if total + entry.size <= limit:
+            return
+        if file.suffix == ".part" or (other := _entry(file)) is None:
+            continue  # somebody is fetching it, or will go on with it
+        _set_aside(file, other)
+        total -= size

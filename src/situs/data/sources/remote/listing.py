@@ -1,0 +1,113 @@
+"""What a remote set consists of: the addresses of its shards, with all that is known of each before it is fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from situs.data.sources.base import SPLIT_WORDS
+from situs.data.sources.manifest import CLASSES, MANIFEST, parse_manifest
+from situs.data.sources.remote.names import check_address, expand, redacted
+from situs.data.sources.remote.transfer import RemoteError, list_folder, read_whole, state_of
+from situs.errors import SitusError
+
+SHARDS = (".parquet", ".tar")
+_AT_ONCE = 16  # questions
+
+
+class Entry(NamedTuple):
+    """A shard. name: its path in the set. version: the server's mark of it. sha256: where a manifest tells it."""
+
+    name: str
+    url: str
+    size: int
+    version: str = ""
+    sha256: str = ""
+
+
+def list_set(address: str) -> tuple[list[Entry], dict[str, bytes]]:
+    """The shards at an address, and the small files beside them (classes.txt, the manifest), by name.
+
+    address: a pattern of shards, one shard, a manifest.json that `situs data pack` wrote, or a folder: one with such a
+    manifest, or of an object store that can be listed.
+    """
+    check_address(address)
+    if any(address.partition("?")[0].endswith(suffix) for suffix in SHARDS):
+        return _asked(expand(address)), _beside(expand(address)[0])
+    folder = address.rstrip("/").removesuffix(f"/{MANIFEST}")
+    data = _optional(f"{folder}/{MANIFEST}")
+    manifest = None if data is None else parse_manifest(data, redacted(f"{folder}/{MANIFEST}"))
+    if data is not None and manifest is not None:
+        return _packed(folder, manifest), _small(manifest, data)
+    if urlsplit(address).scheme in {"http", "https"}:
+        raise SitusError(
+            f"{redacted(address)}: must name shards (…/train-{{000..099}}.tar, .parquet) or the folder of a packed set "
+            f"with its {MANIFEST}: a web server cannot be asked for a list",
+            field="data",
+        )
+    found = [url for place in _folders(folder) for url in _listed(place) if url.endswith(SHARDS)]
+    if not found:
+        raise SitusError(f"{redacted(address)}: holds no parquet or tar files", field="data")
+    return _asked(found), _beside(f"{folder}/x")
+
+
+def _folders(folder: str) -> list[str]:
+    """Where local shards would be looked for too."""
+    return [folder, f"{folder}/data", *(f"{folder}/{word}" for word in SPLIT_WORDS)]
+
+
+def _listed(folder: str) -> list[str]:
+    try:
+        return list_folder(folder)
+    except RemoteError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            return []
+        raise
+
+
+def _packed(folder: str, manifest: dict[str, Any]) -> list[Entry]:
+    shards = manifest["shards"]
+    return [Entry(each["file"], f"{folder}/{each['file']}", each["bytes"], "", each["sha256"]) for each in shards]
+
+
+def _small(manifest: dict[str, Any], data: bytes) -> dict[str, bytes]:
+    lines = "".join(f"{name}\n" for name in manifest.get("classes") or ())
+    return {MANIFEST: data, **({CLASSES: lines.encode()} if lines else {})}
+
+
+def _asked(urls: Iterable[str]) -> list[Entry]:
+    """Each server's word on each shard."""
+    urls = list(urls)
+    names = [_name(url) for url in urls]
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise SitusError(f"{redacted(urls[0])}, …: two shards are called {twice}", field="data")
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        states = list(pool.map(state_of, urls))
+    return [Entry(name, url, *state) for name, url, state in zip(names, urls, states, strict=True)]
+
+
+def _name(url: str) -> str:
+    path = PurePosixPath(urlsplit(url).path)
+    return f"{path.parent.name}/{path.name}" if path.parent.name in {"data", *SPLIT_WORDS} else path.name
+
+
+def _beside(shard: str) -> dict[str, bytes]:
+    """The names of the classes, which tar shards have beside them."""
+    if not shard.partition("?")[0].endswith(".tar") and not shard.endswith("/x"):
+        return {}
+    found = _optional(f"{shard.partition('?')[0].rpartition('/')[0]}/{CLASSES}")
+    return {} if found is None else {CLASSES: found}
+
+
+def _optional(url: str) -> bytes | None:
+    try:
+        return read_whole(url)
+    except RemoteError as error:
+        status = getattr(error.__cause__, "code", None) or getattr(error.__cause__, "status", None)
+        if isinstance(error.__cause__, FileNotFoundError) or status in {403, 404, 410}:
+            return None
+        raise

@@ -1,0 +1,196 @@
+"""Bytes of a remote file, by ranges and with patience.
+
+What passes (a cut connection, a 5xx, a timeout) is tried again after a growing pause; what does not (no such file, no
+permission) is one sentence at once. Web servers are asked by Python's own client, which keeps no thread or connection
+that a forked worker would inherit; every other scheme goes through fsspec.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+from urllib.error import URLError
+from urllib.request import Request, urlopen
+
+from situs.data.sources.remote.names import redacted
+from situs.errors import SitusError, missing_extra
+
+T = TypeVar("T")
+TRIES = 6
+PAUSE = 0.5  # seconds before the second try; twice as long before each further one
+PIECE = 8 << 20
+_GONE = {404, 410}
+_FINAL = {400, 401, 403, 405, 416, 451} | _GONE
+_TIMEOUT = 60.0  # seconds without a byte
+
+
+class RemoteError(SitusError):
+    """The place of the data cannot be reached, or does not give what it promised. No image is to blame."""
+
+
+class State(NamedTuple):
+    """What a server says of a file. version: a mark that changes when the file does; "" where it gives none."""
+
+    size: int
+    version: str
+
+
+def state_of(url: str) -> State:
+    """Size and version of a file."""
+
+    def ask() -> State:
+        if _is_web(url):
+            return _web_state(url)
+        files, path = _files(url)
+        files.invalidate_cache()
+        info = files.info(path)
+        if info.get("size") is None:
+            raise RemoteError(f"{redacted(url)}: its server does not say how long it is", field="data")
+        marks = (info.get(key) for key in ("ETag", "etag", "VersionId", "LastModified", "last_modified", "mtime"))
+        return State(int(info["size"]), next((str(mark) for mark in marks if mark), ""))
+
+    return patiently(url, ask)
+
+
+def read_whole(url: str, most: int = 64 << 20) -> bytes:
+    """A small file."""
+    return patiently(url, lambda: _web_whole(url, most) if _is_web(url) else _cat(url, 0, most))
+
+
+def read_range(url: str, start: int, end: int) -> bytes:
+    """The bytes from `start` to before `end`, all of them."""
+
+    def ask() -> bytes:
+        data = _web_range(url, start, end) if _is_web(url) else _cat(url, start, end)
+        if len(data) != end - start:
+            raise OSError(f"{len(data):,} bytes came where {end - start:,} were asked for")
+        return data
+
+    return patiently(url, ask)
+
+
+def list_folder(url: str) -> list[str]:
+    """The addresses of the files in a folder of an object store."""
+
+    def ask() -> list[str]:
+        files, path = _files(url)
+        found = files.ls(path, detail=True)
+        return sorted(files.unstrip_protocol(each["name"]) for each in found if each["type"] == "file")
+
+    return patiently(url, ask)
+
+
+def patiently(url: str, ask: Callable[[], T]) -> T:
+    """What `ask` gives, at the first try that succeeds."""
+    for number in range(1, TRIES + 1):
+        try:
+            return ask()
+        except SitusError:
+            raise
+        except Exception as error:  # each scheme's library has classes of its own
+            if number == TRIES or not _may_pass(error):
+                raise RemoteError(f"{redacted(url)}: cannot be fetched ({_reason(error)})", field="data") from error
+            time.sleep(PAUSE * 2 ** (number - 1))
+    raise AssertionError("the last try returns or raises")
+
+
+def _may_pass(error: Exception) -> bool:
+    status = getattr(error, "status", None) or getattr(error, "code", None)
+    if isinstance(status, int):
+        return status not in _FINAL
+    if isinstance(error, URLError) and isinstance(error.reason, Exception):
+        return _may_pass(error.reason)
+    return not isinstance(error, FileNotFoundError | PermissionError | NotImplementedError | ImportError | ValueError)
+
+
+def _reason(error: Exception) -> str:
+    status = getattr(error, "status", None) or getattr(error, "code", None)
+    if isinstance(error, FileNotFoundError) or status in _GONE:
+        return "no such file"
+    if isinstance(status, int):
+        return f"its server answers {status}"
+    if isinstance(error, URLError):
+        error = error.reason if isinstance(error.reason, Exception) else error
+    said = (str(error).strip().splitlines() or [""])[0]
+    return redacted(said)[:120] or type(error).__name__
+
+
+def _files(url: str) -> tuple[Any, str]:
+    """fsspec's file system for an address, made anew in a forked process."""
+    try:
+        import fsspec
+    except ImportError:
+        raise missing_extra("fsspec", "remote", f"reading {redacted(url)}") from None
+    try:
+        return fsspec.core.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+    except ImportError as error:
+        raise SitusError(f"reading {redacted(url)} needs another package: {error}", field="data") from None
+    except ValueError as error:
+        raise SitusError(f"{redacted(url)}: cannot be read ({error})", field="data") from None
+
+
+def _cat(url: str, start: int, end: int) -> bytes:
+    files, path = _files(url)
+    return files.cat_file(path, start=start, end=end)
+
+
+def _is_web(url: str) -> bool:
+    return url.startswith(("http://", "https://"))
+
+
+def _web(url: str, wanted: str = "") -> Any:
+    headers = {"User-Agent": "situs", "Accept-Encoding": "identity"} | ({"Range": f"bytes={wanted}"} if wanted else {})
+    return urlopen(Request(url, headers=headers), timeout=_TIMEOUT)  # noqa: S310  (http and https alone)
+
+
+def _web_state(url: str) -> State:
+    """By a byte of it: an address that is signed for reading answers nothing else."""
+    with _web(url, "0-0") as answer:
+        total = (answer.headers.get("Content-Range") or "").rpartition("/")[2]
+        size = total if answer.status == 206 else answer.headers.get("Content-Length") or ""
+        if not size.isdigit():
+            raise RemoteError(f"{redacted(url)}: its server does not say how long it is", field="data")
+        return State(int(size), answer.headers.get("ETag") or answer.headers.get("Last-Modified") or "")
+
+
+def _web_whole(url: str, most: int) -> bytes:
+    with _web(url) as answer:
+        return answer.read() if int(answer.headers.get("Content-Length") or 0) <= most else answer.read(most)
+
+
+def _web_range(url: str, start: int, end: int) -> bytes:
+    with _web(url, f"{start}-{end - 1}") as answer:
+        # A server that knows no ranges sends all of it.
+        return answer.read() if answer.status == 206 else answer.read(end)[start:]
+
+
+class RangedFile(io.RawIOBase):
+    """A remote file to read here and there without fetching it whole: the footer of a parquet file."""
+
+    def __init__(self, url: str, size: int) -> None:
+        self.url, self.size, self._at = url, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, count: int = -1) -> bytes:
+        end = self.size if count is None or count < 0 else min(self.size, self._at + count)
+        data = self._read(self._at, end) if end > self._at else b""
+        self._at += len(data)
+        return data
+
+    def _read(self, start: int, end: int) -> bytes:
+        return read_range(self.url, start, end)

@@ -1,0 +1,91 @@
+"""A web server in this process that can be told to misbehave."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from situs.data.sources.remote import cache, transfer
+
+
+class Server:
+    """files: content by path. faults: what the next requests of a path get instead: "cut", "503", "404", "short",
+    "ignore range". asked: (method, path, range) of every request."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.faults: dict[str, list[str]] = {}
+        self.asked: list[tuple[str, str, str]] = []
+        self.silent: set[str] = set()  # paths whose ETag is not told
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                wanted = self.headers.get("Range", "")
+                server.asked.append((self.command, self.path, wanted))
+                path = self.path.partition("?")[0]
+                waiting = server.faults.get(path, [])
+                fault = waiting.pop(0) if waiting else ""
+                data = server.files.get(path)
+                if data is None or fault.isdigit():
+                    self.send_response(int(fault or 404))
+                    self.send_header("Content-Length", "0")
+                    self.end_headers()
+                    return
+                start, end = 0, len(data)
+                if wanted and fault != "ignore range":
+                    first, _, last = wanted.removeprefix("bytes=").partition("-")
+                    start, end = int(first), min(end, int(last) + 1 if last else end)
+                part = data[start:end]
+                self.send_response(206 if wanted and fault != "ignore range" else 200)
+                if path not in server.silent:
+                    self.send_header("ETag", hashlib.md5(data).hexdigest())
+                if wanted and fault != "ignore range":
+                    self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
+                self.send_header("Content-Length", str(len(part) // 2 if fault == "short" else len(part)))
+                self.end_headers()
+                self.wfile.write(part[: len(part) // 2] if fault in {"cut", "short"} else part)
+                if fault == "cut":
+                    self.close_connection = True
+
+            def log_message(self, *_: object) -> None:
+                """Says nothing."""
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.http.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}"
+        self.thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.http.shutdown()
+        self.http.server_close()
+        self.thread.join()
+
+    def gets(self, path: str) -> int:
+        """Bytes that were asked for with a range, or all of them without."""
+        count = 0
+        for method, asked, wanted in self.asked:
+            if method == "GET" and asked.partition("?")[0] == path:
+                first, _, last = wanted.removeprefix("bytes=").partition("-")
+                count += int(last) - int(first) + 1 if wanted and last else len(self.files[path])
+        return count
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
+    """With a cache of its own, and no pauses between tries."""
+    monkeypatch.setenv(cache.FOLDER, str(tmp_path / "cache"))
+    monkeypatch.delenv(cache.LIMIT, raising=False)
+    monkeypatch.setattr(transfer, "PAUSE", 0.0)
+    monkeypatch.setattr(cache, "_RECENT", 0.0)
+    made = Server()
+    yield made
+    made.stop()

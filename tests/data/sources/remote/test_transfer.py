@@ -1,0 +1,90 @@
+"""Ranges through every fault that passes, and one sentence for those that do not."""
+
+from __future__ import annotations
+
+import builtins
+import os
+
+import pytest
+
+from situs.data.sources.remote.transfer import (
+    TRIES,
+    RangedFile,
+    RemoteError,
+    list_folder,
+    read_range,
+    read_whole,
+    state_of,
+)
+from situs.errors import SitusError
+
+DATA = bytes(range(256)) * 40
+
+
+@pytest.mark.parametrize("faults", [[], ["cut"], ["503"], ["500", "cut", "429"], ["short"], ["ignore range"]])
+def test_what_passes_is_tried_again(server, faults):
+    server.files["/a.tar"] = DATA
+    server.faults["/a.tar"] = list(faults)
+    assert read_range(f"{server.url}/a.tar", 100, 3000) == DATA[100:3000]
+    assert server.faults["/a.tar"] == []
+
+
+def test_a_whole_file_and_its_state(server):
+    server.files["/a.tar"] = DATA
+    assert read_whole(f"{server.url}/a.tar") == DATA
+    before = state_of(f"{server.url}/a.tar")
+    assert before.size == len(DATA) and before.version
+    server.files["/a.tar"] = DATA[::-1]
+    assert state_of(f"{server.url}/a.tar").version != before.version
+
+
+@pytest.mark.parametrize(("fault", "said", "tries"), [("404", "no such file", 1), ("403", "answers 403", 1)])
+def test_what_does_not_pass_is_told_at_once(server, fault, said, tries):
+    server.files["/a.tar"] = DATA
+    server.faults["/a.tar"] = [fault] * 9
+    with pytest.raises(RemoteError, match=rf"/a.tar: cannot be fetched \(.*{said}"):
+        read_range(f"{server.url}/a.tar?key=hidden", 0, 10)
+    assert sum(path.startswith("/a.tar") for _, path, _ in server.asked) == tries
+
+
+def test_one_that_never_comes_back_is_one_sentence(server):
+    server.files["/a.tar"] = DATA
+    server.faults["/a.tar"] = ["503"] * 99
+    with pytest.raises(RemoteError, match=r"cannot be fetched \(its server answers 503\)$"):
+        read_range(f"{server.url}/a.tar", 0, 10)
+    assert len(server.asked) == TRIES
+    server.stop()
+    with pytest.raises(RemoteError, match=r"^http://127.0.0.1:\d+/b.tar: cannot be fetched \([^\n]+\)$") as met:
+        state_of(f"{server.url}/b.tar?key=hidden")
+    assert "hidden" not in str(met.value)
+
+
+def test_a_file_read_here_and_there(server):
+    server.files["/a"] = DATA
+    file = RangedFile(f"{server.url}/a", len(DATA))
+    assert file.seek(-6, os.SEEK_END) == len(DATA) - 6 and file.read(100) == DATA[-6:] and file.read(1) == b""
+    file.seek(10)
+    assert file.read(5) == DATA[10:15] and file.tell() == 15 and file.seek(2, os.SEEK_CUR) == 17
+    assert file.read() == DATA[17:]
+
+
+def test_other_schemes_go_the_same_way(tmp_path):
+    (tmp_path / "a.tar").write_bytes(DATA)
+    assert read_range(f"file://{tmp_path}/a.tar", 5, 9) == DATA[5:9]
+    assert state_of(f"file://{tmp_path}/a.tar").size == len(DATA)
+    assert list_folder(f"file://{tmp_path}") == [f"file://{tmp_path}/a.tar"]
+    with pytest.raises(SitusError, match="nosuch://x: cannot be read"):
+        state_of("nosuch://x")
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    own = builtins.__import__
+
+    def without(name, *rest):
+        if name.split(".")[0] == "fsspec":
+            raise ImportError(name)
+        return own(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(SitusError, match=r"needs the package 'fsspec': pip install 'situs\[remote\]'"):
+        state_of("s3://host/a.tar?key=hidden")
