@@ -12,7 +12,7 @@ from toy import ToyLoader, toy
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.train.checkpoint import RunFolder
-from situs.train.checkpoint.storage import read_tensors
+from situs.train.checkpoint.tensors import read_tensors
 from situs.train.loop import TrainConfig, fit
 from situs.train.nan import NotFiniteError, _pack, _unpack, replay
 from situs.train.optim import OptimConfig

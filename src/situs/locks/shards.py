@@ -23,6 +23,7 @@ import numpy as np
 
 from situs.errors import SitusError
 from situs.train.checkpoint.storage import sync
+from situs.train.checkpoint.tensors import header
 
 WIDTHS = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -162,14 +163,8 @@ class Header:
 
 def make_header(specs: Sequence[Spec], notes: Mapping[str, str]) -> Header:
     """The header of a file that holds these tensors in this order."""
-    tables: dict[str, Any] = {_NOTES: dict(notes)} if notes else {}
-    at = 0
-    for spec in specs:
-        tables[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [at, at + spec.size]}
-        at += spec.size
-    text = json.dumps(tables, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the tensors are aligned
-    return Header(len(text).to_bytes(8, "little") + text, tuple(specs))
+    raw = header(((spec.name, spec.dtype, spec.shape, spec.size) for spec in specs), notes)
+    return Header(raw, tuple(specs))
 
 
 def read_header(source: ByteSource, where: str) -> Header:

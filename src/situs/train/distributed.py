@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -138,21 +138,59 @@ def full(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def place(target: Tensor, value: Tensor | None) -> None:
-    """Copies rank 0's `value` into every rank's `target`, sharded or not; the other ranks give None."""
-    if world() == 1:
-        if value is not None:
-            target.copy_(value)
-        return
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
-    if isinstance(target, DTensor):
-        blank = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        source = blank if value is None else value.to(blank)
-        target.copy_(distribute_tensor(source, target.device_mesh, target.placements))
-        return
-    if value is not None:
+    """Copies rank 0's `value` into every rank's `target`; the other ranks' is not looked at and may be None."""
+    if value is not None and rank() == 0:
         target.copy_(value)
-    dist.broadcast(target, 0)
+    if world() > 1:
+        dist.broadcast(target, 0)
+
+
+class Box(NamedTuple):
+    """A part of a tensor: the whole's shape, where the part begins in it, and the part's own shape."""
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+
+
+def box_of(tensor: Tensor) -> Box | None:
+    """Which part of a sharded tensor this rank has; None where the tensor is whole."""
+    if world() == 1:
+        return None
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return None
+    (chunk,) = tensor.__create_chunk_list__()
+    return Box(tuple(tensor.shape), tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, as it lies in its memory; any other tensor itself."""
+    return tensor if box_of(tensor) is None else tensor.to_local()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Aside:
+    """Words between the ranks beside the training's own: a group of its own, for another thread, on the CPU.
+
+    Made and used by all ranks together. Nothing that is sent is pickled.
+    """
+
+    def __init__(self) -> None:
+        self.group: Any = dist.new_group(backend="gloo") if world() > 1 else None
+
+    def everyone(self, value: Any) -> list[Any]:
+        """Every rank's JSON value, in the order of the ranks."""
+        if self.group is None:
+            return [value]
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world())]
+        dist.all_gather(lengths, torch.tensor([data.numel()]), group=self.group)
+        longest = int(max(lengths))
+        sent = torch.cat([data, data.new_zeros(longest - data.numel())])
+        rows = [torch.empty_like(sent) for _ in lengths]
+        dist.all_gather(rows, sent, group=self.group)
+        return [json.loads(bytes(row[: int(n)].tolist())) for row, n in zip(rows, lengths, strict=True)]
 
 
 @dataclass(frozen=True)

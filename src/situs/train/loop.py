@@ -105,6 +105,7 @@ def fit(
 
     stepper: what makes the updates, called as `Stepper` is. quiet: nothing is said; the log file is written all the
     same.
+    Checkpoints are written in the background; the last is on the disk when this returns.
     Ctrl-C, SIGTERM or SIGHUP: the step is finished, a checkpoint written, and `TrainResult.interrupted` is True.
     A loss or gradient that is not finite raises `situs.train.nan.NotFiniteError`.
     """
@@ -112,7 +113,11 @@ def fit(
         loop = _Loop(method, loader, config, optim, run, hooks, interrupt, quiet, stepper)
         try:
             return loop.run_all()
+        except KeyboardInterrupt:  # asked a second time: nothing is waited for
+            run.close(at_once=True)
+            raise
         finally:
+            run.close()
             loop.log.close()
 
 
@@ -225,7 +230,9 @@ class _Loop:
         if save or self.stop:
             if not speak:
                 self._check_finite(*self.watch.settle())
-            self._save()
+            self._save(wait=last or self.stop)
+        elif self.run.failed and distributed.world() == 1:  # several ranks learn of it together, at the next one
+            self.run.settle()
         self.aside += time.perf_counter() - started
 
     def _compiled(self, update: Callable[[], Update]) -> Update:
@@ -300,23 +307,24 @@ class _Loop:
             )
             self.metrics = self.metrics | numbers
 
-    def _save(self) -> None:
+    def _save(self, wait: bool) -> None:
+        """Begins to write a checkpoint, once the one before it is on the disk. wait: until this one is, too."""
         stepper = self.stepper
         files = capture(self.method, stepper.optimizer, stepper.ema, stepper.device)
         if self.window.sums is not None:
             files["log"] = {"sums": distributed.mean(self.window.sums)}
-        if self.run.writer:
-            epoch, offset = divmod(self.step, self.per_epoch)
-            state = {
-                "epoch": epoch, "offset": offset, "total_steps": self.total, "steps_per_epoch": self.per_epoch,
-                "global_batch": self.loader.global_batch, "peak_rate": self.peak, "world": distributed.world(),
-                "seconds": self.before + time.perf_counter() - self.began,
-                "machine": machine(stepper.device, stepper.precision),
-                "log": {"names": stepper.names, "steps": self.window.steps, "images": self.images},
-                "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
-            }  # fmt: skip
-            self.saved = self.run.save(self.step, files, state, self.config.keep)
-        distributed.barrier()
+        epoch, offset = divmod(self.step, self.per_epoch)
+        state = {
+            "epoch": epoch, "offset": offset, "total_steps": self.total, "steps_per_epoch": self.per_epoch,
+            "global_batch": self.loader.global_batch, "peak_rate": self.peak, "world": distributed.world(),
+            "seconds": self.before + time.perf_counter() - self.began,
+            "machine": machine(stepper.device, stepper.precision),
+            "log": {"names": stepper.names, "steps": self.window.steps, "images": self.images},
+            "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
+        }  # fmt: skip
+        self.run.begin(self.step, files, state, self.config.keep)
+        if wait:
+            self.saved = self.run.settle()
 
     def _resume(self) -> bool:
         """Goes back to the newest whole checkpoint; False where generators must be started anew."""
@@ -331,12 +339,14 @@ class _Loop:
         if state is None:
             self.run.notes.append("no checkpoint yet: starting at step 0")
             return False
+        if found is None and self.config.parallel == "fsdp":  # each rank reads its own part
+            found = self.run.checkpoint(state)
         held = restore(found, self.method, stepper.optimizer, stepper.ema, device)
         self.step, self.before, self.saved = state["step"], state["seconds"], found.path if found else None
         stepper.names = tuple(state["log"]["names"])
         if (log := state["log"])["steps"]:
             self.window.sums = torch.zeros(len(log["names"]) + 1, device=device)
-            distributed.place(self.window.sums, None if found is None else found.tensors("log")["sums"])
+            distributed.place(self.window.sums, found.tensors("log")["sums"] if self.run.writer and found else None)
             self.window.steps, self.images = log["steps"], log["images"]
         if stepper.scaler is not None and state["scaler"] is not None:
             stepper.scaler.load_state_dict(state["scaler"])

@@ -20,7 +20,8 @@ from situs.methods.base import Batch, Method
 from situs.train import distributed
 from situs.train.checkpoint import RunFolder
 from situs.train.checkpoint.state import check_fit, gathered, set_generators
-from situs.train.checkpoint.storage import read_folder, read_tensors, write_folder, write_tensors
+from situs.train.checkpoint.storage import read_folder, write_folder
+from situs.train.checkpoint.tensors import read_tensors, write_tensors
 from situs.train.step import MicroBatch, Update, autocast
 
 

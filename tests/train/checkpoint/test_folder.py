@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from situs.errors import SitusError
-from situs.train.checkpoint import RunFolder, read_config
-from situs.train.checkpoint import storage as folder
+from situs.train.checkpoint import RunFolder, read_config, writing
 from situs.train.checkpoint.storage import read_folder, sealed
 
 CONFIG = {"train": {"epochs": 10, "seed": 0, "log_every": 50}, "optim": {"lr": 1e-3, "betas": [0.9, 0.95]}, "out": "a"}
@@ -148,7 +147,7 @@ def test_a_checkpoint_of_an_older_version_is_named(run: RunFolder) -> None:
     with pytest.raises(SitusError, match=r"state\.json has no hash of itself: it is damaged, or of a version before"):
         run.newest()
     old.write_text(sealed(state | {"format": 1}, "state.json"))
-    with pytest.raises(SitusError, match=r"state\.json is of format 1, and this version reads format 2"):
+    with pytest.raises(SitusError, match=r"state\.json is of format 1, and this version reads formats 2 and 3"):
         run.newest()
 
 
@@ -259,14 +258,14 @@ def test_bytes_are_on_the_disk_before_names_and_names_before_the_old_ones_go(
 
 def test_a_full_disk_leaves_the_last_checkpoint(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     run.save(1, files(1.0), {}, keep=2)
-    real = folder.write_tensors
+    real = writing.write_tensors
 
-    def full(path: Path, tensors: dict) -> None:
+    def full(path: Path, tensors: dict, *more: object) -> object:
         if path.name == "ema.safetensors":  # the second file: the first is already there
             raise OSError(errno.ENOSPC, "No space left on device")
-        real(path, tensors)
+        return real(path, tensors, *more)
 
-    monkeypatch.setattr(folder, "write_tensors", full)
+    monkeypatch.setattr(writing, "write_tensors", full)
     with pytest.raises(SitusError) as caught:
         run.save(2, files(2.0), {}, keep=2)
     sentence = str(caught.value)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from situs.train.checkpoint import storage as folder
-from situs.train.checkpoint.storage import delete, read_folder, remove, write_folder, write_tensors
+from situs.train.checkpoint.storage import delete, read_folder, remove, write_folder
+from situs.train.checkpoint.tensors import write_tensors
 
 
 @pytest.fixture

@@ -15,82 +15,36 @@ the SHA-256 of themselves. So what is damaged is known, and the newest whole che
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from situs.config import differences, flat, from_dict, to_dict
+from situs.config import differences, from_dict, to_dict
 from situs.errors import SitusError
-from situs.files import write_bytes, write_text
+from situs.files import write_text
 from situs.hold import NAME as LOCK
 from situs.hold import only_one
-from situs.train.checkpoint.storage import (
-    FORMAT,
-    delete,
-    fingerprint,
-    read_folder,
-    read_sealed,
-    read_tensors,
-    reason,
-    remove,
-    sealed,
-    sync,
-    write_folder,
-)
+from situs.train.checkpoint.checkpoints import Checkpoint, Checkpoints, may_change
+from situs.train.checkpoint.records import check_log, cut_log, read_metrics
+from situs.train.checkpoint.storage import delete, read_sealed, reason, sealed
 
 CLASSES = "classes.json"
-MAY_CHANGE = frozenset(
-    {
-        *("epochs", "max_steps", "workers", "log_every", "save_every", "keep", "probe_every", "trackers"),
-        *("out", "resume", "path"),  # data that moved; the loop checks that it is as much as it was
-    }
-)
-"""Names of config fields that a resumed run may change: none of them alters a step that is already done."""
-
-_NAME = re.compile(r"step-([0-9]{8,})")
 
 
-def _may_change(name: str) -> bool:
-    """A method's own fields may not, whatever they are called (DropPos has `epochs` too)."""
-    return not name.startswith("method.") and name.rsplit(".", maxsplit=1)[-1] in MAY_CHANGE
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One whole checkpoint: the step it was taken after, its facts and its tensors."""
-
-    path: Path
-    step: int
-    state: dict[str, Any]
-
-    def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of one file ("model", "optimizer", "ema", "loop"); none where there is no such file."""
-        file = f"{name}.safetensors"
-        return read_tensors(self.path / file) if file in self.state["files"] else {}
-
-
-class RunFolder:
-    """The folder of one run. Only the writer (rank 0) writes; the others may ask it for paths.
+class RunFolder(Checkpoints):
+    """The folder of one run. The writer (rank 0) writes it; other ranks only their parts of checkpoints.
 
     config: a config or its plain dict. notes: what a resume has to tell the user, one sentence each. limit: the last
     step that may be gone on from; None: whichever is the newest.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], *, resumed: bool, writer: bool) -> None:
-        self.path, self.config = path, config
-        self.checkpoints, self.metrics = path / "checkpoints", path / "metrics.jsonl"
-        self.resumed, self.writer = resumed, writer
-        self.notes: list[str] = []
-        self.limit: int | None = None
-        self._held = False
+        super().__init__(path, config, writer=writer)
+        self.resumed, self._held = resumed, False
 
     @classmethod
     def create(
@@ -121,7 +75,7 @@ class RunFolder:
             filled = to_dict(from_dict(type(config), recorded, where=f"{path}/config.json"))
         run = cls(path, _as_recorded(given, recorded, filled), resumed=True, writer=writer)
         changed = differences(filled, given)
-        fixed = {name: pair for name, pair in changed.items() if not _may_change(name)}
+        fixed = {name: pair for name, pair in changed.items() if not may_change(name)}
         if fixed:
             listed = ", ".join(f"{name} was {old!r} and is now {new!r}" for name, (old, new) in list(fixed.items())[:3])
             more = f" and {len(fixed) - 3} more fields" if len(fixed) > 3 else ""
@@ -168,72 +122,6 @@ class RunFolder:
             yield
         except OSError as error:
             raise SitusError(f"{self.path}: {what} could not be written: {reason(error)}") from error
-
-    def _at(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
-        return self.checkpoints / f"step-{step:08d}"
-
-    def save(self, step: int, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], keep: int) -> Path:
-        """Writes the checkpoint of `step` aside, renames it, and drops all but the newest `keep`."""
-        final = self._at(step)
-        aside = self.checkpoints / f".writing-{final.name}"
-        try:
-            delete(aside)
-            aside.mkdir(parents=True)
-            facts = {"step": step, **state, "config": self._fixed_config(), "metrics": self._log_so_far()}
-            write_folder(aside, files, facts)
-            if final.exists():  # a torn one of the same step: the run came past it again
-                remove(final)
-            aside.rename(final)
-            sync(self.checkpoints)
-        except OSError as error:
-            delete(aside)
-            raise SitusError(self._not_saved(step, error)) from error
-        # Newer ones than this were torn, or the run would have gone on from them.
-        others = sorted(self.steps(), reverse=True)
-        kept = [other for other in others if other <= step][:keep]
-        for other in set(others) - set(kept):
-            remove(self._at(other))
-        return final
-
-    def _not_saved(self, step: int, error: OSError) -> str:
-        text = f"{self.path}: the checkpoint of step {step} could not be written: {reason(error)}"
-        if (whole := self.latest()) is None:
-            return f"{text}; there is no earlier one"
-        return f"{text}; that of step {whole.step} is whole, and resuming {self.path} goes on from it"
-
-    def _fixed_config(self) -> str:
-        """A hash of the settings that no resume may change: a checkpoint is of the run whose config has it."""
-        return fingerprint({name: value for name, value in flat(self.config).items() if not _may_change(name)})
-
-    def steps(self) -> list[int]:
-        """The steps of which a checkpoint lies here, whole or torn."""
-        found = [int(m[1]) for path in self.checkpoints.glob("step-*") if (m := _NAME.fullmatch(path.name))]
-        return [step for step in found if self._at(step).exists()]
-
-    def latest(self) -> Checkpoint | None:
-        """The newest whole checkpoint, of step `limit` at most. Torn ones on the way to it are told in `notes`."""
-        steps = [step for step in self.steps() if self.limit is None or step <= self.limit]
-        return next((found for step in sorted(steps, reverse=True) if (found := self.whole(step)) is not None), None)
-
-    def whole(self, step: int) -> Checkpoint | None:
-        """The checkpoint of a step; None, and a note, where it is torn."""
-        path = self._at(step)
-        state = read_folder(path)
-        if not isinstance(state, str):
-            if state.get("step") == step and state.get("config") == self._fixed_config():
-                return Checkpoint(path, step, state)
-            other = "a run with another config" if state.get("step") == step else f"step {state.get('step')}"
-            state = f"it is the checkpoint of {other}"
-        self.notes.append(f"the checkpoint of step {step} is torn ({state}) and was passed over")
-        return None
-
-    def newest(self) -> Checkpoint:
-        """The newest whole checkpoint; an error where there is none, which tells a torn one from none at all."""
-        if (found := self.latest()) is None:
-            said = f"no whole checkpoint: {self.notes[-1]}" if self.steps() else "no checkpoint yet"
-            raise SitusError(f"{self.path}: the run has {said}")
-        return found
 
     @cached_property
     def start(self) -> Checkpoint | None:
@@ -282,76 +170,25 @@ class RunFolder:
         with self._writing("metrics.jsonl"), self.metrics.open("a", encoding="utf-8") as file:
             file.write(line)
 
-    def _log_so_far(self) -> dict[str, Any]:
-        """Size and hash of metrics.jsonl, which is on the disk then."""
-        if self.metrics.exists():
-            sync(self.metrics)
-        data = self._log()
-        return {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-
-    def _log(self) -> bytes:
-        """The bytes of metrics.jsonl, none where there is no such file."""
-        if not self.metrics.exists():
-            return b""
-        if not self.metrics.is_file():
-            raise SitusError(f"{self.metrics}: is no file; move it away", field="resume")
-        return self.metrics.read_bytes()
-
     def rewind(self, checkpoint: Checkpoint | None) -> None:
         """Cuts metrics.jsonl to what it was at the checkpoint: the run will write the rest again."""
         size = 0
         if checkpoint is not None:
-            if not self.metrics.exists() and checkpoint.state["metrics"]["bytes"]:
+            fact = checkpoint.state["metrics"]
+            size = fact["bytes"]
+            if not self.metrics.exists() and size:
                 self.notes.append("metrics.jsonl is gone: the log begins anew")
                 return
-            self._check_log(checkpoint.step, checkpoint.state, "; move it away to go on without its lines")
-            size = checkpoint.state["metrics"]["bytes"]
-        data = self._log()
-        if len(data) > size:
-            with self._writing("metrics.jsonl"):
-                write_bytes(self.metrics, data[:size])
-
-    def _check_log(self, step: int, state: Mapping[str, Any], way_out: str = "") -> None:
-        """Refuses a log that is not as it was when the checkpoint of `step` was written."""
-        begun = self._log()[: state["metrics"]["bytes"]]
-        if hashlib.sha256(begun).hexdigest() != state["metrics"]["sha256"]:
-            raise SitusError(f"{self.metrics}: is not as it was written up to step {step}{way_out}", field="resume")
-
-    def facts(self) -> dict[str, Any]:
-        """The state.json of the newest checkpoint that has one as it was written; its tensors are not read."""
-        for step in sorted(self.steps(), reverse=True):
-            state = read_sealed(self._at(step) / "state.json")
-            if not isinstance(state, str) and state.get("format") == FORMAT and state.get("step") == step:
-                return state
-        return {}
+            check_log(self.metrics, checkpoint.step, fact, "; move it away to go on without its lines")
+        with self._writing("metrics.jsonl"):
+            cut_log(self.metrics, size)
 
     def records(self) -> list[dict[str, Any]]:
         """The whole lines of metrics.jsonl, which are those that were written."""
         state = self.facts()
         if state and self.metrics.exists():
-            self._check_log(state["step"], state)
+            check_log(self.metrics, state["step"], state["metrics"])
         return read_metrics(self.metrics)
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics.jsonl; a last line that a crash cut short is left out."""
-    if not path.is_file():
-        return []
-    found = []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        if not line:
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            if number == len(lines):
-                break
-            raise SitusError(f"{path}: line {number} is no JSON") from None
-        if not isinstance(record, dict) or type(record.get("step")) is not int:
-            raise SitusError(f"{path}: line {number} is no record of a step")
-        found.append(record)
-    return found
 
 
 def read_config(path: Path) -> dict[str, Any]:

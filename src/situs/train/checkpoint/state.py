@@ -10,17 +10,17 @@ from torch import Tensor, nn
 
 from situs.errors import SitusError
 from situs.train import distributed
-from situs.train.checkpoint.folder import Checkpoint
+from situs.train.checkpoint.checkpoints import Checkpoint
 from situs.train.ema import Ema
 
 Files = dict[str, dict[str, Tensor]]
 
 
 def capture(model: nn.Module, optimizer: torch.optim.Optimizer, ema: Ema | None, device: torch.device) -> Files:
-    """The tensors of a checkpoint, file by file. All ranks call it; rank 0 has use for the answer."""
-    files = {"model": gathered(model.state_dict()), "optimizer": gathered(moments(optimizer))}
+    """The tensors of a checkpoint, file by file: the run's own, sharded where they are. All ranks call it."""
+    files: Files = {"model": model.state_dict(), "optimizer": moments(optimizer)}
     if ema is not None:
-        files["ema"] = gathered(ema.mean)
+        files["ema"] = ema.mean
     files["generators"] = {kind: distributed.rows(state, device) for kind, state in generators(device).items()}
     return files
 
@@ -42,13 +42,14 @@ def restore(
     ema: Ema | None,
     device: torch.device,
 ) -> bool:
-    """Puts a checkpoint back; rank 0 reads it and the others receive. False where the generators did not fit.
+    """Puts a checkpoint back. False where the generators did not fit.
 
-    checkpoint: None on the other ranks.
+    checkpoint: of sharded tensors each rank reads its own part; all others rank 0 reads and sends, so that where
+    nothing is sharded the other ranks may give None.
     """
     fill("model", model.state_dict(), checkpoint)
     # A parameter that never had a gradient has no moments; which ones do is known to rank 0's file.
-    names = None if checkpoint is None else sorted(checkpoint.tensors("optimizer"))
+    names = None if checkpoint is None else sorted(checkpoint.parts("optimizer").entries)
     for name in distributed.from_main(names, device):
         _make_moment(optimizer, name)
     fill("optimizer", moments(optimizer), checkpoint)
@@ -57,22 +58,29 @@ def restore(
     return _restore_generators(checkpoint, device)
 
 
+@torch.no_grad()
 def fill(file: str, targets: Mapping[str, Tensor], checkpoint: Checkpoint | None) -> None:
-    """Copies one file of a checkpoint into `targets`, by name; what does not fit is an error."""
-    values = {} if checkpoint is None else checkpoint.tensors(file)
-    if checkpoint is not None:
-        check_fit(f"{checkpoint.path.name}/{file}.safetensors", targets, values)
+    """Copies the tensors of one kind in a checkpoint into `targets`, by name; what does not fit is an error."""
+    parts = None if checkpoint is None else checkpoint.parts(file)
+    if checkpoint is not None and parts is not None:
+        check_fit(f"{checkpoint.path.name}/{file}.safetensors", targets, parts.entries)
     for name, target in targets.items():
-        distributed.place(target.detach(), values.get(name))
+        box = distributed.box_of(target)
+        if box is None:
+            value = None if parts is None or distributed.rank() else parts.read(name)
+            distributed.place(target.detach(), value)
+        else:
+            assert parts is not None, "a sharded tensor is read by every rank"
+            distributed.local(target).copy_(parts.read(name, box))
 
 
-def check_fit(where: str, targets: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    """Refuses tensors whose names or shapes are not those of the targets."""
+def check_fit(where: str, targets: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
+    """Refuses values whose names or shapes are not those of the targets."""
     for name in sorted(targets.keys() ^ values.keys()):
         owner = "is not in the file" if name in targets else "is in the file but not in the model"
         raise SitusError(f"{where} does not fit: {name} {owner}")
     for name, target in targets.items():
-        if target.shape != values[name].shape:
+        if tuple(target.shape) != tuple(values[name].shape):
             raise SitusError(f"{where} does not fit: {name} is {list(values[name].shape)}, not {list(target.shape)}")
 
 
@@ -132,7 +140,7 @@ def set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
 def _restore_generators(checkpoint: Checkpoint | None, device: torch.device) -> bool:
     """Each rank's own generators; False (and nothing done) where other ranks or devices saved them."""
     current = generators(device)
-    held = {} if checkpoint is None else checkpoint.tensors("generators")
+    held = {} if checkpoint is None or distributed.rank() else checkpoint.tensors("generators")
     wanted = {kind: (distributed.world(), state.numel()) for kind, state in current.items()}
     fits = distributed.from_main({kind: tuple(rows.shape) for kind, rows in held.items()} == wanted, device)
     if not fits:

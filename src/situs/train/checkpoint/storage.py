@@ -1,4 +1,4 @@
-"""A run's files on disk: tensors with ties kept, JSON that vouches for itself, folders known for whole or damaged."""
+"""A run's files on disk: JSON that vouches for itself, folders known for whole or damaged."""
 
 from __future__ import annotations
 
@@ -11,65 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from situs.files import write_text
+from situs.train.checkpoint.tensors import write_tensors
 
-FORMAT = 2
+FORMAT, SHARDED = 2, 3
+"""Of a folder whose tensors are whole, and of one that holds each rank's part of them."""
+
+FORMATS = (FORMAT, SHARDED)
 SEAL = "sha256"
 """The last entry of a sealed table: the SHA-256 of all its others and of the file's name."""
-
-_SHARED = "situs.shared"
-
-
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes one safetensors file and waits until it is on the disk; tied tensors are written once.
-
-    Every failure to write is an `OSError`, as it is for an ordinary file.
-    """
-    kept, shared = _untied(tensors)
-    save(path, kept, {_SHARED: json.dumps(shared)})
-    sync(path)
-
-
-def save(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """safetensors' own writer, with the rights and the errors of an ordinary file (it leaves 0600 and wraps them)."""
-    try:
-        save_file(dict(tensors), path, metadata=dict(metadata))
-    except SafetensorError as error:
-        raise OSError(str(error).removeprefix("Error while serializing: I/O error: ")) from error
-    path.chmod(0o644)
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """What `write_tensors` wrote, on the CPU, ties given back under all their names."""
-    with safe_open(path, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
-        shared = json.loads((file.metadata() or {}).get(_SHARED, "{}"))
-    return tensors | {alias: tensors[name] for alias, name in shared.items()}
-
-
-def _untied(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(each tensor once, contiguous and on the CPU; alias -> the name it is kept under)."""
-    kept: dict[str, Tensor] = {}
-    shared: dict[str, str] = {}
-    seen: dict[tuple[object, ...], str] = {}
-    storages: set[int] = set()
-    for name, tensor in tensors.items():
-        tensor = tensor.detach()
-        key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if tensor.numel() and key in seen:
-            shared[name] = seen[key]
-            continue
-        seen[key] = name
-        storage = tensor.untyped_storage().data_ptr()
-        # safetensors refuses two tensors of one storage, even where they do not overlap.
-        copied = tensor.cpu().contiguous()
-        kept[name] = copied.clone() if storage in storages and tensor.device.type == "cpu" else copied
-        storages.add(storage)
-    return kept, shared
 
 
 def digest(path: Path) -> str:
@@ -120,7 +72,12 @@ def write_folder(folder: Path, files: Mapping[str, Mapping[str, Tensor]], state:
     for name, tensors in files.items():
         write_tensors(folder / f"{name}.safetensors", tensors)
     held = {path.name: {"bytes": path.stat().st_size, "sha256": digest(path)} for path in sorted(folder.iterdir())}
-    write_text(folder / "state.json", sealed({"format": FORMAT, **state, "files": held}, "state.json"))
+    vouch(folder, state, held)
+
+
+def vouch(folder: Path, state: Mapping[str, Any], files: Mapping[str, Any], version: int = FORMAT) -> None:
+    """Writes the state.json of a folder, which holds the size and hash of each of its files; waits for the disk."""
+    write_text(folder / "state.json", sealed({"format": version, **state, "files": dict(files)}, "state.json"))
     sync(folder)
 
 
@@ -129,8 +86,8 @@ def read_folder(folder: Path) -> dict[str, Any] | str:
     state = read_sealed(folder / "state.json")
     if isinstance(state, str):
         return state
-    if state.get("format") != FORMAT:
-        return f"state.json is of format {state.get('format')}, and this version reads format {FORMAT}"
+    if state.get("format") not in FORMATS:
+        return f"state.json is of format {state.get('format')}, and this version reads formats {FORMAT} and {SHARDED}"
     for name, fact in state["files"].items():
         path = folder / name
         size = path.stat().st_size if path.is_file() else 0

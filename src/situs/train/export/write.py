@@ -27,9 +27,10 @@ from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.files import write_text
 from situs.methods.base import Method
-from situs.train.checkpoint.folder import Checkpoint
+from situs.train.checkpoint.checkpoints import Checkpoint
 from situs.train.checkpoint.state import check_fit
-from situs.train.checkpoint.storage import save, sync
+from situs.train.checkpoint.storage import sync
+from situs.train.checkpoint.tensors import save
 from situs.train.export.card import ModelProvenance, card
 
 WEIGHTS, CONFIG, CARD, POSITIONS = "model.safetensors", "config.json", "README.md", "situs_positions.safetensors"

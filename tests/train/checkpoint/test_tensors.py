@@ -6,7 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from situs.train.checkpoint.storage import digest, read_tensors, write_tensors
+from situs.train.checkpoint.storage import digest
+from situs.train.checkpoint.tensors import read_tensors, write_tensors
 
 
 def test_ties_views_and_shapes_come_back(tmp_path: Path) -> None:
