@@ -9,7 +9,9 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -19,6 +21,9 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 from toy import ToyLoader, toy
 
+from situs.backbones import create_backbone
+from situs.backbones.timm import attention
+from situs.methods import MP3, MP3Config
 from situs.train import distributed, loop
 from situs.train.checkpoint import RunFolder
 from situs.train.loop import TrainConfig, fit
@@ -28,14 +33,17 @@ from situs.train.step import Stepper
 
 TRAIN = TrainConfig(epochs=3, precision="fp32", log_every=4, save_every=5, keep=9, accumulate=2)
 OPTIM = OptimConfig(lr=5e-3, warmup_epochs=1, layer_decay=0.8, clip=0.5, ema=0.9)
-COUNT, BATCH = 43, 8  # the last batch has 3 samples: 2 on one rank and 1 on the other
+COUNT, BATCH = 45, 8  # the last batch has 5 samples: 3 and 2 on two ranks; 2, 1, 1 and 1 on four
 
 
 class StopOne:
-    """Asks rank 1 alone to stop."""
+    """Asks the last rank alone to stop."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def after_step(self, state) -> None:
-        if state.step == 7 and distributed.rank() == 1:
+        if state.step == self.step and distributed.rank() == distributed.world() - 1:
             signal.raise_signal(signal.SIGTERM)
 
     def after_epoch(self, state) -> None:
@@ -48,8 +56,8 @@ def train(
     *,
     drop_path: float = 0.0,
     poison: int | None = None,
-    stop: bool = False,
-    compiled: bool = False,
+    stop: int | None = None,
+    real: bool = False,
 ):
     config = dataclasses.replace(TRAIN, parallel=parallel)
     main = distributed.rank() == 0
@@ -59,11 +67,54 @@ def train(
     # Another seed on each rank: rank 0's weights are the ones that count.
     method = toy(seed=distributed.rank(), dtype=torch.float64, drop_path=drop_path, poison=poison)
     loader = ToyLoader(COUNT, BATCH, dtype=torch.float64)
-    return fit(method, loader, config, OPTIM, run, hooks=[StopOne()] if stop else [])
+    if real:
+        method, loader.images = vit(distributed.rank()), torch.randn(COUNT, 3, 8, 8, generator=seeded()).double()
+    return fit(method, loader, config, OPTIM, run, hooks=[] if stop is None else [StopOne(stop)])
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def vit(seed: int) -> MP3:
+    """timm's blocks under our own runner."""
+    torch.manual_seed(seed)
+    shape = {"depth": 4, "embed_dim": 16, "num_heads": 2}
+    return MP3(
+        create_backbone("vit_tiny_patch16_224", img_size=8, patch_size=4, model_args=shape), MP3Config(0.5)
+    ).double()
+
+
+def blocks(out: Path, parallel: str) -> None:
+    """Writes down how many bytes of blocks are whole on a rank at once, while one is run and on its way back."""
+    found: dict[str, set[int]] = {"forward": set(), "backward": set()}
+    made: list[Any] = []
+
+    def whole_bytes() -> int:
+        held = [p for block in made[0].backbone.model.blocks for p in block.parameters()]
+        return sum(p.numel() * p.element_size() for p in held if not isinstance(p, torch.distributed.tensor.DTensor))
+
+    def watched(attn: Any, x: Any, *more: Any) -> Any:
+        found["forward"].add(whole_bytes())
+        if x.requires_grad:
+            x.register_hook(lambda _: found["backward"].add(whole_bytes()))
+        return attend(attn, x, *more)
+
+    real = globals()["vit"]
+    attend = attention.attend
+    attention.attend = watched
+    globals()["vit"] = lambda seed: made.append(real(seed)) or made[0]
+    try:
+        train(out, parallel, real=True)
+    finally:
+        attention.attend, globals()["vit"] = attend, real
+    one = sum(p.numel() * 8 for p in real(0).backbone.model.blocks[0].parameters())
+    facts = {name: sorted(sizes) for name, sizes in found.items()} | {"block": one}
+    (out / f"whole.{distributed.rank()}.json").write_text(json.dumps(facts))
 
 
 def interrupted(out: Path, parallel: str) -> None:
-    first = train(out, parallel, stop=True, drop_path=0.3)
+    first = train(out, parallel, stop=7, drop_path=0.3)
     assert first.interrupted
     assert 7 <= first.step <= 9, first.step
     second = train(out, parallel, drop_path=0.3)
@@ -93,6 +144,8 @@ SCENARIOS: dict[str, Callable[[Path, str], object]] = {
     "interrupted": interrupted,
     "not_finite": not_finite,
     "compiled": compiled,
+    "blocks": blocks,
+    "half": lambda out, parallel: train(out, parallel, stop=7),
 }
 
 
@@ -139,17 +192,22 @@ def forked(world: int, action: Callable[[], object], log: Path) -> list[int]:
 
 
 def main(out: Path, *names: str) -> None:
-    """Scenarios of as many ranks run one after another in the same processes."""
-    worlds: dict[str, list[tuple[str, str]]] = {}
-    for name in names:
-        scenario, parallel, world = name.split("/")
-        worlds.setdefault(world, []).append((scenario, parallel))
+    """Scenarios one after another, as many of as many ranks as come in a row in the same processes.
 
-    def run(world: str) -> None:
-        for scenario, parallel in worlds[world]:
-            SCENARIOS[scenario](out / f"{scenario}-{parallel}-{world}", parallel)
+    names: SCENARIO/ddp/2, or SCENARIO@FOLDER/ddp/2 for one that goes on in the folder of another.
+    """
+    asked = [name.split("/") for name in names]
 
-    print(json.dumps({world: forked(int(world), lambda w=world: run(w), out / f"{world}.log") for world in worlds}))
+    def run(these: list[list[str]]) -> None:
+        for scenario, parallel, world in these:
+            name, _, folder = scenario.partition("@")
+            SCENARIOS[name](out / (folder or f"{scenario}-{parallel}-{world}"), parallel)
+
+    codes = []
+    for world, group in groupby(asked, key=lambda each: each[2]):
+        these = list(group)
+        codes += forked(int(world), lambda these=these: run(these), out / f"{len(codes)}.log")
+    print(json.dumps(codes))
 
 
 if __name__ == "__main__":

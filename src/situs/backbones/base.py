@@ -345,6 +345,20 @@ def fill(patches: Tensor, mask: Tensor) -> Tensor:
     return torch.where(real, patches, mean)
 
 
+def called(module: nn.Module, run: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+    """run(z), as a call of the module whose weights it uses, so that what waits for its calls acts around it.
+
+    FSDP gathers a block's weights when the block is called, and we run blocks without calling them.
+    """
+    if not module._forward_pre_hooks:
+        return run(z)
+    module.forward = run
+    try:
+        return module(z)
+    finally:
+        del module.forward
+
+
 def join(features: Features) -> Tensor:
     """The sequence a wrapped model's own head expects: prefix and patches together, [B, p + N, D]."""
     return torch.cat([features.prefix, features.patches], dim=1)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from situs.errors import SitusError
+from situs.methods.base import Method
 
 Precision = Literal["bf16", "fp16", "fp32"]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -204,7 +205,7 @@ class SpreadMethod:
     local: Callable[[bool], AbstractContextManager[Any]]
 
 
-def spread(method: nn.Module, parallel: str, precision: str, compiled: bool) -> SpreadMethod:
+def spread(method: Method, parallel: str, precision: str, compiled: bool) -> SpreadMethod:
     """The method on this run's ranks: as it is on one, in DDP, or sharded by FSDP2 (in place)."""
     if world() == 1:
         return SpreadMethod(torch.compile(method) if compiled else method, lambda _: nullcontext())
@@ -232,16 +233,15 @@ def wrap_ddp(method: nn.Module) -> nn.parallel.DistributedDataParallel:
     return nn.parallel.DistributedDataParallel(method, find_unused_parameters=True, gradient_as_bucket_view=True)
 
 
-def wrap_fsdp(method: nn.Module, precision: str, *, whole: bool = False) -> None:
-    """FSDP2 in place: optimiser state, gradients and weights are sharded; each MLP is gathered by itself.
+def wrap_fsdp(method: Method, precision: str, *, whole: bool = False) -> None:
+    """FSDP2 in place: optimiser state, gradients and weights are sharded, and a block is gathered when it is run.
 
-    The backbones run a block's attention over its weights without calling the block (that is how they give it
-    a context), so FSDP cannot gather block by block: what is no MLP is gathered once a step. whole: all is.
+    What is in no block (embedding, positions, heads) is gathered once a step. whole: all is.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    # An MLP's output is a view; the backbones add it out of place, which is what FSDP asks for.
+    # A part's output may be a view; the backbones add it out of place, which is what FSDP asks for.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     device = next(method.parameters()).device
     mesh = init_device_mesh(device.type, (world(),))
@@ -249,7 +249,18 @@ def wrap_fsdp(method: nn.Module, precision: str, *, whole: bool = False) -> None
     policy = MixedPrecisionPolicy(**halved, cast_forward_inputs=False)
     for tensor in (*method.parameters(), *method.buffers()):
         place(tensor.detach(), tensor.detach() if rank() == 0 else None)
-    for name, part in () if whole else list(method.named_modules()):
-        if name.split(".")[-1] == "mlp":
-            fully_shard(part, mesh=mesh, mp_policy=policy)
+    for part in () if whole else gathered_apart(method):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
     fully_shard(method, mesh=mesh, mp_policy=policy)
+
+
+def gathered_apart(method: Method) -> list[nn.Module]:
+    """The modules that FSDP gathers one by one: the backbone's blocks, and those of what a method puts on top."""
+    blocks = [module for block in method.backbone.block_modules() for module in block]
+    if blocks and "bias" in method.backbone.positions().kinds:
+        # Relative positions are weights of the blocks that are read before the first of them is run.
+        blocks = [part for block in blocks for name, part in block.named_modules() if name.split(".")[-1] == "mlp"]
+    own = {id(part) for part in method.backbone.modules()}
+    lists = [part for part in method.modules() if isinstance(part, nn.ModuleList) and id(part) not in own]
+    apart = [*blocks, *(part for each in lists for part in each)]
+    return [part for part in apart if any(True for _ in part.parameters())]

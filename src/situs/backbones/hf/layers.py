@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.backbones.base import Backbone, Features, Stream, Taps
+from situs.backbones.base import Backbone, Features, Stream, Taps, called
 from situs.backbones.hf.layout import NAMES, inner_prefix, one_block
 from situs.backbones.hf.names import own_names
 from situs.backbones.layout import Role, roles_of
@@ -130,7 +130,8 @@ class EncoderBackbone(HFBackbone):
     def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
         z, mask = stream.z, None if stream.mask is None else stream.mask[:, None, None, :keys]
         for number, (layer, attention) in enumerate(zip(self.layers(), self.attentions(), strict=True), start=1):
-            z = LAYERS[type(attention).__name__](layer, z, keys, mask)
+            run = LAYERS[type(attention).__name__]
+            z = called(layer, lambda x, run=run, layer=layer: run(layer, x, keys, mask), z)
             for tap in taps:
                 tap(number, z)
         return z

@@ -19,7 +19,7 @@ from timm.models.vision_transformer_relpos import RelPosAttention, RelPosBlock, 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.backbones.base import Stream, Taps
+from situs.backbones.base import Stream, Taps, called
 from situs.errors import SitusError
 
 
@@ -144,7 +144,8 @@ BLOCKS: dict[type[nn.Module], Callable[[Any, Tensor, AttentionOf], Tensor]] = {
 def run_block(block: nn.Module, z: Tensor, stream: Stream, depth: int, keys: int | None) -> Tensor:
     """One transformer block: z [B, S, D] -> [B, S, D]."""
     attn = block.attn
-    return BLOCKS[type(block)](block, z, lambda x: attend(attn, x, stream, depth, keys))
+    kind = type(block) if type(block) in BLOCKS else type(block).__bases__[-1]  # below the class that FSDP makes
+    return called(block, lambda x: BLOCKS[kind](block, x, lambda y: attend(attn, y, stream, depth, keys)), z)
 
 
 def run_blocks(blocks: Iterable[nn.Module], stream: Stream, keys: int | None, taps: Taps) -> Tensor:
