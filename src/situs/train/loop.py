@@ -165,6 +165,8 @@ class _Loop:
         self.metrics: dict[str, float] = {}
         self.saved: Path | None = None
         self.images, self.aside, self.before = 0, 0.0, 0.0
+        if config.parallel == "fsdp" and distributed.world() > 1:
+            run.check_shared(device)
         held = self._resume() if run.resumed else False
         if not held:
             seed_generators(config.seed, self.step)

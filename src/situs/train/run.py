@@ -27,8 +27,8 @@ from situs.files import cache_folder
 from situs.limits import Natural
 from situs.methods import METHODS, create_method
 from situs.methods.base import Method
-from situs.train import distributed
-from situs.train.checkpoint import CLASSES, Checkpoint, RunFolder, check_target, read_config
+from situs.train import distributed, restart
+from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, check_target, read_config
 from situs.train.contract import Hook, TrainResult
 from situs.train.export.write import load_checkpoint
 from situs.train.loop import TrainConfig, fit
@@ -187,19 +187,14 @@ def train_run(
 ) -> TrainResult:
     """Trains what `config` says, in a new folder `out` or going on in `resume`.
 
+    Started again by torchrun (--max-restarts), it goes on with what it has begun in `out`.
+
     start_over: a resumed run that has no whole checkpoint left begins again, and what it had is set aside.
     hooks: makes the probes, given the config, the training loader and the device. start: puts the tensors of
     `config.init` into a new backbone (`situs.models.initialise.starting`). say: receives a few lines. quiet: the
     loop says nothing.
     """
-    if (out is None) == (resume is None):
-        raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
-    if out is not None:
-        if start_over:
-            raise SitusError(
-                "start_over: is for a run to go on with, and a new one is given", field=("start_over", "resume")
-            )
-        check_target(Path(out))  # said before the data is read, which may take minutes
+    _check_place(out, resume, start_over)
     config = settled(config)
     ranks = distributed.start(device)
     if ranks.device.type == "cuda":
@@ -209,6 +204,7 @@ def train_run(
     speak = say if ranks.main else lambda _: None
     held = contextlib.ExitStack()
     try:
+        resume = _begun(out, ranks, speak) if resume is None else resume
         run = None if resume is None else RunFolder.open(resume, config, writer=ranks.main)
         if run is not None:
             held.enter_context(run.hold())
@@ -227,6 +223,8 @@ def train_run(
         speak(describe(config, method, ranks))
         if run is None:
             assert out is not None
+            if ranks.main:
+                restart.mark(Path(out))
             run = RunFolder.create(out, config, classes=loader.classes, writer=ranks.main)
         try:
             result = fit(method, loader, config.train, config.optim, run, hooks=watching, quiet=quiet)
@@ -239,6 +237,27 @@ def train_run(
     finally:
         held.close()
         distributed.stop()
+
+
+def _check_place(out: str | Path | None, resume: str | Path | None, start_over: bool) -> None:
+    """Refuses a place for a run that is none, or two, or taken."""
+    if (out is None) == (resume is None):
+        raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
+    if out is not None:
+        if start_over:
+            raise SitusError(
+                "start_over: is for a run to go on with, and a new one is given", field=("start_over", "resume")
+            )
+        if not restart.begun(Path(out)):
+            check_target(Path(out))  # said before the data is read, which may take minutes
+
+
+def _begun(out: str | Path | None, ranks: distributed.Ranks, speak: Callable[[str], None]) -> str | Path | None:
+    """The new folder, where torchrun has started this run again and it has begun there; all ranks ask."""
+    if not distributed.from_main(out is not None and restart.begun(Path(out)), ranks.device):
+        return None
+    speak(f"started again by torchrun ({restart.restarts()}): the run goes on")
+    return out
 
 
 def _begins(run: RunFolder | None, start_over: bool, ranks: distributed.Ranks) -> bool:
@@ -260,7 +279,7 @@ def _withdraw(run: RunFolder) -> None:
     """Takes a new run's folder away where nothing was done in it yet, so that the same command can be given again."""
     done = (run.metrics, run.path / "nan", *run.checkpoints.glob("*"))
     if not any(path.exists() for path in done):
-        for name in ("config.json", CLASSES):
+        for name in ("config.json", CLASSES, MARK):
             (run.path / name).unlink(missing_ok=True)
         for folder in (run.checkpoints, run.path):
             with contextlib.suppress(OSError):

@@ -202,11 +202,11 @@ def test_a_whole_checkpoint_is_not_started_over(run: RunFolder) -> None:
 
 def test_a_log_that_is_longer_than_a_run_without_checkpoints_can_be(tmp_path: Path) -> None:
     run = RunFolder.create(tmp_path / "run", {"train": {"save_every": 4}})
-    run.append({"step": 3})
-    assert RunFolder.open(run.path).start is None  # killed before its first checkpoint
-    run.append({"step": 4})
+    run.append({"step": 8})
+    assert RunFolder.open(run.path).start is None  # killed while it wrote its first checkpoint, which the second awaits
+    run.append({"step": 9})
     assert RunFolder.open(run.path, {"train": {"save_every": 4}}).steps() == []
-    with pytest.raises(SitusError, match=r"\(step 4 is logged but none is there\); starting over"):
+    with pytest.raises(SitusError, match=r"\(step 9 is logged but none is there\); starting over"):
         _ = RunFolder.open(run.path).start
 
 

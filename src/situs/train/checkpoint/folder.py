@@ -17,22 +17,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from situs.config import differences, from_dict, to_dict
 from situs.errors import SitusError
 from situs.files import write_text
 from situs.hold import NAME as LOCK
 from situs.hold import only_one
+from situs.train import distributed
 from situs.train.checkpoint.checkpoints import Checkpoint, Checkpoints, may_change
 from situs.train.checkpoint.records import check_log, cut_log, read_metrics
 from situs.train.checkpoint.storage import delete, read_sealed, reason, sealed
 
-CLASSES = "classes.json"
+CLASSES, MARK = "classes.json", ".torchrun"
 
 
 class RunFolder(Checkpoints):
@@ -98,6 +102,21 @@ class RunFolder(Checkpoints):
             finally:
                 self._held = False
 
+    def check_shared(self, device: torch.device) -> None:
+        """Refuses a folder that some rank does not see, where each must write its part of a checkpoint into it."""
+        distributed.barrier()
+        for _ in range(30):  # a disk that nodes share may show a new folder late
+            if seen := (self.path / "config.json").exists():
+                break
+            time.sleep(1)
+        blind = distributed.most(torch.tensor(-1 if seen else distributed.rank(), device=device))
+        if int(blind) >= 0:
+            raise SitusError(
+                f"{self.path}: rank {int(blind)} does not see it, and with parallel=fsdp each rank writes its part of "
+                "a checkpoint there; put it on a disk that all nodes share",
+                field=("train.parallel", "out"),
+            )
+
     def adopt_config(self) -> None:
         """Writes down the config a resumed run goes on with, once nothing refuses it any more."""
         if self.writer and read_config(self.path) != self.config:
@@ -136,7 +155,8 @@ class RunFolder(Checkpoints):
         torn, self.notes = self.notes[told:], self.notes[:told]
         due = self.config.get("train", {}).get("save_every")
         done = max((record["step"] for record in self.records()), default=0)
-        if torn or (due is not None and done >= due):
+        # The first may still be on its way to the disk until the second is due, which waits for it.
+        if torn or (due is not None and done > 2 * due):
             lost = torn[0].removesuffix(" and was passed over") if torn else f"step {done} is logged but none is there"
             raise SitusError(
                 f"{self.path}: the run has no whole checkpoint left ({lost}); starting over begins it again at step 0 "
@@ -219,7 +239,7 @@ def check_target(path: Path) -> None:
         raise SitusError(f"{path}: is a file; a run is a folder", field="out")
     if (path / "config.json").exists() and (path / "checkpoints").is_dir():
         raise SitusError(f"{path}: already holds a run; resume it or choose another folder", field=("resume", "out"))
-    held = sorted(each.name for each in path.iterdir() if each.name != LOCK) if path.is_dir() else []
+    held = sorted(each.name for each in path.iterdir() if each.name not in (LOCK, MARK)) if path.is_dir() else []
     if held:
         more = f" and {len(held) - 1} more" if len(held) > 1 else ""
         raise SitusError(

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from situs.errors import SitusError
+from situs.train import restart
+from situs.train.checkpoint import RunFolder, check_target
+
+TIMES = {"seconds", "images_per_second", "data_wait", "memory_gib"}
+
+
+def under(monkeypatch: pytest.MonkeyPatch, job: str, starts: int) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", job)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(starts))
+
+
+def test_a_restart_knows_its_own_run_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    under(monkeypatch, "job 7", 0)
+    restart.mark(tmp_path / "run")
+    check_target(tmp_path / "run")  # nothing is there yet
+    RunFolder.create(tmp_path / "run", {})
+    assert not restart.begun(tmp_path / "run")  # a first start goes on with nothing
+    under(monkeypatch, "job 7", 1)
+    assert restart.begun(tmp_path / "run")
+    under(monkeypatch, "job 8", 1)
+    assert not restart.begun(tmp_path / "run")
+    with pytest.raises(SitusError, match="already holds a run"):
+        check_target(tmp_path / "run")
+    RunFolder.create(tmp_path / "other", {})  # without torchrun
+    assert not restart.begun(tmp_path / "other")
+
+
+def test_a_torchrun_without_a_name_is_known_by_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    under(monkeypatch, "none", 1)
+    restart.mark(tmp_path)
+    RunFolder.create(tmp_path, {})
+    assert restart.begun(tmp_path)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert not restart.begun(tmp_path)
+
+
+def test_a_folder_half_made_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    under(monkeypatch, "job", 1)
+    restart.mark(tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "classes.json").touch()
+    assert not restart.begun(tmp_path)
+    RunFolder.create(tmp_path, {})
+    assert restart.begun(tmp_path)
+
+
+def test_without_torchrun_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    restart.mark(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def torchrun(out: Path, kind: str, *kills: str) -> str:
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+    script = Path(__file__).with_name("restarted.py")
+    with subprocess.Popen(
+        [sys.executable, *words, str(script), str(out), kind, *kills],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=240)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # the ranks too, which outlive torchrun
+            raise
+    assert process.returncode == 0, said
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_torchrun_goes_on_after_ranks_were_killed(tmp_path: Path, kind: str) -> None:
+    """First rank 1 is killed before any checkpoint, then rank 0, which holds the folder's lock, then rank 1 again."""
+    torchrun(tmp_path / "peace", kind)
+    said = torchrun(tmp_path / "killed", kind, "2:1", "7:0", "10:1")
+    assert [f"started again by torchrun ({count}): the run goes on" in said for count in (1, 2, 3)] == [True] * 3
+    peace, killed = RunFolder.open(tmp_path / "peace"), RunFolder.open(tmp_path / "killed")
+    a, b = peace.newest(), killed.newest()
+    assert a.step == b.step == 12
+    for file in ("model", "optimizer", "generators"):
+        left, right = a.tensors(file), b.tensors(file)
+        assert left.keys() == right.keys()
+        assert left
+        assert [name for name in left if not torch.equal(left[name], right[name])] == []
+    lines = [[{k: v for k, v in each.items() if k not in TIMES} for each in run.records()] for run in (peace, killed)]
+    assert lines[0] == lines[1]
