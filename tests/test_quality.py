@@ -108,6 +108,8 @@ COVERED = {
     "situs.split.session": "test_server",
     "situs.split.view": "test_client",
     "situs.train.export.card": "test_write",
+    "situs.train.checkpoint.checkpoints": "test_folder",
+    "situs.train.checkpoint.records": "test_folder",
     "situs.train.contract": "test_loop",
     "situs.train.graph": "test_loop_gpu",
 }

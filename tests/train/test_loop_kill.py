@@ -1,4 +1,4 @@
-"""The kill test: SIGKILL at random moments, and the same bits at the end."""
+"""The kill test: SIGKILL at random moments, mostly while a checkpoint is written, and the same bits at the end."""
 
 from __future__ import annotations
 
@@ -9,21 +9,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from kill import TIMES
 
 from situs.train.checkpoint import RunFolder
 
-TIMES = {"seconds", "images_per_second", "data_wait", "memory_gib"}
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
-@pytest.mark.parametrize(("kills", "epochs"), [(4, 6), pytest.param(10, 14, marks=pytest.mark.slow)])
-def test_a_run_killed_often_ends_with_the_same_bits(kills: int, epochs: int, tmp_path: Path) -> None:
-    command = [sys.executable, Path(__file__).parent / "kill.py", tmp_path, str(kills), str(epochs)]
+@pytest.mark.parametrize(
+    ("kills", "epochs", "device"),
+    [
+        (4, 6, "cpu"),
+        pytest.param(20, 16, "cpu", marks=pytest.mark.slow),
+        pytest.param(20, 30, "cuda", marks=[pytest.mark.slow, pytest.mark.gpu, GPU]),
+    ],
+)
+def test_a_run_killed_often_ends_with_the_same_bits(kills: int, epochs: int, device: str, tmp_path: Path) -> None:
+    command = [sys.executable, Path(__file__).parent / "kill.py", tmp_path, str(kills), str(epochs), device]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
-    assert said["status"] == [0, 0]
+    assert said["status"] == [0, 0], [path.read_text() for path in tmp_path.glob("*.err")]
     assert len(said["killed"]) == kills
     assert all(0 < step < said["total"] for step in said["killed"])
+    assert said["while writing"] >= kills / 2
 
     peace, killed = RunFolder.open(tmp_path / "peace"), RunFolder.open(tmp_path / "killed")
     a, b = peace.latest(), killed.latest()
@@ -41,6 +50,7 @@ def test_a_run_killed_often_ends_with_the_same_bits(kills: int, epochs: int, tmp
         return [{k: v for k, v in record.items() if k not in TIMES} for record in run.records()]
 
     assert lines(peace) == lines(killed)
+    assert said["same"]
     assert [r["step"] for r in lines(peace) if "loss" in r] == [*range(5, 6 * epochs, 5), 6 * epochs]
     assert [r["step"] for r in lines(peace) if "probe" in r] == [*range(6, 6 * epochs + 1, 6)]
     assert lines(peace)[-2]["loss"] < lines(peace)[0]["loss"]

@@ -254,7 +254,7 @@ def _check_place(out: str | Path | None, resume: str | Path | None, start_over: 
 
 def _begun(out: str | Path | None, ranks: distributed.Ranks, speak: Callable[[str], None]) -> str | Path | None:
     """The new folder, where torchrun has started this run again and it has begun there; all ranks ask."""
-    if not distributed.from_main(out is not None and restart.begun(Path(out)), ranks.device):
+    if not distributed.from_main(ranks.main and out is not None and restart.begun(Path(out)), ranks.device):
         return None
     speak(f"started again by torchrun ({restart.restarts()}): the run goes on")
     return out
