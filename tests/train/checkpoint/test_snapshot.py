@@ -31,12 +31,9 @@ def test_a_step_needs_no_spare_on_the_host() -> None:
     assert spare_of(torch.device("cpu")) == 0
 
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
-
-@pytest.mark.parametrize(
-    "room", [pytest.param(True, marks=gpu), pytest.param(False, marks=gpu)], ids=["device", "host"]
-)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("room", [True, False], ids=["device", "host"])
 def test_a_graph_that_is_replayed_at_once_does_not_change_it(room: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The copy is in the order of the device's work; where there is no room for it, on the host before the replay."""
     if not room:
