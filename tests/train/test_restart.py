@@ -74,7 +74,7 @@ def torchrun(out: Path, kind: str, *kills: str) -> str:
         start_new_session=True,
     ) as process:
         try:
-            said, _ = process.communicate(timeout=240)
+            said, _ = process.communicate(timeout=600)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)  # the ranks too, which outlive torchrun
             raise
