@@ -265,7 +265,7 @@ class SplitStepper(Stepper):
         norm = self._common_norm(gradients)
         share = clip_share(norm, self.config)
         clip_by(gradients, self.config, share)
-        self._raise_flags(loss.isfinite() & norm.isfinite())
+        self._raise_flags(loss, norm)
         self.optimizer.found_inf = self.flags[0]  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer.step()
         if not self.client.failed:
