@@ -158,9 +158,9 @@ class SplitRun(RunFolder):
         self.client = client
         return self
 
-    def save(self, step: int, *rest: Any) -> Path:
+    def begin(self, step: int, *rest: Any) -> None:
         self.client.save(step)
-        return super().save(step, *rest)
+        super().begin(step, *rest)
 
 
 def farthest(a: Mapping[str, Mapping[str, Tensor]], b: Mapping[str, Mapping[str, Tensor]]) -> float:

@@ -1,4 +1,4 @@
-"""A run under torchrun whose ranks are killed: torchrun … restarted.py OUT KIND STEP:RANK …, a kill for each start."""
+"""A run under torchrun whose ranks are killed: torchrun … restarted.py OUT KIND STEP:RANK …, one kill after another."""
 
 from __future__ import annotations
 
@@ -26,14 +26,17 @@ CONFIG: dict[str, Any] = {
 
 
 class Killer:
-    """Kills one rank at a step of this start."""
+    """Kills a rank at a step; which kills are done stands in a file, for a start may fail by itself."""
 
-    def __init__(self, kills: list[str]) -> None:
-        start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        self.step, self.rank = map(int, kills[start].split(":")) if start < len(kills) else (-1, -1)
+    def __init__(self, kills: list[str], done: Path) -> None:
+        count = len(done.read_text()) if done.exists() else 0
+        self.step, self.rank = map(int, kills[count].split(":")) if count < len(kills) else (-1, -1)
+        self.done = done
 
     def after_step(self, state: Any) -> None:
         if state.step == self.step and distributed.rank() == self.rank:
+            with self.done.open("a") as file:
+                file.write("x")
             os.kill(os.getpid(), signal.SIGKILL)
 
     def after_epoch(self, state: Any) -> None:
@@ -46,7 +49,7 @@ def tell(line: str) -> None:
 
 def main(out: Path, kind: str, *kills: str) -> None:
     table = CONFIG | {"train": CONFIG["train"] | {"parallel": kind}}
-    killer = Killer(list(kills))
+    killer = Killer(list(kills), out.with_suffix(".kills"))
     train_run(from_dict(RunConfig, table), out=out, device="cpu", hooks=lambda *_: [killer], say=tell)
 
 
