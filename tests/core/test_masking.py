@@ -21,7 +21,7 @@ from situs.core.masking import (
     one_of_cells,
     random_subset,
 )
-from situs.core.permutation import is_permutation
+from situs.core.permutation import is_permutation, random_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of
 from situs.errors import SitusError
@@ -50,10 +50,21 @@ def test_a_subset_is_the_head_of_the_sorted_noise():
         assert kept[b].tolist() + dropped[b].tolist() == order
 
 
-def test_equal_noise_keeps_the_first_places():
-    kept, dropped = random_subset(torch.zeros(2, 6), 0.5)
-    assert kept.tolist() == [[0, 1, 2]] * 2
-    assert dropped.tolist() == [[3, 4, 5]] * 2
+def test_of_equal_noise_the_first_places_come_first_in_every_draw():
+    """Noise of 24 bits meets itself now and then, and the draw must be the same on every device; long rows, for short
+    ones are sorted in order by any algorithm."""
+    noise = (noise_for(4, 256) * 4).floor() / 4
+    orders = [sorted(range(256), key=lambda i, row=row: float(row[i])) for row in noise]
+    kept, dropped = random_subset(noise, 0.5)
+    assert torch.cat([kept, dropped], dim=1).tolist() == orders
+    assert random_permutation(noise).tolist() == orders
+    assert jigsaw(torch.ones(4, 256, dtype=torch.bool), noise).tolist() == orders
+    filled = torch.cat([noise_for(4, block_noise_shape((1, 256), 0.5)[0] - 256), noise], dim=1)
+    assert mask_of(kept, 256).equal(block_mask(filled, (1, 256), 0.5))  # one row is filled at random
+    cells = [[32 * row + column + at for at in (0, 1, 16, 17)] for row in range(8) for column in range(0, 16, 2)]
+    for found, row in zip(one_of_cells(noise, (16, 16)).tolist(), noise.tolist(), strict=True):
+        picked = [min(cell, key=row.__getitem__) for cell in cells]
+        assert found == sorted(picked, key=row.__getitem__)
 
 
 def test_counts_are_those_a_person_reckons():
