@@ -24,6 +24,7 @@ from situs.backbones.base import Backbone, Features, join
 from situs.backbones.cells import enable_cells, encode_cells
 from situs.config import Checked
 from situs.core.masking import kept_of, one_of_cells
+from situs.core.permutation import random_permutation
 from situs.core.position import cut_targets, sincos, smoothed_targets
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, take
@@ -204,7 +205,7 @@ class DropPos(Method):
             chosen = mask_of(one_of_cells(noise, self.grid), self.count)
             noise = torch.where(chosen, noise, noise + 1.0)
         # The visible stand in random order, so their first ones are a fair choice of anchors: one sort for both.
-        order = noise.argsort(dim=1, stable=True)
+        order = random_permutation(noise)
         sigma = sigma_at(self.config, epoch, progress)
         draws = {"visible": order[:, : self.visible], "sigma": torch.full((), sigma, device=batch.ids.device)}
         if self.config.mae_weight:

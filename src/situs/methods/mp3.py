@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from situs.backbones.base import Backbone
 from situs.config import Checked
 from situs.core.masking import count_of
+from situs.core.permutation import random_permutation
 from situs.core.random import uniform
 from situs.limits import Within
 from situs.methods.base import Batch, Draws, Method, Output, Puzzle
@@ -85,11 +86,11 @@ class MP3(Method):
         count = self.backbone.num_tokens
         noise = uniform(seed, epoch, batch.ids, "mp3.context", (count,))
         if batch.mask is not None:
-            noise = noise.masked_fill(~batch.mask, 1.0)  # noise is below 1, and the sort is stable
-        draws = {"order": noise.argsort(dim=1, stable=True)}
+            noise = noise.masked_fill(~batch.mask, 1.0)  # noise is below 1, and equal numbers keep their order
+        draws = {"order": random_permutation(noise)}
         if self.config.anchor_ratio:
             chance = uniform(seed, epoch, batch.ids, "mp3.anchors", (count,))
-            told = chance.argsort(dim=1, stable=True) < count_of(self.config.anchor_ratio, count)
+            told = random_permutation(chance) < count_of(self.config.anchor_ratio, count)
             draws["anchors"] = told
         return draws
 

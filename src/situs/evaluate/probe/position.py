@@ -16,6 +16,7 @@ from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.core.masking import count_of
+from situs.core.permutation import random_permutation
 from situs.core.position import coordinates, distances
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, take
@@ -128,7 +129,7 @@ def dropped_features(
     On a hierarchical model a patch is what stands behind one output token, and loses its place as a whole.
     """
     count = backbone.out_grid[0] * backbone.out_grid[1]
-    order = uniform(seed, 0, batch.ids, stream, (count,)).argsort(dim=1, stable=True)
+    order = random_permutation(uniform(seed, 0, batch.ids, stream, (count,)))
     places = order[:, : count_of(ratio, count)]
     known = None
     if positions:
