@@ -6,6 +6,7 @@ workers and their timing change nothing.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Self
@@ -17,21 +18,23 @@ from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
 from situs.data.augment.recipes import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
 from situs.data.batch import Batch
+from situs.data.late import crop_resized, decode_on
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.base import EncodedSource, Source
 from situs.data.sources.images import centre_fit, decode
 from situs.data.sources.jpeg import read_frame
 from situs.errors import SitusError
 
-Decoder = Literal["auto", "cpu", "scaled"]
-"""How a worker reads a JPEG."""
+Decoder = Literal["auto", "cpu", "scaled", "gpu"]
+"""How a JPEG is read for training: by a worker, whole or at a part of its sides, or on the device."""
 
 
 class ImagePipeline(Pipeline):
     """augment: None for evaluation, which crops the centre. mean, std: of each channel.
 
     held: the images come as they lie on the device (`ResidentLoader`), not cropped by a worker. decoder: "scaled" reads
-    a JPEG at 1/2, 1/4 or 1/8 of its sides where a random crop still gets no fewer pixels than it needs.
+    a JPEG at 1/2, 1/4 or 1/8 of its sides where a random crop still gets no fewer pixels than it needs; "gpu" leaves
+    plain ones encoded for `move`, and what else there is to the workers.
     """
 
     def __init__(
@@ -53,33 +56,36 @@ class ImagePipeline(Pipeline):
         cropped = not held and augment is not None and augment.crop == "resized"
         self.rest = replace(augment, crop="none") if augment is not None and cropped else augment
         self._apply = apply
-        self.scaled = decoder == "scaled" and cropped and isinstance(source, EncodedSource)
+        apart = cropped and isinstance(source, EncodedSource)
+        self.scaled, self.late = decoder == "scaled" and apart, decoder == "gpu" and apart and source.channels == 3
 
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:
-        """The image whole, or at the part of its sides that its crop asks for: then "sides" are those it has whole."""
-        if not self.scaled:
+        """The image whole, or at the part of its sides that its crop asks for, or "encoded". "sides": of the whole."""
+        if not self.scaled and not self.late:
             return super().fetch(index, epoch, draw)
         source: Any = self.source
-        data = source.payload(index)
-        sides = self._sides(data)
-        reduce = 1 if sides is None else self._reduce(sides, epoch, draw)
-        label = source.label(index)
-        image = decode(data, source.entry(index), source.channels, reduce=reduce)
-        sample = {"image": image} if label is None else {"image": image, "label": label}
-        return sample if reduce == 1 else sample | {"sides": sides}
-
-    def _sides(self, data: bytes) -> tuple[int, int] | None:
-        """Of a JPEG that may be read at a part of its sides; None where no crop of it could be."""
+        data, label = source.payload(index), source.label(index)
+        sample: dict[str, Any] = {} if label is None else {"label": label}
         frame = read_frame(data)
-        large = frame is not None and frame.height >= 2 * self.size[0] and frame.width >= 2 * self.size[1]
-        return (frame.height, frame.width) if frame is not None and frame.plain and large else None
+        if frame is None or not frame.plain:
+            return sample | {"image": decode(data, source.entry(index), source.channels)}
+        sides = frame.height, frame.width
+        if self.late:
+            return sample | {"encoded": data, "sides": sides}
+        reduce = self._reduce(sides, epoch, draw)
+        image = decode(data, source.entry(index), source.channels, reduce=reduce)
+        return sample | {"image": image, "sides": sides}
 
     def _reduce(self, sides: tuple[int, int], epoch: int, draw: int) -> int:
         assert self.augment is not None
+        if any(sides[i] < 2 * self.size[i] for i in (0, 1)):
+            return 1  # whatever its crop is
         box = crop_boxes([sides], self.augment, self.seed, epoch, [draw])[0]
         return next((part for part in (8, 4, 2) if all(box[2 + i] // part >= self.size[i] for i in (0, 1))), 1)
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        if self.late:
+            return self._collate_late(epoch, draws, samples)
         images = [sample["image"] for sample in samples]
         if self.augment is None:
             images = [centre_crop(image, self.size, self.crop_share) for image in images]
@@ -92,6 +98,86 @@ class ImagePipeline(Pipeline):
         if "label" in samples[0]:
             values["label"] = torch.tensor([sample["label"] for sample in samples])
         return values
+
+    def _collate_late(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """What is decoded here is cropped here; the rest goes on encoded, one behind the other, with its boxes."""
+        assert self.augment is not None
+        rows = [row for row, sample in enumerate(samples) if "encoded" in sample]
+        files = [samples[row]["encoded"] for row in rows]
+        sides = [sample.get("sides") or tuple(sample["image"].shape[1:]) for sample in samples]
+        boxes = torch.tensor(crop_boxes(sides, self.augment, self.seed, epoch, draws))
+        early = [row for row, sample in enumerate(samples) if "image" in sample]
+        images, own = [samples[row]["image"] for row in early], [draws[row] for row in early]
+        values = {
+            "rows": torch.tensor(rows, dtype=torch.int64),
+            "boxes": boxes[rows],
+            "lengths": torch.tensor([len(file) for file in files], dtype=torch.int64),
+            "encoded": torch.frombuffer(bytearray(b"".join(files) or b"\0"), dtype=torch.uint8),
+            "draws": torch.tensor([epoch, *(draws[row] for row in rows)]),
+        }
+        if early:
+            values["image"] = _stack(random_crops(images, self.size, self.augment, self.seed, epoch, own))
+        if "label" in samples[0]:
+            values["label"] = torch.tensor([sample["label"] for sample in samples])
+        return values
+
+    def move(self, values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Decodes there what the workers left encoded."""
+        if "encoded" not in values:
+            return super().move(values, device)
+        assert self.augment is not None
+        rows, labels = values["rows"], values.get("label")
+        files = values["encoded"][: int(values["lengths"].sum())].split(values["lengths"].tolist())
+        boxes, epoch, *draws = values["boxes"], *values["draws"].tolist()
+        pixels, instead = self._decoded(files, boxes, device), {}
+        for number, image in enumerate(pixels):
+            if image is None:  # as a worker would: the next readable one stands in for it
+                instead[number] = self._by_hand(epoch, draws[number])
+        good = [number for number in range(len(pixels)) if number not in instead]
+        parts = [values["image"].to(device, non_blocking=True)] if "image" in values else []
+        whole = [image for image in pixels if image is not None]
+        if good:
+            parts.append(crop_resized(whole, boxes[good], self.size, self.augment.interpolation))
+        parts += [made["image"].to(device) for made in instead.values()]
+        count = len(rows) + (len(values["image"]) if "image" in values else 0)
+        early = torch.ones(count, dtype=torch.bool).index_fill_(0, rows, False).nonzero().flatten()
+        order = torch.cat([early, rows[good], rows[list(instead)]]).argsort()
+        if len({part.dtype for part in parts}) > 1:
+            parts = [as_floats(part) for part in parts]
+        moved = {"image": torch.cat(parts)[order.to(device, non_blocking=True)]}
+        if labels is not None:
+            for number, made in instead.items():
+                labels[rows[number]] = made["label"][0]
+            moved["label"] = labels.to(device, non_blocking=True)
+        return moved
+
+    def _decoded(self, files: Sequence[Tensor], boxes: Tensor, device: torch.device) -> list[Tensor | None]:
+        """The images; None for one that is damaged, or has not the sides that its box was drawn for."""
+        made: list[Tensor | None]
+        try:
+            made = [*decode_on(device, files)] if files else []
+        except RuntimeError:  # which of them, it does not say
+            made = []
+            for file in files:
+                try:
+                    made += decode_on(device, [file])
+                except RuntimeError:
+                    made.append(None)
+        ends = boxes[:, :2] + boxes[:, 2:]
+        fits = [
+            image is not None and image.shape[1] >= end[0] and image.shape[2] >= end[1]
+            for image, end in zip(made, ends.tolist(), strict=True)
+        ]
+        return [image if fit else None for image, fit in zip(made, fits, strict=True)]
+
+    def _by_hand(self, epoch: int, draw: int) -> dict[str, Tensor]:
+        """A sample as the workers of a pipeline without `late` make it."""
+        plain = copy.copy(self)
+        plain.late = False
+        part = plain.read(epoch, [draw])
+        for index, reason in part.broken:
+            self.source.skip(index, reason)
+        return part.values
 
     def join(self, parts: Sequence[Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
         """Floats where any part has floats, as within one."""

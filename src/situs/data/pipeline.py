@@ -96,6 +96,10 @@ class Pipeline(ABC):
         """A copy whose tensors lie on the device."""
         return copy.copy(self)
 
+    def move(self, values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """What a worker made, on the device; a modality may do there what a worker left to it."""
+        return {name: value.to(device, non_blocking=True) for name, value in values.items()}
+
     def compile(self) -> None:  # noqa: B027  (a modality that gains nothing leaves it)
         """Lets torch.compile fuse `finish`, where that pays."""
 

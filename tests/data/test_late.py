@@ -1,0 +1,131 @@
+"""Crops on the device against torch's own antialiased resize, and the whole way with a decoder that needs no GPU."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from situs.data import late
+from situs.data.augment.recipes import AugmentConfig
+from situs.data.image_pipeline import ImagePipeline
+from situs.data.late import crop_resized, weights
+from situs.data.loader import DataConfig, make_loader
+from situs.data.sources import open_source
+from situs.data.sources.images import decode
+from situs.errors import SitusError
+
+CROP, CPU = AugmentConfig(), torch.device("cpu")
+
+
+@pytest.mark.parametrize("mode", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("length", [5, 8, 9, 37])
+def test_the_weights_are_those_of_torch(mode, length):
+    line = torch.rand(1, 1, length, 6, dtype=torch.float64)
+    wanted = F.interpolate(line, (8, 6), mode=mode, antialias=True)
+    made = weights(torch.tensor([length]), 8, 40, mode)
+    assert made.shape == (1, 8, 40) and not made[..., length:].any()
+    assert torch.allclose(made[:, :, :length].double() @ line[0], wanted[0], atol=1e-6)
+
+
+@pytest.mark.parametrize("at_once", [1, 3000, 1 << 26])
+def test_crops_of_many_sizes_at_once(monkeypatch, at_once):
+    monkeypatch.setattr(late, "_AT_ONCE", at_once)
+    chance = torch.Generator().manual_seed(0)
+    sizes = [(30, 40), (64, 20), (11, 13), (90, 90)]
+    images = [torch.randint(0, 256, (3, *size), dtype=torch.uint8, generator=chance) for size in sizes]
+    boxes = torch.tensor([[3, 5, 20, 30], [0, 0, 64, 20], [2, 2, 5, 6], [40, 1, 50, 88]])
+    got = crop_resized(images, boxes, (12, 16), "bicubic")
+    for image, (top, left, height, width), made in zip(images, boxes.tolist(), got, strict=True):
+        cut = image[None, :, top : top + height, left : left + width].double()
+        wanted = F.interpolate(cut, (12, 16), mode="bicubic", antialias=True)[0].clamp(0, 255)
+        assert (made - wanted).abs().max() <= 0.5 + 1e-3
+
+
+@pytest.fixture
+def photographs(tmp_path):
+    """Plain JPEG files among others that a device does not decode."""
+    chance = np.random.default_rng(0)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    for number in range(10):
+        pixels = chance.integers(0, 256, (30 + 3 * number, 50 - 2 * number, 3), dtype=np.uint8)
+        place = tmp_path / "ab"[number % 2]
+        place.mkdir(exist_ok=True)
+        image, kind = Image.fromarray(pixels), "png" if number == 3 else "jpg"
+        image = image.convert("CMYK") if number == 5 else image.convert("L") if number == 6 else image
+        image.save(place / f"{number}.{kind}", **({"exif": exif} if number == 7 else {}))
+    return tmp_path
+
+
+def by_pillow(device, encoded):
+    """In place of nvJPEG: RGB, and a RuntimeError for the whole batch where one is damaged."""
+    try:
+        return [decode(bytes(each.tolist()), "x", 3) for each in encoded]
+    except ValueError as error:
+        raise RuntimeError("nvjpeg: one of them") from error
+
+
+def both(folder, monkeypatch, draws):
+    monkeypatch.setattr("situs.data.image_pipeline.decode_on", by_pillow)
+    source = open_source(folder, channels=3)
+    plain, late_one = (ImagePipeline(source, (8, 8), 3, CROP, decoder=how) for how in ("cpu", "gpu"))
+    part = late_one.read(2, draws)
+    return plain.read(2, draws).values, part, late_one.move(part.values, CPU), source
+
+
+def test_a_batch_is_the_workers_to_rounding(photographs, monkeypatch):
+    draws = [9, 0, 3, 5, 4, 7, 6, 1]
+    wanted, part, got, source = both(photographs, monkeypatch, draws)
+    names = [source.key(draw) for draw in draws]
+    left = [row for row, name in enumerate(names) if name.split("/")[1][0] in "357"]  # to the workers
+    assert part.values["rows"].tolist() == [row for row in range(8) if row not in left]
+    assert got.keys() == wanted.keys() and torch.equal(got["label"], wanted["label"])
+    # A worker rounds and cuts at 0 and 255 between the two directions as well.
+    assert (got["image"].int() - wanted["image"].int()).abs().float().mean() < 0.5
+    assert torch.equal(got["image"][left], wanted["image"][left])
+
+
+def test_batches_of_one_kind(photographs, monkeypatch):
+    keys = [open_source(photographs).key(index) for index in range(10)]
+    for names in (("3", "5"), ("0", "1")):
+        draws = [next(i for i, key in enumerate(keys) if f"/{name}." in key) for name in names]
+        wanted, _, got, _ = both(photographs, monkeypatch, draws)
+        assert (got["image"].int() - wanted["image"].int()).abs().float().mean() < 0.5
+
+
+def test_a_damaged_one_is_replaced_as_a_worker_would(photographs, monkeypatch):
+    file = photographs / "a/4.jpg"
+    file.write_bytes(file.read_bytes()[:900])
+    source = open_source(photographs, channels=3)
+    bad = next(index for index in range(10) if source.key(index) == "a/4.jpg")
+    wanted, _, got, source = both(photographs, monkeypatch, [bad, 0, 9])
+    assert (got["image"].int() - wanted["image"].int()).abs().float().mean() < 0.5
+    assert torch.equal(got["label"], wanted["label"])
+    assert [entry.index for entry in source.skipped] == [bad]
+
+
+def test_it_is_for_random_crops_in_three_channels(photographs):
+    for augment, channels in ((None, 3), (AugmentConfig(crop="none"), 3), (CROP, 1)):
+        pipeline = ImagePipeline(open_source(photographs, channels=channels), (8, 8), 0, augment, decoder="gpu")
+        assert "encoded" not in pipeline.read(0, [0]).values
+
+
+def test_without_a_cuda_device_it_is_refused(photographs):
+    config = DataConfig(path=str(photographs), img_size=8, resident="never", decode="gpu")
+    with pytest.raises(SitusError, match="decode='gpu': must be auto, cpu or scaled without a CUDA device"):
+        make_loader(config, CROP, "cpu")
+
+
+@pytest.mark.gpu
+def test_nvjpeg_gives_nearly_the_pixels_of_libjpeg():
+    y, x = np.mgrid[0:120, 0:90]
+    buffer = io.BytesIO()
+    Image.fromarray(np.stack([y * 2, x * 2, y + x], -1).astype(np.uint8)).save(buffer, "JPEG", quality=90)
+    data = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    got = late.decode_on(torch.device("cuda"), [data, data])
+    assert (got[1].cpu().int() - decode(buffer.getvalue(), "x", 3).int()).abs().float().mean() < 2
