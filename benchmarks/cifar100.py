@@ -6,6 +6,8 @@ positions: MP3, DropPos and MAE, each fine-tuned, beside training from scratch a
 jigsaw: a plain classifier and MJP's parts added one by one, with their consistency under shuffled patches.
 long: MP3 for 100 epochs and fine-tuning for 60, with the recipe for few epochs; beside it the same 60 from scratch,
 plain and with MJP.
+order: MP3 on streamed images in exact order, and in blocks of which a tenth is mixed at a time; loss and nearest
+neighbours of each.
 
 Every job is one `situs` command, printed before it runs; its output is in OUT/NAME.log. With --seconds the jobs are
 interrupted in time (a run saves itself) and the same command goes on with them. The tables come last, from the JSON
@@ -77,6 +79,15 @@ def long_study(pretraining: int, tuning: int) -> Jobs:
         "plain-short": pretrain("cifar100-supervised-short", tuning, "--backbone.positions learned"),
         "mjp-short": pretrain("cifar100-mjp", tuning, LIGHT),
     }
+
+
+def order_study(pretraining: int) -> Jobs:
+    ways = {"exact": "exact", "blocks": "blocks --data.window-gib 0.0085"}  # 5 of the 50 row groups of 1,000 images
+    jobs = {
+        f"order-{name}": pretrain("cifar100-mp3", pretraining, f"--data.resident never --data.order {flags}")
+        for name, flags in ways.items()
+    }
+    return jobs | {f"{name}-knn": look("knn", name) for name in jobs}
 
 
 def scored(jobs: Jobs) -> Jobs:
@@ -154,6 +165,9 @@ def print_tables(args: argparse.Namespace) -> None:
         if "scores" in found:
             scores = found["scores"]
             print(f"{name.removesuffix('-top1'):<14}{100 * scores['top1']:7.2f} %{100 * scores['top5']:7.2f} %")
+    for name in (name for name in args.jobs if name.startswith("order-") and args.jobs[name].trains):
+        last = [line for line in (args.out / name / "metrics.jsonl").read_text().splitlines() if '"loss"' in line][-1]
+        print(f"{name:<14} {last}")
     for name, found in looks.items():
         for result in () if "scores" in found else found.values():
             print(f"\n{name}: {json.dumps(result)}")
@@ -163,7 +177,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="CIFAR-100 as parquet files or python batches")
     parser.add_argument("--out", type=Path, default=Path("runs"))
-    parser.add_argument("--study", nargs="+", default=["positions"], choices=["positions", "jigsaw", "long"])
+    parser.add_argument("--study", nargs="+", default=["positions"], choices=["positions", "jigsaw", "long", "order"])
     parser.add_argument("--epochs", type=int, nargs=3, default=(40, 30, 60), metavar=("PRE", "TUNE", "MJP"))
     parser.add_argument("--long", type=int, nargs=2, default=(100, 60), metavar=("PRE", "TUNE"))
     parser.add_argument("--at-once", type=int, default=1, help="jobs that share the device")
@@ -175,6 +189,7 @@ def main() -> int:
         "positions": positions_study(*args.epochs[:2]),
         "jigsaw": jigsaw_study(args.epochs[2]),
         "long": long_study(*args.long),
+        "order": order_study(args.epochs[0]),
     }
     args.jobs = scored({name: job for study in args.study for name, job in studies[study].items()})
     complete = run_all(args)

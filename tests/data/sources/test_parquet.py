@@ -19,6 +19,7 @@ from situs.data.loader import DataConfig, make_loader
 from situs.data.sampler import sample_of
 from situs.data.sources import open_source, parquet
 from situs.data.sources.images import BrokenImageError
+from situs.data.sources.subset import hold_out
 from situs.errors import SitusError
 
 
@@ -225,3 +226,29 @@ def test_in_training_each_group_is_read_once_and_few_are_held(tmp_path, monkeypa
         assert len({file for file, _ in reads}) == 96
         assert len(reads) <= 96 + 8  # those that lie across two of the 8 lanes
         assert max(int(held) for _, held in reads) <= 8
+
+
+@pytest.mark.parametrize("part", ["whole", "count", "held out"])
+def test_in_blocks_copies_parts_and_broken_rows_are_as_in_one_process(tmp_path, part):
+    rows = [{"bytes": png(number) if number % 17 else b"torn", "path": None} for number in range(120)]
+    content = pa.table({"image": rows, "label": [number % 3 for number in range(120)]})
+    write(tmp_path / "x.parquet", content, row_group_size=5)
+    config = DataConfig(img_size=6, batch=12, resident="never", order="blocks", window_gib=1e-6)
+    augment = replace(RECIPES["crop"], repeated=2)
+    found = []
+    for workers in (0, 2):
+        source: Any = parquet.ParquetSource(tmp_path, held_bytes=0)
+        if part == "held out":
+            source = hold_out(source, 0.3, held=False)
+        count = 60 if part == "count" else None
+        loader = make_loader(replace(config, workers=workers, count=count), augment, source=source)
+        found.append([batch for epoch, start in ((0, 1), (1, 0)) for batch in loader.iterate(epoch, start)])
+        assert loader.source.skipped
+        assert {len(batch.ids) for batch in found[-1]} == {12}
+        if part == "whole":
+            assert all(entry.index % 17 == 0 for entry in loader.source.skipped)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.ids, other.ids)
+        assert torch.equal(one.inputs, other.inputs)
+        assert torch.equal(one.targets["label"], other.targets["label"])
+        assert len(sample_of(one.ids).unique()) == 6  # each twice
