@@ -1,7 +1,7 @@
 """Sets larger than memory: payloads a second, bytes read a sample, seconds to the first batch and peak memory.
 
-    python benchmarks/large_sets.py --out /tmp/sets                       # 1.3 million samples of 1.5 KB, 8 GB of files
-    python benchmarks/large_sets.py --out /tmp/sets --count 100000 --payload 19000 --workers 4
+    python benchmarks/large_sets.py --out sets                       # 1.3 million samples of 1.5 KB, 8 GB of files
+    python benchmarks/large_sets.py --out sets --count 100000 --payload 19000 --workers 4
 
 Writes the shards once (parquet with row groups of 100 and of 1,000 rows, which are not held; tar), then measures each
 in a process of its own. Nothing is decoded: what is measured is how encoded images come to a batch. Bytes are those
@@ -87,7 +87,7 @@ def write_parquet(folder: Path, count: int, payload: int, rows: int) -> None:
             table,
             folder / f"train-{start:09}.parquet",
             row_group_size=rows,
-            use_dictionary=["label"],
+            use_dictionary=["label"],  # pyright: ignore[reportArgumentType]
             compression="none",
         )
 

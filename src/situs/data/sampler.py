@@ -43,7 +43,7 @@ Order = Callable[[int, int, int, "torch.device | str"], Permutation]
 """(seed, epoch, n, device) -> a permutation of range(n)."""
 
 MOST_SORTED = 1 << 27
-"""Sets up to this size are shuffled by sorting a random word a sample: 3 GiB and half a minute an epoch at the most."""
+"""Sets up to this size are shuffled by sorting a random word a sample: for a moment 5 GiB, and some 20 s an epoch."""
 
 
 def epoch_order(

@@ -116,7 +116,7 @@ class _Shard:
         if not member.regular:
             self.left_out.add_special(member.name)
             return
-        folder, base = os.path.split(member.name)
+        folder, base = os.path.split(member.name) if "/" in member.name else ("", member.name)
         stem, dot, suffix = base.partition(".")
         key = f"{folder}/{stem}" if folder else stem
         kind = f".{suffix.lower()}"
@@ -275,7 +275,8 @@ def _map(file: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             raise ValueError(f"no {name}")
         count = (stop - start) // np.dtype(kind).itemsize
         place = 8 + length + start
-        arrays[name] = np.memmap(file, kind, "r", place, (count,)) if count else np.empty(0, kind)
+        # As plain arrays, whose single numbers are had twice as fast.
+        arrays[name] = np.asarray(np.memmap(file, kind, "r", place, (count,))) if count else np.empty(0, kind)
     return json.loads(layout["__metadata__"]["situs"]), arrays
 
 
