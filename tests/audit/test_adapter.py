@@ -174,6 +174,8 @@ def test_half_precision_is_stepped_in_float32_and_the_module_stays_as_it_was() -
 def test_without_parameters_there_is_no_gradient() -> None:
     with pytest.raises(SitusError, match="Flatten has no parameters"):
         adapt(nn.Flatten(), 8)
+    with pytest.raises(SitusError, match="Linear has no parameters to train"):
+        adapt(nn.Linear(8, 2).requires_grad_(False), 8)
 
 
 class Asking(Own):

@@ -42,8 +42,8 @@ def adapt(
     they are looked for. normalisation: mean and deviation of the channels that the module expects; ImageNet's where
     None.
     """
-    if next(module.parameters(), None) is None:
-        raise SitusError(f"{type(module).__name__} has no parameters, so there is no gradient to audit (module)")
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        raise SitusError(f"{type(module).__name__} has no parameters to train, so there is no gradient to audit")
     asked = {"in_chans": in_chans, "name": name, "normalisation": normalisation}
     backbone = wrap_module(module, img_size, kind=StemBackbone, **asked)
     assert isinstance(backbone, StemBackbone)

@@ -145,7 +145,7 @@ NOT_PASSED: dict[str, tuple[tuple[Outcome, ...], dict[str, Any], str]] = {
     "a metric that is not there": (
         (replace(closed(3.0), scores={"psnr": None}),),
         {"count": 1},
-        "psnr is not defined for so few images (1); patchembed saw 0 of 1 images",
+        "psnr is not defined for images so few or so small; patchembed saw 0 of 1 images",
     ),
 }
 

@@ -49,6 +49,12 @@ def test_ends() -> None:
     assert psnr(torch.zeros_like(real), torch.ones_like(real)).tolist() == [0.0] * 4
 
 
+def test_images_smaller_than_half_the_window_of_ssim_have_none() -> None:
+    found = measure_all(*PAIR[..., :5, :6], (1, 1))
+    assert found["ssim"] is None and len(found["psnr"] or ()) == 4
+    assert len(measure_all(*PAIR[..., :6, :6], (1, 1))["ssim"] or ()) == 4
+
+
 def test_fft2d_by_hand() -> None:
     """One row of three pixels: u·v = 3 Σ x(p) y(-p), so x = (1, 2, 3), y = (3, 1, 2) give |1 - 10/13|."""
     x, y = (torch.tensor(row, dtype=torch.float64).view(1, 1, 1, 3) for row in ([1, 2, 3], [3, 1, 2]))

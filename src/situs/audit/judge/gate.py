@@ -188,7 +188,7 @@ def _gaps(audit: Audit, defence: str, pairs: Sequence[Outcome], limit: Limit) ->
     for pair in pairs:
         values = pair.scores.get(limit.metric)
         if pair.reason is None and values is None:
-            gaps.append(f"{limit.metric} is not defined for so few images ({len(audit.names)})")
+            gaps.append(f"{limit.metric} is not defined for images so few or so small")
         elif not all(math.isfinite(value) for value in values or ()):
             gaps.append(f"{pair.attack} has an image whose {limit.metric} is no number")
     return gaps

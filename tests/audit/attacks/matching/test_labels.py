@@ -9,8 +9,10 @@ import torch
 from builders import small_vit
 from hypothesis import given
 from hypothesis import strategies as st
+from outcomes import reason
 from torch import nn
 
+from situs.audit import Matching, adapt
 from situs.audit.attacks.matching.labels import Classifier, class_gradient, count_labels, find_classifier, infer_labels
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Clip, Noise
@@ -35,6 +37,16 @@ def test_the_classifier_is_found_by_what_it_does(backbone: Any) -> None:
     found = find_classifier(distilled.eval(), (32, 32))  # as many classes as channels: shapes alone say nothing
     assert str(found.bias) in ("model.head.bias", "model.head_dist.bias")
     assert str(found.weight).startswith("model.head")
+
+
+def test_a_model_without_a_parameter_of_classes_has_none() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 6, 4, 4, bias=False), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    assert find_classifier(adapt(net, 16), (16, 16)) == Classifier(None, None)
+    assert "not told the labels" in str(reason(Matching(), adapt(net, 16)))
+
+
+def test_a_frozen_model_sends_nothing_to_match(backbone: Any) -> None:
+    assert "frozen" in str(reason(Matching(), backbone, sent=()))
 
 
 @pytest.mark.parametrize("label", range(0, 20, 3))

@@ -54,6 +54,8 @@ class Matching(Attack):
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
         if not backbone.input.channels:
             return Refused("it takes no images")
+        if not sent:
+            return Refused("all of its parameters are frozen, so that no gradient is sent")
         if known.labels is None and not {*find_classifier(backbone, _size(backbone, known))} & {*sent}:
             return Refused("it is not told the labels, and no gradient of a classifier was sent that gives them away")
         return Ready(None, "an optimisation: it ends where it ends, and more iterations or restarts may find more")

@@ -35,6 +35,8 @@ def find_classifier(backbone: Backbone, size: tuple[int, int]) -> Classifier:
         logits = backbone(noise_for(backbone, 1, backbone.input.channels, *size))
         probe = torch.randn(logits.shape, generator=torch.Generator().manual_seed(1)).to(logits)
         able = {name: p for name, p in named.items() if p.shape[0] == logits.shape[1]}
+        if not able:
+            return Classifier(None, None)
         found = torch.autograd.grad((logits * probe).sum(), list(able.values()), allow_unused=True)
     weight = bias = None
     for name, gradient in zip(able, found, strict=True):
