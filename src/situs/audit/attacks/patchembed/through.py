@@ -66,7 +66,7 @@ def solve_through(
         elif normalisation is not None and not fact.get("bytes"):
             here = slice(index, index + 1)
             one = system._replace(weight=system.weight[here], table=system.table[here])
-            byte = None if fact["unseen"] else _rounded(view, images[index], one, normalisation, errs[here])
+            byte = _rounded(view, images[index], one, normalisation, errs[here])
             fact["bytes"] = byte is not None
             images[index] = images[index] if byte is None else byte
         verdict = None if fact.get("bytes") else _doubt(view, fact.get("input_residual"), float(found.residual[index]))
@@ -105,17 +105,19 @@ def _doubt(view: View, left: Fact, residual: float) -> str | None:
 
 
 def _rounded(view: View, image: Tensor, system: System, normalisation: Normalisation, errs: Tensor) -> Tensor | None:
-    """The image [C, H, W] on its bytes, if it is near them everywhere and they meet the equations."""
+    """The image [C, H, W] on its bytes, if it is near them everywhere, all are seen, and they meet the equations."""
     values = byte_values(*normalisation, device=image.device)
     low, step = values[:, :1, None], ((values[:, 255] - values[:, 0]) / 255)[:, None, None]
     number = ((image - low) / step).round().clamp(0, 255)
     made = values.gather(1, number.long().flatten(1)).view_as(image)
     if float(((image - made) / step).abs().max()) > NEAR:
         return None
-    with torch.no_grad():
-        patches = (view.feed(made.unsqueeze(0)) - view.centre) / view.spread
+    inputs, _, against = view.feed.derivative(made.unsqueeze(0))
+    chance = torch.Generator().manual_seed(0)
+    if not bool(against(torch.randn(inputs.shape, generator=chance, dtype=inputs.dtype).to(inputs.device)).all()):
+        return None  # what the layer does not see is left at 0, which may be a byte by chance
     white, right = whiten(*system, errs)
-    return made if bool(judge(white, right, patches, system.sent).fits) else None
+    return made if bool(judge(white, right, (inputs - view.centre) / view.spread, system.sent).fits) else None
 
 
 # --- maps that only move and scale: bytes are read as if the patches were plain ------------------------------------
