@@ -34,8 +34,8 @@ def check_address(url: str) -> None:
     """Refuses a password: what is given as a path is kept in configs and shown in pages."""
     if "@" in urlsplit(url).netloc and urlsplit(url).scheme in {"http", "https", "ftp", "sftp"}:
         raise SitusError(
-            f"{redacted(url)}: was given with a user or a password, which a run would keep in its config; put them "
-            "into ~/.netrc or fsspec's own configuration",
+            f"{redacted(url)}: was given with a user or a password, which a run would keep in its config; use a "
+            "signed address, or fsspec's own configuration",
             field="data",
         )
 
