@@ -55,10 +55,11 @@ class Runs(Source):
 
 
 class Numbers(Pipeline):
-    """What the source read, as it is."""
+    """What the source read, as it is. by_rows: False adds a value of another length."""
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-        return {"number": torch.tensor([sample["number"] for sample in samples])}
+        numbers = torch.tensor([sample["number"] for sample in samples])
+        return {"number": numbers, **({} if self.by_rows else {"twice": numbers.repeat(2)})}
 
     def finish(self, values: Any, ids: torch.Tensor, noise: Any) -> Batch:
         return Batch(values["number"], ids)
@@ -201,17 +202,22 @@ def test_a_part_of_a_set_has_the_blocks_of_its_rows():
     assert sorted(torch.cat(list(batches_for(plan, 0))).tolist()) == list(range(60))
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
-def test_a_stream_over_epochs_is_that_of_one_process(workers):
+@pytest.mark.parametrize(("workers", "by_rows"), [(0, True), (1, True), (2, True), (2, False)])
+def test_a_stream_over_epochs_is_that_of_one_process(workers, by_rows):
     source = Runs([7] * 30)
     plan = planned(source, 12, seed=2)
-    stream = WorkerStream(Numbers(source, training=True), plan, workers, pin=False)
+    pipeline = Numbers(source, training=True)
+    pipeline.by_rows = by_rows
+    stream = WorkerStream(pipeline, plan, workers, pin=False)
     for epoch, start in ((0, 3), (1, 0), (2, 0), (5, 1)):
         found = [torch.cat([part.ids for part in parts]) for parts in stream.batches(epoch, start)]
         values = [torch.cat([part.values["number"] for part in parts]) for parts in stream.batches(epoch, start)]
         expected = list(batches_for(plan, epoch, start))
         assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
         assert [ids.tolist() for ids in values] == [ids.tolist() for ids in expected]
+        if not by_rows:
+            parts = [part for parts in stream.batches(epoch, start) for part in parts]
+            assert all(part.values["twice"].tolist() == part.ids.tolist() * 2 for part in parts)
 
 
 def test_the_order_of_a_billion_samples_costs_what_its_blocks_cost():

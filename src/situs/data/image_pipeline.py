@@ -58,6 +58,7 @@ class ImagePipeline(Pipeline):
         self._apply = apply
         apart = cropped and isinstance(source, EncodedSource)
         self.scaled, self.late = decoder == "scaled" and apart, decoder == "gpu" and apart and source.channels == 3
+        self.by_rows = not self.late
 
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:
         """The image whole, or at the part of its sides that its crop asks for, or "encoded". "sides": of the whole."""

@@ -43,8 +43,10 @@ class Pipeline(ABC):
     """Plain data, so that it can be sent to a worker process; `to` gives the loader's own copy, on its device.
 
     training: the next readable sample stands in for a broken one, under the broken one's draw, so that batches keep
-    their size. Otherwise it is left out.
+    their size. Otherwise it is left out. by_rows: whether `collate` gives a row of every value for each sample.
     """
+
+    by_rows = True
 
     def __init__(self, source: Source, *, training: bool) -> None:
         self.source, self.training = source, training

@@ -26,26 +26,40 @@ _PREFETCH = 4  # tasks that each worker prepares ahead
 
 
 class _Task(NamedTuple):
-    """What a worker reads at a time. done: as `Pipeline.read` takes it. fresh: no block is held for this task."""
+    """What a worker reads at a time. sizes: how many of the draws belong to each of its batches.
+
+    done: as `Pipeline.read` takes it. fresh: no block is held for this task.
+    """
 
     epoch: int
     draws: list[int]
+    sizes: list[int]
     done: dict[int, list[int]]
     fresh: bool
 
 
-class _Reader(Dataset[WorkerBatch]):
-    """A pipeline as the DataLoader wants it: asked for a list of one task."""
+class _Reader(Dataset[list[WorkerBatch]]):
+    """A pipeline as the DataLoader wants it: asked for a list of one task.
+
+    Gives all batches of the task in one where their rows can be told apart again: a tensor costs its way, not its size.
+    """
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
 
-    def __getitem__(self, task: _Task) -> WorkerBatch:
+    def __getitem__(self, task: _Task) -> list[WorkerBatch]:
         if task.fresh:
             self.pipeline.source.release()
-        return self.pipeline.read(task.epoch, task.draws, task.done)
+        if self.pipeline.by_rows or len(task.sizes) == 1:
+            return [self.pipeline.read(task.epoch, task.draws, task.done)]
+        parts, start = [], 0
+        for size in task.sizes:
+            done = {count - start: rows for count, rows in task.done.items() if start <= count <= start + size}
+            parts.append(self.pipeline.read(task.epoch, task.draws[start : start + size], done))
+            start += size
+        return parts
 
-    def __getitems__(self, tasks: list[_Task]) -> WorkerBatch:
+    def __getitems__(self, tasks: list[_Task]) -> list[WorkerBatch]:
         return self[tasks[0]]
 
 
@@ -93,7 +107,7 @@ class _Schedule:
                         count = self._own_rows(ids, part, row)
                         done.setdefault(len(draws) + count, []).append(sample)
                     draws += ids[part].tolist()
-                yield [_Task(epoch, draws, done, fresh)]
+                yield [_Task(epoch, draws, self.sizes[-1][part], done, fresh)]
             step, fresh = step + len(steps), False
 
     def _own_rows(self, ids: Sequence[Tensor], part: int, row: int) -> int:
@@ -128,7 +142,7 @@ class WorkerStream:
             generator=torch.Generator(),  # its own: the DataLoader would draw from torch's global one
             **options,
         )
-        self._tasks: Iterator[WorkerBatch] = iter(())
+        self._tasks: Iterator[list[WorkerBatch]] = iter(())
         self._next: tuple[int, int] | None = None  # epoch and step that the workers go on with
 
     def batches(self, epoch: int, start_step: int) -> Iterator[list[WorkerBatch]]:
@@ -149,19 +163,19 @@ class WorkerStream:
             raise type(error)(_own_words(str(error))) from error
 
 
-def _by_batch(tasks: list[WorkerBatch], sizes: list[list[int]]) -> Iterator[list[WorkerBatch]]:
+def _by_batch(tasks: list[list[WorkerBatch]], sizes: list[list[int]]) -> Iterator[list[WorkerBatch]]:
     """What each batch of a round has of each task; a batch that one worker read whole stays as it is."""
     if len(tasks) == 1:
-        yield tasks
+        yield tasks[0]
         return
     starts = [0] * len(tasks)
-    for rows in zip(*sizes, strict=True):
+    for step, rows in enumerate(zip(*sizes, strict=True)):
         parts = [
-            task.part(slice(start, start + count))
+            task[step] if len(task) == len(sizes[0]) else task[0].part(slice(start, start + count))
             for task, start, count in zip(tasks, starts, rows, strict=True)
             if count
         ]
-        yield parts or [tasks[0].part(slice(0, 0))]
+        yield parts or [tasks[0][0].part(slice(0, 0))]
         starts = [start + count for start, count in zip(starts, rows, strict=True)]
 
 
