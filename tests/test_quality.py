@@ -94,7 +94,6 @@ COVERED = {
     "situs.models.export": "test_models_table",
     "situs.models.module": "test_open",
     "situs.models.prepared": "test_open_folders",
-    "situs.pages.attention": "test_init",
     "situs.pages.bench": "test_init",
     "situs.pages.correlation": "test_init",
     "situs.pages.data": "test_init",

@@ -220,6 +220,8 @@ def test_unordered_and_context_pictures_show_what_they_say() -> None:
     at = [next(p for p in range(6) if torch.equal(patch(seen, p), patch(image, own))) for own in range(6)]
     assert sorted(at) == list(range(6))
     assert sorted(panel.outlined.nonzero()[0]) == sorted([at[4], at[0]])
+    assert placed_panel(image, puzzle, 0).outlined.nonzero()[0].tolist() == [0]  # where both were put
+    assert placed_panel(image, puzzle._replace(known=6), 0).outlined is None  # all of them are no news
     context = own_places_panel(image, puzzle)
     assert (~context.empty).nonzero()[0].tolist() == [0, 4]
     for place in (0, 4):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from situs.evaluate.knn import LayerAccuracy, LayerKnn
 from situs.evaluate.position import Cell, PositionCurve, PositionGrid
-from situs.pages.evaluate import knn_curves, position_curve, position_grid
+from situs.pages.evaluate import knn, knn_curves, position_curve, position_grid
 
 
 def test_missing_cells_are_said_and_not_counted() -> None:
@@ -46,3 +48,11 @@ def test_every_block_has_its_tick_and_of_many_every_second() -> None:
         assert axis.get_xticks().tolist() == ticks
         lines = {line.get_label(): line.get_ydata().tolist() for line in axis.get_lines()}  # type: ignore[union-attr]
         assert [100 * row.accuracy for row in rows] in lines.values()
+
+
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize("why", [None, "it has one block"])
+def test_neighbours_of_the_last_layer_alone_are_no_curve_and_say_why(why: str | None) -> None:
+    made = knn(LayerKnn((LayerAccuracy(1, "mean", 0.5),), 10, 5, why, 3, 0.07, 0.1))
+    assert set(made.pictures) == ({"layers"} if why is None else set())
+    assert ("Only the last layer: it has one block." in made.render()) is (why is not None)

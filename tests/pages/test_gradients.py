@@ -18,6 +18,7 @@ from situs.audit.judge.gate import Judgement, Limit, Ruling, Worst
 from situs.audit.scores.metrics import measure_all
 from situs.audit.tables import COLUMNS, grid, judged, reasons, table
 from situs.pages import PRIVATE, make_page, publish
+from situs.report import figures
 from situs.results import Provenance
 
 REAL = torch.rand(3, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -121,6 +122,24 @@ def test_the_worst_image_stands_beside_the_mean() -> None:
     text = make_page(found).render()
     assert "mean PSNR 21.1 dB, worst image 33.3 dB, 3 of 3 re-identified (patchembed, no defence added)" in text
     assert '<th scope="col" class="number">PSNR of the worst image, dB</th>' in text
+
+
+def test_an_image_without_error_is_called_so_and_any_other_by_its_decibels(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = REAL.clone()
+    found[1] += torch.where(REAL[1] > 0.5, -0.1, 0.1)  # 20 dB
+    drawn: list[Any] = []
+    made = figures.image_grid
+
+    def image_grid(images: Any, titles: Any, **fields: Any) -> Any:
+        drawn.append((images, list(titles), fields))
+        return made(images, titles, **fields)
+
+    monkeypatch.setattr(figures, "image_grid", image_grid)
+    make_page(example(outcome("patchembed", "none", None, None, measure_all(found, REAL, 8), FACTS, found)))
+    [(images, titles, fields)] = drawn
+    assert titles == ["no error", "20.0 dB", "no error"] and fields["columns"] == 3
+    assert fields["row_titles"] == ("original", "recovered", "difference")
+    torch.testing.assert_close(images, torch.cat([REAL, found, (REAL - found).abs()]))
 
 
 def test_one_image_cannot_be_re_identified() -> None:

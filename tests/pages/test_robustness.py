@@ -81,6 +81,8 @@ def test_without_all_severities_nothing_is_normalised() -> None:
     numbers = result.to_json()
     assert numbers["mce_raw"] == pytest.approx(0.5) and numbers["mce_alexnet_normalised"] is None
     assert "needs all five severities" in page(result).render()
+    assert "severity" in page(result).pictures
+    assert "severity" not in page(found(("fog", "snow"), (2,))).pictures  # one point makes no curve
 
 
 def test_the_json_holds_every_cell_and_is_json() -> None:

@@ -206,3 +206,10 @@ def test_a_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(SitusError, match="could not be written"):
         Page("p").write(tmp_path / "taken" / "report.html")
+
+
+def test_a_page_ends_with_how_it_was_made_and_before_that_with_what_needs_words() -> None:
+    assert [each.title for each in Page("t").end({"seed": 3}).sections] == ["How this page was made"]
+    told = Page("t").end({"seed": 3}, "A share of images.")
+    assert [each.title for each in told.sections] == ["What the numbers mean", "How this page was made"]
+    assert told.render().index("A share of images.") < told.render().index("<dt>seed</dt>")

@@ -117,6 +117,9 @@ def test_mosaic_shows_each_map_where_its_place_is_and_rings_it() -> None:
         assert (right - left, bottom - top) == pytest.approx((4, 3))
         ring = np.asarray(one.collections[1].get_offsets())[number]
         assert ring.tolist() == pytest.approx([left + (0, 3)[c] + 0.5, top + (0, 2)[r] + 0.5])
+    ends = np.array([image.get_extent() for image in one.images])  # nothing is cut, and little left empty
+    for limits, drawn in ((one.get_xlim(), ends[:, :2]), (one.get_ylim(), ends[:, 2:])):
+        assert 0 < drawn.min() - min(limits) < 1 and 0 < max(limits) - drawn.max() < 1
     assert [tick.get_text() for tick in one.get_xticklabels()] == ["0", "3"]
     assert [tick.get_text() for tick in one.get_yticklabels()] == ["0", "2"]
 
