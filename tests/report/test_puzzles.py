@@ -36,9 +36,12 @@ def test_marks_cover_their_patches_and_no_others() -> None:
     assert not figure.axes[1].patches
 
 
-def test_gaps_are_left_blank() -> None:
+def test_every_panel_stands_in_its_row_and_column_and_gaps_are_left_blank() -> None:
     image = np.zeros((1, 4, 6))
-    figure = panels([[Panel(image), Panel(image)], [None, Panel(image)]], GRID)
+    rows = [[Panel(image, "a"), Panel(image, "b"), Panel(image, "c")], [None, Panel(image, "e"), Panel(image, "f")]]
+    figure = panels(rows, GRID, ["first", "second"])
     png(figure)
-    assert [bool(axis.images) for axis in figure.axes] == [True, True, False, True]
+    assert [bool(axis.images) for axis in figure.axes] == [True, True, True, False, True, True]
+    assert [axis.get_title() for axis in figure.axes] == ["a", "b", "c", "", "e", "f"]
+    assert [[text.get_text() for text in axis.texts] for axis in figure.axes] == [["first"], [], [], ["second"], [], []]
     assert not any(axis.axison for axis in figure.axes)
