@@ -41,8 +41,8 @@ def run(
 ) -> Iterator[Outcome]:
     """The outcomes, case after case for each group of images: a later one of a case takes the place of those before.
 
-    Refused cases come first. When the deadline's time is over it ends, and what was given is what there is; so it is
-    after a Ctrl-C, which comes through unless the attack had something to keep.
+    Refused cases come first. It ends when the deadline is over, or on Ctrl-C; that is raised unless the attack could
+    keep what it had found.
     """
     step, deadline = step or Step(), deadline or Deadline()
     total = test.whole_batches(step.batch)

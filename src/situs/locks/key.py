@@ -127,7 +127,7 @@ class KeyFile:
 
     version: int
     id: str
-    seed: str
+    seed: str = field(repr=False)
     passphrase: Wrapping | None = None
 
 

@@ -65,7 +65,7 @@ def match_blind(backbone: Backbone, groups: Sequence[Group], inputs: Tensor | No
     return keys
 
 
-def graph_match(linear: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], steps: int = STEPS) -> Tensor:
+def graph_match(linear: Tensor, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """The permutation q with a large sum of linear[i, q[i]] and of A[i, k] B[q[i], q[k]] over the pairs (A, B).
 
     All are [D, D]. Frank and Wolfe on doubly stochastic matrices from their middle, with an exact line search.
@@ -79,7 +79,7 @@ def graph_match(linear: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], steps: i
     def value(p: Tensor) -> float:
         return float((linear * p).sum() + sum((a @ p @ b.T * p).sum() for a, b in pairs))
 
-    for _ in range(steps):
+    for _ in range(STEPS):
         corner = torch.zeros_like(place)
         corner[identity(size), assign(gradient(place))] = 1.0
         ahead = corner - place

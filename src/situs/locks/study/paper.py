@@ -64,7 +64,7 @@ class RuleCheck:
     why: str
 
 
-def measure_rule(backbone: Backbone, x: Tensor | None = None, *, tokens: int = 32, seed: int = 0) -> list[RuleCheck]:
+def measure_rule(backbone: Backbone, *, tokens: int = 32, seed: int = 0) -> list[RuleCheck]:
     """The rule with an arbitrary key and with one as the published code draws it; none where it says nothing."""
     groups = backbone.groups()
     try:
@@ -76,7 +76,7 @@ def measure_rule(backbone: Backbone, x: Tensor | None = None, *, tokens: int = 3
     heads = next((group.size for group in groups if group.kind == "heads"), 1)
     official = {name: official_key(heads, size // heads, generator)}
     with evaluating(backbone):
-        experiment = Experiment(backbone, sample_of(backbone, x, tokens, generator), torch.float64, 1)
+        experiment = Experiment(backbone, sample_of(backbone, None, tokens, generator), torch.float64, 1)
         anyone = experiment.column_forward(rule, {name: moving(size, generator)}, rule)
         published = max(experiment.column(rule, official).values())
     why = "right for one head" if anyone <= limit else "such a key carries channels from one head to another"

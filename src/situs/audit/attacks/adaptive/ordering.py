@@ -118,7 +118,6 @@ def order_hidden(
     *,
     predictor: Method | None = None,
     weight: float = 1.0,
-    restarts: int = 16,
 ) -> Tensor:
     """Patches [N, K] with the hidden ones brought to the places where they fit best.
 
@@ -130,7 +129,7 @@ def order_hidden(
     puzzle = make_puzzle(patches, hidden, grid, size)
     if predictor is not None:
         puzzle = puzzle._replace(alone=puzzle.alone + weight * predicted_costs(predictor, patches, hidden, size))
-    order = solve_puzzle(puzzle, restarts)
+    order = solve_puzzle(puzzle)
     ordered = patches.clone()
     ordered[places] = take(patches[places].unsqueeze(0), order.to(places.device))[0]
     return ordered
