@@ -100,6 +100,11 @@ class Checkpoints:
         return None if self._background is None else self._background.wait()
 
     @property
+    def writing(self) -> bool:
+        """Whether a write is under way; nothing waits."""
+        return self._background is not None and self._background.busy
+
+    @property
     def failed(self) -> bool:
         """Whether a write has failed, which `settle` would tell; nothing waits."""
         return self._background is not None and self._background.failed

@@ -49,6 +49,11 @@ class Background:
         self._thread.start()
 
     @property
+    def busy(self) -> bool:
+        """Whether a write is under way."""
+        return self._pending is not None and not self._pending.done()
+
+    @property
     def failed(self) -> bool:
         """Whether the write has ended in an error that nobody was told of yet; nothing waits."""
         return self._pending is not None and self._pending.done() and self._pending.exception() is not None
