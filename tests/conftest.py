@@ -66,14 +66,20 @@ def run_python_blocks() -> Callable[[Path], dict[str, Any]]:
     return run
 
 
-@pytest.fixture
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Figures are made and not drawn, which takes most of a page's time: for tests of something else on the page."""
+@pytest.fixture(scope="session")
+def undrawing() -> Callable[[pytest.MonkeyPatch], None]:
+    """Lets figures be made and not drawn, which takes most of a page's time: for tests of something else on it."""
     from PIL import Image
 
     dot = io.BytesIO()
     Image.new("L", (2, 2)).save(dot, "PNG")
-    monkeypatch.setattr("situs.report.figures.png", lambda _: dot.getvalue())
+    return lambda patch: patch.setattr("situs.report.figures.png", lambda _: dot.getvalue())
+
+
+@pytest.fixture
+def undrawn(undrawing: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`undrawing` for a test."""
+    undrawing(monkeypatch)
 
 
 @pytest.fixture(scope="session")

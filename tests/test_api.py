@@ -115,6 +115,8 @@ def test_from_pretraining_to_an_export(run: Path, tmp_path: Path, capfd: pytest.
     assert recorded(tuned)["backbone"]["positions"] == "learned"
     longer = situs.finetune(resume=tuned, steps=2, device="cpu", quiet=True)
     assert load_run(longer).run.newest().step == 2
+    assert recorded(longer)["probe_every"] == 0  # it began without validation
+    assert not any("val_top1" in record for record in load_run(longer).run.records())
     model = situs.open_model(situs.export(tuned, tmp_path / "exported"))
     assert model.classes == load_run(tuned).classes
     assert capfd.readouterr() == ("", "")  # quiet is quiet

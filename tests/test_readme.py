@@ -43,6 +43,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_code_runs(root: Path, small: Path, run_python_blocks: Callable[[Path], dict[str, Any]]) -> None:
     names = run_python_blocks(root / "README.md")
     assert names["tuned"] == Path("runs/ft")

@@ -209,13 +209,13 @@ def train_finetuning(
     """Fine-tunes the model at `source` as `config` says, and looks at the validation split on the way."""
     from situs.evaluate.hooks import validation_hooks
 
+    every = config.probe_every if validate_every is None else validate_every
     if place.get("resume") is None:
         config = _begun(config, source, positions)
-    else:
+        every = every or VALIDATED if validate_every is None else every
+    else:  # as it began, without validation too
         _check_resumed(config, place["resume"], {"source": source, "positions": positions})
-    every = config.probe_every or VALIDATED if validate_every is None else validate_every
-    hooks = validation_hooks(every)
-    return _train(replace(config, probe_every=every), hooks, **place)  # the run remembers it, whoever goes on with it
+    return _train(replace(config, probe_every=every), validation_hooks(every), **place)
 
 
 def _train(

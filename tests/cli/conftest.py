@@ -30,6 +30,11 @@ def write_images(folder: Path, classes: dict[str, int], each: int) -> None:
             Image.fromarray(pixels).save(folder / name / f"{number}.png")
 
 
+@pytest.fixture(autouse=True)
+def _undrawn(undrawn: None) -> None:
+    """Pages are made and their figures not drawn: tests/pages draws the page of every result."""
+
+
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     from situs.config import from_dict

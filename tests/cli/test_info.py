@@ -48,12 +48,19 @@ def test_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
         assert line in lines
 
 
-@pytest.mark.parametrize("name", ["swin_tiny_patch4_window7_224", "resnet50"])
-def test_refusals_come_with_their_reason(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("swin_tiny_patch4_window7_224", {"depths": [1, 1], "embed_dim": 12, "num_heads": [1, 2]}),
+        ("resnet18", {}),
+    ],
+)
+def test_refusals_come_with_their_reason(name: str, shape: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     with torch.device("meta"):
-        refusals = create_backbone(name).refusals
+        refusals = create_backbone(name, model_args=shape).refusals
     assert refusals
-    shown = printed_json(capsys, name)
+    flags = [word for key, value in shape.items() for word in (f"--model-args.{key}", json.dumps(value))]
+    shown = printed_json(capsys, name, *flags)
     assert {each["name"]: each["reason"] for each in shown["capabilities"] if not each["holds"]} == refusals
     rows = next(each for each in shown["locks"] if each["name"] == "rows")
     assert (rows["holds"], rows["reason"]) == (False, refusals["rows"])

@@ -23,6 +23,7 @@ def test_the_tour_is_among_the_pages() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
+@pytest.mark.usefixtures("undrawn")
 def test_code_runs(
     page: str, run_python_blocks: Callable[[Path], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,7 +71,7 @@ def test_model_without_positions_does_not_mind_shuffles() -> None:
                             positions=False, equivariance=False)  # fmt: skip
     said = verdict(found)
     assert said.startswith("`mp3` is told no positions: it was trained without them.")
-    assert "Its features hide it" in said
+    assert "Its features keep it from a linear reader" in said
     assert "Shuffled patches move its CLS token not at all" in said
     assert all(row.diff_norm < 1e-9 for row in found.shuffled)
     assert found.no_vectors.startswith("its positions took no part")
@@ -100,7 +100,7 @@ def test_words_at_the_borders(audit: PositionAudit) -> None:
     blind = audit.probed.readings[OWN][-1].blind_error
     assert "features give the place away" in verdict(with_last(OWN, error=0.1 * blind, right=0.1))
     assert "features say where a patch is" in verdict(with_last(OWN, error=0.5 * blind, right=0.1))
-    assert "features hide it" in verdict(with_last(OWN, error=0.95 * blind, right=0.1))
+    assert "features keep it from a linear reader" in verdict(with_last(OWN, error=0.95 * blind, right=0.1))
     both = verdict(with_last(SHUFFLED, with_last(REMOVED, error=0.5 * blind), error=0.3 * blind))
     assert (
         f"errs by {0.5 * blind:.2f}, from what the patches show; with positions under shuffled patches by "

@@ -10,6 +10,8 @@ import pytest
 
 from situs.cli.main import main
 
+SWIN = ["swin_tiny_patch4_window7_224", "--model-args.depths", "[1, 1]", "--model-args.embed-dim", "12"]
+SWIN += ["--model-args.num-heads", "[1, 2]"]
 SHARED = Path(__file__).resolve().parents[4] / "shared" / "data"
 
 
@@ -42,7 +44,7 @@ def test_looks_at_a_run_that_has_no_positions(
     ("words", "said"),
     [
         (["resnet18", "--weights", "random"], "resnet18 has no attention of every token to every other: it is a conv"),
-        (["swin_tiny_patch4_window7_224", "--weights", "random"], "has no attention of every token to every other"),
+        ([*SWIN, "--weights", "random"], "has no attention of every token to every other"),
         (["{one}", "--layer", "3"], "layer=3: must be in 1 to 2"),
         (["{one}", "--show", "0"], "show=0: must be >= 1"),
         (["{empty}"], "neither a run nor an export"),

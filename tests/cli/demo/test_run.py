@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -19,11 +20,12 @@ from situs.errors import SitusError
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+def ran(tmp_path_factory: pytest.TempPathFactory, undrawing: Callable[[pytest.MonkeyPatch], None]) -> tuple[str, str]:
     """One whole `situs demo --quick` in a folder that is not there yet: (what it printed, the page)."""
     out = tmp_path_factory.mktemp("demo") / "new" / "folder"
     said, complained = io.StringIO(), io.StringIO()
-    with redirect_stdout(said), redirect_stderr(complained):
+    with redirect_stdout(said), redirect_stderr(complained), pytest.MonkeyPatch.context() as patch:
+        undrawing(patch)
         assert main(["demo", "--quick", "--out", str(out)]) == 0
     assert complained.getvalue() == ""
     assert said.getvalue().splitlines()[-1] == str(out / "report.html")

@@ -197,7 +197,7 @@ def _features(audit: PositionAudit) -> str:
         if last.left < SURE or last.right > 0.5
         else "say where a patch is"
         if last.left < UNSURE
-        else "hide it"
+        else "keep it from a linear reader"
     )
     return (
         f"Its features {how}: a linear reader names the very place of {percent(first.right, 0)} of the patches that "
