@@ -57,15 +57,17 @@ def test_similarity_of_a_vector_that_is_the_mean_is_zero_and_no_nan() -> None:
     assert float(found[2].abs().max()) == 0.0
 
 
-@given(st.tuples(st.integers(1, 40), st.integers(1, 40)), st.integers(1, 7))
-def test_spread_places_are_on_the_grid_and_evenly_apart(grid: tuple[int, int], most: int) -> None:
-    for count, shown in zip(grid, spread_places(grid, most), strict=True):
-        assert len(shown) == min(count, most)
+@given(st.tuples(st.integers(1, 40), st.integers(1, 40)))
+def test_spread_places_are_on_the_grid_and_evenly_apart(grid: tuple[int, int]) -> None:
+    rows, columns, chosen = spread_places(grid)
+    assert chosen.tolist() == [row * grid[1] + column for row in rows for column in columns]
+    for count, shown in zip(grid, (rows, columns), strict=True):
+        assert len(shown) == min(count, 5)
         assert len(set(shown)) == len(shown)
         assert all(0 <= place < count for place in shown)
         steps = np.diff(shown)
         assert steps.size == 0 or steps.max() - steps.min() <= 1
-    assert spread_places((37, 7), 5) == ([3, 11, 18, 25, 33], [0, 2, 3, 4, 6])
+    assert spread_places((37, 7))[:2] == ([3, 11, 18, 25, 33], [0, 2, 3, 4, 6])
 
 
 def test_umap_that_is_missing_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

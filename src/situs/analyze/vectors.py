@@ -198,12 +198,10 @@ def similarities(table: Tensor, places: Tensor) -> Tensor:
     return unit[places] @ unit.T
 
 
-def spread_places(grid: tuple[int, ...], most: int = 5) -> tuple[list[int], list[int]]:
-    """Rows and columns, at most `most` of each, at equal distances over the grid: those a page has room to show."""
-    return _spread(grid[0], most), _spread(grid[1], most)
+def spread_places(grid: tuple[int, ...]) -> tuple[list[int], list[int], Tensor]:
+    """Rows and columns, at most five of each, at equal distances over the grid, and the places where they meet.
 
-
-def _spread(count: int, most: int) -> list[int]:
-    shown = min(count, most)
-    # The middle of each of `shown` equal parts, so that borders weigh no more than the rest.
-    return torch.arange(shown).add(0.5).mul(count / shown).floor().long().tolist()
+    They stand in the middle of equal parts, so that borders weigh no more than the rest.
+    """
+    rows, columns = (torch.arange(n := min(5, side)).add(0.5).mul(side / n).floor().long() for side in grid)
+    return rows.tolist(), columns.tolist(), (rows[:, None] * grid[1] + columns).flatten()

@@ -40,7 +40,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "evaluate probe": ("situs.cli.evaluate.probe", "places or classes that a linear classifier reads off features"),
         "evaluate robustness": (
             "situs.cli.evaluate.robustness",
-            "corrupted, adversarial and strange images: mCE, ImageNet-A, ImageNet-O",
+            "corrupted, adversarial and unknown images: mCE, ImageNet-A, ImageNet-O",
         ),
         "evaluate ensemble": ("situs.cli.evaluate.ensemble", "several fine-tuned runs, each alone and together"),
     },

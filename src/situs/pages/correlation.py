@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
-
 from situs.analyze.correlation import Correlation, Correlations
 from situs.analyze.layers import LAST
 from situs.analyze.vectors import spread_places
@@ -40,8 +38,7 @@ def page(found: Correlations) -> Page:
 
 def _maps(section: Section, found: Correlation, depth: str) -> None:
     h, w = found.grid
-    rows, columns = spread_places((h, w))
-    chosen = torch.tensor([row * w + column for row in rows for column in columns])
+    rows, columns, chosen = spread_places((h, w))
     panels = {
         title: maps[chosen].reshape(len(rows), len(columns), h, w)
         for title, maps in (("within one image", found.within), ("across two images", found.across))

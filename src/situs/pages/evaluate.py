@@ -158,8 +158,7 @@ def position_curve(found: PositionCurve) -> Page:
     section.figure(position_lines(found), caption, name="curve")
     caption = f"Over {found.count:,} images of {found.places} patches."
     section.table(*said.tables[0][1:], caption)
-    for note in said.notes:
-        section.note(note)
+    section.note(*said.notes)
     return page.end(found.provenance.facts, CURVE)
 
 

@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from situs.analyze.positions import SHOWN, Look, PositionTables
 from situs.analyze.vectors import FEWEST, NEIGHBOURS, has_umap, similarities, spread_places, umap_points
 from situs.report import figures, places
 from situs.report.html import Page, Section
 from situs.results import Cell, percent
-
-NTH = ("1st", "2nd", "3rd")
 
 
 def page(found: PositionTables) -> Page:
@@ -36,9 +33,7 @@ def _projections(section: Section, looks: Sequence[Look], seed: int) -> None:
         "however bent; where they do not, a tangle."
     )
     for number, look in enumerate(looks, start=1):
-        labels = tuple(
-            f"{nth} component ({percent(share, 0)})" for nth, share in zip(NTH, look.components.shares, strict=True)
-        )
+        labels = places.component_labels(look.components.shares)
         for dims, what in ((2, "plane"), (3, "space")):
             section.figure(
                 _sheets(look, look.components.points[:, :dims], labels[:dims]),
@@ -73,8 +68,7 @@ def _alike(section: Section, looks: Sequence[Look]) -> None:
     section.text("The cosine of the angle between a place's vector and every other's, the mean vector taken off.")
     for number, look in enumerate(looks, start=1):
         h, w = look.table.grid
-        rows, columns = spread_places((h, w))
-        chosen = torch.tensor([row * w + column for row in rows for column in columns])
+        rows, columns, chosen = spread_places((h, w))
         maps = similarities(look.table.rows, chosen).reshape(len(rows), len(columns), h, w)
         drawn = places.mosaics({look.title: maps}, rows, columns, "cosine similarity", limits=(-1, 1))
         every = len(chosen) == h * w
@@ -137,9 +131,7 @@ def _decoded(section: Section, looks: Sequence[Look], references: Sequence[Look]
         "w times the row's plus the column's, w the places in a row, and its 1-D figures are 10 to 14 times its 2-D "
         "figures on a grid of 14: raw indices, mean of both axes. Scaled to [0, 1] they would be 180 times."
     )
-    for look in looks:
-        if said := few_places(look):
-            section.note(said)
+    section.note(*filter(None, map(few_places, looks)))
     for number, look in enumerate(looks, start=1):
         guesses = look.decoded.guesses[:, ::-1]
         drawn = _sheets(look, guesses, ("guessed column", "guessed row"), as_image=True)

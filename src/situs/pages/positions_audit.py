@@ -88,19 +88,10 @@ def _vectors(section: Section, audit: PositionAudit) -> None:
             f"90 %. Cross-validated regression reads row and column with a mean error of {look.decoded.two.mean:.3f} "
             f"patches (blind: {look.decoded.chance_two:.2f}). `situs analyze positions` shows more."
         )
-        labels = tuple(
-            f"{nth} component ({percent(share, 0)})"
-            for nth, share in zip(("1st", "2nd"), look.components.shares, strict=False)
-        )
+        labels, guesses = places.component_labels(look.components.shares[:2]), look.decoded.guesses[:, ::-1]
         panels = [
-            places.Sheet("principal components", look.components.points[:, :2], labels, "row"),
-            places.Sheet(
-                "read off by regression",
-                look.decoded.guesses[:, ::-1],
-                ("guessed column", "guessed row"),
-                "row",
-                as_image=True,
-            ),
+            places.Sheet("principal components", look.components.points[:, :2], labels),
+            places.Sheet("read off by regression", guesses, ("guessed column", "guessed row"), as_image=True),
         ]
         name = "vectors" if number == 1 else f"vectors-{number}"
         caption = "The places with neighbours joined; lines along a row share a colour."

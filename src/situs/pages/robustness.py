@@ -29,9 +29,7 @@ def page(found: Robustness) -> Page:
     """What was found, every corruption and severity, and how confidence answers to ImageNet-A."""
     said = found.summary()
     page = Page(f"{found.provenance.name}: robustness", lead=said.sentence)
-    section = page.section("What was found").table(["measure", "value", "of what"], said.tables[-1].rows)
-    for note in said.notes:
-        section.note(note)
+    page.section("What was found").table(["measure", "value", "of what"], said.tables[-1].rows).note(*said.notes)
     if found.cells:
         _corruptions(page.section("Accuracy at every corruption and severity"), found)
         _pictures(page.section("What the corruptions look like"), found)

@@ -57,9 +57,11 @@ class Section:
             self._add("paragraph", part.strip())
         return self
 
-    def note(self, text: str) -> Section:
-        """A remark set apart: what a reader must not overlook."""
-        return self._add("note", text.strip())
+    def note(self, *texts: str) -> Section:
+        """Remarks set apart: what a reader must not overlook."""
+        for text in texts:
+            self._add("note", text.strip())
+        return self
 
     def facts(self, facts: Mapping[str, Cell]) -> Section:
         """A list of names and values."""

@@ -32,7 +32,9 @@ from situs.report.canvas import (
     label,
     unframe,
 )
+from situs.results import percent
 
+NTH = ("1st", "2nd", "3rd")
 DOTS = 400
 """Up to so many places each is a dot too; beyond, the lines say it all."""
 GAP = 0.16
@@ -50,6 +52,11 @@ class Sheet(NamedTuple):
     labels: tuple[str, ...]
     colour: Literal["row", "column"] = "row"
     as_image: bool = False
+
+
+def component_labels(shares: Sequence[float]) -> tuple[str, ...]:
+    """The axes of principal components, the largest first, with the share of the variance that each holds."""
+    return tuple(f"{nth} component ({percent(share, 0)})" for nth, share in zip(NTH, shares, strict=False))
 
 
 def sheets(panels: Sequence[Sheet], grid: tuple[int, ...]) -> Figure:

@@ -13,7 +13,7 @@ class Args(FewImagesArgs):
     """Where a model's heads look."""
 
     layer: int | None = None
-    """The layer whose maps are laid over images, 1 for the first; the last where nothing is said."""
+    """The layer whose maps are laid over images, 1 for the first; by default the last."""
 
     show: int = 6
     """How many images are shown."""

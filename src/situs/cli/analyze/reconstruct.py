@@ -16,10 +16,10 @@ class Args(FewImagesArgs):
     """Puzzles that an MP3 or DropPos run solves."""
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
-    """MP3's η or DropPos's γ; the papers' 0, .25, .5 and .75 where nothing is said."""
+    """MP3's η or DropPos's γ; by default the papers' 0, .25, .5 and .75."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
-    """DropPos's γ_pos; .75 and the paper's .95 where nothing is said."""
+    """DropPos's γ_pos; by default .75 and the paper's .95."""
 
     show: int = 6
     """How many images are shown."""

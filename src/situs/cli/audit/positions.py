@@ -16,7 +16,7 @@ class Args(ImageArgs):
     """What a model knows of position."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
-    """So many of the images, chosen at random and the same every time; half fit the readers, half are read."""
+    """At most this many images, chosen at random and the same every time; half fit the readers, half are read."""
 
     batch: int = 16
     """Images at a time."""

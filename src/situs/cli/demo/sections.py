@@ -36,7 +36,6 @@ GRID = (7, 7)
 PLACES = GRID[0] * GRID[1]
 MODEL = "vit_tiny_patch16_224"
 MODEL_ARGS = {"embed_dim": 64, "depth": 4, "num_heads": 4}
-NTH = ("1st", "2nd")
 RATIOS = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 LEAD = "Position in transformers: what there is to see, on real images, in one page."
 
@@ -164,8 +163,8 @@ def show_positions(stage: Stage) -> Lines:
     drawn, shares = project(tables)
     section.figure(
         drawn,
-        f"The {PLACES} position vectors in the plane of their two largest principal components, neighbours in a row "
-        "(coloured) and in a column joined.",
+        f"The {PLACES} position vectors in the plane of their two largest principal components, with the share of the "
+        "variance that each holds; neighbours in a row (coloured) and in a column are joined.",
     )
     middle = PLACES // 2
     centred = {name: values - values.mean(dim=0) for name, values in tables.items()}
@@ -186,8 +185,7 @@ def project(tables: dict[str, Tensor]) -> tuple[figures.Figure, dict[str, float]
     panels, held = [], {}
     for name, table in tables.items():
         points, shares = principal(table, 2)
-        labels = [f"{nth} component ({percent(share, 0)} of variance)" for nth, share in zip(NTH, shares, strict=True)]
-        panels.append(places.Sheet(name, points, tuple(labels)))
+        panels.append(places.Sheet(name, points, places.component_labels(shares)))
         held[name] = sum(shares)
     return places.sheets(panels, GRID), held
 

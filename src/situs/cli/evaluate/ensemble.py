@@ -24,7 +24,7 @@ class Args(MeasureArgs):
     """Two or more classifiers: fine-tuned runs, exports, or any other model."""
 
     average: Literal["softmax", "logits"] = "softmax"
-    """What is averaged: the probabilities, or what stands before the softmax."""
+    """What is averaged: the probabilities or the logits."""
 
 
 def run(args: Args) -> None:

@@ -18,13 +18,13 @@ class Args(MeasureArgs):
     """kNN accuracy of each layer."""
 
     k: int = 20
-    """Neighbours."""
+    """How many neighbours decide."""
 
-    temperature: Annotated[float | None, Parameter(metavar="τ|None")] = 0.07
-    """τ of the weights exp(similarity / τ); None counts every neighbour as one."""
+    temperature: Annotated[float | None, Parameter(metavar="τ|none")] = 0.07
+    """τ of the weights exp(similarity / τ); none counts every neighbour as one."""
 
     train_count: Annotated[int | None, Parameter(metavar="IMAGES")] = 10_000
-    """At most so many images of the training split as the bank; None for all."""
+    """At most so many images of the training split as the bank; none for all."""
 
 
 run = measuring("situs.evaluate.knn.evaluate_knn")

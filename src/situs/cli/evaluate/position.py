@@ -18,10 +18,10 @@ class Args(MeasureArgs):
     """Position accuracy of a run with a position head."""
 
     ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
-    """MP3's η or DropPos's γ; 0, .25, .5, .75 (and .9 for MP3) where nothing is said."""
+    """MP3's η or DropPos's γ; by default 0, .25, .5, .75 (and .9 for MP3)."""
 
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
-    """DropPos's γ_pos; .25, .5, .75 and .95 where nothing is said."""
+    """DropPos's γ_pos; by default .25, .5, .75 and .95."""
 
 
 run = measuring("situs.evaluate.position.evaluate_position")

@@ -1,4 +1,4 @@
-"""How a classifier bears corrupted, adversarial and strange images: mCE, ImageNet-A, ImageNet-O.
+"""How robust a classifier is: corrupted (mCE), adversarial (ImageNet-A) and unknown images (ImageNet-O).
 
 For example: situs evaluate robustness runs/finetuned --count 1000 --out look
 """

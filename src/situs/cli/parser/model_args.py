@@ -21,7 +21,7 @@ class ShapeArgs:
     """How a model is made where its name or its code alone is given."""
 
     weights: Annotated[str | None, Parameter(metavar="FILE|pretrained|random")] = None
-    """For a timm name: a weight file, those timm publishes, or none."""
+    """For a timm name: a weight file, the weights that timm publishes, or random ones."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """Image size in pixels, where it differs from the model's own; your own module needs it."""
@@ -30,7 +30,7 @@ class ShapeArgs:
     """For a timm name: patch size in pixels, where it differs from the model's own."""
 
     in_chans: Annotated[int | None, Parameter(metavar="CHANNELS")] = None
-    """For a timm name or your own module: channels of an image; 3 where nothing is said."""
+    """For a timm name or your own module: channels of an image; by default 3."""
 
     model_args: dict[str, Any] = field(default_factory=dict)
     """Arguments for a timm model or your own."""
@@ -49,10 +49,10 @@ class OpenArgs(ShapeArgs):
     """How models are opened."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For a locked folder: the key it was locked with; without one it is looked at as it is."""
+    """For a locked folder: the key it was locked with; without it the model is opened scrambled, as it lies there."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For a locked folder of which parts were withheld: the owner's second file, beside --key."""
+    """For a locked folder from which parts were withheld: the owner's second file, beside --key."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +88,10 @@ class DataArgs(ModelArgs):
     """The images; by default those a run was trained on."""
 
     held_out: Annotated[float | None, Parameter(metavar="SHARE")] = None
-    """Share of data without val and test that is held out as both; by default what a run held out."""
+    """Share to hold out as val and test, of data that has no such splits; by default what a run held out."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = None
-    """So many of the images, chosen at random and the same every time; all where nothing is said."""
+    """At most this many images, chosen at random and the same every time; by default all."""
 
     batch: int = 256
     """Images at a time."""
@@ -113,7 +113,7 @@ class FewImagesArgs(ImageArgs):
     """The same, on a few images."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
-    """So many of the images, chosen at random and the same every time."""
+    """At most this many images, chosen at random and the same every time."""
 
 
 def check_folder(folder: Path | None) -> None:

@@ -71,7 +71,7 @@ def evaluate_robustness(
     progress: Progress | None = None,
     **images: Unpack[Images],
 ) -> Robustness:
-    """How a classifier bears corrupted, adversarial and strange images: mCE, ImageNet-A, ImageNet-O.
+    """How robust a classifier is: corrupted (mCE), adversarial (ImageNet-A) and unknown images (ImageNet-O).
 
     model: whatever `open_model` takes. data: the clean images, a path or a source; None for those of a run.
     corruptions: all, none, a kind (noise, blur, weather, digital) or names. sets: published. images: see `load_set`.
