@@ -5,6 +5,7 @@ Nothing here draws or writes; `situs.pages` knows the page of each type of resul
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -109,6 +110,15 @@ class Result(ABC):
         """What it is of, how it was made, and what was measured."""
         of = [origin.identity for origin in self.provenance.of]
         return {**({"of": of} if of else {}), **self.provenance.facts, **self.numbers()}
+
+
+def finite(value: Any) -> Any:
+    """What JSON can hold of a value: a number that is not finite becomes None."""
+    if isinstance(value, Mapping):
+        return {key: finite(held) for key, held in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(held) for held in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def percent(share: SupportsFloat, digits: int | None = 1) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
+from situs.evaluate import evaluate_ensemble
 from situs.evaluate.accuracy import Accuracy, ClassAccuracy, Tally, evaluate_accuracy, measure_accuracy
 from situs.methods.base import Batch
 from situs.models import open_model
@@ -167,6 +168,14 @@ def test_any_model_and_any_data_are_evaluated(tmp_path: Path) -> None:
     assert (found.provenance.name, found.provenance.facts["data"]) == ("Model", "nine")
     assert torch.equal(evaluate_accuracy(model, tmp_path).answers, found.answers)
     assert evaluate_accuracy(model, source, count=5).accuracy.count == 5
+    with torch.no_grad():
+        next(module.parameters()).fill_(torch.nan)
+    for judge in (
+        evaluate_accuracy,
+        lambda model, source: evaluate_ensemble([open_model(Model(3), img_size=4), model], source),
+    ):
+        with pytest.raises(SitusError, match=r"Model.*: some of its outputs are not numbers"):
+            judge(model, source)
     with pytest.raises(SitusError) as error:
         evaluate_accuracy(module, source)  # a bare module, whose image size `open_model` must be told
     assert error.value.field == "img_size"

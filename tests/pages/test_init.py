@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import html
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
@@ -51,7 +52,7 @@ from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
 from situs.locks.study.finetune import WAYS, Curve, Study, StudyConfig
 from situs.locks.study.paper import RuleCheck
-from situs.pages import PAGES, make_page, publish
+from situs.pages import PAGES, make_page, publish, write_numbers
 from situs.results import Origin, Provenance, Result, show
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -290,6 +291,17 @@ def test_a_published_result_has_numbers_pictures_and_page(tmp_path: Path) -> Non
     named = publish(knn(Origin("other", "2")), tmp_path / "new" / "mine.html")  # a page that is named is written there
     assert named == tmp_path / "new" / "mine.html"
     assert (tmp_path / "new" / "mine-layers.png").is_file() and (tmp_path / "new" / "mine.json").is_file()
+
+
+def test_a_number_that_is_not_finite_is_null(tmp_path: Path) -> None:
+    """JSON has no NaN, and strict readers refuse a file that holds one."""
+
+    def refuse(word: str) -> None:
+        raise AssertionError(word)
+
+    told = replace(knn(), rows=(LayerAccuracy(1, "mean", math.nan), LayerAccuracy(2, "mean", 0.5)))
+    numbers = json.loads(write_numbers(told, tmp_path).read_text(), parse_constant=refuse)
+    assert [row["accuracy"] for row in numbers["rows"]] == [None, 0.5]
 
 
 def test_a_folder_that_is_a_file_is_one_sentence(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from situs.cli.parser.model_args import DataArgs, ImageArgs, LookArgs, check_folder, open_from, open_one_of
 from situs.cli.tables import print_table
-from situs.results import Result
+from situs.results import Result, finite
 
 if TYPE_CHECKING:
     from situs.models import Model
@@ -60,7 +60,7 @@ def present(result: Result, out: Path | None, *, as_json: bool = False) -> None:
 
     said = result.summary()
     if as_json:
-        print(json.dumps(result.to_json(), indent=2))
+        print(json.dumps(finite(result.to_json()), indent=2))
     else:
         for table in said.tables:
             print_table(table)

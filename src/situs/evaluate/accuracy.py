@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Unpack
@@ -128,6 +129,7 @@ def evaluate_accuracy(
     classes = check_labels(loader)
     tally = Tally(len(classes))
     found = measure_accuracy(model.backbone, loader, classes=len(classes), precision=precision, tally=tally)
+    check_numbers(model.name, found)
     return ClassAccuracy(found, tally.answers(), classes, provenance=made_with(model, loader, seed, precision))
 
 
@@ -153,6 +155,12 @@ def measure_accuracy(
                 raise SitusError(f"the model has {logits.shape[-1]} classes and the data {classes}", field="data")
             tally.add(logits, labels_of(batch))
     return tally.result()
+
+
+def check_numbers(name: str, found: Accuracy) -> None:
+    """Refuses the accuracy of outputs that are no numbers: a NaN counts as the largest, so as some class."""
+    if math.isnan(found.loss):
+        raise SitusError(f"{name}: some of its outputs are not numbers (NaN), so that it has no accuracy")
 
 
 def labels_of(batch: Batch) -> Tensor:

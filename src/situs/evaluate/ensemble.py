@@ -13,7 +13,7 @@ from torch import Tensor
 
 from situs import __version__
 from situs.errors import SitusError
-from situs.evaluate.accuracy import Accuracy, Classifier, Tally, hard, labels_of
+from situs.evaluate.accuracy import Accuracy, Classifier, Tally, check_numbers, hard, labels_of
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Images, check_classes, load_set, open_several
 from situs.models.inference import Total, evaluating
@@ -102,6 +102,8 @@ def evaluate_ensemble(
         check_classes(model, loaders[name])
     backbones = {name: model.backbone for name, model in opened.items()}
     found = measure_ensemble(backbones, loaders, average=average, precision=precision)
+    for name, score in found.alone.items():
+        check_numbers(name, score)
     name = next(iter(loaders.values())).source.name
     facts = {"data": name, "precision": precision, "average": average, "situs": __version__}
     made = (Provenance({}, (model.origin,), loaders[name].source.left_out()) for name, model in opened.items())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from situs.errors import SitusError
 from situs.files import write_result
-from situs.results import Result
+from situs.results import Result, finite
 from situs.train import distributed
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def publish(result: Result, out: Path | str) -> Path:
 
 def write_numbers(result: Result, out: Path | str) -> Path:
     """Writes the numbers where `publish` does; gives the file's path."""
-    numbers, file = result.to_json(), _places(result, Path(out))[0]
+    numbers, file = finite(result.to_json()), _places(result, Path(out))[0]
     if Path(out).suffix != ".html" and "of" in numbers:
         names = [origin.name for origin in result.provenance.of]
         file = _own_folder(file.parent, file.stem, names, numbers["of"]) / file.name
