@@ -271,6 +271,16 @@ def test_one_patch_has_no_place() -> None:
         probe_places(make(img_size=4), [Batch(batches(2)[0].inputs[..., :4, :4], torch.arange(2))])
 
 
+@pytest.mark.parametrize("grid", [(4,), (2, 2, 1)])
+def test_places_on_a_line_and_in_a_volume(grid: tuple[int, ...]) -> None:
+    found, x = Sums(grid), torch.eye(4, dtype=torch.float64).expand(5, 4, 4)
+    x = x + 0.01 * torch.randn(5, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    found.add(x)
+    reader = Reader(found, Sums(grid))
+    reader.read(x)
+    assert reader.reading("1").right == 1.0 and reader.reading("1").r2 > 0.9
+
+
 def test_a_row_of_places_reads_its_one_axis() -> None:
     found = Sums((1, 4))
     x = torch.arange(4.0).double()[None, :, None] + 0.01 * torch.randn(5, 4, 1, dtype=torch.float64)

@@ -118,4 +118,4 @@ def test_a_seal_needs_the_key(folders):
 def test_settings_that_cannot_be(wrong):
     with pytest.raises(SitusError) as caught:
         LockAuditConfig(**wrong)
-    assert caught.value.field == next(iter(wrong))
+    assert str(caught.value.field).removesuffix("[0]") == next(iter(wrong))

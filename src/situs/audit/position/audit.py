@@ -171,11 +171,11 @@ def verdict(audit: PositionAudit) -> str:
 
 
 def _has(audit: PositionAudit) -> str:
-    h, w = audit.grid
+    grid = " × ".join(map(str, audit.grid))
     if audit.kinds and audit.trained:
-        return f"`{audit.name}` is told its {h} × {w} places by {' and by '.join(KINDS[k] for k in audit.kinds)}."
+        return f"`{audit.name}` is told its {grid} places by {' and by '.join(KINDS[k] for k in audit.kinds)}."
     if audit.hierarchical:
-        return f"`{audit.name}` adds no positions to its {h} × {w} tokens; its windows know some of them."
+        return f"`{audit.name}` adds no positions to its {grid} tokens; its windows know some of them."
     why = "was trained without them" if audit.kinds else "has none"
     return f"`{audit.name}` is told no positions: it {why}."
 

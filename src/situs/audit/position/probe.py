@@ -123,7 +123,7 @@ class PlaceReading:
     """How well places are read off the features at one depth, on images that the readers were not fitted on.
 
     error: mean absolute error in patches, mean of row and column. r2: share of the places' variance that is read, mean
-    of both axes. right: share of patches whose very place is named. blind_*: of one who knows nothing. ridge: the one
+    of the axes. right: share of patches whose very place is named. blind_*: of one who knows nothing. ridge: the one
     that was chosen.
     """
 
@@ -184,7 +184,7 @@ def moments(sums: Sums) -> Moments:
 
 
 def regress(found: Moments, targets: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
-    """Ridge regression of the places' targets [N, 2]: weights A [D, 2] and offset b [2], so that ŷ = x A + b."""
+    """Ridge regression of the places' targets [N, sides]: weights A [D, sides] and offset b, so that ŷ = x A + b."""
     centre = targets.mean(dim=0)
     weights = _solve(found.total, found.means.T @ (targets - centre) / len(targets), ridge)
     weights = weights / found.scale[:, None]
@@ -221,7 +221,8 @@ class Reader:
         within = found.total - found.means.T @ found.means / len(self.targets)
         self.scores = _solve(within, found.means.T, self.ridge)
         self.bias = -0.5 * (found.means * self.scores.T).sum(dim=1)
-        self.tally = torch.zeros(4, dtype=torch.float64, device=self.targets.device)  # |e|, e² by axis, right
+        sides = self.targets.shape[1]
+        self.tally = torch.zeros(2 + sides, dtype=torch.float64, device=self.targets.device)  # |e|, e² by axis, right
         self.images = 0
 
     def read(self, features: Tensor) -> None:

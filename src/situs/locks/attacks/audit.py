@@ -17,7 +17,7 @@ from situs.backbones.base import Backbone
 from situs.backbones.layout import Group
 from situs.config import Checked
 from situs.errors import SitusError, unknown_name
-from situs.limits import Count, check_value
+from situs.limits import Count, NotNegative
 from situs.locks.attacks.adapter import AdapterConfig, accuracy_of, recover_with_labels
 from situs.locks.attacks.images import recover_with_samples
 from situs.locks.attacks.match import State
@@ -57,7 +57,7 @@ class LockAuditConfig(Checked):
     count: Count = 24
     """So many of the images or texts, chosen at random and the same every time."""
 
-    drift: tuple[float, ...] = (0.3,)
+    drift: tuple[NotNegative, ...] = (0.3,)
     """drifted-base: noise on the base, in standard deviations of each tensor."""
 
     k: Count = 100
@@ -71,10 +71,6 @@ class LockAuditConfig(Checked):
 
     seed: int = 0
     """Of the drift and of the attacker's training."""
-
-    def check(self) -> None:
-        for amount in self.drift:
-            check_value("drift", amount, "[0, inf)")
 
 
 @dataclass(frozen=True)
