@@ -5,11 +5,24 @@ from __future__ import annotations
 import json
 
 import pytest
+import timm
 import torch
+from builders import small_vit
 
-from situs.analyze.positions import Look, PositionTables, grasp, in_words, look_at, look_at_references, to_json
-from situs.analyze.tables import PositionTable
+from situs.analyze.positions import (
+    Look,
+    PositionTables,
+    analyze_positions,
+    grasp,
+    in_words,
+    look_at,
+    look_at_references,
+    to_json,
+)
+from situs.analyze.tables import PositionTable, tables_of
 from situs.core.position import sincos
+from situs.errors import SitusError
+from situs.models import Model
 from situs.pages import positions as page_of_positions
 from situs.pages.positions import few_places, page
 
@@ -64,6 +77,23 @@ def test_without_a_seed_it_is_0() -> None:
         for seed in ({}, {"seed": 0}, {"seed": 1})
     ]
     assert references[0] == references[1] != references[2]
+
+
+def test_tables_of_several_models_say_how_they_were_made_and_which_took_no_part() -> None:
+    models = [Model("one", small_vit(), identity="1"), Model("two", small_vit(), identity="2", positions=False)]
+    found = analyze_positions(models, folds=4, seed=5)
+    assert [(look.name, bool(look.note)) for look in found.looks] == [("one", False), ("two", True)]
+    assert all(
+        torch.equal(look.table.rows, tables_of(model.backbone)[0].rows)
+        for look, model in zip(found.looks, models, strict=True)
+    )
+    assert "took no part in its training" in found.looks[1].note
+    made = found.provenance
+    assert (made.facts["folds"], made.facts["seed"], [origin.name for origin in made.of]) == (4, 5, ["one", "two"])
+    assert made.facts["torch"] == torch.__version__.partition("+")[0] and made.facts["timm"] == timm.__version__
+    assert {"situs", "scikit-learn"} <= set(made.facts)
+    with pytest.raises(SitusError, match="name at least one model"):
+        analyze_positions([])
 
 
 def test_references_are_known(looks: list[Look]) -> None:

@@ -65,6 +65,7 @@ def test_people_read_sizes_lists_and_numbers_in_words() -> None:
     assert facts.title == info.model and set(shown) == {name.replace("_", " ") for name in info.facts}
     height, width = info.facts["grid"]
     assert shown["grid"] == f"{height} × {width}" and shown["output grid"] == f"{height // 2} × {width // 2}"
+    assert shown["position"] == "table"
     assert shown["parameters"] == f"{info.facts['parameters']:,}"
     for table, verdicts in ((can, info.capabilities), (methods, info.methods), (locks, info.locks)):
         assert table.rows == [(each.name, each.holds, each.reason or each.about) for each in verdicts]

@@ -281,3 +281,10 @@ def test_an_example_says_what_an_own_module_takes() -> None:
     with pytest.raises(SitusError) as caught:
         open_model(plain(), example=torch.zeros(1, 3, 32, 32))
     assert caught.value.field == "img_size"
+
+
+def test_random_weights_are_those_of_seed_0_where_none_is_said() -> None:
+    said = [{}, {"seed": 0}, {"seed": 1}]
+    first, same, other = (open_model("test_vit", weights="random", **each).backbone.state_dict() for each in said)
+    assert all(torch.equal(value, same[name]) for name, value in first.items())
+    assert not all(torch.equal(value, other[name]) for name, value in first.items())
