@@ -64,6 +64,13 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "study lock": ("situs.cli.locks.study", "fine-tune a locked ViT with its key, without it, and from scratch"),
     },
+    "Split": {
+        "split certs": ("situs.cli.split.certs", "throw-away certificates for a server and its clients"),
+        "split serve": ("situs.cli.split.serve", "a model's blocks, for clients that keep their images and labels"),
+        "split train": ("situs.cli.split.train", "train with a server's blocks; it sees permuted features alone"),
+        "split infer": ("situs.cli.split.infer", "accuracy of such a training, with the server at work"),
+        "split merge": ("situs.cli.split.merge", "the client's and the server's part as one ordinary run"),
+    },
     "Audit": {
         "audit positions": ("situs.cli.audit.positions", "how much a model knows and gives away of position"),
         "audit gradients": ("situs.cli.audit.gradients", "what a model's gradients give away, with a gate for CI"),

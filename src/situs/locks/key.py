@@ -139,9 +139,20 @@ def new_key(path: str | Path, passphrase: str | None = None) -> Key:
 
     >>> key = situs.new_key("owner.key")
     """
+    key = draw_key()
+    write_key(key, path, passphrase)
+    return key
+
+
+def draw_key() -> Key:
+    """A key that is in no file."""
+    return Key(secrets.token_bytes(SEED_BYTES))
+
+
+def write_key(key: Key, path: str | Path, passphrase: str | None = None) -> None:
+    """Writes a key to a new file, as `new_key` does."""
     if passphrase == "":
         raise SitusError("an empty passphrase protects nothing", field="passphrase")
-    key = Key(secrets.token_bytes(SEED_BYTES))
     seed, wrapping = key.seed, None
     if passphrase is not None:
         wrapping = Wrapping(_encode(secrets.token_bytes(16)), _encode(secrets.token_bytes(12)))
@@ -149,7 +160,6 @@ def new_key(path: str | Path, passphrase: str | None = None) -> Key:
     held = KeyFile(VERSION, key.id, _encode(seed), wrapping)
     with new_private_file(Path(path), "a key", "out") as file:
         file.write((json.dumps(to_dict(held), indent=2) + "\n").encode())
-    return key
 
 
 def load_key(path: str | Path, passphrase: str | None = None) -> Key:

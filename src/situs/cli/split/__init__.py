@@ -1,0 +1,1 @@
+"""Split learning: a client with the data, a server with the blocks."""

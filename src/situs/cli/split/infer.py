@@ -1,0 +1,44 @@
+"""Accuracy of a split training with the server still at work: features are hidden as they were in training.
+
+For example: situs split infer runs/split --server HOST:7443 --tls certs/
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from situs.cli.parser.flags import POSITIONAL
+from situs.cli.split.wire import ClientArgs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(ClientArgs):
+    """Accuracy with a server's blocks."""
+
+    run: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
+    """The client's part of a split training."""
+
+    data: Annotated[str | None, Parameter(metavar="PATH")] = None
+    """The images; by default the val split of the run's own."""
+
+    count: Annotated[int | None, Parameter(metavar="N")] = None
+    """At most so many of them."""
+
+    out: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    """Where to write the page and the numbers."""
+
+
+def run(args: Args) -> None:
+    """Measures and prints."""
+    from situs.cli.locks.passphrase import read_key
+    from situs.cli.result import present
+    from situs.evaluate.accuracy import evaluate_accuracy
+    from situs.split.whole import open_split
+
+    with args.connect() as call:
+        model = open_split(args.run, call, key=None if args.key is None else read_key(args.key))
+        present(evaluate_accuracy(model, data=args.data, count=args.count), args.out)

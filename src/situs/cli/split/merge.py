@@ -1,0 +1,41 @@
+"""Joins a client's and a server's part to an ordinary run, which evaluate, export, audit and --resume open.
+
+For example: situs split merge runs/split runs/server --out runs/whole
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from situs.cli.parser.flags import POSITIONAL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args:
+    """Two parts, one run."""
+
+    client: Annotated[Path, POSITIONAL, Parameter(metavar="RUN")]
+    """The client's part."""
+
+    server: Annotated[Path, POSITIONAL, Parameter(metavar="SERVER")]
+    """The server's folder, or that of one session in it."""
+
+    out: Annotated[Path, Parameter(metavar="DIR")]
+    """A new folder for the run."""
+
+    key: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """The key that channels were permuted by, where it is not in the client's folder."""
+
+
+def run(args: Args) -> None:
+    """Writes the run and says where it stands."""
+    from situs.cli.locks.passphrase import read_key
+    from situs.split.whole import merge
+
+    step = merge(args.client, args.server, args.out, key=None if args.key is None else read_key(args.key))
+    print(f"{args.out}: the whole run after {step} steps")
+    print(f"next: situs evaluate accuracy {args.out}, or situs export {args.out} --out DIR")

@@ -1,0 +1,84 @@
+"""Train with a server's blocks: pictures, labels, embedding, positions and head stay here.
+
+For example: situs split train --server HOST:7443 --tls certs/ --preset cifar100-supervised --data PATH
+--permute rows,columns --out runs/split
+
+Without permutations the result is that of local training to the bit. After a cut, a crash of either side or a Ctrl-C it
+goes on (--resume) from the newest checkpoint that both sides have. situs split merge joins both parts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from situs.cli.parser.arguments import Recipe, configured
+from situs.cli.pretrain import EVERYDAY
+from situs.cli.split.wire import ClientArgs
+from situs.train.run import RunConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(Recipe, ClientArgs):
+    """Train with a server."""
+
+    out: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    """A new folder for the client's part of the run."""
+
+    resume: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    """A run to go on with."""
+
+    source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
+    """Weights to start from, the server's too: a run, an export, a weight file, or a locked folder with its --key."""
+
+    withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """The owner's second file, where parts of that folder were withheld."""
+
+    permute: Annotated[tuple[Literal["rows", "columns"], ...], Parameter(metavar="WHAT")] = ()
+    """rows: all tokens of each sample in an order of their own, new in every step. columns: channels by the key."""
+
+    defence: Annotated[str, Parameter(metavar="WHAT")] = "none"
+    """noise=σ (of the tokens' deviation), lowpass=r (share of frequencies kept), batch-shuffle or batch-shuffle=B."""
+
+    wire: Literal["own", "bf16"] = "own"
+    """bf16: features and gradients are sent in half the bytes, and rounded."""
+
+    device: Annotated[str | None, Parameter(metavar="NAME")] = None
+    """cpu, cuda or cuda:N; by default a GPU where there is one."""
+
+    config: RunConfig = configured(RunConfig, short=EVERYDAY)
+
+
+def run(args: Args) -> int:
+    """Trains; exit status 130 where it was interrupted (and can be resumed)."""
+    from situs.api import unlock_of
+    from situs.cli.locks.passphrase import read_key
+    from situs.models.initialise import starting
+    from situs.split.run import Hide, train_split
+
+    config = args.config if args.source is None else dataclasses.replace(args.config, init=args.source)
+    key = None if args.key is None else read_key(args.key)
+    start = starting(None if config.init is None else unlock_of(config.init, key, args.withheld))
+    hide = Hide(args.permute, args.defence, args.wire)
+    with args.connect() as call:
+        result = train_split(
+            config, call, hide, out=args.out, resume=args.resume, key=key, start=start, device=args.device, say=_say
+        )
+        wire = max(0.0, call.waited - call.served)
+        _say(f"asked again {call.again} times; {wire:.1f} s on the wire, {call.served:.1f} s at the server")
+    if result.interrupted:
+        return 130
+    told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
+    facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
+    folder = args.out or args.resume
+    _say(f"done: {result.step} steps{facts}; the client's part is in {folder}")
+    _say(f"next: situs split infer {folder} …, or situs split merge {folder} SERVER --out DIR")
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

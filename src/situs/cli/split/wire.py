@@ -1,0 +1,60 @@
+"""What the verbs of split learning share: where the server is, and with which certificates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from cyclopts import Parameter
+
+from situs.errors import SitusError
+
+if TYPE_CHECKING:
+    from situs.split.transport.certificates import Credentials
+    from situs.split.transport.connect import Connection
+
+
+@dataclass(frozen=True, kw_only=True)
+class WireArgs:
+    """How the two sides know each other."""
+
+    tls: Annotated[Path | None, Parameter(metavar="DIR")] = None
+    """The folder of certificates: ca.pem, and server.pem and server.key, or client.pem and client.key."""
+
+    plaintext: bool = False
+    """No certificates and no encryption; on this machine alone (127.0.0.1, ::1, localhost)."""
+
+    def credentials(self, side: str) -> Credentials | None:
+        """The certificates, or nothing where plaintext is asked for."""
+        from situs.split.transport.certificates import read_credentials
+
+        if (self.tls is None) != self.plaintext:
+            raise SitusError(
+                "give a folder of certificates (situs split certs makes one to try it out), or plaintext",
+                field=("tls", "plaintext"),
+            )
+        return None if self.tls is None else read_credentials(self.tls, side)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientArgs(WireArgs):
+    """Where a client finds its server."""
+
+    server: Annotated[str, Parameter(metavar="HOST:PORT")]
+    """The server."""
+
+    name: Annotated[str, Parameter(metavar="NAME")] = "client"
+    """Which pair of the folder of certificates this client shows: NAME.pem and NAME.key."""
+
+    patience: Annotated[float, Parameter(metavar="SECONDS")] = 120.0
+    """How long the server may be silent before this client gives up; what is done stays saved."""
+
+    key: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """The key that permutations and noise follow from (situs key new); by default one in the run's folder."""
+
+    def connect(self) -> Connection:
+        """The connection."""
+        from situs.split.transport.connect import Connection
+
+        return Connection(self.server, self.credentials(self.name), patience=self.patience)

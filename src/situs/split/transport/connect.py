@@ -1,0 +1,172 @@
+"""The client's end of the wire: a `Call` that asks again after a cut until the server answers or patience ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import TimeoutError as NotYetError
+from typing import Any, Self
+
+from situs.errors import SitusError
+from situs.split.message import ANSWERS, Body, Expected, Message, RefusedError, check_tensors, encode, open_message
+from situs.split.transport.certificates import Credentials
+from situs.split.transport.serve import METHOD, OPTIONS, check_plaintext, grpc, split_address
+
+PATIENCE = 120.0
+"""Seconds that a server may be silent before a client gives up."""
+
+FIRST = 20.0
+"""The same where it was never heard: it may still be starting."""
+
+LATE = 300.0
+"""Seconds that one question may take."""
+
+_RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
+
+
+class Connection:
+    """A connection that is there again after every cut; calling it asks one question and waits for the answer.
+
+    waited: seconds spent in calls; served: of them, those that the server computed. patience: see `PATIENCE`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        credentials: Credentials | None,
+        *,
+        patience: float = PATIENCE,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.rpc = grpc()
+        host, port = split_address(address, "server")
+        if credentials is None:
+            check_plaintext(host, "plaintext")
+        self.address, self.credentials, self.patience, self.say = address, credentials, patience, say
+        self.target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self.waited = self.served = 0.0
+        self.again = 0
+        self._channel: Any = None
+        self._met = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="situs-split", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the connection for good."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._drop(), self._loop).result(10)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10)
+            self._loop.close()
+
+    def __call__(self, message: Message, expected: Mapping[str, Expected]) -> Message:
+        """Asks; raises `RefusedError` where the server refuses, `SitusError` where it is gone for good."""
+        began = time.perf_counter()
+        asked = asyncio.run_coroutine_threadsafe(self._ask(message, expected), self._loop)
+        try:
+            while True:
+                with contextlib.suppress(NotYetError):  # in short waits, so that a Ctrl-C is heard
+                    answer = asked.result(0.5)
+                    break
+        except BaseException:
+            asked.cancel()
+            raise
+        finally:
+            self.waited += time.perf_counter() - began
+        self.served += float(answer.facts.get("seconds", 0.0))
+        return answer
+
+    async def _ask(self, message: Message, expected: Mapping[str, Expected]) -> Message:
+        began, pause = time.monotonic(), 0.05
+        while True:
+            try:
+                answer = await self._once(message, expected)
+                self._met = True
+                return answer
+            except RefusedError as error:
+                if error.code != "busy":
+                    raise
+                why = str(error)
+            except (self.rpc.aio.AioRpcError, TimeoutError, asyncio.CancelledError) as error:
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+                    raise
+                why = self._why(error)
+                await self._drop()
+            if time.monotonic() - began > (self.patience if self._met else min(self.patience, FIRST)):
+                raise SitusError(
+                    f"{self.address}: no answer for {time.monotonic() - began:.0f} s: {why}", field="server"
+                )
+            self.again += 1
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 1.0)
+
+    def _why(self, error: BaseException) -> str:
+        """What gRPC says, as the end of a sentence; what it says of certificates in words."""
+        details: Any = getattr(error, "details", None)
+        said = str(error if details is None else details()) or type(error).__name__
+        last = said.rpartition("last error: ")[2][:200]
+        if self._met:
+            return last
+        if "andshake failed" in said:
+            return "its certificate is not of this authority, has expired, or is not for this address"
+        if "Socket closed" in said or "reset by peer" in said:
+            wants = (
+                "certificates (TLS)" if self.credentials is None else "another certificate than this, or speaks no TLS"
+            )
+            return f"it closed the connection at once, so it wants {wants}"
+        return "nothing listens there" if "refused" in said else last
+
+    async def _once(self, message: Message, expected: Mapping[str, Expected]) -> Message:
+        if self._channel is None:
+            self._channel = self._connect()
+        ask = self._channel.stream_stream(METHOD)
+
+        async def chunks() -> AsyncIterator[bytes]:
+            for chunk in encode(message):
+                yield bytes(chunk)
+
+        call = ask(chunks(), timeout=LATE)
+        try:
+            return await _read(call, expected)
+        except BaseException:
+            call.cancel()
+            raise
+
+    def _connect(self) -> Any:
+        options = (*OPTIONS, *_RECONNECT)
+        if self.credentials is None:
+            return self.rpc.aio.insecure_channel(self.target, options=options)
+        shown = self.credentials
+        secure = self.rpc.ssl_channel_credentials(shown.authority, shown.key, shown.certificate)
+        return self.rpc.aio.secure_channel(self.target, secure, options=options)
+
+    async def _drop(self) -> None:
+        """Lets the channel go; the next question opens another, without waiting for gRPC's own retries."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            await channel.close()
+
+
+async def _read(call: Any, expected: Mapping[str, Expected]) -> Message:
+    """The answer, held against what was asked for before its tensors are taken in: a server is not trusted either."""
+    stream = aiter(call)
+    opening = open_message(await anext(stream, b""), ANSWERS)
+    if opening.kind == "refused":
+        code, reason = str(opening.facts.get("code"))[:20], str(opening.facts.get("reason"))[:400]
+        raise RefusedError(f"the server refuses: {reason}", code)
+    check_tensors(opening, expected)
+    body = Body(opening)
+    async for chunk in stream:
+        body.add(chunk)
+    return body.message()

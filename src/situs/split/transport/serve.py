@@ -1,0 +1,223 @@
+"""The server on a socket: takes in messages chunk by chunk, has them answered one at a time, and logs every refusal."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+from situs.errors import SitusError, missing_extra
+from situs.split.message import CHUNK, Message, RefusedError, encode
+from situs.split.server import Server
+from situs.split.transport.certificates import LOOPBACK, Credentials, Denied
+
+METHOD = "/situs.split/ask"
+LONGEST = 300.0
+"""Seconds that one message may take to come in, to be answered and to be taken."""
+
+AT_ONCE = 2
+"""Messages of one client that are held at a time: the one under way, and the same once more after a cut."""
+
+LOG, LOG_BYTES = "refused.log", 4 << 20
+OPTIONS = (
+    ("grpc.max_receive_message_length", CHUNK + (1 << 16)),
+    ("grpc.max_send_message_length", CHUNK + (1 << 16)),
+    ("grpc.max_metadata_size", 1 << 14),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+"""What both sides ask of gRPC. A chunk is all that it ever holds of a message."""
+
+
+def grpc() -> Any:
+    """The package, or one sentence. What it says of a handshake that failed goes to stderr."""
+    try:
+        import grpc
+        import grpc.aio
+    except ImportError as error:
+        raise missing_extra("grpcio", "split", "a server or client of split learning") from error
+    return grpc
+
+
+def split_address(address: str, field: str) -> tuple[str, int]:
+    """HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 <= int(port) < 65536:
+        raise SitusError(field=field, value=address, allowed="HOST:PORT with a port from 0 to 65535")
+    return host.strip("[]"), int(port)
+
+
+def check_plaintext(host: str, field: str) -> None:
+    """Without certificates, this machine alone may be talked to."""
+    if host not in LOOPBACK:
+        raise SitusError(
+            f"{host}: without certificates anybody on the way reads and writes along, so plaintext is for this machine "
+            f"alone ({', '.join(LOOPBACK)})",
+            field=field,
+        )
+
+
+def refusal_log(folder: Path) -> logging.Logger:
+    """A log that cannot fill the disk: two files of 4 MiB at most."""
+    folder.mkdir(parents=True, exist_ok=True)
+    log = logging.getLogger(f"situs.split.{folder.resolve()}")
+    handler = RotatingFileHandler(folder / LOG, maxBytes=LOG_BYTES, backupCount=1, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    log.propagate = False
+    for old in list(log.handlers):
+        log.removeHandler(old)
+        old.close()
+    log.addHandler(handler)
+    return log
+
+
+class Service:
+    """Answers messages of many clients over one `Server`, which one thread calls."""
+
+    def __init__(self, server: Server, log: logging.Logger, denied: Denied) -> None:
+        self.server, self.log, self.denied = server, log, denied
+        self.pool = ThreadPoolExecutor(1, "situs-split")
+        self.held: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+
+    async def handle(self, chunks: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+        """One message in, one out."""
+        owner, pem = _peer(context)
+        try:
+            async with asyncio.timeout(LONGEST):
+                if self.denied(owner, pem):
+                    raise RefusedError("this certificate is turned away here", "denied")
+                answer = await self._take_in(owner, chunks)
+        except RefusedError as error:
+            answer = self._refuse(owner, error.code, str(error))
+        except TimeoutError:
+            answer = self._refuse(owner, "late", f"no whole message and answer within {LONGEST:g} s")
+        except SitusError as error:  # its sentence may name files of this machine
+            self.log.error("%s failed: %s", _name(owner), error)
+            answer = self._refuse(owner, "failed", "the server could not do it; its own log says why")
+        except Exception:
+            self.log.exception("%s failed", _name(owner))
+            answer = self._refuse(owner, "failed", "the server failed; its own log says why")
+        for chunk in encode(answer):
+            yield bytes(chunk)
+
+    def _refuse(self, owner: str, code: str, reason: str) -> Message:
+        self.refused[code] += 1
+        if code != "busy":
+            self.log.warning("%s refused (%s): %s", _name(owner), code, reason.replace("\n", " ")[:400])
+        return Message("refused", {"code": code, "reason": reason[:400]})
+
+    async def _take_in(self, owner: str, chunks: AsyncIterator[bytes]) -> Message:
+        if self.held[owner] >= AT_ONCE:
+            raise RefusedError(f"{AT_ONCE} messages of this client are held already", "busy")
+        self.held[owner] += 1
+        try:
+            stream = aiter(chunks)
+            body = self.server.admit(owner, await anext(stream, b""))
+            async for chunk in stream:
+                body.add(chunk)
+            message = body.message()
+            del body
+            return await self._answered(owner, message)
+        finally:
+            self.held[owner] -= 1
+            if not self.held[owner]:
+                del self.held[owner]
+
+    async def _answered(self, owner: str, message: Message) -> Message:
+        loop = asyncio.get_running_loop()
+        while True:
+            began = time.perf_counter()
+            try:
+                answer = await loop.run_in_executor(self.pool, self.server.answer, owner, message)
+            except RefusedError as error:
+                if error.code != "busy":
+                    raise
+                await asyncio.sleep(0.01)  # another client's turn
+                continue
+            return replace(answer, facts={**answer.facts, "seconds": time.perf_counter() - began})
+
+
+def _peer(context: Any) -> tuple[str, bytes]:
+    """The common name and the certificate that a client showed; in plaintext nobody's."""
+    shown = context.auth_context()
+    name = shown.get("x509_common_name", [b"anyone"])[0].decode(errors="replace")
+    return name, shown.get("x509_pem_cert", [b""])[0]
+
+
+def _name(owner: str) -> str:
+    return repr(owner)[:80]
+
+
+@asynccontextmanager
+async def listening(service: Service, listen: str, credentials: Credentials | None) -> AsyncIterator[int]:
+    """Listens until the block ends; gives the port."""
+    rpc = grpc()
+    host, _ = split_address(listen, "listen")
+    clients = service.server.limits.clients
+    options = (
+        *OPTIONS,
+        ("grpc.so_reuseport", 0),  # or a second server would share the port in silence
+        ("grpc.max_concurrent_streams", 4 * clients),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
+    )
+
+    class Handlers(rpc.GenericRpcHandler):
+        def service(self, call: Any) -> Any:
+            return rpc.stream_stream_rpc_method_handler(service.handle) if call.method == METHOD else None
+
+    made = rpc.aio.server(options=options, maximum_concurrent_rpcs=8 * clients)
+    made.add_generic_rpc_handlers((Handlers(),))
+    try:
+        if credentials is None:
+            check_plaintext(host, "plaintext")
+            port = made.add_insecure_port(listen)
+        else:
+            pair = [(credentials.key, credentials.certificate)]
+            secure = rpc.ssl_server_credentials(pair, credentials.authority, require_client_auth=True)
+            port = made.add_secure_port(listen, secure)
+    except RuntimeError:
+        port = 0
+    if not port:
+        raise SitusError(
+            f"{listen}: cannot be listened on: the port is in use, or no address of this machine", field="listen"
+        )
+    await made.start()
+    try:
+        yield port
+    finally:
+        await made.stop(2.0)
+        service.pool.shutdown(wait=True)
+
+
+def run_server(
+    server: Server,
+    listen: str,
+    credentials: Credentials | None,
+    *,
+    deny: str | Path | None = None,
+    say: Callable[[str], None] = print,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Service:
+    """Serves until `stopped`; looks for it four times a second."""
+
+    async def main() -> Service:
+        service = Service(server, refusal_log(server.out), Denied(deny))
+        async with listening(service, listen, credentials) as port:
+            host = split_address(listen, "listen")[0]
+            say(f"listening on {host}:{port} {'in plaintext' if credentials is None else 'with certificates'}")
+            while not stopped():
+                await asyncio.sleep(0.25)
+        return service
+
+    return asyncio.run(main())

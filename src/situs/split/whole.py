@@ -1,0 +1,121 @@
+"""From two parts one model again: a run that every verb opens, or an accuracy with the server still at work."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
+from situs.errors import SitusError
+from situs.files import write_bytes
+from situs.locks.groups import invert_keys, permute_state, residual_only
+from situs.locks.key import AnyKey, Key
+from situs.models.model import Model, folder_name, identity_of
+from situs.split.client import Call, attach
+from situs.split.parts import cut, layout, own_names, trained_order
+from situs.split.run import Hiding, key_of, read_hiding, recorded_config
+from situs.split.server import agreed
+from situs.split.view import column_permutations
+from situs.train.checkpoint import Checkpoint, RunFolder
+from situs.train.checkpoint.state import fill
+from situs.train.optim import BACKBONE
+from situs.train.run import make_method
+
+FRONT = f"{BACKBONE}model."
+
+
+def session_folder(server: Path, session: str) -> RunFolder:
+    """Where a server keeps the blocks of a session."""
+    for path in (server / "sessions" / session, server / "shared", server):
+        if (path / "config.json").is_file():
+            return RunFolder.open(path, writer=False)
+    raise SitusError(f"{server}: holds no blocks of the session {session}")
+
+
+def merge(client: str | Path, server: str | Path, out: str | Path, *, key: AnyKey | None = None) -> int:
+    """Joins a client's run and its server's blocks to an ordinary run in `out`; gives the step that it stands at.
+
+    It is the newest step of which both have a checkpoint. key: where channels were permuted and the key is not in the
+    client's folder.
+    """
+    client, server, out = Path(client), Path(server), Path(out)
+    hiding, config = read_hiding(client), recorded_config(client)
+    secret = key_of(client, hiding, key) if "columns" in hiding.permute else None
+    ours, theirs = RunFolder.open(client, writer=False), session_folder(server, hiding.session)
+    mine, blocks = _common(ours, theirs)
+    classes = ours.classes()
+    bare = replace(config, init=None, backbone=replace(config.backbone, weights=None))
+    backbone = make_method(bare, classes).backbone
+    files = {name: dict(mine.tensors(name)) for name in ("model", "optimizer", "ema", "log")}
+    for name in ("model", "optimizer", "ema"):
+        files[name] |= opened(blocks.tensors(name), backbone, secret, hiding)
+    files["generators"] = blocks.tensors("generators")
+    run = RunFolder.create(out, config, classes=classes)
+    kept = mine.state["metrics"]["bytes"]
+    if kept and ours.metrics.exists():
+        write_bytes(run.metrics, ours.metrics.read_bytes()[:kept])
+    own = ("step", "config", "metrics", "files", "format")
+    state = {name: value for name, value in mine.state.items() if name not in own}
+    with run.hold():
+        run.save(mine.step, {name: tensors for name, tensors in files.items() if tensors}, state, 1)
+    return mine.step
+
+
+def _common(ours: RunFolder, theirs: RunFolder) -> tuple[Checkpoint, Checkpoint]:
+    if theirs.path.name == "shared":
+        return ours.newest(), theirs.newest()
+    for step in sorted({*ours.steps()} & {*theirs.steps()}, reverse=True):
+        mine, blocks = ours.whole(step), theirs.whole(step)
+        if mine is not None and blocks is not None:
+            return mine, blocks
+    have = [", ".join(map(str, sorted(each.steps()))) or "none" for each in (ours, theirs)]
+    raise SitusError(f"no checkpoint is common: the client has those of the steps {have[0]}, the server {have[1]}")
+
+
+def opened(tensors: dict[str, Tensor], backbone: Backbone, key: Key | None, hiding: Hiding) -> dict[str, Tensor]:
+    """A server's tensors (weights, means or moments) with their channels back in their own order."""
+    if key is None:
+        return tensors
+    keys = invert_keys(column_permutations(backbone, key, hiding.session, hiding.locked))
+    groups, found = residual_only(backbone.groups()), {}
+    for name, value in tensors.items():
+        own, _, kind = name.partition("/")
+        own = own.removeprefix(FRONT)
+        found[name] = value if kind == "step" else permute_state({own: value}, groups, keys)[own]
+    return found
+
+
+def open_split(run: str | Path, call: Call, *, key: AnyKey | None = None, device: str = "cpu") -> Model:
+    """A client's run as a model whose blocks are the server's, in eval mode: features are hidden as in training."""
+    run = Path(run)
+    hiding, config = read_hiding(run), recorded_config(run)
+    secret = key_of(run, hiding, key)
+    folder = RunFolder.open(run, writer=False)
+    classes = folder.classes()
+    bare = replace(config, init=None, backbone=replace(config.backbone, weights=None))
+    method = make_method(bare, classes).to(device)
+    order, served = trained_order(method, config.optim), own_names(method, "server")
+    client = hiding.client(call)
+    whole = [step for step in folder.steps() if folder.whole(step) is not None]
+    where = torch.device(device)
+    facts: dict[str, Any] = agreed(config.optim, config.train.precision_on(where))
+    step = client.hello(layout(method.backbone), facts, whole).step
+    checkpoint = folder.whole(step)
+    if checkpoint is None:
+        raise SitusError(f"{run}: the server and this run have no checkpoint in common")
+    view = hiding.view(method.backbone, secret)
+    cut(method, "client")
+    state = method.state_dict()
+    fill("model", state, checkpoint)
+    if mean := checkpoint.tensors("ema"):
+        for name, value in mean.items():
+            state[name].copy_(value)
+        client.mean = True
+    attach(method.backbone, client, view, sum(name in served for name in order))
+    said = {"kind": "run", "model": config.backbone.name, "method": "supervised", "step": step, "ema": bool(mean)}
+    identity = identity_of(run.resolve().as_posix())
+    return Model(folder_name(run), method.eval().backbone, method, config.data, classes, said, identity=identity)

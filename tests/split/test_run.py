@@ -1,0 +1,206 @@
+"""Split training over a real socket with certificates: local training to the bit, whatever is cut or killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from served import CONFIG, Proxy, Serving, serving, steps
+
+from situs.errors import SitusError
+from situs.locks import lock, new_key
+from situs.locks.owner import unlocking
+from situs.models import open_model
+from situs.models.export import export_run
+from situs.models.initialise import starting
+from situs.split.message import Message
+from situs.split.run import Hide, train_split
+from situs.split.transport.certificates import make_certificates, read_credentials
+from situs.split.transport.connect import Connection
+from situs.split.whole import merge, open_split
+from situs.train.checkpoint import RunFolder
+from situs.train.run import train_run
+
+
+@pytest.fixture(scope="module")
+def certs(tmp_path_factory):
+    out = tmp_path_factory.mktemp("certs")
+    make_certificates(out, clients=("client", "other"))
+    return out
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    """The run that every other one is held against: trained here alone."""
+    out = tmp_path_factory.mktemp("local") / "run"
+    train_run(CONFIG, out=out, device="cpu", quiet=True)
+    return out
+
+
+def same(a, b, names=("model", "optimizer", "ema", "generators")) -> bool:
+    one, two = RunFolder.open(a).newest(), RunFolder.open(b).newest()
+    assert one.step == two.step
+    for name in names:
+        left, right = one.tensors(name), two.tensors(name)
+        assert left.keys() == right.keys() and left
+        if not all(torch.equal(left[each], right[each]) for each in left):
+            return False
+    return True
+
+
+def test_split_over_tls_and_merged_is_the_local_run_to_the_bit(tmp_path, certs, local) -> None:
+    pair = [read_credentials(certs, name) for name in ("server", "client")]
+    with serving(tmp_path / "server", pair[0]) as server, Connection(server.address, pair[1]) as call:
+        result = train_split(CONFIG, call, out=tmp_path / "split", device="cpu", quiet=True)
+        assert (result.step, result.interrupted) == (10, False)
+        assert result.metrics["loss"] == RunFolder.open(local).records()[-1]["loss"]
+        assert merge(tmp_path / "split", tmp_path / "server", tmp_path / "whole") == 10
+        images = torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            seen = open_split(tmp_path / "split", call).backbone(images)
+        assert 0 < call.served < call.waited
+    assert same(tmp_path / "whole", local)
+    assert RunFolder.open(tmp_path / "whole").records()[-1]["loss"] == result.metrics["loss"]
+    with torch.no_grad():
+        assert torch.equal(seen, open_model(tmp_path / "whole").backbone(images))
+    assert export_run(tmp_path / "whole", tmp_path / "export").step == 10
+    train_run(steps(11), resume=tmp_path / "whole", device="cpu", quiet=True)  # and it goes on here as it is
+
+
+def test_a_locked_backbone_is_trained_by_a_server_without_the_key(tmp_path, certs, local) -> None:
+    """The server has the locked folder, the client its key; what is merged is what training the clear model gives."""
+    key = new_key(tmp_path / "owner.key")
+    export_run(local, tmp_path / "export")
+    locked = tmp_path / "locked"
+    lock(tmp_path / "export", key, locked)
+    config = replace(steps(2), init=str(locked))
+    hide = Hide(("rows", "columns"))
+    pair = [read_credentials(certs, name) for name in ("server", "client")]
+    with serving(tmp_path / "server", pair[0], config) as server, Connection(server.address, pair[1]) as call:
+        start = starting(unlocking(key))
+        with pytest.raises(SitusError, match="not those that belong to it"):
+            train_split(config, call, out=tmp_path / "clear", key=key, start=start, device="cpu", quiet=True)
+        train_split(config, call, hide, out=tmp_path / "split", key=key, start=start, device="cpu", quiet=True)
+    merge(tmp_path / "split", tmp_path / "server", tmp_path / "whole", key=key)
+    train_run(
+        replace(config, init=str(tmp_path / "export")),
+        out=tmp_path / "alone",
+        start=starting(),
+        device="cpu",
+        quiet=True,
+    )
+    one, two = (RunFolder.open(tmp_path / name).newest().tensors("model") for name in ("whole", "alone"))
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 2e-5
+    with pytest.raises(SitusError, match=r"its key .* is not in it"):
+        merge(tmp_path / "split", tmp_path / "server", tmp_path / "no")
+    with pytest.raises(SitusError, match=r"the blocks of .* are clear"):
+        train_split(
+            replace(CONFIG, init=str(tmp_path / "export")), None, hide, out=tmp_path / "no", device="cpu", quiet=True
+        )
+
+
+class Hurting:
+    """A call through which questions come twice, and old ones again."""
+
+    def __init__(self, call, rng: random.Random) -> None:
+        self.call, self.rng, self.old, self.twice = call, rng, [], 0
+
+    def __call__(self, message: Message, expected):
+        if self.rng.random() < 0.3:
+            self.twice += 1
+            self.call(message, expected)
+        if self.old and self.rng.random() < 0.2:
+            self.twice += 1
+            with_old, wanted = self.rng.choice(self.old)
+            with contextlib.suppress(SitusError):  # refused: its step is over
+                self.call(with_old, wanted)
+        self.old = [*self.old[-3:], (message, expected)] if message.kind in ("forward", "backward") else self.old
+        return self.call(message, expected)
+
+
+def train_through_faults(tmp_path, certs, count: int, seed: int, config) -> dict[str, int]:
+    """Trains while faults are injected until `count` of them were; gives how many of each kind."""
+    kinds = ("cut", "slow", "server", "client")
+    rng, done = random.Random(seed), dict.fromkeys((*kinds, "twice"), 0)
+    server = Serving(tmp_path / "server", read_credentials(certs, "server"))
+    proxy = Proxy(server, seed)
+    credentials = read_credentials(certs, "client")
+
+    class KilledError(Exception):
+        """The client dies here."""
+
+    def fault(kind: str) -> None:
+        done[kind] += 1
+        if kind == "cut":
+            proxy.cut_after = rng.randrange(1, 20_000)
+        elif kind == "slow":
+            proxy.slow = 0.002
+        elif kind == "server":  # what it held in memory is gone
+            server.close()
+            server.start()
+        elif kind == "client":
+            raise KilledError
+
+    def hurt(call):
+        hurting = Hurting(call, rng)
+
+        def ask(message, expected):
+            proxy.slow = 0.0
+            if sum(done.values()) < count and message.kind in ("forward", "backward", "save") and rng.random() < 0.8:
+                fault(("cut", "slow", "server", "cut", "client")[sum(done[k] for k in kinds) % 5])
+            before = hurting.twice
+            try:
+                return hurting(message, expected)
+            finally:
+                done["twice"] += hurting.twice - before
+
+        return ask
+
+    out, attempt = tmp_path / "split", {}
+    try:
+        while True:
+            with Connection(proxy.address, credentials, patience=60) as call:
+                attempt = {"resume": out} if (out / "config.json").exists() else {"out": out}
+                try:
+                    train_split(config, hurt(call), **attempt, device="cpu", quiet=True)
+                    return {**done, "really cut": proxy.cuts}
+                except KilledError:
+                    continue
+    finally:
+        proxy.close()
+        server.close()
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
+def test_faults_lose_and_double_no_step(tmp_path, certs, local, count) -> None:
+    seed = int(os.environ.get("SITUS_SEED", "1"))
+    config = CONFIG if count == 20 else steps(40)
+    done = train_through_faults(tmp_path, certs, count, seed, config)
+    print(f"{sum(done.values()) - done['really cut']} faults, seed {seed}: {done}")
+    assert sum(done.values()) - done["really cut"] >= count
+    assert min(done.values()) > 0
+    merge(tmp_path / "split", tmp_path / "server", tmp_path / "whole")
+    if count > 20:
+        local = tmp_path / "local"
+        train_run(config, out=local, device="cpu", quiet=True)
+    assert same(tmp_path / "whole", local)
+    logged, alone = (RunFolder.open(each).records() for each in (tmp_path / "whole", local))
+    assert [(r["step"], r["loss"]) for r in logged] == [(r["step"], r["loss"]) for r in alone]
+
+
+def test_what_a_split_training_refuses(tmp_path) -> None:
+    from situs.methods.mae import MAEConfig
+
+    for config, reason in (
+        (replace(CONFIG, method=MAEConfig()), "a split training is supervised"),
+        (steps(2, precision="fp16"), "fp16"),
+    ):
+        with pytest.raises(SitusError, match=reason):
+            train_split(config, None, out=tmp_path / "no", device="cpu")
+    with pytest.raises(SitusError, match="and not both"):
+        train_split(CONFIG, None)
+    assert not (tmp_path / "no").exists()

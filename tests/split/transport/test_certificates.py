@@ -1,0 +1,75 @@
+"""Certificates: what is made can be used, and what a peer would refuse is refused here, in one sentence."""
+
+from __future__ import annotations
+
+import hashlib
+import ssl
+
+import pytest
+
+from situs.errors import SitusError
+from situs.split.transport.certificates import Denied, fingerprint, make_certificates, read_credentials
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    out = tmp_path_factory.mktemp("made") / "certs"
+    make_certificates(out, hosts=("split.example", "10.1.2.3"), clients=("client", "ann"))
+    return out
+
+
+def test_what_is_made_is_private_and_can_be_read(folder) -> None:
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "ann.key", "ann.pem", "ca.pem", "client.key", "client.pem", "server.key", "server.pem",
+    ]  # fmt: skip
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert all((folder / f"{name}.key").stat().st_mode & 0o777 == 0o600 for name in ("server", "client", "ann"))
+    for name in ("server", "client", "ann"):
+        assert b"PRIVATE" in read_credentials(folder, name).key
+        assert "PRIVATE" not in repr(read_credentials(folder, name))
+    der = ssl.PEM_cert_to_DER_cert((folder / "ann.pem").read_text())
+    assert fingerprint((folder / "ann.pem").read_bytes()) == hashlib.sha256(der).hexdigest()
+    with pytest.raises(SitusError, match="not empty"):
+        make_certificates(folder)
+    with pytest.raises(SitusError, match=r"clients='\.\./x'"):
+        make_certificates(folder.parent / "other", clients=("../x",))
+
+
+def test_what_a_peer_would_refuse_is_refused_here(folder, tmp_path) -> None:
+    other, old = tmp_path / "other", tmp_path / "old"
+    make_certificates(other)
+    make_certificates(old, days=0)
+    with pytest.raises(SitusError, match=r"ca\.pem: expired on"):
+        read_credentials(old, "client")
+    with pytest.raises(SitusError, match=r"bob\.pem: cannot be read: no such file"):
+        read_credentials(folder, "bob")
+    (other / "client.pem").write_bytes((folder / "client.pem").read_bytes())
+    with pytest.raises(SitusError, match="are not a pair"):
+        read_credentials(other, "client")
+    (other / "client.key").write_bytes((folder / "client.key").read_bytes())
+    with pytest.raises(SitusError, match=r"was not issued by ca\.pem"):
+        read_credentials(other, "client")
+    (other / "client.key").chmod(0o644)
+    with pytest.raises(SitusError, match="others may read this key"):
+        read_credentials(other, "client")
+    (other / "server.pem").write_bytes(b"nonsense")
+    with pytest.raises(SitusError, match="no readable certificates"):
+        read_credentials(other, "server")
+
+
+def test_a_list_of_the_denied_is_read_again_when_it_changes(folder, tmp_path) -> None:
+    file = tmp_path / "deny"
+    pem = (folder / "ann.pem").read_bytes()
+    with pytest.raises(SitusError, match="cannot be read"):
+        Denied(file)
+    file.write_text("# nobody\n")
+    denied = Denied(file)
+    assert not denied("ann", pem)
+    file.write_text("bob\nann  # left us\n")
+    assert denied("ann", b"") and denied("bob", b"") and not denied("client", pem)
+    number = fingerprint(pem).upper()
+    file.write_text(":".join(number[i : i + 2] for i in range(0, 64, 2)))
+    assert denied("any name", pem) and not denied("ann", b"")
+    file.unlink()
+    assert denied("any name", pem)  # a list that is gone denies whom it denied
+    assert not Denied(None)("ann", pem)

@@ -1,0 +1,55 @@
+"""The client's end: a server that is slow to come, one that is gone for good, answers that are not believed."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from served import serving
+
+from situs.errors import SitusError
+from situs.split.message import Expected, Message, RefusedError
+from situs.split.transport.connect import Connection
+
+HELLO = Message("hello", {})
+
+
+def test_a_server_that_is_gone_for_good_is_said_in_one_sentence(tmp_path) -> None:
+    said = pytest.raises(SitusError, match=r"127.0.0.1:1: no answer for \d+ s: nothing listens there")
+    with Connection("127.0.0.1:1", None, patience=0.2) as call, said:
+        call(HELLO, {})
+    with pytest.raises(SitusError, match="for this machine alone"):
+        Connection("192.0.2.1:7443", None)
+
+
+def test_a_server_that_comes_back_is_met_again(tmp_path) -> None:
+    with serving(tmp_path / "server") as server, Connection(server.address, None) as call:
+        with pytest.raises(RefusedError):
+            call(HELLO, {})
+        server.close()
+        later = threading.Timer(0.6, server.start)
+        later.start()
+        with pytest.raises(RefusedError, match="32 hexadecimal"):
+            call(HELLO, {})
+        assert call.again > 0
+        later.join()
+
+
+def test_an_answer_of_another_shape_is_not_taken_in(tmp_path) -> None:
+    with serving(tmp_path / "server") as server, Connection(server.address, None) as call:
+        answers = {"z": torch.zeros(2, 3)}
+        server.server.answer = lambda *_: Message("ok", {}, answers)
+        expected = {"z": Expected({"F32"}, ((2, 2), (3, 3)))}
+        assert call(HELLO, expected).tensors["z"].shape == (2, 3)
+        for wrong, reason in (
+            ({"z": torch.zeros(2, 4)}, "of shape"),
+            ({"z": torch.zeros(2, 3, dtype=torch.float64)}, "F64"),
+            ({"z": torch.zeros(2, 3), "more": torch.zeros(1)}, "not expected"),
+            ({"z": torch.full((2, 3), torch.nan)}, "not finite"),
+            ({}, "is missing"),
+        ):
+            answers.clear()
+            answers.update(wrong)
+            with pytest.raises(RefusedError, match=reason):
+                call(HELLO, expected)
