@@ -16,8 +16,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from situs.cli.parser.arguments import Recipe, configured
-from situs.cli.pretrain import EVERYDAY
-from situs.cli.split.wire import WireArgs
+from situs.cli.split.wire import ONE_RANK, WireArgs
 from situs.split.server import Limits
 from situs.train.run import RunConfig
 
@@ -50,7 +49,7 @@ class Args(Recipe, WireArgs):
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda or cuda:N; by default a GPU where there is one."""
 
-    config: RunConfig = configured(RunConfig, short=EVERYDAY)
+    config: RunConfig = configured(RunConfig, short=ONE_RANK)
 
 
 def run(args: Args) -> int:

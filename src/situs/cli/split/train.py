@@ -3,8 +3,8 @@
 For example: situs split train --server HOST:7443 --tls certs/ --preset cifar100-supervised --data PATH
 --permute rows,columns --out runs/split
 
-Without permutations the result is that of local training to the bit. After a cut, a crash of either side or a Ctrl-C it
-goes on (--resume) from the newest checkpoint that both sides have. situs split merge joins both parts.
+Without permutations the result is local training's to the bit. After a crash of either side it goes on (--resume) from
+the newest checkpoint that both have; situs split merge joins both parts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 from situs.cli.parser.arguments import Recipe, configured
-from situs.cli.pretrain import EVERYDAY
-from situs.cli.split.wire import ClientArgs
+from situs.cli.split.wire import ONE_RANK, ClientArgs
 from situs.train.run import RunConfig
 
 
@@ -39,18 +38,18 @@ class Args(Recipe, ClientArgs):
     """The owner's second file, where parts of that folder were withheld."""
 
     permute: Annotated[tuple[Literal["rows", "columns"], ...], Parameter(metavar="WHAT")] = ()
-    """rows: all tokens of each sample in an order of their own, new in every step. columns: channels by the key."""
+    """rows: tokens in a new order in every step. columns: channels by the key."""
 
     defence: Annotated[str, Parameter(metavar="WHAT")] = "none"
     """noise=σ (of the tokens' deviation), lowpass=r (share of frequencies kept), batch-shuffle or batch-shuffle=B."""
 
     wire: Literal["own", "bf16"] = "own"
-    """bf16: features and gradients are sent in half the bytes, and rounded."""
+    """bf16: rounded, in half the bytes."""
 
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda or cuda:N; by default a GPU where there is one."""
 
-    config: RunConfig = configured(RunConfig, short=EVERYDAY)
+    config: RunConfig = configured(RunConfig, short=ONE_RANK)
 
 
 def run(args: Args) -> int:

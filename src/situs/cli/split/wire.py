@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
+from situs.cli.pretrain import EVERYDAY
 from situs.errors import SitusError
 
 if TYPE_CHECKING:
@@ -15,15 +16,19 @@ if TYPE_CHECKING:
     from situs.split.transport.connect import Connection
 
 
+ONE_RANK = {name: paths for name, paths in EVERYDAY.items() if name != "parallel"}
+"""Everyday flags of a training on one rank."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WireArgs:
     """How the two sides know each other."""
 
     tls: Annotated[Path | None, Parameter(metavar="DIR")] = None
-    """The folder of certificates: ca.pem, and server.pem and server.key, or client.pem and client.key."""
+    """Certificates: ca.pem, and NAME.pem and NAME.key of this side."""
 
     plaintext: bool = False
-    """No certificates and no encryption; on this machine alone (127.0.0.1, ::1, localhost)."""
+    """Neither certificates nor encryption, on this machine alone."""
 
     def credentials(self, side: str) -> Credentials | None:
         """The certificates, or nothing where plaintext is asked for."""
@@ -45,13 +50,13 @@ class ClientArgs(WireArgs):
     """The server."""
 
     name: Annotated[str, Parameter(metavar="NAME")] = "client"
-    """Which pair of the folder of certificates this client shows: NAME.pem and NAME.key."""
+    """Whose pair this client shows: NAME.pem and NAME.key."""
 
     patience: Annotated[float, Parameter(metavar="SECONDS")] = 120.0
-    """How long the server may be silent before this client gives up; what is done stays saved."""
+    """How long the server may be silent before this ends."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """The key that permutations and noise follow from (situs key new); by default one in the run's folder."""
+    """The key of permutations and noise; by default in the run's folder."""
 
     def connect(self) -> Connection:
         """The connection."""
