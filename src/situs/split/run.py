@@ -122,9 +122,10 @@ class SplitFolder(RunFolder):
 
     client: Client
 
-    def save(self, step: int, *rest: Any) -> Path:
+    def begin(self, step: int, *rest: Any) -> None:
+        self.settle()  # the server lets go of its oldest now, so the client's last must be on the disk
         self.client.save(step)
-        return super().save(step, *rest)
+        super().begin(step, *rest)
 
     @cached_property
     def start(self) -> Checkpoint | None:
