@@ -172,6 +172,17 @@ def test_bars_end_at_their_numbers_which_stand_inside_the_picture(log: bool) -> 
         assert bar.get_window_extent().x1 <= box.x0 and box.x1 <= figure.bbox.x1
 
 
+@pytest.mark.parametrize("count", [1, 3, 20])
+def test_however_many_bars_there_are_their_names_and_numbers_stand_apart(count: int) -> None:
+    figure = figures.bars({f"bar {number}": 1.0 + number for number in range(count)}, "error")
+    figure.canvas.draw()
+    (axis,) = figure.axes
+    for texts in (axis.texts, axis.get_yticklabels()):
+        boxes = sorted((text.get_window_extent() for text in texts), key=lambda box: box.y0)
+        assert len(boxes) == count
+        assert all(low.y1 < high.y0 for low, high in pairwise(boxes))
+
+
 def test_heatmaps_share_one_scale() -> None:
     panels = {"a": np.array([[0.0, 1.0]]), "b": np.array([[-3.0, 2.0]])}
     plain = figures.heatmaps(panels, "x", "y", "v")
