@@ -28,16 +28,20 @@ from situs.train.checkpoint import RunFolder
 
 @dataclass(frozen=True)
 class Length:
-    """How long is trained, on how many images: all of them, or those with labels; on how many the looks look."""
+    """How long is trained, on how many images: all of them, or those with labels.
+
+    looks: how often a classifier is judged on the way. looked_at: images that the sections look at.
+    """
 
     images: int = 9000
     epochs: int = 10
     labelled: int = 1000
     finetune_epochs: int = 24
+    looks: int = 6
     looked_at: int = 500
 
 
-QUICK = Length(images=256, epochs=1, labelled=100, finetune_epochs=2, looked_at=50)
+QUICK = Length(images=256, epochs=1, labelled=100, finetune_epochs=2, looks=1, looked_at=50)
 
 RATE = {"lr": 2e-3, "warmup_epochs": 1, "min_lr": 1e-5, "clip": 1.0}
 """Of both pretrainings."""
@@ -138,7 +142,7 @@ def _classify(stage: Stage, length: Length, name: str, start: dict[str, Any]) ->
         "epochs": length.finetune_epochs,
         "batch": 50,
         "train": {"log_every": 100},
-        "probe_every": max(1, length.finetune_epochs // 6),
+        "probe_every": length.finetune_epochs // length.looks,
     }
     rows = train(stage, f"classifier {name}", name.replace(" ", "-"), length.labelled, **fixed, **start)
     rows = [row for row in rows if "val_top1" in row]
