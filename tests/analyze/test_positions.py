@@ -117,6 +117,7 @@ def test_page_shows_each_model_and_says_how_to_get_umap(looks: list[Look], monke
     assert set(pictures) == each | {f"{name}-2" for name in each} | {"energy"}
     assert text.count("<figure>") == len(pictures)
     assert "pip install 'situs[umap]'" in text
+    assert f"dealt out at random in {looks[0].decoded.folds} parts" in text  # how the errors were made
     assert text.index("it knows the grid.") < text.index("<table")
     assert "`" not in text.split("</style>")[1]
 
