@@ -1,0 +1,215 @@
+"""What a step of split training costs beside a local one: steps a second, bytes a sample, the share of the wire.
+
+    python benchmarks/split.py --steps 10     # ViT-S/4 on 32 px, batch 32, on the CPU; the server in a second process
+
+Each row trains the same model on the same random batch. Wire: the time a client waits that the server does not compute,
+over all time. Raw: features of the same size sent there and back with nothing computed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from situs.backbones import BackboneConfig
+from situs.data.batch import Batch
+from situs.data.loader import DataConfig
+from situs.locks.features import Defence
+from situs.locks.key import Key
+from situs.methods.base import Method
+from situs.methods.supervised import SupervisedConfig
+from situs.split.client import Client, SplitStepper, attach
+from situs.split.message import Expected, Message
+from situs.split.parts import cut, layout, own_names, trained_order
+from situs.split.server import Server, agreed
+from situs.split.serving import make_server
+from situs.split.transport.certificates import make_certificates, read_credentials
+from situs.split.transport.connect import Connection
+from situs.split.transport.serve import run_server
+from situs.split.view import make_view
+from situs.train.loop import TrainConfig
+from situs.train.optim import OptimConfig
+from situs.train.run import RunConfig, make_method
+from situs.train.step import Moment, Stepper
+
+CLASSES = tuple(map(str, range(100)))
+MIB = 2**20
+
+
+class Echo(Server):
+    """Sends features back as they came: what the wire alone can do."""
+
+    def answer(self, owner: str, message: Message) -> Message:
+        if message.kind != "infer":
+            return super().answer(owner, message)
+        return Message("ok", {}, {"z": message.tensors["z"]})
+
+
+def serve(config: RunConfig, out: str, certs: str | None, device: str, told: Any, echo: bool) -> None:
+    server = make_server(config, out, device=device)
+    if echo:
+        server.__class__ = Echo
+    credentials = None if certs is None else read_credentials(certs, "server")
+    parent = os.getppid()
+    run_server(server, "127.0.0.1:0", credentials, say=told.put, stopped=lambda: os.getppid() != parent)
+
+
+class Served:
+    """A server in a process of its own."""
+
+    def __init__(self, config: RunConfig, out: Path, certs: Path | None, device: str, *, echo: bool = False) -> None:
+        context = multiprocessing.get_context("spawn")
+        told = context.Queue()
+        place = None if certs is None else str(certs)
+        self.process = context.Process(target=serve, args=(config, str(out), place, device, told, echo), daemon=True)
+        self.process.start()
+        line = told.get(timeout=300)
+        while "listening" not in line:
+            line = told.get(timeout=300)
+        self.address = line.split()[2]
+        self.credentials = None if certs is None else read_credentials(certs, "client")
+
+    def __enter__(self) -> Connection:
+        self.call = Connection(self.address, self.credentials)
+        return self.call
+
+    def __exit__(self, *_: object) -> None:
+        self.call.close()
+        self.process.terminate()
+        self.process.join()
+
+
+def timed(stepper: Stepper, batch: Batch, steps: int, warmup: int, call: Connection | None = None) -> dict[str, float]:
+    for number in range(warmup):
+        stepper.update(batch, Moment(number, 0, 0.0), 1e-4, False)
+    if call is not None:
+        call.waited = call.served = 0.0
+    began = time.perf_counter()
+    for number in range(warmup, warmup + steps):
+        done = stepper.update(batch, Moment(number, 0, 0.0), 1e-4, False)
+    float(done.norm)
+    spent = time.perf_counter() - began
+    wire = 0.0 if call is None else (call.waited - call.served) / spent
+    return {"steps_s": steps / spent, "wire": wire, "seconds": spent}
+
+
+def stepper_of(kind: Any, method: Method, config: RunConfig, device: str) -> Stepper:
+    precision = config.train.precision_on(torch.device(device))
+    return kind(
+        method, config.optim, seed=0, precision=precision, accumulate=1, parallel="ddp", compiled=False, graph=False
+    )
+
+
+def split_row(
+    args: Any, config: RunConfig, out: Path, certs: Path | None, batch: Batch, permute: Any, wire: Any
+) -> Any:
+    with Served(config, out, certs, args.device) as call:
+        method = make_method(config, CLASSES).to(args.device)
+        order, served = trained_order(method, config.optim), own_names(method, "server")
+        client = Client(call, os.urandom(16).hex(), wire=wire)
+        view = make_view(method.backbone, permute, Defence(), key=Key(bytes(32)), run=client.session)
+        training = agreed(config.optim, config.train.precision_on(torch.device(args.device)))
+        client.hello(layout(method.backbone), training, [])
+        cut(method, "client")
+        attach(method.backbone, client, view, sum(name in served for name in order))
+        stepper = stepper_of(partial(SplitStepper, client=client, order=order), method, config, args.device)
+        method.train()
+        found = timed(stepper, batch, args.steps, args.warmup, call)
+        found["bytes"] = client.sent / (args.steps + args.warmup) / batch.ids.shape[0]
+        reached = found["bytes"] * batch.ids.shape[0] * args.steps / MIB / max(1e-9, found["wire"] * found["seconds"])
+        return found | {"mib_s": reached}
+
+
+def raw_rate(config: RunConfig, out: Path, certs: Path | None, z: torch.Tensor) -> float:
+    """MiB a second there and back, nothing computed."""
+    with Served(config, out, certs, "cpu", echo=True) as call:
+        client = Client(call, "0" * 32)
+        method = make_method(config, CLASSES)
+        client.hello(layout(method.backbone), agreed(config.optim, "fp32"), [])
+        expected = {"z": Expected({"F32"}, tuple((side, side) for side in z.shape))}
+        count, began = 20, 0.0
+        for number in range(count + 2):
+            began = time.perf_counter() if number == 2 else began
+            client.ask("infer", {}, {"z": z}, expected)
+        return 2 * count * z.nbytes / MIB / (time.perf_counter() - began)
+
+
+def permuting(method: Method, z: torch.Tensor) -> float:
+    """Seconds a step that rows and columns take: there, back, and both ways again for the gradient."""
+    view = make_view(method.backbone, ("rows", "columns"), Defence(), key=Key(bytes(32)), run="0" * 32)
+    z = z.clone().requires_grad_()
+    spent = []
+    for number in range(12):
+        began = time.perf_counter()
+        moved, _, back = view.show(
+            z, None, prefix=method.backbone.num_prefix, grid=method.backbone.grid, at=(str(number),)
+        )
+        back(moved).sum().backward()
+        if z.is_cuda:
+            torch.cuda.synchronize()
+        spent.append(time.perf_counter() - began)
+    return sorted(spent)[len(spent) // 2]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="vit_small_patch16_224")
+    parser.add_argument("--depth", type=int)
+    parser.add_argument("--patch-size", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    shape = {} if args.depth is None else {"depth": args.depth}
+    config = RunConfig(
+        method=SupervisedConfig(),
+        backbone=BackboneConfig(
+            args.model, patch_size=args.patch_size, drop_path=0.1, num_classes=100, model_args=shape
+        ),
+        data=DataConfig(path="samples", img_size=32, batch=args.batch),
+        optim=OptimConfig(lr=1e-4, clip=1.0),
+        train=TrainConfig(epochs=1, precision="auto"),
+    )
+    chance = torch.Generator().manual_seed(0)
+    images = torch.randn(args.batch, 3, 32, 32, generator=chance).to(args.device)
+    labels = torch.randint(100, (args.batch,), generator=chance).to(args.device)
+    batch = Batch(images, torch.arange(args.batch, device=args.device), {"label": labels})
+    method = make_method(config, CLASSES).to(args.device).train()
+    rows = {"local": timed(stepper_of(Stepper, method, config, args.device), batch, args.steps, args.warmup)}
+    z = torch.randn(args.batch, method.backbone.num_prefix + method.backbone.num_tokens, method.backbone.dim)
+    both, moving = ("rows", "columns"), permuting(method, z.to(args.device))
+    with tempfile.TemporaryDirectory() as place:
+        certs = Path(place) / "certs"
+        make_certificates(certs)
+        for name, where, permute, wire in (
+            ("plaintext", None, (), None),
+            ("TLS", certs, (), None),
+            ("TLS, rows + columns", certs, both, None),
+            ("TLS, rows + columns, bf16", certs, both, torch.bfloat16),
+        ):
+            rows[name] = split_row(args, config, Path(place) / name, where, batch, permute, wire)
+        raw = {
+            name: raw_rate(config, Path(place) / f"raw {name}", where, z)
+            for name, where in (("plaintext", None), ("TLS", certs))
+        }
+    threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+    print(f"{args.model}, {args.batch} samples a step, {args.device}, {threads}")
+    print(f"  {'':28}{'steps/s':>9}{'of local':>10}{'KiB/sample':>12}{'wire':>8}{'MiB/s':>9}")
+    for name, row in rows.items():
+        more = f"{row['bytes'] / 1024:12.1f}{row['wire']:8.1%}{row['mib_s']:9.0f}" if "bytes" in row else ""
+        print(f"  {name:28}{row['steps_s']:9.3f}{row['steps_s'] / rows['local']['steps_s']:10.1%}{more}")
+    print(f"raw: {', '.join(f'{name} {rate:.0f} MiB/s' for name, rate in raw.items())}")
+    print(f"rows and columns take {1e3 * moving:.2f} ms a step, {moving * rows['local']['steps_s']:.2%} of a local one")
+
+
+if __name__ == "__main__":
+    main()
