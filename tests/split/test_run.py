@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from served import CONFIG, Proxy, Serving, serving, steps
 
 from situs.errors import SitusError
-from situs.locks import lock, new_key
+from situs.locks import lock, new_key, unlock
 from situs.locks.owner import unlocking
 from situs.models import open_model
 from situs.models.export import export_run
@@ -21,7 +22,7 @@ from situs.split.message import Message
 from situs.split.run import Hide, train_split
 from situs.split.transport.certificates import make_certificates, read_credentials
 from situs.split.transport.connect import Connection
-from situs.split.whole import merge, open_split
+from situs.split.whole import merge, merge_locked, open_split
 from situs.train.checkpoint import RunFolder
 from situs.train.run import train_run
 
@@ -95,6 +96,11 @@ def test_a_locked_backbone_is_trained_by_a_server_without_the_key(tmp_path, cert
     )
     one, two = (RunFolder.open(tmp_path / name).newest().tensors("model") for name in ("whole", "alone"))
     assert max(float((one[name] - two[name]).abs().max()) for name in one) < 2e-5
+    merge_locked(tmp_path / "split", tmp_path / "server", tmp_path / "relocked")
+    assert "retrained" in str(unlock(tmp_path / "relocked", key, tmp_path / "open", retrained=True))
+    export_run(tmp_path / "whole", tmp_path / "exported")
+    opened, clear = (load_file(tmp_path / name / "model.safetensors") for name in ("open", "exported"))
+    assert opened.keys() == clear.keys() and all(torch.equal(opened[name], clear[name]) for name in clear)
     with pytest.raises(SitusError, match=r"its key .* is not in it"):
         merge(tmp_path / "split", tmp_path / "server", tmp_path / "no")
     with pytest.raises(SitusError, match=r"the blocks of .* are clear"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,12 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.files import write_bytes
+from situs.locks.folder import new_folder
 from situs.locks.groups import invert_keys, permute_state, residual_only
 from situs.locks.key import AnyKey, Key
+from situs.models.export import export_run
 from situs.models.model import Model, folder_name, identity_of
+from situs.models.open import MANIFEST
 from situs.split.client import Call, attach
 from situs.split.parts import cut, layout, own_names, trained_order
 from situs.split.run import Hiding, key_of, read_hiding, recorded_config
@@ -42,9 +47,14 @@ def merge(client: str | Path, server: str | Path, out: str | Path, *, key: AnyKe
     It is the newest step of which both have a checkpoint. key: where channels were permuted and the key is not in the
     client's folder.
     """
-    client, server, out = Path(client), Path(server), Path(out)
-    hiding, config = read_hiding(client), recorded_config(client)
+    client, hiding = Path(client), read_hiding(Path(client))
     secret = key_of(client, hiding, key) if "columns" in hiding.permute else None
+    return _join(client, Path(server), Path(out), secret)
+
+
+def _join(client: Path, server: Path, out: Path, secret: Key | None) -> int:
+    """The run of both parts; without the key, the server's channels stay as they are."""
+    hiding, config = read_hiding(client), recorded_config(client)
     ours, theirs = RunFolder.open(client, writer=False), session_folder(server, hiding.session)
     mine, blocks = _common(ours, theirs)
     classes = ours.classes()
@@ -63,6 +73,25 @@ def merge(client: str | Path, server: str | Path, out: str | Path, *, key: AnyKe
     with run.hold():
         run.save(mine.step, {name: tensors for name, tensors in files.items() if tensors}, state, 1)
     return mine.step
+
+
+def merge_locked(client: str | Path, server: str | Path, out: str | Path) -> int:
+    """Joins both parts to a locked folder as the server's channels are, which `unlock(retrained=True)` opens.
+
+    No key is needed: for a training that started from a locked folder, whose manifest is taken along.
+    """
+    client, out = Path(client), Path(out)
+    hiding = read_hiding(client)
+    if hiding.locked is None or "columns" not in hiding.permute:
+        raise SitusError(f"{client}: did not start from a locked folder with its channels permuted", field="locked")
+    with tempfile.TemporaryDirectory() as aside:
+        step = _join(client, Path(server), Path(aside) / "run", None)
+        export_run(Path(aside) / "run", Path(aside) / "export")
+        shutil.copyfile(Path(hiding.locked) / MANIFEST, Path(aside) / "export" / MANIFEST)
+        with new_folder(out) as place:
+            for path in (Path(aside) / "export").iterdir():
+                shutil.copyfile(path, place / path.name)
+    return step
 
 
 def _common(ours: RunFolder, theirs: RunFolder) -> tuple[Checkpoint, Checkpoint]:

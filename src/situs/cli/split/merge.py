@@ -27,6 +27,9 @@ class Args:
     out: Annotated[Path, Parameter(metavar="DIR")]
     """A new folder for the run."""
 
+    locked: bool = False
+    """Leave channels as the server has them, in a locked folder that situs unlock --retrained opens; needs no key."""
+
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The key that channels were permuted by, where it is not in the client's folder."""
 
@@ -34,8 +37,13 @@ class Args:
 def run(args: Args) -> None:
     """Writes the run and says where it stands."""
     from situs.cli.locks.passphrase import read_key
-    from situs.split.whole import merge
+    from situs.split.whole import merge, merge_locked
 
+    if args.locked:
+        step = merge_locked(args.client, args.server, args.out)
+        print(f"{args.out}: locked as it was, after {step} steps")
+        print(f"Open it with situs unlock {args.out} --retrained --key FILE --out DIR.")
+        return
     step = merge(args.client, args.server, args.out, key=None if args.key is None else read_key(args.key))
     print(f"{args.out}: the whole run after {step} steps")
     print(f"next: situs evaluate accuracy {args.out}, or situs export {args.out} --out DIR")
