@@ -30,11 +30,12 @@ def test_no_further_from_gelu_than_torch_is_in_float32() -> None:
     assert (ours - exact).abs().max() <= (torchs - exact).abs().max()
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_compiled_half_precision_takes_it_and_is_right(dtype: torch.dtype) -> None:
-    x = WIDE.to(dtype).requires_grad_()
-    grad = torch.linspace(-2, 2, len(WIDE)).to(dtype)
-    y = compiled(CompiledGelu())(x)
+def test_compiled_half_precision_is_right(dtype: torch.dtype, device: str) -> None:
+    x = WIDE.to(device, dtype).requires_grad_()
+    grad = torch.linspace(-2, 2, len(WIDE)).to(x)
+    y = compiled(CompiledGelu())(x) if device == "cpu" else torch.compile(CompiledGelu())(x)
     y.backward(grad)
     z = x.detach().double().requires_grad_()
     exact = F.gelu(z)
