@@ -1,0 +1,99 @@
+"""The attacker whose copy of the embedding is old, or who has none: tokens cluster by place before they are named.
+
+Over many samples the tokens of one place share its position vector. Clustering them, one token of each sample in each
+cluster, needs no embedding at all; the clusters' centres are then matched with the public position vectors, which a
+fine-tuning moves far less than it takes to mix up places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from situs.errors import SitusError
+
+ROUNDS = 12
+_RIDGE = 1e-9
+
+
+@dataclass(frozen=True)
+class Clusters:
+    """of: [n, R], the cluster of each row, the recurring rows' first (0 to p - 1). centres: [R, D]. within: [D, D]."""
+
+    of: Tensor
+    centres: Tensor
+    within: Tensor
+
+
+def cluster_rows(seen: Tensor, prefix: int) -> Clusters:
+    """Clusters the rows of samples [n, R, D] by place; the p rows that recur in every sample are the prefix tokens."""
+    count, rows, width = seen.shape
+    if count < 2:
+        raise SitusError("one sample has no rows that recur: clustering needs two or more")
+    recurring, rest = _recurring(seen, prefix)
+    tokens = seen.gather(1, rest[..., None].expand(-1, -1, width))  # [n, N, D]
+    whiten = _whitener((tokens - tokens.mean(dim=(0, 1))).flatten(0, 1))
+    centres = tokens[0].clone()
+    of = torch.empty(count, rows - prefix, dtype=torch.long)
+    for number, sample in enumerate(tokens):  # running means, sample by sample
+        of[number] = _assign(sample, centres, whiten)
+        centres[of[number]] += (sample - centres[of[number]]) / (number + 1)
+    within = torch.empty(0)
+    for _ in range(ROUNDS):
+        left = (tokens - centres[of]).flatten(0, 1)
+        within = left.T @ left / len(left)
+        whiten = _whitener(left)
+        before, of = of, torch.stack([_assign(sample, centres, whiten) for sample in tokens])
+        centres = torch.zeros_like(centres).index_add_(0, of.flatten(), tokens.flatten(0, 1)) / count
+        if torch.equal(before, of):
+            break
+    every = torch.empty(count, rows, dtype=torch.long)
+    every.scatter_(1, recurring, torch.arange(prefix).expand(count, -1))
+    every.scatter_(1, rest, of + prefix)
+    fixed = seen.gather(1, recurring[..., None].expand(-1, -1, width)).mean(dim=0)
+    return Clusters(every, torch.cat([fixed, centres]), within)
+
+
+def name_clusters(found: Clusters, places: Tensor, prefix: int) -> Tensor:
+    """The row of the stream that each row sent is, [n, R]: centres matched with the public places [N, D].
+
+    Both are centred first: a drift that moves all places alike tells nothing of their order.
+    """
+    centres = found.centres[prefix:]
+    ours, theirs = centres - centres.mean(dim=0), places - places.mean(dim=0)
+    name = _assign(ours, theirs, _whitener_of(found.within))
+    return torch.cat([torch.arange(prefix), prefix + name])[found.of]
+
+
+def _recurring(seen: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
+    """(which rows [n, p] are nearest to one of every other sample, the other rows [n, R - p])."""
+    count, rows, _ = seen.shape
+    if not prefix:
+        return torch.empty(count, 0, dtype=torch.long), torch.arange(rows).expand(count, -1)
+    first = seen[0]
+    nearest = torch.stack([torch.cdist(first, other).amin(dim=1) for other in seen[1:]]).mean(dim=0)
+    fixed = first[nearest.topk(prefix, largest=False).indices]
+    chosen = torch.stack(
+        [torch.from_numpy(linear_sum_assignment(torch.cdist(fixed, sample).numpy())[1]) for sample in seen]
+    )
+    others = torch.ones(count, rows, dtype=torch.bool).scatter_(1, chosen, value=False)
+    return chosen, others.nonzero()[:, 1].view(count, rows - prefix)
+
+
+def _whitener(centred: Tensor) -> Tensor:
+    return _whitener_of(centred.T @ centred / len(centred))
+
+
+def _whitener_of(covariance: Tensor) -> Tensor:
+    """A, [D, D], with A Aᵀ the inverse of the covariance."""
+    scale = covariance.diagonal().mean()
+    eye = torch.eye(len(covariance), dtype=covariance.dtype)
+    return torch.linalg.cholesky(torch.linalg.inv(covariance + _RIDGE * scale * eye))
+
+
+def _assign(tokens: Tensor, centres: Tensor, whiten: Tensor) -> Tensor:
+    """[N]: the centre of each token, each taken once."""
+    return torch.from_numpy(linear_sum_assignment(torch.cdist(tokens @ whiten, centres @ whiten).square().numpy())[1])
