@@ -33,7 +33,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Borders:
-    """Patches [.., P] as [channels, height, width], and the fits to the right (1) and down (0)."""
+    """Patches [.., P] as [height, width, channels], and the fits down (0) and to the right (1)."""
 
     shape: tuple[int, int, int]
     grid: tuple[int, int]
@@ -86,8 +86,8 @@ class Borders:
 def _edge(patches: Tensor, shape: tuple[int, int, int], axis: int, first: bool) -> Tensor:
     """The first or last lines of patches [..., P] along an axis, flat, [..., F]."""
     placed = patches.double().unflatten(-1, shape)
-    side = placed.shape[-2 + axis]
-    return placed.narrow(-2 + axis, 0 if first else side - LINES, LINES).flatten(-3)
+    side = placed.shape[-3 + axis]
+    return placed.narrow(-3 + axis, 0 if first else side - LINES, LINES).flatten(-3)
 
 
 def _fit(last: Tensor, first: Tensor) -> Fit:

@@ -44,16 +44,9 @@ class PublicSide:
         """(S + σ²I)⁻¹, [D, D]."""
         return torch.linalg.inv(self.covariance + max(self.noise, least) * torch.eye(len(self.covariance)).double())
 
-    def permuted(self, channels: Tensor) -> PublicSide:
-        """The same with the channels in another order (gather)."""
-        return replace(
-            self,
-            prefix=self.prefix[:, channels],
-            places=self.places[:, channels],
-            covariance=self.covariance[channels][:, channels],
-            cross=self.cross[:, channels],
-            tokens=self.tokens[..., channels],
-        )
+    def with_noise(self, share: float) -> PublicSide:
+        """The same with this share of the noise's variance, as an average of several sendings has."""
+        return replace(self, noise=self.noise * share)
 
 
 def public_side(backbone: Backbone, images: Iterable[Tensor], patches: Tensor, defence: Defence) -> PublicSide:

@@ -73,8 +73,15 @@ def streams(backbone: Backbone, images: Iterable[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def send(z: Tensor, setting: Setting, words: Words, *, prefix: int, grid: tuple[int, ...], scale: float) -> View:
-    """The streams z [n, R, D] as one batch that a client with these settings sends."""
+def send(
+    z: Tensor, setting: Setting, words: Words, *, prefix: int, grid: tuple[int, ...], scale: float,
+    channels: Tensor | None = None,
+) -> View:  # fmt: skip
+    """The streams z [n, R, D] as one batch that a client with these settings sends.
+
+    scale: what a noise's σ is a multiple of. channels: [D], the key's order, which stays from step to step while rows get
+    a new one; None draws one.
+    """
     count, rows, width = z.shape
     sample = torch.arange(count)[:, None].expand(count, rows).clone()
     row = torch.arange(rows).expand(count, rows).clone()
@@ -88,5 +95,8 @@ def send(z: Tensor, setting: Setting, words: Words, *, prefix: int, grid: tuple[
         order = row_orders(words, count, rows)
         seen = seen.gather(1, order[..., None].expand_as(seen))
         sample, row = sample.gather(1, order), row.gather(1, order)
-    channels = words("columns", width).argsort(stable=True) if setting.columns else torch.arange(width)
+    if not setting.columns:
+        channels = torch.arange(width)
+    elif channels is None:
+        channels = words("columns", width).argsort(stable=True)
     return View(seen[..., channels], Truth(sample, row, channels))

@@ -1,0 +1,53 @@
+"""What an untrusted server of split learning learns of the samples: every defence and permutation, every attacker."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from situs.cli.parser.model_args import ImageArgs, open_from
+from situs.cli.result import asked, present
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(ImageArgs):
+    """What a server learns."""
+
+    count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
+    """So many of the images are attacked; the attacker without an embedding needs 100."""
+
+    batch: int = 64
+    """Images at a time."""
+
+    defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = ("none", "noise=0.2", "lowpass=0.3", "batch-shuffle=8")
+    """none, noise=σ (a multiple of the tokens' deviation), lowpass=r (share of frequencies), batch-shuffle=B."""
+
+    permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = ("rows", "columns")
+    """Permutations that every defence is also tried with."""
+
+    attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = (
+        "order", "old-embedding", "no-embedding", "decoder", "linkage", "repeats",
+    )  # fmt: skip
+    """Which attackers are tried."""
+
+    base: Annotated[str | None, Parameter(metavar="MODEL")] = None
+    """The model before fine-tuning, for the attacker who knows its embedding alone."""
+
+    public: Annotated[int, Parameter(metavar="IMAGES")] = 300
+    """So many further images are the attacker's own."""
+
+    pictures: bool = False
+    """Show the images and what was made of them; the page is then private."""
+
+
+def run(args: Args) -> None:
+    """Audits, prints the verdict and the table, and writes the page."""
+    from situs.audit.split.audit import audit_split
+
+    def progress(line: str) -> None:
+        print(f"situs: {line}", file=sys.stderr)
+
+    present(audit_split(open_from(args), progress=progress, **asked(args)), args.out)
