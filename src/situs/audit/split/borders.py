@@ -48,7 +48,7 @@ class Borders:
         return cls(shape, grid, (down, right))
 
     def group(self, patches: Tensor, places: Tensor, count: int) -> Tensor:
-        """[M]: the sample (0 to count - 1, without its name) of each of M = count · N patches [M, P] at `places` [M]."""
+        """[M]: the sample, 0 to count - 1 and without its name, of M = count · N patches [M, P] at `places` [M]."""
         at = [(places == place).nonzero()[:, 0] for place in range(self.grid[0] * self.grid[1])]
         edges = {(axis, first): _edge(patches, self.shape, axis, first) for axis in (0, 1) for first in (True, False)}
         found = torch.full((len(patches),), -1, dtype=torch.long)

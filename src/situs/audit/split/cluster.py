@@ -89,9 +89,8 @@ def _whitener(centred: Tensor) -> Tensor:
 
 def _whitener_of(covariance: Tensor) -> Tensor:
     """A, [D, D], with A Aᵀ the inverse of the covariance."""
-    scale = covariance.diagonal().mean()
-    eye = torch.eye(len(covariance), dtype=covariance.dtype)
-    return torch.linalg.cholesky(torch.linalg.inv(covariance + _RIDGE * scale * eye))
+    values, vectors = torch.linalg.eigh(covariance)  # tokens may lie in few directions, where no inverse would be exact
+    return vectors / (values.clamp(min=0) + _RIDGE * values.mean()).sqrt()
 
 
 def _assign(tokens: Tensor, centres: Tensor, whiten: Tensor) -> Tensor:

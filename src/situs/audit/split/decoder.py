@@ -1,7 +1,7 @@
 """The paper's own attacker: a decoder from what arrives to pixels, learned on public images under the same defence.
 
-It never puts rows in order, so that against permuted rows it measures its own blindness and not what the rows give away:
-the attacks that do put them in order stand beside it.
+It never puts rows in order, so that against permuted rows it measures its own blindness and not what the rows give
+away: the attacks that do put them in order stand beside it.
 """
 
 from __future__ import annotations
@@ -38,16 +38,19 @@ def learn(
 
     send(streams, step): what a client with the defence would send, other permutations and noise at every step.
     """
+    pixels, spread = patches.mean(dim=(0, 1)), patches.std()
+    sent = send(streams, 0)
+    mean, scale = sent.mean(dim=(0, 1)), sent.std(dim=(0, 1)).clamp(min=1e-12)
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         decoder = Decoder(streams.shape[1], streams.shape[2], prefix, patches.shape[2])
-        scale = streams.std()
         optimizer = torch.optim.AdamW(decoder.parameters(), rate, weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
         for step in range(steps):
             chosen = torch.randint(len(streams), (min(batch, len(streams)),))
-            found = decoder((send(streams[chosen], step) / scale).float())
-            loss = (found - patches[chosen].float()).square().mean()
+            wanted = (patches[chosen] - pixels) / spread
+            found = decoder(((send(streams[chosen], step) - mean) / scale).float())
+            loss = (found - wanted.float()).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -55,6 +58,6 @@ def learn(
 
     @torch.no_grad()
     def decode(seen: Tensor) -> Tensor:
-        return decoder.eval()((seen / scale).float()).double()
+        return decoder.eval()(((seen - mean) / scale).float()).double() * spread + pixels
 
     return decode

@@ -1,8 +1,8 @@
 """The attacker who knows nothing of the embedding: where the clusters lie on the grid, up to its symmetries.
 
-Patches that touch show alike things, and position vectors of neighbours are alike. Distances along the graph of the most
-alike clusters, drawn in the plane, give a first layout; it is then polished until clusters are as alike as clusters that
-far apart are in the layout itself.
+Patches that touch show alike things, and position vectors of neighbours are alike. Distances along the graph of the
+most alike clusters, drawn in the plane, give a first layout; it is then polished until clusters are as alike as
+clusters that far apart are in the layout itself.
 """
 
 from __future__ import annotations

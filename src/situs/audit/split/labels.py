@@ -17,23 +17,43 @@ def labels_with_head(backbone: Backbone, out: Tensor, gradient: Tensor) -> Tenso
     label, so that one vector-Jacobian product a class gives every candidate.
     """
     out = out.detach().requires_grad_()
-    logits = backbone.head(backbone.finish(Stream(out, backbone.num_prefix)))
+    logits = _logits(backbone, out)
     share = logits.softmax(dim=-1).detach()
-    candidates = []
+    came, alike = gradient.flatten(1).double(), []
     for label in range(logits.shape[1]):
         wanted = share.clone()
         wanted[:, label] -= 1
         [found] = torch.autograd.grad(logits, out, wanted, retain_graph=True)
-        candidates.append((found.flatten(1), gradient.flatten(1)))
-    alike = torch.stack([torch.cosine_similarity(a.double(), b.double()) for a, b in candidates])
-    return alike.argmax(dim=0)
+        alike.append(torch.cosine_similarity(found.flatten(1).double(), came))
+    return torch.stack(alike).argmax(dim=0)
 
 
 def labels_without_head(gradient: Tensor, classes: int, seed: int = 0) -> Tensor:
     """[n]: a class's number without its name: spherical k-means of the gradient [n, R, D] summed over its rows."""
     summed = torch.nn.functional.normalize(gradient.detach().double().sum(dim=1), dim=-1)
-    found = KMeans(classes, n_init=10, random_state=seed).fit_predict(summed.cpu().numpy())
+    means = KMeans(classes, n_init=10, random_state=seed)  # pyright: ignore[reportArgumentType]  # its stubs say str
+    found = means.fit_predict(summed.cpu().numpy())
     return torch.from_numpy(found).long()
+
+
+def read_rows(backbone: Backbone, rows: int, width: int) -> Tensor:
+    """[R] bool: the rows that the head reads, which alone have a gradient; for whoever has the head."""
+    generator = torch.Generator().manual_seed(0)
+    out = torch.randn(1, rows, width, generator=generator).to(next(backbone.parameters())).requires_grad_()
+    logits = _logits(backbone, out)
+    direction = torch.linspace(-1, 1, logits.shape[1]).to(logits)
+    [gradient] = torch.autograd.grad(logits, out, direction.expand_as(logits))
+    return (gradient[0] != 0).any(dim=-1).cpu()
+
+
+def place_rows(gradient: Tensor, read: Tensor) -> Tensor:
+    """[n, R], an index to gather rows by: those with the largest gradients go where the head reads.
+
+    Which of them stands where does not matter to a head that reads one row or pools them.
+    """
+    by_size = gradient.norm(dim=-1).argsort(dim=1, stable=True)
+    places = torch.cat([(~read).nonzero()[:, 0], read.nonzero()[:, 0]])
+    return torch.empty_like(by_size).scatter_(1, places.to(by_size.device).expand_as(by_size), by_size)
 
 
 def share_up_to_names(found: Tensor, truth: Tensor) -> float:
@@ -42,3 +62,7 @@ def share_up_to_names(found: Tensor, truth: Tensor) -> float:
     table = torch.zeros(size, size).index_put_((found, truth), torch.ones(len(found)), accumulate=True)
     rows, columns = linear_sum_assignment(table.numpy(), maximize=True)
     return float(table[torch.from_numpy(rows), torch.from_numpy(columns)].sum() / len(found))
+
+
+def _logits(backbone: Backbone, out: Tensor) -> Tensor:
+    return backbone.head(backbone.finish(Stream(out, backbone.num_prefix)))

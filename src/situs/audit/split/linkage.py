@@ -1,7 +1,7 @@
 """The attacker who knows nothing: is this the sample that was sent before? And what do several sendings add up to?
 
-A fresh order of rows at every step hides no statistic that the order does not touch: the mean and spread of each channel,
-its quantiles, the sorted lengths of the tokens.
+A fresh order of rows at every step hides no statistic that the order does not touch: the mean and spread of each
+channel, its quantiles, the sorted lengths of the tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ QUANTILES = 9
 
 
 def fingerprints(seen: Tensor) -> Tensor:
-    """[n, F] of samples [n, R, D]: what no order of rows changes, each statistic in units of its spread over samples."""
+    """[n, F] of samples [n, R, D]: what no order of rows changes, each in units of its spread over samples."""
     at = torch.linspace(0.05, 0.95, QUANTILES, dtype=seen.dtype)
     parts = [
         seen.mean(dim=1),
@@ -36,9 +36,9 @@ def link(earlier: Tensor, later: Tensor) -> Tensor:
 
 
 def average(sendings: Tensor) -> Tensor:
-    """One sample sent k times [k, R, D], rows in another order each time: the mean of each row, in the first's order."""
-    first, total = sendings[0], sendings[0].clone()
+    """Of one sample sent k times [k, R, D], rows in any order each time: the mean of each row, in the first's order."""
+    total = sendings[0].clone()
     for count, other in enumerate(sendings[1:], start=2):
         rows, chosen = linear_sum_assignment(torch.cdist(total / (count - 1), other).square().numpy())
         total[torch.from_numpy(rows)] += other[torch.from_numpy(chosen)]
-    return total / len(sendings) if len(sendings) > 1 else first
+    return total / len(sendings)

@@ -1,21 +1,19 @@
 """The attacker who knows the embedding: which place each token came from, and the pixels behind it (SPEC §7).
 
-Natural patches have almost no energy in many directions of the token space, and there the position vectors stand alone.
-Mahalanobis distance shows these directions: a token's cost at a place is its distance from the mean token there, in the
-covariance of public tokens. The order of all tokens is the assignment of least cost. The pixels are then the regression of
-patches on tokens, fitted on public images under the same defence.
+Natural patches have almost no energy in many directions of the token space, and there the position vectors stand
+alone. Mahalanobis distance shows these directions: a token's cost at a place is its distance from the mean token there,
+in the covariance of public tokens. The order of all tokens is the assignment of least cost. The pixels are then the
+regression of patches on tokens, fitted on public images under the same defence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from situs.audit.split.view import streams
 from situs.backbones.base import Backbone
 from situs.locks.features import Defence, low_pass, token_scale
 
@@ -26,9 +24,9 @@ _RIDGE, _PIXEL_RIDGE = 1e-9, 1e-10
 class PublicSide:
     """What public images and the known embedding say under a defence.
 
-    prefix: [p, D]. places: [N, D], the mean token at each place. covariance: [D, D] of tokens about these means, without
-    noise. noise: σ², on each entry. cross: [P, D], of pixels and tokens. pixels: [P], the mean patch. scale: what σ is a
-    multiple of. tokens: [m, R, D], the public streams themselves, undefended.
+    prefix: [p, D]. places: [N, D], the mean token at each place. covariance: [D, D] of tokens about these means,
+    without noise. noise: σ², on each entry. cross: [P, D], of pixels and tokens. pixels: [P], the mean patch. scale:
+    what σ is a multiple of. tokens: [m, R, D], the public streams themselves, undefended.
     """
 
     prefix: Tensor
@@ -44,17 +42,12 @@ class PublicSide:
         """(S + σ²I)⁻¹, [D, D]."""
         return torch.linalg.inv(self.covariance + max(self.noise, least) * torch.eye(len(self.covariance)).double())
 
-    def with_noise(self, share: float) -> PublicSide:
-        """The same with this share of the noise's variance, as an average of several sendings has."""
-        return replace(self, noise=self.noise * share)
 
-
-def public_side(backbone: Backbone, images: Iterable[Tensor], patches: Tensor, defence: Defence) -> PublicSide:
-    """Fits on public images, given as batches for the model and as pixels `patches` [m, N, P].
+def public_side(backbone: Backbone, z: Tensor, patches: Tensor, defence: Defence) -> PublicSide:
+    """Fits on public images: their streams z [m, R, D], undefended, and their pixels `patches` [m, N, P].
 
     The defence is simulated: a filter is linear, so that places and contents pass it apart; noise adds its variance.
     """
-    z = streams(backbone, images)
     count = patches.shape[1]
     prefix = z[0, : z.shape[1] - count]
     tokens = z[:, len(prefix) :]

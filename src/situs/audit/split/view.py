@@ -12,17 +12,21 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.core.random import bits
 from situs.errors import SitusError
+from situs.locks.equivariance.sample import row_leak, row_refusal
 from situs.locks.features import Defence, Words, defend, exchange_order, row_orders
 
 PIECE = 32
 """Samples that are embedded at a time."""
 
 
+NONE = Defence()
+
+
 @dataclass(frozen=True)
 class Setting:
     """What the client does to the tokens it sends. rows, columns: whether it permutes them."""
 
-    defence: Defence = Defence()
+    defence: Defence = NONE
     rows: bool = False
     columns: bool = False
 
@@ -60,14 +64,16 @@ def counted_words(seed: int, *parts: int) -> Words:
     return words
 
 
+def check_places(backbone: Backbone) -> None:
+    """Refuses a model whose blocks are told places beside the tokens: no order of rows hides them from its server."""
+    if (why := row_refusal(backbone) or row_leak(backbone)) is not None:
+        raise SitusError(f"{backbone.name}: no order of rows hides places from its server, nothing to attack: {why}")
+
+
 @torch.no_grad()
 def streams(backbone: Backbone, images: Iterable[Tensor]) -> Tensor:
     """The stream at the entrance of the blocks, [n, R, D] float64, of batches of images."""
-    if (kinds := backbone.positions().kinds) and "table" not in kinds:
-        raise SitusError(
-            f"{backbone.name}: tells its blocks places by {' and '.join(kinds)}, which go to the server beside the tokens; "
-            "no order of rows hides them, and there is nothing to attack"
-        )
+    check_places(backbone)
     positions = backbone.positions()
     return torch.cat([backbone.assemble(backbone.embed(each), positions).z.double().cpu() for each in images])
 
@@ -79,8 +85,8 @@ def send(
 ) -> View:  # fmt: skip
     """The streams z [n, R, D] as one batch that a client with these settings sends.
 
-    scale: what a noise's σ is a multiple of. channels: [D], the key's order, which stays from step to step while rows get
-    a new one; None draws one.
+    scale: what a noise's σ is a multiple of. channels: [D], the key's order, which stays from step to step while rows
+    get a new one; None draws one.
     """
     count, rows, width = z.shape
     sample = torch.arange(count)[:, None].expand(count, rows).clone()

@@ -1,4 +1,9 @@
-"""What an untrusted server of split learning learns of the samples: every defence and permutation, every attacker."""
+"""What an untrusted server of split learning learns of the samples: every defence and permutation, every attacker.
+
+For example: situs audit split runs/whole --data PHOTOGRAPHS --defences none,noise=0.2,noise=0.5 --out audit
+
+Each defence is tried alone and with rows, columns and both permuted. An attack that was not tried is no protection.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,8 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from situs.audit.split.attackers import ATTACKS
+from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
 from situs.cli.parser.model_args import ImageArgs, open_from
 from situs.cli.result import asked, present
 
@@ -16,27 +23,26 @@ from situs.cli.result import asked, present
 class Args(ImageArgs):
     """What a server learns."""
 
-    count: Annotated[int | None, Parameter(metavar="IMAGES")] = 64
-    """So many of the images are attacked; the attacker without an embedding needs 100."""
+    count: Annotated[int | None, Parameter(metavar="IMAGES")] = SAMPLES
+    """So many images are attacked, chosen at random and the same every time; the attacker without an embedding needs
+    100."""
 
     batch: int = 64
     """Images at a time."""
 
-    defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = ("none", "noise=0.2", "lowpass=0.3", "batch-shuffle=8")
+    defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = DEFENCES
     """none, noise=σ (a multiple of the tokens' deviation), lowpass=r (share of frequencies), batch-shuffle=B."""
 
-    permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = ("rows", "columns")
+    permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
     """Permutations that every defence is also tried with."""
 
-    attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = (
-        "order", "old-embedding", "no-embedding", "decoder", "linkage", "repeats",
-    )  # fmt: skip
+    attacks: Annotated[tuple[str, ...], Parameter(metavar="NAME,…")] = tuple(ATTACKS)
     """Which attackers are tried."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """The model before fine-tuning, for the attacker who knows its embedding alone."""
 
-    public: Annotated[int, Parameter(metavar="IMAGES")] = 300
+    public: Annotated[int, Parameter(metavar="IMAGES")] = PUBLIC
     """So many further images are the attacker's own."""
 
     pictures: bool = False

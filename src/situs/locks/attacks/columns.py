@@ -33,7 +33,6 @@ class Columns:
 
     q: Tensor
     cost: float
-    rounds: int
 
 
 @dataclass(frozen=True)
@@ -112,11 +111,11 @@ def _prefixes(found: Tensor, fixed: Tensor) -> Tensor:
 
 def _iterate(ours: _Channels, theirs: _Channels, single: Tensor, q: Tensor) -> Columns:
     """Assigns channels by their correlations with the others, put in the order found so far, until nothing moves."""
-    rounds, cost = 0, single
-    for rounds in range(1, ROUNDS + 1):
+    cost = single
+    for _ in range(ROUNDS):
         placed = torch.empty_like(ours.related).index_copy_(1, q, ours.related)  # columns in the clear order
         cost = torch.cdist(placed, theirs.related).square() + single
         before, q = q, assign(-cost)
         if torch.equal(before, q):
             break
-    return Columns(q, float(cost.gather(1, q[:, None]).mean()), rounds)
+    return Columns(q, float(cost.gather(1, q[:, None]).mean()))

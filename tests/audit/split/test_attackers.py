@@ -1,0 +1,100 @@
+"""Every attacker on a small model whose truth is known, and the reasons of those that are not tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from sent import classifier, stage
+
+from situs.audit.split.attackers import ATTACKS, Reading, attack
+from situs.audit.split.stage import Scene, Stage
+from situs.audit.split.view import Setting
+from situs.locks.features import parse_defence
+
+
+def tuned() -> Any:
+    """The classifier with another embedding, as before a fine-tuning."""
+    backbone = classifier()
+    with torch.no_grad():
+        for parameter in backbone.model.patch_embed.parameters():
+            parameter += 0.05 * parameter.std() * torch.randn_like(parameter)
+    return backbone
+
+
+@pytest.fixture(scope="module")
+def held() -> Stage:
+    return stage(private=12, old=tuned())
+
+
+def tried(held: Stage, name: str, defence: str, *permute: str) -> Reading:
+    setting = Setting(parse_defence(defence), "rows" in permute, "columns" in permute)
+    return attack(name, Scene.of(held, setting))
+
+
+@pytest.mark.parametrize("permute", [(), ("rows",), ("columns",), ("rows", "columns")])
+def test_permutations_hide_nothing_from_who_knows_the_embedding(held: Stage, permute: tuple[str, ...]) -> None:
+    found = tried(held, "order", "none", *permute)
+    assert found.scores["psnr"] > 45
+    assert found.scores.get("places") == (1 if "rows" in permute else None)
+    assert found.scores.get("channels") == (1 if "columns" in permute else None)
+    assert found.images is not None and found.images.shape == held.pictures.shape
+    labels = tried(held, "labels", "none", *permute)
+    assert labels.scores == {"labels": 1, "unnamed labels": 1}
+
+
+def test_a_batch_that_exchanged_its_tokens_is_put_together(held: Stage) -> None:
+    for permute in ((), ("rows", "columns")):
+        found = tried(held, "order", "batch-shuffle=4", *permute)
+        assert found.scores["places"] == found.scores["samples"] == 1
+        assert found.scores["psnr"] > 45
+    assert tried(held, "labels", "batch-shuffle=4", "rows").scores["labels"] == 1
+
+
+def test_an_old_embedding_does(held: Stage) -> None:
+    found = tried(held, "old-embedding", "none", "rows")
+    assert found.scores["places"] == 1 and found.knows == "the embedding before fine-tuning"
+
+
+def test_repeats_see_through_noise(held: Stage) -> None:
+    once, often = (tried(held, name, "noise=0.3", "rows").scores for name in ("order", "repeats"))
+    assert often["psnr"] > once["psnr"] + 2
+
+
+def test_samples_are_linked(held: Stage) -> None:
+    assert tried(held, "linkage", "none", "rows", "columns").scores == {"linked": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "defence", "permute", "why"),
+    [
+        ("old-embedding", "none", (), "the rows are in their order"),
+        ("old-embedding", "batch-shuffle", ("rows",), "a sample's tokens are not its own"),
+        ("no-embedding", "none", ("rows",), "12 samples are too few; it needs 100"),
+        ("repeats", "none", ("rows",), "there is no noise to average away"),
+    ],
+)
+def test_what_says_nothing_is_not_tried(
+    held: Stage, name: str, defence: str, permute: tuple[str, ...], why: str
+) -> None:
+    found = tried(held, name, defence, *permute)
+    assert (found.status, found.scores, found.images) == ("not tried", {}, None)
+    assert why in found.reason
+
+
+def test_reasons_that_lie_in_the_model_or_the_samples() -> None:
+    one = stage(private=1, global_pool="avg")
+    for name, defence, why in (
+        ("old-embedding", "none", "no base model was given"),
+        ("linkage", "none", "one sample is always found again"),
+        ("labels", "batch-shuffle", "its head pools patches"),
+    ):
+        found = tried(one, name, defence, "rows")
+        assert (found.status, why in found.reason) == ("not tried", True), name
+    one.labels = None
+    assert tried(one, "labels", "none").reason == "the images have none"
+
+
+def test_every_attacker_says_what_it_knows() -> None:
+    assert all(knows for _, knows in ATTACKS.values())

@@ -1,0 +1,81 @@
+"""`audit_split` from images to verdict."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from builders import small_vit
+from sent import CLASSES, classifier, pictures
+
+from situs.audit.split.audit import audit_split, settings_of
+from situs.data.sources.base import TensorSource
+from situs.errors import SitusError
+
+
+def source(count: int = 70) -> TensorSource:
+    images = (pictures(count) * 255).round().byte()
+    return TensorSource(images, torch.arange(count) % CLASSES, tuple("abcd"), "waves")
+
+
+def model(**fields: Any) -> Any:
+    return classifier(**fields).float().model
+
+
+def test_settings_are_each_defence_with_each_permutation() -> None:
+    assert list(map(str, settings_of(("none", "noise=1", "none"), ("columns", "rows")))) == [
+        "none", "columns", "rows", "rows + columns",
+        "noise=1", "noise=1 + columns", "noise=1 + rows", "noise=1 + rows + columns",
+    ]  # fmt: skip
+    assert list(map(str, settings_of(("none",), ()))) == ["none"]
+
+
+def test_the_server_of_a_small_model_sees_its_samples() -> None:
+    said: list[str] = []
+    asked: dict[str, Any] = {"defences": ("none", "noise=0.5"), "permute": ("rows",), "count": 8, "public": 60}
+    attacks = ("order", "linkage", "repeats", "labels")
+    audit = audit_split(model(), source(), attacks=attacks, progress=said.append, **asked)
+    assert said == ["none", "rows", "noise=0.5", "noise=0.5 + rows"] == [str(each.setting) for each in audit.settings]
+    plain, rows, *_ = audit.settings
+    assert plain.accuracy is not None and plain.accuracy == rows.accuracy
+    assert rows.best("places") == 1 and rows.best("labels") == 1 and rows.best("linked") == 1
+    assert (rows.best("psnr") or 0) > 30 > audit.blind["mean image"]["psnr"]
+    assert set(audit.blind) == {"mean image", "random pair"}
+    assert "the server sees the samples" in audit.summary().sentence
+    assert "repeats: there is no noise to average away (none, rows)" in audit.summary().notes[0]
+    assert audit.provenance.facts["samples attacked"] == "8"
+    assert all(reading.images is None for each in audit.settings for reading in each.readings)
+    again = audit_split(model(), source(), attacks=attacks, pictures=True, **asked)
+    assert again.numbers() == audit.numbers()
+    assert again.private and again.pictures is not None and len(again.pictures) == 8
+
+
+def test_labels_of_other_classes_are_not_compared() -> None:
+    unlabelled = TensorSource((pictures(12) * 255).byte(), None, None, "waves")
+    audit = audit_split(model(), unlabelled, defences=("none",), attacks=("labels",), count=4, public=8)
+    assert audit.settings[0].accuracy is None
+    assert audit.settings[0].readings[0].reason == "the images have none"
+
+
+@pytest.mark.parametrize(
+    ("asked", "field", "said"),
+    [
+        ({"attacks": ("thief",)}, "attacks", "unknown attack 'thief'; choose one of: .*order"),
+        ({"defences": ("fog",)}, "defence", "fog"),
+        ({"defences": ()}, "defences", "at least one"),
+        ({"permute": ("tiles",)}, "permute", "of rows, columns"),
+        ({"public": 1}, "public", ">= 2"),
+        ({"public": 69}, "public", "70 images are too few: 69 are the attacker's own"),
+    ],
+)
+def test_a_mistake_names_its_field(asked: dict[str, Any], field: str, said: str) -> None:
+    with pytest.raises(SitusError, match=said) as caught:
+        audit_split(model(), source(), **asked)
+    assert caught.value.field == field
+
+
+def test_models_that_cannot_be_attacked_are_refused() -> None:
+    rotary = small_vit(32, name="vit_small_patch16_rope_224", depth=1, width=24, patch_size=None).model
+    with pytest.raises(SitusError, match="RoPE"):
+        audit_split(rotary, source())
