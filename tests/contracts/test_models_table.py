@@ -118,6 +118,8 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
         "analyze positions": [model, *flags, "--folds", "2", *end],
         "audit gradients": [model, *flags, "--data", str(world.base / "data"), "--count", "1", "--defence", "none",
                             "--attack", "patchembed", "--no-pictures", *end],
+        "audit split": [model, *flags, *data, "--split", "train", "--count", "4", "--public", "20",
+                        "--defences", "none", "--attacks", "order,linkage", *end],
         "audit positions": [model, *flags, *data, "--no-equivariance", "--ratios", "0.5", *end],
         "finetune --from": ["--from", model, *(f.replace("--model-args", "--backbone.model-args")
                             .replace("--patch-size", "--backbone.patch-size").replace("--img-size", "--data.img-size")
@@ -140,8 +142,8 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
 VERBS = (
     "info", "verify", "features", "evaluate accuracy", "evaluate consistency", "evaluate ensemble", "evaluate knn",
     "evaluate position", "evaluate probe", "evaluate robustness", "analyze attention", "analyze correlation",
-    "analyze positions", "analyze reconstruct", "audit gradients", "audit positions", "finetune --from", "export",
-    "lock",
+    "analyze positions", "analyze reconstruct", "audit gradients", "audit positions", "audit split", "finetune --from",
+    "export", "lock",
 )  # fmt: skip
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"
@@ -160,6 +162,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "analyze positions": {"own": WHOLE},
     "analyze reconstruct": dict.fromkeys(KINDS[1:], NO_HEAD),
     "audit positions": {"own": WHOLE},
+    "audit split": {"own": WHOLE},
     "finetune --from": {"name": "random weights", "own": "a run cannot make again by itself"},
     "export": {
         **dict.fromkeys(("export", "hf"), "a model's folder already"),

@@ -28,6 +28,9 @@ from situs.audit.position.audit import PositionAudit
 from situs.audit.position.probe import OWN, PlaceReading, Probed
 from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
+from situs.audit.split.attackers import Reading
+from situs.audit.split.result import SettingFound, SplitAudit
+from situs.audit.split.view import Setting
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times
 from situs.bench.compare import StepComparison, compare_steps
@@ -50,6 +53,7 @@ from situs.evaluate.robustness.measures import Robustness
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
+from situs.locks.features import Defence as FeatureDefence
 from situs.locks.study.finetune import WAYS, Curve, Study, StudyConfig
 from situs.locks.study.paper import RuleCheck
 from situs.pages import PAGES, make_page, publish, write_numbers
@@ -131,6 +135,14 @@ def _audit() -> Audit:
 def _comparison() -> Comparison:
     guesses = {("a", "mean image"): measure_all(IMAGE * 0.5, IMAGE, 8)}
     return Comparison(_outcomes(), [NAME], IMAGE, IMAGE, guesses, 0.2, 1, 4, ())
+
+
+def _split_audit() -> SplitAudit:
+    done = Reading(NAME, NAME, "done", {"psnr": 30.0, "places": 0.5}, images=IMAGE)
+    skipped = Reading("labels", NAME, "not tried", reason=NAME)
+    strengths = [Setting(FeatureDefence("noise", strength), rows=True) for strength in (0.2, 0.5)]
+    found = tuple(SettingFound(setting, 0.9, 0.5, (done, skipped)) for setting in (Setting(), *strengths))
+    return SplitAudit(NAME, 1, 4, found, {"mean image": {"psnr": 9.0}}, IMAGE)
 
 
 def _lock_audit() -> LockAudit:
@@ -215,6 +227,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Reconstruction": (_reconstruction, {"one", "placed"}),
     "Robustness": (_robustness, {"accuracy", "severity", "corruptions"}),
     "Runs": (_runs, {"curves"}),
+    "SplitAudit": (_split_audit, {"psnr", "places"}),
     "StepComparison": (_comparison_of_steps, set()),
     "StepTable": (_steps, set()),
     "Study": (_study, set()),

@@ -73,6 +73,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Audit": {
         "audit positions": ("situs.cli.audit.positions", "how much a model knows and gives away of position"),
+        "audit split": ("situs.cli.audit.split", "what the server of split learning learns of the samples"),
         "audit gradients": ("situs.cli.audit.gradients", "what a model's gradients give away, with a gate for CI"),
     },
     "Speed": {

@@ -43,6 +43,7 @@ PAGES = {
     "Reconstruction": "reconstruct.page",
     "Robustness": "robustness.page",
     "Runs": "runs.page",
+    "SplitAudit": "split.page",
     "StepComparison": "bench.comparison",
     "StepTable": "bench.steps",
     "Study": "lock.study_page",

@@ -1,0 +1,71 @@
+"""The page of a split audit: threat model and verdict first, pictures only where they were kept, honest lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from situs.audit.split.attackers import Reading
+from situs.audit.split.result import SettingFound, SplitAudit
+from situs.audit.split.view import Setting
+from situs.locks.features import parse_defence
+from situs.pages import PRIVATE, make_page
+from situs.pages.split import trade_offs
+
+IMAGES = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def found(text: str, cosine: float, rows: bool = False, **scores: float) -> SettingFound:
+    reading = Reading("order", "the embedding", "done", scores, images=IMAGES if "psnr" in scores else None)
+    return SettingFound(Setting(parse_defence(text), rows), cosine, None, (reading,))
+
+
+def audit(*settings: SettingFound, pictures: bool = False) -> SplitAudit:
+    return SplitAudit("m", 2, 9, settings, {"mean image": {"psnr": 9.0}}, IMAGES.float() if pictures else None)
+
+
+CURVED = (
+    found("none", 1.0, psnr=50.0),
+    found("noise=0.5", 0.4, psnr=12.0),
+    found("noise=0.2", 0.8, psnr=30.0),
+    found("none", 1.0, rows=True, psnr=50.0, places=1.0),
+    found("noise=0.5", 0.4, rows=True, places=0.25),
+    found("noise=0.2", 0.8, rows=True, psnr=29.0, places=0.5),
+    found("lowpass=0.3", 0.7, psnr=16.0),
+)
+
+
+def test_lines_run_over_the_strengths_of_a_defence_and_hold_what_somebody_found() -> None:
+    assert trade_offs(audit(*CURVED)) == {
+        "psnr": {"noise": ([0.4, 0.8, 1.0], [12.0, 30.0, 50.0])},  # under rows only one strength gave pictures
+        "places": {"noise + rows": ([0.4, 0.8, 1.0], [25.0, 50.0, 100.0])},
+    }
+    assert trade_offs(audit(*CURVED[:1], *CURVED[-1:])) == {}
+
+
+@pytest.mark.parametrize("pictures", [False, True])
+def test_the_threat_model_and_the_verdict_come_first(
+    pictures: bool, outline: Callable[[str], list[str]], undrawn: None
+) -> None:
+    made = make_page(audit(*CURVED, pictures=pictures))
+    assert outline(made.render()) == [
+        "Threat model, facts",
+        "Verdict, 1 note",
+        "Attackers and defences, 8 rows, facts",
+        *["Pictures, 1 figure"] * pictures,
+        "What a defence hides, and what it costs, 1 text, 2 figures",
+        "How this page was made",
+    ]
+    assert made.notice == (PRIVATE if pictures else "")
+    assert "TLS" in made.render() and "an attack that was not tried is no protection" in made.render()
+
+
+def test_what_was_not_tried_stands_below_the_verdict() -> None:
+    skipped = Reading("labels", "the head", "not tried", reason="the images have none")
+    one = replace(CURVED[0], readings=(skipped,))
+    text = make_page(audit(one)).render()
+    assert "Not tried, which is no protection: labels: the images have none (none)." in text
+    assert "no attack on the pictures was tried, which is no protection" in text
