@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from situs.audit.split.attackers import Reading
+from situs.audit.split.stage import LOOKED_AT
 from situs.audit.split.view import Setting
 from situs.results import Cell, Result, Summary, Table, percent
 
@@ -35,8 +36,11 @@ SCORES: dict[str, tuple[Callable[[float], str], str]] = {
     "psnr": (_decibels, "mean PSNR of the pictures that were made"),
     "best psnr": (_decibels, "of the sample that came back best"),
     "patch psnr": (_decibels, "each patch against the one of the picture that fits it best, wherever that stands"),
-    "ssim": (_number, "mean structural similarity"),
-    "fsim": (_number, "mean cosine of the pooled features of original and picture, by the audited model itself"),
+    "ssim": (_number, f"mean structural similarity of the first {LOOKED_AT} samples"),
+    "fsim": (
+        _number,
+        f"mean cosine of the pooled features of original and picture, by the model itself, of the first {LOOKED_AT}",
+    ),
 }
 """score -> (how it is written, what it is)."""
 

@@ -18,8 +18,8 @@ from situs.core.tokens import patchify
 from situs.locks.features import Defence, defend
 from situs.models import Model
 
-ENCODED = 16
-"""Pictures at most that feature similarity is a mean over: each is a forward of the whole model."""
+LOOKED_AT = 24
+"""Pictures at most that SSIM and feature similarity are means over: they cost far more than the attack itself."""
 
 SSIM_WINDOW = 11
 
@@ -125,8 +125,8 @@ class Stage:
         found = {"psnr": float(quality.mean()), "best psnr": float(quality.max())}
         found["patch psnr"] = float(match_patches(images, real, self.patch).psnr.mean())
         if min(real.shape[-2:]) >= SSIM_WINDOW:
-            found["ssim"] = float(ssim(images, real).mean())
-        return {**found, "fsim": self._features_alike(images[:ENCODED])}
+            found["ssim"] = float(ssim(images[:LOOKED_AT], real[:LOOKED_AT]).mean())
+        return {**found, "fsim": self._features_alike(images[:LOOKED_AT])}
 
     @torch.no_grad()
     def _features_alike(self, images: Tensor) -> float:
