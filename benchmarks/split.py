@@ -3,7 +3,8 @@
     python benchmarks/split.py --steps 10     # ViT-S/4 on 32 px, batch 32, on the CPU; the server in a second process
 
 Each row trains the same model on the same random batch. Wire: the time a client waits that the server does not compute,
-over all time. Raw: features of the same size sent there and back with nothing computed.
+over all time. Raw: features of the same size sent there and back with nothing computed. Operations and bytes a step
+with and without permutations are the fourth paper's Fig. 8; its dense products of matrices are gathers here.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from situs.backbones import BackboneConfig
 from situs.data.batch import Batch
@@ -159,6 +161,23 @@ def permuting(method: Method, z: torch.Tensor) -> float:
     return sorted(spent)[len(spent) // 2]
 
 
+def work(config: RunConfig, batch: Batch, permute: Any, out: Path) -> tuple[float, float]:
+    """Floating point operations and bytes on the wire of one step of both sides, in one process."""
+    server = make_server(config, out, device=str(batch.inputs.device))
+    method = make_method(config, CLASSES).to(batch.inputs.device).train()
+    order, served = trained_order(method, config.optim), own_names(method, "server")
+    client = Client(lambda message, _: server.answer("me", message), "0" * 32)
+    view = make_view(method.backbone, permute, Defence(), key=Key(bytes(32)), run=client.session)
+    client.hello(layout(method.backbone), agreed(config.optim, server.precision), [])
+    cut(method, "client")
+    attach(method.backbone, client, view, sum(name in served for name in order))
+    kind = partial(SplitStepper, client=client, order=order)
+    stepper = stepper_of(kind, method, config, str(batch.inputs.device))
+    with FlopCounterMode(display=False) as counted:
+        stepper.update(batch, Moment(0, 0, 0.0), 1e-4, False)
+    return counted.get_total_flops(), client.sent
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="vit_small_patch16_224")
@@ -197,6 +216,7 @@ def main() -> None:
             ("TLS, rows + columns, bf16", certs, both, torch.bfloat16),
         ):
             rows[name] = split_row(args, config, Path(place) / name, where, batch, permute, wire)
+        works = [work(config, batch, permute, Path(place) / f"work{len(permute)}") for permute in ((), both)]
         raw = {
             name: raw_rate(config, Path(place) / f"raw {name}", where, z)
             for name, where in (("plaintext", None), ("TLS", certs))
@@ -208,6 +228,8 @@ def main() -> None:
         more = f"{row['bytes'] / 1024:12.1f}{row['wire']:8.1%}{row['mib_s']:9.0f}" if "bytes" in row else ""
         print(f"  {name:28}{row['steps_s']:9.3f}{row['steps_s'] / rows['local']['steps_s']:10.1%}{more}")
     print(f"raw: {', '.join(f'{name} {rate:.0f} MiB/s' for name, rate in raw.items())}")
+    for (flops, sent), name in zip(works, ("as they are", "rows + columns"), strict=True):
+        print(f"both sides, {name}: {flops / 1e9:.3f} GFLOP and {sent / MIB:.2f} MiB a step")
     print(f"rows and columns take {1e3 * moving:.2f} ms a step, {moving * rows['local']['steps_s']:.2%} of a local one")
 
 

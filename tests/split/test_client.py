@@ -27,15 +27,22 @@ def test_split_training_is_local_training_to_the_bit(tmp_path) -> None:
     assert sum(m.kind == "commit" for m in pair.seen) == 0  # each went with the next question
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """What a server sees where nothing is hidden, and what local training gives, in float64."""
+    out = tmp_path_factory.mktemp("plain")
+    local = train_locally(method_of(vit(torch.float64)), Loader(), out / "local")
+    pair = Pair(lambda: vit(torch.float64), out)
+    pair.run(Loader())
+    return local, pair
+
+
 @pytest.mark.parametrize("permute", [("rows",), ("columns",), ("rows", "columns")])
-def test_permuted_training_is_local_training(tmp_path, permute) -> None:
-    local = train_locally(method_of(vit(torch.float64)), Loader(), tmp_path / "local")
+def test_permuted_training_is_local_training(tmp_path, permute, plain) -> None:
     pair = Pair(lambda: vit(torch.float64), tmp_path, permute)
     split = pair.run(Loader())
-    assert farthest(local, split) < 1e-9
-    plain = Pair(lambda: vit(torch.float64), tmp_path / "plain")
-    plain.run(Loader())
-    for own, clear in zip(pair.seen, plain.seen, strict=True):
+    assert farthest(plain[0], split) < 1e-9
+    for own, clear in zip(pair.seen, plain[1].seen, strict=True):
         if own.kind == "forward":  # the server's view is another: no row, or no channel, where it was
             assert (own.tensors["z"] - clear.tensors["z"]).abs().max() > 0.01
 
@@ -108,13 +115,13 @@ def test_a_swin_and_a_rotary_model_keep_to_their_own_places(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("defence", [Defence("noise", 0.3), Defence("lowpass", 0.4), Defence("batch-shuffle", 4)])
-def test_a_defence_changes_what_is_sent_and_training_goes_on(tmp_path, defence) -> None:
-    plain, pair = Pair(vit, tmp_path / "plain"), Pair(vit, tmp_path / "defended", ("rows",), defence)
-    plain.run(Loader())
+def test_a_defence_changes_what_is_sent_and_training_goes_on(tmp_path, defence, plain) -> None:
+    train = replace(TRAIN, max_steps=1)
+    pair = Pair(lambda: vit(torch.float64), tmp_path / "defended", ("rows",), defence, train=train)
     pair.run(Loader())
-    sent, clear = (next(m.tensors["z"] for m in each.seen if m.kind == "forward") for each in (pair, plain))
+    sent, clear = (next(m.tensors["z"] for m in each.seen if m.kind == "forward") for each in (pair, plain[1]))
     assert not torch.allclose(sent.sort(1).values, clear.sort(1).values, atol=1e-3)
-    again = Pair(vit, tmp_path / "again", ("rows",), defence)
+    again = Pair(lambda: vit(torch.float64), tmp_path / "again", ("rows",), defence, train=train)
     again.run(Loader())
     assert torch.equal(sent, next(m.tensors["z"] for m in again.seen if m.kind == "forward"))
 

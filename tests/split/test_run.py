@@ -22,8 +22,9 @@ from situs.split.message import Message
 from situs.split.run import Hide, train_split
 from situs.split.transport.certificates import make_certificates, read_credentials
 from situs.split.transport.connect import Connection
+from situs.split.transport.serve import LOG
 from situs.split.whole import merge, merge_locked, open_split
-from situs.train.checkpoint import RunFolder
+from situs.train.checkpoint import RunFolder, checkpoints
 from situs.train.run import train_run
 
 
@@ -196,6 +197,34 @@ def test_faults_lose_and_double_no_step(tmp_path, certs, local, count) -> None:
     assert same(tmp_path / "whole", local)
     logged, alone = (RunFolder.open(each).records() for each in (tmp_path / "whole", local))
     assert [(r["step"], r["loss"]) for r in logged] == [(r["step"], r["loss"]) for r in alone]
+
+
+def test_a_disk_that_is_full_at_either_side_loses_nothing(tmp_path, local, monkeypatch) -> None:
+    out, really = tmp_path / "split", checkpoints.write_checkpoint
+
+    def side_of(path) -> str:
+        return "server" if tmp_path / "server" in path.parents else "client"
+
+    with serving(tmp_path / "server") as server, Connection(server.address, None) as call:
+        for side in ("server", "client"):
+
+            def full(final, *_, side=side, **__):
+                if side_of(final) == side and final.name == "step-00000004":
+                    raise OSError(28, "No space left on device")
+                return really(final, *_, **__)
+
+            where = {"resume": out} if out.exists() else {"out": out}
+            with monkeypatch.context() as patch:
+                patch.setattr(checkpoints, "write_checkpoint", full)
+                with pytest.raises(
+                    SitusError, match="own log says why" if side == "server" else "no space left"
+                ) as told:
+                    train_split(CONFIG, call, **where, device="cpu", quiet=True)
+            assert str(tmp_path / "server") not in str(told.value)
+        train_split(CONFIG, call, resume=out, device="cpu", quiet=True)
+    merge(out, tmp_path / "server", tmp_path / "whole")
+    assert same(tmp_path / "whole", local)
+    assert "no space left" in (tmp_path / "server" / LOG).read_text()
 
 
 def test_what_a_split_training_refuses(tmp_path) -> None:

@@ -142,6 +142,13 @@ def test_places_are_limited_and_an_idle_training_gives_way(tmp_path) -> None:
     pair.server.sessions[SESSION].heard -= 1e6
     pair.client.hello(*pair.facts, [])
     assert list(pair.server.sessions) == [other]
+    full = Pair(vit, tmp_path / "full", limits=Limits(kept=1))
+    full.client.hello(*full.facts, [])
+    full.client.bye()
+    full.client.hello(*full.facts, [])  # its own is there
+    full.client.session = other
+    with pytest.raises(RefusedError, match="1 trainings are kept"):
+        full.client.hello(*full.facts, [])
 
 
 def test_shared_blocks_take_steps_in_turn(tmp_path) -> None:

@@ -32,7 +32,7 @@ from situs.train.optim import BACKBONE, OptimConfig
 
 KEY = Key(bytes(range(32)))
 SESSION = "0123456789abcdef" * 2
-TRAIN = TrainConfig(epochs=None, max_steps=4, precision="fp32", seed=3, log_every=2, save_every=100)
+TRAIN = TrainConfig(epochs=None, max_steps=3, precision="fp32", seed=3, log_every=2, save_every=100)
 OPTIM = OptimConfig(lr=1e-2, warmup_epochs=0.5, clip=0.5, layer_decay=0.8, ema=0.9, weight_decay=0.1)
 
 

@@ -1,6 +1,5 @@
 """The server, free of transport: who may go on with which session, and what of it lies on disk.
 
-    OUT/config.json                    what is served
     OUT/sessions/ID/checkpoints/…      one run folder a client, with the blocks alone
     OUT/shared/checkpoints/…           where all clients train the same blocks
 
@@ -49,6 +48,9 @@ class Limits(Checked):
 
     lease: Positive = 60.0
     """Shared blocks: seconds that a client may take over its turn."""
+
+    kept: Count = 100
+    """Trainings kept on the disk; a new client is refused where there are more, until old ones are taken away."""
 
     keep: Count = 2
     """Newest checkpoints that stay; at least 2, so that one of them is always the client's too."""
@@ -210,6 +212,8 @@ class Server:
         if self.common is not None:
             return Session(name, owner, self.common, self.common_folder, keep=keep, shared=True)
         path = self.out / "sessions" / name
+        if not path.exists() and path.parent.exists() and len(list(path.parent.iterdir())) >= self.limits.kept:
+            raise RefusedError(f"{self.limits.kept} trainings are kept here already; no more are taken", "full")
         folder = self._folder(path, {"owner": owner, "layout": self.layout, "digest": self.digest})
         recorded = folder.config.get("split", {})
         if recorded.get("owner") != owner:

@@ -24,7 +24,8 @@ LONGEST = 300.0
 """Seconds that one message may take to come in, to be answered and to be taken."""
 
 AT_ONCE = 2
-"""Messages of one client that are held at a time: the one under way, and the same once more after a cut."""
+"""Messages of one connection that are held at a time: the one under way, and the same once more after a cut. All
+together are as many for each client that may be served."""
 
 LOG, LOG_BYTES = "refused.log", 4 << 20
 OPTIONS = (
@@ -97,7 +98,7 @@ class Service:
             async with asyncio.timeout(LONGEST):
                 if self.denied(owner, pem):
                     raise RefusedError("this certificate is turned away here", "denied")
-                answer = await self._take_in(owner, chunks)
+                answer = await self._take_in(owner, context.peer(), chunks)
         except RefusedError as error:
             answer = self._refuse(owner, error.code, str(error))
         except TimeoutError:
@@ -117,10 +118,10 @@ class Service:
             self.log.warning("%s refused (%s): %s", _name(owner), code, reason.replace("\n", " ")[:400])
         return Message("refused", {"code": code, "reason": reason[:400]})
 
-    async def _take_in(self, owner: str, chunks: AsyncIterator[bytes]) -> Message:
-        if self.held[owner] >= AT_ONCE:
-            raise RefusedError(f"{AT_ONCE} messages of this client are held already", "busy")
-        self.held[owner] += 1
+    async def _take_in(self, owner: str, peer: str, chunks: AsyncIterator[bytes]) -> Message:
+        if self.held[peer] >= AT_ONCE or self.held.total() >= AT_ONCE * self.server.limits.clients:
+            raise RefusedError("as many messages are held already as may be", "busy")
+        self.held[peer] += 1
         try:
             stream = aiter(chunks)
             body = self.server.admit(owner, await anext(stream, b""))
@@ -130,9 +131,9 @@ class Service:
             del body
             return await self._answered(owner, message)
         finally:
-            self.held[owner] -= 1
-            if not self.held[owner]:
-                del self.held[owner]
+            self.held[peer] -= 1
+            if not self.held[peer]:
+                del self.held[peer]
 
     async def _answered(self, owner: str, message: Message) -> Message:
         loop = asyncio.get_running_loop()
