@@ -8,6 +8,9 @@ from builders import small_vit
 from torch import Tensor
 
 from situs.backbones import create_backbone
+from situs.backbones.base import Stream
+from situs.backbones.timm import attention
+from situs.backbones.timm.attention import run_blocks
 from situs.core.tokens import take
 from situs.errors import SitusError
 from situs.methods import MP3, Batch, MP3Config
@@ -198,3 +201,40 @@ def test_patches_are_ordered_before_they_are_embedded() -> None:
     tokens = take(method.backbone.embed(batch().inputs), draws["order"])
     logits = method.position_head(method.backbone.encode(tokens, None, context=method.context).patches)
     assert torch.equal(loss, position_loss(logits, draws["order"]))
+
+
+def compiled_step(context: int | None) -> tuple[Tensor, dict[str, Tensor], int]:
+    """Loss and gradients of small blocks, compiled, and the bytes that they keep for the backward.
+
+    The partition is the compiler's own; only the kernels are torch's.
+    """
+    torch.manual_seed(0)
+    backbone = small_vit((8, 12))
+    blocks, tokens = backbone.model.blocks, torch.randn(4, 7, 16)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    run = torch.compile(lambda z: run_blocks(blocks, Stream(z, 1), context, ()), backend="aot_eager_decomp_partition")
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = run(tokens).square().mean()
+    loss.backward()
+    return loss, {name: p.grad for name, p in blocks.named_parameters()}, sum(kept.values())
+
+
+@pytest.mark.slow
+def test_a_compiled_context_is_kept_once_and_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, grads, less = compiled_step(5)
+    plain = compiled_step(None)[2]
+    monkeypatch.setattr(
+        attention, "_of_first", lambda x, keys, weight, bias: torch.nn.functional.linear(x[:, :keys], weight, bias)
+    )
+    torch.compiler.reset()
+    expected, gradients, more = compiled_step(5)
+    assert torch.equal(loss, expected) and all(torch.equal(grads[name], gradients[name]) for name in gradients)
+    depth = len(small_vit((8, 12)).model.blocks)
+    copies = depth * 4 * 5 * 16 * 4  # of the context, in every block
+    assert 0.8 * copies < more - less <= copies
+    assert less < plain

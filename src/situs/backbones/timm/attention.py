@@ -8,6 +8,7 @@ With `keys`, keys and values are computed for the first `keys` tokens alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from timm.models.vision_transformer import Block, ResPostBlock
 from timm.models.vision_transformer_relpos import RelPosAttention, RelPosBlock, ResPostRelPosBlock
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from situs.backbones.base import Stream, Taps, called
 from situs.errors import SitusError
@@ -78,10 +80,28 @@ def _fused(weight: Tensor, bias: Tensor | None, x: Tensor, x_keys: Tensor) -> tu
     if x is x_keys:
         q, k, v = F.linear(x, weight, bias).chunk(3, dim=-1)
         return q, k, v
-    width = weight.shape[0] // 3
+    width, keys = weight.shape[0] // 3, x_keys.shape[1]
     q = F.linear(x, weight[:width], None if bias is None else bias[:width])
-    k, v = F.linear(x_keys, weight[width:], None if bias is None else bias[width:]).chunk(2, dim=-1)
+    k, v = _of_first(x, keys, weight[width:], None if bias is None else bias[width:]).chunk(2, dim=-1)
     return q, k, v
+
+
+def _of_first(x: Tensor, keys: int, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear of the first `keys` tokens. The product needs them side by side, and its backward needs them again.
+
+    Compiled, that copy would be kept beside x in every layer; here it is made again from x, which is kept anyway.
+    """
+    if not torch.compiler.is_compiling():
+        return F.linear(x[:, :keys], weight, bias)
+    contexts = partial(create_selective_checkpoint_contexts, _products_alone)
+    first = lambda x, weight, bias: F.linear(x[:, :keys], weight, bias)  # noqa: E731  (the compiler traces it)
+    return checkpoint(first, x, weight, bias, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def _products_alone(_: Any, op: Any, *__: Any, **___: Any) -> CheckpointPolicy:
+    """Keeps what a product gives and makes all else again."""
+    product = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _project_plain(attn: Any, x: Tensor, x_keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
