@@ -158,10 +158,10 @@ def main() -> None:
                 try:
                     found, wait = speed(Repeated(source, args.count), args, decoder, resident="never")
                     row.append(f"{found:,.0f} ({wait:.0%})")
+                    print(f"{form}, {decoder}: {row[-1]}", flush=True)
                 except SitusError as error:
                     row.append("–" if decoder == "gpu" else str(error))
             rows.append(row)
-            print("  ".join(row), flush=True)
         held, wait = speed(one, args, "cpu", resident="always", resident_gib=64.0)
         rows.append(["held in memory", f"{held:,.0f} ({wait:.0%})", *["–"] * (len(args.decoders) - 1)])
         print(Table("img/s (share of the time in the loader)", ["source", *args.decoders], rows))

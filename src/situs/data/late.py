@@ -39,7 +39,7 @@ def crop_resized(images: Sequence[Tensor], boxes: Tensor, size: tuple[int, int],
         for row, (top, left, height, width) in enumerate(cut.tolist()):
             padded[row, :, :height, :width] = images[start + row][:, top : top + height, left : left + width]
         rows, columns = (
-            weights(cut[:, 2 + side], size[side], most, mode).to(padded.device, non_blocking=True)[:, None]
+            weights(cut[:, 2 + side].to(padded.device, non_blocking=True), size[side], most, mode)[:, None]
             for side, most in ((0, tall), (1, wide))
         )
         parts.append((rows @ padded @ columns.transpose(-1, -2)).round_().clamp_(0, 255).to(torch.uint8))
@@ -61,11 +61,12 @@ def _spans(boxes: Tensor) -> Iterator[tuple[int, int]]:
 def weights(lengths: Tensor, size: int, most: int, mode: str) -> Tensor:
     """What each of `size` new pixels takes of the old ones, [n, size, most]: Pillow's and torch's antialiased filters.
 
-    lengths: [n] how many old pixels there are, at most `most`; what lies behind them weighs nothing.
+    lengths: [n] how many old pixels there are, at most `most`, on the device to compute on; what lies behind them weighs
+    nothing.
     """
     scale = lengths.double().view(-1, 1, 1) / size
-    centre = (torch.arange(size).view(1, -1, 1) + 0.5) * scale
-    place = torch.arange(most).view(1, 1, -1)
+    centre = (torch.arange(size, device=lengths.device).view(1, -1, 1) + 0.5) * scale
+    place = torch.arange(most, device=lengths.device).view(1, 1, -1)
     x = ((place + 0.5 - centre) / scale.clamp(min=1.0)).abs()
     if mode == "bilinear":
         made = (1 - x).clamp(min=0)
