@@ -61,8 +61,7 @@ def _spans(boxes: Tensor) -> Iterator[tuple[int, int]]:
 def weights(lengths: Tensor, size: int, most: int, mode: str) -> Tensor:
     """What each of `size` new pixels takes of the old ones, [n, size, most]: Pillow's and torch's antialiased filters.
 
-    lengths: [n] how many old pixels there are, at most `most`, on the device to compute on; what lies behind them weighs
-    nothing.
+    lengths: [n] how many old pixels there are, at most `most`, on the device that computes; those behind weigh nothing.
     """
     scale = lengths.double().view(-1, 1, 1) / size
     centre = (torch.arange(size, device=lengths.device).view(1, -1, 1) + 0.5) * scale
