@@ -125,6 +125,18 @@ def test_a_sealed_lock_is_attacked_below_its_seal(
     assert [attack["attacker"] for attack in written["attacks"]] == ["no-base", "public-base"]
 
 
+def test_who_runs_the_blocks_reads_the_key_off_the_stream(
+    locked: Locked, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--attacker", "activations", "--images", trained.data, "--out", tmp_path]
+    assert audit(locked.cover, *words, "--key", locked.key) == 0
+    [written] = json.loads((tmp_path / "audit.json").read_text())["attacks"]
+    assert (written["attacker"], written["right"], written["size"], written["bits"]) == ("activations", 16, 16, 0)
+    capsys.readouterr()
+    assert audit(locked.cover, *words) == 2
+    assert "what the server sees is made with the true key (--key)" in capsys.readouterr().err
+
+
 def test_images_without_labels(
     trained: Any, locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,14 @@ def test_no_strength_without_the_attack_that_anybody_can_make(folders):
     assert less.verdict.startswith("Not attacked: no strength can be given.")
 
 
+def test_a_server_without_the_embedding_has_nothing_to_compare_the_stream_with(folders):
+    _, place = folders
+    less = audit_lock(place / "less", key=KEY, attacker=["activations", "no-base"], images="samples")
+    assert [each.attacker for each in less.attacks] == ["no-base"]
+    assert "The attacker `activations` has nothing to start from" in less.verdict
+    assert "activations" not in audit_lock(place / "less", key=KEY).verdict
+
+
 def test_where_images_tell_nothing_the_locked_file_alone_must_have_been_attacked(folders):
     clear, place = folders
     config = LockAuditConfig(drift=(1000.0,))
@@ -97,6 +105,7 @@ def test_accuracies_stand_in_their_columns_and_the_control_beside_what_it_is_hel
         ({"attacker": ["public-base"]}, "base"),
         ({"attacker": ["labels"]}, "data"),
         ({"attacker": ["images"]}, "images"),
+        ({"attacker": ["activations"]}, "images"),
         ({"images": "a", "texts": "b"}, "images"),
         ({"base": "no/such/folder"}, "base"),
     ],

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from sent import sent, streams_of
+from builders import small_hf
+from sent import classifier, pictures, sent, streams_of
 
 from situs.errors import SitusError
-from situs.locks.attacks.columns import apart, recover_columns
+from situs.locks.attacks.columns import apart, recover_columns, recover_with_activations
+from situs.locks.groups import random_keys
 
 PUBLIC = streams_of(60, sample=1)
 
@@ -57,3 +59,33 @@ def test_fixed_rows_are_known_by_their_sorted_values() -> None:
 def test_another_width_is_refused() -> None:
     with pytest.raises(SitusError, match="23 channels were seen, and the public embedding has 24"):
         recover_columns(PUBLIC.z[..., :23], PUBLIC.z, PUBLIC.fixed)
+
+
+def test_a_server_reads_the_key_of_a_locked_model_off_its_stream() -> None:
+    backbone = classifier()
+    groups = backbone.groups()
+    truth = random_keys(groups, torch.Generator().manual_seed(0))
+    found = recover_with_activations(backbone, groups, pictures(24).split(1), truth=truth)
+    assert (found.attacker, found.right, found.size, found.bits) == ("activations", 24, 24, 0)
+    assert found.cost == "what enters the blocks of 12 samples, 12 others and the clear embedding"
+    other = random_keys(groups, torch.Generator().manual_seed(1))
+    assert recover_with_activations(backbone, groups, pictures(24).split(1), truth=other).right == 24
+
+
+def test_texts_of_several_lengths_are_rows() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    backbone = small_hf("BertModel", vocab_size=40, max_position_embeddings=24, **sizes).eval()
+    texts = [torch.randint(40, (1, 8 + n % 12), generator=torch.Generator().manual_seed(n)) for n in range(120)]
+    groups = backbone.groups()
+    truth = random_keys(groups, torch.Generator().manual_seed(0))
+    found = recover_with_activations(backbone, groups, texts, truth=truth)
+    assert found.right is not None and found.right >= 12  # of 16; a guess has one
+
+
+@pytest.mark.parametrize(("truth", "samples", "field"), [(None, 4, "key"), ({}, 1, "count")])
+def test_what_the_server_lacks_is_said(truth: dict[str, torch.Tensor] | None, samples: int, field: str) -> None:
+    backbone = classifier()
+    with pytest.raises(SitusError, match="attacker=activations") as caught:
+        recover_with_activations(backbone, backbone.groups(), pictures(samples).split(1), truth=truth)
+    assert caught.value.field == field

@@ -56,6 +56,7 @@ def test_images_come_as_the_model_takes_them(vit: Any, pictures: Path) -> None:
     assert samples.had == "3 unlabelled images"
     batches = list(samples.batches)
     assert all(batch.shape == (3, 3, 8, 8) for batch in batches)
+    assert torch.equal(torch.cat(samples.each), batches[0])
     assert read_samples(folder, backbone, {"images": pictures}, 9).had == "5 unlabelled images"
     again = list(read_samples(folder, backbone, {"images": pictures}, 3).batches)
     assert all(torch.equal(a, b) for a, b in zip(batches, again, strict=True))

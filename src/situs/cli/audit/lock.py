@@ -31,7 +31,7 @@ class Args:
     """The locked folder (situs lock)."""
 
     attacker: Annotated[tuple[str, ...], Parameter(metavar="NAME")] = ()
-    """no-base, images, public-base, drifted-base or labels; several apart by commas. By default
+    """no-base, images, activations, public-base, drifted-base or labels; several apart by commas. By default
     no-base, images where there are --images or --texts, and public-base where there is a --base."""
 
     base: Annotated[str | None, Parameter(metavar="MODEL")] = None
@@ -44,7 +44,7 @@ class Args:
     """The owner's key, to judge the attacks by; not needed where --base is the very model that was locked."""
 
     images: Annotated[str | None, Parameter(metavar="PATH")] = None
-    """Unlabelled images for the attacker `images`, any that look like those the model was made for."""
+    """Unlabelled images for the attackers `images` and `activations`: any that look like those it was made for."""
 
     texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The same for a model of words: a file with a text on each line; the locked folder brings the tokeniser."""

@@ -19,6 +19,7 @@ from situs.config import Checked
 from situs.errors import SitusError, unknown_name
 from situs.limits import Count, NotNegative
 from situs.locks.attacks.adapter import AdapterConfig, accuracy_of, recover_with_labels
+from situs.locks.attacks.columns import recover_with_activations
 from situs.locks.attacks.images import recover_with_samples
 from situs.locks.attacks.match import State
 from situs.locks.attacks.recovery import (
@@ -162,7 +163,7 @@ def audit_lock(
         sizes=tuple(group.size for group in target.groups if group.kind == "residual"),
         inner=sum(group.kind != "residual" for group in target.groups),
         attacks=tuple(results),
-        idle=target.idle,
+        idle={name: said for name, said in target.idle.items() if name in (*names, "images")},
         lacking=frozenset(lacking),
         kept=target.kept,
         judged=target.test is not None,
@@ -180,8 +181,8 @@ def _chosen(given: Sequence[str], base: bool, data: bool, samples: Mapping[str, 
             raise SitusError(f"attacker={name}: needs the model that the attacker has", field="base")
         if name == "labels" and not data:
             raise SitusError("attacker=labels: needs labelled images", field="data")
-        if name == "images" and not samples:
-            raise SitusError("attacker=images: needs unlabelled images or texts", field=("images", "texts"))
+        if name in ("images", "activations") and not samples:
+            raise SitusError(f"attacker={name}: needs unlabelled images or texts", field=("images", "texts"))
     if len(samples) > 1:
         said = ", ".join(f"{name}={path}" for name, path in samples.items())
         raise SitusError(f"{said}: a model takes one or the other", field=tuple(samples))
@@ -244,7 +245,8 @@ def _target(
     truth = permutations_of(manifest, key) if key is not None else None
     if truth is None and theirs is not None:
         truth = exact_truth(state, theirs, groups)
-    idle = {} if embedded else {"images": "The attacker `images` has nothing to start from: the embedding is withheld."}
+    said = "The attacker `{}` has nothing to start from: the embedding is withheld."
+    idle = {} if embedded else {name: said.format(name) for name in ("images", "activations")}
     kept = "" if manifest.withheld is None else f"; {words(manifest.withheld.parts)} withheld"
     score = None if test is None else partial(_score, copy.deepcopy(backbone), test)
     owner = None if score is None or truth is None else score(opened(state, groups, truth))
@@ -284,6 +286,9 @@ def _attack(name: str, target: _Target, config: LockAuditConfig) -> list[KeyReco
         assert target.seen is not None
         seen, known = target.seen, {"truth": truth, "seed": config.seed}
         found = [recover_with_samples(target.backbone, target.groups, seen.batches, had=seen.had, **known)]
+    elif name == "activations":
+        assert target.seen is not None
+        found = [recover_with_activations(target.backbone, target.groups, target.seen.each, truth=truth)]
     else:
         assert target.base is not None
         found = []

@@ -8,13 +8,21 @@ A prefix token that is the same for every input, such as CLS, shows each channel
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from situs.backbones.base import Backbone
+from situs.backbones.layout import Group
+from situs.core.permutation import identity
 from situs.errors import SitusError
+from situs.locks.attacks.blind import entering
 from situs.locks.attacks.match import assign
+from situs.locks.attacks.recovery import KeyRecovery, judged
+from situs.locks.groups import entrance_and_exit
 
 ROUNDS = 20
 """Assignments at most from one start; most need two to five."""
@@ -71,6 +79,34 @@ def recover_columns(seen: Tensor, public: Tensor, fixed: Tensor) -> Columns:
     if len(fixed):
         starts.append(torch.empty_like(starts[0]).scatter_(0, prefix.mean(dim=0)[0].argsort(), fixed[0].argsort()))
     return min((_iterate(ours, theirs, single, start) for start in starts), key=lambda found: found.cost)
+
+
+@torch.no_grad()
+def recover_with_activations(
+    backbone: Backbone, groups: Sequence[Group], samples: Sequence[Tensor], *, truth: Mapping[str, Tensor] | None
+) -> KeyRecovery:
+    """What a server that runs the locked blocks reads off the stream that its client sends.
+
+    samples: inputs [1, ...]. Half of them go through the clear embedding and the true key, as the client's do; the
+    others are the server's own. Of a hierarchical model the first stage's key is sought.
+    """
+    if truth is None:
+        raise SitusError("attacker=activations: what the server sees is made with the true key", field="key")
+    if len(samples) < 2:
+        raise SitusError("attacker=activations: needs two samples or more: one to see, one of its own", field="count")
+    began = time.perf_counter()
+    first, _ = entrance_and_exit(groups)
+    streams, prefix = [entering(backbone, each) for each in samples], backbone.num_prefix
+    half = len(streams) // 2
+    if len({each.shape[1] for each in streams}) > 1:  # texts of several lengths: rows are rows
+        prefix, streams = 0, [torch.cat(part, dim=1) for part in (streams[:half], streams[half:])]
+        half = 1
+    seen, public = torch.cat(streams[:half])[..., truth[first]], torch.cat(streams[half:])
+    found = recover_columns(seen, public, public[0, :prefix])
+    keys = {group.name: identity(group.size) for group in groups} | {first: found.q}
+    own = len(samples) - len(samples) // 2
+    cost = f"what enters the blocks of {len(samples) // 2} samples, {own} others and the clear embedding"
+    return judged("activations", groups, keys, truth, seconds=time.perf_counter() - began, cost=cost)
 
 
 def apart(seen: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:

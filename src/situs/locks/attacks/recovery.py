@@ -4,8 +4,9 @@ A lock is obfuscation, not encryption: its key is a permutation of channels, and
 Who has the model that was locked reads the key off (`public-base`); who has a fine-tuned relative nearly so
 (`drifted-base`); who has only the locked file can compare its clear parts with its locked ones (`no-base`), with
 unlabelled samples far better (`images`, in `attacks.images`), or train around it with labelled ones (`labels`, in
-`attacks.adapter`). Keys of inner groups are found on the way where
-they are needed, and never count: permuting them leaves the function as it was.
+`attacks.adapter`). Who runs the locked blocks for the owner sees what the key does to the stream (`activations`, in
+`attacks.columns`). Keys of inner groups are found on the way where they are needed, and never count: permuting them
+leaves the function as it was.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ BROKEN = 0.99
 ATTACKERS: dict[str, str] = {
     "no-base": "has the locked file, and compares its clear parts with its locked ones",
     "images": "has the locked file and unlabelled samples, and compares how channels go together on its two sides",
+    "activations": "runs the locked blocks, sees what enters them, and has the clear embedding and samples of its own",
     "public-base": "has the very model that was locked, and matches its channels with the locked ones",
     "drifted-base": "has a fine-tuned relative of it: the same, with noise on every weight",
     "labels": "has some labelled samples, and trains a linear map before and behind the frozen locked blocks",

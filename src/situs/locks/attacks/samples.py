@@ -25,9 +25,13 @@ LONGEST_TEXT = 128
 
 @dataclass(frozen=True)
 class Samples:
-    """batches: images [B, C, H, W] or token ids [1, N]. had: what they are, in words."""
+    """batches: images [B, C, H, W], shifted and mirrored, or token ids [1, N]. each: one by one, as they are.
+
+    had: what they are, in words.
+    """
 
     batches: Iterable[Tensor]
+    each: tuple[Tensor, ...]
     had: str
 
 
@@ -49,7 +53,7 @@ def _images(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples
     assert data is not None  # it has channels
     data = replace(data, crop_share=1.0, batch=min(count, 64), workers=0)  # all that there is to see
     whole = torch.cat([batch.inputs for batch in make_loader(data, None, source=source)])
-    return Samples(shifted(whole, pair(backbone.input.patch)), f"{len(whole)} unlabelled images")
+    return Samples(shifted(whole, pair(backbone.input.patch)), whole.split(1), f"{len(whole)} unlabelled images")
 
 
 def _texts(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
@@ -65,4 +69,5 @@ def _texts(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
     chosen = [lines[row] for row in epoch_order(0, 0, len(lines))[:count].sort().values.tolist()]
     longest = min(LONGEST_TEXT, backbone.num_tokens)
     coded = token_ids(folder, chosen, longest)
-    return Samples([torch.tensor([ids]) for ids in coded if ids], f"{len(chosen)} unlabelled texts")
+    each = tuple(torch.tensor([ids]) for ids in coded if ids)
+    return Samples(each, each, f"{len(chosen)} unlabelled texts")
