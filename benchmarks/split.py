@@ -178,6 +178,11 @@ def work(config: RunConfig, batch: Batch, permute: Any, out: Path) -> tuple[floa
     return counted.get_total_flops(), client.sent
 
 
+def tell(name: str, row: dict[str, float], local: dict[str, float]) -> None:
+    more = f"{row['bytes'] / 1024:12.1f}{row['wire']:8.1%}{row['mib_s']:9.0f}" if "bytes" in row else ""
+    print(f"  {name:28}{row['steps_s']:9.3f}{row['steps_s'] / local['steps_s']:10.1%}{more}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="vit_small_patch16_224")
@@ -203,7 +208,11 @@ def main() -> None:
     labels = torch.randint(100, (args.batch,), generator=chance).to(args.device)
     batch = Batch(images, torch.arange(args.batch, device=args.device), {"label": labels})
     method = make_method(config, CLASSES).to(args.device).train()
+    threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
+    print(f"{args.model}, {args.batch} samples a step, {args.device}, {threads}")
+    print(f"  {'':28}{'steps/s':>9}{'of local':>10}{'KiB/sample':>12}{'wire':>8}{'MiB/s':>9}")
     rows = {"local": timed(stepper_of(Stepper, method, config, args.device), batch, args.steps, args.warmup)}
+    tell("local", rows["local"], rows["local"])
     z = torch.randn(args.batch, method.backbone.num_prefix + method.backbone.num_tokens, method.backbone.dim)
     both, moving = ("rows", "columns"), permuting(method, z.to(args.device))
     with tempfile.TemporaryDirectory() as place:
@@ -215,18 +224,13 @@ def main() -> None:
             ("TLS, rows + columns", certs, both, None),
             ("TLS, rows + columns, bf16", certs, both, torch.bfloat16),
         ):
-            rows[name] = split_row(args, config, Path(place) / name, where, batch, permute, wire)
+            row = rows[name] = split_row(args, config, Path(place) / name, where, batch, permute, wire)
+            tell(name, row, rows["local"])
         works = [work(config, batch, permute, Path(place) / f"work{len(permute)}") for permute in ((), both)]
         raw = {
             name: raw_rate(config, Path(place) / f"raw {name}", where, z)
             for name, where in (("plaintext", None), ("TLS", certs))
         }
-    threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
-    print(f"{args.model}, {args.batch} samples a step, {args.device}, {threads}")
-    print(f"  {'':28}{'steps/s':>9}{'of local':>10}{'KiB/sample':>12}{'wire':>8}{'MiB/s':>9}")
-    for name, row in rows.items():
-        more = f"{row['bytes'] / 1024:12.1f}{row['wire']:8.1%}{row['mib_s']:9.0f}" if "bytes" in row else ""
-        print(f"  {name:28}{row['steps_s']:9.3f}{row['steps_s'] / rows['local']['steps_s']:10.1%}{more}")
     print(f"raw: {', '.join(f'{name} {rate:.0f} MiB/s' for name, rate in raw.items())}")
     for (flops, sent), name in zip(works, ("as they are", "rows + columns"), strict=True):
         print(f"both sides, {name}: {flops / 1e9:.3f} GFLOP and {sent / MIB:.2f} MiB a step")

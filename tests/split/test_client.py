@@ -47,6 +47,16 @@ def test_permuted_training_is_local_training(tmp_path, permute, plain) -> None:
             assert (own.tensors["z"] - clear.tensors["z"]).abs().max() > 0.01
 
 
+@pytest.mark.slow
+def test_a_hundred_steps_with_rows_and_columns_stay_within_1e_9(tmp_path) -> None:
+    train = replace(TRAIN, max_steps=100)
+    optim = replace(OPTIM, lr=1e-3)
+    local = train_locally(method_of(vit(torch.float64)), Loader(), tmp_path / "local", train, optim)
+    split = Pair(lambda: vit(torch.float64), tmp_path, ("rows", "columns"), train=train, optim=optim).run(Loader())
+    print(f"100 steps, float64, rows and columns: the farthest number is {farthest(local, split):.1e} away")
+    assert farthest(local, split) < 1e-9
+
+
 def test_a_parameter_clipped_by_itself_and_no_clipping_at_all(tmp_path) -> None:
     for number, fields in enumerate(({"clip": None}, {"clip_mode": "parameter", "clip": 0.05})):
         optim = replace(OPTIM, **fields)
