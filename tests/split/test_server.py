@@ -81,6 +81,21 @@ def test_what_is_not_next_is_refused(pair) -> None:
     refused("forward", "step='0'", z, step="0")
 
 
+def test_a_client_cannot_make_the_server_hold_more_and_more(pair) -> None:
+    def ask(kind, part, name):
+        return pair.server.answer("me", Message(kind, facts(pair, part=part), {name: features()}))
+
+    for part in range(2):
+        ask("forward", part, "z")
+    with pytest.raises(RefusedError, match="2 parts of step 0 wait"):
+        ask("forward", 2, "z")
+    for part in range(2, 12):
+        ask("backward", part - 2, "gradient")
+        ask("forward", part, "z")
+    session = pair.server.sessions[SESSION]
+    assert len(session.kept) == 4 and len(session.blocks._pending) == 2
+
+
 def test_a_session_is_its_owners_and_of_one_incarnation(pair) -> None:
     server, hello = pair.server, {"session": SESSION, "layout": pair.facts[0], "training": pair.facts[1], "steps": []}
     with pytest.raises(RefusedError, match="another client's"):

@@ -23,6 +23,8 @@ from situs.train.checkpoint import RunFolder
 MOST_PARTS = 256
 MOST_STEPS = 1 << 40
 LARGEST_RATE = 1e3
+AHEAD, KEPT = 2, 4
+"""Micro-batches that may wait for their gradient, and answers that are kept: a server holds no more for a client."""
 
 
 class Session:
@@ -85,12 +87,16 @@ class Session:
         if message.kind == "save":
             self.save()
         self.kept[key] = check, answer
+        while len(self.kept) > KEPT:
+            del self.kept[next(iter(self.kept))]
         return answer
 
     def _check_turn(self, kind: str, step: int, part: int, carries: bool) -> None:
         """Refuses what is not next. A message of step n may carry the commit of n - 1; one alone is of its own step."""
         ready = self.begun > 0 and self.done == self.begun
         stands = self.step + 1 if carries else self.step
+        if kind == "forward" and self.begun - self.done >= AHEAD:
+            raise RefusedError(f"{AHEAD} parts of step {self.step} wait for their gradients already", "ahead")
         fits = {
             "forward": step == stands and part == (0 if carries else self.begun),
             "backward": step == self.step and not carries and self.done == part < self.begun,
