@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from served import CONFIG, Proxy, Serving, serving, steps
 
 from situs.errors import SitusError
+from situs.evaluate.hooks import validation_hooks
 from situs.locks import lock, new_key, unlock
 from situs.locks.owner import unlocking
 from situs.models import open_model
@@ -197,6 +198,20 @@ def test_faults_lose_and_double_no_step(tmp_path, certs, local, count) -> None:
     assert same(tmp_path / "whole", local)
     logged, alone = (RunFolder.open(each).records() for each in (tmp_path / "whole", local))
     assert [(r["step"], r["loss"]) for r in logged] == [(r["step"], r["loss"]) for r in alone]
+
+
+@pytest.mark.slow
+def test_the_val_split_is_looked_at_through_the_server_and_disturbs_nothing(tmp_path) -> None:
+    """With the mean of both sides' weights, between two steps of which the server has not heard the end yet."""
+    config = replace(steps(5), data=replace(CONFIG.data, count=8, batch=2), probe_every=1)
+    with serving(tmp_path / "server", None, config) as server, Connection(server.address, None) as call:
+        train_split(config, call, out=tmp_path / "split", device="cpu", quiet=True)
+    train_run(config, out=tmp_path / "local", device="cpu", hooks=validation_hooks(1), quiet=True)
+    merge(tmp_path / "split", tmp_path / "server", tmp_path / "whole")
+    assert same(tmp_path / "whole", tmp_path / "local")
+    records = [RunFolder.open(tmp_path / name).records() for name in ("whole", "local")]
+    looks = [[record["val_top1"] for record in each if "val_top1" in record] for each in records]
+    assert looks[0] == looks[1] and looks[0]
 
 
 def test_a_disk_that_is_full_at_either_side_loses_nothing(tmp_path, local, monkeypatch) -> None:
