@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -62,4 +63,5 @@ class ClientArgs(WireArgs):
         """The connection."""
         from situs.split.transport.connect import Connection
 
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # a handshake that fails is said in our one sentence
         return Connection(self.server, self.credentials(self.name), patience=self.patience)
