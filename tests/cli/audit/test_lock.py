@@ -244,7 +244,7 @@ def test_mistakes_are_one_sentence(
         ([locked.plain, "--attacker", "public-base"], "(--base)"),
         ([locked.plain, "--attacker", "labels"], "(--data)"),
         ([locked.plain, "--base", "vit_tiny_patch16_224"], "(--base)"),
-        ([locked.plain, "--base", locked.export, "--drift", -1], "drift=-1.0"),
+        ([locked.plain, "--base", locked.export, "--drift", -1], "drift[0]=-1: must be >= 0 (--drift)"),
         ([locked.plain, "--k", 0], "(--k)"),
         ([locked.plain, "--attacker", "images"], "needs unlabelled images or texts (--images, --texts)"),
         ([locked.plain, "--images", "x", "--texts", "y"], "a model takes one or the other"),
