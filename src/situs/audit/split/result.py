@@ -108,7 +108,7 @@ class SplitAudit(Result):
             "verdict": verdict(self),
             "samples": self.samples,
             "public_images": self.public,
-            "blind_guesses": {name: dict(scores) for name, scores in self.blind.items()},
+            "blind_guesses": {name: _plain(scores) for name, scores in self.blind.items()},
             "settings": [
                 {
                     "setting": str(found.setting),
@@ -116,13 +116,18 @@ class SplitAudit(Result):
                     "accuracy": found.accuracy,
                     "attacks": [
                         {"attack": r.attack, "knows": r.knows, "status": r.status, "reason": r.reason or None}
-                        | {name.replace(" ", "_"): value for name, value in r.scores.items()}
+                        | _plain(r.scores)
                         for r in found.readings
                     ],
                 }
                 for found in self.settings
             ],
         }
+
+
+def _plain(scores: Mapping[str, float]) -> dict[str, float]:
+    """By names without blanks, as JSON has them."""
+    return {name.replace(" ", "_"): value for name, value in scores.items()}
 
 
 def table(audit: SplitAudit) -> Table:
