@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 from situs.config import choices_of, from_dict, merge, tables_of, unknown_key
 from situs.errors import SitusError
 from situs.files import read_toml
+from situs.limits import check_value
 from situs.presets import load_preset
 
 if TYPE_CHECKING:
@@ -209,6 +210,8 @@ def train_finetuning(
     """Fine-tunes the model at `source` as `config` says, and looks at the validation split on the way."""
     from situs.evaluate.hooks import validation_hooks
 
+    if validate_every is not None:
+        check_value("validate_every", validate_every, ">= 0")
     every = config.probe_every if validate_every is None else validate_every
     if place.get("resume") is None:
         config = _begun(config, source, positions)

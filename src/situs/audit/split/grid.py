@@ -123,7 +123,14 @@ def _polished(place: Tensor, tables: list[Tensor], apart: Tensor) -> Tensor:
         start = torch.nn.functional.one_hot(best, len(best)).double().numpy()
         rounds = [
             quadratic_assignment(
-                alike, wanted, method="faq", options={"maximize": True, "P0": kept * start + (1 - kept) / len(best)}
+                alike,
+                wanted,
+                method="faq",
+                options={
+                    "maximize": True,
+                    "P0": kept * start + (1 - kept) / len(best),
+                    "rng": np.random.default_rng(0),
+                },
             ).col_ind
             for kept in KEPT
         ]

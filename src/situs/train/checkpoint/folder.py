@@ -155,8 +155,9 @@ class RunFolder(Checkpoints):
         torn, self.notes = self.notes[told:], self.notes[:told]
         due = self.config.get("train", {}).get("save_every")
         done = max((record["step"] for record in self.records()), default=0)
+        gone = not self.checkpoints.is_dir()  # it is made before config.json
         # The first may still be on its way to the disk until the second is due, which waits for it.
-        if torn or (due is not None and done > 2 * due):
+        if torn or gone or (due is not None and done > 2 * due):
             lost = torn[0].removesuffix(" and was passed over") if torn else f"step {done} is logged but none is there"
             raise SitusError(
                 f"{self.path}: the run has no whole checkpoint left ({lost}); starting over begins it again at step 0 "
