@@ -228,6 +228,7 @@ def _stop_after(count: int):
     return stopping
 
 
+@pytest.mark.slow
 def test_a_killed_process_with_workers_leaves_what_another_goes_on_with(tmp_path):
     for number in range(60):
         write(tmp_path / f"photos/{number:02d}.png", picture(number, 200, 210))

@@ -246,6 +246,7 @@ def test_what_is_said_to_fit_is_right(dtype: torch.dtype, ratio: float, monkeypa
     assert (off[fits] < 0.03 * real.norm(dim=1).mean()).all()
 
 
+@pytest.mark.slow
 def test_a_model_without_places_hides_every_patch() -> None:
     backbone, x = victim(), pictures()
     method = MJP(backbone, VARIANTS["B"]).eval()

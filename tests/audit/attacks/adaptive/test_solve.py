@@ -171,7 +171,9 @@ def matched(found: Tensor, real: Tensor) -> float:
     return float(cost[rows, columns].max() / real.norm(dim=1).max())
 
 
-@pytest.mark.parametrize(("dim", "ratio", "number"), [(64, 0.3, 1), (64, 0.5, 2), (32, 0.3, 0)])
+@pytest.mark.parametrize(
+    ("dim", "ratio", "number"), [(64, 0.3, 1), pytest.param(64, 0.5, 2, marks=pytest.mark.slow), (32, 0.3, 0)]
+)
 @torch.no_grad()
 def test_all_patches_are_found(dim: int, ratio: float, number: int) -> None:
     of = scene(dim, ratio, number)

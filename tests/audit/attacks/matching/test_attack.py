@@ -196,6 +196,7 @@ def test_clipping_and_local_steps_are_part_of_what_is_matched(backbone: Any, cas
     assert found.images.shape == real.shape and len(found.facts) == 2 // batch
 
 
+@pytest.mark.slow
 def test_mjp_hides_the_order_alone(backbone: Any) -> None:
     """Every patch comes back; those of the mask in some order."""
     from situs.audit.scores.metrics import match_patches

@@ -102,6 +102,7 @@ def test_of_parquet_opening_asks_for_the_footers_alone(server, tmp_path):
     assert len(server.asked) == before
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_what_the_first_has_fetched(server, tmp_path):
     local = packed(tmp_path, "webdataset")
     serve(server, local)
