@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -40,3 +44,28 @@ def test_a_mistake_comes_as_its_own_sentence(workers):
 def test_a_killed_worker_is_one_sentence():
     with pytest.raises(SitusError, match="a worker process was killed"):
         [*in_order(die, range(9), 1)]
+
+
+def test_workers_end_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    """Each has more to hand over than a pipe holds, so that it cannot end by itself."""
+    script = """
+import os, sys, time
+from situs.data.work import in_order
+
+def make(numbers):
+    open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
+    return bytes(1 << 20)
+
+for _ in in_order(make, range(10_000), workers=1, at_once=1):
+    print("one", flush=True)
+    time.sleep(100)
+"""
+    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "one\n"
+        parent.kill()
+    [worker] = [int(path.name) for path in tmp_path.iterdir()]
+    end = time.monotonic() + 30
+    while time.monotonic() < end and Path(f"/proc/{worker}").exists():
+        time.sleep(0.05)
+    assert not Path(f"/proc/{worker}").exists()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -50,6 +52,18 @@ def _as_it_is(value: Any) -> Any:
     return value
 
 
+def _end_with_parent(_: int) -> None:
+    """A worker whose parent was killed would wait for ever until somebody takes what it made."""
+    parent = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def in_order(
     function: Callable[[list[int]], T], numbers: Sequence[int], workers: int | None = None, at_once: int = 32
 ) -> Iterator[T]:
@@ -65,6 +79,7 @@ def in_order(
         batch_sampler=_Lists(numbers, at_once),  # pyright: ignore[reportArgumentType]
         collate_fn=_as_it_is,
         num_workers=count,
+        worker_init_fn=_end_with_parent,
         generator=torch.Generator(),  # its own: the DataLoader would draw from torch's global one
         **options,
     )
