@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from launch import torchrun
 
 from situs.cli.main import main
 from situs.presets import preset_names
@@ -363,18 +364,7 @@ def test_two_ranks_under_torchrun_equal_one(small: list[str], tmp_path: Path) ->
     fixed = [*small, "--steps", "4", "--train.log-every", "1", "--backbone.drop-path", "0", "--optim.lr", "1e-3"]
     one, two = tmp_path / "one", tmp_path / "two"
     assert main([*fixed, "--out", str(one)]) == 0
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-             "-m", "situs", *fixed, "--out", str(two)]  # fmt: skip
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    ) as process:
-        try:
-            printed, complaints = process.communicate(timeout=120)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks too, which outlive torchrun
-            raise
-    assert process.returncode == 0, complaints
+    printed, complaints = torchrun("-m", "situs", *fixed, "--out", two)
     assert "fp32, 2 x cpu" in printed
     assert printed.count("done: 4 steps") == 1  # rank 0 alone speaks
     assert "arning" not in complaints

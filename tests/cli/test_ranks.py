@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from launch import torchrun
 
 from situs.cli.main import main
 from situs.cli.ranks import SHARED, hush, run_on_ranks
@@ -37,22 +35,7 @@ def same(found: Any, expected: Any) -> None:
 def on_two_ranks(file: Path) -> str:
     """What two gloo ranks print over the command lines in the file."""
     script = Path(__file__).with_name("evaluate_ranks.py")
-    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with subprocess.Popen(
-        [*words, str(script), str(file)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    ) as process:
-        try:
-            printed, complaints = process.communicate(timeout=120)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks too, which outlive torchrun
-            raise
-    assert process.returncode == 0, complaints
-    return printed
+    return torchrun(script, file)[0]
 
 
 @pytest.mark.slow

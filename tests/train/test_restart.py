@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from launch import torchrun
 
 from situs.errors import SitusError
 from situs.train import restart
@@ -62,32 +60,17 @@ def test_without_torchrun_nothing_is_left(tmp_path: Path, monkeypatch: pytest.Mo
     assert list(tmp_path.iterdir()) == []
 
 
-def torchrun(out: Path, kind: str, *kills: str) -> str:
-    words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "9"]
+def started(out: Path, kind: str, *kills: str) -> str:
     script = Path(__file__).with_name("restarted.py")
-    with subprocess.Popen(
-        [sys.executable, *words, str(script), str(out), kind, *kills],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    ) as process:
-        try:
-            said, _ = process.communicate(timeout=600)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # the ranks too, which outlive torchrun
-            raise
-    assert process.returncode == 0, said
-    return said
+    return "".join(torchrun("--max-restarts", 9, script, out, kind, *kills, timeout=600))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_torchrun_goes_on_after_ranks_were_killed(tmp_path: Path, kind: str) -> None:
     """First rank 1 is killed before any checkpoint, then rank 0, which holds the folder's lock, then rank 1 again."""
-    torchrun(tmp_path / "peace", kind)
-    said = torchrun(tmp_path / "killed", kind, "2:1", "7:0", "10:1")
+    started(tmp_path / "peace", kind)
+    said = started(tmp_path / "killed", kind, "2:1", "7:0", "10:1")
     assert said.count("): the run goes on") >= 3
     assert (tmp_path / "killed.kills").read_text() == "xxx"
     peace, killed = RunFolder.open(tmp_path / "peace"), RunFolder.open(tmp_path / "killed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -29,7 +30,7 @@ PROBED = {"train": 10_000, "val": 2_000}
 Batches = Callable[[], Iterable[Batch]]
 
 
-class _Looks:
+class _Looks(ABC):
     """A hook that looks at a method after every `every` epochs and at the run's end: at the weights' mean, if any."""
 
     def __init__(self, every: int, precision: str) -> None:
@@ -49,9 +50,9 @@ class _Looks:
         with evaluating(state.method, ema=state.ema):
             state.log(self.look(state.method))
 
+    @abstractmethod
     def look(self, method: Method) -> dict[str, float]:
         """The numbers for this method now."""
-        raise NotImplementedError
 
 
 class OnlineProbe(_Looks):

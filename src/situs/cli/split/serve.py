@@ -17,8 +17,8 @@ from cyclopts import Parameter
 
 from situs.cli.parser.arguments import Recipe, configured
 from situs.cli.split.wire import ONE_RANK, WireArgs
+from situs.evaluate.finetune import FinetuneConfig
 from situs.split.server import Limits
-from situs.train.run import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class Args(Recipe, WireArgs):
     device: Annotated[str | None, Parameter(metavar="NAME")] = None
     """cpu, cuda or cuda:N; by default a GPU where there is one."""
 
-    config: RunConfig = configured(RunConfig, short=ONE_RANK)
+    config: FinetuneConfig = configured(FinetuneConfig, short=ONE_RANK)
 
 
 def run(args: Args) -> int:
