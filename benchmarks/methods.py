@@ -1,6 +1,6 @@
 """Our training step beside what others would write, in one run: `situs bench step`'s clock around both.
 
-    python benchmarks/methods.py --cases supervised mp3:0.75 mae --peers timm timm-eager
+    python benchmarks/methods.py --cases supervised mp3:0.75 mae --peers timm vit-pytorch-mp3 transformers-mae-eager
     python benchmarks/methods.py --model vit_small_patch16_224 --img-size 32 --patch-size 4 --batch 64
 
 A case is that of `situs bench step`, a peer one of PEERS below. All have the same images of noise, precision, clipping
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from situs.bench.cases import StepCase, StepConfig, Timing, make_cases
@@ -35,28 +36,72 @@ class Row(NamedTuple):
     flops: int
 
 
-def measure_timm(case: StepCase, timing: Timing, device: torch.device, compiled: bool) -> Row:
-    """The loop of timm's own examples: its model, bf16 autocast, its label smoothing, clipping, fused AdamW."""
+class Peer(NamedTuple):
+    """A model of others: the loss of a batch of images and labels, compiled where `module` is."""
+
+    module: nn.Module
+    loss: Callable[[Any, Tensor, Tensor], Tensor]
+
+
+def shape_of(case: StepCase) -> tuple[Any, dict[str, int]]:
+    """timm's model of a case, and width, depth and heads of it for the others."""
+    given = {"img_size": case.img_size, "patch_size": case.patch_size, **case.model_args}
+    asked = {name: value for name, value in given.items() if value is not None}
+    model: Any = timm.create_model(case.model, num_classes=case.num_classes, drop_path_rate=case.drop_path, **asked)
+    return model, {"dim": model.embed_dim, "depth": len(model.blocks), "heads": model.blocks[0].attn.num_heads}
+
+
+def timm_loop(case: StepCase) -> Peer:
+    """The loop of timm's own examples with its label smoothing."""
+
+    def loss(run: Any, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(run(images).float(), labels, label_smoothing=0.1)
+
+    return Peer(shape_of(case)[0], loss)
+
+
+def vit_pytorch_mp3(case: StepCase) -> Peer:
+    """MP3 of the package vit-pytorch at η = .75, its own attention, from a mean over tokens without CLS."""
+    from vit_pytorch.mp3 import MP3, ViT
+
+    model, shape = shape_of(case)
+    side, patch = model.patch_embed.img_size, model.patch_embed.patch_size
+    vit = ViT(image_size=side, patch_size=patch, num_classes=1000, mlp_dim=4 * shape["dim"], **shape)
+    return Peer(MP3(vit=vit, masking_ratio=0.75), lambda run, images, _: run(images))
+
+
+def transformers_mae(case: StepCase) -> Peer:
+    """MAE of transformers at its default mask ratio of .75, attention by torch's fused kernels."""
+    from transformers import ViTMAEConfig, ViTMAEForPreTraining
+
+    model, shape = shape_of(case)
+    config = ViTMAEConfig(
+        hidden_size=shape["dim"], num_hidden_layers=shape["depth"], num_attention_heads=shape["heads"],
+        intermediate_size=4 * shape["dim"], image_size=model.patch_embed.img_size[0],
+        patch_size=model.patch_embed.patch_size[0], norm_pix_loss=True,
+    )  # fmt: skip
+    return Peer(ViTMAEForPreTraining(config), lambda run, images, _: run(images).loss)
+
+
+def measure_peer(name: str, case: StepCase, timing: Timing, device: torch.device) -> Row:
+    """A plain loop around it: bf16 autocast, clipping, fused AdamW; compiled on a GPU unless the name says eager."""
     torch.manual_seed(0)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     torch.compiler.reset()
-    given = {"img_size": case.img_size, "patch_size": case.patch_size, **case.model_args}
-    asked = {name: value for name, value in given.items() if value is not None}
-    model: Any = timm.create_model(case.model, num_classes=case.num_classes, drop_path_rate=case.drop_path, **asked)
+    model, loss = PEERS[name.removesuffix("-eager")](case)
     model = model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.05, fused=True)
-    sides = model.patch_embed.img_size
+    sides = shape_of(case)[0].patch_embed.img_size
     images = torch.randn(case.batch, 3, *sides, device=device)
     labels = torch.randint(case.num_classes, (case.batch,), device=device)
 
-    def loss_of(run: Callable[[torch.Tensor], torch.Tensor], size: int) -> torch.Tensor:
+    def loss_of(run: Any, size: int) -> Tensor:
         with autocast(device, precision_on(case, device)):
-            logits = run(images[:size])
-        return F.cross_entropy(logits.float(), labels[:size], label_smoothing=0.1)
+            return loss(run, images[:size], labels[:size])
 
     flops = step_flops(lambda size: loss_of(model, size), case.batch)
-    run = torch.compile(model) if compiled and device.type == "cuda" else model
+    run = torch.compile(model) if device.type == "cuda" and not name.endswith("-eager") else model
 
     def update() -> None:
         optimizer.zero_grad(set_to_none=True)
@@ -64,13 +109,15 @@ def measure_timm(case: StepCase, timing: Timing, device: torch.device, compiled:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-    return Row("timm" if compiled else "timm-eager", time_steps(update, device, timing), flops)
+    return Row(name, time_steps(update, device, timing), flops)
 
 
-PEERS: dict[str, Callable[[StepCase, Timing, torch.device], Row]] = {
-    "timm": lambda *told: measure_timm(*told, compiled=True),
-    "timm-eager": lambda *told: measure_timm(*told, compiled=False),
+PEERS: dict[str, Callable[[StepCase], Peer]] = {
+    "timm": timm_loop,
+    "vit-pytorch-mp3": vit_pytorch_mp3,
+    "transformers-mae": transformers_mae,
 }
+NAMES = sorted([*PEERS, *(f"{name}-eager" for name in PEERS)])
 
 
 def measure_all(args: argparse.Namespace, timing: Timing, device: torch.device) -> tuple[list[Row], list[str]]:
@@ -87,7 +134,7 @@ def measure_all(args: argparse.Namespace, timing: Timing, device: torch.device) 
 
     [plain] = make_cases(["supervised"], config)
     tasks = [(word, lambda word=word: ours(word)) for word in args.cases]
-    tasks += [(name, lambda name=name: PEERS[name](plain, timing, device)) for name in args.peers]
+    tasks += [(name, lambda name=name: measure_peer(name, plain, timing, device)) for name in args.peers]
     rows, failed = [], []
     for name, task in tasks:
         try:
@@ -119,7 +166,7 @@ def main() -> int:
     """0, or 1 where a case failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", default=["supervised", "mp3", "mae"])
-    parser.add_argument("--peers", nargs="*", default=["timm"], choices=sorted(PEERS))
+    parser.add_argument("--peers", nargs="*", default=["timm"], choices=NAMES)
     parser.add_argument("--model", default="vit_base_patch16_224")
     parser.add_argument("--img-size", type=int, default=None)
     parser.add_argument("--patch-size", type=int, default=None)
