@@ -62,7 +62,7 @@ def timm_loop(case: StepCase) -> Peer:
 
 def vit_pytorch_mp3(case: StepCase) -> Peer:
     """MP3 of the package vit-pytorch at η = .75, its own attention, from a mean over tokens without CLS."""
-    from vit_pytorch.mp3 import MP3, ViT
+    from vit_pytorch.mp3 import MP3, ViT  # pyright: ignore[reportMissingImports]
 
     model, shape = shape_of(case)
     side, patch = model.patch_embed.img_size, model.patch_embed.patch_size
