@@ -1,29 +1,40 @@
-"""Images a second of the loader on photographs: where they lie × how they are decoded, beside decoding alone.
+"""Images a second of the loader alone on photographs: where they lie × how they are decoded, beside the step's own.
 
     python benchmarks/photographs.py --photos ../shared/data/imagenet-samples --workers 16
-    python benchmarks/photographs.py --photos DIR --enlarge 2        # photographs of ImageNet's own size
+    python benchmarks/photographs.py --photos DIR --sides 500 --forms folder packed --cases mae --seconds 10
 
-The photographs are packed into a temporary folder in every form and repeated to --count samples by their numbers, so
-that they lie in the machine's memory: the loader is measured and not the disk. "packed" is `situs data pack` as it
-stands (short side 256, JPEG, parquet); the other forms hold the photographs as they are.
+The photographs are brought to each of --sides (their shorter side; 375 is ImageNet's own), laid into a temporary folder
+in every form and repeated to --count samples by their numbers, so that they lie in the machine's memory: the loader is
+measured and not the disk. "packed" is `situs data pack` as it stands (short side 256, JPEG, parquet); the other forms
+hold the photographs as they are. "on the device" decodes the set once and holds it there. --cases are measured first,
+by `situs bench step`. Each figure is printed as it comes, and none of them may take longer than --limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import io
 import os
+import signal
+import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from PIL import Image
 
+from situs.bench.step import read_steps
 from situs.data.augment.recipes import recipe
+from situs.data.batch import Batch
 from situs.data.late import decode_on
-from situs.data.loader import DataConfig, make_loader
+from situs.data.loader import DataConfig, Loader, make_loader
 from situs.data.pack import PackConfig, pack
 from situs.data.sources import open_source
 from situs.data.sources.base import EncodedSource, Source
@@ -32,8 +43,10 @@ from situs.data.work import cores
 from situs.errors import SitusError
 from situs.results import Table
 
-FORMS = ("folder", "parquet", "webdataset", "packed")
+FORMS = ("folder", "parquet", "webdataset", "packed", "on the device")
 DECODERS = ("cpu", "scaled", "gpu")
+CASES = ("supervised", "mp3:mask_ratio=.75", "droppos:affinity=visible")
+PACKED = PackConfig()
 
 
 class Repeated(EncodedSource):
@@ -56,115 +69,214 @@ class Repeated(EncodedSource):
         return self.source.entry(index % len(self.source))
 
 
-def prepare(photos: Path, root: Path, enlarge: float, most: int) -> dict[str, Path]:
-    """The photographs in every form, below `root`."""
-    (root / "folder").mkdir()
-    for file in sorted(file for file in photos.rglob("*") if file.is_file())[:most]:
-        data = file.read_bytes()
-        if enlarge != 1:
-            image = Image.open(io.BytesIO(data)).convert("RGB")
-            buffer = io.BytesIO()
-            image.resize([round(side * enlarge) for side in image.size], Image.Resampling.BICUBIC).save(
-                buffer, "JPEG", quality=90
-            )
-            data = buffer.getvalue()
-        (root / "folder" / file.name).write_bytes(data)
+class TooLongError(Exception):
+    """A part of the benchmark has used up its time."""
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Raises `TooLongError` in the main thread when the time is over, whatever Python waits for."""
+
+    def stop(*_: object) -> None:
+        raise TooLongError
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def brought_to(data: bytes, side: int) -> bytes:
+    """A photograph whose shorter side is `side`; as it is where it has that already."""
+    with Image.open(io.BytesIO(data)) as image:
+        if min(image.size) == side:
+            return data
+        sides = [max(side, round(each * side / min(image.size))) for each in image.size]
+        buffer = io.BytesIO()
+        image.convert("RGB").resize(sides, Image.Resampling.BICUBIC).save(buffer, "JPEG", quality=95)
+        return buffer.getvalue()
+
+
+def prepare(args: argparse.Namespace, side: int, root: Path) -> dict[str, Path]:
+    """The photographs of a size in every form that is asked for, below `root`."""
+    (root / "folder").mkdir(parents=True)
+    files = sorted(file for file in args.photos.rglob("*") if file.is_file())[: args.most]
+
+    def write(file: Path) -> None:
+        (root / "folder" / file.name).write_bytes(brought_to(file.read_bytes(), side))
+
+    with ThreadPoolExecutor(cores()) as pool:
+        list(pool.map(write, files))
     for form in ("parquet", "webdataset"):
-        pack(root / "folder", root / form, PackConfig(format=form, short_side=0))
-    pack(root / "folder", root / "packed", PackConfig())
-    return {form: root / form for form in FORMS}
+        if form in args.forms:
+            pack(root / "folder", root / form, PackConfig(format=form, short_side=0), workers=0)
+    if "packed" in args.forms and side > PACKED.short_side:  # else it would be the parquet row again
+        pack(root / "folder", root / "packed", PACKED, workers=args.workers)
+    places = {form: root / form for form in FORMS if form in args.forms and (root / form).exists()}
+    return places | ({"on the device": root / "folder"} if "on the device" in args.forms else {})
 
 
-def speed(source: Source, args: argparse.Namespace, decoder: str, **more: object) -> tuple[float, float]:
-    """Images a second, and the share of the time that the loader kept its caller waiting."""
-    config = DataConfig(img_size=args.size, batch=args.batch, workers=args.workers, decode=decoder, **more)
+def without_end(loader: Loader) -> Iterator[Batch]:
+    """Epoch after epoch."""
+    epoch = 0
+    while True:
+        yield from loader.iterate(epoch)
+        epoch += 1
+
+
+def speed(source: Source, args: argparse.Namespace, decoder: str, resident: str) -> float:
+    """Images a second after a warm-up: of two batches a worker, or of half the limit where that comes first."""
+    config = DataConfig(
+        img_size=args.size,
+        batch=args.batch,
+        workers=args.workers,
+        decode=decoder,
+        resident=resident,
+        resident_gib=64.0,
+    )
+    began = time.perf_counter()
     loader = make_loader(config, recipe(args.augment), args.device, source=source)
-    batches = loader.iterate(0)
-    for _ in range(min(args.warm, loader.steps_per_epoch - 2)):
-        next(batches)
-    if args.device == "cuda":
-        torch.cuda.synchronize()
-    loader.data_wait, images, started, epoch = 0.0, 0, time.perf_counter(), 0
-    while time.perf_counter() - started < args.seconds:
-        batch = next(batches, None)
-        if batch is None:
-            epoch += 1
-            batches = loader.iterate(epoch)
-            continue
-        images += len(batch.ids)
-    if args.device == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - started
-    found = images / seconds, loader.data_wait / seconds
-    batches.close()
-    del batches, loader
-    gc.collect()  # its workers end before those of the next one are forked
-    return found
+    batches = without_end(loader)
+    try:
+        for _ in range(2 * max(1, args.workers)):
+            next(batches)
+            if time.perf_counter() - began > args.limit / 2:
+                break
+        settle(args)
+        images, started = 0, time.perf_counter()
+        while time.perf_counter() - started < args.seconds:
+            images += len(next(batches).ids)
+        settle(args)
+        return images / (time.perf_counter() - started)
+    finally:
+        batches.close()
+        del batches, loader
+        gc.collect()  # its workers end before those of the next one are forked
 
 
-def alone(source: EncodedSource, args: argparse.Namespace) -> Table:
+def settle(args: argparse.Namespace) -> None:
+    if args.device == "cuda":
+        torch.cuda.synchronize()
+
+
+def cell(source: EncodedSource, args: argparse.Namespace, form: str, decoder: str) -> str | None:
+    """One figure, or the reason why there is none."""
+    held = form == "on the device"
+    if (held and decoder != "cpu") or (decoder == "gpu" and args.device != "cuda"):
+        return None
+    if time.perf_counter() > args.end:
+        return f"not begun within {args.total:g} s"
+    try:
+        with within(args.limit):
+            taken = source if held else Repeated(source, args.count)
+            return f"{speed(taken, args, decoder, 'always' if held else 'never'):,.0f}"
+    except TooLongError:
+        return f"stopped after {args.limit:g} s"
+    except SitusError as error:
+        return str(error)
+
+
+def alone(source: EncodedSource, args: argparse.Namespace, side: int) -> Table:
     """One thread, and the GPU by batches: decoding and nothing else."""
-    files = [source.payload(index) for index in range(min(200, len(source)))]
-    ways = {f"Pillow, 1/{part} of the sides": part for part in (1, 2, 4)}
+    files = [source.payload(index) for index in range(min(100, len(source)))]
     rows: list[list[str]] = []
-    torch.set_num_threads(1)
-    for name, part in ways.items():
+    for part in (1, 2):
         started = time.perf_counter()
         for data in files:
             decode(data, "x", 3, reduce=part)
+        name = f"Pillow, one thread, 1/{part} of the sides"
         rows.append([name, f"{len(files) / (time.perf_counter() - started):,.0f}"])
-    if args.device == "cuda":
+    if args.device == "cuda" and "gpu" in args.decoders:
         held = [torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in files]
         decode_on(torch.device("cuda"), held)
-        torch.cuda.synchronize()
+        settle(args)
         started = time.perf_counter()
         for _ in range(5):
             decode_on(torch.device("cuda"), held)
-        torch.cuda.synchronize()
+        settle(args)
         rows.append([f"nvJPEG, {len(files)} at once", f"{5 * len(files) / (time.perf_counter() - started):,.0f}"])
-    return Table("Decoding alone", ["way", "img/s"], rows)
+    kib = sum(map(len, files)) / len(files) / 1024
+    return Table(f"Decoding alone, shorter side {side}, {kib:.0f} KiB a file", ["way", "img/s"], rows)
+
+
+def steps(args: argparse.Namespace, root: Path) -> Table | None:
+    """The step's own speed, compiled in processes of their own."""
+    if not args.cases:
+        return None
+    command = [sys.executable, "-m", "situs", "bench", "step", *args.cases, "--models", args.model]
+    command += ["--batches", str(args.batch), "--at-once", "--device", args.device, "--out", str(root / "step")]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        running.wait(args.step_limit)
+    except subprocess.TimeoutExpired:
+        os.killpg(running.pid, signal.SIGKILL)  # with those that compile for it
+        running.wait()
+        print(f"the steps were stopped after {args.step_limit:g} s", flush=True)
+    try:
+        rows = read_steps(root / "step" / "step.json").rows
+    except SitusError as error:
+        print(f"no figures of steps: {error}", flush=True)
+        return None
+    cells = [[row.case.label, f"{1e3 * row.times.median:.1f}", f"{row.images_per_second:,.0f}"] for row in rows]
+    return Table(f"The step alone: {args.model}, batch {args.batch}", ["case", "ms", "img/s"], cells)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--photos", type=Path, required=True, help="a folder of JPEG files")
     parser.add_argument("--most", type=int, default=1000, help="so many of them at most")
-    parser.add_argument("--enlarge", type=float, default=1.0, help="make the photographs larger by this factor first")
+    parser.add_argument("--sides", type=int, nargs="+", default=[224, 375], help="shorter sides of the photographs")
     parser.add_argument("--count", type=int, default=200_000, help="samples they are repeated to")
-    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--size", type=int, default=224, help="side of what the model sees")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--workers", type=int, default=cores())
     parser.add_argument("--augment", default="deit-pretrain")
-    parser.add_argument("--warm", type=int, default=20, help="batches before the clock starts")
-    parser.add_argument("--seconds", type=float, default=4.0, help="time of each measurement")
+    parser.add_argument("--seconds", type=float, default=3.0, help="time of each measurement, after its warm-up")
+    parser.add_argument("--limit", type=float, default=20.0, help="seconds after which a figure is given up")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=FORMS)
     parser.add_argument("--decoders", nargs="+", choices=DECODERS, default=DECODERS)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--cases", nargs="*", default=CASES if device == "cuda" else (), help="steps; none: leave out")
+    parser.add_argument("--model", default="vit_base_patch16_224", help="of the steps")
+    parser.add_argument("--step-limit", type=float, default=140.0, help="seconds for all steps, compiling included")
+    parser.add_argument("--total", type=float, default=300.0, help="seconds after which no further figure is begun")
+    parser.add_argument("--device", default=device)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as root:
-        places = prepare(args.photos, Path(root), args.enlarge, args.most)
-        one = open_source(places["folder"], channels=3)
-        assert isinstance(one, EncodedSource)
-        print(
-            f"torch {torch.__version__}, {cores()} cores, {args.workers} workers, {args.device}, {len(one)} photographs"
-        )
-        print(alone(one, args))
+    if args.count < args.batch or args.most < 1:
+        parser.error("--count must be at least --batch, and --most at least 1")
+    # Even out of a call that no signal ends.
+    faulthandler.dump_traceback_later(args.total + 2 * args.limit + 60, exit=True, file=sys.__stderr__)
+    args.end = (began := time.perf_counter()) + args.total
+    machine = torch.cuda.get_device_name() if args.device == "cuda" else "no GPU"
+    print(f"torch {torch.__version__}, {machine}, {cores()} cores, {args.workers} workers", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        root, tables = Path(name), []
+        tables.append(steps(args, root))
         rows = []
-        for form in args.forms:
-            source = open_source(places[form], channels=3)
-            assert isinstance(source, EncodedSource)
-            row = [form]
-            for decoder in args.decoders:
-                try:
-                    found, wait = speed(Repeated(source, args.count), args, decoder, resident="never")
-                    row.append(f"{found:,.0f} ({wait:.0%})")
-                    print(f"{form}, {decoder}: {row[-1]}", flush=True)
-                except SitusError as error:
-                    row.append("–" if decoder == "gpu" else str(error))
-            rows.append(row)
-        held, wait = speed(one, args, "cpu", resident="always", resident_gib=64.0)
-        rows.append(["held in memory", f"{held:,.0f} ({wait:.0%})", *["–"] * (len(args.decoders) - 1)])
-        print(Table("img/s (share of the time in the loader)", ["source", *args.decoders], rows))
+        for side in args.sides:
+            if time.perf_counter() > args.end:
+                print(f"shorter side {side}: not begun within {args.total:g} s", flush=True)
+                continue
+            places = prepare(args, side, root / str(side))
+            for form, place in places.items():
+                source = open_source(place, channels=3)
+                assert isinstance(source, EncodedSource)
+                if not rows or rows[-1][0] != str(side):
+                    tables.append(alone(source, args, side))
+                row: list[str | None] = [str(side), form]
+                for decoder in args.decoders:
+                    row.append(cell(source, args, form, decoder))
+                    if row[-1] is not None:
+                        print(f"{time.perf_counter() - began:5.0f} s  {side}, {form}, {decoder}: {row[-1]}", flush=True)
+                rows.append(row)
+        tables.append(Table("The loader alone, img/s", ["shorter side", "source", *args.decoders], rows))
+        for table in filter(None, tables):
+            print(table)
+    faulthandler.cancel_dump_traceback_later()
+    print(f"{time.perf_counter() - began:.0f} s in all")
 
 
 if __name__ == "__main__":

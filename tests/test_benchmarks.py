@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import runpy
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from situs.bench.cases import StepCase, Timing
 from situs.bench.measure import measure_case
 
-METHODS = Path(__file__).resolve().parent.parent / "benchmarks" / "methods.py"
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+METHODS = BENCHMARKS / "methods.py"
 SMALL = ["--model", "vit_tiny_patch16_224", "--img-size", "16", "--patch-size", "8", "--depth", "1", "--batch", "2",
          "--device", "cpu", "--warmup", "1", "--steps", "1", "--repeats", "1"]  # fmt: skip
 
@@ -45,3 +49,32 @@ def test_a_peer_is_given_as_many_operations() -> None:
     case = StepCase(model="vit_tiny_patch16_224", img_size=16, patch_size=8, model_args={"depth": 1}, batch=4)
     timing, cpu = Timing(warmup=1, steps=1, repeats=1), torch.device("cpu")
     assert peers["timm"](case, timing, cpu).flops == measure_case(case, timing, cpu).flops
+
+
+def test_photographs_of_every_form_and_size_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(4):
+        pixels = np.random.default_rng(number).integers(0, 256, (20, 30 + number, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"{number}.jpg")
+    words = ["--photos", str(tmp_path), "--sides", "20", "300", "--size", "16", "--batch", "2", "--count", "8"]
+    words += ["--workers", "0", "--seconds", "0.01", "--device", "cpu", "--augment", "none", "--cases"]
+    monkeypatch.setattr(sys, "argv", ["photographs.py", *words])
+    runpy.run_path(str(BENCHMARKS / "photographs.py"), run_name="__main__")
+    table = capsys.readouterr().out.partition("The loader alone, img/s")[2].splitlines()[2:]
+    rows = [line.split() for line in table if line.startswith("  ")]
+    forms = ["folder", "parquet", "webdataset"]
+    assert [row[:2] for row in rows if "device" not in row] == [
+        *(["20", form] for form in forms),
+        *(["300", form] for form in [*forms, "packed"]),  # 20 pixels are not shrunk to 256
+    ]
+    assert all(float(figure.replace(",", "")) > 0 for row in rows for figure in row[-3:] if figure[0].isdigit())
+    assert [row[-1] for row in rows] == ["–"] * 9 and rows[0][2][0].isdigit() and rows[-1][-3][0].isdigit()
+
+
+def test_a_figure_that_takes_too_long_is_given_up() -> None:
+    there = runpy.run_path(str(BENCHMARKS / "photographs.py"))
+    started = time.perf_counter()
+    with pytest.raises(there["TooLongError"]), there["within"](0.05):
+        time.sleep(20)
+    assert time.perf_counter() - started < 10
