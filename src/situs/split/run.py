@@ -27,7 +27,7 @@ from situs.errors import SitusError
 from situs.evaluate.hooks import validation_hooks
 from situs.files import write_text
 from situs.limits import NotNegative
-from situs.locks.features import parse_defence, token_scale
+from situs.locks.features import parse_defence
 from situs.locks.groups import permute_state, residual_only
 from situs.locks.key import AnyKey, Key, as_key, draw_key, load_key, write_key
 from situs.methods.base import Batch, Method
@@ -36,6 +36,7 @@ from situs.models.open import is_locked
 from situs.split.client import Call, Client, RewoundError, SplitStepper, attach
 from situs.split.message import RefusedError
 from situs.split.parts import cut, digest, layout, own_names, trained_order
+from situs.split.scale import noise_scale
 from situs.split.server import agreed
 from situs.split.view import View, column_permutations, make_view
 from situs.train import distributed
@@ -77,7 +78,7 @@ class Hide(Checked):
 class Hiding(Hide):
     """The same of one session: what split.json holds.
 
-    scale: what a σ of noise is a multiple of. locked: the locked folder whose blocks the server holds.
+    scale: what a σ of noise is a multiple of (`noise_scale`). locked: the locked folder whose blocks the server holds.
     """
 
     session: str = ""
@@ -274,15 +275,12 @@ class _Training:
         if hiding.secret:
             key = draw_key() if self.place.key is None else as_key(self.place.key)
             locked = init if init is not None and is_locked(init) else None
-            hiding = replace(hiding, key_id=key.id, locked=locked, scale=self._scale(method))
+            hiding = replace(hiding, key_id=key.id, locked=locked)
+            if parse_defence(hiding.defence).kind == "noise":
+                scale = noise_scale(method.backbone, self.loader.source, self.config.data, self.device)
+                hiding = replace(hiding, scale=scale)
             hiding.view(method.backbone, key)  # refused before anything is written
         return hiding, key
-
-    @torch.no_grad()
-    def _scale(self, method: Method) -> float:
-        backbone, batch = method.backbone, next(iter(self.loader.iterate(0, 0)))
-        z = backbone.assemble(backbone.embed(batch.inputs), backbone.positions()).z
-        return token_scale(z[:, backbone.num_prefix :])
 
     def _create(self, hiding: Hiding, key: Key | None) -> SplitFolder:
         """The folder of a new run, once the server has said that it will train it."""
