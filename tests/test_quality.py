@@ -113,6 +113,7 @@ COVERED = {
     "situs.split.session": "test_server",
     "situs.split.view": "test_client",
     "situs.split.whole": "test_run",
+    "situs.studies": "test_load",
     "situs.train.export.card": "test_write",
     "situs.train.checkpoint.checkpoints": "test_folder",
     "situs.train.checkpoint.records": "test_folder",

@@ -1,0 +1,122 @@
+"""Finds a figure in what a job wrote, by a path.
+
+    top1                             a key
+    together.top1                    a key of a table
+    models.*.accuracy                the only entry of a table, whatever its name
+    cells[0].accuracy                an entry of a list; [-1] is the last
+    rows[ratio=0.15].consistency     the entry of a list whose key has this value; several apart by commas
+    rows[*].ratio                    of every entry: a list, for the lines of a figure
+
+An evaluation or an audit wrote one JSON file of numbers. Of a training it is its log: `val_top1` is the last value of
+that metric, `log.val_top1[epoch=40].value` the one after 40 epochs, `log.val_top1[*].value` all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+from situs.errors import SitusError
+from situs.files import read_json
+from situs.studies.form import VERBS, Job
+from situs.train.checkpoint.records import read_metrics
+
+_STEP = re.compile(r"([^.\[\]]+)((?:\[[^\]]*\])*)(?:\.|$)")
+_ABOUT = ("step", "epoch", "seconds")
+
+
+def numbers_of(job: Job, folder: Path) -> dict[str, Any]:
+    """What a finished job wrote in its folder."""
+    if VERBS[job.verb].trains:
+        return _log_of(folder)
+    found = sorted(folder.glob("*.json"))
+    if len(found) != 1:
+        raise SitusError(f"{folder}: holds {len(found)} files of numbers and must hold one")
+    return read_json(found[0])
+
+
+def _log_of(folder: Path) -> dict[str, Any]:
+    """The log of a run: the last value of each metric, and under `log` all of them."""
+    log: dict[str, list[dict[str, Any]]] = {}
+    for record in read_metrics(folder / "metrics.jsonl"):
+        place = {name: record[name] for name in _ABOUT if name in record}
+        for name, value in record.items():
+            if name not in _ABOUT:
+                log.setdefault(name, []).append({**place, "value": value})
+    last = {name: entries[-1]["value"] for name, entries in log.items()}
+    return {**last, "log": log}
+
+
+def find(numbers: Mapping[str, Any], path: str) -> Any:
+    """The value at a path: a number, or a list where the path says [*]."""
+    return _find(numbers, _steps(path), path)
+
+
+def _steps(path: str) -> list[str]:
+    """["rows", "[ratio=0.15]", "consistency"]."""
+    steps: list[str] = []
+    at = 0
+    while at < len(path):
+        match = _STEP.match(path, at)
+        if match is None:
+            raise SitusError(f"figure={path!r}: is no path to a number", field="figure")
+        steps += [match[1], *re.findall(r"\[[^\]]*\]", match[2])]
+        at = match.end()
+    return steps
+
+
+def _find(held: Any, steps: list[str], path: str) -> Any:
+    for index, step in enumerate(steps):
+        if step == "[*]":
+            if not isinstance(held, list):
+                raise _absent(path, step, held)
+            return [_find(each, steps[index + 1 :], path) for each in held]
+        held = _entry(held, step[1:-1], path) if step.startswith("[") else _key(held, step, path)
+    return held
+
+
+def _key(held: Any, key: str, path: str) -> Any:
+    if isinstance(held, Mapping):
+        if key in held:
+            return held[key]
+        if key == "*" and len(held) == 1:
+            return next(iter(held.values()))
+    raise _absent(path, key, held)
+
+
+def _entry(held: Any, asked: str, path: str) -> Any:
+    if not isinstance(held, list):
+        raise _absent(path, f"[{asked}]", held)
+    if re.fullmatch(r"-?\d+", asked):
+        if -len(held) <= int(asked) < len(held):
+            return held[int(asked)]
+        raise _absent(path, f"[{asked}]", held)
+    wanted = dict(part.split("=", 1) for part in asked.split(",") if "=" in part)
+    fits = [each for each in held if all(_is(each.get(k.strip()), v.strip()) for k, v in wanted.items())]
+    if not wanted or len(fits) != 1:
+        raise SitusError(f"figure={path!r}: [{asked}] fits {len(fits)} of {len(held)} entries, and must fit one")
+    return fits[0]
+
+
+def _is(value: Any, text: str) -> bool:
+    if isinstance(value, str):
+        return value == text
+    try:
+        wanted = json.loads(text)
+    except ValueError:
+        return False
+    if isinstance(value, bool) or isinstance(wanted, bool) or not isinstance(value, (int, float)):
+        return value is wanted or value == wanted
+    return isinstance(wanted, (int, float)) and isclose(value, wanted, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def _absent(path: str, step: str, held: Any) -> SitusError:
+    if isinstance(held, Mapping):
+        there = f"there are {', '.join(map(str, list(held)[:12])) or 'none'}"
+    else:
+        there = f"there is a list of {len(held)}" if isinstance(held, list) else f"there is {held!r}"
+    return SitusError(f"figure={path!r}: has no {step}; {there}", field="figure")

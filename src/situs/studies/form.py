@@ -1,0 +1,355 @@
+"""The form of a study: frozen dataclasses that a TOML file is held to, key by key (see `situs.studies`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from situs.config import Checked
+from situs.errors import SitusError, unknown_name
+from situs.limits import Count, Natural, NotNegative, Positive
+
+PAPER = "paper"
+"""The scale of the file as it stands: no change is laid over its jobs."""
+
+PAPERS = {
+    "mp3": "Position Prediction as an Effective Pretraining Strategy",
+    "droppos": "DropPos: Pre-Training Vision Transformers by Reconstructing Dropped Positions",
+    "mjp": "Masked Jigsaw Puzzle: A Versatile Position Embedding for Vision Transformers",
+    "st": "Permutation Equivariance of Transformers and Its Applications",
+}
+"""The papers whose tables and figures come with situs."""
+
+
+class Verb(NamedTuple):
+    """How a verb is told what a job gives it. model: as a word, by the flag of this name, or not at all ("").
+
+    trains: it makes a run, which is gone on with where it was cut. data, seed: whether it takes them.
+    """
+
+    model: str = "word"
+    trains: bool = False
+    data: bool = True
+    seed: bool = False
+
+
+VERBS = {
+    "pretrain": Verb(model="", trains=True, seed=True),
+    "finetune": Verb(model="from", trains=True, seed=True),
+    "evaluate accuracy": Verb(),
+    "evaluate consistency": Verb(),
+    "evaluate ensemble": Verb(),
+    "evaluate knn": Verb(),
+    "evaluate position": Verb(),
+    "evaluate probe": Verb(),
+    "evaluate robustness": Verb(),
+    "analyze attention": Verb(),
+    "analyze correlation": Verb(),
+    "analyze positions": Verb(data=False),
+    "analyze reconstruct": Verb(),
+    "audit gradients": Verb(),
+    "audit positions": Verb(),
+    "audit split": Verb(),
+    "bench step": Verb(model="", data=False),
+    "verify": Verb(data=False),
+}
+"""What a job may do."""
+
+Value = float | str
+"""A number of a table; text where the paper prints text (OOM), "" where it prints nothing."""
+
+
+@dataclass(frozen=True)
+class Job(Checked):
+    """One command. Its name may hold `{variables}` of `each`, and stands for one job a value then."""
+
+    verb: str
+    """One of `VERBS`: pretrain, finetune, evaluate accuracy, …"""
+
+    after: str | tuple[str, ...] = ()
+    """The job, or the jobs in order, whose model the verb takes."""
+
+    model: str = ""
+    """A model of your own or of a library instead: a folder, NAME=FILE, NAME=pretrained."""
+
+    preset: str = ""
+    """For a training: the recipe below `change`."""
+
+    change: dict[str, Any] = field(default_factory=dict)
+    """For a training: fields of the run's config laid over the preset, as a recipe's TOML file holds them."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the verb, by its flags' names: positions = "learned", ratios = [0.15], time_limit = 60."""
+
+    data: str = ""
+    """Which of the study's data sets; by default the first."""
+
+    each: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Variables and their values: the job is made once for every combination."""
+
+    once: bool = False
+    """Whether all seeds share one run of it, with the first seed: a pretraining that serves many fine-tunings."""
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """`after` as a list."""
+        return (self.after,) if isinstance(self.after, str) else self.after
+
+    def check(self) -> None:
+        if self.verb not in VERBS:
+            raise unknown_name("verb", self.verb, VERBS, field="verb")
+        how = VERBS[self.verb]
+        if (self.preset or self.change) and not how.trains:
+            raise SitusError(f"verb={self.verb!r}: trains nothing, so preset and change are not for it", field="preset")
+        if self.after and self.model:
+            raise SitusError("after and model: give one of them", field=("after", "model"))
+        if how.model and not self.after and not self.model:
+            raise SitusError(f"after: {self.verb} needs the job whose model it takes, or a model", field="after")
+        if not how.model and (self.after or self.model):
+            raise SitusError(f"verb={self.verb!r}: takes no model", field="after")
+        for name in ("data", "out", "seed", "resume", "preset", "config", "from"):
+            if name in self.options and not (name == "seed" and not how.seed):
+                raise SitusError(f"options.{name}: is given by the study itself", field=f"options.{name}")
+
+
+@dataclass(frozen=True)
+class Column(Checked):
+    """A column of a table. figure, job and unit hold for every row that has none of its own."""
+
+    name: str
+    unit: str = "%"
+    """What the numbers are in; with % a share of ours is shown times 100."""
+
+    job: str = ""
+    figure: str = ""
+    """Where ours is found in what the job wrote (`situs.studies.find`)."""
+
+    digits: Natural = 1
+    """Behind the point."""
+
+    times: Positive | None = None
+    """What ours is multiplied by; by default 100 where the unit is %, else 1."""
+
+    reading: NotNegative = 0.0
+    """How far the paper's number may be off: it was read from an axis. 0: it is printed."""
+
+
+@dataclass(frozen=True)
+class Row(Checked):
+    """A row of a table; every list has one entry a column, and one text stands for all of them."""
+
+    name: str
+    paper: tuple[Value, ...] = ()
+    job: str | tuple[str, ...] = ""
+    """The job that fills the cell, "" where none does (the paper quotes somebody else)."""
+
+    figure: str | tuple[str, ...] = ""
+    unit: str | None = None
+    digits: Natural | None = None
+    times: Positive | None = None
+    reading: NotNegative | None = None
+    ours: tuple[Value, ...] = ()
+    """What was measured before, "" where nothing was; `[measured]` says when and on what."""
+
+
+@dataclass(frozen=True)
+class Table(Checked):
+    """The paper's table: its columns, its rows."""
+
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    title: str = ""
+    corner: str = ""
+    """What stands over the rows' names."""
+
+    def check(self) -> None:
+        for index, row in enumerate(self.rows):
+            for name in ("paper", "ours", "job", "figure"):
+                value = getattr(row, name)
+                if isinstance(value, tuple) and value and len(value) != len(self.columns):
+                    where = f"rows[{index}].{name}"
+                    raise SitusError(f"{where}: has {len(value)} entries for {len(self.columns)} columns", field=where)
+
+
+@dataclass(frozen=True)
+class Line(Checked):
+    """A line of a figure: numbers at the points `at`, or a list of the job's own, over another one."""
+
+    name: str
+    at: tuple[float, ...] = ()
+    """x of every point; `{x}` in job and figure stands for it."""
+
+    paper: tuple[Value, ...] = ()
+    job: str | tuple[str, ...] = ""
+    figure: str | tuple[str, ...] = ""
+    over: str = ""
+    """Without `at`: where the x values are found, a list as long as the one at `figure`."""
+
+    ours: tuple[Value, ...] = ()
+
+    def check(self) -> None:
+        for name in ("paper", "ours", "job", "figure"):
+            value = getattr(self, name)
+            if isinstance(value, tuple) and value and len(value) != len(self.at):
+                raise SitusError(f"{name}: has {len(value)} entries for {len(self.at)} points", field=name)
+        if self.job and bool(self.at) == bool(self.over):
+            raise SitusError("at, over: give the points, or where the job's own are, and not both", field="at")
+
+
+@dataclass(frozen=True)
+class Curves(Checked):
+    """The paper's figure: lines over one axis."""
+
+    x: str
+    y: str
+    lines: tuple[Line, ...]
+    title: str = ""
+    unit: str = "%"
+    digits: Natural = 1
+    times: Positive | None = None
+    reading: NotNegative = 0.0
+    """How far the paper's numbers may be off, which were read from an axis."""
+
+    scale: Literal["linear", "log"] = "linear"
+    """Of the x axis."""
+
+
+@dataclass(frozen=True)
+class Picture(Checked):
+    """Pictures that a job left, as a figure of the study: those of its files whose name fits."""
+
+    job: str
+    title: str = ""
+    file: str = "*"
+    """A pattern for the picture's name: "*", "*-puzzles"."""
+
+
+@dataclass(frozen=True)
+class Change(Checked):
+    """What a smaller scale lays over some jobs."""
+
+    jobs: tuple[str, ...] = ("*",)
+    """Names or patterns of jobs, after `each`."""
+
+    verb: str = ""
+    """Only jobs of this verb."""
+
+    preset: str = ""
+    """Another recipe below the changes."""
+
+    change: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    leave_out: bool = False
+    """These jobs are not run at this scale; their cells stay empty."""
+
+    def check(self) -> None:
+        if self.verb and self.verb not in VERBS:
+            raise unknown_name("verb", self.verb, VERBS, field="verb")
+
+
+@dataclass(frozen=True)
+class Cost(Checked):
+    """GPU minutes of all jobs for one seed, in turn."""
+
+    minutes: dict[str, NotNegative] = field(default_factory=dict)
+    """By scale."""
+
+    measured: tuple[str, ...] = ()
+    """The scales whose minutes were measured; the others are estimated."""
+
+    machine: str = "one H200"
+    how: str = ""
+    """What the estimate stands on."""
+
+
+@dataclass(frozen=True)
+class Missing(Checked):
+    """What cannot be run yet, and why. Without rows and columns: the study."""
+
+    package: str
+    """What has to come first: "speech", "dense", "text", or a data set's name."""
+
+    why: str
+    rows: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing of the study can be run."""
+        return not self.rows and not self.columns
+
+
+@dataclass(frozen=True)
+class Measured(Checked):
+    """How the numbers `ours` in the file came about."""
+
+    date: str
+    machine: str
+    scale: str = PAPER
+    seeds: Count = 1
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Study(Checked):
+    """A table or a figure as jobs, what they need, and the cells they fill."""
+
+    title: str
+    shows: str
+    """What the table or figure shows, one sentence."""
+
+    paper: Literal["", "mp3", "droppos", "mjp", "st"] = ""
+    place: str = ""
+    """Where it stands in the paper: "Table 3", "Figure 6"."""
+
+    data: dict[str, str] = field(default_factory=dict)
+    """Name of a data set -> what has to lie at its path."""
+
+    seeds: Count = 1
+    jobs: dict[str, Job] = field(default_factory=dict)
+    tables: tuple[Table, ...] = ()
+    curves: tuple[Curves, ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    scales: dict[str, tuple[Change, ...]] = field(default_factory=dict)
+    """Smaller sizes: name -> changes, laid over the jobs in turn. "paper" is the file as it stands."""
+
+    cost: Cost = field(default_factory=Cost)
+    missing: tuple[Missing, ...] = ()
+    measured: Measured | None = None
+    note: str = ""
+    """What a reader of the page must know: where the recipe differs from the paper's, and why."""
+
+    @property
+    def runs(self) -> bool:
+        """Whether anything of it can be run."""
+        return bool(self.jobs) and not any(each.whole for each in self.missing)
+
+    def scale_names(self) -> tuple[str, ...]:
+        """The scales it can be run at."""
+        return (*dict.fromkeys((*self.scales, PAPER)),)
+
+    def check(self) -> None:
+        if not (self.tables or self.curves or self.pictures):
+            raise SitusError("tables: a study needs a table, curves or pictures to show", field="tables")
+        if not self.jobs and not any(each.whole for each in self.missing):
+            raise SitusError("jobs: there are none, and [[missing]] does not say why", field="jobs")
+        for name in (*self.cost.minutes, *self.cost.measured, *([self.measured.scale] if self.measured else ())):
+            if name not in self.scale_names():
+                raise unknown_name("scale", name, self.scale_names(), field="cost")
+        rows = [row for table in self.tables for row in table.rows]
+        if any(each.ours for each in (*rows, *self._lines())) and self.measured is None:
+            raise SitusError("measured: is needed where rows hold ours, and says when and on what", field="measured")
+        names = {each.name for each in (*rows, *self._lines())}
+        columns = {column.name for table in self.tables for column in table.columns}
+        for index, each in enumerate(self.missing):
+            for kind, given, known in (("rows", each.rows, names), ("columns", each.columns, columns)):
+                for name in given:
+                    if name not in known:
+                        raise unknown_name("name", name, known, field=f"missing[{index}].{kind}")
+        for name, job in self.jobs.items():
+            if job.data and job.data not in self.data:
+                raise unknown_name("data set", job.data, self.data, field=f"jobs.{name}.data")
+
+    def _lines(self) -> Iterator[Line]:
+        return (line for curves in self.curves for line in curves.lines)

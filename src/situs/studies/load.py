@@ -1,0 +1,56 @@
+"""Studies by their names: the files that come with situs, and a user's own."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from situs.config import from_dict
+from situs.errors import SitusError, unknown_name
+from situs.files import read_toml
+from situs.studies.form import Study
+from situs.studies.plan import check_configs, planned
+
+
+def study_names() -> list[str]:
+    """The studies that come with situs, paper by paper, tables before figures and each in order."""
+    return sorted(_files(), key=_order)
+
+
+def _order(name: str) -> tuple[str, str, int, str]:
+    paper, _, place = name.partition("-")
+    kind = place.rstrip("0123456789")
+    return paper, {"table": "0", "figure": "1"}.get(kind, kind), int(place[len(kind) :] or 0), name
+
+
+def study_file(name: str | Path) -> Path:
+    """The file of a study that comes with situs, or a path as it is."""
+    if Path(name).suffix == ".toml" or Path(name).is_file():
+        return Path(name)
+    found = _files()
+    if str(name) not in found:
+        raise unknown_name("study", str(name), study_names(), field="study")
+    return found[str(name)]
+
+
+def load_study(name: str | Path, *, configs: bool = True) -> Study:
+    """A study by its name or its file, checked at every scale it has; a mistake is one sentence with file and key.
+
+    configs: whether the recipes of its trainings are made too, which imports torch.
+    """
+    file = study_file(name)
+    study = from_dict(Study, read_toml(file), where=str(name))
+    try:
+        for scale in study.scale_names():
+            jobs = planned(study, scale)
+            if configs:
+                check_configs(jobs)
+    except SitusError as error:
+        raise error.said_of(str(name)) from None
+    return study
+
+
+def _files() -> dict[str, Path]:
+    folder: Any = files("situs.studies") / "papers"
+    return {each.name.removesuffix(".toml"): Path(each) for each in folder.iterdir() if each.name.endswith(".toml")}

@@ -1,0 +1,188 @@
+"""From a study's file to the jobs that are run: variables put in, a scale laid over, every name and config checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from itertools import product
+from typing import Any
+
+from situs.config import choices_of, flat, from_dict, merge
+from situs.errors import SitusError, unknown_name
+from situs.presets import load_preset
+from situs.studies.form import PAPER, VERBS, Column, Curves, Job, Line, Row, Study, Table
+
+Jobs = dict[str, Job]
+
+
+def planned(study: Study, scale: str = PAPER) -> Jobs:
+    """The jobs of a study at a scale, by name and in the file's order; what does not fit together is refused."""
+    if scale not in study.scale_names():
+        raise unknown_name("scale", scale, study.scale_names(), field="scale")
+    jobs: Jobs = {}
+    for name, job in study.jobs.items():
+        for each, made in _expanded(name, job):
+            if each in jobs:
+                raise SitusError(f"jobs.{name}: makes the job {each!r} a second time", field=f"jobs.{name}")
+            jobs[each] = made
+    _check_names(study, jobs)
+    _check_order(jobs)
+    for index, change in enumerate(study.scales.get(scale, ())):
+        found = [n for n, job in jobs.items() if _meant(n, job, change.jobs, change.verb)]
+        if not found:
+            raise SitusError(f"scales.{scale}[{index}]: is for no job", field=f"scales.{scale}[{index}].jobs")
+        for name in found:
+            job = jobs[name]
+            if change.leave_out:
+                del jobs[name]
+                continue
+            laid = merge(job.change, change.change)
+            options = {**job.options, **change.options}
+            jobs[name] = replace(job, preset=change.preset or job.preset, change=laid, options=options)
+    if scale != PAPER:  # what rests on a job that is left out
+        while left := [n for n, job in jobs.items() if not set(needs(job)) <= jobs.keys()]:
+            for name in left:
+                del jobs[name]
+    return jobs
+
+
+def _meant(name: str, job: Job, patterns: tuple[str, ...], verb: str) -> bool:
+    return (not verb or job.verb == verb) and any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _expanded(name: str, job: Job) -> Iterator[tuple[str, Job]]:
+    """A job for every combination of its variables."""
+    for variable in job.each:
+        if f"{{{variable}}}" not in name:
+            raise SitusError(f"jobs.{name}.each.{variable}: the job's name must hold {{{variable}}}", field="each")
+    for values in product(*job.each.values()):
+        given = dict(zip(job.each, values, strict=True))
+        fields = {
+            key: put(getattr(job, key), given) for key in ("after", "model", "preset", "change", "options", "data")
+        }
+        try:
+            yield put(name, given), replace(job, **fields, each={})
+        except SitusError as error:
+            raise error.under(f"jobs.{name}") from None
+
+
+def put(value: Any, given: Mapping[str, Any]) -> Any:
+    """`value` with its {variables} put in, in tables and lists too; a text that is one variable becomes its value."""
+    if isinstance(value, Mapping):
+        return {key: put(held, given) for key, held in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(put(held, given) for held in value)
+    if not isinstance(value, str):
+        return value
+    for name, held in given.items():
+        if value == f"{{{name}}}":
+            return held
+        value = value.replace(f"{{{name}}}", word(held))
+    return value
+
+
+def word(value: Any) -> str:
+    """A value as it stands in a job's name: 0.5, 2, learned."""
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def needs(job: Job) -> tuple[str, ...]:
+    """The jobs that must be done first: those it starts after, and those its options name as {JOB}."""
+    texts = [text for text in flat({"": job.options, "model": job.model}).values() if isinstance(text, str)]
+    named = [text[1:-1] for text in texts if text.startswith("{") and text.endswith("}")]
+    return (*job.models, *(name for name in named if name != "seed" and not name.startswith("data.")))
+
+
+def _check_names(study: Study, jobs: Jobs) -> None:
+    for name, job in jobs.items():
+        for needed in needs(job):
+            if needed not in jobs:
+                raise unknown_name("job", needed, jobs, field=f"jobs.{name}.after").said_of(f"jobs.{name}.after")
+        for data in data_of(study, job):
+            if data not in study.data:
+                raise unknown_name("data set", data, study.data, field="data").said_of(f"jobs.{name}.data")
+    for where, cell in _cells(study):
+        job, figure = cell
+        if job and job not in jobs:
+            raise unknown_name("job", job, jobs, field=where).said_of(where)
+        if job and not figure:
+            raise SitusError(f"{where}: job {job!r} fills it, and no figure says with what", field=where)
+    for index, picture in enumerate(study.pictures):
+        if picture.job not in jobs:
+            raise unknown_name("job", picture.job, jobs, field="pictures").said_of(f"pictures[{index}].job")
+
+
+def _cells(study: Study) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Where a cell stands in the file, its job and its figure."""
+    for number, table in enumerate(study.tables):
+        for r, row in enumerate(table.rows):
+            for c in range(len(table.columns)):
+                yield f"tables[{number}].rows[{r}], {table.columns[c].name}", cell_of(table, row, c)
+    for number, curves in enumerate(study.curves):
+        for i, line in enumerate(curves.lines):
+            for p in range(len(line.at) or 1):
+                yield f"curves[{number}].lines[{i}]", point_of(line, p)
+
+
+def cell_of(table: Table, row: Row, index: int) -> tuple[str, str]:
+    """Job and figure of a cell: the row's, or else the column's. A row's "" in a list is an empty cell."""
+    column: Column = table.columns[index]
+    job = row.job[index] if isinstance(row.job, tuple) and row.job else row.job or column.job
+    figure = row.figure[index] if isinstance(row.figure, tuple) and row.figure else row.figure or column.figure
+    return str(job), str(figure)
+
+
+def point_of(line: Line, index: int) -> tuple[str, str]:
+    """Job and figure of a line's point."""
+    job = line.job[index] if isinstance(line.job, tuple) and line.job else line.job
+    figure = line.figure[index] if isinstance(line.figure, tuple) and line.figure else line.figure
+    given = {"x": line.at[index]} if line.at else {}
+    return tuple(word(put(text or "", given)) for text in (job, figure))  # pyright: ignore[reportReturnType]
+
+
+def times_of(unit: str, times: float | None) -> float:
+    """What ours is multiplied by."""
+    return times if times is not None else 100.0 if unit == "%" else 1.0
+
+
+def data_of(study: Study, job: Job) -> tuple[str, ...]:
+    """The data sets that a job reads: its own first, then those its options name as {data.NAME}."""
+    own = job.data or next(iter(study.data), "")
+    texts = [text for text in flat({"": job.options, "change": job.change}).values() if isinstance(text, str)]
+    named = [text[len("{data.") : -1] for text in texts if text.startswith("{data.") and text.endswith("}")]
+    return (*([own] if own and VERBS[job.verb].data else []), *named)
+
+
+def _check_order(jobs: Jobs) -> None:
+    """Refuses a job that must wait for itself."""
+    done: set[str] = set()
+    while ready := [name for name, job in jobs.items() if name not in done and set(needs(job)) <= done]:
+        done |= {*ready}
+    if left := [name for name in jobs if name not in done]:
+        way = [left[0]]
+        while way.count(way[-1]) == 1:
+            way.append(next(name for name in needs(jobs[way[-1]]) if name not in done))
+        circle = " -> ".join(way[way.index(way[-1]) :])
+        raise SitusError(f"jobs.{left[0]}.after: these jobs wait for each other: {circle}", field="after")
+
+
+def check_configs(jobs: Jobs) -> None:
+    """Refuses a training whose preset is unknown or whose changes make no config; imports torch."""
+    from situs.evaluate.finetune import FinetuneConfig
+    from situs.train.run import RunConfig
+
+    for name, job in jobs.items():
+        if not VERBS[job.verb].trains:
+            continue
+        cls = FinetuneConfig if job.verb == "finetune" else RunConfig
+        try:
+            tables = load_preset(job.preset) if job.preset else {}
+        except SitusError as error:
+            raise error.said_of(f"jobs.{name}.preset") from None
+        from_dict(cls, merge(tables, job.change, choices_of(cls)), where=f"jobs.{name}.change")
+
+
+def curve_times(curves: Curves) -> float:
+    """What the lines of ours are multiplied by."""
+    return times_of(curves.unit, curves.times)

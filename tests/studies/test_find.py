@@ -1,0 +1,77 @@
+"""A figure is found by its path, or what is there instead is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from situs.errors import SitusError
+from situs.studies.find import find, numbers_of
+from situs.studies.form import Job
+
+NUMBERS = {
+    "top1": 0.5,
+    "from scratch": {"accuracy": [0.1, 0.9]},
+    "models": {"run.0": {"accuracy": 0.7}},
+    "rows": [
+        {"ratio": 0.15, "told": True, "name": "a", "consistency": 0.8},
+        {"ratio": 0.15, "told": False, "name": "b", "consistency": 0.6},
+        {"ratio": 0, "told": False, "name": "c", "consistency": 1.0},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("top1", 0.5),
+        ("from scratch.accuracy[-1]", 0.9),
+        ("models.*.accuracy", 0.7),
+        ("rows[1].name", "b"),
+        ("rows[ratio=0.15,told=true].consistency", 0.8),
+        ("rows[ratio=0.0].consistency", 1.0),
+        ("rows[name=b].ratio", 0.15),
+        ("rows[*].consistency", [0.8, 0.6, 1.0]),
+    ],
+)
+def test_what_a_path_finds(path: str, value: Any) -> None:
+    assert find(NUMBERS, path) == value
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("top5", "has no top5; there are top1, from scratch"),
+        ("top1.x", "has no x; there is 0.5"),
+        ("rows[9].name", r"has no \[9\]; there is a list of 3"),
+        ("rows[ratio=0.15].name", r"\[ratio=0.15\] fits 2 of 3 entries, and must fit one"),
+        ("rows[ratio=0.9].name", r"\[ratio=0.9\] fits 0 of 3"),
+        ("rows[told].name", r"\[told\] fits 3 of 3"),
+        ("a..b", "is no path"),
+        ("top1[*]", r"has no \[\*\]; there is 0.5"),
+    ],
+)
+def test_what_it_does_not_find_is_said(path: str, said: str) -> None:
+    with pytest.raises(SitusError, match=said):
+        find(NUMBERS, path)
+
+
+def test_the_log_of_a_training(tmp_path: Path) -> None:
+    lines = [{"step": 1, "epoch": 1.0, "loss": 2.0}, {"step": 2, "epoch": 2.0, "val_top1": 0.3}]
+    lines += [{"step": 4, "epoch": 4.0, "loss": 1.0, "val_top1": 0.4}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    numbers = numbers_of(Job("pretrain"), tmp_path)
+    assert (find(numbers, "loss"), find(numbers, "val_top1")) == (1.0, 0.4)
+    assert find(numbers, "log.val_top1[epoch=2].value") == 0.3
+    assert find(numbers, "log.val_top1[*].epoch") == [2.0, 4.0]
+
+
+def test_a_measurement_leaves_one_file(tmp_path: Path) -> None:
+    job = Job("evaluate accuracy", after="a")
+    with pytest.raises(SitusError, match="holds 0 files of numbers"):
+        numbers_of(job, tmp_path)
+    (tmp_path / "accuracy.json").write_text('{"top1": 0.25}')
+    assert numbers_of(job, tmp_path) == {"top1": 0.25}

@@ -1,0 +1,75 @@
+"""What a study's file may hold: every mistake is one sentence with the key."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+from situs.config import from_dict
+from situs.errors import SitusError
+from situs.studies.form import PAPERS, VERBS, Study
+
+WHOLE: dict[str, Any] = {
+    "title": "t",
+    "shows": "s",
+    "data": {"small": "any"},
+    "jobs": {"a": {"verb": "pretrain"}, "b": {"verb": "evaluate accuracy", "after": "a"}},
+    "tables": [{"columns": [{"name": "top-1", "figure": "top1"}], "rows": [{"name": "r", "paper": [1.0], "job": "b"}]}],
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """WHOLE with one value put at "jobs.a.verb" or "tables.0.rows.0.paper"."""
+    tables = deepcopy(WHOLE)
+    *above, last = path.split(".")
+    held: Any = tables
+    for key in above:
+        held = held[int(key)] if isinstance(held, list) else held.setdefault(key, {})
+    held[last] = value
+    return tables
+
+
+def test_a_whole_study_is_taken() -> None:
+    study = from_dict(Study, WHOLE)
+    assert study.jobs["b"].models == ("a",) and study.jobs["a"].models == ()
+    assert study.scale_names() == ("paper",) and study.runs
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("jobs.a.verbb", "x", "jobs.a.verbb: unknown key, perhaps verb"),
+        ("jobs.a.verb", "train", "unknown verb 'train'; choose one of: analyze attention"),
+        ("jobs.b.preset", "cifar100-mp3", "verb='evaluate accuracy': trains nothing"),
+        ("jobs.b.after", "", "after: evaluate accuracy needs the job whose model it takes"),
+        ("jobs.a.after", "b", "verb='pretrain': takes no model"),
+        ("jobs.b.model", "vit=pretrained", "after and model: give one of them"),
+        ("jobs.b.options", {"out": "x"}, "options.out: is given by the study itself"),
+        ("jobs.b.data", "large", "unknown data set 'large'; choose one of: small"),
+        ("tables.0.rows.0.paper", [1.0, 2.0], r"rows\[0\].paper: has 2 entries for 1 columns"),
+        ("tables.0.rows.0.ours", [1.0], "measured: is needed where rows hold ours"),
+        ("tables", [], "tables: a study needs a table"),
+        ("jobs", {}, "jobs: there are none, and"),
+        ("cost", {"minutes": {"quick": 3}}, "unknown scale 'quick'; choose one of: paper"),
+        ("missing", [{"package": "dense", "why": "w", "columns": ["AP"]}], "unknown name 'AP'; choose one of: top-1"),
+        ("curves", [{"x": "x", "y": "y", "lines": [{"name": "l", "job": "b"}]}], "give the points, or where"),
+        (
+            "curves",
+            [{"x": "x", "y": "y", "lines": [{"name": "l", "at": [1], "paper": [1, 2]}]}],
+            "2 entries for 1 points",
+        ),
+        ("paper", "resnet", "paper='resnet': must be one of"),
+    ],
+)
+def test_a_mistake_is_a_sentence(path: str, value: Any, said: str) -> None:
+    with pytest.raises(SitusError, match=said):
+        from_dict(Study, changed(path, value))
+
+
+def test_every_verb_of_a_job_is_one_of_the_command_line() -> None:
+    from situs.cli.main import VERBS as KNOWN
+
+    assert VERBS.keys() <= KNOWN.keys()
+    assert len(PAPERS) == 4

@@ -1,0 +1,54 @@
+"""The studies that come with situs, and a user's own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import situs.studies
+from situs.errors import SitusError
+from situs.studies.load import load_study, study_file, study_names
+
+NAME = re.compile(r"(mp3|droppos|mjp|st)-(table|figure)\d+")
+
+
+@pytest.mark.parametrize("name", study_names())
+def test_every_study_of_the_package_is_whole(name: str) -> None:
+    study = load_study(name)
+    if study.paper:
+        assert NAME.fullmatch(name) and name.startswith(f"{study.paper}-"), name
+        assert name == f"{study.paper}-{study.place.lower().replace(' ', '')}"
+    assert study.shows.endswith(".") and not study.title.endswith(".")
+    assert not study.runs or study.cost.minutes.keys() == {*study.scale_names()}, "minutes for every scale"
+
+
+def test_they_are_in_the_papers_order() -> None:
+    names = study_names()
+    assert names.index("mjp-table4") < names.index("mp3-table3")
+
+
+def test_a_name_that_is_none_lists_those_there_are() -> None:
+    with pytest.raises(SitusError, match=r"unknown study 'mp3-table33'; choose one of: .*mp3-table3"):
+        load_study("mp3-table33")
+    with pytest.raises(SitusError, match=r"nosuch\.toml: cannot be read"):
+        load_study("nosuch.toml")
+
+
+def test_the_example_of_the_docstring_is_a_study(tmp_path: Path) -> None:
+    """Every key that it explains is taken, and every job of it makes a config."""
+    lines = (situs.studies.__doc__ or "").splitlines()
+    start = next(number for number, line in enumerate(lines) if line.startswith("    title = "))
+    file = tmp_path / "mine.toml"
+    file.write_text("\n".join(line for line in lines[start:] if line.startswith("    ")))
+    study = load_study(study_file(file))
+    assert [*study.jobs][:4] == ["mp3", "tuned-{positions}", "shuffled-{positions}", "both"]
+    assert study.scale_names() == ("quick", "paper") and len(study.curves[0].lines) == 2
+
+
+def test_a_mistake_names_file_and_key(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('title = "t"\nshows = "s"\ntables = []\nfoo = 1\n')
+    with pytest.raises(SitusError, match=r"mine.toml: foo: unknown key"):
+        load_study(file)
