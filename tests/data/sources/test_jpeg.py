@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from situs.data.sources.images import decode, read_header
+from situs.data.sources.images import BrokenImageError, decode, read_header
 from situs.data.sources.jpeg import START, read_frame
 
 RGB = np.random.default_rng(0).integers(0, 256, (37, 53, 3), dtype=np.uint8)
@@ -36,7 +36,31 @@ PLAIN = {
     "comment": jpeg(comment=b"\xff\xc0\x00\x11" * 9),  # which looks like a frame and is none
     "restarts": jpeg(restart_marker_rows=1),
 }
-ODD = {"cmyk": jpeg("CMYK"), "turned": jpeg(exif=exif()), "adobe rgb": jpeg(keep_rgb=True)}
+
+
+def moved_behind_the_frame(data: bytes, mark: bytes) -> bytes:
+    """A segment of the head put between frame and pixels, where decoders heed it as well."""
+    at, scan = data.index(mark), data.index(b"\xff\xda")
+    end = at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return data[:at] + data[end:scan] + data[at:end] + data[scan:]
+
+
+def without(data: bytes, mark: bytes) -> bytes:
+    at = data.index(mark)
+    return data[:at] + data[at + 2 + int.from_bytes(data[at + 2 : at + 4], "big") :]
+
+
+ODD = {
+    "cmyk": jpeg("CMYK"),
+    "turned": jpeg(exif=exif()),
+    "turned late": moved_behind_the_frame(jpeg(exif=exif()), b"\xff\xe1"),
+    "adobe rgb": jpeg(keep_rgb=True),
+    "adobe rgb, told late": moved_behind_the_frame(jpeg(keep_rgb=True), b"\xff\xee"),
+    "rgb by its components' names": without(jpeg(keep_rgb=True), b"\xff\xee"),
+    "cut short": jpeg()[:-400],
+    "without its end": jpeg()[:-2],
+    "filled up with zeros": jpeg()[:-400] + bytes(400),
+}
 
 
 @pytest.mark.parametrize("name", [*PLAIN, *ODD])
@@ -45,7 +69,16 @@ def test_the_frame_is_what_pillow_reads(name):
     frame, image = read_frame(data), Image.open(io.BytesIO(data))
     assert (frame.width, frame.height) == image.size
     assert frame.plain == (name in PLAIN)
-    assert read_header(data, "x")[2:] == ((53, 37, True) if name == "turned" else (37, 53, False))
+    assert read_header(data, "x")[2:] == ((53, 37, True) if name.startswith("turned") else (37, 53, False))
+
+
+def test_more_pixels_than_are_read_are_left_to_pillow():
+    data = PLAIN["colour"]
+    place = data.index(b"\xff\xc0") + 5
+    huge = data[:place] + b"\xff\xff\xff\xff" + data[place + 4 :]
+    assert read_frame(huge) == (65535, 65535, False)
+    with pytest.raises(BrokenImageError, match="x: cannot be decoded"):
+        decode(huge, "x")
 
 
 def test_what_is_no_jpeg_has_no_frame():
