@@ -17,6 +17,7 @@ from situs.data.late import crop_resized, weights
 from situs.data.loader import DataConfig, make_loader
 from situs.data.sources import open_source
 from situs.data.sources.images import decode
+from situs.data.sources.subset import Rows
 from situs.errors import SitusError
 
 CROP, CPU = AugmentConfig(), torch.device("cpu")
@@ -137,6 +138,19 @@ def test_a_damaged_one_is_replaced_as_a_worker_would(photographs, monkeypatch, d
     assert (got["image"].int() - wanted["image"].int()).abs().float().mean() < 0.5
     assert torch.equal(got["label"], wanted["label"])
     assert [entry.index for entry in source.skipped] == [bad]
+
+
+@pytest.mark.parametrize("decoder", ["gpu", "scaled"])
+def test_a_part_of_a_set_is_decoded_as_the_whole_is(photographs, monkeypatch, decoder):
+    monkeypatch.setattr("situs.data.image_pipeline.decode_on", by_pillow)
+    whole = open_source(photographs, channels=3)
+    part = Rows(Rows(whole, [1, 4, 8, 9]), [0, 2, 3])
+    of_whole, of_part = (ImagePipeline(source, (8, 8), 3, CROP, decoder=decoder) for source in (whole, part))
+    assert (of_part.late, of_part.scaled) == (decoder == "gpu", decoder == "scaled")
+    for index, row in enumerate((1, 8, 9)):
+        own, there = of_part.fetch(index, 0, 7), of_whole.fetch(row, 0, 7)
+        assert own.keys() == there.keys() and own["label"] == there["label"] and own.get("sides") == there.get("sides")
+        assert own.get("encoded") == there.get("encoded") and ("image" in own) == ("image" in there)
 
 
 def test_it_is_for_random_crops_in_three_channels(photographs):

@@ -56,7 +56,7 @@ class ImagePipeline(Pipeline):
         cropped = not held and augment is not None and augment.crop == "resized"
         self.rest = replace(augment, crop="none") if augment is not None and cropped else augment
         self._apply = apply
-        apart = cropped and isinstance(source, EncodedSource)
+        apart = cropped and len(source) > 0 and isinstance(source.origin(0)[0], EncodedSource)
         self.scaled, self.late = decoder == "scaled" and apart, decoder == "gpu" and apart and source.channels == 3
         self.by_rows = not self.late
 
@@ -64,7 +64,8 @@ class ImagePipeline(Pipeline):
         """The image whole, or at the part of its sides that its crop asks for, or "encoded". "sides": of the whole."""
         if not self.scaled and not self.late:
             return super().fetch(index, epoch, draw)
-        source: Any = self.source
+        source: Any
+        source, index = self.source.origin(index)
         data, label = source.payload(index), source.label(index)
         sample: dict[str, Any] = {} if label is None else {"label": label}
         frame = read_frame(data)

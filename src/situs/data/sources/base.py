@@ -85,6 +85,10 @@ class Source(ABC):
         """The image's own name, which no image added to the set and no other place of the set changes."""
         return str(index)
 
+    def origin(self, index: int) -> tuple[Source, int]:
+        """The whole set that sample `index` is read from, and its number there; a part of a set asks that set."""
+        return self, index
+
     def blocks(self) -> Blocks | None:
         """The runs that are read at once, where there are any."""
         return None

@@ -42,9 +42,8 @@ def read_frame(data: bytes) -> Frame | None:
             return found if found is None or (whole and not odd) else found._replace(plain=False)
         if size < 2:
             return None
-        if mark in _FRAMES:
-            if found is not None or (found := _frame(data[at + 4 : at + 2 + size], mark)) is None:
-                return None
+        if mark in _FRAMES and (found is not None or (found := _frame(data[at + 4 : at + 2 + size], mark)) is None):
+            return None
         odd = odd or mark == _ADOBE or (mark == _EXIF and data[at + 4 : at + 8] == b"Exif")
         at += 2 + size
     return None

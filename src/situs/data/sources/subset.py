@@ -34,6 +34,10 @@ class Rows(Source):
         """Sample `index` of the part."""
         return self.source.read(int(self.rows[index]))
 
+    def origin(self, index: int) -> tuple[Source, int]:
+        """In the source."""
+        return self.source.origin(int(self.rows[index]))
+
     def blocks(self) -> Blocks | None:
         """Those of the source that hold a row; none where the rows are not in the source's order."""
         whole = self.source.blocks()
