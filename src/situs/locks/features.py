@@ -96,18 +96,35 @@ def defend(
 
     scale: `token_scale` over public images. Gradients pass through.
     """
+    given = draw_defence(defence, words, (z.shape[0], z.shape[1] - prefix, z.shape[2]), grid)
+    return apply_defence(z, defence, None if given is None else given.to(z.device), prefix=prefix, scale=scale)
+
+
+def draw_defence(defence: Defence, words: Words, shape: tuple[int, int, int], grid: Grid) -> Tensor | None:
+    """What a defence of patch tokens [B, N, D] needs beside them: noise [B, N, D], filter [N, N] or order [B * N]."""
+    batch, count, width = shape
+    if defence.kind == "noise":
+        return normal_from(words("noise", 2 * batch * count * width)).view(shape)
+    if defence.kind == "lowpass":
+        return low_pass_filter(grid, defence.strength)
+    if defence.kind == "batch-shuffle":
+        return exchange_order(words, batch, count, int(defence.strength) or batch)
+    return None
+
+
+def apply_defence(
+    z: Tensor, defence: Defence, given: Tensor | None, *, prefix: int, scale: float = 1.0
+) -> tuple[Tensor, Back]:
+    """`defend` with what was drawn for it, on the device of z: pure, so that a step may be compiled with it inside."""
     patches = z[:, prefix:]
-    if defence.kind == "none":
+    if given is None:
         return z, _as_it_is
     if defence.kind == "noise":
-        noise = normal_from(words("noise", 2 * patches.numel())).view_as(patches)
-        return _behind(z, prefix, patches + (defence.strength * scale) * noise.to(z)), _as_it_is
+        return _behind(z, prefix, patches + (defence.strength * scale) * given.to(z)), _as_it_is
     if defence.kind == "lowpass":
-        return _behind(z, prefix, low_pass(patches, grid, defence.strength)), _as_it_is
-    batch, count = patches.shape[:2]
-    index = exchange_order(words, batch, count, int(defence.strength) or batch).to(z.device)
-    back = invert(index)
-    moved = _behind(z, prefix, exchange(patches, index))
+        return _behind(z, prefix, filtered(patches, given)), _as_it_is
+    back = invert(given)
+    moved = _behind(z, prefix, exchange(patches, given))
     return moved, lambda out: _behind(out, prefix, exchange(out[:, prefix:], back))
 
 
@@ -128,14 +145,25 @@ def normal_from(words: Tensor) -> Tensor:
 
 def low_pass(patches: Tensor, grid: Grid, share: float) -> Tensor:
     """Patch tokens [B, N, D] without their high frequencies over the grid, channel by channel."""
-    kept = low_frequencies(grid, share, patches.device)
-    sides = tuple(range(1, 1 + len(grid)))
+    return filtered(patches, low_pass_filter(grid, share).to(patches.device))
+
+
+def low_pass_filter(grid: Grid, share: float) -> Tensor:
+    """The low pass as a matrix over the places, [N, N] float64: a projection, symmetric."""
+    sides = tuple(range(len(grid)))
+    waves = torch.fft.fftn(torch.eye(math.prod(grid)).double().unflatten(0, grid), dim=sides)
+    kept = waves * low_frequencies(grid, share).unsqueeze(-1)
+    return torch.fft.ifftn(kept, dim=sides).real.flatten(0, len(grid) - 1)
+
+
+def filtered(patches: Tensor, matrix: Tensor) -> Tensor:
+    """matrix [N, N] on the places of patch tokens [B, N, D], in float32 at least."""
     numbers = patches if patches.dtype in (torch.float32, torch.float64) else patches.float()
-    spectrum = torch.fft.fftn(numbers.unflatten(1, grid), dim=sides) * kept.unsqueeze(-1)
-    return torch.fft.ifftn(spectrum, dim=sides).real.flatten(1, len(grid)).to(patches.dtype)
+    with torch.autocast(patches.device.type, enabled=False):
+        return (matrix.to(numbers.dtype) @ numbers).to(patches.dtype)
 
 
-def low_frequencies(grid: Grid, share: float, device: torch.device | None = None) -> Tensor:
+def low_frequencies(grid: Grid, share: float) -> Tensor:
     """Which frequencies stay, [*grid] bool: the lowest, at most share · N of them, always the mean.
 
     Those of one height stay or go together: half of a pair would leave a wave that is not real.
@@ -145,14 +173,15 @@ def low_frequencies(grid: Grid, share: float, device: torch.device | None = None
     height = (height * 1e9).round()  # equal heights, whatever the rounding of their sums
     levels, sizes = height.unique(return_counts=True)
     fitting = int((sizes.cumsum(0) <= share * height.numel() + 1e-9).sum())
-    return (height <= levels[max(0, fitting - 1)]).to(device)
+    return height <= levels[max(0, fitting - 1)]
 
 
 def exchange_order(words: Words, batch: int, count: int, size: int) -> Tensor:
     """Where each patch token comes from, [B * N]: a uniform order within each `size` samples that follow each other."""
-    drawn = words("exchange", batch * count)
-    spans = [slice(a * count, min(a + size, batch) * count) for a in range(0, batch, size)]
-    return torch.cat([drawn[span].argsort(stable=True) + span.start for span in spans])
+    drawn, whole = words("exchange", batch * count), batch // size * size * count
+    orders = drawn[:whole].view(-1, min(size, batch) * count).argsort(dim=1, stable=True)
+    starts = torch.arange(0, whole, size * count, device=drawn.device)
+    return torch.cat([(orders + starts[:, None]).flatten(), drawn[whole:].argsort(stable=True) + whole])
 
 
 def exchange(patches: Tensor, index: Tensor) -> Tensor:

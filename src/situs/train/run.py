@@ -165,6 +165,8 @@ def make_eval_loader(
 
 
 Hooks = Callable[[RunConfig, Loader, torch.device], Sequence[Hook]]
+Adapt = Callable[[Method, Loader], Method]
+"""Another method over the same tensors, given the one that the config names and the training loader."""
 Start = Callable[[RunConfig, Backbone], Sequence[str]]
 """Puts the tensors that `RunConfig.init` names into a new backbone; gives what a user should know, a line each."""
 
@@ -182,6 +184,7 @@ def train_run(
     start_over: bool = False,
     hooks: Hooks | None = None,
     start: Start = _cannot_start,
+    adapt: Adapt = lambda method, _: method,
     say: Callable[[str], None] = lambda _: None,
     quiet: bool = False,
 ) -> TrainResult:
@@ -191,8 +194,8 @@ def train_run(
 
     start_over: a resumed run that has no whole checkpoint left begins again, and what it had is set aside.
     hooks: makes the probes, given the config, the training loader and the device. start: puts the tensors of
-    `config.init` into a new backbone (`situs.models.initialise.starting`). say: receives a few lines. quiet: the
-    loop says nothing.
+    `config.init` into a new backbone (`situs.models.initialise.starting`). adapt: the method that is trained instead,
+    with the same tensors. say: receives a few lines. quiet: the loop says nothing.
     """
     _check_place(out, resume, start_over)
     config = settled(config)
@@ -218,7 +221,7 @@ def train_run(
         if config.init is not None and fresh:
             for line in start(config, method.backbone):
                 speak(line)
-        method.to(ranks.device)
+        method = adapt(method.to(ranks.device), loader)
         watching = () if hooks is None else hooks(config, loader, ranks.device)
         speak(describe(config, method, ranks))
         if run is None:

@@ -1,0 +1,93 @@
+"""A defence in a local training against split training in one process: the same weights, moments and means."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from served import CONFIG, steps
+from wired import KEY, SESSION, TRAIN, Loader, Pair, farthest, train_locally, vit
+
+from situs.errors import SitusError
+from situs.evaluate.accuracy import evaluate_accuracy
+from situs.evaluate.knn import evaluate_knn
+from situs.locks.features import parse_defence, secret_words, token_scale
+from situs.methods.mp3 import MP3Config
+from situs.methods.supervised import SupervisedConfig
+from situs.models import open_model
+from situs.models.data import load_set
+from situs.split.local import Defended, evaluate_defended, train_defended
+from situs.train.run import train_run
+
+DEFENCES = ("noise=0.5", "lowpass=0.3", "batch-shuffle=3", "batch-shuffle")
+
+
+class AsTheClient(Defended):
+    """Draws the words that the client of a split training draws: from its key, by session, step and part."""
+
+    parts = 2
+
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.drawn = 0
+
+    def words(self, batch, seed, epoch):
+        step, part = divmod(self.drawn, self.parts)
+        self.drawn += 1
+        return secret_words(KEY, SESSION, str(step), str(part))
+
+
+@pytest.mark.parametrize("text", DEFENCES)
+def test_a_defended_training_is_the_split_one(tmp_path, text) -> None:
+    """Rows and columns permuted too in the split one; two micro-batches a step, and drop path as ever."""
+    train, defence = replace(TRAIN, accumulate=AsTheClient.parts), parse_defence(text)
+    split = Pair(lambda: vit(torch.float64), tmp_path, ("rows", "columns"), defence, train=train).run(Loader())
+    method = AsTheClient(vit(torch.float64), SupervisedConfig(), defence, 1.0)
+    local = train_locally(method, Loader(), tmp_path / "local", train)
+    assert farthest(local, split) < 1e-9
+    plain = train_locally(
+        Defended(vit(torch.float64), SupervisedConfig(), parse_defence("none"), 1.0), Loader(), tmp_path / "none", train
+    )
+    assert farthest(plain, split) > 1e-4  # the defence was there
+
+
+def test_draws_are_new_in_every_epoch_and_for_every_sample() -> None:
+    batch = next(Loader().iterate(0, 0))
+    method = Defended(vit(), SupervisedConfig(), parse_defence("noise=1"), 1.0)
+    one, again, later = (method.draw(batch, seed=0, epoch=epoch)["defence"] for epoch in (0, 0, 1))
+    assert one.shape == (8, method.backbone.num_tokens, method.backbone.dim)
+    assert torch.equal(one, again)
+    for other in (later, one.roll(1, 0)):
+        assert abs(float((one * other).mean())) < 5 / one.numel() ** 0.5
+    assert float(one.std()) == pytest.approx(1, abs=5 / (2 * one.numel()) ** 0.5)
+
+
+def test_a_run_without_a_defence_is_the_ordinary_run_and_others_are_evaluated_under_theirs(tmp_path) -> None:
+    config = steps(4)
+    train_run(config, out=tmp_path / "plain", device="cpu", quiet=True)
+    kept = {}
+    for text in ("none", "noise=3"):
+        train_defended(config, text, tmp_path / text, device="cpu", quiet=True)
+        kept[text] = evaluate_defended(tmp_path / text, count=40, train_count=32, batch=10, k=5, device="cpu")
+    one, two = (open_model(tmp_path / name).backbone.state_dict() for name in ("plain", "none"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    found = kept["none"]
+    assert (found.defence, found.bank) == ("none", 32)
+    assert found.top1 == evaluate_accuracy(tmp_path / "plain", count=40).accuracy.top1
+    rows = evaluate_knn(tmp_path / "plain", k=5, count=40, train_count=32).rows
+    depth = max(row.layer for row in rows)
+    assert found.knn == next(row.accuracy for row in rows if (row.layer, row.pool) == (depth, "cls"))
+    began, now = (parse_defence(each).strength for each in (kept["noise=3"].defence, kept["noise=3"].now))
+    noisy = open_model(tmp_path / "noise=3")
+    places = noisy.backbone.positions().table
+    deviation = token_scale(noisy.backbone.embed(next(iter(load_set(noisy, count=40))).inputs) + places)
+    facts = tmp_path / "noise=3" / "defence.json"
+    scale = json.loads(facts.read_text())["scale"]
+    assert (began, now * deviation) == (3, pytest.approx(3 * scale, rel=0.05))  # the noise itself stays
+    facts.write_text(json.dumps({"defence": "noise=3", "scale": 2 * scale}))
+    again = evaluate_defended(tmp_path / "noise=3", count=40, train_count=32, k=5, device="cpu")
+    assert parse_defence(again.now).strength == pytest.approx(2 * now, rel=1e-4)
+    with pytest.raises(SitusError, match="is supervised"):
+        train_defended(replace(CONFIG, method=MP3Config()), "none", tmp_path / "no")
