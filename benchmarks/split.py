@@ -28,9 +28,10 @@ from situs.locks.features import Defence
 from situs.locks.key import Key
 from situs.methods.base import Method
 from situs.methods.supervised import SupervisedConfig
-from situs.split.client import Client, SplitStepper, attach
+from situs.split.client import Client
 from situs.split.message import Expected, Message
 from situs.split.parts import cut, layout, own_names, trained_order
+from situs.split.remote import SplitStepper, attach
 from situs.split.server import Server, agreed
 from situs.split.serving import make_server
 from situs.split.transport.certificates import make_certificates, read_credentials

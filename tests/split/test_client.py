@@ -23,7 +23,7 @@ def test_split_training_is_local_training_to_the_bit(tmp_path) -> None:
     split = pair.run(Loader())
     assert farthest(local, split) == 0
     assert len(local["model"]) == len(split["model"]) and len(split["ema"]) > 50
-    assert [m.kind for m in pair.seen[1:5]] == ["forward", "backward"] * 2
+    assert [m.kind for m in pair.seen[1:5]] == ["forward", "forward", "backward", "backward"]
     assert sum(m.kind == "commit" for m in pair.seen) == 0  # each went with the next question
 
 
@@ -134,6 +134,23 @@ def test_a_defence_changes_what_is_sent_and_training_goes_on(tmp_path, defence, 
     again = Pair(lambda: vit(torch.float64), tmp_path / "again", ("rows",), defence, train=train)
     again.run(Loader())
     assert torch.equal(sent, next(m.tensors["z"] for m in again.seen if m.kind == "forward"))
+
+
+def test_a_step_that_comes_again_is_shown_as_it_was_and_other_features_never_with_the_same_noise() -> None:
+    """Else a server that sends a client back and answers otherwise would subtract the noise of one from the other."""
+    backbone, at = vit(torch.float64), ("run", "3", "0")
+    chance = torch.Generator().manual_seed(0)
+    z = torch.randn(2, 17, 16, generator=chance, dtype=torch.float64)
+    moved = z + 1e-9
+    for permute, defence in ((("rows",), Defence()), ((), Defence("noise", 0.5)), ((), Defence("batch-shuffle"))):
+        view = make_view(backbone, permute, defence, key=Key(bytes(32)), run="0" * 32)
+
+        def shown(z, at=at, view=view):
+            return view.show(z, None, prefix=backbone.num_prefix, grid=backbone.grid, at=at)[0]
+
+        assert torch.equal(shown(z), shown(z.clone()))
+        for other in (shown(moved), shown(z, ("run", "4", "0")), shown(z, ("run", "3", "1"))):
+            assert float((shown(z) - other).abs().max()) > 1e-3
 
 
 def test_evaluation_runs_through_the_server_with_fresh_orders(tmp_path) -> None:

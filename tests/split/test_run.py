@@ -63,8 +63,16 @@ def test_split_over_tls_and_merged_is_the_local_run_to_the_bit(tmp_path, certs, 
         assert result.metrics["loss"] == RunFolder.open(local).records()[-1]["loss"]
         assert merge(tmp_path / "split", tmp_path / "server", tmp_path / "whole") == 10
         images = torch.randn(4, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            seen = open_split(tmp_path / "split", call).backbone(images)
+        with torch.no_grad(), open_split(tmp_path / "split", call) as model:
+            seen = model.backbone(images)
+            with pytest.raises(SitusError, match="is at work there"):  # it would send a training back
+                train_split(steps(12), call, resume=tmp_path / "split", device="cpu", quiet=True)
+            assert len(server.server.sessions) == 1
+        assert server.server.sessions == {}  # its place is free again
+        meanwhile = pytest.raises(SitusError, match="the server began anew meanwhile")
+        with meanwhile, torch.no_grad(), open_split(tmp_path / "split", call) as model:
+            server.server.sessions.clear()
+            model.backbone(images)
         assert 0 < call.served < call.waited
     assert same(tmp_path / "whole", local)
     assert RunFolder.open(tmp_path / "whole").records()[-1]["loss"] == result.metrics["loss"]
@@ -198,6 +206,31 @@ def test_faults_lose_and_double_no_step(tmp_path, certs, local, count) -> None:
     assert same(tmp_path / "whole", local)
     logged, alone = (RunFolder.open(each).records() for each in (tmp_path / "whole", local))
     assert [(r["step"], r["loss"]) for r in logged] == [(r["step"], r["loss"]) for r in alone]
+
+
+def test_cuts_with_three_questions_under_way_lose_nothing(tmp_path, certs) -> None:
+    """Micro-batches one behind the other, the connection cut every so many bytes: local training's bits."""
+    config = replace(CONFIG, train=replace(CONFIG.train, max_steps=6, accumulate=4))
+    train_run(config, out=tmp_path / "local", device="cpu", quiet=True)
+    pair = [read_credentials(certs, name) for name in ("server", "client")]
+    with serving(tmp_path / "server", pair[0]) as server:
+        proxy = Proxy(server, 7)
+        try:
+            with Connection(proxy.address, pair[1], patience=60) as call:
+
+                def submit(message, expected, really=call.submit):
+                    if message.kind in ("forward", "backward") and proxy.cut_after is None and proxy.cuts < 10:
+                        proxy.cut_after = proxy.random.randrange(1, 15_000)
+                    return really(message, expected)
+
+                call.submit = submit
+                train_split(config, call, out=tmp_path / "split", device="cpu", quiet=True)
+        finally:
+            proxy.close()
+    print(f"{proxy.cuts} cuts, {call.again} questions asked again")
+    assert proxy.cuts >= 5 and call.again >= proxy.cuts
+    merge(tmp_path / "split", tmp_path / "server", tmp_path / "whole")
+    assert same(tmp_path / "whole", tmp_path / "local")
 
 
 @pytest.mark.slow

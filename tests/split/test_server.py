@@ -9,7 +9,7 @@ import pytest
 import torch
 from wired import SESSION, Loader, Pair, vit
 
-from situs.split.client import RewoundError
+from situs.split.client import Client, Flight, RewoundError
 from situs.split.message import CHUNK, Message, RefusedError, encode
 from situs.split.server import Limits
 
@@ -23,6 +23,13 @@ def pair(tmp_path) -> Pair:
 
 def features(batch: int = 2) -> torch.Tensor:
     return torch.randn(batch, 17, 16, generator=torch.Generator().manual_seed(0))
+
+
+def flown(client: Client) -> Flight:
+    """Features of one micro-batch that went through the blocks."""
+    flight = client.forward(features(), None, (2, 17, 16))
+    client.left(flight)
+    return flight
 
 
 def facts(pair: Pair, step: int = 0, part: int = 0, **more):
@@ -128,8 +135,9 @@ def test_the_newest_common_checkpoint_is_gone_back_to(pair) -> None:
     server, client = pair.server, pair.client
     for step in range(5):
         client.begin(step, 0.1)
-        client.forward(features(), None, (2, 17, 16))
-        client.backward(0, features(), features(), 52)
+        flight = flown(client)
+        client.backward(flight, features(), 52)
+        client.entered(flight)
         client.settle(torch.tensor(1.0), fine=True)
         if step in (1, 3):
             client.save(step + 1)
@@ -169,27 +177,70 @@ def test_places_are_limited_and_an_idle_training_gives_way(tmp_path) -> None:
 def test_shared_blocks_take_steps_in_turn(tmp_path) -> None:
     pair = Pair(vit, tmp_path, shared=True, limits=Limits(lease=1000))
     server, one = pair.server, pair.client
-    two = type(one)(pair.call, "f" * 32)
+    two = Client(pair.call, "f" * 32)
     for client in (one, two):
         client.hello(*pair.facts, [])
     for number in range(2):
         for client in (one, two):
             client.begin(number, 0.1)
-            client.forward(features(), None, (2, 17, 16))
+            flight = flown(client)
             other = two if client is one else one
             other.begin(number, 0.1)
             with pytest.raises(RefusedError, match="another client's step"):
-                other.forward(features(), None, (2, 17, 16))
-            client.backward(0, features(), features(), 52)
+                flown(other)
+            client.backward(flight, features(), 52)
+            client.entered(flight)
             client.settle(torch.tensor(1.0), fine=True)
     assert server.common.updates == 4
     one.begin(2, 0.1)
-    one.forward(features(), None, (2, 17, 16))
+    flight = flown(one)
     server.sessions[one.session].heard -= 2000  # it took too long: its step is given up
     two.begin(2, 0.1)
-    two.forward(features(), None, (2, 17, 16))
+    flown(two)
+    one.backward(flight, features(), 52)
     with pytest.raises(RewoundError, match="begun anew"):
-        one.backward(0, features(), features(), 52)
+        one.entered(flight)
+
+
+def test_nobody_looks_at_the_mean_of_shared_blocks_in_the_middle_of_a_step(tmp_path) -> None:
+    """For a moment it stands where the weights are, which the step's gradient still needs."""
+    pair = Pair(vit, tmp_path, shared=True)
+    one, two = pair.client, Client(pair.call, "f" * 32)
+    for client in (one, two):
+        client.hello(*pair.facts, [])
+    one.begin(0, 0.1)
+    flight = flown(one)
+    two.mean = True
+    with pytest.raises(RefusedError, match="another client's step") as refused:
+        two.infer(features(), None, (2, 17, 16))
+    assert refused.value.code == "busy"  # which a transport waits out
+    one.backward(flight, features(), 52)
+    one.entered(flight)
+    one.settle(torch.tensor(1.0), fine=True)
+    assert two.infer(features(), None, (2, 17, 16)).shape == (2, 17, 16)
+    one.begin(1, 0.1)
+    flown(one)
+
+
+def test_a_client_with_many_trainings_gives_way_to_one_with_none(tmp_path) -> None:
+    pair = Pair(vit, tmp_path, limits=Limits(clients=3, kept=3))
+    layout, training = pair.facts
+
+    def hello(owner: str, number: int) -> None:
+        given = {"session": f"{number:032x}", "layout": layout, "training": training, "steps": []}
+        pair.server.answer(owner, Message("hello", given))
+
+    for number in range(3):
+        hello("eve", number)
+    hello("ann", 10)
+    assert [each.owner for each in pair.server.sessions.values()] == ["eve", "eve", "ann"]
+    for owner, number in (("eve", 0), ("eve", 3), ("ann", 11)):
+        with pytest.raises(RefusedError, match=r"places are taken|are kept"):
+            hello(owner, number)
+    pair.server.sessions.clear()
+    with pytest.raises(RefusedError, match="3 trainings are kept"):  # of her own; others' do not count
+        hello("eve", 3)
+    hello("bob", 20)
 
 
 # --- bytes that nobody should believe -----------------------------------------------------------------------

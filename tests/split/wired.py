@@ -21,9 +21,10 @@ from situs.locks.key import Key
 from situs.methods import create_method
 from situs.methods.base import Method
 from situs.methods.supervised import SupervisedConfig
-from situs.split.client import Client, SplitStepper, attach
+from situs.split.client import Client
 from situs.split.message import Expected, Message
 from situs.split.parts import cut, layout, own_names, trained_order
+from situs.split.remote import SplitStepper, attach
 from situs.split.server import Limits, Server, agreed
 from situs.split.view import column_permutations, make_view
 from situs.train.checkpoint import RunFolder

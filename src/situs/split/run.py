@@ -33,9 +33,9 @@ from situs.locks.key import AnyKey, Key, as_key, draw_key, load_key, write_key
 from situs.methods.base import Batch, Method
 from situs.models.initialise import starting
 from situs.models.open import is_locked
-from situs.split.client import Call, Client, RewoundError, SplitStepper, attach
-from situs.split.message import RefusedError
+from situs.split.client import Call, Client, RewoundError
 from situs.split.parts import cut, digest, layout, own_names, trained_order
+from situs.split.remote import SplitStepper, attach
 from situs.split.scale import noise_scale
 from situs.split.server import agreed
 from situs.split.view import View, column_permutations, make_view
@@ -249,7 +249,7 @@ class _Training:
                 self.place.say(f"the server began anew at step {client.step}: both go back to their newest checkpoint")
                 method = self._method()
                 continue
-            with contextlib.suppress(RewoundError, RefusedError):
+            with contextlib.suppress(RewoundError, SitusError):  # all is on both disks
                 client.bye()
             return result
 

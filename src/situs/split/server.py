@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from situs.split.message import KINDS, Body, Expected, Message, RefusedError, ch
 from situs.split.parts import digest, layout, own_names
 from situs.split.session import MOST_STEPS, Session
 from situs.train.checkpoint import Checkpoint, RunFolder
+from situs.train.checkpoint.storage import read_sealed
 from situs.train.optim import OptimConfig
 
 AGREED = ("weight_decay", "betas", "eps", "layer_decay", "clip", "clip_mode", "ema", "ema_warmup")
@@ -50,7 +52,7 @@ class Limits(Checked):
     """Shared blocks: seconds that a client may take over its turn."""
 
     kept: Count = 100
-    """Trainings kept on the disk; a new client is refused where there are more, until old ones are taken away."""
+    """Trainings of one client kept on the disk; one more is refused, until old ones are taken away."""
 
     keep: Count = 2
     """Newest checkpoints that stay; at least 2, so that one of them is always the client's too."""
@@ -118,20 +120,22 @@ class Server:
             if self.holder is session:
                 self._release()
             return Message("ok")
-        if self.shared and message.kind != "infer":
-            self._take_turn(session)
+        if self.shared:
+            self._take_turn(session, keep=message.kind != "infer")
         answer = session.answer(message)
         if self.holder is session and not session.begun:
             self.holder = None
         return answer
 
-    def _take_turn(self, session: Session) -> None:
+    def _take_turn(self, session: Session, *, keep: bool) -> None:
+        """Waits for another's step: also to look at the mean, which for a moment stands where its weights are."""
         if self.holder is not None and self.holder is not session:
             if time.monotonic() - self.holder.heard < self.limits.lease:
                 raise RefusedError("another client's step is under way", "busy")
             self.say(f"{self.holder.name}: its step is given up, it took longer than {self.limits.lease:g} s")
             self._release()
-        self.holder = session
+        if keep:
+            self.holder = session
 
     def _release(self) -> None:
         """Gives a shared step up: its gradients go, and its client begins it again."""
@@ -168,7 +172,7 @@ class Server:
         if session is not None and session.owner != owner:
             raise RefusedError(f"the session {name} is another client's", "owner")
         if session is None:
-            self._make_place()
+            self._make_place(owner)
             session = self._open(name, owner)
         if self.shared:
             if self.holder is session:
@@ -198,13 +202,22 @@ class Server:
                     f"{field} is {value!r} here and {given!r:.60} at the client: give both the same", "model"
                 )
 
-    def _make_place(self) -> None:
+    def _make_place(self, owner: str) -> None:
+        """A place for one more training: an idle one gives way, or one of a client that has more than its share."""
         if len(self.sessions) < self.limits.clients:
             return
+        count = Counter(each.owner for each in self.sessions.values())
         idle = min(self.sessions.values(), key=lambda each: each.heard)
-        if time.monotonic() - idle.heard < self.limits.idle:
+        greedy = min(self.sessions.values(), key=lambda each: (-count[each.owner], each.heard))
+        if time.monotonic() - idle.heard >= self.limits.idle:
+            self.say(f"{idle.name}: gives way to another client, for it was idle")
+        elif count[owner] + 1 < count[greedy.owner]:
+            self.say(f"{greedy.name}: gives way to another client, for its own has {count[greedy.owner]} places")
+            idle = greedy
+        else:
             raise RefusedError(f"all {self.limits.clients} places are taken; come back later", "full")
-        self.say(f"{idle.name}: gives way to another client, for it was idle")
+        if self.holder is idle:
+            self._release()
         del self.sessions[idle.name]
 
     def _open(self, name: str, owner: str) -> Session:
@@ -212,7 +225,7 @@ class Server:
         if self.common is not None:
             return Session(name, owner, self.common, self.common_folder, keep=keep, shared=True)
         path = self.out / "sessions" / name
-        if not path.exists() and path.parent.exists() and len(list(path.parent.iterdir())) >= self.limits.kept:
+        if not path.exists() and self._kept(owner) >= self.limits.kept:
             raise RefusedError(f"{self.limits.kept} trainings are kept here already; no more are taken", "full")
         folder = self._folder(path, {"owner": owner, "layout": self.layout, "digest": self.digest})
         recorded = folder.config.get("split", {})
@@ -224,6 +237,12 @@ class Server:
         if not folder.steps():
             session.save()
         return session
+
+    def _kept(self, owner: str) -> int:
+        """Trainings of a client on the disk."""
+        files = (self.out / "sessions").glob("*/config.json")
+        tables = [table for path in files if not isinstance(table := read_sealed(path), str)]
+        return sum(table.get("split", {}).get("owner") == owner for table in tables)
 
     @staticmethod
     def _go_back(session: Session, steps: set[int]) -> None:

@@ -71,16 +71,17 @@ class Session:
         if message.kind == "infer":
             return self._infer(message)
         step, part = number(message.facts, "step", MOST_STEPS), number(message.facts, "part", MOST_PARTS)
-        key, check = (message.kind, step, part), message.check()
+        key = message.kind, step, part
         if key in self.kept:
             before, answer = self.kept[key]
-            if before != check:
+            if before != message.check():
                 raise RefusedError(
                     f"{message.kind} of step {step}, part {part} came before with other content", "again"
                 )
             return answer
         carries = message.facts.get("commit") is not None
         self._check_turn(message.kind, step, part, carries)
+        check = message.check()
         if carries:
             self._commit(message.facts["commit"], message.tensors.get("share"))
         answer = {"forward": self._forward, "backward": self._backward}.get(message.kind, self._stand)(message, part)
@@ -92,11 +93,14 @@ class Session:
         return answer
 
     def _check_turn(self, kind: str, step: int, part: int, carries: bool) -> None:
-        """Refuses what is not next. A message of step n may carry the commit of n - 1; one alone is of its own step."""
+        """Refuses what is not next. A message of step n may carry the commit of n - 1; one alone is of its own step.
+
+        early: it overtook those before it on the wire, and will be next.
+        """
         ready = self.begun > 0 and self.done == self.begun
         stands = self.step + 1 if carries else self.step
-        if kind == "forward" and self.begun - self.done >= AHEAD:
-            raise RefusedError(f"{AHEAD} parts of step {self.step} wait for their gradients already", "ahead")
+        if kind == "forward" and (step, part) == (self.step, self.begun) and self.begun - self.done >= AHEAD:
+            raise RefusedError(f"{AHEAD} parts of step {self.step} wait for their gradients already", "early")
         fits = {
             "forward": step == stands and part == (0 if carries else self.begun),
             "backward": step == self.step and not carries and self.done == part < self.begun,
@@ -104,10 +108,15 @@ class Session:
             "save": step == stands and part == 0 and (carries or not self.begun),
         }
         if not fits[kind] or (carries and not ready):
+            coming = not carries and {
+                "forward": 0 < part - (self.begun if step == self.step else 0) <= AHEAD,
+                "backward": step == self.step and 0 < part - self.done <= AHEAD,
+            }.get(kind, False)
+            early = coming and (step == self.step or (step == self.step + 1 and ready))
             raise RefusedError(
                 f"{kind} of step {step}, part {part}{' with a commit' if carries else ''}, while this session is at "
                 f"step {self.step} with {self.done} of {self.begun} parts done",
-                "step",
+                "early" if early else "step",
             )
 
     def _commit(self, facts: Any, share: Tensor | None) -> None:

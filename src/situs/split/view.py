@@ -6,6 +6,7 @@ gradients find their way through them.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from situs.locks.groups import entrance_and_exit, residual_only
 from situs.locks.key import SEED_BYTES, Key, derive
 from situs.locks.manifest import permutations_of, read_manifest
 from situs.locks.owner import own_groups
-from situs.split.parts import layout
+from situs.split.parts import bytes_of, layout
 
 PERMUTED = ("rows", "columns")
 NO_DEFENCE = Defence()
@@ -32,7 +33,7 @@ NO_DEFENCE = Defence()
 class View:
     """How features are hidden. columns: (before the blocks, behind them) as gathers [D]; None: channels stay.
 
-    scale: what a σ of noise is a multiple of. secret: what orders and noise follow from, with the run, step and part.
+    scale: what a σ of noise is a multiple of. secret: what orders and noise follow from.
     """
 
     rows: bool = False
@@ -46,10 +47,14 @@ class View:
     ) -> tuple[Tensor, Tensor | None, Back]:
         """What is sent for z [B, p + N, D] and mask [B, p + N]; what brings the blocks' output back.
 
-        at: the run, step and part, which make orders that no other step has; None: drawn anew.
+        at: the run, step and part, which with the features themselves make orders and noise that no other message has:
+        a step that comes again is shown as it was, and never other features with the same noise. None: drawn anew.
         """
         if self.secret is None or at is None:
             words = secret_words(Key(secrets.token_bytes(SEED_BYTES)))
+        elif self.rows or self.defence.kind in ("noise", "batch-shuffle"):
+            content = hashlib.blake2b(bytes_of(z.detach().cpu()), digest_size=32).hexdigest()
+            words = secret_words(self.secret, *at, content)
         else:
             words = secret_words(self.secret, *at)
         ways: list[Back] = []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,21 +16,23 @@ from torch import Tensor
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.files import write_bytes
+from situs.hold import only_one
 from situs.locks.folder import new_folder
 from situs.locks.groups import invert_keys, permute_state, residual_only
 from situs.locks.key import AnyKey, Key
 from situs.models.export import export_run
 from situs.models.model import Model, folder_name, identity_of
 from situs.models.open import MANIFEST
-from situs.split.client import Call, attach
+from situs.split.client import Call, Client, RewoundError
 from situs.split.parts import cut, layout, own_names, trained_order
+from situs.split.remote import attach
 from situs.split.run import Hiding, key_of, read_hiding, recorded_config
 from situs.split.server import agreed
 from situs.split.view import column_permutations
 from situs.train.checkpoint import Checkpoint, RunFolder
 from situs.train.checkpoint.state import fill
 from situs.train.optim import BACKBONE
-from situs.train.run import make_method
+from situs.train.run import RunConfig, make_method
 
 FRONT = f"{BACKBONE}model."
 
@@ -118,20 +122,36 @@ def opened(tensors: dict[str, Tensor], backbone: Backbone, key: Key | None, hidi
     return found
 
 
-def open_split(run: str | Path, call: Call, *, key: AnyKey | None = None, device: str = "cpu") -> Model:
-    """A client's run as a model whose blocks are the server's, in eval mode: features are hidden as in training."""
+@contextmanager
+def open_split(run: str | Path, call: Call, *, key: AnyKey | None = None, device: str = "cpu") -> Iterator[Model]:
+    """A client's run as a model whose blocks are the server's, in eval mode: features are hidden as in training.
+
+    The server goes back to the newest common checkpoint, so that no training may be under way in `run`; afterwards it
+    lets the session go.
+    """
     run = Path(run)
     hiding, config = read_hiding(run), recorded_config(run)
-    secret = key_of(run, hiding, key)
+    secret, client = key_of(run, hiding, key), hiding.client(call)
+    with only_one(run):
+        try:
+            yield _opened(run, config, hiding, secret, client, torch.device(device))
+        except RewoundError as error:
+            raise SitusError(f"the server began anew meanwhile: {error}; ask once more") from None
+        finally:
+            with suppress(RewoundError, SitusError):
+                client.bye()
+
+
+def _opened(
+    run: Path, config: RunConfig, hiding: Hiding, secret: Key | None, client: Client, device: torch.device
+) -> Model:
     folder = RunFolder.open(run, writer=False)
     classes = folder.classes()
     bare = replace(config, init=None, backbone=replace(config.backbone, weights=None))
     method = make_method(bare, classes).to(device)
     order, served = trained_order(method, config.optim), own_names(method, "server")
-    client = hiding.client(call)
     whole = [step for step in folder.steps() if folder.whole(step) is not None]
-    where = torch.device(device)
-    facts: dict[str, Any] = agreed(config.optim, config.train.precision_on(where))
+    facts: dict[str, Any] = agreed(config.optim, config.train.precision_on(device))
     step = client.hello(layout(method.backbone), facts, whole).step
     checkpoint = folder.whole(step)
     if checkpoint is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from served import serving
 
 from situs.errors import SitusError
 from situs.split.message import Expected, Message, RefusedError
-from situs.split.transport.connect import Connection
+from situs.split.transport.connect import Asked, Connection
 
 HELLO = Message("hello", {})
 
@@ -34,6 +35,15 @@ def test_a_server_that_comes_back_is_met_again(tmp_path) -> None:
             call(HELLO, {})
         assert call.again > 0
         later.join()
+
+
+def test_whatever_a_server_says_of_its_time_is_no_fault_of_the_client() -> None:
+    with Connection("127.0.0.1:1", None) as call:
+        for seconds in ("soon", [], -1.0, 1e300, None, True):
+            done: Future[Message] = Future()
+            done.set_result(Message("ok", {"seconds": seconds}))
+            assert Asked(call, done).result().kind == "ok"
+        assert call.served == 0
 
 
 def test_an_answer_of_another_shape_is_not_taken_in(tmp_path) -> None:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import socket
 import threading
 import time
+from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
+import torch
 from safetensors.torch import save_file
 from served import serving, steps
+from wired import SESSION, Pair, vit
 
 from situs.errors import SitusError
-from situs.split.message import Message, RefusedError
+from situs.split.message import ANSWERS, Body, Message, RefusedError, encode, open_message
 from situs.split.run import train_split
-from situs.split.transport.certificates import Credentials, make_certificates, read_credentials
+from situs.split.serving import make_server
+from situs.split.transport import serve
+from situs.split.transport.certificates import Credentials, Denied, make_certificates, read_credentials
 from situs.split.transport.connect import Connection
 from situs.split.transport.serve import LOG, check_plaintext, split_address
 from situs.train.run import make_method
@@ -92,6 +98,126 @@ def test_noise_on_the_socket_and_half_messages_leave_the_server_up(tmp_path) -> 
                 raw.sendall(rng.randbytes(rng.randrange(1, 4000)))
         with Connection(server.address, None) as call, pytest.raises(RefusedError, match="32 hexadecimal"):
             call(HELLO, {})
+
+
+# --- the service without a socket ----------------------------------------------------------------------------
+
+
+class Shown:
+    """What gRPC says of a client. name: in its certificate; None for a certificate without one."""
+
+    def __init__(self, name: str | None) -> None:
+        self.found = {"x509_pem_cert": [b"pem"]} | ({} if name is None else {"x509_common_name": [name.encode()]})
+
+    def auth_context(self):
+        return self.found
+
+
+async def chunks(message: Message) -> AsyncIterator[bytes]:
+    for chunk in encode(message):
+        yield bytes(chunk)
+
+
+async def said(service: serve.Service, message: Message, name: str | None = "me") -> Message:
+    parts = [part async for part in service.handle(chunks(message), Shown(name))]
+    body = Body(open_message(parts[0], ANSWERS))
+    for part in parts[1:]:
+        body.add(part)
+    return body.message()
+
+
+def service_of(server) -> serve.Service:
+    return serve.Service(server, serve.refusal_log(server.out), Denied(None))
+
+
+def test_a_certificate_without_a_name_owns_no_session(tmp_path) -> None:
+    async def main() -> None:
+        service = service_of(make_server(steps(1), tmp_path))
+        answer = await said(service, HELLO, None)
+        assert answer.facts["code"] == "owner" and "no common name" in answer.facts["reason"]
+
+    asyncio.run(main())
+
+
+def test_who_asks_and_goes_away_leaves_no_message_behind(tmp_path) -> None:
+    """A message that waits for the thread while another is computed goes with its client, not when its turn comes."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(*_):
+        begun.set()
+        assert go_on.wait(20)
+        return Message("ok")
+
+    async def main() -> None:
+        service = service_of(server := make_server(steps(1), tmp_path))
+        server.answer = slow
+        first = asyncio.create_task(said(service, HELLO))
+        while not begun.is_set():
+            await asyncio.sleep(0.01)
+        first.cancel()  # even the one whose answer is being made
+        for _ in range(20):
+            gone = asyncio.create_task(said(service, HELLO))
+            await asyncio.sleep(0.005)
+            gone.cancel()
+        await asyncio.sleep(0.01)
+        waiting = service.pool._work_queue.qsize()
+        go_on.set()
+        assert (await said(service, HELLO)).kind == "ok"
+        assert waiting == 0 and service.held.total() == 0
+
+    asyncio.run(main())
+
+
+def test_one_client_cannot_hold_all_messages(tmp_path) -> None:
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.sleep(60)
+        yield b""
+
+    async def main() -> None:
+        service = service_of(make_server(steps(1), tmp_path))
+
+        async def hang() -> None:
+            async for _ in service.handle(never(), Shown("eve")):
+                pass
+
+        slow = [asyncio.create_task(hang()) for _ in range(50)]
+        await asyncio.sleep(0.1)
+        assert service.held["eve"] == 16
+        assert (await said(service, HELLO, "eve")).facts["code"] == "busy"
+        assert (await said(service, HELLO, "ann")).facts["code"] == "message"
+        for task in slow:
+            task.cancel()
+
+    asyncio.run(main())
+
+
+def test_a_message_that_overtook_another_waits_for_its_turn(tmp_path) -> None:
+    """All of a step's messages put backwards, each before the one that it follows; a repeated step stays refused."""
+
+    async def main() -> None:
+        pair = Pair(vit, tmp_path)
+        pair.client.hello(*pair.facts, [])
+        service = service_of(pair.server)
+        z, own = torch.ones(2, 17, 16), {"session": SESSION, "incarnation": pair.client._incarnation}
+
+        def of(kind: str, step: int, part: int, **more) -> Message:
+            tensors = {"z" if kind == "forward" else "gradient": z} | more.pop("tensors", {})
+            return Message(kind, {**own, "step": step, "part": part, **more}, tensors)
+
+        commit = {"commit": {"step": 0, "rate": 0.1, "fine": True}, "tensors": {"share": torch.tensor(1.0)}}
+        order = [of("forward", 0, 1), of("forward", 0, 0), of("backward", 0, 1), of("backward", 0, 0)]
+        order += [of("forward", 1, 1), of("forward", 1, 0, **commit)]
+        late = []
+        for message in order:
+            late.append(asyncio.create_task(said(service, message)))
+            await asyncio.sleep(0.05)
+        assert [(await task).kind for task in late] == ["ok"] * 6
+        session = pair.server.sessions[SESSION]
+        assert (session.step, session.begun, session.blocks.updates) == (1, 2, 1)
+        assert (await said(service, of("forward", 5, 0))).facts["code"] == "step"
+        assert (await said(service, of("forward", 1, 9))).facts["code"] == "step"
+
+    asyncio.run(main())
 
 
 def test_several_clients_train_at_once_each_with_blocks_of_its_own(tmp_path) -> None:

@@ -39,6 +39,6 @@ def run(args: Args) -> None:
     from situs.evaluate.accuracy import evaluate_accuracy
     from situs.split.whole import open_split
 
-    with args.connect() as call:
-        model = open_split(args.run, call, key=None if args.key is None else read_key(args.key))
+    key = None if args.key is None else read_key(args.key)
+    with args.connect() as call, open_split(args.run, call, key=key) as model:
         present(evaluate_accuracy(model, data=args.data, count=args.count), args.out)

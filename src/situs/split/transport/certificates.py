@@ -184,7 +184,7 @@ class Denied:
 
     def __init__(self, path: str | Path | None) -> None:
         self.path = None if path is None else Path(path)
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: tuple[int, ...] | None = None
         self._names: frozenset[str] = frozenset()
         if self.path is not None:
             self._look(first=True)
@@ -193,7 +193,7 @@ class Denied:
         assert self.path is not None
         try:
             found = self.path.stat()
-            stamp = found.st_mtime_ns, found.st_size
+            stamp = found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_size
             if stamp != self._stamp:
                 lines = [line.partition("#")[0].strip() for line in self.path.read_text(encoding="utf-8").splitlines()]
                 self._names = frozenset(line.replace(":", "").lower() for line in lines if line)

@@ -7,6 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYetError
 from typing import Any, Self
 
@@ -64,33 +65,26 @@ class Connection:
     def close(self) -> None:
         """Closes the connection for good."""
         if self._thread.is_alive():
-            asyncio.run_coroutine_threadsafe(self._drop(), self._loop).result(10)
+            with contextlib.suppress(NotYetError):
+                asyncio.run_coroutine_threadsafe(self._drop(self._channel), self._loop).result(10)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(10)
             self._loop.close()
 
     def __call__(self, message: Message, expected: Mapping[str, Expected]) -> Message:
         """Asks; raises `RefusedError` where the server refuses, `SitusError` where it is gone for good."""
-        began = time.perf_counter()
-        asked = asyncio.run_coroutine_threadsafe(self._ask(message, expected), self._loop)
-        try:
-            while True:
-                with contextlib.suppress(NotYetError):  # in short waits, so that a Ctrl-C is heard
-                    answer = asked.result(0.5)
-                    break
-        except BaseException:
-            asked.cancel()
-            raise
-        finally:
-            self.waited += time.perf_counter() - began
-        self.served += float(answer.facts.get("seconds", 0.0))
-        return answer
+        return self.submit(message, expected).result()
+
+    def submit(self, message: Message, expected: Mapping[str, Expected]) -> Asked:
+        """Asks without waiting. The server answers in the order of its steps, whichever question arrives first."""
+        return Asked(self, asyncio.run_coroutine_threadsafe(self._ask(message, expected), self._loop))
 
     async def _ask(self, message: Message, expected: Mapping[str, Expected]) -> Message:
         began, pause = time.monotonic(), 0.05
         while True:
+            channel = self._channel = self._channel or self._connect()
             try:
-                answer = await self._once(message, expected)
+                answer = await _once(channel, message, expected)
                 self._met = True
                 return answer
             except RefusedError as error:
@@ -102,7 +96,7 @@ class Connection:
                 if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
                     raise
                 why = self._why(error)
-                await self._drop()
+                await self._drop(channel)
             if time.monotonic() - began > (self.patience if self._met else min(self.patience, FIRST)):
                 raise SitusError(
                     f"{self.address}: no answer for {time.monotonic() - began:.0f} s: {why}", field="server"
@@ -116,6 +110,8 @@ class Connection:
         details: Any = getattr(error, "details", None)
         said = str(error if details is None else details()) or type(error).__name__
         last = said.rpartition("last error: ")[2][:200]
+        if "onnection refused" in said:
+            return f"nothing listens there{' any more' if self._met else ''}"
         if self._met:
             return last
         if "andshake failed" in said:
@@ -125,23 +121,7 @@ class Connection:
                 "certificates (TLS)" if self.credentials is None else "another certificate than this, or speaks no TLS"
             )
             return f"it closed the connection at once, so it wants {wants}"
-        return "nothing listens there" if "refused" in said else last
-
-    async def _once(self, message: Message, expected: Mapping[str, Expected]) -> Message:
-        if self._channel is None:
-            self._channel = self._connect()
-        ask = self._channel.stream_stream(METHOD)
-
-        async def chunks() -> AsyncIterator[bytes]:
-            for chunk in encode(message):
-                yield bytes(chunk)
-
-        call = ask(chunks(), timeout=LATE)
-        try:
-            return await _read(call, expected)
-        except BaseException:
-            call.cancel()
-            raise
+        return last
 
     def _connect(self) -> Any:
         options = (*OPTIONS, *_RECONNECT)
@@ -151,11 +131,53 @@ class Connection:
         secure = self.rpc.ssl_channel_credentials(shown.authority, shown.key, shown.certificate)
         return self.rpc.aio.secure_channel(self.target, secure, options=options)
 
-    async def _drop(self) -> None:
-        """Lets the channel go; the next question opens another, without waiting for gRPC's own retries."""
-        channel, self._channel = self._channel, None
+    async def _drop(self, channel: Any) -> None:
+        """Lets a channel go; the next question opens another, without waiting for gRPC's own retries."""
+        if channel is self._channel:  # another question may have a new one already
+            self._channel = None
         if channel is not None:
             await channel.close()
+
+
+class Asked:
+    """A question under way."""
+
+    def __init__(self, connection: Connection, future: Future[Message]) -> None:
+        self.connection, self.future = connection, future
+
+    def result(self) -> Message:
+        """The answer, once it is there."""
+        began = time.perf_counter()
+        try:
+            while True:
+                with contextlib.suppress(NotYetError):  # in short waits, so that a Ctrl-C is heard
+                    answer = self.future.result(0.5)
+                    break
+        except BaseException:
+            self.cancel()
+            raise
+        finally:
+            self.connection.waited += time.perf_counter() - began
+        seconds = answer.facts.get("seconds")
+        self.connection.served += seconds if isinstance(seconds, float) and 0 <= seconds <= LATE else 0.0
+        return answer
+
+    def cancel(self) -> None:
+        """Gives the question up."""
+        self.future.cancel()
+
+
+async def _once(channel: Any, message: Message, expected: Mapping[str, Expected]) -> Message:
+    async def chunks() -> AsyncIterator[bytes]:
+        for chunk in encode(message):
+            yield bytes(chunk)
+
+    call = channel.stream_stream(METHOD)(chunks(), timeout=LATE)
+    try:
+        return await _read(call, expected)
+    except BaseException:
+        call.cancel()
+        raise
 
 
 async def _read(call: Any, expected: Mapping[str, Expected]) -> Message:

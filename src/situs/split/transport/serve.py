@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import Counter
@@ -23,9 +24,15 @@ METHOD = "/situs.split/ask"
 LONGEST = 300.0
 """Seconds that one message may take to come in, to be answered and to be taken."""
 
-AT_ONCE = 2
-"""Messages of one connection that are held at a time: the one under way, and the same once more after a cut. All
-together are as many for each client that may be served."""
+AT_ONCE = 4
+"""Messages held at a time for each client that may be served: those under way, and one of them again after a cut. Of
+all together one name has at most half, so that no client keeps the others out."""
+
+WAITING = ("busy", "early")
+"""Refusals that time mends: another client's turn, or a message that overtook the one before it."""
+
+NOBODY = "anyone"
+"""Who asks where nobody shows a certificate."""
 
 LOG, LOG_BYTES = "refused.log", 4 << 20
 OPTIONS = (
@@ -87,7 +94,7 @@ class Service:
 
     def __init__(self, server: Server, log: logging.Logger, denied: Denied) -> None:
         self.server, self.log, self.denied = server, log, denied
-        self.pool = ThreadPoolExecutor(1, "situs-split")
+        self.pool, self.turn, self.moved = ThreadPoolExecutor(1, "situs-split"), asyncio.Lock(), asyncio.Event()
         self.held: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
 
@@ -96,9 +103,11 @@ class Service:
         owner, pem = _peer(context)
         try:
             async with asyncio.timeout(LONGEST):
+                if not owner:
+                    raise RefusedError("this certificate has no common name, which says whose a session is", "owner")
                 if self.denied(owner, pem):
                     raise RefusedError("this certificate is turned away here", "denied")
-                answer = await self._take_in(owner, context.peer(), chunks)
+                answer = await self._take_in(owner, chunks)
         except RefusedError as error:
             answer = self._refuse(owner, error.code, str(error))
         except TimeoutError:
@@ -118,10 +127,12 @@ class Service:
             self.log.warning("%s refused (%s): %s", _name(owner), code, reason.replace("\n", " ")[:400])
         return Message("refused", {"code": code, "reason": reason[:400]})
 
-    async def _take_in(self, owner: str, peer: str, chunks: AsyncIterator[bytes]) -> Message:
-        if self.held[peer] >= AT_ONCE or self.held.total() >= AT_ONCE * self.server.limits.clients:
+    async def _take_in(self, owner: str, chunks: AsyncIterator[bytes]) -> Message:
+        total = AT_ONCE * self.server.limits.clients
+        most = total if owner == NOBODY else max(AT_ONCE, total // 2)
+        if self.held[owner] >= most or self.held.total() >= total:
             raise RefusedError("as many messages are held already as may be", "busy")
-        self.held[peer] += 1
+        self.held[owner] += 1
         try:
             stream = aiter(chunks)
             body = self.server.admit(owner, await anext(stream, b""))
@@ -131,29 +142,45 @@ class Service:
             del body
             return await self._answered(owner, message)
         finally:
-            self.held[peer] -= 1
-            if not self.held[peer]:
-                del self.held[peer]
+            self.held[owner] -= 1
+            if not self.held[owner]:
+                del self.held[owner]
 
     async def _answered(self, owner: str, message: Message) -> Message:
+        """Has the server answer when it is this message's turn.
+
+        The turn ends when the thread is done, not when a client is gone: else those who ask and go away would leave
+        message upon message in the thread's queue.
+        """
         loop = asyncio.get_running_loop()
         while True:
+            await self.turn.acquire()
             began = time.perf_counter()
+            job = loop.run_in_executor(self.pool, self.server.answer, owner, message)
+            job.add_done_callback(self._over)
             try:
-                answer = await loop.run_in_executor(self.pool, self.server.answer, owner, message)
+                answer = await asyncio.shield(job)
             except RefusedError as error:
-                if error.code != "busy":
+                if error.code not in WAITING:
                     raise
-                await asyncio.sleep(0.01)  # another client's turn
+                with contextlib.suppress(TimeoutError):  # a lease may end in silence
+                    await asyncio.wait_for(self.moved.wait(), 1.0)
                 continue
             return replace(answer, facts={**answer.facts, "seconds": time.perf_counter() - began})
 
+    def _over(self, job: asyncio.Future[Message]) -> None:
+        self.turn.release()
+        if not job.cancelled() and job.exception() is None:
+            self.moved.set()
+            self.moved = asyncio.Event()
+
 
 def _peer(context: Any) -> tuple[str, bytes]:
-    """The common name and the certificate that a client showed; in plaintext nobody's."""
+    """The common name and the certificate that a client showed, "" where it has none; in plaintext nobody's."""
     shown = context.auth_context()
-    name = shown.get("x509_common_name", [b"anyone"])[0].decode(errors="replace")
-    return name, shown.get("x509_pem_cert", [b""])[0]
+    pem = shown.get("x509_pem_cert", [b""])[0]
+    name = shown.get("x509_common_name", [b"" if pem else NOBODY.encode()])[0]
+    return name.decode(errors="replace"), pem
 
 
 def _name(owner: str) -> str:
