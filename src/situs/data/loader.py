@@ -78,7 +78,7 @@ class DataConfig(Checked):
 
     order: Literal["auto", "exact", "blocks"] = "auto"
     """How a streamed set is shuffled: any sample anywhere, or mixed within a window of blocks, each read once; auto:
-    blocks for parquet files that are too large to be held in memory."""
+    blocks for parquet files that memory does not hold, and for remote shards that their cache does not."""
 
     window_gib: Positive = 2.0
     """Memory of the blocks that are mixed at a time, over all workers and ranks."""

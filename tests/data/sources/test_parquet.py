@@ -19,6 +19,7 @@ from situs.data.loader import DataConfig, make_loader
 from situs.data.sampler import sample_of
 from situs.data.sources import open_source, parquet
 from situs.data.sources.images import BrokenImageError
+from situs.data.sources.parquet import ParquetSource
 from situs.data.sources.subset import hold_out
 from situs.errors import SitusError
 
@@ -252,3 +253,60 @@ def test_in_blocks_copies_parts_and_broken_rows_are_as_in_one_process(tmp_path, 
         assert torch.equal(one.inputs, other.inputs)
         assert torch.equal(one.targets["label"], other.targets["label"])
         assert len(sample_of(one.ids).unique()) == 6  # each twice
+
+
+def test_a_file_that_changes_while_it_is_used_stops_the_run(tmp_path):
+    for number in range(2):
+        write(tmp_path / f"{number}.parquet", table([0, 1, 2, 3]), row_group_size=2, compression="none")
+    source = ParquetSource(tmp_path, held_bytes=0)
+    assert source.read(5)["label"] == 1
+    source.release()
+    write(tmp_path / "1.parquet", table([3, 2, 1, 0]), row_group_size=2, compression="none")  # of the same size
+    with pytest.raises(SitusError, match=r"1\.parquet: was changed since the set was opened; start again"):
+        source.read(5)
+    assert source.read(1)["label"] == 1
+
+
+def test_few_large_row_groups_are_kept_where_nobody_releases_them(tmp_path, monkeypatch):
+    write(tmp_path / "x.parquet", table([0] * 12), row_group_size=2, compression="none")
+    size = ParquetSource(tmp_path, held_bytes=0)._bytes / 6
+    for bytes_, kept in ((0, 1), (2.5 * size, 2), (1e9, 3)):
+        monkeypatch.setattr(parquet, "_KEPT_BYTES", int(bytes_))
+        monkeypatch.setattr(parquet, "_GROUPS_KEPT", 3)
+        source = ParquetSource(tmp_path, held_bytes=0)
+        for index in range(12):
+            source.payload(index)
+            assert len(source._held) <= kept
+        assert len(source._held) == kept
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_groups_of_one_row_and_empty_ones(tmp_path, rows):
+    """Also empty files, null images, and columns that are nested."""
+    content = table([0, 1, 2, 3, 0, 1, 2])
+    images = content["image"].to_pylist()
+    images[2], images[4] = None, {"bytes": None, "path": "gone.jpg"}
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    content = content.set_column(0, "image", pa.array(images, kind))
+    content = content.append_column("boxes", pa.array([[{"x": [1.0, 2.0]}]] * 7))
+    write(tmp_path / "0.parquet", content, row_group_size=rows)
+    write(tmp_path / "1.parquet", content.slice(0, 0))
+    with pq.ParquetWriter(tmp_path / "2.parquet", content.schema) as writer:
+        for part in (content.slice(0, 2), content.slice(0, 0), content.slice(3, 1)):
+            writer.write_table(part)
+    for held in (0, 1 << 30):
+        source = ParquetSource(tmp_path, held_bytes=held)
+        assert [len(source), *source.blocks().ends.tolist()] == (
+            [10, 1, 2, 3, 4, 5, 6, 7, 9, 10] if rows == 1 else [10, 3, 6, 7, 9, 10]
+        )
+        for index, wanted in enumerate([*range(7), 0, 1, 3]):
+            if index in (2, 4):
+                with pytest.raises(BrokenImageError, match="the row holds no image bytes"):
+                    source.read(index)
+            else:
+                assert (source.payload(index), source.label(index)) == (png(wanted), wanted % 4)
+    config = DataConfig(str(tmp_path), img_size=4, batch=3, workers=0, resident="never")
+    config = replace(config, order="blocks", window_gib=1e-9)
+    loader = make_loader(config, RECIPES["none"], source=ParquetSource(tmp_path, held_bytes=0))
+    ids = [batch.ids for batch in loader.iterate(0)]
+    assert len(ids) == 3 and len(torch.cat(ids).unique()) == 9

@@ -101,6 +101,28 @@ def test_a_shard_that_changed_is_read_again_and_no_other(cache, shards, read):
     assert read == ["a.tar", "b.tar"]
 
 
+def test_a_shard_with_the_size_and_time_of_another_is_read_again(cache, shards, read):
+    index, state = open_index(shards, labels=True), shards[1].stat()
+    mutated = shards[1].read_bytes().replace(b"2" + bytes(511), b"1" + bytes(511), 1)  # the class of image 5
+    assert len(mutated) == state.st_size
+    shards[1].write_bytes(mutated)
+    os.utime(shards[1], ns=(state.st_atime_ns, state.st_mtime_ns))  # as rsync and cp -p do
+    assert (shards[1].stat().st_size, shards[1].stat().st_mtime_ns) == (state.st_size, state.st_mtime_ns)
+    read.clear()
+    assert open_index(shards, labels=True).arrays["labels"].tolist() != index.arrays["labels"].tolist()
+    assert read == ["b.tar"]
+
+
+def test_what_a_killed_process_left_half_written_goes(cache, shards):
+    open_index(shards, labels=True)
+    (file,) = cache.glob("*.safetensors")
+    left = file.with_name(f".{file.name}.12345.tmp")
+    left.write_bytes(b"half")
+    write_shard(shards[0], 0, 6)
+    open_index(shards, labels=True)
+    assert not left.exists()
+
+
 def test_a_damaged_file_is_made_again(cache, shards, read):
     fresh = everything(open_index(shards, labels=True))
     (file,) = cache.glob("*.safetensors")

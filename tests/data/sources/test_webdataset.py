@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import io
+import os
 import tarfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
-from situs.data.sources import open_source
+from situs.data.augment.recipes import RECIPES
+from situs.data.blocks import BlockOrder
+from situs.data.loader import DataConfig, Loader, make_loader, with_order
+from situs.data.sampler import BatchPlan, batches_for, exact_order
+from situs.data.sources import open_source, webdataset
 from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 
@@ -107,3 +114,108 @@ def test_class_names_must_be_text(tmp_path):
     write(tmp_path / "classes.txt", b"\xff\xfe")
     with pytest.raises(SitusError, match=r"classes\.txt: must be UTF-8 text"):
         open_source(tmp_path)
+
+
+@pytest.fixture
+def shards(tmp_path, monkeypatch):
+    """24 images of three shards, in blocks of about three of them; another shard is empty."""
+    monkeypatch.setattr(webdataset, "_BLOCK", 3 * EACH)
+    for shard, name in enumerate("abd"):
+        numbers = range(8 * shard, 8 * shard + 8)
+        write(tmp_path / f"{name}.tar", packed({f"{number:02}.png": png(number) for number in numbers}))
+    write(tmp_path / "c.tar", packed({}))
+    return tmp_path
+
+
+def test_blocks_are_runs_within_a_shard(shards):
+    source = open_source(shards)
+    blocks = source.blocks()
+    assert blocks.ends.tolist() == [3, 6, 8, 11, 14, 16, 19, 22, 24]
+    assert (blocks.dear, blocks.bytes) == (False, sum(file.stat().st_size for file in shards.glob("*.tar")))
+    plan, said = with_order(BatchPlan(24, 4), source, DataConfig())
+    assert (plan.order, said) == (exact_order, ", shuffled exactly")
+    _, said = with_order(BatchPlan(24, 4), source, DataConfig(order="blocks"))
+    assert said == ", shuffled in blocks: of 9 pieces of shards, 9 at a time (3.8e-05 GiB)"
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 0), (1, 2), (3, 1)])
+def test_block_order_reads_each_block_once_and_gives_the_samples_of_one_process(shards, monkeypatch, world, workers):
+    config = DataConfig(str(shards), img_size=5, batch=6, workers=workers, resident="never")
+    config = replace(config, order="blocks", window_gib=3 * EACH * 4 / 2**30)
+    read = []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *asked: read.append(asked[1]) or pread(*asked))
+    ranks = [make_loader(config, RECIPES["none"], rank=rank, world=world) for rank in range(world)]
+    for epoch in (0, 1):
+        read.clear()
+        parts = [list(loader.iterate(epoch)) for loader in ranks]
+        if not workers:
+            # What fills no batch is nobody's; each block is read once, or by two lanes that meet in it.
+            assert 9 <= len(read) <= 9 + order_of(ranks[0]).lanes
+        steps = [torch.cat([batch.ids for batch in step]) for step in zip(*parts, strict=True)]
+        assert torch.equal(torch.stack(steps), torch.stack([*batches_for(whole(ranks[0].plan), epoch)]))
+        assert torch.cat(steps).sort().values.tolist() == list(range(24))
+        for batch in (batch for part in parts for batch in part):
+            values = ((batch.inputs * ranks[0].std.view(-1, 1, 1) + ranks[0].mean.view(-1, 1, 1)) * 255).round()
+            assert torch.equal(values.long(), batch.ids.view(-1, 1, 1, 1).expand_as(values))  # the image of its number
+    resumed = list(make_loader(config, RECIPES["none"]).iterate(1, 2))
+    assert torch.equal(torch.stack([batch.ids for batch in resumed]), torch.stack(steps[2:]))
+
+
+def order_of(loader: Loader) -> BlockOrder:
+    assert isinstance(loader.plan.order, BlockOrder)
+    return loader.plan.order
+
+
+def whole(plan: BatchPlan) -> BatchPlan:
+    return replace(plan, rank=0, world=1)
+
+
+def test_what_is_open_goes_when_it_is_released(shards):
+    source = open_source(shards)
+    source.payload(4)
+    assert source._held is None  # asked for one by one nothing is held
+    source.release()
+    assert [source.payload(index) == png(index) for index in (4, 3, 5, 23, 0)] == [True] * 5
+    assert sorted(source._held) == [0, 1, 8]
+    source.release(4)
+    assert sorted(source._held) == [0, 8]
+    assert source.payload(5) == png(5)
+    source.release()
+    assert source._held == {}
+
+
+def test_a_member_far_too_large_is_not_held_with_its_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(webdataset, "_BLOCK", 3 * EACH)
+    write(tmp_path / "x.tar", packed({"0.png": png(0), "1.png": bytes(20 * EACH), "2.png": png(2)}))
+    source = open_source(tmp_path)
+    source.release()
+    assert source.payload(0) == png(0) and source._held == {}
+    assert source.payload(2) == png(2) and sorted(source._held) == [1]
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_shard_that_changes_or_goes_while_it_is_used_stops_the_run(shards, held):
+    source, file = open_source(shards), shards / "b.tar"
+    if held:
+        source.release()
+    data = file.read_bytes()
+    for other in (data[:-EACH], data[: 3 * EACH], packed({f"x{number}.png": png(9) for number in range(8)})):
+        write(file, other)
+        with pytest.raises(SitusError, match=r"b\.tar: was changed since the set was opened; start again") as met:
+            source.read(11)
+        assert not isinstance(met.value, BrokenImageError)  # which a loader would pass over
+    file.unlink()
+    with pytest.raises(SitusError, match=r"b\.tar: cannot be opened any more \(no such file or directory\)") as met:
+        source.read(11)
+    assert not isinstance(met.value, BrokenImageError)
+    assert source.read(3)["image"].shape == (3, 5, 6)
+
+
+def test_a_file_of_no_bytes_is_no_shard(tmp_path):
+    write(tmp_path / "x.tar", WHOLE)
+    write(tmp_path / "y.tar", b"")
+    with pytest.raises(SitusError, match=r"y\.tar"):
+        open_source(tmp_path)
+    write(tmp_path / "y.tar", packed({}))
+    assert len(open_source(tmp_path)) == 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -207,6 +208,12 @@ def split_of(file: Path) -> str | None:
         return file.parent.name
     match = re.match(r"(train(?:ing)?|validation|valid|val|test)(?![a-zA-Z])", file.name)
     return match[1] if match else None
+
+
+def check_state(file: Path, state: os.stat_result, known: tuple[int, int]) -> None:
+    """Refuses a shard that has not the size and the time of change that it had when the set was opened."""
+    if (state.st_size, state.st_mtime_ns) != known:
+        raise SitusError(f"{file}: was changed since the set was opened; start again", field="data")
 
 
 def list_shards(path: Path, suffix: str) -> list[Path]:

@@ -15,9 +15,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from situs.data.sources.base import ANY, Blocks, EncodedSource, Wanted, find_shards, number_names, split_of
+from situs.data.sources.base import (
+    ANY,
+    Blocks,
+    EncodedSource,
+    Wanted,
+    check_state,
+    find_shards,
+    number_names,
+    split_of,
+)
 from situs.data.sources.images import BrokenImageError
-from situs.data.sources.remote import is_kept, opened
+from situs.data.sources.remote import is_kept, limit_bytes, opened
 from situs.errors import SitusError
 
 _IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")
@@ -25,7 +34,7 @@ _LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 # Sets up to this size are held in memory, encoded. Of a larger one a row group is read where one of its images is asked
 # for. In training the order is one in which each is read once and held until it is released (`situs.data.blocks`).
 _HELD_BYTES = 4 << 30
-_GROUPS_KEPT = 8  # where nobody releases them
+_GROUPS_KEPT, _KEPT_BYTES = 8, 256 << 20  # where nobody releases them; one at least
 _FOOTERS_KEPT = 1 << 14  # row groups that the kept footers describe, 1 or 2 KB each
 _FOOTERS_AT_ONCE = 16
 
@@ -35,6 +44,7 @@ class ParquetSource(EncodedSource):
 
     def __init__(self, path: Path, wanted: Wanted = ANY, *, held_bytes: int = _HELD_BYTES) -> None:
         self._files = find_shards(path, ".parquet", wanted.split)
+        self._states = [(state.st_size, state.st_mtime_ns) for state in (file.stat() for file in self._files)]
         footers = _read_footers(self._files, wanted.labels)
         self._image, self._label, classes = _layout(self._files, footers)
         rows = np.concatenate([footer.rows for footer in footers])
@@ -43,11 +53,13 @@ class ParquetSource(EncodedSource):
         if not self._ends or self._ends[-1] == 0:
             raise SitusError(f"{path}: its parquet files hold no rows", field="data")
         self._bytes = sum(footer.bytes for footer in footers)
+        self._fetched = is_kept(self._files[0]) and sum(size for size, _ in self._states) > limit_bytes()
         self._lock = threading.Lock()
         self._held: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
         self._footers: OrderedDict[int, Any] = OrderedDict()
         self._small = self._bytes <= held_bytes
-        self._keep = len(self._ends) if self._small else _GROUPS_KEPT
+        fitting = _KEPT_BYTES * len(self._ends) // max(1, self._bytes)
+        self._keep = len(self._ends) if self._small else max(1, min(_GROUPS_KEPT, fitting))
         chosen = split_of(self._files[0])
         super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, wanted.channels, wanted.strict)
         if self._small:
@@ -66,9 +78,10 @@ class ParquetSource(EncodedSource):
         return self._ends[-1]
 
     def blocks(self) -> Blocks:
-        """The row groups."""
-        ends = np.unique(np.array(self._ends))
-        return Blocks(ends[ends > 0], self._bytes, not self._small, "row groups")
+        """The row groups; the files of a remote set that its cache does not hold, for those come whole."""
+        ends = np.append(0, np.array(self._ends))
+        ends = np.unique(ends[np.array(self._first)] if self._fetched else ends)
+        return Blocks(ends[ends > 0], self._bytes, not self._small, "files" if self._fetched else "row groups")
 
     def release(self, index: int | None = None) -> None:
         """A row group that is not needed for now; a set that is held stays."""
@@ -79,7 +92,11 @@ class ParquetSource(EncodedSource):
             if index is None:
                 self._held.clear()
             else:
-                self._held.pop(self._place(index)[0], None)
+                group = self._place(index)[0]
+                file = self._file(group)[0]
+                span = range(self._first[file], self._first[file + 1]) if self._fetched else (group,)
+                for each in span:
+                    self._held.pop(each, None)
 
     def _load(self, group: int) -> tuple[Any, Any]:
         with self._lock:
@@ -103,6 +120,7 @@ class ParquetSource(EncodedSource):
 
     def _read_group(self, file: int, number: int) -> tuple[Any, Any]:
         opened = _open(self._files[file], self._footer(file))
+        check_state(self._files[file], self._files[file].stat(), self._states[file])
         leaf = f"{self._image}.bytes" if opened.schema_arrow.field(self._image).type.num_fields else self._image
         columns = [leaf, *([self._label] if self._label else [])]
         table = opened.read_row_group(number, columns=columns, use_threads=False)

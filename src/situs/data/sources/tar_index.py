@@ -1,6 +1,6 @@
 """Where the images of tar shards lie: compact arrays, kept in the user's cache and mapped into memory.
 
-About 35 bytes a sample. The kept file is good as long as each shard has the size and the time of change that it had; a
+About 35 bytes a sample. The kept file is good as long as each shard has the size and the times of change that it had; a
 shard that changed is read again, the others are not. It may be deleted at any time. Processes that map it share it.
 """
 
@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from situs.data.sources.images import IMAGE_SUFFIXES
-from situs.data.sources.remote import present
+from situs.data.sources.remote import is_kept, present
 from situs.data.sources.tar_headers import BLOCK, SMALL, Member, plain_members
 from situs.data.sources.walk import LeftOut, plain
 from situs.errors import SitusError
@@ -41,13 +41,15 @@ class TarIndex:
 
     arrays: "offsets", "sizes" and "labels" (-1 without one) of the images, their "names" in one piece and where each
     ends there. ends: how many images there are up to the end of each shard. left_out: of each shard. kept: the file
-    that the arrays are mapped from, and its number; None where they lie in memory.
+    that the arrays are mapped from, and its number; None where they lie in memory. states: of each shard its size and
+    time of change, as it was when the index was opened.
     """
 
     ends: array[int]
     arrays: dict[str, np.ndarray]
     left_out: list[LeftOut]
     kept: tuple[Path, int] | None = None
+    states: list[tuple[int, int]] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "arrays": self.arrays if self.kept is None else None}
@@ -74,10 +76,23 @@ class TarIndex:
 def open_index(shards: list[Path], labels: bool) -> TarIndex:
     """The images of the shards, from the cache where it has them. labels: read the numbers in the .cls members."""
     states = [file.stat() for file in shards]
-    found = [(str(file.resolve()), each.st_size, each.st_mtime_ns) for file, each in zip(shards, states, strict=True)]
-    if sum(size for _, size, _ in found) < _WORTH_KEEPING:
+    index = _known_or_read(shards, [*map(_mark, shards, states)], labels)
+    index.states = [(each.st_size, each.st_mtime_ns) for each in states]
+    return index
+
+
+_Mark = tuple[str, int, int, int]
+
+
+def _mark(file: Path, state: os.stat_result) -> _Mark:
+    """What a shard is known by. The last is a time that no tool sets back; of a remote shard it says nothing."""
+    return str(file.resolve()), state.st_size, state.st_mtime_ns, 0 if is_kept(file) else state.st_ctime_ns
+
+
+def _known_or_read(shards: list[Path], found: list[_Mark], labels: bool) -> TarIndex:
+    if sum(size for _, size, *_ in found) < _WORTH_KEEPING:
         return _join([_read_shard(file, labels) for file in shards])
-    names = "\n".join([f"{_FORMAT} {labels}", *(name for name, _, _ in found)])
+    names = "\n".join([f"{_FORMAT} {labels}", *(name for name, *_ in found)])
     kept = cache_folder("tar") / f"{hashlib.blake2b(os.fsencode(names), digest_size=16).hexdigest()}.safetensors"
     known = _load(kept, found)
     if known is not None and all(known[1]):
@@ -92,6 +107,8 @@ def open_index(shards: list[Path], labels: bool) -> TarIndex:
         ]
         index = _join(parts)
         with contextlib.suppress(OSError):  # a cache that cannot be written: read again at the next start
+            for left in kept.parent.glob(f".{kept.name}.*.tmp"):  # by a process that was killed
+                left.unlink()
             _save(kept, index, found)
             known = _load(kept, found)
     return known[0] if known is not None and all(known[1]) else index
@@ -225,7 +242,7 @@ def _part(index: TarIndex, shard: int) -> TarIndex:
 # The kept file
 
 
-def _save(file: Path, index: TarIndex, shards: Iterable[tuple[str, int, int]]) -> None:
+def _save(file: Path, index: TarIndex, shards: Iterable[_Mark]) -> None:
     from safetensors.numpy import save
 
     sums = {name: zlib.crc32(np.ascontiguousarray(values).data) for name, values in index.arrays.items()}
@@ -240,7 +257,7 @@ def _save(file: Path, index: TarIndex, shards: Iterable[tuple[str, int, int]]) -
     write_bytes(file, save(index.arrays, {"situs": json.dumps(header)}))
 
 
-def _load(file: Path, shards: list[tuple[str, int, int]]) -> tuple[TarIndex, list[bool]] | None:
+def _load(file: Path, shards: list[_Mark]) -> tuple[TarIndex, list[bool]] | None:
     """What the file holds, and which shards are as they were; None where there is none or it is damaged."""
     try:
         header, arrays = _map(file)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -15,13 +17,16 @@ from situs.data.sources.remote import cache, transfer
 
 class Server:
     """files: content by path. faults: what the next requests of a path get instead: "cut", "503", "404", "short",
-    "ignore range". asked: (method, path, range) of every request."""
+    "ignore range", "other range" (and says so), "no word" of which range, "too much". asked: (method, path, range) of
+    every request. sent: bytes of all answers, by path. rangeless: paths of which it always sends all."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.faults: dict[str, list[str]] = {}
         self.asked: list[tuple[str, str, str]] = []
         self.silent: set[str] = set()  # paths whose ETag is not told
+        self.sent: Counter[str] = Counter()
+        self.rangeless: set[str] = set()
         server = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -34,6 +39,8 @@ class Server:
                 waiting = server.faults.get(path, [])
                 fault = waiting.pop(0) if waiting else ""
                 data = server.files.get(path)
+                if path in server.rangeless and not fault:
+                    fault = "ignore range"
                 if data is None or fault.isdigit():
                     self.send_response(int(fault or 404))
                     self.send_header("Content-Length", "0")
@@ -43,15 +50,22 @@ class Server:
                 if wanted and fault != "ignore range":
                     first, _, last = wanted.removeprefix("bytes=").partition("-")
                     start, end = int(first), min(end, int(last) + 1 if last else end)
+                if fault == "other range":
+                    start, end = start + 1, end + 1
                 part = data[start:end]
+                if fault == "too much":
+                    part = (part + data * 9)[: 4 * len(part)]
                 self.send_response(206 if wanted and fault != "ignore range" else 200)
                 if path not in server.silent:
                     self.send_header("ETag", hashlib.md5(data).hexdigest())
-                if wanted and fault != "ignore range":
+                if wanted and fault not in {"ignore range", "no word"}:
                     self.send_header("Content-Range", f"bytes {start}-{end - 1}/{len(data)}")
                 self.send_header("Content-Length", str(len(part) // 2 if fault == "short" else len(part)))
                 self.end_headers()
-                self.wfile.write(part[: len(part) // 2] if fault in {"cut", "short"} else part)
+                part = part[: len(part) // 2] if fault in {"cut", "short"} else part
+                server.sent[path] += len(part)
+                with contextlib.suppress(OSError):  # who asked has hung up
+                    self.wfile.write(part)
                 if fault == "cut":
                     self.close_connection = True
 

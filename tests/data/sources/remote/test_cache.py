@@ -19,9 +19,11 @@ from situs.data.check import check
 from situs.data.loader import DataConfig, make_loader
 from situs.data.pack import PackConfig, pack
 from situs.data.sources import open_source, splits_at
+from situs.data.sources.base import Wanted
 from situs.data.sources.parquet import ParquetSource
 from situs.data.sources.remote import cache, transfer
 from situs.data.sources.remote.transfer import RemoteError
+from situs.data.sources.webdataset import TarSource
 from situs.data.survey import survey
 from situs.errors import SitusError
 
@@ -171,6 +173,46 @@ def test_the_limit_is_kept_and_the_least_used_give_way(server, tmp_path, monkeyp
     monkeypatch.setenv(cache.LIMIT, "much")
     with pytest.raises(SitusError, match="SITUS_CACHE_GIB=much: must be a number of GiB above 0"):
         cache.limit_bytes()
+
+
+def test_what_others_are_fetching_counts_and_what_nobody_fetches_goes(server, tmp_path, monkeypatch):
+    local = packed(tmp_path, "webdataset")
+    serve(server, local)
+    folder = cache.mount(f"{server.url}/set")
+    names = sorted(file.name for file in local.glob("train-*"))
+    sizes = [(local / name).stat().st_size for name in names]
+    monkeypatch.setenv(cache.LIMIT, str((sum(sizes[:2]) + 100) / 2**30))
+    cache.present(folder / names[0])
+    part = folder / f".{names[1]}.{cache._mark(cache._entry(folder / names[1]))}.part"
+    part.write_bytes(b"begun")
+    old = folder / f".{names[2]}.000000000000.part"
+    old.write_bytes(b"of another version")
+    with cache._alone(folder / f".{names[1]}.lock"):  # another process is at it
+        cache.present(folder / names[2])
+        assert here(folder) == {names[2]} and part.exists() and not old.exists()
+    os.utime(part, (0, 0))
+    cache.present(folder / names[0])  # fits beside the other shard once what was left is gone
+    assert here(folder) == {names[0], names[2]} and not part.exists()
+
+
+@pytest.mark.parametrize(("kind", "word"), [("parquet", "files"), ("webdataset", "shards")])
+def test_a_set_larger_than_its_cache_is_fetched_once_an_epoch(server, tmp_path, monkeypatch, kind, word):
+    local = packed(tmp_path, kind)
+    serve(server, local)
+    sizes = {f"/set/{file.name}": file.stat().st_size for file in local.glob("train-*")}
+    monkeypatch.setenv(cache.LIMIT, str(2.2 * max(sizes.values()) / 2**30))
+    folder = cache.mount(f"{server.url}/set")
+    train = Wanted("train")
+    source = ParquetSource(folder, train, held_bytes=0) if kind == "parquet" else TarSource(folder, train)
+    config = DataConfig(img_size=8, batch=4, workers=0, resident="never", window_gib=1e-9)
+    loader = make_loader(config, RECIPES["crop"], source=source)
+    assert f"shuffled in blocks: of {len(sizes)} {word}, which memory does not hold, 1 at a time" in loader.describe()
+    server.sent.clear()
+    ids = [batch.ids for epoch in (0, 1) for batch in loader.iterate(epoch)]
+    assert len(torch.cat(ids[:3]).unique()) == 12
+    for path, size in sizes.items():
+        assert server.sent[path] <= (2 + (kind == "parquet")) * size  # the footer of so small a file is all of it
+    assert len(getattr(source, "_held", None) or {}) <= 6  # the row groups of one file
 
 
 def test_a_file_that_is_open_outlives_its_place_in_the_cache(server, tmp_path):

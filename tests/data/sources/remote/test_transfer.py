@@ -7,11 +7,13 @@ import os
 
 import pytest
 
+from situs.data.sources.remote import transfer
 from situs.data.sources.remote.transfer import (
     TRIES,
     RangedFile,
     RemoteError,
     list_folder,
+    read_pieces,
     read_range,
     read_whole,
     state_of,
@@ -21,12 +23,48 @@ from situs.errors import SitusError
 DATA = bytes(range(256)) * 40
 
 
-@pytest.mark.parametrize("faults", [[], ["cut"], ["503"], ["500", "cut", "429"], ["short"], ["ignore range"]])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        *([], ["cut"], ["503"], ["500", "cut", "429"], ["short"], ["ignore range"]),
+        *(["other range"], ["no word"], ["too much"], ["other range", "cut", "too much"]),
+    ],
+)
 def test_what_passes_is_tried_again(server, faults):
     server.files["/a.tar"] = DATA
     server.faults["/a.tar"] = list(faults)
     assert read_range(f"{server.url}/a.tar", 100, 3000) == DATA[100:3000]
     assert server.faults["/a.tar"] == []
+
+
+def test_a_server_that_sends_other_bytes_than_were_asked_for_is_refused(server):
+    server.files["/a.tar"] = DATA
+    server.faults["/a.tar"] = ["other range"] * 99
+    with pytest.raises(
+        RemoteError, match=r"\(bytes 100-2999 were asked for and its server sent bytes 101-3000/10240\)"
+    ):
+        read_range(f"{server.url}/a.tar", 100, 3000)
+
+
+def test_of_a_server_without_ranges_all_is_asked_for_once(server, monkeypatch):
+    monkeypatch.setattr(transfer, "PIECE", 512)
+    server.files["/a.tar"] = DATA
+    server.rangeless.add("/a.tar")
+    pieces = [*read_pieces(f"{server.url}/a.tar", 1000, len(DATA))]
+    assert b"".join(pieces) == DATA[1000:] and {len(each) for each in pieces[:-1]} == {512}
+    assert server.sent["/a.tar"] == len(DATA)
+    server.faults["/a.tar"] = ["cut", "", ""]  # begun again, and taken from where it was
+    server.rangeless.clear()
+    assert read_range(f"{server.url}/a.tar", 1000, 3000) == DATA[1000:3000]
+
+
+def test_a_small_file_must_be_small_and_whole(server):
+    server.files["/manifest.json"] = DATA
+    with pytest.raises(RemoteError, match=r"manifest.json: is longer than 1,000 bytes"):
+        read_whole(f"{server.url}/manifest.json", 1000)
+    assert read_whole(f"{server.url}/manifest.json", len(DATA)) == DATA
+    server.faults["/manifest.json"] = ["cut"]
+    assert read_whole(f"{server.url}/manifest.json") == DATA and server.faults["/manifest.json"] == []
 
 
 def test_a_whole_file_and_its_state(server):

@@ -10,6 +10,7 @@ sets give way to a new one; a file that is open stays whole.
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
@@ -22,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from situs import files
-from situs.data.sources.remote import transfer
 from situs.data.sources.remote.listing import SHARDS, Entry, list_set
 from situs.data.sources.remote.names import redacted
-from situs.data.sources.remote.transfer import RangedFile, RemoteError, read_range, state_of
+from situs.data.sources.remote.transfer import RangedFile, RemoteError, read_pieces, state_of
 from situs.errors import SitusError
 from situs.files import read_json, write_bytes, write_text
 
@@ -205,14 +205,16 @@ def _fetch(path: Path, entry: Entry) -> None:
         if path.stat().st_mode & stat.S_IWUSR:
             return  # another process has fetched it meanwhile
         part = path.with_name(f".{path.name}.{_mark(entry)}.part")
-        have = part.stat().st_size if part.is_file() else 0
-        _make_room(entry, path)
+        for other in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+            if other != part:  # of a version that is gone
+                other.unlink()
+        with _alone(cache_folder() / ".room.lock"):  # who makes room next counts this one
+            _make_room(entry, path)
+            part.touch()
         with part.open("ab") as file:
-            while have < entry.size:
-                data = read_range(entry.url, have, min(entry.size, have + transfer.PIECE))
+            for data in read_pieces(entry.url, part.stat().st_size, entry.size):
                 file.write(data)
-                have += len(data)
-            file.flush()
+                file.flush()
             os.fsync(file.fileno())
         try:
             _check(part, entry)
@@ -263,15 +265,36 @@ def _make_room(entry: Entry, path: Path) -> None:
     for file in cache_folder().rglob("*"):
         with contextlib.suppress(FileNotFoundError):  # renamed by another process
             state = file.stat()
-            if stat.S_ISREG(state.st_mode) and state.st_mode & stat.S_IWUSR and file.suffix in {*SHARDS, ".part"}:
+            if not stat.S_ISREG(state.st_mode) or not state.st_mode & stat.S_IWUSR:
+                continue
+            if file.suffix == ".part" and _whole(file) != path:  # as much as it will take
+                held.append((state.st_mtime_ns, max(state.st_size, _whole(file).stat().st_size), file))
+            elif file.suffix in SHARDS:
                 held.append((state.st_atime_ns, state.st_size, file))
-    total = sum(
-        size for _, size, file in held if file.parent != path.parent or not file.name.startswith(f".{path.name}.")
-    )
+    total = entry.size + sum(size for _, size, _ in held)
     for _, size, file in sorted(held, key=lambda each: each[0]):
-        if total + entry.size <= limit:
+        if total <= limit:
             return
-        if file.suffix == ".part" or (other := _entry(file)) is None:
-            continue  # somebody is fetching it, or will go on with it
-        _set_aside(file, other)
+        if file.suffix != ".part" and (other := _entry(file)) is not None:
+            _set_aside(file, other)
+        elif file.suffix != ".part" or not _dropped(file):
+            continue  # somebody is fetching it
         total -= size
+
+
+def _whole(part: Path) -> Path:
+    """The shard that a part is fetched for."""
+    return part.with_name(part.name[1:].rsplit(".", 2)[0])
+
+
+def _dropped(part: Path) -> bool:
+    """Takes away what a fetch has left that was stopped; False where it goes on."""
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
+    with contextlib.suppress(OSError), part.with_name(f".{_whole(part).name}.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        part.unlink()
+        return True
+    return False

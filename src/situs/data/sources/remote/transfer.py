@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 from urllib.error import URLError
 from urllib.request import Request, urlopen
@@ -62,14 +62,51 @@ def read_whole(url: str, most: int = 64 << 20) -> bytes:
 
 def read_range(url: str, start: int, end: int) -> bytes:
     """The bytes from `start` to before `end`, all of them."""
+    return b"".join(read_pieces(url, start, end))
+
+
+def read_pieces(url: str, start: int, end: int) -> Iterator[bytes]:
+    """`read_range`, a piece at a time; whoever stops halfway may go on where he stopped."""
+    answer: Iterator[bytes] = iter(())
 
     def ask() -> bytes:
-        data = _web_range(url, start, end) if _is_web(url) else _cat(url, start, end)
-        if len(data) != end - start:
-            raise OSError(f"{len(data):,} bytes came where {end - start:,} were asked for")
-        return data
+        nonlocal answer
+        if (more := next(answer, None)) is None:
+            answer = _answer(url, start, end)
+            more = next(answer)
+        return more
 
-    return patiently(url, ask)
+    while start < end:
+        data = patiently(url, ask)
+        start += len(data)
+        yield data
+
+
+def _answer(url: str, start: int, end: int) -> Iterator[bytes]:
+    """The next piece; from a server that knows no ranges all of them, for it would begin at the beginning each time."""
+    stop = min(end, start + PIECE)
+    if not _is_web(url):
+        yield _exactly(_cat(url, start, stop), stop - start)
+        return
+    with _web(url, f"{start}-{stop - 1}") as answer:
+        if answer.status == 206:
+            said = answer.headers.get("Content-Range") or ""
+            if said.partition("/")[0] != f"bytes {start}-{stop - 1}":
+                raise OSError(f"bytes {start}-{stop - 1} were asked for and its server sent {said or 'others'}")
+            yield _exactly(answer.read(stop - start), stop - start)
+            return
+        skipped = 0
+        while skipped < start:
+            skipped += len(_exactly(answer.read(size := min(PIECE, start - skipped)), size))
+        while start < end:
+            yield _exactly(answer.read(size := min(PIECE, end - start)), size)
+            start += size
+
+
+def _exactly(data: bytes, size: int) -> bytes:
+    if len(data) != size:
+        raise OSError(f"{len(data):,} bytes came where {size:,} were asked for")
+    return data
 
 
 def list_folder(url: str) -> list[str]:
@@ -158,13 +195,12 @@ def _web_state(url: str) -> State:
 
 def _web_whole(url: str, most: int) -> bytes:
     with _web(url) as answer:
-        return answer.read() if int(answer.headers.get("Content-Length") or 0) <= most else answer.read(most)
-
-
-def _web_range(url: str, start: int, end: int) -> bytes:
-    with _web(url, f"{start}-{end - 1}") as answer:
-        # A server that knows no ranges sends all of it.
-        return answer.read() if answer.status == 206 else answer.read(end)[start:]
+        data = answer.read(most + 1)
+        if len(data) > most:
+            raise RemoteError(f"{redacted(url)}: is longer than {most:,} bytes", field="data")
+        if answer.length:
+            raise OSError(f"{answer.length:,} bytes did not come")
+        return data
 
 
 class RangedFile(io.RawIOBase):
