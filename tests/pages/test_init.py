@@ -38,6 +38,7 @@ from situs.bench.cost import CostCurves, Point
 from situs.bench.kernels import Kernels
 from situs.bench.measure import StepRow
 from situs.bench.step import StepTable
+from situs.config import from_dict
 from situs.data.check import KINDS, DataCheck, Found
 from situs.data.pack import Packed
 from situs.errors import SitusError
@@ -58,6 +59,9 @@ from situs.locks.study.finetune import WAYS, Curve, Study, StudyConfig
 from situs.locks.study.paper import RuleCheck
 from situs.pages import PAGES, make_page, publish, write_numbers
 from situs.results import Origin, Provenance, Result, show
+from situs.studies.form import Study as StudyForm
+from situs.studies.result import Cell as StudyCell
+from situs.studies.result import Drawn, Ended, StudyResult
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "<b>mine</b> & {{ 7 * 7 }}"
@@ -193,6 +197,19 @@ def _packed() -> Packed:
     return Packed(manifest=held)
 
 
+def _study_result() -> StudyResult:
+    job = {"verb": "pretrain"}
+    columns, line = [{"name": NAME, "figure": "top1"}], {"name": NAME, "at": [1, 2], "job": "a", "figure": "f"}
+    table = {"columns": columns, "rows": [{"name": NAME, "paper": [0.5], "job": "a"}]}
+    told = {"title": NAME, "shows": NAME, "note": NAME, "paper": "mp3", "place": "Table 1", "jobs": {"a": job}}
+    curves = [{"x": NAME, "y": NAME, "lines": [line], "scale": "log"}]
+    study = from_dict(StudyForm, {**told, "tables": [table], "curves": curves})
+    cells = [StudyCell("a", 50.0, {0: 40.0, 1: 42.0}, 1), StudyCell("a", "", {}, 1, 0.5, NAME)]
+    ended = (Ended("a-0", "a", "done", 3.0), Ended("a-1", "a", "failed", None, NAME))
+    lines = ((Drawn(NAME, tuple(zip((1.0, 2.0), cells, strict=True))),),)
+    return StudyResult("mine", study, "paper", 2, ended, (((cells[0],),),), lines)
+
+
 RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Attention": (_attention, {"images", "heads", "relative"}),
     "Audit": (_audit, set()),
@@ -231,6 +248,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "StepComparison": (_comparison_of_steps, set()),
     "StepTable": (_steps, set()),
     "Study": (_study, set()),
+    "StudyResult": (_study_result, {"curves"}),
     "Verification": (_verification, set()),
 }
 """The class of a result -> a small one, and the pictures of its page."""

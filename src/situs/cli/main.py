@@ -76,6 +76,11 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "audit split": ("situs.cli.audit.split", "what the server of split learning learns of the samples"),
         "audit gradients": ("situs.cli.audit.gradients", "what a model's gradients give away, with a gate for CI"),
     },
+    "Study": {
+        "study list": ("situs.cli.study.list", "every table and figure of the papers: what it shows, needs and gave"),
+        "study run": ("situs.cli.study.run", "repeat one: the paper's numbers, ours and the difference on a page"),
+        "study show": ("situs.cli.study.show", "the table of a study as it stands"),
+    },
     "Speed": {
         "bench step": ("situs.cli.bench.step", "what a training step costs: time, memory, share of the ceiling"),
         "bench compare": ("situs.cli.bench.compare", "two tables of steps: what became faster or slower"),

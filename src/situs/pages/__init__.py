@@ -47,6 +47,7 @@ PAGES = {
     "StepComparison": "bench.comparison",
     "StepTable": "bench.steps",
     "Study": "lock.study_page",
+    "StudyResult": "study.page",
     "Verification": "lock.verify_page",
 }
 """The class of a result -> the function of a module here that makes its page; loaded when it is asked for."""

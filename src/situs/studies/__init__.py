@@ -2,6 +2,8 @@
 
     study_names   The studies that come with situs, one a table or figure of the four papers.
     load_study    A study by its name or its TOML file, checked.
+    run_study     Runs what is not done yet, resumes what was cut, and gives the table as it stands.
+    read_study    The table of a study's folder as it stands; of a name alone, with what was measured before.
 
 A study is one TOML file. Those of the papers lie in `papers/`; a user's own is written in the same form. This one holds
 every key, most of which may be left out:
@@ -131,8 +133,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from situs.studies.load import load_study as load_study
     from situs.studies.load import study_names as study_names
+    from situs.studies.result import read_study as read_study
+    from situs.studies.run import run_study as run_study
 
-_HOMES = {"load_study": "load", "study_names": "load"}
+_HOMES = {"load_study": "load", "study_names": "load", "read_study": "result", "run_study": "run"}
 
 __all__ = [*_HOMES]  # noqa: PLE0604  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -33,10 +33,15 @@ def numbers_of(job: Job, folder: Path) -> dict[str, Any]:
     """What a finished job wrote in its folder."""
     if VERBS[job.verb].trains:
         return _log_of(folder)
-    found = sorted(folder.glob("*.json"))
+    found = figure_files(folder)
     if len(found) != 1:
         raise SitusError(f"{folder}: holds {len(found)} files of numbers and must hold one")
     return read_json(found[0])
+
+
+def figure_files(folder: Path) -> list[Path]:
+    """The files of numbers that a measurement left."""
+    return sorted(folder.glob("*.json"))
 
 
 def _log_of(folder: Path) -> dict[str, Any]:

@@ -25,13 +25,16 @@ PAPERS = {
 class Verb(NamedTuple):
     """How a verb is told what a job gives it. model: as a word, by the flag of this name, or not at all ("").
 
-    trains: it makes a run, which is gone on with where it was cut. data, seed: whether it takes them.
+    trains: it makes a run, which is gone on with where it was cut. data, seed: whether it takes them. word: an option
+    that is given without a flag. partly: where it fails in part it says so by its status, and its numbers hold.
     """
 
     model: str = "word"
     trains: bool = False
     data: bool = True
     seed: bool = False
+    word: str = ""
+    partly: bool = False
 
 
 VERBS = {
@@ -51,7 +54,7 @@ VERBS = {
     "audit gradients": Verb(),
     "audit positions": Verb(),
     "audit split": Verb(),
-    "bench step": Verb(model="", data=False),
+    "bench step": Verb(model="", data=False, word="cases", partly=True),
     "verify": Verb(data=False),
 }
 """What a job may do."""

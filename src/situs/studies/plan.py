@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -14,18 +15,14 @@ from situs.presets import load_preset
 from situs.studies.form import PAPER, VERBS, Column, Curves, Job, Line, Row, Study, Table
 
 Jobs = dict[str, Job]
+_NAME = re.compile(r"\w[\w.+=-]*")
 
 
 def planned(study: Study, scale: str = PAPER) -> Jobs:
     """The jobs of a study at a scale, by name and in the file's order; what does not fit together is refused."""
     if scale not in study.scale_names():
         raise unknown_name("scale", scale, study.scale_names(), field="scale")
-    jobs: Jobs = {}
-    for name, job in study.jobs.items():
-        for each, made in _expanded(name, job):
-            if each in jobs:
-                raise SitusError(f"jobs.{name}: makes the job {each!r} a second time", field=f"jobs.{name}")
-            jobs[each] = made
+    jobs = _all(study)
     _check_names(study, jobs)
     _check_order(jobs)
     for index, change in enumerate(study.scales.get(scale, ())):
@@ -33,17 +30,28 @@ def planned(study: Study, scale: str = PAPER) -> Jobs:
         if not found:
             raise SitusError(f"scales.{scale}[{index}]: is for no job", field=f"scales.{scale}[{index}].jobs")
         for name in found:
-            job = jobs[name]
-            if change.leave_out:
-                del jobs[name]
-                continue
-            laid = merge(job.change, change.change)
-            options = {**job.options, **change.options}
-            jobs[name] = replace(job, preset=change.preset or job.preset, change=laid, options=options)
-    if scale != PAPER:  # what rests on a job that is left out
-        while left := [n for n, job in jobs.items() if not set(needs(job)) <= jobs.keys()]:
-            for name in left:
-                del jobs[name]
+            job = jobs.pop(name) if change.leave_out else jobs[name]
+            if not change.leave_out:
+                laid, options = merge(job.change, change.change), {**job.options, **change.options}
+                jobs[name] = replace(job, preset=change.preset or job.preset, change=laid, options=options)
+    while left := [n for n, job in jobs.items() if not set(needs(job)) <= jobs.keys()]:  # rest on what is left out
+        for name in left:
+            del jobs[name]
+    return jobs
+
+
+def _all(study: Study) -> Jobs:
+    """Every job of the file, by its name with the variables put in."""
+    jobs: Jobs = {}
+    for name, job in study.jobs.items():
+        for each, made in _expanded(name, job):
+            if not _NAME.fullmatch(each):
+                raise SitusError(
+                    f"jobs.{name}: {each!r} must be of letters, digits and . _ + = -", field=f"jobs.{name}"
+                )
+            if each in jobs:
+                raise SitusError(f"jobs.{name}: makes the job {each!r} a second time", field=f"jobs.{name}")
+            jobs[each] = made
     return jobs
 
 

@@ -1,0 +1,84 @@
+"""Run a table or figure of a paper, or a study of your own: the paper's numbers, ours and the difference on one page.
+
+For example: situs study run mp3-table3 --data PATH --out runs/table3 --scale quick
+
+What is done is skipped and what was cut goes on, so that the same command is given again after a crash or a Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from cyclopts import Parameter
+
+from situs.cli.parser.arguments import configured
+from situs.cli.parser.flags import POSITIONAL
+from situs.cli.result import present
+from situs.errors import SitusError
+from situs.studies.run import How
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args:
+    """A study, run or gone on with."""
+
+    study: Annotated[str, POSITIONAL, Parameter(metavar="NAME|FILE")]
+    """A study that comes with situs (situs study list), or your own TOML file."""
+
+    out: Annotated[Path, Parameter(metavar="FOLDER")]
+    """Its folder: new, or one of the same study to go on with."""
+
+    data: Annotated[tuple[str, ...], Parameter(metavar="PATH|NAME=PATH,…")] = ()
+    """Where its data lies; by name where it has several sets. Jobs whose data is not given are left out."""
+
+    seeds: Annotated[int | None, Parameter(metavar="N")] = None
+    """How often every job is run, with the seeds 0 to N - 1; by default as the study says."""
+
+    scale: Annotated[str, Parameter(metavar="quick|paper")] = "paper"
+    """paper: as the paper did; quick: smaller, to see that it works."""
+
+    take: Annotated[tuple[str, ...], Parameter(metavar="JOB=FOLDER,…")] = ()
+    """A run or an export in the place of a training, which counts as done; JOB-1=FOLDER for seed 1."""
+
+    config: How = configured(How)
+
+
+def run(args: Args) -> int:
+    """Runs the jobs, prints the table and writes the page; 1 where a job was not finite or failed, or is left."""
+    from situs.cli.study.words import check_words
+    from situs.pages import publish
+    from situs.studies import run_study
+
+    check_words(args.study, args.scale)
+    found = run_study(
+        args.study,
+        _paths(args.data),
+        take=_pairs(args.take, "take"),
+        say=lambda line: print(line, file=sys.stderr, flush=True),
+        keep=lambda result: publish(result, args.out) and None,
+        out=args.out,
+        seeds=args.seeds,
+        scale=args.scale,
+        how=args.config,
+    )
+    present(found, args.out)
+    return int(any(task.state not in ("done", "taken") for task in found.tasks))
+
+
+def _paths(given: tuple[str, ...]) -> Any:
+    if len(given) == 1 and ("=" not in given[0] or Path(given[0]).exists()):
+        return given[0]
+    return _pairs(given, "data")
+
+
+def _pairs(given: tuple[str, ...], field: str) -> dict[str, str]:
+    pairs: dict[str, str] = {}
+    for each in given:
+        name, _, value = each.partition("=")
+        if not name or not value:
+            raise SitusError(field=field, value=each, allowed="NAME=PATH")
+        pairs[name] = value
+    return pairs

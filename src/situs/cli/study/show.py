@@ -1,0 +1,34 @@
+"""A study's table as it stands: of a folder that `situs study run` writes, also while it runs, or by a study's name.
+
+For example: situs study show runs/table3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from situs.cli.parser.flags import POSITIONAL
+from situs.cli.result import present
+
+
+@dataclass(frozen=True)
+class Args:
+    """A study as it stands."""
+
+    folder: Annotated[str, POSITIONAL, Parameter(metavar="FOLDER|NAME|FILE")]
+    """The folder of a study; or a study by its name or file: the paper's numbers, and ours where they were measured."""
+
+    json: bool = False
+    """Print the numbers instead."""
+
+
+def run(args: Args) -> None:
+    """Prints the table; of a folder it writes the page anew."""
+    from situs.studies import read_study
+
+    found = read_study(args.folder)
+    present(found, Path(args.folder) if found.tasks else None, as_json=args.json)

@@ -1,0 +1,193 @@
+"""The folder of a study: what is to be run in it, what is done, and where each job's model lies.
+
+    study.toml              the study
+    settings.json           its name, scale and number of seeds
+    jobs/NAME-SEED/         what a job left: a run, a result, or what was taken in its place
+    jobs/NAME-SEED.toml     a training's changes, laid over its preset
+    jobs/NAME-SEED.json     how it ended, after how long, with what recipe
+    jobs/NAME-SEED.log      what it said
+    study.json, report.html the table as it stands
+
+No path in it names a machine: the folder can be moved, and the same command goes on there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from situs.config import differences, flat, from_dict, to_dict
+from situs.errors import SitusError, unknown_name
+from situs.files import read_json, write_text
+from situs.studies.form import PAPER, VERBS, Job, Study
+from situs.studies.load import load_study
+from situs.studies.plan import Jobs, needs, planned
+
+STUDY, SETTINGS = "study.toml", "settings.json"
+DONE, TAKEN, NOT_FINITE, FAILED, CUT = "done", "taken", "not finite", "failed", "cut"
+"""How a job may have ended; one that failed or was cut is tried again."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A job with one seed. name: JOB-SEED. needs: the tasks that must be done first, by the jobs' names."""
+
+    name: str
+    of: str
+    job: Job
+    seed: int
+    folder: Path
+    needs: Mapping[str, str]
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """What makes it what it is."""
+        return {**to_dict(self.job), "seed": self.seed}
+
+    @property
+    def begun(self) -> bool:
+        """Whether it is a training with a checkpoint to go on from."""
+        return VERBS[self.job.verb].trains and any((self.folder / "checkpoints").glob("step-*"))
+
+    def file(self, kind: str) -> Path:
+        """A file beside its folder: toml, json, log."""
+        return self.folder.with_name(f"{self.name}.{kind}")
+
+
+class StudyFolder:
+    """A study at a scale, with so many seeds, in its folder."""
+
+    def __init__(self, path: Path, study: Study, name: str, scale: str, seeds: int) -> None:
+        self.path, self.study, self.name, self.scale, self.seeds = path, study, name, scale, seeds
+        self.jobs: Jobs = planned(study, scale)
+        self.tasks = {task.name: task for name in self.jobs for task in self._tasks(name)}
+
+    @classmethod
+    def create(cls, path: Path, study: Study, file: Path, scale: str, seeds: int | None) -> StudyFolder:
+        """The folder of a study that begins or goes on; refused where another study, or another scale, is in it."""
+        known = file.stem
+        if not study.runs:
+            said = "; ".join(f"it needs {each.package}: {each.why}" for each in study.missing if each.whole)
+            raise SitusError(f"{known}: cannot be run yet; {said}", field="study")
+        if (path / SETTINGS).is_file():
+            old = read_json(path / SETTINGS)
+            for key, value in (("study", known), ("scale", scale)):
+                if old.get(key) != value:
+                    raise SitusError(f"{path}: holds {key} {old.get(key)!r}, and not {value!r}", field=("out", key))
+            seeds = max(old["seeds"], seeds or 0)
+        elif path.exists() and (not path.is_dir() or any(each.name != ".lock" for each in path.iterdir())):
+            raise SitusError(f"{path}: is no folder of a study, and not empty", field="out")
+        folder = cls(path, study, known, scale, seeds or study.seeds)
+        folder.check_recipes()
+        (path / "jobs").mkdir(parents=True, exist_ok=True)
+        write_text(path / STUDY, file.read_text(encoding="utf-8"))
+        write_text(path / SETTINGS, _json({"study": known, "scale": scale, "seeds": folder.seeds}))
+        return folder
+
+    @classmethod
+    def open(cls, path: Path) -> StudyFolder:
+        """The folder as it lies there."""
+        if not (path / SETTINGS).is_file() or not (path / STUDY).is_file():
+            raise SitusError(f"{path}: holds no study", field="folder")
+        settings = read_json(path / SETTINGS)
+        study = load_study(path / STUDY, configs=False)
+        return cls(path, study, str(settings["study"]), str(settings.get("scale", PAPER)), int(settings["seeds"]))
+
+    def _tasks(self, name: str) -> list[Task]:
+        job = self.jobs[name]
+
+        def of(needed: str, seed: int) -> str:
+            return f"{needed}-{0 if self.jobs[needed].once else seed}"
+
+        return [
+            Task(
+                f"{name}-{seed}",
+                name,
+                job,
+                seed,
+                self.path / "jobs" / f"{name}-{seed}",
+                {needed: of(needed, seed) for needed in needs(job)},
+            )
+            for seed in range(1 if job.once else self.seeds)
+        ]
+
+    def chosen(self, only: Sequence[str]) -> dict[str, Task]:
+        """The tasks of the jobs whose names fit one of the patterns, and what they need; all for none."""
+        if not only:
+            return dict(self.tasks)
+        for pattern in only:
+            if not any(fnmatchcase(task.of, pattern) or task.name == pattern for task in self.tasks.values()):
+                raise unknown_name("job", pattern, self.jobs, field="only")
+        names = [t.name for t in self.tasks.values() if any(fnmatchcase(t.of, p) or t.name == p for p in only)]
+        for name in names:  # it grows while it is walked
+            names += [each for each in self.tasks[name].needs.values() if each not in names]
+        return {name: task for name, task in self.tasks.items() if name in names}
+
+    # --- how each ended -------------------------------------------------------------------------------------
+
+    def state(self, task: Task) -> dict[str, Any]:
+        """How it ended; {} where it has not."""
+        return read_json(task.file("json")) if task.file("json").is_file() else {}
+
+    def ended(self, task: Task) -> str:
+        """One of DONE, TAKEN, NOT_FINITE, FAILED, CUT; "" where it has not."""
+        return str(self.state(task).get("state", ""))
+
+    def model_done(self, task: Task) -> bool:
+        """Whether what it makes is there."""
+        return self.ended(task) in (DONE, TAKEN)
+
+    def write_state(self, task: Task, state: str, **facts: Any) -> None:
+        """Says how a task ended."""
+        write_text(task.file("json"), _json({"state": state, **facts, "recipe": task.recipe}))
+
+    def check_recipes(self) -> None:
+        """Refuses a study whose finished jobs were run with other settings than it has now."""
+        for task in self.tasks.values():
+            old = self.state(task)
+            if not old or (old["state"] in (TAKEN, FAILED) and not task.begun):
+                continue
+            before = from_dict(Job, {k: v for k, v in old["recipe"].items() if k != "seed"})
+            for key, (was, now) in differences(before, task.job).items():
+                raise SitusError(
+                    f"{self.path}: job {task.name} was run with {key} {was!r}, which is now {now!r}; take another "
+                    f"folder, or delete jobs/{task.name} and jobs/{task.name}.json",
+                    field="out",
+                )
+
+    def take(self, name: str, source: Path) -> None:
+        """Puts a model's folder (a run, an export) in the place of a job that makes one: it counts as done."""
+        task = self.tasks.get(name) or self.tasks.get(f"{name}-0")
+        if task is None:
+            raise unknown_name("job", name, self.jobs, field="take")
+        if not VERBS[task.job.verb].trains:
+            raise SitusError(f"take: {name} is a measurement, and a model stands for a training alone", field="take")
+        if not (source / "config.json").is_file():
+            raise SitusError(f"take: {source} holds no run and no export, there is no config.json in it", field="take")
+        if self.model_done(task):
+            return
+        aside = task.folder.with_name(f".taking-{task.name}")
+        for old in (aside, task.folder):
+            shutil.rmtree(old, ignore_errors=True)
+        shutil.copytree(source, aside)
+        aside.rename(task.folder)
+        self.write_state(task, TAKEN, source=source.name)
+
+
+def _json(table: Mapping[str, Any]) -> str:
+    return json.dumps(table, indent=1, ensure_ascii=False) + "\n"
+
+
+def toml_of(tables: Mapping[str, Any]) -> str:
+    """Tables of plain values as TOML, one line a value."""
+    lines = []
+    for key, value in flat(tables).items():
+        if isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+            raise SitusError(f"change.{key}: a list of tables is no field of a config", field=f"change.{key}")
+        lines.append(f"{key} = {json.dumps(value, ensure_ascii=False)}\n")
+    return "".join(lines)

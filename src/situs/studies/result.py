@@ -1,0 +1,356 @@
+"""The table of a study as it stands: in every cell the paper's number, ours over the seeds, and the difference."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from situs.errors import SitusError
+from situs.results import Provenance, Result, Summary
+from situs.results import Table as Printed
+from situs.studies.find import find, numbers_of
+from situs.studies.folder import CUT, DONE, FAILED, NOT_FINITE, TAKEN, StudyFolder, Task
+from situs.studies.form import PAPER, PAPERS, Curves, Line, Study, Table, Value
+from situs.studies.load import load_study, study_file
+from situs.studies.plan import cell_of, point_of, times_of
+from situs.train.log import clock
+
+WIDE = 3
+"""Columns of the paper up to which each of a cell's three numbers has a column of its own."""
+
+
+class Ended(NamedTuple):
+    """How a task stands. state: done, taken, not finite, failed, cut, waits, open. why: where it is not done."""
+
+    name: str
+    job: str
+    state: str
+    seconds: float | None = None
+    why: str = ""
+
+
+class Cell(NamedTuple):
+    """A cell. paper: its number or text. values: ours by seed, in the paper's unit. why: where seeds are missing."""
+
+    job: str
+    paper: Value
+    values: dict[int, float]
+    digits: int
+    reading: float = 0.0
+    why: str = ""
+
+    @property
+    def mean(self) -> float | None:
+        """Ours over the seeds."""
+        return statistics.fmean(self.values.values()) if self.values else None
+
+    @property
+    def deviation(self) -> float | None:
+        """Over two seeds or more: their standard deviation."""
+        return statistics.stdev(self.values.values()) if len(self.values) > 1 else None
+
+    @property
+    def difference(self) -> float | None:
+        """Ours less the paper's."""
+        return None if self.mean is None or isinstance(self.paper, str) else self.mean - self.paper
+
+    def texts(self) -> tuple[str, str, str]:
+        """The three numbers as they are read."""
+        paper = self.paper if isinstance(self.paper, str) else f"{self.paper:.{self.digits}f}"
+        paper += f" (± {self.reading:g})" if self.reading and paper else ""
+        ours = "" if self.mean is None else f"{self.mean:.{self.digits}f}"
+        ours += "" if self.deviation is None else f" ± {self.deviation:.{max(self.digits, 1)}f}"
+        ours = "; ".join(filter(None, (ours, self.why)))
+        difference = "" if self.difference is None else f"{self.difference:+.{self.digits}f}"
+        return paper or "–", ours or "–", difference or "–"
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it."""
+        found = {"paper": self.paper if self.paper != "" else None, "ours": self.mean, "deviation": self.deviation}
+        found |= {"difference": self.difference, "values": {str(seed): v for seed, v in self.values.items()}}
+        return {
+            **found,
+            **({"reading": self.reading} if self.reading else {}),
+            **({"why": self.why} if self.why else {}),
+        }
+
+
+class Drawn(NamedTuple):
+    """A line of a figure. points: x and its cell; with an axis of the job's own, ours are its means over the seeds."""
+
+    name: str
+    points: tuple[tuple[float, Cell], ...]
+
+
+@dataclass(frozen=True)
+class StudyResult(Result):
+    """A study as it stands. rows: of each table, of each row, the cells. lines: of each figure. drawn: pictures."""
+
+    file: ClassVar[str] = "study"
+    page_file: ClassVar[str] = "report"
+
+    name: str
+    study: Study
+    scale: str
+    seeds: int
+    tasks: tuple[Ended, ...]
+    rows: tuple[tuple[tuple[Cell, ...], ...], ...]
+    lines: tuple[tuple[Drawn, ...], ...]
+    drawn: tuple[tuple[str, Path], ...] = ()
+
+    def cells(self) -> Iterator[tuple[str, Cell]]:
+        """Where each stands, and the cell: those that a job fills or the paper has a number for."""
+        for table, rows in zip(self.study.tables, self.rows, strict=True):
+            for row, cells in zip(table.rows, rows, strict=True):
+                for column, cell in zip(table.columns, cells, strict=True):
+                    yield f"{row.name}, {column.name}", cell
+        for curves, lines in zip(self.study.curves, self.lines, strict=True):
+            for line in lines:
+                for x, cell in line.points:
+                    yield f"{line.name} at {curves.x} {x:g}", cell
+
+    def summary(self) -> Summary:
+        """How far it is and how near the paper; a table for each of the paper's; what a reader must know."""
+        tables = [_printed(table, rows) for table, rows in zip(self.study.tables, self.rows, strict=True)]
+        for curves, lines in zip(self.study.curves, self.lines, strict=True):
+            tables += _points(curves, lines)
+        return Summary(f"{self._progress()}{self._nearness()}", tuple(tables), tuple(self._notes()))
+
+    def _progress(self) -> str:
+        if not self.tasks:
+            return "Nothing was run here."
+        counts = {state: sum(task.state == state for task in self.tasks) for state in (DONE, TAKEN, NOT_FINITE, FAILED)}
+        other = ", ".join(f"{count} {state}" for state, count in counts.items() if count and state != DONE)
+        seconds = sum(task.seconds or 0 for task in self.tasks)
+        said = f"{counts[DONE]} of {len(self.tasks)} jobs are done{other and f' ({other})'}, in {clock(seconds)}"
+        return f"{said}, at scale {self.scale} with {self.seeds} seed{'s' if self.seeds > 1 else ''}."
+
+    def _nearness(self) -> str:
+        found = [(abs(cell.difference), where, cell) for where, cell in self.cells() if cell.difference is not None]
+        if not found:
+            return ""
+        within = sum(gap <= max(cell.reading, 0.5 * 10**-cell.digits) for gap, _, cell in found)
+        gap, where, cell = max(found, key=lambda each: each[0])
+        said = f" {len(found)} cells stand beside the paper's: {within} agree to its last digit or its reading"
+        return f"{said}, the farthest ({where}) is {gap:.{cell.digits}f} off."
+
+    def _notes(self) -> Iterator[str]:
+        if self.study.note:
+            yield self.study.note
+        for task in self.tasks:
+            if task.state in (NOT_FINITE, FAILED):
+                yield f"{task.name} {'was not finite' if task.state == NOT_FINITE else 'failed'}: {task.why}."
+        for each in self.study.missing:
+            names = ", ".join((*each.rows, *each.columns)) or "all of it"
+            yield f"Missing: {names} needs {each.package}: {each.why}."
+
+    def numbers(self) -> dict[str, Any]:
+        """Every cell and point with all seeds, and how each job ended."""
+        return {
+            "study": self.name,
+            "title": self.study.title,
+            "paper": self.study.paper,
+            "place": self.study.place,
+            "scale": self.scale,
+            "seeds": self.seeds,
+            "tables": [
+                {
+                    row.name: {c.name: cell.to_json() for c, cell in zip(table.columns, cells, strict=True)}
+                    for row, cells in zip(table.rows, rows, strict=True)
+                }
+                for table, rows in zip(self.study.tables, self.rows, strict=True)
+            ],
+            "curves": [
+                {line.name: [{"x": x, **cell.to_json()} for x, cell in line.points] for line in lines}
+                for lines in self.lines
+            ],
+            "jobs": {task.name: {k: v for k, v in task._asdict().items() if k != "name"} for task in self.tasks},
+        }
+
+
+def _printed(table: Table, rows: Sequence[Sequence[Cell]]) -> Printed:
+    """The paper's table: three columns for each of its, or the three numbers in one cell where they are many.
+
+    Where there is no paper, ours alone.
+    """
+    alone = not any(row.paper for row in table.rows)
+    wide = len(table.columns) <= WIDE and not alone
+    header = [table.corner]
+    for column in table.columns:
+        name = f"{column.name}, {column.unit}" if column.unit else column.name
+        header += (f"{name}: paper", "ours", "difference") if wide else (name,)
+    body: list[list[str]] = []
+    for row, cells in zip(table.rows, rows, strict=True):
+        texts = [cell.texts() for cell in cells]
+        told = (
+            [t for three in texts for t in three]
+            if wide
+            else [three[1] if alone else " | ".join(three) for three in texts]
+        )
+        body.append([f"{row.name}, {row.unit}" if row.unit else row.name, *told])
+    title = table.title or ("Ours" if alone else "Paper, ours, difference")
+    return Printed(title if wide or alone else f"{title} (paper | ours | difference)", header, body)
+
+
+def _points(curves: Curves, lines: Sequence[Drawn]) -> Iterator[Printed]:
+    """A figure's points as a table; lines that are drawn from a job's own list alone are left to the page."""
+    unit = f", {curves.unit}" if curves.unit else ""
+    body = [
+        [line.name, f"{x:g}", *cell.texts()]
+        for line, given in zip(lines, curves.lines, strict=True)
+        if given.at
+        for x, cell in line.points
+    ]
+    header = ["line", curves.x, f"{curves.y}{unit}: paper", "ours", "difference"]
+    if body and not any(line.paper for line in curves.lines):
+        header, body = [*header[:2], f"{curves.y}{unit}"], [[*row[:2], row[3]] for row in body]
+    if body:
+        yield Printed(curves.title or curves.y, header, body)
+
+
+# --- from a folder, or from the file alone ---------------------------------------------------------------------
+
+Lookup = Callable[[str, str], tuple[dict[int, Any], str]]
+"""Job and figure -> what is found by seed, and why not for all."""
+
+
+def _nothing(job: str, figure: str) -> tuple[dict[int, Any], str]:
+    """Where there is no folder: the numbers are those that the file holds."""
+    del job, figure
+    return {}, ""
+
+
+def read_study(folder: str | Path) -> StudyResult:
+    """A study's folder as it stands; or a study by its name or file, with what was measured before."""
+    if Path(folder).is_dir():
+        return read_folder(StudyFolder.open(Path(folder)))
+    study = load_study(folder, configs=False)
+    told = study.measured
+    scale, seeds = (told.scale, told.seeds) if told else (PAPER, study.seeds)
+    rows, lines = _filled(study, _nothing)
+    return StudyResult(study_file(folder).stem, study, scale, seeds, (), rows, lines, provenance=_made(study))
+
+
+def read_folder(folder: StudyFolder) -> StudyResult:
+    """The study with what its jobs have left so far."""
+    read = _Reader(folder)
+    rows, lines = _filled(folder.study, read.values)
+    ended = tuple(read.ended(task) for task in folder.tasks.values())
+    about = (folder.name, folder.study, folder.scale, folder.seeds)
+    return StudyResult(*about, ended, rows, lines, tuple(read.pictures()), provenance=_made(folder.study))
+
+
+def _filled(study: Study, lookup: Lookup) -> tuple[Any, Any]:
+    """The cells of every table, the lines of every figure."""
+    rows = tuple(
+        tuple(tuple(_known(table, r, c, lookup) for c in range(len(table.columns))) for r in range(len(table.rows)))
+        for table in study.tables
+    )
+    return rows, tuple(tuple(_drawn(curves, line, lookup) for line in curves.lines) for curves in study.curves)
+
+
+def _made(study: Study) -> Provenance:
+    return Provenance({"source": f"{PAPERS[study.paper]}, {study.place}"} if study.paper else {})
+
+
+def _known(table: Table, r: int, c: int, lookup: Lookup) -> Cell:
+    row, column = table.rows[r], table.columns[c]
+    job, figure = cell_of(table, row, c)
+    times = times_of(
+        column.unit if row.unit is None else row.unit, row.times if row.times is not None else column.times
+    )
+    found, why = lookup(job, figure) if job else ({}, "")
+    values = {seed: times * float(value) for seed, value in found.items()}
+    if lookup is _nothing and row.ours and not isinstance(row.ours[c], str):
+        values = {0: float(row.ours[c])}
+    digits = column.digits if row.digits is None else row.digits
+    reading = column.reading if row.reading is None else row.reading
+    return Cell(job, row.paper[c] if row.paper else "", values, digits, reading, why)
+
+
+def _drawn(curves: Curves, line: Line, lookup: Lookup) -> Drawn:
+    times = times_of(curves.unit, curves.times)
+    points: list[tuple[float, Cell]] = []
+    if line.over:
+        job, figure = point_of(line, 0)
+        (xs, _), (ys, why) = lookup(job, line.over), lookup(job, figure)
+        axis = next(iter(xs.values()), [])
+        for index, x in enumerate(axis):
+            values = {seed: times * float(y[index]) for seed, y in ys.items() if len(y) == len(axis)}
+            points.append((float(x), Cell(job, "", values, curves.digits, 0.0, why)))
+        return Drawn(line.name, tuple(points))
+    for index, x in enumerate(line.at):
+        job, figure = point_of(line, index)
+        found, why = lookup(job, figure) if job else ({}, "")
+        values = {seed: times * float(value) for seed, value in found.items()}
+        if lookup is _nothing and line.ours and not isinstance(line.ours[index], str):
+            values = {0: float(line.ours[index])}
+        paper = line.paper[index] if line.paper else ""
+        points.append((x, Cell(job, paper, values, curves.digits, curves.reading, why)))
+    return Drawn(line.name, tuple(points))
+
+
+class _Reader:
+    """Looks into the jobs' folders, each once."""
+
+    def __init__(self, folder: StudyFolder) -> None:
+        self.folder = folder
+        self._numbers: dict[str, Mapping[str, Any]] = {}
+
+    def values(self, job: str, figure: str) -> tuple[dict[int, Any], str]:
+        """By seed; and why there is none of some."""
+        if job not in self.folder.jobs:
+            return {}, "left out"
+        found: dict[int, Any] = {}
+        reasons: dict[str, list[int]] = {}
+        for task in (task for task in self.folder.tasks.values() if task.of == job):
+            ended = self.ended(task)
+            try:
+                if ended.state == DONE:
+                    found[task.seed] = self._figure(task, figure)
+                else:
+                    reasons.setdefault(ended.why if ended.state == "waits" else ended.state, []).append(task.seed)
+            except (SitusError, TypeError, ValueError) as error:
+                reasons.setdefault(str(error), []).append(task.seed)
+        if not found and {*reasons} <= {"open", CUT}:
+            return {}, ""
+        several = self.folder.seeds > 1
+        told = (f"{why} (seed {', '.join(map(str, seeds))})" if several else why for why, seeds in reasons.items())
+        return found, "; ".join(told)
+
+    def _figure(self, task: Task, figure: str) -> Any:
+        if task.name not in self._numbers:
+            self._numbers[task.name] = numbers_of(task.job, task.folder)
+        value = find(self._numbers[task.name], figure)
+        if value is None or isinstance(value, (str, dict)):
+            raise SitusError(f"{figure} is {value!r}, no number")
+        return value
+
+    def ended(self, task: Task) -> Ended:
+        """How it stands, with the reason where it waits for what will not come."""
+        state = self.folder.state(task)
+        if state and state["state"] != CUT:
+            why = str(state.get("message", "")) or (f"from {state['source']}" if state["state"] == TAKEN else "")
+            return Ended(task.name, task.of, str(state["state"]), state.get("seconds"), why)
+        for needed in task.needs.values():
+            above = self.ended(self.folder.tasks[needed])
+            if above.state in (NOT_FINITE, FAILED):
+                return Ended(task.name, task.of, "waits", None, f"{needed} {_was(above.state)}")
+            if above.state == "waits":
+                return Ended(task.name, task.of, "waits", None, above.why)
+        return Ended(task.name, task.of, str(state.get("state", "open")), state.get("seconds"))
+
+    def pictures(self) -> Iterator[tuple[str, Path]]:
+        """What jobs have drawn, of the first seed."""
+        for picture in self.folder.study.pictures:
+            task = self.folder.tasks.get(f"{picture.job}-0")
+            if task is not None and self.folder.ended(task) == DONE:
+                for file in sorted(task.folder.glob(f"{picture.file}.png")):
+                    yield picture.title or file.stem, file
+
+
+def _was(state: str) -> str:
+    return "was not finite" if state == NOT_FINITE else "failed"

@@ -1,0 +1,318 @@
+"""Runs a study: what is done is skipped, what was cut goes on, one job after the other or several at once.
+
+Each job is a `situs` command in a process of its own. One that is not finite or fails leaves the others alone. Ctrl-C
+and the end of the time allowed ask the jobs to save themselves; the same call goes on with them.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from situs.config import Checked
+from situs.data.sources import SAMPLES
+from situs.errors import SitusError, unknown_name
+from situs.files import write_text
+from situs.hold import only_one
+from situs.limits import Count, Positive, check_value
+from situs.studies.find import figure_files
+from situs.studies.folder import CUT, DONE, FAILED, NOT_FINITE, StudyFolder, Task, toml_of
+from situs.studies.form import PAPER, VERBS, Study
+from situs.studies.load import load_study, study_file
+from situs.studies.plan import data_of, put
+from situs.studies.result import StudyResult, read_folder
+from situs.train.interrupt import Interrupt
+from situs.train.log import clock
+
+Say = Callable[[str], None]
+COMMAND = (sys.executable, "-m", "situs.studies.child")
+"""What runs a job; the runner's process id and the words of `situs` follow."""
+
+PATIENCE = 120.0
+"""Seconds a job has to save itself and end when it is asked to."""
+
+
+@dataclass(frozen=True)
+class How(Checked):
+    """How the jobs of a study are run, which changes none of its numbers."""
+
+    at_once: Count = 1
+    """Jobs side by side, each on its own GPU where there are several."""
+
+    only: tuple[str, ...] = ()
+    """Names or patterns of jobs, which are run with those they need; none: all."""
+
+    minutes: Positive | None = None
+    """After which what still runs saves itself and stops."""
+
+    device: Literal["cpu"] | None = None
+    """cpu: off the GPUs."""
+
+
+def run_study(
+    study: str | Path,
+    data: str | Mapping[str, str] | None = None,
+    *,
+    out: str | Path,
+    seeds: int | None = None,
+    scale: str = PAPER,
+    take: Mapping[str, str | Path] | None = None,
+    how: How | None = None,
+    say: Say = lambda _: None,
+    keep: Callable[[StudyResult], None] = lambda _: None,
+) -> StudyResult:
+    """Runs what is not done yet of a study in the folder `out`, and gives its table as it stands then.
+
+    study: a name (`study_names`) or a TOML file. data: the path of its data set, or of each by name; jobs whose data is
+    not given are left out. seeds: how often, by default as the study says; more can be asked for later. scale: one of
+    the study's. take: JOB or JOB-SEED -> a run or an export in its place. say: is told what begins and ends. keep: is
+    given the table whenever a job has ended.
+    """
+    how = how or How()
+    if seeds is not None:
+        check_value("seeds", seeds, ">= 1")
+    loaded, path = load_study(study), Path(out)
+    given = paths_of(loaded, study_file(study).stem, data)
+    created = not path.exists()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SitusError(f"{path}: cannot be made: {(error.strerror or str(error)).lower()}", field="out") from None
+    try:
+        with only_one(path):
+            folder = StudyFolder.create(path, loaded, study_file(study), scale, seeds)
+            for name, source in (take or {}).items():
+                folder.take(name, Path(source))
+            _Runner(folder, given, say, keep, _slots(how)).run(folder.chosen(how.only), how.minutes)
+            return read_folder(folder)
+    finally:
+        if created and path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+
+
+def paths_of(study: Study, name: str, data: str | Mapping[str, str] | None) -> dict[str, str]:
+    """The paths of the study's data sets that are given, which must be there."""
+    known = study.data
+    if isinstance(data, str):
+        if len(known) != 1:
+            said = ", ".join(f"{each} ({what})" for each, what in known.items()) or "none"
+            raise SitusError(f"data={data}: name the data set as NAME=PATH; this study's are: {said}", field="data")
+        data = {next(iter(known)): data}
+    for each, path in (data or {}).items():
+        if each not in known:
+            raise unknown_name("data set", each, known, field="data")
+        if not _elsewhere(path) and not Path(path).exists():
+            raise SitusError(f"{path}: is not there, and {each} was to be ({known[each]})", field="data")
+    if known and not data:
+        said = "; ".join(f"{each}: {what}" for each, what in known.items())
+        raise SitusError(f"{name} needs data: {said}", field="data")
+    return {e: p if _elsewhere(p) else os.path.abspath(p) for e, p in (data or {}).items()}  # noqa: PTH100  (links stay)
+
+
+def _elsewhere(path: str) -> bool:
+    """Whether it is no path of this machine: the embedded images, or an address."""
+    return path == SAMPLES or "://" in path
+
+
+def _slots(how: How) -> list[str | None]:
+    """What CUDA_VISIBLE_DEVICES is for each of the jobs that run side by side; None leaves it as it is."""
+    if how.device == "cpu":
+        return [""] * how.at_once
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is None:
+        import torch
+
+        given = ",".join(map(str, range(torch.cuda.device_count())))
+    devices = [each for each in given.split(",") if each]
+    return [devices[index % len(devices)] if len(devices) > 1 else None for index in range(how.at_once)]
+
+
+# --- words ----------------------------------------------------------------------------------------------------
+
+
+def words_of(folder: StudyFolder, task: Task, data: Mapping[str, str]) -> list[str]:
+    """The words of a task's command, without `situs`; a training's changes stand in a file beside its folder."""
+    job, how = task.job, VERBS[task.job.verb]
+    own = data_of(folder.study, job)[:1] if how.data else ()
+    given = {"data": data[own[0]]} if own else {}
+    if task.begun:
+        return [*job.verb.split(), *flags({"resume": str(task.folder), **given})]
+    models = {name: str(folder.tasks[needed].folder) for name, needed in task.needs.items()}
+    known = {**models, **{f"data.{name}": path for name, path in data.items()}, "seed": task.seed}
+    options = {**put(job.options, known), **given, **({"seed": task.seed} if how.seed else {})}
+    start = [models[name] for name in job.models] or ([put(job.model, known)] if job.model else [])
+    if how.model and how.model != "word":
+        options[how.model] = start.pop()
+    if job.preset:
+        options["preset"] = job.preset
+    if job.change:
+        options["config"] = str(task.file("toml"))
+    words = options.pop(how.word, []) if how.word else []
+    return [*job.verb.split(), *start, *map(str, words), *flags({**options, "out": str(task.folder)})]
+
+
+def flags(options: Mapping[str, Any], above: str = "") -> list[str]:
+    """Options as words: --name value, --no-name for what is off, a list apart by commas."""
+    words: list[str] = []
+    for name, value in options.items():
+        flag = f"{above}{name}".replace("_", "-")
+        if isinstance(value, Mapping):
+            words += flags(value, f"{flag}.")
+        elif isinstance(value, bool):
+            head, _, last = flag.rpartition(".")
+            words.append("--" + (flag if value else f"{head}{'.' if head else ''}no-{last}"))
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            words += ["--" + flag, text]
+    return words
+
+
+# --- running --------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Running:
+    """A job at work. slot: which of those side by side."""
+
+    task: Task
+    process: subprocess.Popen[bytes]
+    began: float
+    slot: int
+    command: str
+
+
+@dataclass
+class _Runner:
+    folder: StudyFolder
+    data: Mapping[str, str]
+    say: Say
+    keep: Callable[[StudyResult], None]
+    slots: Sequence[str | None]
+    running: dict[str, _Running] = field(default_factory=dict)
+    tried: set[str] = field(default_factory=set)
+
+    def run(self, tasks: Mapping[str, Task], minutes: float | None) -> None:
+        """Until nothing is left that can be run, the time is over, or it is interrupted."""
+        began = time.monotonic()
+        with Interrupt() as interrupt:
+            try:
+                while True:
+                    self._reap(asked=False)
+                    if interrupt.asked or (minutes is not None and time.monotonic() - began > 60 * minutes):
+                        why = "interrupted" if interrupt.asked else f"{minutes:g} minutes are over"
+                        self.say(f"{why}: {len(self.running)} jobs save themselves; the same command goes on with them")
+                        break
+                    for task in self._ready(tasks)[: len(self.slots) - len(self.running)]:
+                        self._start(task)
+                    if not self.running:
+                        break
+                    time.sleep(0.1)
+            finally:
+                self._end()
+        if interrupt.asked:
+            self.keep(read_folder(self.folder))
+            raise KeyboardInterrupt
+
+    def _ready(self, tasks: Mapping[str, Task]) -> list[Task]:
+        """What may begin now: not ended, not at work, its data given, and all that it needs done."""
+        return [
+            task
+            for task in tasks.values()
+            if task.name not in self.running
+            and task.name not in self.tried
+            and self.folder.ended(task) in ("", FAILED, CUT)
+            and all(name in self.data for name in data_of(self.folder.study, task.job))
+            and all(self.folder.model_done(self.folder.tasks[needed]) for needed in task.needs.values())
+        ]
+
+    def _start(self, task: Task) -> None:
+        _wait_until_free(task.folder)
+        if not task.begun:
+            shutil.rmtree(task.folder, ignore_errors=True)
+        known = {**{f"data.{name}": path for name, path in self.data.items()}, "seed": task.seed}
+        if task.job.change:
+            write_text(task.file("toml"), toml_of(put(task.job.change, known)))
+        words = words_of(self.folder, task, self.data)
+        slot = next(i for i in range(len(self.slots)) if i not in {each.slot for each in self.running.values()})
+        visible = self.slots[slot]
+        env = {**os.environ, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})}
+        command = " ".join(["situs", *words])
+        self.say(f"{task.name}: {command}")
+        for shown, path in (("STUDY", str(self.folder.path)), *self.data.items()):  # the folder names no machine
+            command = command.replace(path, shown)
+        with task.file("log").open("ab") as log:
+            process = subprocess.Popen(
+                [*COMMAND, str(os.getpid()), *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=env,
+                start_new_session=True,  # Ctrl-C is ours to hand on
+            )
+        self.running[task.name] = _Running(task, process, time.monotonic(), slot, command)
+        self.tried.add(task.name)
+
+    def _reap(self, *, asked: bool) -> None:
+        """Writes down how those ended that have. asked: they were told to stop, so that being cut is no failure."""
+        for name in [name for name, each in self.running.items() if each.process.poll() is not None]:
+            each = self.running.pop(name)
+            state, message = self._judged(each, asked)
+            seconds = time.monotonic() - each.began
+            self.say(
+                f"{name}: {state or 'cut, and can be gone on with'} after {clock(seconds)}{message and ': '}{message}"
+            )
+            if state:
+                facts = {"message": message} if message else {}
+                self.folder.write_state(each.task, state, seconds=round(seconds, 1), command=each.command, **facts)
+                self.keep(read_folder(self.folder))
+
+    def _judged(self, each: _Running, asked: bool) -> tuple[str, str]:
+        """How a process ended, and its last words where that was not well."""
+        task, status, how = each.task, each.process.returncode, VERBS[each.task.job.verb]
+        if status == 0 or (how.partly and status == 1 and figure_files(task.folder)):
+            return DONE, ""
+        if asked and status in (130, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL):
+            return CUT, ""
+        message = _last_line(task.file("log")) or f"ended with status {status}"
+        if how.trains and (task.folder / "nan").is_dir():
+            return NOT_FINITE, message
+        return (CUT, "") if status == 130 else (FAILED, message)
+
+    def _end(self) -> None:
+        """Asks those at work to save themselves, waits, and ends by force what does not come to an end."""
+        for each in self.running.values():
+            each.process.send_signal(signal.SIGINT)
+        until = time.monotonic() + PATIENCE
+        try:
+            while self.running and time.monotonic() < until:
+                self._reap(asked=True)
+                time.sleep(0.05)
+        finally:
+            for each in self.running.values():
+                each.process.kill()
+                each.process.wait()
+            self._reap(asked=True)
+
+
+def _wait_until_free(folder: Path) -> None:
+    """Where the job of a runner that was killed still saves itself there."""
+    until = time.monotonic() + PATIENCE
+    while folder.is_dir() and time.monotonic() < until:
+        try:
+            with only_one(folder):
+                return
+        except SitusError:
+            time.sleep(0.2)
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    return lines[-1].removeprefix("situs: ") if lines else ""

@@ -1,0 +1,78 @@
+"""`situs study run`; the jobs themselves are stood for by tests/studies/fake.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from situs.cli.main import main
+from situs.cli.study.words import check_words
+from situs.errors import SitusError
+from situs.studies import run as running
+from situs.studies.load import load_study, study_names
+
+ROOT = Path(__file__).resolve().parents[3]
+STUDY = (ROOT / "examples" / "study.toml").read_text()
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(running, "COMMAND", (sys.executable, str(ROOT / "tests" / "studies" / "fake.py")))
+    file = tmp_path / "mine.toml"
+    text = STUDY.replace('{ name = "loss", figure = "loss", unit = "", digits = 3 },', "").replace("val_top1", "loss")
+    file.write_text(text.replace("change.train.epochs = 3", "change.train.max_steps = 2"))
+    return file
+
+
+def test_the_table_the_page_and_the_numbers(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["study", "run", str(study), "--data", "images=samples", "--out", str(tmp_path / "out"), "--at-once", "2"]
+    assert main(command) == 0
+    shown = capsys.readouterr()
+    written = json.loads((tmp_path / "out" / "study.json").read_text())
+    cell = written["tables"][0]["after MP3"]["top-1"]
+    assert f"{cell['ours']:.1f} ± {cell['deviation']:.1f}" in shown.out
+    assert "10 of 10 jobs are done" in shown.out
+    assert "tuned-1: situs finetune --validate-every 1 --data samples --seed 1 --from" in shown.err
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "MP3 before a short supervised training" in page and str(tmp_path) not in page + json.dumps(written)
+    assert main(["study", "show", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == written
+
+
+def test_what_is_left_or_diverged_is_the_status(study: Path, tmp_path: Path) -> None:
+    study.write_text(study.read_text().replace("lr = 1e-3", "lr = 1e6").replace("max_steps = 2", "max_steps = 4"))
+    assert main(["study", "run", str(study), "--data", "samples", "--out", str(tmp_path / "out")]) == 1
+    assert "was not finite" in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_mistakes_are_one_sentence(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = ["--out", str(tmp_path / "out")]
+    study.write_text(study.read_text().replace("options.validate_every", "options.validate_evry"))
+    for words, said in (
+        (["nosuch", *out], "unknown study 'nosuch'"),
+        ([str(study), *out], "jobs.tuned.options: "),
+        (["mjp-table4", *out], "mjp-table4 needs data: images: ImageNet-1K"),
+        (["mjp-table4", *out, "--scale", "huge"], "unknown scale 'huge'; choose one of: paper, quick"),
+        (["mjp-table4", *out, "--at-once", "0"], "at_once=0: must be >= 1 (--at-once)"),
+        (["mjp-table4", *out, "--data", "a=b,c"], "data='c': must be NAME=PATH (--data)"),
+    ):
+        assert main(["study", "run", *words]) == 2
+        printed = capsys.readouterr().err
+        assert printed.startswith("situs: ") and printed.count("\n") == 1 and said in printed, printed
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", study_names())
+def test_every_command_of_every_study_is_one_of_the_command_line(name: str) -> None:
+    study = load_study(name, configs=False)
+    for scale in study.scale_names() if study.runs else ():
+        check_words(name, scale)
+
+
+def test_an_option_that_a_verb_does_not_take_names_job_and_file(study: Path) -> None:
+    study.write_text(study.read_text() + '[jobs.x]\nverb = "evaluate knn"\nafter = "mp3"\noptions.neighbours = 3\n')
+    with pytest.raises(SitusError, match=r"mine\.toml: jobs\.x\.options: .*--neighbours"):
+        check_words(study, "paper")

@@ -1,0 +1,26 @@
+"""The list of studies."""
+
+from __future__ import annotations
+
+from situs.studies.listing import list_studies
+from situs.studies.load import load_study, study_names
+
+
+def test_every_study_has_a_row_with_hours_and_what_is_missing() -> None:
+    found = list_studies()
+    table = found.table()
+    assert [row[0] for row in table.rows] == study_names()
+    for row in table.rows:
+        study = load_study(str(row[0]), configs=False)
+        assert row[2] == (", ".join(study.data) or "none")
+        assert (row[4] is None) == ("paper" not in study.cost.minutes)
+        assert str(row[4] or "~").startswith("~") == ("paper" not in study.cost.measured)
+        assert bool(row[7]) == bool(study.missing)
+    assert found.sentence().startswith(f"{len(table.rows)} tables and figures")
+
+
+def test_of_one_paper_with_its_numbers() -> None:
+    found = list_studies("mjp")
+    assert all(name.startswith("mjp-") for name in found.studies)
+    tables = {table.title.partition(":")[0]: table for table in found.tables()}
+    assert "80.5" in str(tables["mjp-table4"])

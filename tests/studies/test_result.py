@@ -1,0 +1,65 @@
+"""The cells of a table: three numbers, and why one is missing."""
+
+from __future__ import annotations
+
+import pytest
+
+from situs.config import from_dict
+from situs.errors import SitusError
+from situs.studies.form import Study
+from situs.studies.result import Cell, StudyResult, read_study
+
+ONE = {"verb": "pretrain"}
+
+
+def result(tables: list[dict], **changes: object) -> StudyResult:
+    import situs.studies.result as module
+
+    study = from_dict(Study, {"title": "t", "shows": "s", "jobs": {"a": ONE}, "tables": tables, **changes})
+    rows, lines = module._filled(study, module._nothing)
+    return StudyResult("mine", study, "paper", 1, (), rows, lines)
+
+
+def test_three_numbers_as_they_are_read() -> None:
+    assert Cell("a", 82.0, {0: 81.0, 1: 81.4}, 1).texts() == ("82.0", "81.2 ± 0.3", "-0.8")
+    assert Cell("a", 82.0, {0: 81.24}, 2, 0.2).texts() == ("82.00 (± 0.2)", "81.24", "-0.76")
+    assert Cell("a", "OOM", {}, 1, 0.0, "not finite").texts() == ("OOM", "not finite", "–")
+    assert Cell("a", "", {0: 1.0}, 0).texts() == ("–", "1", "–")
+    assert Cell("a", 5.0, {0: 7.0}, 1).to_json() == {
+        "paper": 5.0, "ours": 7.0, "deviation": None, "difference": 2.0, "values": {"0": 7.0}
+    }  # fmt: skip
+
+
+def test_what_was_measured_before_is_shown_in_the_papers_unit() -> None:
+    table = {
+        "columns": [{"name": "top-1", "figure": "x", "reading": 0.3}],
+        "rows": [{"name": "r", "paper": [82.0], "ours": [81.9], "job": "a"}, {"name": "s", "paper": [7.0]}],
+    }
+    found = result([table], measured={"date": "2026-11-16", "machine": "one H200"})
+    assert found.rows[0][0][0].values == {0: 81.9}
+    said = found.summary()
+    assert "1 cells stand beside the paper's: 1 agree to its last digit or its reading" in said.sentence
+    assert said.tables[0].rows == [["r", "82.0 (± 0.3)", "81.9", "-0.1"], ["s", "7.0 (± 0.3)", "–", "–"]]
+
+
+def test_many_columns_are_one_cell_each_and_no_paper_leaves_ours_alone() -> None:
+    columns = [{"name": str(n), "figure": "x", "unit": ""} for n in range(4)]
+    wide = {"columns": columns, "rows": [{"name": "r", "paper": [1.0, 2.0, "", "OOM"], "unit": "s"}]}
+    assert result([wide]).summary().tables[0].rows == [
+        ["r, s", "1.0 | – | –", "2.0 | – | –", "– | – | –", "OOM | – | –"]
+    ]
+    alone = {"columns": columns[:2], "rows": [{"name": "r"}]}
+    assert result([alone]).summary().tables[0].header == ["", "0", "1"]
+
+
+def test_what_is_missing_is_said() -> None:
+    table = {"columns": [{"name": "AP", "figure": "x"}], "rows": [{"name": "r", "paper": [1.0]}]}
+    told = [{"package": "dense", "why": "no detector yet", "columns": ["AP"]}]
+    assert "Missing: AP needs dense: no detector yet." in result([table], missing=told).summary().notes
+
+
+def test_a_study_by_its_name() -> None:
+    found = read_study("mp3-table3")
+    assert found.name == "mp3-table3" and found.summary().sentence.startswith("Nothing was run here.")
+    with pytest.raises(SitusError, match="unknown study 'nosuch'"):
+        read_study("nosuch")

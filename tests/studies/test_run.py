@@ -1,0 +1,272 @@
+"""The runner: skipped, resumed, side by side, cut, killed, not finite, taken. A small script stands for `situs`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from situs.errors import SitusError
+from situs.studies import run as running
+from situs.studies.result import StudyResult, read_study
+from situs.studies.run import How, flags, run_study
+
+FAKE = Path(__file__).parent / "fake.py"
+STUDY = """
+title = "two jobs"
+shows = "That it works."
+seeds = 2
+[data]
+images = "any"
+[jobs.pre]
+verb = "pretrain"
+change.train.max_steps = 6
+[jobs.tuned]
+verb = "finetune"
+after = "pre"
+change.train.max_steps = 5
+[jobs.top1]
+verb = "evaluate accuracy"
+after = "tuned"
+[[tables]]
+columns = [{ name = "top-1", figure = "top1" }]
+rows = [{ name = "tuned", paper = [5.0], job = "top1" }]
+[[curves]]
+x = "epoch"
+y = "loss"
+unit = ""
+lines = [{ name = "tuned", job = "tuned", figure = "log.loss[*].value", over = "log.loss[*].epoch" }]
+"""
+DIVERGES = """
+[jobs.hot]
+verb = "pretrain"
+change.train.max_steps = 6
+change.optim.lr = 1e6
+[jobs.hot-top1]
+verb = "evaluate accuracy"
+after = "hot"
+[jobs.large]
+verb = "pretrain"
+change.train.max_steps = 2
+change.data.batch = 13
+[[tables]]
+columns = [{ name = "top-1", figure = "top1" }, { name = "loss", figure = "loss" }]
+rows = [{ name = "hot", paper = [5.0, ""], job = ["hot-top1", "large"] }]
+"""
+
+
+@pytest.fixture(autouse=True)
+def _faked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "COMMAND", (sys.executable, str(FAKE)))
+
+
+@pytest.fixture
+def study(tmp_path: Path) -> Path:
+    file = tmp_path / "mine.toml"
+    file.write_text(STUDY)
+    return file
+
+
+def same(found: StudyResult) -> dict[str, Any]:
+    """Its numbers, without how long the jobs took."""
+    numbers = found.to_json()
+    for job in numbers["jobs"].values():
+        job.pop("seconds")
+    return numbers
+
+
+def run(study: Path, out: Path, **changes: Any) -> StudyResult:
+    return run_study(study, "samples", out=out, **changes)
+
+
+@pytest.fixture
+def peace(study: Path, tmp_path: Path) -> StudyResult:
+    return run(study, tmp_path / "peace")
+
+
+def test_a_study_runs_in_order_and_its_cell_holds_the_mean_over_the_seeds(peace: StudyResult) -> None:
+    (((cell,),),) = peace.rows
+    values = {}
+    for seed in (0, 1):
+        value = 0.0
+        for steps in (6, 5):
+            for step in range(1, steps + 1):
+                value = (value * 31 + step + seed) % 1009 / 7
+        values[seed] = value / 10
+    assert cell.values == pytest.approx(values)
+    assert cell.mean == pytest.approx((values[0] + values[1]) / 2)
+    assert cell.deviation == pytest.approx(abs(values[0] - values[1]) / 2**0.5)
+    assert cell.difference == pytest.approx((values[0] + values[1]) / 2 - 5.0)
+    assert [x for x, _ in peace.lines[0][0].points] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    assert all(task.state == "done" for task in peace.tasks) and len(peace.tasks) == 6
+
+
+def test_what_is_done_is_skipped_and_more_seeds_can_be_asked_for(study: Path, tmp_path: Path) -> None:
+    said: list[str] = []
+    run(study, tmp_path / "out", seeds=1, say=said.append)
+    assert sum(": situs " in line for line in said) == 3
+    said.clear()
+    again = run(study, tmp_path / "out", say=said.append, seeds=2, how=How(at_once=3))
+    assert [line.split(":")[0] for line in said if ": situs " in line] == ["pre-1", "tuned-1", "top1-1"]
+    assert same(again) == same(run(study, tmp_path / "other"))
+    assert same(read_study(tmp_path / "out")) == same(again)
+
+
+def test_interrupted_twice_by_the_clock_it_ends_the_same(
+    study: Path, peace: StudyResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_STEP", "0.15")
+    said: list[str] = []
+    for _ in range(2):
+        cut = run(study, tmp_path / "out", how=How(minutes=0.6 / 60, at_once=2), say=said.append)
+        assert any(task.state == "cut" for task in cut.tasks)
+    assert any("minutes are over: 2 jobs save themselves" in line for line in said)
+    monkeypatch.setenv("FAKE_STEP", "0.0")
+    assert same(run(study, tmp_path / "out", say=said.append)) == same(peace)
+    assert sum("--resume" in line for line in said) >= 2
+
+
+def test_killed_in_the_middle_it_ends_the_same(study: Path, peace: StudyResult, tmp_path: Path) -> None:
+    """SIGKILL for the runner: its jobs save themselves, and the next start goes on, in another place too."""
+    code = f"""
+import sys
+from situs.studies import run as running
+running.COMMAND = (sys.executable, {str(FAKE)!r})
+running.run_study({str(study)!r}, "samples", out={str(tmp_path / "out")!r}, how=running.How(at_once=2))
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "FAKE_STEP": "0.5"})
+    until = time.monotonic() + 120
+    while not list((tmp_path / "out").glob("jobs/pre-*/checkpoints/step-00000002")):
+        assert time.monotonic() < until and process.poll() is None
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "out" / "jobs" / "pre-0.json").exists()
+    moved = tmp_path / "moved"
+    time.sleep(1)  # its jobs are told by the system, and save themselves
+    assert not list(tmp_path.glob("out/jobs/*/.lock"))
+    shutil.copytree(tmp_path / "out", moved, ignore=shutil.ignore_patterns(".lock"))
+    assert same(run(study, moved)) == same(peace), "in another place"
+    assert same(run(study, tmp_path / "out")) == same(peace)
+
+
+def test_ctrl_c_leaves_all_resumable(
+    study: Path, peace: StudyResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_STEP", "0.2")
+    timer = threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    kept: list[StudyResult] = []
+    with pytest.raises(KeyboardInterrupt):
+        run(study, tmp_path / "out", keep=kept.append)
+    assert kept and any(task.state == "cut" for task in kept[-1].tasks)
+    assert read_study(tmp_path / "out").rows[0][0][0].texts() == ("5.0", "–", "–")
+    monkeypatch.setenv("FAKE_STEP", "0.0")
+    assert same(run(study, tmp_path / "out")) == same(peace)
+
+
+def test_a_job_that_diverges_or_fails_ends_alone_and_its_cell_says_so(study: Path, tmp_path: Path) -> None:
+    study.write_text(STUDY + DIVERGES)
+    found = run(study, tmp_path / "out")
+    states = {task.name: (task.state, task.why) for task in found.tasks if task.name.endswith("-0")}
+    assert states["top1-0"][0] == "done"
+    assert states["hot-0"] == ("not finite", "step 3 was not finite (loss nan)")
+    assert states["hot-top1-0"] == ("waits", "hot-0 was not finite")
+    assert states["large-0"] == ("failed", "no room for a batch of 13")
+    (left, right), said = found.rows[1][0], found.summary()
+    assert left.texts()[1] == "hot-0 was not finite (seed 0); hot-1 was not finite (seed 1)"
+    assert right.texts()[1] == "failed (seed 0, 1)"
+    assert "hot-0 was not finite: step 3 was not finite (loss nan)." in said.notes
+    assert "2 not finite, 2 failed" in said.sentence
+    lines: list[str] = []
+    run(study, tmp_path / "out", say=lines.append)
+    begun = [line.split(":")[0] for line in lines if ": situs " in line]
+    assert begun == ["large-0", "large-1"], "what failed is tried again, what was not finite would be so again"
+
+
+def test_an_export_stands_for_a_pretraining_that_all_seeds_share(study: Path, tmp_path: Path) -> None:
+    study.write_text(STUDY.replace("[jobs.pre]", "[jobs.pre]\nonce = true"))
+    whole = run(study, tmp_path / "whole")
+    assert len(whole.tasks) == 5
+    export = tmp_path / "encoder"
+    export.mkdir()
+    (export / "config.json").write_text("{}")
+    lines = (tmp_path / "whole" / "jobs" / "pre-0" / "metrics.jsonl").read_text().splitlines()
+    (export / "export.json").write_text(str(json.loads(lines[-1])["loss"]))
+    said: list[str] = []
+    found = run(study, tmp_path / "out", take={"pre": export}, say=said.append)
+    assert not any("pretrain" in line for line in said)
+    assert found.tasks[0].state == "taken" and found.tasks[0].why == "from encoder"
+    assert found.rows == whole.rows
+    with pytest.raises(SitusError, match="take: top1 is a measurement"):
+        run(study, tmp_path / "out", take={"top1": export})
+    with pytest.raises(SitusError, match="unknown job 'nosuch'"):
+        run(study, tmp_path / "out", take={"nosuch": export})
+    with pytest.raises(SitusError, match=r"holds no run and no export, there is no config\.json"):
+        run(study, tmp_path / "new", take={"pre": tmp_path})
+
+
+def test_only_some_jobs_and_those_they_need(study: Path, tmp_path: Path) -> None:
+    found = run(study, tmp_path / "out", how=How(only=("tun*",)))
+    assert {task.name for task in found.tasks if task.state == "done"} == {"pre-0", "pre-1", "tuned-0", "tuned-1"}
+    with pytest.raises(SitusError, match="unknown job 'nosuch'; choose one of: pre, top1, tuned"):
+        run(study, tmp_path / "out", how=How(only=("nosuch",)))
+
+
+def test_jobs_side_by_side_have_a_gpu_each(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    run(study, tmp_path / "out", how=How(at_once=2))
+    seen = {json.loads((tmp_path / f"out/jobs/top1-{seed}/accuracy.json").read_text())["gpu"] for seed in (0, 1)}
+    assert seen == {"4", "7"}
+    run(study, tmp_path / "cpu", seeds=1, how=How(device="cpu"))
+    assert json.loads((tmp_path / "cpu/jobs/top1-0/accuracy.json").read_text())["gpu"] == ""
+
+
+def test_a_folder_keeps_to_its_study(study: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    run(study, out, seeds=1)
+    assert str(tmp_path) not in "".join(path.read_text() for path in out.glob("jobs/*.json")), "no path of a machine"
+    study.write_text(STUDY.replace("max_steps = 6", "max_steps = 7"))
+    with pytest.raises(
+        SitusError, match=r"job pre-0 was run with change.train.max_steps 6, which is now 7; take another"
+    ):
+        run(study, out)
+    other = tmp_path / "other.toml"
+    other.write_text(STUDY)
+    with pytest.raises(SitusError, match="holds study 'mine', and not 'other'"):
+        run(other, out)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter.txt").write_text("dear")
+    with pytest.raises(SitusError, match="is no folder of a study, and not empty"):
+        run(other, tmp_path / "full")
+
+
+def test_data_must_be_named_and_be_there(study: Path, tmp_path: Path) -> None:
+    with pytest.raises(SitusError, match="mine needs data: images: any"):
+        run_study(study, out=tmp_path / "out")
+    with pytest.raises(SitusError, match="nosuch: is not there, and images was to be"):
+        run_study(study, "nosuch", out=tmp_path / "out")
+    with pytest.raises(SitusError, match="unknown data set 'pictures'; choose one of: images"):
+        run_study(study, {"pictures": "samples"}, out=tmp_path / "out")
+    study.write_text(STUDY.replace('[data]\nimages = "any"', '[data]\nimages = "any"\nmore = "many"').replace(
+        '[jobs.pre]', '[jobs.pre]\ndata = "more"'
+    ))  # fmt: skip
+    with pytest.raises(SitusError, match=r"name the data set as NAME=PATH; this study's are: images \(any\), more"):
+        run_study(study, "samples", out=tmp_path / "out")
+    found = run_study(study, {"images": "samples"}, out=tmp_path / "part", seeds=1)
+    assert {task.state for task in found.tasks} == {"open"}, "its data is not given"
+
+
+def test_options_as_words() -> None:
+    given = {"ratios": [0, 0.15], "no_told": True, "cover": False, "a": {"b_c": 1, "d": False}, "split": "val"}
+    words = ["--ratios", "0,0.15", "--no-told", "--no-cover", "--a.b-c", "1", "--a.no-d", "--split", "val"]
+    assert flags(given) == words
