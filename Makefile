@@ -63,14 +63,15 @@ docs: $(VENV)/.installed-docs
 	@$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo "$(CURDIR)/docs/_build/html/index.html"
 
-# The wheel must stand alone: an empty environment, nothing from this checkout on its path, the demo from there.
+# The wheel must stand alone: an empty environment, nothing from this checkout on its path, the demo from there, which
+# needs the extra `split` to show all of its sections.
 wheel: $(VENV)/.installed
 	@rm -rf dist .wheel-venv
 	@echo "building the wheel"
 	@$(BIN)/python -m build --quiet --wheel --outdir dist . >/dev/null
 	@echo "installing it into an empty environment"
 	@$(BIN)/python -m venv .wheel-venv
-	@$(call install,.wheel-venv,--constraint constraints.txt dist/*.whl)
+	@$(call install,.wheel-venv,--constraint constraints.txt "$$(echo dist/*.whl)[split]")
 	@cd .wheel-venv && bin/situs demo --out demo
 	@echo "$(CURDIR)/.wheel-venv/demo/report.html"
 

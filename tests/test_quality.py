@@ -67,6 +67,7 @@ COVERED = {
     "situs.backbones.weights": "test_create",
     "situs.cli.demo.learned": "test_run",
     "situs.cli.demo.sections": "test_run",
+    "situs.cli.demo.server": "test_split",
     "situs.cli.parser.helptext": "test_main",
     "situs.cli.locks.key_new": "test_lock",
     "situs.cli.parser.model_args": "test_models_table",

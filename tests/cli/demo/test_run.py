@@ -39,7 +39,7 @@ def check_runs(folder: Path) -> None:
     from situs.train.run import load_run
 
     found = {each.name: load_run(each) for each in folder.iterdir() if each.is_dir()}
-    assert sorted(found) == ["after-MP3", "droppos", "from-random-weights", "mp3"]
+    assert sorted(found) == ["after-MP3", "droppos", "from-random-weights", "mp3", "split"]
     assert len(found["after-MP3"].classes or ()) == 10
 
 
@@ -103,11 +103,13 @@ def test_the_page_carries_a_reconstruction_a_projection_a_grid_and_attention(ran
     assert "principal components" in sections["Position embeddings and their PCA"]
     assert "principal components" in sections["A map of the image that nobody drew"]
     assert sections["Where the classifier looks"].count("<figure>") == 2
+    assert sections["What the server of split learning sees"].count("<figure>") == 1
     for line in (
         r"MP3, puzzles without a mask\s+\d+\.\d % of patches right",
         r"DropPos, mean of the position grid\s+\d+\.\d % \(chance 2\.0 %\)",
         r"row and column read off MP3's position head\s+error \d\.\d\d patches",
         r"sharpest head of the classifier\s+\d\.\d\d nats of 3\.91",
+        r"split learning, what its server got back\s+\d+\.\d % of places, \d+\.\d % of channels, \d+\.\d dB",
     ):
         assert re.search(line, printed), line
 

@@ -16,7 +16,8 @@ import situs
 from situs.analyze.attention import analyze_attention
 from situs.analyze.reconstruct import PuzzleRatios, analyze_reconstruct
 from situs.analyze.vectors import decode_places
-from situs.cli.demo.sections import GRID, LOOKS, MODEL, PATCH, PLACES, Lines, Stage, project
+from situs.cli.demo.sections import AUGMENT, GRID, LOOKS, MODEL, PATCH, PLACES, TRAINED_ARGS, Lines, Stage, project
+from situs.cli.demo.split import show_split
 from situs.evaluate.position import PositionCurve, PositionGrid, evaluate_position
 from situs.pages.evaluate import position_lines, position_map
 from situs.pages.reconstruct import mix_figure, one_image_figure, placed_figure, verdict_figure
@@ -55,11 +56,13 @@ def length_of(stage: Stage) -> Length:
 def train(stage: Stage, what: str, name: str, images: int, **given: Any) -> list[dict[str, Any]]:
     """Trains the demo's small ViT on some of the embedded images, as the run `name`, and gives its log."""
     stage.say(what)
-    shape = {"embed_dim": 64, "depth": 3, "num_heads": 4}
-    backbone = {"name": MODEL, "patch_size": PATCH, "model_args": shape, **given.pop("backbone", {})}
+    backbone = {"name": MODEL, "patch_size": PATCH, "model_args": TRAINED_ARGS, **given.pop("backbone", {})}
     data = {"path": "samples", "img_size": GRID[0] * PATCH, "channels": 1, "count": images}
-    fixed: dict[str, Any] = {"augment": {"crop": "pad", "pad": 2}, "device": "cpu", "quiet": True}
-    with torch.random.fork_rng(devices=[]), _followed(stage, what, stage.runs / name / "metrics.jsonl", given["epochs"]):
+    fixed: dict[str, Any] = {"augment": AUGMENT, "device": "cpu", "quiet": True}
+    with (
+        torch.random.fork_rng(devices=[]),
+        _followed(stage, what, stage.runs / name / "metrics.jsonl", given["epochs"]),
+    ):
         run = situs.pretrain(data, out=stage.runs / name, backbone=backbone, seed=stage.seed, **fixed, **given)
     return RunFolder.open(run, writer=False).records()
 
@@ -256,5 +259,6 @@ SECTIONS: dict[str, Callable[[Stage], Lines]] = {
     "DropPos, and who knows where a patch was": show_places,
     "what a vector knows of its place": show_learned_positions,
     "attention": show_attention,
+    "split learning, and what its server sees": show_split,
 }
 """All that the demo shows, in this order: the name that progress shows -> the section."""

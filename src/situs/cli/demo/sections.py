@@ -36,6 +36,8 @@ GRID = (7, 7)
 PLACES = GRID[0] * GRID[1]
 MODEL = "vit_tiny_patch16_224"
 MODEL_ARGS = {"embed_dim": 64, "depth": 4, "num_heads": 4}
+TRAINED_ARGS = {**MODEL_ARGS, "depth": 3}
+AUGMENT = {"crop": "pad", "pad": 2}
 RATIOS = (0.0, 0.15, 0.3, 0.5, 0.75, 1.0)
 LEAD = "Position in transformers: what there is to see, on real images, in one page."
 
@@ -246,7 +248,9 @@ def summarise(stage: Stage, lines: Lines) -> None:
     command = "situs demo" + " --quick" * stage.quick + f" --seed {stage.seed}"
     versions = {name: version(name) for name in ("situs", "torch", "timm")}
     made = stage.page.section("How this page was made").facts({"command": f"`{command}`", **versions})
-    made.text("The models it trained are beside it in `runs`. In this page's folder, verbs that look at a model take them:")
+    made.text(
+        "The models it trained are beside it in `runs`. In this page's folder, verbs that look at a model take them:"
+    )
     made.code("\n".join(f"situs {each}" for each in FURTHER))
     stage.page.footer = "Images: a cut of Fashion-MNIST, copyright 2017 Zalando SE, MIT licence."
 
@@ -256,6 +260,7 @@ FURTHER = (
     "evaluate consistency runs/after-MP3 --out look",
     "analyze reconstruct runs/mp3 --out look",
     "report runs/mp3 runs/droppos --out look",
+    "audit split runs/split --defences none,noise=0.5 --attacks order,linkage --out look",
 )
 """What to try with the demo's own runs."""
 
