@@ -94,7 +94,9 @@ def test_every_verb_has_its_module_and_a_short_help(
         assert noise not in shown
 
 
-@pytest.mark.parametrize("verb", ["verify test_vit", "audit lock x", "study lock", "report x", "evaluate accuracy x"])
+@pytest.mark.parametrize(
+    "verb", ["verify test_vit", "audit lock x", "audit finetuning", "report x", "evaluate accuracy x"]
+)
 def test_a_folder_to_write_to_is_looked_at_before_the_work(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*verb.split(), "--out", "page.html"]) == 2
     assert capsys.readouterr().err == "situs: out='page.html': must be a folder (--out)\n"

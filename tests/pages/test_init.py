@@ -55,8 +55,8 @@ from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
 from situs.locks.features import Defence as FeatureDefence
-from situs.locks.study.finetune import WAYS, Curve, Study, StudyConfig
-from situs.locks.study.paper import RuleCheck
+from situs.locks.tuning.finetune import WAYS, Curve, LockTuning, TuningConfig
+from situs.locks.tuning.paper import RuleCheck
 from situs.pages import PAGES, make_page, publish, write_numbers
 from situs.results import Origin, Provenance, Result, show
 from situs.studies.form import Study as StudyForm
@@ -179,9 +179,9 @@ def _cost() -> CostCurves:
     return CostCurves(row, {"batch": (Point(256, row),), "image size": (Point(224, row),)}, table)
 
 
-def _study() -> Study:
+def _tuning() -> LockTuning:
     curves = {way: Curve([0, 2], [2.0, 1.0], [0.25, 0.5]) for way in WAYS}
-    return Study(StudyConfig(), NAME, curves, 0.1, 1e-6, 1e-7, (RuleCheck("a key", False, 1e-3, NAME),))
+    return LockTuning(TuningConfig(), NAME, curves, 0.1, 1e-6, 1e-7, (RuleCheck("a key", False, 1e-3, NAME),))
 
 
 def _checked() -> DataCheck:
@@ -235,6 +235,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
         {"layers"},
     ),
     "LockAudit": (_lock_audit, set()),
+    "LockTuning": (_tuning, set()),
     "Packed": (_packed, set()),
     "PositionAudit": (_position_audit, {"error", "named", "vectors", "spectrum"}),
     "PositionCurve": (lambda: PositionCurve({0.0: 0.5, 0.5: 0.25}, 4, 16, 0.5), {"curve"}),
@@ -247,7 +248,6 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "SplitAudit": (_split_audit, {"psnr", "places"}),
     "StepComparison": (_comparison_of_steps, set()),
     "StepTable": (_steps, set()),
-    "Study": (_study, set()),
     "StudyResult": (_study_result, {"curves"}),
     "Verification": (_verification, set()),
 }
@@ -283,7 +283,7 @@ def test_a_page_says_what_its_result_says(name: str) -> None:
         assert {show(cell) for row in table.rows for cell in row} <= cells
     assert {key for key in page.pictures if not key.startswith("umap")} == pictures
     assert all(picture.startswith(b"\x89PNG") for picture in page.pictures.values())
-    if name not in ("LockAudit", "Runs", "Study", "Verification"):  # which say it in their own words
+    if name not in ("LockAudit", "LockTuning", "Runs", "Verification"):  # which say it in their own words
         assert "<dt>seed</dt><dd>3</dd>" in text
     assert NAME not in text
     assert "49" not in re.findall(r"<h1>.*?</h1>", text)[0]

@@ -62,7 +62,10 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "situs.cli.audit.lock",
             "attack a lock as one without its key would, and say what is left of it",
         ),
-        "study lock": ("situs.cli.locks.study", "fine-tune a locked ViT with its key, without it, and from scratch"),
+        "audit finetuning": (
+            "situs.cli.audit.finetuning",
+            "fine-tune a locked ViT with its key, without it, and from scratch",
+        ),
     },
     "Split": {
         "split certs": ("situs.cli.split.certs", "throw-away certificates for a server and its clients"),

@@ -7,7 +7,7 @@ unlock       Opens a locked folder with its key: the files that were locked, bit
 unlocking    What opens a locked folder for `situs.models.open_model`.
 verify       Measures, on a model itself, which permutations of its tokens and channels it obeys.
 audit_lock   Attacks a locked folder as somebody without its key would.
-study_lock   Fine-tunes a locked model with its key, without it, and from scratch.
+audit_tuning Fine-tunes a locked model with its key, without it, and from scratch.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from situs.locks.locking import lock as lock
     from situs.locks.locking import unlock as unlock
     from situs.locks.owner import unlocking as unlocking
-    from situs.locks.study.finetune import study_lock as study_lock
+    from situs.locks.tuning.finetune import audit_tuning as audit_tuning
 
-# Where each function lives; it is loaded on first use, for attacks and studies need much that a key does not.
+# Where each function lives; it is loaded on first use, for attacks need much that a key does not.
 _HOMES = {
     "audit_lock": "attacks.audit",
     "load_key": "key",
     "lock": "locking",
     "new_key": "key",
-    "study_lock": "study.finetune",
+    "audit_tuning": "tuning.finetune",
     "unlock": "locking",
     "unlocking": "owner",
     "verify": "equivariance.findings",

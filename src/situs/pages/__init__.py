@@ -34,6 +34,7 @@ PAGES = {
     "Ensemble": "evaluate.ensemble",
     "LayerKnn": "evaluate.knn",
     "LockAudit": "lock.audit_page",
+    "LockTuning": "lock.tuning_page",
     "Packed": "data.packed",
     "PositionAudit": "positions_audit.page",
     "PositionCurve": "evaluate.position_curve",
@@ -46,7 +47,6 @@ PAGES = {
     "SplitAudit": "split.page",
     "StepComparison": "bench.comparison",
     "StepTable": "bench.steps",
-    "Study": "lock.study_page",
     "StudyResult": "study.page",
     "Verification": "lock.verify_page",
 }

@@ -1,11 +1,11 @@
-"""The pages of locks: what a model obeys, the attacks on a lock, and the fine-tuning study of a locked model."""
+"""The pages of locks: what a model obeys, the attacks on a lock, and the fine-tuning of a locked model."""
 
 from __future__ import annotations
 
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import ATTACKERS
 from situs.locks.equivariance import Verification
-from situs.locks.study.finetune import Study
+from situs.locks.tuning.finetune import LockTuning
 from situs.report import figures
 from situs.report.html import Page
 
@@ -49,10 +49,10 @@ def verify_page(found: Verification) -> Page:
     return page
 
 
-def study_page(study: Study) -> Page:
+def tuning_page(found: LockTuning) -> Page:
     """The four ways at the last step, and their curves."""
-    said = study.summary()
-    page = Page("Fine-tuning a locked model", lead=f"With its key, without it, and from scratch: {study.about}.")
+    said = found.summary()
+    page = Page("Fine-tuning a locked model", lead=f"With its key, without it, and from scratch: {found.about}.")
     section = page.section("Who can use a locked model")
     section.text(
         "The lock permutes the channels between the blocks. Its owner permutes the stream along, so that training with "
@@ -65,9 +65,9 @@ def study_page(study: Study) -> Page:
         ("Validation loss", "cross entropy", "loss", 1),
         ("Validation accuracy", "images classified right, %", "accuracy", 100),
     ):
-        lines = {way: (c.steps, [scale * v for v in getattr(c, name)]) for way, c in study.curves.items()}
+        lines = {way: (c.steps, [scale * v for v in getattr(c, name)]) for way, c in found.curves.items()}
         drawn = figures.curves(lines, "update", unit, title=title)
-        section.figure(drawn, f"{title} of the four ways (Figures 4 and 5 of the paper).")
+        section.figure(drawn, f"{title} of the four ways.")
     section.text(
         "What the unauthorised have over training from scratch is what the lock does not take away: embedding, "
         "positions, and the statistics of the weights. `situs audit lock` measures how far a thief gets by attacking "

@@ -26,7 +26,8 @@ class Verb(NamedTuple):
     """How a verb is told what a job gives it. model: as a word, by the flag of this name, or not at all ("").
 
     trains: it makes a run, which is gone on with where it was cut. data, seed: whether it takes them. word: an option
-    that is given without a flag. partly: where it fails in part it says so by its status, and its numbers hold.
+    that is given without a flag. partly: where it fails in part it says so by its status, and its numbers hold. bare:
+    it may go without a model.
     """
 
     model: str = "word"
@@ -35,6 +36,7 @@ class Verb(NamedTuple):
     seed: bool = False
     word: str = ""
     partly: bool = False
+    bare: bool = False
 
 
 VERBS = {
@@ -51,6 +53,7 @@ VERBS = {
     "analyze correlation": Verb(),
     "analyze positions": Verb(data=False),
     "analyze reconstruct": Verb(),
+    "audit finetuning": Verb(model="from", seed=True, bare=True),
     "audit gradients": Verb(),
     "audit positions": Verb(),
     "audit split": Verb(),
@@ -107,7 +110,7 @@ class Job(Checked):
             raise SitusError(f"verb={self.verb!r}: trains nothing, so preset and change are not for it", field="preset")
         if self.after and self.model:
             raise SitusError("after and model: give one of them", field=("after", "model"))
-        if how.model and not self.after and not self.model:
+        if how.model and not how.bare and not self.after and not self.model:
             raise SitusError(f"after: {self.verb} needs the job whose model it takes, or a model", field="after")
         if not how.model and (self.after or self.model):
             raise SitusError(f"verb={self.verb!r}: takes no model", field="after")

@@ -149,7 +149,7 @@ def words_of(folder: StudyFolder, task: Task, data: Mapping[str, str]) -> list[s
     known = {**models, **{f"data.{name}": path for name, path in data.items()}, "seed": task.seed}
     options = {**put(job.options, known), **given, **({"seed": task.seed} if how.seed else {})}
     start = [models[name] for name in job.models] or ([put(job.model, known)] if job.model else [])
-    if how.model and how.model != "word":
+    if start and how.model != "word":
         options[how.model] = start.pop()
     if job.preset:
         options["preset"] = job.preset

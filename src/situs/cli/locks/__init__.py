@@ -1,1 +1,1 @@
-"""The verbs about keys and permutations: `key new`, `lock`, `unlock`, `verify`, `study lock`, one file each."""
+"""The verbs about keys and permutations: `key new`, `lock`, `unlock`, `verify`, one file each."""

@@ -1,4 +1,4 @@
-"""Fine-tuning a locked model, with the key and without it: the study of Table 7 and Figures 4 to 6.
+"""Fine-tuning a locked model, with the key and without it: what the paper's Table 7 and Figures 4 to 6 compare.
 
 Four ways to the same task, from one head, one order of the data and one recipe:
 
@@ -37,7 +37,7 @@ from situs.errors import SitusError
 from situs.limits import Count, Positive
 from situs.locks.groups import invert_keys, permute_state, random_keys, residual_only
 from situs.locks.owner import with_key
-from situs.locks.study.paper import RuleCheck, measure_rule
+from situs.locks.tuning.paper import RuleCheck, measure_rule
 from situs.methods import Supervised, SupervisedConfig
 from situs.methods.base import Method
 from situs.models.inference import evaluating
@@ -54,8 +54,8 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class StudyConfig(Checked):
-    """How long the study trains, and on how much."""
+class TuningConfig(Checked):
+    """How long each way trains, and on how much."""
 
     images: Count = 1000
     """Labelled images to fine-tune on."""
@@ -107,22 +107,18 @@ class Curve:
     seconds: float = 0.0
 
 
-PAPER = {"normal": "97.74 %", "authorised": "97.94 %", "unauthorised": "78.03 %", "from scratch": None}
-"""Table 7, ViT-Base: test accuracy in per cent. From scratch stands in Figure 5 alone, below the unauthorised."""
-
-
 @dataclass(frozen=True)
-class Study(Result):
+class LockTuning(Result):
     """What was found, by way. chance: accuracy of guessing.
 
     logits_gap: largest difference of the final logits, normal against authorised. weights_gap: likewise of the weights,
     after un-permuting the authorised ones.
     """
 
-    file: ClassVar[str] = "study"
+    file: ClassVar[str] = "finetuning"
     page_file: ClassVar[str] = "report"
 
-    config: StudyConfig
+    config: TuningConfig
     about: str
     curves: dict[str, Curve]
     chance: float
@@ -143,12 +139,8 @@ class Study(Result):
             f"float64; {each.why}."
             for each in self.rule
         ]
-        rows = [
-            [way, percent(curve.accuracy[-1], 2), f"{curve.loss[-1]:.4f}", PAPER[way]]
-            for way, curve in self.curves.items()
-        ]
-        header = ["way", "accuracy", "loss", "the paper's ViT-B (Table 7)"]
-        return Summary(said, (Table(self.about, header, rows),), tuple(rules))
+        rows = [[way, percent(curve.accuracy[-1], 2), f"{curve.loss[-1]:.4f}"] for way, curve in self.curves.items()]
+        return Summary(said, (Table(self.about, ["way", "accuracy", "loss"], rows),), tuple(rules))
 
     def numbers(self) -> dict[str, Any]:
         """The settings, and every curve."""
@@ -179,13 +171,13 @@ def make_way(
     return method
 
 
-def study_lock(
+def audit_tuning(
     source: str | Path | None = None,
     data: str | None = None,
-    config: StudyConfig | None = None,
+    config: TuningConfig | None = None,
     *,
     say: Say = lambda _: None,
-) -> Study:
+) -> LockTuning:
     """Fine-tunes a locked model with its key, without it, and from scratch: the paper's Table 7 and Figures 4 to 6.
 
     source: the run whose model is locked; None: a small ViT is pretrained on the embedded images. data: labelled images
@@ -193,13 +185,13 @@ def study_lock(
     """
     if source is None and data is not None:
         raise SitusError(f"data={data}: give the run to start from as well", field="source")
-    config = config or StudyConfig()
+    config = config or TuningConfig()
     with tempfile.TemporaryDirectory() as place:
         start = pretrain(config, Path(place), say) if source is None else from_run(source, data, config)
-        return run_study(start, config, Path(place), say)
+        return run_ways(start, config, Path(place), say)
 
 
-def run_study(pretrained: Pretrained, config: StudyConfig, folder: Path, say: Say = lambda _: None) -> Study:
+def run_ways(pretrained: Pretrained, config: TuningConfig, folder: Path, say: Say = lambda _: None) -> LockTuning:
     """Fine-tunes in all four ways, each in its own run under `folder`."""
     recipe = _recipe(pretrained.config, config)
     loader = make_loader(recipe.data, recipe.augment, source=pretrained.train)
@@ -223,7 +215,9 @@ def run_study(pretrained: Pretrained, config: StudyConfig, folder: Path, say: Sa
     gap = max(float((states[0][name] - back[name]).abs().max()) for name in back)
     about = f"{pretrained.about}; {len(pretrained.train):,} labelled images, {config.epochs} epochs"
     rule = tuple(measure_rule(methods["normal"].backbone, seed=config.seed))
-    return Study(config, about, curves, 1 / len(loader.classes), float((logits[0] - logits[1]).abs().max()), gap, rule)
+    return LockTuning(
+        config, about, curves, 1 / len(loader.classes), float((logits[0] - logits[1]).abs().max()), gap, rule
+    )
 
 
 def _train(method: Method, loader: Loader, test: Loader, recipe: RunConfig, looks: int, folder: Path) -> Curve:
@@ -277,7 +271,7 @@ def _predictions(method: Method, test: Loader) -> Iterator[tuple[Tensor, Tensor]
             yield method.backbone(batch.inputs), batch.targets["label"]
 
 
-def _recipe(config: RunConfig, study: StudyConfig) -> RunConfig:
+def _recipe(config: RunConfig, study: TuningConfig) -> RunConfig:
     return replace(
         config,
         method=SupervisedConfig(),
@@ -291,7 +285,7 @@ def _recipe(config: RunConfig, study: StudyConfig) -> RunConfig:
     )
 
 
-def pretrain(config: StudyConfig, folder: Path, say: Say = lambda _: None) -> Pretrained:
+def pretrain(config: TuningConfig, folder: Path, say: Say = lambda _: None) -> Pretrained:
     """A small ViT, trained with labels on 8,000 embedded images; the study has the other 1,000."""
     model = {"embed_dim": 64, "depth": 3, "num_heads": 4}
     recipe = RunConfig(
@@ -316,7 +310,7 @@ def pretrain(config: StudyConfig, folder: Path, say: Say = lambda _: None) -> Pr
     return Pretrained(recipe, state, Subset(rest, config.images), test, about)
 
 
-def from_run(source: str | Path, data: str | None, config: StudyConfig) -> Pretrained:
+def from_run(source: str | Path, data: str | None, config: TuningConfig) -> Pretrained:
     """The model of a run folder, and the images it was trained on or those at `data`."""
     loaded = load_run(source)
     described = loaded.config.data if data is None else replace(loaded.config.data, path=data, split=None)

@@ -12,7 +12,7 @@ from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.locks.equivariance.experiment import Experiment
 from situs.locks.equivariance.sample import sample_of
-from situs.locks.study.paper import measure_rule, official_bits, official_key, paper_rule
+from situs.locks.tuning.paper import measure_rule, official_bits, official_key, paper_rule
 from situs.models.inference import evaluating
 
 EXACT = 1e-10

@@ -16,7 +16,7 @@ from situs.data.loader import DataConfig, make_loader
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
 from situs.locks.groups import invert_keys, permute_state, random_keys, residual_only
-from situs.locks.study.finetune import WAYS, Pretrained, StudyConfig, make_way, pretrain, run_study
+from situs.locks.tuning.finetune import WAYS, Pretrained, TuningConfig, make_way, pretrain, run_ways
 from situs.methods import SupervisedConfig
 from situs.train.run import RunConfig, make_method
 
@@ -102,9 +102,9 @@ def test_what_each_way_starts_from(pretrained: Pretrained) -> None:
 
 def test_the_study_through_the_engine(pretrained: Pretrained, tmp_path: Path) -> None:
     said: list[str] = []
-    config = StudyConfig(images=24, test=15, epochs=4, batch=8, looks=3)
+    config = TuningConfig(images=24, test=15, epochs=4, batch=8, looks=3)
     before = torch.random.get_rng_state()
-    study = run_study(pretrained, config, tmp_path, said.append)
+    study = run_ways(pretrained, config, tmp_path, said.append)
     assert torch.equal(before, torch.random.get_rng_state())
     assert tuple(study.curves) == WAYS and len(said) == 4
     for curve in study.curves.values():
@@ -128,7 +128,7 @@ def test_the_study_through_the_engine(pretrained: Pretrained, tmp_path: Path) ->
 
 
 def test_pretraining_keeps_the_study_images_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from situs.locks.study import finetune as study
+    from situs.locks.tuning import finetune as study
 
     seen: list[Any] = []
 
@@ -137,7 +137,7 @@ def test_pretraining_keeps_the_study_images_apart(tmp_path: Path, monkeypatch: p
         return type("Result", (), {"interrupted": False})()
 
     monkeypatch.setattr(study, "fit", stop)
-    made = pretrain(StudyConfig(images=200, test=50), tmp_path)
+    made = pretrain(TuningConfig(images=200, test=50), tmp_path)
     assert (len(seen[0].source), len(made.train), len(made.test)) == (8000, 200, 50)
     trained_on = {seen[0].source.read(i)["image"].numpy().tobytes() for i in range(8000)}
     apart = [made.train.read(i)["image"].numpy().tobytes() not in trained_on for i in range(200)]
@@ -146,6 +146,6 @@ def test_pretraining_keeps_the_study_images_apart(tmp_path: Path, monkeypatch: p
 
 def test_mistakes() -> None:
     with pytest.raises(SitusError, match="epochs=0"):
-        StudyConfig(epochs=0)
+        TuningConfig(epochs=0)
     with pytest.raises(SitusError, match=r"batch=50.*at most the 20 images"):
-        StudyConfig(images=20)
+        TuningConfig(images=20)
