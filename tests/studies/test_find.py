@@ -34,6 +34,7 @@ NUMBERS = {
         ("rows[ratio=0.15,told=true].consistency", 0.8),
         ("rows[ratio=0.0].consistency", 1.0),
         ("rows[name=b].ratio", 0.15),
+        ("rows[name=b*,ratio=0.15].ratio", 0.15),
         ("rows[*].consistency", [0.8, 0.6, 1.0]),
     ],
 )

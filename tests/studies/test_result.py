@@ -38,7 +38,7 @@ def test_what_was_measured_before_is_shown_in_the_papers_unit() -> None:
     found = result([table], measured={"date": "2026-11-16", "machine": "one H200"})
     assert found.rows[0][0][0].values == {0: 81.9}
     said = found.summary()
-    assert "1 cells stand beside the paper's: 1 agree to its last digit or its reading" in said.sentence
+    assert "Of 1 numbers beside the paper's 1 agree to its last digit or its reading" in said.sentence
     assert said.tables[0].rows == [["r", "82.0 (± 0.3)", "81.9", "-0.1"], ["s", "7.0 (± 0.3)", "–", "–"]]
 
 

@@ -234,7 +234,8 @@ def test_jobs_side_by_side_have_a_gpu_each(study: Path, tmp_path: Path, monkeypa
 def test_a_folder_keeps_to_its_study(study: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run(study, out, seeds=1)
-    assert str(tmp_path) not in "".join(path.read_text() for path in out.glob("jobs/*.json")), "no path of a machine"
+    told = "".join(path.read_text() for path in out.glob("jobs/*.json"))
+    assert str(tmp_path) not in told and "--from STUDY/jobs/pre-0" in told, "no path of a machine"
     study.write_text(STUDY.replace("max_steps = 6", "max_steps = 7"))
     with pytest.raises(
         SitusError, match=r"job pre-0 was run with change.train.max_steps 6, which is now 7; take another"

@@ -36,7 +36,6 @@ def page(found: StudyResult) -> Page:
             "study": found.name,
             "scale": found.scale,
             "seeds": found.seeds,
-            "machine the minutes are for": study.cost.machine,
             "ours": "the mean over the seeds ± their standard deviation; the difference is ours less the paper's",
         }
     )

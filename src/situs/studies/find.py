@@ -4,7 +4,8 @@
     together.top1                    a key of a table
     models.*.accuracy                the only entry of a table, whatever its name
     cells[0].accuracy                an entry of a list; [-1] is the last
-    rows[ratio=0.15].consistency     the entry of a list whose key has this value; several apart by commas
+    rows[ratio=0.15].consistency     the entry of a list whose key has this value; several apart by commas, * in a text
+                                     stands for anything
     rows[*].ratio                    of every entry: a list, for the lines of a figure
 
 An evaluation or an audit wrote one JSON file of numbers. Of a training it is its log: `val_top1` is the last value of
@@ -16,6 +17,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from math import isclose
 from pathlib import Path
 from typing import Any
@@ -109,7 +111,7 @@ def _entry(held: Any, asked: str, path: str) -> Any:
 
 def _is(value: Any, text: str) -> bool:
     if isinstance(value, str):
-        return value == text
+        return fnmatchcase(value, text)
     try:
         wanted = json.loads(text)
     except ValueError:

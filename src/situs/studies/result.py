@@ -134,8 +134,8 @@ class StudyResult(Result):
             return ""
         within = sum(gap <= max(cell.reading, 0.5 * 10**-cell.digits) for gap, _, cell in found)
         gap, where, cell = max(found, key=lambda each: each[0])
-        said = f" {len(found)} cells stand beside the paper's: {within} agree to its last digit or its reading"
-        return f"{said}, the farthest ({where}) is {gap:.{cell.digits}f} off."
+        said = f" Of {len(found)} numbers beside the paper's {within} agree to its last digit or its reading"
+        return f"{said}; the farthest ({where}) is {gap:.{cell.digits}f} off."
 
     def _notes(self) -> Iterator[str]:
         if self.study.note:

@@ -246,8 +246,7 @@ class _Runner:
         env = {**os.environ, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})}
         command = " ".join(["situs", *words])
         self.say(f"{task.name}: {command}")
-        for shown, path in (("STUDY", str(self.folder.path)), *self.data.items()):  # the folder names no machine
-            command = command.replace(path, shown)
+        command = self._nameless(command)
         with task.file("log").open("ab") as log:
             process = subprocess.Popen(
                 [*COMMAND, str(os.getpid()), *words],
@@ -259,6 +258,12 @@ class _Runner:
             )
         self.running[task.name] = _Running(task, process, time.monotonic(), slot, command)
         self.tried.add(task.name)
+
+    def _nameless(self, text: str) -> str:
+        """Without the paths of this machine: the folder may be moved."""
+        for shown, path in (("STUDY", str(self.folder.path)), *self.data.items()):
+            text = text if _elsewhere(path) else text.replace(path, shown)
+        return text
 
     def _reap(self, *, asked: bool) -> None:
         """Writes down how those ended that have. asked: they were told to stop, so that being cut is no failure."""
@@ -281,7 +286,7 @@ class _Runner:
             return DONE, ""
         if asked and status in (130, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL):
             return CUT, ""
-        message = _last_line(task.file("log")) or f"ended with status {status}"
+        message = self._nameless(_last_line(task.file("log"))) or f"ended with status {status}"
         if how.trains and (task.folder / "nan").is_dir():
             return NOT_FINITE, message
         return (CUT, "") if status == 130 else (FAILED, message)
