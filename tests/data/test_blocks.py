@@ -19,6 +19,7 @@ from situs.data.blocks import BlockOrder, block_order
 from situs.data.pipeline import Pipeline
 from situs.data.sampler import BatchPlan, batches_for, sample_of
 from situs.data.sources.base import Blocks, Source
+from situs.data.sources.images import BrokenImageError
 from situs.data.sources.subset import Rows, Subset
 from situs.data.streaming import WorkerStream, _Schedule
 
@@ -157,6 +158,30 @@ def test_each_block_is_read_once_and_few_are_open(world, parts, size):
     assert sum(reads.values()) <= 2 * (count * (1 + shared) + 16)
     assert len(reads) == count
     assert most <= open_ + (world * parts if shared else 0)
+
+
+class Torn(Runs):
+    """The last sample of every block is broken, and every fifth block altogether."""
+
+    def read(self, index: int) -> dict[str, Any]:
+        found = super().read(index)
+        if index + 1 in self._ends or self.block(index) % 5 == 0:
+            raise BrokenImageError(f"sample {index}")
+        return found
+
+
+@pytest.mark.parametrize("by_rows", [True, False])
+def test_what_stands_in_for_broken_samples_is_not_held(by_rows):
+    source, open_ = Torn([4] * 60), 6
+    plan = planned(source, 8, window=10.0 * open_)
+    pipeline = Numbers(source, training=True)
+    pipeline.by_rows = by_rows
+    for _ in WorkerStream(pipeline, plan, 0, pin=False).batches(0, 0):
+        assert len(source.open) <= open_
+    assert source.most <= open_ + 1
+    exact = Torn([4] * 60)  # without the order of blocks nobody releases anything
+    Numbers(exact, training=True).read(0, list(range(240)))
+    assert len(exact.open) == 60
 
 
 def test_a_batch_mixes_all_that_is_open_and_the_epoch_all_blocks():

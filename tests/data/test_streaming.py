@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,7 @@ from situs.data.sampler import BatchPlan, batches_for
 from situs.data.sources import open_source
 from situs.data.sources.base import Source
 from situs.data.streaming import WorkerStream
+from situs.errors import SitusError
 
 CROP = AugmentConfig()
 
@@ -119,3 +124,57 @@ def test_workers_go_on_with_the_next_epoch_and_not_further_than_they_may(tmp_pat
 def test_a_rank_without_rows_in_the_last_batch_goes_on(folder):
     parts = chunks(folder, 0, rank=5, world=6, drop_last=False)
     assert [len(part.ids) for part in parts] == [1, 1, 1, 0]
+
+
+class Deadly(Told):
+    def read(self, index: int) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return super().read(index)
+
+
+def test_a_killed_worker_is_one_sentence(tmp_path):
+    source = Deadly(tmp_path / "log")
+    stream = WorkerStream(ImagePipeline(source, (4, 4), 0, CROP), BatchPlan(12, 4), workers=1, pin=False)
+    with pytest.raises(SitusError, match=r"^a worker process was killed, perhaps for want of memory; take fewer$"):
+        list(stream.batches(0, 0))
+
+
+def test_workers_are_forked_and_end_with_a_parent_that_was_killed(tmp_path):
+    """Whatever way of starting processes Python prefers: a set that is held must not be sent to each of them."""
+    script = """
+import multiprocessing, os, sys, time, torch
+from situs.data.image_pipeline import ImagePipeline
+from situs.data.augment.recipes import AugmentConfig
+from situs.data.sampler import BatchPlan
+from situs.data.sources.base import Source
+from situs.data.streaming import WorkerStream
+from situs.errors import SitusError
+
+class Held(Source):
+    def __len__(self):
+        return 4096
+    def read(self, index):
+        open(os.path.join(sys.argv[1], str(os.getpid())), "w").close()
+        return {"image": torch.zeros(3, 4, 4, dtype=torch.uint8)}
+    def __reduce__(self):
+        raise TypeError("was sent to a worker")
+
+if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver")
+    pipeline = ImagePipeline(Held("held", None, None, False), (4, 4), 0, AugmentConfig())
+    for _ in WorkerStream(pipeline, BatchPlan(4096, 4), 1, pin=False).batches(0, 0):
+        print("one", flush=True)
+        time.sleep(100)
+"""
+    (tmp_path / "script.py").write_text(script)
+    (tmp_path / "workers").mkdir()
+    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "workers")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "one\n"
+        parent.kill()
+    [worker] = [int(path.name) for path in (tmp_path / "workers").iterdir()]
+    end = time.monotonic() + 3  # a DataLoader's own worker looks every 5 seconds
+    while time.monotonic() < end and Path(f"/proc/{worker}").exists():
+        time.sleep(0.02)
+    assert not Path(f"/proc/{worker}").exists()

@@ -160,10 +160,7 @@ def _check_files(
     folder: Path, manifest: dict[str, Any], gather: _Gathering, workers: int | None, tell: Progress
 ) -> None:
     shards = manifest["shards"]
-
-    def wrong(numbers: list[int]) -> list[str]:
-        return [check_shard(folder, shards[number]) for number in numbers]
-
+    wrong = partial(_wrong, folder, shards)
     for number, (said,) in enumerate(in_order(wrong, range(len(shards)), workers, at_once=1)):
         if said:
             gather.note("checksum", Found(shards[number]["split"], shards[number]["file"], said))
@@ -172,6 +169,10 @@ def _check_files(
     for file in sorted(folder.iterdir()):
         if file.suffix in {".tar", ".parquet"} and file.name not in listed:
             gather.note("checksum", Found("", plain(file.name), f"is not in {MANIFEST}"))
+
+
+def _wrong(folder: Path, shards: list[dict[str, Any]], numbers: list[int]) -> list[str]:
+    return [check_shard(folder, shards[number]) for number in numbers]
 
 
 class _Gathering:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -54,12 +55,13 @@ class Pipeline(ABC):
     def read(self, epoch: int, draws: Sequence[int], done: Mapping[int, Sequence[int]] | None = None) -> WorkerBatch:
         """The samples of some draws. Nothing is drawn but by (seed, epoch, draw): no worker changes anything.
 
-        done: samples whose blocks may go, by how many of the draws have been read by then.
+        done: samples whose blocks may go, by how many of the draws have been read by then; None where nobody releases
+        blocks.
         """
         broken: list[tuple[int, str]] = []
         found: list[tuple[int, dict[str, Any]]] = []
         for count in range(len(draws) + 1):
-            if count and (sample := self._sample(epoch, draws[count - 1], broken)) is not None:
+            if count and (sample := self._sample(epoch, draws[count - 1], broken, done is not None)) is not None:
                 found.append((draws[count - 1], sample))
             for row in (done or {}).get(count, ()):
                 self.source.release(row)
@@ -68,7 +70,7 @@ class Pipeline(ABC):
         kept = [draw for draw, _ in found]
         return WorkerBatch(self.collate(epoch, kept, [sample for _, sample in found]), torch.tensor(kept), broken)
 
-    def _sample(self, epoch: int, draw: int, broken: list[tuple[int, str]]) -> dict[str, Any] | None:
+    def _sample(self, epoch: int, draw: int, broken: list[tuple[int, str]], blocks: bool) -> dict[str, Any] | None:
         row, count = sample_of(draw), len(self.source)
         for offset in range(count if self.training else 1):
             index = (row + offset) % count
@@ -78,9 +80,18 @@ class Pipeline(ABC):
                 if self.source.strict:
                     raise
                 broken.append((index, str(error)))
+            finally:
+                if blocks and offset:
+                    self._release_other(row, index)
         if self.training:
             raise SitusError(f"{self.source.name}: none of its {count} images can be read; {broken[-1][1]}")
         return None
+
+    def _release_other(self, row: int, index: int) -> None:
+        """Lets go of the block that a stand-in came from: nobody may come to release it, if it is not the row's own."""
+        blocks = self.source.blocks()
+        if blocks is not None and len({*np.searchsorted(blocks.ends, [row, index], "right").tolist()}) > 1:
+            self.source.release(index)
 
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:  # noqa: ARG002
         """What `collate` is given of sample `index`; epoch, draw: for those who read only what a view needs."""

@@ -6,8 +6,6 @@ epoch while the last batches of this one are used.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -20,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 from situs.data.blocks import BlockEpoch, BlockOrder
 from situs.data.pipeline import Pipeline, WorkerBatch
 from situs.data.sampler import BatchPlan, batches_for
+from situs.data.work import cores, processes, told_of_the_killed
 from situs.errors import SitusError
 
 _PREFETCH = 4  # tasks that each worker prepares ahead
@@ -34,7 +33,7 @@ class _Task(NamedTuple):
     epoch: int
     draws: list[int]
     sizes: list[int]
-    done: dict[int, list[int]]
+    done: dict[int, list[int]] | None
     fresh: bool
 
 
@@ -54,7 +53,9 @@ class _Reader(Dataset[list[WorkerBatch]]):
             return [self.pipeline.read(task.epoch, task.draws, task.done)]
         parts, start = [], 0
         for size in task.sizes:
-            done = {count - start: rows for count, rows in task.done.items() if start <= count <= start + size}
+            done = None
+            if task.done is not None:
+                done = {count - start: rows for count, rows in task.done.items() if start <= count <= start + size}
             parts.append(self.pipeline.read(task.epoch, task.draws[start : start + size], done))
             start += size
         return parts
@@ -107,7 +108,7 @@ class _Schedule:
                         count = self._own_rows(ids, part, row)
                         done.setdefault(len(draws) + count, []).append(sample)
                     draws += ids[part].tolist()
-                yield [_Task(epoch, draws, self.sizes[-1][part], done, fresh)]
+                yield [_Task(epoch, draws, self.sizes[-1][part], done if blocks else None, fresh)]
             step, fresh = step + len(steps), False
 
     def _own_rows(self, ids: Sequence[Tensor], part: int, row: int) -> int:
@@ -118,10 +119,6 @@ class _Schedule:
         return min(max(row - before, 0), len(ids[part]))
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
 class WorkerStream:
     """The batches of any epoch from any step, in order, read by `workers` processes (0: by this one).
 
@@ -130,17 +127,16 @@ class WorkerStream:
 
     def __init__(self, pipeline: Pipeline, plan: BatchPlan, workers: int, pin: bool) -> None:
         self.plan = plan
-        self.workers = workers = min(workers, _cores())
+        self.workers = workers = min(workers, cores())
         self._schedule = _Schedule(plan, max(1, workers) if isinstance(plan.order, BlockOrder) else 1)
-        options: dict[str, Any] = {"prefetch_factor": _PREFETCH, "persistent_workers": True} if workers else {}
         self._loader = DataLoader(
             _Reader(pipeline),
             batch_sampler=self._schedule,  # pyright: ignore[reportArgumentType]
             collate_fn=_as_it_is,
-            num_workers=workers,
             pin_memory=pin,
+            persistent_workers=workers > 0,
             generator=torch.Generator(),  # its own: the DataLoader would draw from torch's global one
-            **options,
+            **processes(workers, _PREFETCH),
         )
         self._tasks: Iterator[list[WorkerBatch]] = iter(())
         self._next: tuple[int, int] | None = None  # epoch and step that the workers go on with
@@ -154,7 +150,8 @@ class WorkerStream:
             self._next = None  # left halfway, the next call starts anew
             step = start_step
             while step < self.plan.steps:
-                round_ = [next(self._tasks) for _ in range(self._schedule.parts)]
+                with told_of_the_killed():
+                    round_ = [next(self._tasks) for _ in range(self._schedule.parts)]
                 for parts in _by_batch(round_, self._schedule.sizes.popleft()):
                     yield parts
                     step += 1

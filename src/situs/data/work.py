@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -64,6 +65,30 @@ def _end_with_parent(_: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def processes(count: int, ahead: int) -> dict[str, Any]:
+    """A DataLoader's options for so many worker processes. ahead: what each prepares before it is asked for."""
+    options: dict[str, Any] = {"num_workers": count}
+    if count:
+        options |= {"prefetch_factor": ahead, "worker_init_fn": _end_with_parent}
+    if count and sys.platform == "linux":  # forked, and so they share the memory of a set that is held
+        options["multiprocessing_context"] = "fork"
+    return options
+
+
+@contextmanager
+def told_of_the_killed() -> Iterator[None]:
+    """One sentence where the system ended a worker process."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "DataLoader worker" not in str(error):
+            raise
+        shared = "shared memory (/dev/shm)" if "bus error" in str(error).lower() else "memory"
+        raise SitusError(
+            f"a worker process was killed, perhaps for want of {shared}; take fewer", field="workers"
+        ) from error
+
+
 def in_order(
     function: Callable[[list[int]], T], numbers: Sequence[int], workers: int | None = None, at_once: int = 32
 ) -> Iterator[T]:
@@ -73,24 +98,15 @@ def in_order(
     bounds the memory.
     """
     count = cores() if workers is None else min(workers, cores())
-    options: dict[str, Any] = {"prefetch_factor": _AHEAD} if count else {}
     loader = DataLoader(
         _Work(function),
         batch_sampler=_Lists(numbers, at_once),  # pyright: ignore[reportArgumentType]
         collate_fn=_as_it_is,
-        num_workers=count,
-        worker_init_fn=_end_with_parent,
         generator=torch.Generator(),  # its own: the DataLoader would draw from torch's global one
-        **options,
+        **processes(count, _AHEAD),
     )
-    try:
+    with told_of_the_killed():
         for made in loader:
             if isinstance(made, SitusError):
                 raise made
             yield made
-    except RuntimeError as error:
-        if "DataLoader worker" not in str(error):
-            raise
-        raise SitusError(
-            "a worker process was killed, perhaps for want of memory; take fewer", field="workers"
-        ) from error

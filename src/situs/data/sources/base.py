@@ -72,6 +72,7 @@ class Source(ABC):
     def __init__(self, name: str, classes: tuple[str, ...] | None, channels: int | None, strict: bool) -> None:
         self.name, self.classes, self.channels, self.strict = name, classes, channels, strict
         self.skipped: list[Skipped] = []
+        self._skipped: set[int] = set()
         self.notes: list[str] = []
 
     @abstractmethod
@@ -102,7 +103,8 @@ class Source(ABC):
 
     def skip(self, index: int, reason: str) -> None:
         """Note that image `index` is broken; once, however often it is met."""
-        if all(entry.index != index for entry in self.skipped):
+        if index not in self._skipped:
+            self._skipped.add(index)
             self.skipped.append(Skipped(index, reason))
 
     def skip_report(self) -> str | None:

@@ -69,7 +69,7 @@ class FolderSource(EncodedSource):
     def payload(self, index: int) -> bytes:
         file = self.root / self._files[index]
         try:
-            check_bytes(file.stat().st_size, self.entry(index))
+            check_bytes(file.stat().st_size, lambda: self.entry(index))
             return file.read_bytes()
         except OSError as error:
             raise BrokenImageError(f"{self.entry(index)}: cannot be read ({error.strerror or error})") from error

@@ -12,7 +12,7 @@ import importlib.util
 import io
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -101,10 +101,10 @@ def _broken(name: str) -> Iterator[None]:
         raise BrokenImageError(f"{name}: cannot be decoded as an image ({reason[:120]})") from error
 
 
-def check_bytes(size: int, name: str) -> None:
+def check_bytes(size: int, name: Callable[[], str]) -> None:
     """Refuses a file too large for an image before it is read into memory."""
     if size > _MOST_BYTES:
-        raise BrokenImageError(f"{name}: has {size:,} bytes, and an image at most {_MOST_BYTES:,}")
+        raise BrokenImageError(f"{name()}: has {size:,} bytes, and an image at most {_MOST_BYTES:,}")
 
 
 def is_image(start: bytes) -> bool:

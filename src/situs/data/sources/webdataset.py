@@ -42,6 +42,7 @@ class TarSource(EncodedSource):
     def __init__(self, path: Path, wanted: Wanted = ANY) -> None:
         self._shards = find_shards(path, ".tar", wanted.split)
         self._index = open_index(self._shards, wanted.labels)
+        self._remote = is_kept(self._shards[0])
         self._held: dict[int, tuple[int, bytes]] | None = None  # of each block its first byte's place, and its bytes
         if not len(self._index):
             raise SitusError(f"{path}: its tar files hold no images", field="data")
@@ -67,7 +68,7 @@ class TarSource(EncodedSource):
     def blocks(self) -> Blocks:
         """Runs of samples that lie behind each other in a shard; of a remote set whole shards, which come whole."""
         ends, total = np.array(self._index.ends), sum(size for size, _ in self._index.states)
-        if is_kept(self._shards[0]):
+        if self._remote:
             return Blocks(np.unique(ends[ends > 0]), total, total > limit_bytes(), "shards")
         return Blocks(self._block_ends, total, dear=False, name="pieces of shards")
 
@@ -84,7 +85,7 @@ class TarSource(EncodedSource):
 
     def release(self, index: int | None = None) -> None:
         """A block that is not needed for now; from the first call on blocks are read whole, and held till then."""
-        if is_kept(self._shards[0]):
+        if self._remote:
             return  # its shards lie on the disk, and give way there
         if index is None or self._held is None:
             self._held = {}
@@ -96,7 +97,7 @@ class TarSource(EncodedSource):
 
     def payload(self, index: int) -> bytes:
         size, offset = (int(self._index.arrays[name][index]) for name in ("sizes", "offsets"))
-        check_bytes(size, self.entry(index))
+        check_bytes(size, lambda: self.entry(index))
         if self._held is None:
             return self._read(index, offset, size)
         block = self._block(index)
@@ -116,7 +117,7 @@ class TarSource(EncodedSource):
         number = bisect_right(self._index.ends, index)
         file = self._shards[number]
         try:
-            handle = open_shard(file)
+            handle = open_shard(file) if self._remote else os.open(file, os.O_RDONLY)
         except OSError as error:  # of all its images, and of none
             said = (error.strerror or str(error)).lower()
             raise SitusError(f"{file}: cannot be opened any more ({said})", field="data") from error
