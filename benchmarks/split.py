@@ -3,8 +3,10 @@
     python benchmarks/split.py --steps 10     # ViT-S/4 on 32 px, batch 32, on the CPU; the server in a second process
 
 Each row trains the same model on the same random batch. Wire: the time a client waits that the server does not compute,
-over all time. Raw: features of the same size sent there and back with nothing computed. Operations and bytes a step
-with and without permutations are the fourth paper's Fig. 8; its dense products of matrices are gathers here.
+over all time. CPU: seconds of all threads of both processes a step, which other work on the machine does not change
+much; local over it is the share of local steps that is possible where the processor is all that is waited for.
+Raw: features of the same size sent there and back with nothing computed. Operations and bytes a step with and without
+permutations are the fourth paper's Fig. 8; its dense products of matrices are gathers here.
 """
 
 from __future__ import annotations
@@ -65,6 +67,15 @@ def serve(config: RunConfig, out: str, certs: str | None, device: str, told: Any
     run_server(server, "127.0.0.1:0", credentials, say=told.put, stopped=lambda: os.getppid() != parent)
 
 
+def cpu_seconds(process: int) -> float:
+    """Of all threads of a process so far; 0 where the system does not tell."""
+    try:
+        words = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
+
+
 class Served:
     """A server in a process of its own."""
 
@@ -90,18 +101,23 @@ class Served:
         self.process.join()
 
 
-def timed(stepper: Stepper, batch: Batch, steps: int, warmup: int, call: Connection | None = None) -> dict[str, float]:
+def timed(
+    stepper: Stepper, batch: Batch, steps: int, warmup: int, call: Connection | None = None, server: int | None = None
+) -> dict[str, float]:
     for number in range(warmup):
         stepper.update(batch, Moment(number, 0, 0.0), 1e-4, False)
     if call is not None:
         call.waited = call.served = 0.0
+    processes = [os.getpid()] if server is None else [os.getpid(), server]
+    before = sum(map(cpu_seconds, processes))
     began = time.perf_counter()
     for number in range(warmup, warmup + steps):
         done = stepper.update(batch, Moment(number, 0, 0.0), 1e-4, False)
     float(done.norm)
     spent = time.perf_counter() - began
     wire = 0.0 if call is None else (call.waited - call.served) / spent
-    return {"steps_s": steps / spent, "wire": wire, "seconds": spent}
+    cpu = (sum(map(cpu_seconds, processes)) - before) / steps
+    return {"steps_s": steps / spent, "wire": wire, "seconds": spent, "cpu": cpu}
 
 
 def stepper_of(kind: Any, method: Method, config: RunConfig, device: str) -> Stepper:
@@ -114,18 +130,19 @@ def stepper_of(kind: Any, method: Method, config: RunConfig, device: str) -> Ste
 def split_row(
     args: Any, config: RunConfig, out: Path, certs: Path | None, batch: Batch, permute: Any, wire: Any
 ) -> Any:
-    with Served(config, out, certs, args.device) as call:
+    served = Served(config, out, certs, args.device)
+    with served as call:
         method = make_method(config, CLASSES).to(args.device)
-        order, served = trained_order(method, config.optim), own_names(method, "server")
+        order, theirs = trained_order(method, config.optim), own_names(method, "server")
         client = Client(call, os.urandom(16).hex(), wire=wire)
         view = make_view(method.backbone, permute, Defence(), key=Key(bytes(32)), run=client.session)
         training = agreed(config.optim, config.train.precision_on(torch.device(args.device)))
         client.hello(layout(method.backbone), training, [])
         cut(method, "client")
-        attach(method.backbone, client, view, sum(name in served for name in order))
+        attach(method.backbone, client, view, sum(name in theirs for name in order))
         stepper = stepper_of(partial(SplitStepper, client=client, order=order), method, config, args.device)
         method.train()
-        found = timed(stepper, batch, args.steps, args.warmup, call)
+        found = timed(stepper, batch, args.steps, args.warmup, call, served.process.pid)
         found["bytes"] = client.sent / (args.steps + args.warmup) / batch.ids.shape[0]
         reached = found["bytes"] * batch.ids.shape[0] * args.steps / MIB / max(1e-9, found["wire"] * found["seconds"])
         return found | {"mib_s": reached}
@@ -180,8 +197,9 @@ def work(config: RunConfig, batch: Batch, permute: Any, out: Path) -> tuple[floa
 
 
 def tell(name: str, row: dict[str, float], local: dict[str, float]) -> None:
+    cpu = f"{row['cpu']:9.2f}{local['cpu'] / row['cpu'] if row['cpu'] else 0.0:8.1%}"
     more = f"{row['bytes'] / 1024:12.1f}{row['wire']:8.1%}{row['mib_s']:9.0f}" if "bytes" in row else ""
-    print(f"  {name:28}{row['steps_s']:9.3f}{row['steps_s'] / local['steps_s']:10.1%}{more}", flush=True)
+    print(f"  {name:28}{row['steps_s']:9.3f}{row['steps_s'] / local['steps_s']:10.1%}{cpu}{more}", flush=True)
 
 
 def main() -> None:
@@ -211,7 +229,7 @@ def main() -> None:
     method = make_method(config, CLASSES).to(args.device).train()
     threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
     print(f"{args.model}, {args.batch} samples a step, {args.device}, {threads}")
-    print(f"  {'':28}{'steps/s':>9}{'of local':>10}{'KiB/sample':>12}{'wire':>8}{'MiB/s':>9}")
+    print(f"  {'':28}{'steps/s':>9}{'of local':>10}{'CPU s':>9}{'local/':>8}{'KiB/sample':>12}{'wire':>8}{'MiB/s':>9}")
     rows = {"local": timed(stepper_of(Stepper, method, config, args.device), batch, args.steps, args.warmup)}
     tell("local", rows["local"], rows["local"])
     z = torch.randn(args.batch, method.backbone.num_prefix + method.backbone.num_tokens, method.backbone.dim)

@@ -20,6 +20,7 @@ from situs.split.message import (
     RefusedError,
     check_tensors,
     encode,
+    finite,
     open_message,
 )
 
@@ -61,6 +62,18 @@ def test_a_message_is_a_safetensors_file_in_chunks(tmp_path) -> None:
     assert all(torch.equal(load(file.read_bytes())[name], value) for name, value in tensors.items())
     with safe_open(file, framework="pt") as opened:
         assert opened.metadata()["kind"] == "forward" and json.loads(opened.metadata()["facts"]) == {"step": 1}
+
+
+def test_one_number_that_is_not_finite_is_seen_in_every_dtype() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        largest = torch.finfo(dtype).max
+        whole = torch.full((3, 40), largest, dtype=dtype)
+        whole[1, 7] = -largest
+        assert finite(whole) and finite(whole[:0]) and finite(whole[0, 0])
+        for value in (torch.nan, torch.inf, -torch.inf):
+            spoiled = whole.clone()
+            spoiled[2, 39] = value
+            assert not finite(spoiled)
 
 
 def test_a_change_of_one_bit_changes_the_checksum() -> None:

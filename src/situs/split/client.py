@@ -17,7 +17,7 @@ from torch import Tensor
 
 from situs.errors import SitusError
 from situs.locks.features import Back
-from situs.split.message import Expected, Message, RefusedError
+from situs.split.message import Expected, Message, RefusedError, finite
 from situs.split.parts import STORED
 
 Call = Callable[[Message, Mapping[str, Expected]], Message]
@@ -163,7 +163,7 @@ class Client:
     def backward(self, flight: Flight, gradient: Tensor, names: int) -> None:
         """Sends the gradient behind the blocks. names: how many norms come with the last."""
         part, flight.asked = flight.part, None
-        if self._failed or not bool(gradient.isfinite().all()):  # the step is lost, and the server need not see it
+        if self._failed or not finite(gradient):  # the step is lost, and the server need not see it
             self._failed = True
             return
         last = part == self.parts - 1
@@ -219,7 +219,7 @@ class Client:
         return tensor.detach().to("cpu", self.wire or tensor.dtype)
 
     def _packed(self, z: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-        if not bool(z.detach().isfinite().all()):
+        if not finite(z):
             raise SitusError(f"the features of step {self.step} are not finite, and are not sent")
         return {"z": self._sent(z)} | ({} if mask is None else {"mask": mask.cpu()})
 

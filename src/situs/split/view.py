@@ -53,7 +53,7 @@ class View:
         if self.secret is None or at is None:
             words = secret_words(Key(secrets.token_bytes(SEED_BYTES)))
         elif self.rows or self.defence.kind in ("noise", "batch-shuffle"):
-            content = hashlib.blake2b(bytes_of(z.detach().cpu()), digest_size=32).hexdigest()
+            content = hashlib.sha256(bytes_of(z.cpu())).hexdigest()
             words = secret_words(self.secret, *at, content)
         else:
             words = secret_words(self.secret, *at)

@@ -170,7 +170,7 @@ class Asked:
 async def _once(channel: Any, message: Message, expected: Mapping[str, Expected]) -> Message:
     async def chunks() -> AsyncIterator[bytes]:
         for chunk in encode(message):
-            yield bytes(chunk)
+            yield chunk
 
     call = channel.stream_stream(METHOD)(chunks(), timeout=LATE)
     try:

@@ -119,7 +119,7 @@ class Service:
             self.log.exception("%s failed", _name(owner))
             answer = self._refuse(owner, "failed", "the server failed; its own log says why")
         for chunk in encode(answer):
-            yield bytes(chunk)
+            yield chunk
 
     def _refuse(self, owner: str, code: str, reason: str) -> Message:
         self.refused[code] += 1
