@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from served import CONFIG, steps
-from wired import KEY, SESSION, TRAIN, Loader, Pair, farthest, train_locally, vit
+from wired import TRAIN, Loader, Pair, farthest, train_locally, vit
 
 from situs.errors import SitusError
 from situs.evaluate.accuracy import evaluate_accuracy
 from situs.evaluate.knn import evaluate_knn
-from situs.locks.features import parse_defence, secret_words, token_scale
+from situs.locks.features import Words, parse_defence, secret_words, token_scale
 from situs.methods.mp3 import MP3Config
 from situs.methods.supervised import SupervisedConfig
 from situs.models import open_model
@@ -25,26 +26,29 @@ DEFENCES = ("noise=0.5", "lowpass=0.3", "batch-shuffle=3", "batch-shuffle")
 
 
 class AsTheClient(Defended):
-    """Draws the words that the client of a split training draws: from its key, by session, step and part."""
+    """Draws what the client of a split training drew, one micro-batch after the other."""
 
-    parts = 2
-
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
-        self.drawn = 0
+    drawn: Iterator[Words]
 
     def words(self, batch, seed, epoch):
-        step, part = divmod(self.drawn, self.parts)
-        self.drawn += 1
-        return secret_words(KEY, SESSION, str(step), str(part))
+        return next(self.drawn)
 
 
 @pytest.mark.parametrize("text", DEFENCES)
-def test_a_defended_training_is_the_split_one(tmp_path, text) -> None:
+def test_a_defended_training_is_the_split_one(tmp_path, text, monkeypatch) -> None:
     """Rows and columns permuted too in the split one; two micro-batches a step, and drop path as ever."""
-    train, defence = replace(TRAIN, accumulate=AsTheClient.parts), parse_defence(text)
+    drawn = []
+
+    def recorded(*parts):
+        drawn.append(secret_words(*parts))
+        return drawn[-1]
+
+    monkeypatch.setattr("situs.split.view.secret_words", recorded)
+    train, defence = replace(TRAIN, accumulate=2), parse_defence(text)
     split = Pair(lambda: vit(torch.float64), tmp_path, ("rows", "columns"), defence, train=train).run(Loader())
+    assert len(drawn) == 2 * TRAIN.max_steps
     method = AsTheClient(vit(torch.float64), SupervisedConfig(), defence, 1.0)
+    method.drawn = iter(drawn)
     local = train_locally(method, Loader(), tmp_path / "local", train)
     assert farthest(local, split) < 1e-9
     plain = train_locally(

@@ -8,6 +8,7 @@ None of them is a cryptographic claim: what is left of a picture behind them is 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -148,8 +149,9 @@ def low_pass(patches: Tensor, grid: Grid, share: float) -> Tensor:
     return filtered(patches, low_pass_filter(grid, share).to(patches.device))
 
 
+@functools.cache
 def low_pass_filter(grid: Grid, share: float) -> Tensor:
-    """The low pass as a matrix over the places, [N, N] float64: a projection, symmetric."""
+    """The low pass as a matrix over the places, [N, N] float64: a symmetric projection; not to be written to."""
     sides = tuple(range(len(grid)))
     waves = torch.fft.fftn(torch.eye(math.prod(grid)).double().unflatten(0, grid), dim=sides)
     kept = waves * low_frequencies(grid, share).unsqueeze(-1)
