@@ -30,7 +30,13 @@ def train(verb: str, given: dict[str, str]) -> int:
     else:
         changes = tomllib.loads(Path(given["config"]).read_text()) if "config" in given else {}
         before = value_of(Path(given["from"])) if verb == "finetune" else 0.0
-        config = {"seed": int(given["seed"]), "start": before, "data": given.get("data"), **changes}
+        config = {
+            "seed": int(given["seed"]),
+            "gpu": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "start": before,
+            "data": given.get("data"),
+            **changes,
+        }
         (folder / "config.json").write_text(json.dumps(config))
     if isinstance(config["data"], dict):
         print("situs: no room for a batch of 13")
@@ -77,8 +83,7 @@ def main() -> int:
             return train(words[0], given)
     out = Path(given["out"])
     out.mkdir(parents=True)
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    (out / "accuracy.json").write_text(json.dumps({"top1": value_of(Path(words[2])) / 1000, "gpu": seen}))
+    (out / "accuracy.json").write_text(json.dumps({"top1": value_of(Path(words[2])) / 1000}))
     return 0
 
 

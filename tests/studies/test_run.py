@@ -225,10 +225,10 @@ def test_only_some_jobs_and_those_they_need(study: Path, tmp_path: Path) -> None
 def test_jobs_side_by_side_have_a_gpu_each(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     run(study, tmp_path / "out", how=How(at_once=2))
-    seen = {json.loads((tmp_path / f"out/jobs/top1-{seed}/accuracy.json").read_text())["gpu"] for seed in (0, 1)}
-    assert seen == {"4", "7"}
+    seen = [json.loads((tmp_path / f"out/jobs/pre-{seed}/config.json").read_text())["gpu"] for seed in (0, 1)]
+    assert seen == ["4", "7"]
     run(study, tmp_path / "cpu", seeds=1, how=How(device="cpu"))
-    assert json.loads((tmp_path / "cpu/jobs/top1-0/accuracy.json").read_text())["gpu"] == ""
+    assert json.loads((tmp_path / "cpu/jobs/pre-0/config.json").read_text())["gpu"] == ""
 
 
 def test_a_folder_keeps_to_its_study(study: Path, tmp_path: Path) -> None:

@@ -69,4 +69,4 @@ def _jobs(section: Section, found: StudyResult) -> None:
         [task.name, task.state, None if task.seconds is None else clock(task.seconds), task.why or None]
         for task in found.tasks
     ]
-    section.table(["job and seed", "state", "time", "why"], rows, f"{percent(done / len(rows), 0)} are done.")
+    section.table(["job", "state", "time", "why"], rows, f"{percent(done / len(rows), 0)} are done.")
