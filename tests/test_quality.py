@@ -115,6 +115,8 @@ COVERED = {
     "situs.split.view": "test_client",
     "situs.split.whole": "test_run",
     "situs.cli.study.list": "test_show",
+    "situs.cli.study.pack": "test_parcel",
+    "situs.cli.study.unpack": "test_parcel",
     "situs.cli.study.words": "test_run",
     "situs.pages.study": "test_init",
     "situs.studies": "test_load",

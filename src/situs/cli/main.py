@@ -83,6 +83,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "study list": ("situs.cli.study.list", "every table and figure of the papers: what it shows, needs and gave"),
         "study run": ("situs.cli.study.run", "repeat one: the paper's numbers, ours and the difference on a page"),
         "study show": ("situs.cli.study.show", "the table of a study as it stands"),
+        "study pack": ("situs.cli.study.pack", "a study's folder as a few small files, for another machine"),
+        "study unpack": ("situs.cli.study.unpack", "such files laid into a study's folder, to go on there"),
     },
     "Speed": {
         "bench step": ("situs.cli.bench.step", "what a training step costs: time, memory, share of the ceiling"),

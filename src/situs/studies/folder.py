@@ -138,9 +138,15 @@ class StudyFolder:
         """One of DONE, TAKEN, NOT_FINITE, FAILED, CUT; "" where it has not."""
         return str(self.state(task).get("state", ""))
 
-    def model_done(self, task: Task) -> bool:
-        """Whether what it makes is there."""
+    def done(self, task: Task) -> bool:
+        """Whether it ended well."""
         return self.ended(task) in (DONE, TAKEN)
+
+    def model_here(self, task: Task) -> bool:
+        """Whether it is done and what it made is here, for another to start from; a packed study leaves some behind."""
+        return (
+            self.done(task) and (task.folder / "config.json" if VERBS[task.job.verb].trains else task.folder).exists()
+        )
 
     def write_state(self, task: Task, state: str, **facts: Any) -> None:
         """Says how a task ended."""
@@ -169,7 +175,7 @@ class StudyFolder:
             raise SitusError(f"take: {name} is a measurement, and a model stands for a training alone", field="take")
         if not (source / "config.json").is_file():
             raise SitusError(f"take: {source} holds no run and no export, there is no config.json in it", field="take")
-        if self.model_done(task):
+        if self.model_here(task):
             return
         aside = task.folder.with_name(f".taking-{task.name}")
         for old in (aside, task.folder):

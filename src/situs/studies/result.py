@@ -341,6 +341,8 @@ class _Reader:
                 return Ended(task.name, task.of, "waits", None, f"{needed} {_was(above.state)}")
             if above.state == "waits":
                 return Ended(task.name, task.of, "waits", None, above.why)
+            if above.state == DONE and not self.folder.model_here(self.folder.tasks[needed]):
+                return Ended(task.name, task.of, "waits", None, f"the model of {needed} is on another machine")
         return Ended(task.name, task.of, str(state.get("state", "open")), state.get("seconds"))
 
     def pictures(self) -> Iterator[tuple[str, Path]]:

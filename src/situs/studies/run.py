@@ -230,7 +230,7 @@ class _Runner:
             and task.name not in self.tried
             and self.folder.ended(task) in ("", FAILED, CUT)
             and all(name in self.data for name in data_of(self.folder.study, task.job))
-            and all(self.folder.model_done(self.folder.tasks[needed]) for needed in task.needs.values())
+            and all(self.folder.model_here(self.folder.tasks[needed]) for needed in task.needs.values())
         ]
 
     def _start(self, task: Task) -> None:

@@ -1,0 +1,33 @@
+"""Lay the files of `situs study pack` into a study's folder, new or begun: what is done there stays.
+
+For example: situs study unpack parts --out runs/table3
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from situs.cli.parser.flags import POSITIONAL
+
+
+@dataclass(frozen=True)
+class Args:
+    """A study, unpacked."""
+
+    parts: Annotated[Path, POSITIONAL, Parameter(metavar="FOLDER")]
+    """Where the files lie."""
+
+    out: Annotated[Path, Parameter(metavar="FOLDER")]
+    """The study's folder."""
+
+
+def run(args: Args) -> None:
+    """Unpacks and says what came."""
+    from situs.studies import unpack_study
+
+    come = unpack_study(args.parts, args.out)
+    print(f"{args.out}: {len(come)} jobs came{': ' + ', '.join(come) if come else ''}")

@@ -1,0 +1,131 @@
+"""A study's folder as a few small files, to go on with on another machine: results, logs and the models still needed.
+
+A model goes along as an export in half precision (ViT-S: 41 MiB), in the place of its run; its log goes with it, so
+that the job stays done and its figures can be read. Checkpoints stay behind: a job that was cut begins again.
+"""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from situs.errors import SitusError
+from situs.files import write_result
+from situs.hold import NAME as LOCK
+from situs.studies.folder import DONE, SETTINGS, STUDY, StudyFolder, Task
+from situs.studies.form import VERBS
+
+MIB = 1024 * 1024
+PARTS = "study.tar.*"
+
+
+def pack_study(folder: str | Path, out: str | Path, *, mib: int = 15, models: bool = True) -> list[Path]:
+    """Writes the study as files of at most so many MiB into a new folder; gives them in order.
+
+    models: those that jobs which are not done yet start from go along.
+    """
+    study, out = StudyFolder.open(Path(folder)), Path(out)
+    if mib < 1:
+        raise SitusError(field="mib", value=mib, allowed=">= 1")
+    if out.exists() and (not out.is_dir() or any(out.glob(PARTS))):
+        raise SitusError(f"{out}: holds a packed study already, or is a file", field="out")
+    whole = io.BytesIO()
+    with tempfile.TemporaryDirectory() as place, tarfile.open(fileobj=whole, mode="w") as tar:
+        for path, name in _contents(study, Path(place), models):
+            tar.add(path, name, recursive=False)
+    data, size = whole.getbuffer(), mib * MIB
+    chunks = [bytes(data[start : start + size]) for start in range(0, len(data), size)]
+    names = [out / f"study.tar.{number:03d}of{len(chunks):03d}" for number in range(1, len(chunks) + 1)]
+    return [write_result(path, chunk) for path, chunk in zip(names, chunks, strict=True)]
+
+
+def _contents(study: StudyFolder, place: Path, models: bool) -> Iterator[tuple[Path, str]]:
+    """The files that go along, and their names in the study's folder."""
+    for name in (STUDY, SETTINGS):
+        yield study.path / name, name
+    waiting = {needed for task in study.tasks.values() if not study.done(task) for needed in task.needs.values()}
+    for task in study.tasks.values():
+        state = study.ended(task)
+        for kind in ("toml", "json", "log"):
+            if state and task.file(kind).is_file():
+                yield task.file(kind), f"jobs/{task.name}.{kind}"
+        folder = task.folder
+        if state == DONE and VERBS[task.job.verb].trains and (folder / "checkpoints").is_dir():
+            if (folder / "metrics.jsonl").is_file():
+                yield folder / "metrics.jsonl", f"jobs/{task.name}/metrics.jsonl"
+            if not (models and task.name in waiting):
+                continue
+            folder = _exported(task, place / task.name)
+        if study.done(task) and (models or not VERBS[task.job.verb].trains):
+            for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LOCK):
+                yield file, f"jobs/{task.name}/{file.relative_to(folder).as_posix()}"
+
+
+def _exported(task: Task, place: Path) -> Path:
+    """The model of a run as an export whose weights are in half precision."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    from situs.models.export import export_run
+
+    export_run(task.folder, place)
+    for file in place.glob("*.safetensors"):
+        tensors = {n: t.half() if t.dtype == torch.float32 else t for n, t in load_file(file).items()}
+        if not all(bool(t.isfinite().all()) for t in tensors.values() if t.is_floating_point()):
+            raise SitusError(f"{task.folder}: has weights that half precision does not hold")
+        save_file(tensors, file, {"format": "pt"})
+    return place
+
+
+def unpack_study(parts: str | Path, out: str | Path) -> list[str]:
+    """Lays a packed study into the folder `out`, new or of the same study; gives the jobs that it brought.
+
+    What is done there already stays as it is.
+    """
+    found, out = sorted(Path(parts).glob(PARTS)), Path(out)
+    count = int(found[0].name[-3:]) if found and found[0].name[-3:].isdigit() else 0
+    if not found or len(found) != count:
+        raise SitusError(f"{parts}: holds {len(found)} of {count or 'the'} parts of a packed study", field="parts")
+    with tempfile.TemporaryDirectory(dir=_made(out.parent)) as place:
+        try:
+            with tarfile.open(fileobj=io.BytesIO(b"".join(path.read_bytes() for path in found)), mode="r:") as tar:
+                tar.extractall(place, filter="data")
+        except (tarfile.TarError, OSError) as error:
+            raise SitusError(f"{parts}: cannot be unpacked: {error}", field="parts") from None
+        come = StudyFolder.open(Path(place))
+        if (out / SETTINGS).is_file():
+            here = StudyFolder.open(out)
+            if (here.name, here.scale) != (come.name, come.scale):
+                said = f"{out}: holds {here.name} at scale {here.scale}, and not {come.name} at {come.scale}"
+                raise SitusError(said, field="out")
+        elif out.exists() and any(out.iterdir()):
+            raise SitusError(f"{out}: is no folder of a study, and not empty", field="out")
+        (out / "jobs").mkdir(parents=True, exist_ok=True)
+        for name in (STUDY, SETTINGS):
+            if not (out / name).exists():
+                shutil.copy(come.path / name, out / name)
+        return [task.name for task in come.tasks.values() if _laid(come, task, out)]
+
+
+def _laid(come: StudyFolder, task: Task, out: Path) -> bool:
+    """Puts a job that ended into `out`, its state last; not where it is there already with all that came."""
+    there = out / "jobs" / task.name
+    here = StudyFolder(out, come.study, come.name, come.scale, come.seeds)
+    if not come.ended(task) or (here.done(here.tasks[task.name]) and (there.exists() or not task.folder.exists())):
+        return False
+    if task.folder.exists():
+        shutil.rmtree(there, ignore_errors=True)
+        shutil.move(task.folder, there)
+    for kind in ("toml", "log", "json"):
+        if task.file(kind).is_file():
+            shutil.copy(task.file(kind), there.with_name(f"{task.name}.{kind}"))
+    return True
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,144 @@
+"""A study in parts: results and models come over whole, and what is done stays done."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from situs.backbones import BackboneConfig
+from situs.cli.main import main
+from situs.data.loader import DataConfig
+from situs.errors import SitusError
+from situs.methods import METHODS
+from situs.models import open_model
+from situs.studies.folder import DONE, StudyFolder
+from situs.studies.load import load_study
+from situs.studies.parcel import pack_study, unpack_study
+from situs.studies.result import read_study
+from situs.train.loop import TrainConfig
+from situs.train.run import RunConfig, train_run
+
+STUDY = """
+title = "two"
+shows = "That it works."
+seeds = 2
+[jobs.pre]
+verb = "pretrain"
+[jobs.tuned]
+verb = "finetune"
+after = "pre"
+[jobs.top1]
+verb = "evaluate accuracy"
+after = "tuned"
+[[tables]]
+columns = [{ name = "loss", figure = "loss", unit = "", digits = 3 }]
+rows = [{ name = "pre", job = "pre" }, { name = "top-1", job = "top1", figure = "top1" }]
+"""
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """pre-0 trained, pre-1 a copy of it, tuned-0 said to be done with its measurement; the rest is open."""
+    base = tmp_path_factory.mktemp("parcel")
+    file = base / "mine.toml"
+    file.write_text(STUDY)
+    path = base / "study"
+    folder = StudyFolder.create(path, load_study(file), file, "paper", None)
+    shape = {"depth": 2, "embed_dim": 16, "num_heads": 2}
+    config = RunConfig(
+        METHODS["mp3"].Config(),
+        BackboneConfig("vit_tiny_patch16_224", patch_size=14, model_args=shape),
+        DataConfig(path="samples", img_size=28, channels=1, batch=8, count=16),
+        train=TrainConfig(epochs=1, log_every=1),
+    )
+    train_run(config, out=path / "jobs" / "pre-0", device="cpu")
+    for name in ("pre-1", "tuned-0"):
+        shutil.copytree(path / "jobs" / "pre-0", path / "jobs" / name)
+    (path / "jobs" / "top1-0").mkdir()
+    (path / "jobs" / "top1-0" / "accuracy.json").write_text('{"top1": 0.5}')
+    for name in ("pre-0", "pre-1", "tuned-0", "top1-0"):
+        folder.write_state(folder.tasks[name], DONE, seconds=1.0)
+    return path
+
+
+def test_it_comes_over_in_parts_with_the_models_that_are_still_needed(begun: Path, tmp_path: Path) -> None:
+    parts = pack_study(begun, tmp_path / "parts", mib=1)
+    assert all(path.stat().st_size <= 2**20 for path in parts)
+    assert parts[0].name == f"study.tar.001of{len(parts):03d}"
+    there = tmp_path / "there"
+    assert unpack_study(tmp_path / "parts", there) == ["pre-0", "pre-1", "tuned-0", "top1-0"]
+    one, two = read_study(begun), read_study(there)
+    assert one.rows == two.rows and len(two.rows[0][0][0].values) == 2, "figures of a log come over"
+    assert [task.state for task in two.tasks] == ["done", "done", "done", "open", "done", "open"]
+    folder = StudyFolder.open(there)
+    assert folder.model_here(folder.tasks["pre-1"]), "tuned-1 starts from it"
+    assert not folder.model_here(folder.tasks["tuned-0"]), "nobody needs it any more"
+    own = open_model(begun / "jobs" / "pre-1").backbone.model.state_dict()
+    held = load_file(there / "jobs" / "pre-1" / "model.safetensors")
+    assert {tensor.dtype for tensor in held.values()} == {torch.float16}
+    come = open_model(there / "jobs" / "pre-1").backbone.model.state_dict()
+    weights = [name for name in come if "pos_embed" not in name and not name.startswith("head")]
+    assert len(weights) > 20
+    for name in weights:
+        assert come[name].dtype == torch.float32
+        assert torch.allclose(own[name], come[name], rtol=1e-3, atol=1e-6), name
+    assert unpack_study(tmp_path / "parts", there) == [], "what is done stays"
+    again = pack_study(there, tmp_path / "again")
+    assert unpack_study(again[0].parent, tmp_path / "third")
+    assert read_study(tmp_path / "third").rows == one.rows
+    assert (tmp_path / "third" / "jobs" / "pre-1" / "model.safetensors").is_file()
+
+
+def test_without_models_what_needs_them_waits(begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["study", "pack", str(begun), "--out", str(tmp_path / "parts"), "--no-models"]) == 0
+    assert main(["study", "unpack", str(tmp_path / "parts"), "--out", str(tmp_path / "there")]) == 0
+    shown = capsys.readouterr().out
+    assert "study.tar.001of001 (0." in shown and "4 jobs came: pre-0, pre-1, tuned-0, top1-0" in shown
+    task = next(task for task in read_study(tmp_path / "there").tasks if task.name == "tuned-1")
+    assert (task.state, task.why) == ("waits", "the model of pre-1 is on another machine")
+
+
+def test_what_came_back_is_laid_over_what_was_left(begun: Path, tmp_path: Path) -> None:
+    """The other machine made one job more: only that one is new here."""
+    there = tmp_path / "there"
+    shutil.copytree(begun, there)
+    folder = StudyFolder.open(there)
+    shutil.copytree(there / "jobs" / "pre-0", there / "jobs" / "tuned-1")
+    folder.write_state(folder.tasks["tuned-1"], DONE, seconds=2.0)
+    here = tmp_path / "here"
+    shutil.copytree(begun, here)
+    pack_study(there, tmp_path / "parts")
+    assert unpack_study(tmp_path / "parts", here) == ["tuned-1"]
+    assert (here / "jobs" / "pre-0" / "checkpoints").is_dir(), "a run that is here stays a run"
+    assert StudyFolder.open(here).model_here(StudyFolder.open(here).tasks["tuned-1"])
+
+
+def test_mistakes_are_sentences(begun: Path, tmp_path: Path) -> None:
+    pack_study(begun, tmp_path / "parts", mib=1)
+    with pytest.raises(SitusError, match="holds a packed study already"):
+        pack_study(begun, tmp_path / "parts")
+    with pytest.raises(SitusError, match="mib=0: must be >= 1"):
+        pack_study(begun, tmp_path / "none", mib=0)
+    with pytest.raises(SitusError, match="holds 0 of the parts"):
+        unpack_study(tmp_path, tmp_path / "out")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letter.txt").write_text("dear")
+    with pytest.raises(SitusError, match="is no folder of a study, and not empty"):
+        unpack_study(tmp_path / "parts", tmp_path / "full")
+    evil = io.BytesIO()
+    with tarfile.open(fileobj=evil, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("../outside"))
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "study.tar.001of001").write_bytes(evil.getvalue())
+    with pytest.raises(SitusError, match="cannot be unpacked"):
+        unpack_study(tmp_path / "evil", tmp_path / "out")
+    first = next((tmp_path / "parts").iterdir())
+    first.rename(first.with_name("study.tar.001of009"))
+    with pytest.raises(SitusError, match="holds 1 of 9 parts"):
+        unpack_study(tmp_path / "parts", tmp_path / "out")
