@@ -29,6 +29,12 @@ def test_the_contract_of_the_readme() -> None:
     assert b.num_tokens == 140 and b.num_prefix == 1 and b.depth == 12
 
 
+def test_one_number_of_a_config_is_both_sides() -> None:
+    shape = {"patch_size": 4, "model_args": {"depth": 1, "embed_dim": 32, "num_heads": 4}}
+    for size in (16, (16, 16)):
+        assert create_backbone(BackboneConfig("vit_tiny_patch16_224", img_size=size, **shape)).grid == (4, 4)
+
+
 def test_a_config_and_keywords_make_the_same_model() -> None:
     torch.manual_seed(0)
     a = create_backbone(

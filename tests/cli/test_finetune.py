@@ -54,6 +54,14 @@ def test_every_kind_of_position_can_be_asked_for(positions: str, trained: Any, t
     assert main(["evaluate", "accuracy", str(tmp_path / "ft"), "--device", "cpu", "--out", str(tmp_path / "look")]) == 0
 
 
+def test_how_often_it_looks_has_one_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(["--probe-every", "2"], capsys)
+    assert said.startswith("--probe-every: situs finetune has no such flag")
+    assert main(["finetune", "--help", "all"]) == 0
+    shown = capsys.readouterr().out
+    assert "--validate-every" in shown and "--probe-every" not in shown
+
+
 def test_validation_is_written_and_resuming_goes_on(trained: Any, tmp_path: Path) -> None:
     out = tmp_path / "ft"
     words = ["--from", str(trained.one), *QUICK[:6], "--optim.warmup-epochs", "0", "--validate-every", "1"]

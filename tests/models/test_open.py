@@ -142,6 +142,11 @@ def test_a_locked_folder_without_its_key_is_told_from_the_model(world: Path) -> 
     found = open_model(world / "locked")
     assert not torch.allclose(logits(found), expected(), atol=1e-2)
     assert (found.name, found.locked) == ("locked (locked)", True)
+    opened = open_model(world / "locked", unlock=opener(world))
+    assert len({found.identity, opened.identity, open_model(world / "export").identity}) == 3
+    assert open_model(world / "locked").identity == found.identity  # and so with every opening
+    assert open_model(world / "locked", unlock=opener(world)).identity == opened.identity
+    assert found.home == opened.home
     for folder, said in (("sealed", "is sealed"), ("kept", "lacks what was withheld")):
         with pytest.raises(SitusError, match=said):
             open_model(world / folder)

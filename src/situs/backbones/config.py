@@ -18,8 +18,8 @@ class BackboneConfig(Checked):
     name: str = "vit_small_patch16_224"
     """A timm model name, or a folder with a timm or transformers config.json (an export)."""
 
-    img_size: tuple[int, int] | None = None
-    """Height and width of the images."""
+    img_size: int | tuple[int, int] | None = None
+    """Side of the square images, or their height and width."""
 
     patch_size: int | None = None
     """Side of a patch in pixels (ViT-S/4 on 32 px is vit_small_patch16_224 with patch_size 4)."""
@@ -42,3 +42,8 @@ class BackboneConfig(Checked):
 
     model_args: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the model's own constructor."""
+
+    @property
+    def size(self) -> tuple[int, int] | None:
+        """Height and width of the images; None where the model's own is meant."""
+        return (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size

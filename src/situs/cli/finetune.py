@@ -33,7 +33,7 @@ class Args(Training):
     validate_every: Annotated[int | None, Parameter(metavar="N")] = None
     """Epochs between two looks at the validation split, by default 5; 0: none, for data without one."""
 
-    config: FinetuneConfig = configured(FinetuneConfig, images_of, EVERYDAY)
+    config: FinetuneConfig = configured(FinetuneConfig, images_of, EVERYDAY, without=("probe_every",))
 
 
 def run(args: Args) -> int:

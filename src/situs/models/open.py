@@ -91,6 +91,7 @@ def _open(
     origin = Path(source).resolve().as_posix() if Path(source).exists() else f"{source}={weights}"
     if is_locked(source) or unlock is not None:
         _refuse("a locked folder", weights=weights)
+        origin += " with its key" if unlock is not None else ""  # without it another model
         model = _open_locked(Path(source), unlock, fields, device)
     elif is_run(source):
         _refuse("a run", weights=weights, **fields)

@@ -44,3 +44,13 @@ def test_a_case_that_fails_is_told_by_the_status(tmp_path: Path, capsys: pytest.
 def test_a_mistake_is_one_sentence(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "step", *words]) == 2
     assert capsys.readouterr().err == f"situs: {said}\n"
+
+
+@pytest.mark.parametrize("verb", [["step"], ["cost"], ["compare", "none.json", "none.json"]])
+def test_a_place_that_is_no_folder_is_told_before_anything_is_measured(
+    verb: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for place in ("file", "look.json"):
+        assert main(["bench", *verb, "--out", str(tmp_path / place)]) == 2
+        assert capsys.readouterr().err == f"situs: out={str(tmp_path / place)!r}: must be a folder (--out)\n"

@@ -140,6 +140,26 @@ class FreeArgs(Recipe):
     config: Free = configured(Free)
 
 
+def test_none_takes_back_what_a_file_gave(tmp_path: Path) -> None:
+    from situs.cli.pretrain import Args as Pretrain
+
+    (tmp_path / "own.toml").write_text('init = "weights.safetensors"\n[data]\nsplit = "test"\n')
+    words = ["--config", str(tmp_path / "own.toml"), "--data", "samples"]
+    assert parse(Pretrain, words, "situs pretrain").config.init == "weights.safetensors"
+    bare = parse(Pretrain, [*words, "--init", "none", "--data.split", "none"], "situs pretrain").config
+    assert (bare.init, bare.data.split) == (None, None)
+    none = parse(Pretrain, [*words, "--init", "./none"], "situs pretrain").config  # a file of that name
+    assert none.init == "./none"
+
+
+@pytest.mark.parametrize(("word", "size"), [("28", (28, 28)), ("28,56", (28, 56)), ("none", None)])
+def test_one_number_is_both_sides_of_the_images(word: str, size: tuple[int, int] | None) -> None:
+    from situs.cli.pretrain import Args as Pretrain
+
+    words = ["--data", "samples", "--backbone.img-size", word]
+    assert parse(Pretrain, words, "situs pretrain").config.backbone.size == size
+
+
 def test_a_free_table_takes_any_key_from_flags(tmp_path: Path) -> None:
     (tmp_path / "own.toml").write_text("[model.model_args]\nembed_dim = 96\nkept = true\n")
     line = f"--config {tmp_path / 'own.toml'} --model.model-args.embed-dim 48 --model.model-args.rate=.1"

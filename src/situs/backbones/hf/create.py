@@ -101,7 +101,7 @@ def create_hf_backbone(source: Any, wanted: BackboneConfig) -> Backbone:
     if kind.__name__ not in FAMILIES or not kind.__module__.startswith("transformers.models."):
         raise unknown_name("Hugging Face model class", f"{kind.__module__}.{kind.__name__}", FAMILIES)
     family = FAMILIES[kind.__name__]
-    backbone = family.adapter(model, family.head, wanted.img_size)
+    backbone = family.adapter(model, family.head, wanted.size)
     if wanted.positions is not None:
         if not isinstance(backbone, hf_image.ImageBackbone):
             said = f"positions={wanted.positions!r}: {backbone.name} reads text and keeps its own"

@@ -103,13 +103,13 @@ def _arguments(config: BackboneConfig) -> dict[str, Any]:
     if config.drop_path:
         arguments["drop_path_rate"] = config.drop_path
     default = timm.get_pretrained_cfg(config.name)
-    size = config.img_size or (pair(default.input_size[1:]) if default is not None else None)
+    size = config.size or (pair(default.input_size[1:]) if default is not None else None)
     if _module_of(config.name) == "resnet":
         if config.patch_size is not None:
             raise SitusError(f"patch_size={config.patch_size}: {config.name} is convolutional and has no patches")
         return arguments
-    if config.img_size is not None:
-        arguments["img_size"] = config.img_size
+    if config.size is not None:
+        arguments["img_size"] = config.size
     if config.patch_size is not None:
         arguments["patch_size"] = config.patch_size
         if size is not None:

@@ -12,6 +12,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from situs.cli.parser.flags import POSITIONAL
+from situs.cli.parser.model_args import check_folder
 from situs.cli.result import present
 
 
@@ -33,4 +34,5 @@ def run(args: Args) -> None:
     """Reads both, prints the table and writes the page."""
     from situs.bench import compare_steps
 
+    check_folder(args.out)
     present(compare_steps(args.before, args.after), args.out)

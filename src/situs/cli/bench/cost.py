@@ -15,6 +15,7 @@ from situs.bench.cost import CostConfig
 from situs.cli.bench.step import Measuring, keep
 from situs.cli.parser.arguments import configured
 from situs.cli.parser.flags import POSITIONAL
+from situs.cli.parser.model_args import check_folder
 from situs.cli.result import present
 
 
@@ -33,6 +34,7 @@ def run(args: Args) -> int:
     """Measures every point, prints them and writes the page; 1 where a point failed."""
     from situs.bench import bench_cost
 
+    check_folder(args.out)
     found = bench_cost(
         args.case,
         args.config,

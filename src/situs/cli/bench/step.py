@@ -16,6 +16,7 @@ from cyclopts import Parameter
 from situs.bench.cases import StepConfig
 from situs.cli.parser.arguments import configured
 from situs.cli.parser.flags import POSITIONAL
+from situs.cli.parser.model_args import check_folder
 from situs.cli.result import present
 from situs.results import Result
 
@@ -57,6 +58,7 @@ def run(args: Args) -> int:
     """Measures, prints the table and writes the page; 1 where a case failed."""
     from situs.bench import bench_step
 
+    check_folder(args.out)
     found = bench_step(
         args.cases,
         args.config,

@@ -52,13 +52,20 @@ BELOW = {"preset": "--preset", "config_file": "--config", "resume": "--resume", 
 gone on with; lowest, what is known of the model to start from."""
 
 
-def configured(cls: type[Any], ground: Ground | None = None, short: Mapping[str, tuple[str, ...]] | None = None) -> Any:
+def configured(
+    cls: type[Any],
+    ground: Ground | None = None,
+    short: Mapping[str, tuple[str, ...]] | None = None,
+    without: tuple[str, ...] = (),
+) -> Any:
     """The field of `Args` that holds the resolved config; every field of `cls` needs a default.
 
     ground: what makes of the value of --from the tables that lie below the preset. short: everyday flags that stand for
-    fields of the config, as {"epochs": ("train.epochs",)}.
+    fields of the config, as {"epochs": ("train.epochs",)}. without: fields that are no flags, because one of the verb's
+    own sets them.
     """
-    return field(default_factory=cls, kw_only=True, metadata={"situs.configured": Configured(cls, ground, short or {})})
+    held = Configured(cls, ground, short or {}, without)
+    return field(default_factory=cls, kw_only=True, metadata={"situs.configured": held})
 
 
 def parse(args_type: type[T], argv: Sequence[str], prog: str, description: str = "") -> T:
@@ -114,7 +121,7 @@ def from_text(kind: Any, text: str) -> Any:
     words = {str(word): word for each in members if get_origin(each) is Literal for word in get_args(each)}
     if text in words:
         return words[text]
-    if text.lower() == "none" and NoneType in members and str not in members:
+    if text.lower() == "none" and NoneType in members:
         return None
     lists = [each for each in members if get_origin(each) in (tuple, list)]
     if lists and ("," in text or len(lists) == len([each for each in members if each is not NoneType])):

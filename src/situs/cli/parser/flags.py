@@ -50,11 +50,13 @@ class Flag:
 
 @dataclass(frozen=True)
 class Configured:
-    """What `arguments.configured` leaves in a field: the config's class, and short flags that stand for its fields."""
+    """What `arguments.configured` leaves in a field: the config's class, short flags that stand for its fields, and
+    those of its fields that are no flags."""
 
     cls: type[Any]
     ground: Any
     short: Mapping[str, tuple[str, ...]]
+    without: tuple[str, ...] = ()
 
 
 def configured_of(args_type: type[Any]) -> tuple[str, Configured] | None:
@@ -73,7 +75,7 @@ def flags_of(args_type: type[Any], start: Any = None, *, every: bool = False) ->
     found = list(_own(args_type, held[0] if held else ""))
     if held is not None:
         start = held[1].cls() if start is None else start
-        config = [*_choices(start), *_below(start, "", every)]
+        config = [f for f in (*_choices(start), *_below(start, "", every)) if f.fields[0] not in held[1].without]
         by_path = {flag.fields[0]: flag for flag in config}
         found += [_short(name, by_path[paths[0]], paths) for name, paths in held[1].short.items()]
         found += config
