@@ -38,6 +38,7 @@ def test_what_was_measured_before_is_shown_in_the_papers_unit() -> None:
     found = result([table], measured={"date": "2026-11-16", "machine": "one H200"})
     assert found.rows[0][0][0].values == {0: 81.9}
     said = found.summary()
+    assert said.sentence.startswith("Ours were measured on 2026-11-16, on one H200, at scale paper with 1 seed.")
     assert "Of 1 numbers beside the paper's 1 agree to its last digit or its reading" in said.sentence
     assert said.tables[0].rows == [["r", "82.0 (± 0.3)", "81.9", "-0.1"], ["s", "7.0 (± 0.3)", "–", "–"]]
 
@@ -60,6 +61,8 @@ def test_what_is_missing_is_said() -> None:
 
 def test_a_study_by_its_name() -> None:
     found = read_study("mp3-table3")
-    assert found.name == "mp3-table3" and found.summary().sentence.startswith("Nothing was run here.")
+    assert found.name == "mp3-table3" and found.summary().sentence
+    small = read_study("mjp-table4").summary()
+    assert "at scale quick" in small.sentence and any("the difference says little" in note for note in small.notes)
     with pytest.raises(SitusError, match="unknown study 'nosuch'"):
         read_study("nosuch")

@@ -19,7 +19,16 @@ class StudyList:
 
     def table(self) -> Table:
         """A row each."""
-        header = ["study", "what it shows", "data", "GPU hours: quick", "paper", "numbers", "ours", "missing"]
+        header = [
+            "study",
+            "what it shows",
+            "data",
+            "GPU hours: quick",
+            "paper",
+            "the paper's numbers",
+            "ours",
+            "missing",
+        ]
         return Table("Studies", header, [[name, *_row(found)] for name, found in self.studies.items()])
 
     def sentence(self) -> str:
@@ -28,8 +37,7 @@ class StudyList:
         machine = ", ".join(dict.fromkeys(found.study.cost.machine for found in self.studies.values()))
         return (
             f"{len(self.studies)} tables and figures, of which {run} can be run. Hours are of {machine} for one seed; "
-            "~: estimated, not measured. numbers: how many the paper prints; ours: how many were measured, and how far "
-            "they are from the paper's."
+            "~: estimated, not measured. Of the numbers: how many, and the range of the first column."
         )
 
     def tables(self) -> Iterator[Table]:
@@ -47,22 +55,41 @@ def list_studies(paper: str | None = None) -> StudyList:
 
 def _row(found: StudyResult) -> list[str | None]:
     study = found.study
-    cells = [cell for _, cell in found.cells()]
-    printed = sum(not isinstance(cell.paper, str) for cell in cells)
-    ours = [cell for cell in cells if cell.mean is not None]
-    gaps = [cell.difference for cell in ours if cell.difference is not None]
-    told = f"{len(ours)}" + (f" ({min(gaps):+.1f} to {max(gaps):+.1f})" if gaps else "") if ours else None
-    if told and study.measured and study.measured.scale != PAPER:
-        told += f", {study.measured.scale}"
     missing = "; ".join(dict.fromkeys(f"{each.package}: {each.why}" for each in study.missing))
-    where = f"{study.title}" if not study.paper else f"{study.place}: {study.title}"
-    return [where, ", ".join(study.data) or "none", *_hours(study), str(printed), told, missing or None]
+    where = f"{study.place}: {study.title}" if study.paper else study.title
+    ours = _told([(where, cell.mean) for where, cell in found.cells()], found)
+    if ours and study.measured and study.measured.scale != PAPER:
+        ours += f" (scale {study.measured.scale})"
+    paper = _told(
+        [(where, None if isinstance(cell.paper, str) else cell.paper) for where, cell in found.cells()], found
+    )
+    return [where, ", ".join(study.data) or "none", *_hours(study), paper, ours, missing or None]
+
+
+def _told(values: list[tuple[str, float | None]], found: StudyResult) -> str | None:
+    """How many numbers, and of the first column or figure their range: "18; CIFAR-100 64.6 to 84.5 %"."""
+    known = [(where, value) for where, value in values if value is not None]
+    if not known:
+        return None
+    study = found.study
+    if study.tables:
+        column = study.tables[0].columns[0]
+        name, unit, digits, end = column.name, column.unit, column.digits, f", {column.name}"
+    else:
+        curves = study.curves[0]
+        name, unit, digits, end = curves.y, curves.unit, curves.digits, ""
+    shown = [value for where, value in known if where.endswith(end)]
+    if not shown:
+        return f"{len(known)}"
+    ends = " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in (min(shown), max(shown))))
+    return f"{len(known)}; {name} {ends} {unit}".rstrip()
 
 
 def _hours(study: Study) -> tuple[str | None, str | None]:
     def told(scale: str) -> str | None:
         if scale not in study.cost.minutes:
             return None
-        return f"{'' if scale in study.cost.measured else '~'}{study.cost.minutes[scale] / 60:.2g}"
+        hours = study.cost.minutes[scale] / 60
+        return f"{'' if scale in study.cost.measured else '~'}{f'{hours:,.0f}' if hours >= 10 else f'{hours:.2g}'}"
 
     return told("quick"), told(PAPER)

@@ -120,13 +120,17 @@ class StudyResult(Result):
         return Summary(f"{self._progress()}{self._nearness()}", tuple(tables), tuple(self._notes()))
 
     def _progress(self) -> str:
-        if not self.tasks:
-            return "Nothing was run here."
+        told = self.study.measured
+        seeded = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
+        if not self.tasks and told is None:
+            return "Ours were not measured yet."
+        if not self.tasks and told is not None:
+            return f"Ours were measured on {told.date}, on {told.machine}, at scale {told.scale} with {seeded}."
         counts = {state: sum(task.state == state for task in self.tasks) for state in (DONE, TAKEN, NOT_FINITE, FAILED)}
         other = ", ".join(f"{count} {state}" for state, count in counts.items() if count and state != DONE)
         seconds = sum(task.seconds or 0 for task in self.tasks)
         said = f"{counts[DONE]} of {len(self.tasks)} jobs are done{other and f' ({other})'}, in {clock(seconds)}"
-        return f"{said}, at scale {self.scale} with {self.seeds} seed{'s' if self.seeds > 1 else ''}."
+        return f"{said}, at scale {self.scale} with {seeded}."
 
     def _nearness(self) -> str:
         found = [(abs(cell.difference), where, cell) for where, cell in self.cells() if cell.difference is not None]
@@ -140,6 +144,10 @@ class StudyResult(Result):
     def _notes(self) -> Iterator[str]:
         if self.study.note:
             yield self.study.note
+        if self.scale != PAPER and any(cell.difference is not None for _, cell in self.cells()):
+            yield f"At scale {self.scale} the jobs are smaller than the paper's, and the difference says little."
+        if not self.tasks and self.study.measured and self.study.measured.note:
+            yield f"Of ours: {self.study.measured.note}."
         for task in self.tasks:
             if task.state in (NOT_FINITE, FAILED):
                 yield f"{task.name} {'was not finite' if task.state == NOT_FINITE else 'failed'}: {task.why}."
