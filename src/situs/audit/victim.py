@@ -43,6 +43,8 @@ def open_victim(source: Any, *, classes: int = 1000, **asked: Any) -> Victim:
     shaped = model.facts["kind"] in ("export", "name") and model.facts.get("weights") != PUBLISHED
     if shaped and outputs_of(model) == model.backbone.out_dim:  # as many outputs as channels: pooled features
         model = open_model(source, any_weights=True, num_classes=classes, **asked)
+    if model.multi_label:
+        raise SitusError(f"{model.name}: is multi-label, and the attackers and their clients learn one class an image")
     notes, backbone = dict(model.notes), model.backbone
     if isinstance(backbone, OwnModule) and not isinstance(backbone, StemBackbone):
         asked = {"in_chans": backbone.input.channels, "name": backbone.name, "normalisation": backbone.normalisation}

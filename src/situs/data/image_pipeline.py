@@ -98,7 +98,7 @@ class ImagePipeline(Pipeline):
             images = random_crops(images, self.size, self.augment, self.seed, epoch, draws, sides)
         values = {"image": _stack(images)}
         if "label" in samples[0]:
-            values["label"] = torch.tensor([sample["label"] for sample in samples])
+            values["label"] = _labels(samples)
         return values
 
     def _collate_late(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -120,7 +120,7 @@ class ImagePipeline(Pipeline):
         if early:
             values["image"] = _stack(random_crops(images, self.size, self.augment, self.seed, epoch, own))
         if "label" in samples[0]:
-            values["label"] = torch.tensor([sample["label"] for sample in samples])
+            values["label"] = _labels(samples)
         return values
 
     def move(self, values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -201,7 +201,7 @@ class ImagePipeline(Pipeline):
         return {} if self.rest is None else draw(self.rest, ids, seed=self.seed, epoch=epoch)
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
-        targets = {"label": values["label"]} if "label" in values else {}
+        targets = {self.source.target: values["label"]} if "label" in values else {}
         return self.mix(Batch(self.view(values["image"], noise), ids, targets), noise)
 
     def view(self, images: Tensor, noise: Noise) -> Tensor:
@@ -213,8 +213,9 @@ class ImagePipeline(Pipeline):
     def mix(self, batch: Batch, noise: Noise) -> Batch:
         """MixUp, CutMix and label smoothing, which look at two samples of a batch."""
         count = len(self.source.classes) if self.source.classes is not None else None
-        images, labels = apply_mix(batch.inputs, batch.targets.get("label"), noise, self.augment or NONE, count)
-        return Batch(images, batch.ids, {} if labels is None else {"label": labels})
+        target = self.source.target
+        images, labels = apply_mix(batch.inputs, batch.targets.get(target), noise, self.augment or NONE, count)
+        return Batch(images, batch.ids, {} if labels is None else {target: labels})
 
 
 def crop_boxes(
@@ -267,6 +268,11 @@ def centre_crop(images: Tensor, size: tuple[int, int], crop_share: float) -> Ten
     fitted = centre_fit(images, *around)
     top, left = (around[0] - size[0]) // 2, (around[1] - size[1]) // 2
     return fitted[..., top : top + size[0], left : left + size[1]]
+
+
+def _labels(samples: list[dict[str, Any]]) -> Tensor:
+    """[B] int64, or [B, K] int8 where a sample has any number of classes."""
+    return torch.stack([torch.as_tensor(sample["label"]) for sample in samples])
 
 
 def _stack(images: list[Tensor]) -> Tensor:

@@ -47,6 +47,10 @@ class DataConfig(Checked):
     split: str | None = None
     """train, val or test; by default the training split where there is one, and val for evaluation."""
 
+    multi_label: bool = False
+    """Whether an image has any number of the classes: by a table among the files, or by a list or 0/1 columns of
+    parquet files. By default it has one."""
+
     held_out: Annotated[float, Within("[0, 1)")] = 0.0
     """Share of data without a val or test split that is held out as both, by the images' names; train is the rest."""
 
@@ -103,6 +107,10 @@ class DataConfig(Checked):
             if len(getattr(self, name)) not in {0, self.channels}:
                 allowed = f"{self.channels} numbers, one a channel"
                 raise SitusError(field=(name, "channels"), value=getattr(self, name), allowed=allowed)
+
+    def wanted(self) -> dict[str, Any]:
+        """How the set is asked for, by the arguments of `open_source`."""
+        return {name: getattr(self, name) for name in ("channels", "strict", "held_out", "multi_label")}
 
     @property
     def size(self) -> tuple[int, int]:
@@ -202,7 +210,7 @@ class ResidentLoader(Loader):
         if len(self.held.images) < len(self.source):  # a broken image must not give its number to the next
             ids = ids - rows + self.held.index[rows]
         images = self.held.images[rows]
-        targets = {} if self.held.labels is None else {"label": self.held.labels[rows]}
+        targets = {} if self.held.labels is None else {self.source.target: self.held.labels[rows]}
         if not pipeline.training:
             images = centre_crop(images, pipeline.size, pipeline.crop_share)
         noise = pipeline.noise(ids, epoch)
@@ -273,9 +281,7 @@ def make_loader(
         if not config.path:
             raise SitusError(NO_DATA, field="data")
         split = config.split or (None if augment is not None else "val")
-        source = open_source(
-            config.path, split, channels=config.channels, strict=config.strict, held_out=config.held_out
-        )
+        source = open_source(config.path, split, **config.wanted())
     if augment is not None and config.count is not None:
         source = Subset(source, config.count)
     size = _resident_size(source, config)

@@ -21,7 +21,7 @@ Progress = Callable[[int, int], None]
 
 
 class Resident(NamedTuple):
-    """images: [n, C, H, W] uint8, or float32 in [0, 1]. labels: [n] int64. index: [n] row in the source."""
+    """images: [n, C, H, W] uint8, or float32 in [0, 1]. labels: [n] int64, or [n, K] int8. index: [n] source's rows."""
 
     images: Tensor
     labels: Tensor | None
@@ -92,7 +92,10 @@ def _decode_all(
     shape = (first.shape[0], *(size or first.shape[1:]))
     _check_bytes(source, shape, first.dtype, max_bytes)
     images = torch.empty((count, *shape), dtype=first.dtype)
-    labels = torch.zeros(count, dtype=torch.int64) if source.classes is not None else None
+    labels = None
+    if source.classes is not None:
+        shape = (count, len(source.classes)) if source.multi_label else (count,)
+        labels = torch.zeros(shape, dtype=torch.int8 if source.multi_label else torch.int64)
     good = torch.zeros(count, dtype=torch.bool)
 
     def fill(start: int) -> list[tuple[int, str]]:

@@ -1,4 +1,7 @@
-"""Top-1, top-5 and loss of a classifier over a whole set: exact, one wait for the device at the end."""
+"""How well a classifier does over a whole set: top-1, top-5 and loss; exact, one wait for the device at the end.
+
+Where an image has any number of the classes, the scores of `situs.evaluate.multi_label` stand in their place.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from situs.errors import SitusError
+from situs.evaluate.multi_label import LabelAccuracy, LabelScores, LabelTally
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Images, check_classes, check_labels, load_set, made_with, opened
 from situs.models.inference import Total, evaluating
@@ -79,8 +83,10 @@ class ClassAccuracy(Result):
 class Tally:
     """Running sums on the device. Every sample counts once, so a smaller last batch weighs what it should.
 
-    classes: how many there are, where every answer is kept by class too.
+    classes: how many there are, where every answer is kept by class too. `target`: see `Source.target`.
     """
+
+    target = "label"
 
     def __init__(self, classes: int = 0) -> None:
         self.classes = classes
@@ -116,8 +122,10 @@ def evaluate_accuracy(
     precision: str = "fp32",
     seed: int = 0,
     **images: Unpack[Images],
-) -> ClassAccuracy:
+) -> ClassAccuracy | LabelAccuracy:
     """Measures top-1, top-5 and loss of a classifier on a whole split, and which classes it knows.
+
+    Of a multi-label one mean average precision, accuracy and F1 over the classes, and each class's own.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on.
     precision: fp32, or bf16 for autocast. seed: of random weights. images: see `load_set`. Under torchrun the ranks
@@ -125,11 +133,16 @@ def evaluate_accuracy(
     """
     model = opened(model, seed)
     loader = load_set(model, data, shared=True, **images)
-    check_classes(model, loader)
-    classes = check_labels(loader)
+    check_classes(model, loader, multi_label=True)
+    classes = check_labels(loader, multi_label=True)
+    told = {"classes": len(classes), "precision": precision}
+    if loader.source.multi_label:
+        scores = measure_labels(model.backbone, loader, **told)
+        check_numbers(model.name, scores.loss)
+        return LabelAccuracy(scores, classes, provenance=made_with(model, loader, seed, precision))
     tally = Tally(len(classes))
-    found = measure_accuracy(model.backbone, loader, classes=len(classes), precision=precision, tally=tally)
-    check_numbers(model.name, found)
+    found = measure_accuracy(model.backbone, loader, **told, tally=tally)
+    check_numbers(model.name, found.loss)
     return ClassAccuracy(found, tally.answers(), classes, provenance=made_with(model, loader, seed, precision))
 
 
@@ -147,29 +160,48 @@ def measure_accuracy(
     tally: what keeps the sums, where more than the accuracy is asked for.
     """
     tally = tally or Tally()
+    _run(model, batches, tally, classes, precision)
+    return tally.result()
+
+
+def measure_labels(
+    model: Classifier, batches: Iterable[Batch], *, classes: int | None = None, precision: str = "fp32"
+) -> LabelScores:
+    """The same of a classifier that tells any number of classes an image."""
+    tally = LabelTally()
+    _run(model, batches, tally, classes, precision)
+    return tally.result()
+
+
+def _run(
+    model: Classifier, batches: Iterable[Batch], tally: Tally | LabelTally, classes: int | None, precision: str
+) -> None:
     with evaluating(model):
         for batch in batches:
             with autocast(batch.inputs.device, precision):
                 logits = model(batch.inputs)
             if classes not in (None, logits.shape[-1]):
                 raise SitusError(f"the model has {logits.shape[-1]} classes and the data {classes}", field="data")
-            tally.add(logits, labels_of(batch))
-    return tally.result()
+            tally.add(logits, labels_of(batch, tally.target))
 
 
-def check_numbers(name: str, found: Accuracy) -> None:
+def check_numbers(name: str, loss: float) -> None:
     """Refuses the accuracy of outputs that are no numbers: a NaN counts as the largest, so as some class."""
-    if math.isnan(found.loss):
+    if math.isnan(loss):
         raise SitusError(f"{name}: some of its outputs are not numbers (NaN), so that it has no accuracy")
 
 
-def labels_of(batch: Batch) -> Tensor:
-    """The labels of a batch, or one sentence where the data has none."""
-    if "label" not in batch.targets:
-        raise SitusError("this evaluation needs labels, and the data has none", field="data")
-    return batch.targets["label"]
+def labels_of(batch: Batch, target: str = "label") -> Tensor:
+    """The labels of a batch, or one sentence where the data has none of this kind (see `Source.target`)."""
+    if target not in batch.targets:
+        kind = {"label": "one class an image", "labels": "any number of classes an image"}
+        has = next((f"gives {kind[each]}" for each in kind if each in batch.targets), "has none")
+        raise SitusError(f"this evaluation needs labels, {kind[target]}, and the data {has}", field="data")
+    return batch.targets[target]
 
 
 def hard(labels: Tensor) -> Tensor:
     """Labels as class numbers [n], the heaviest class where they are shares [n, C]."""
+    if labels.dim() > 1 and not labels.is_floating_point():
+        raise SitusError("the data is multi-label, and one class an image is asked for here", field="data")
     return labels if labels.dim() == 1 else labels.argmax(dim=-1)

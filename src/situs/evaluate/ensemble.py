@@ -103,7 +103,7 @@ def evaluate_ensemble(
     backbones = {name: model.backbone for name, model in opened.items()}
     found = measure_ensemble(backbones, loaders, average=average, precision=precision)
     for name, score in found.alone.items():
-        check_numbers(name, score)
+        check_numbers(name, score.loss)
     name = next(iter(loaders.values())).source.name
     facts = {"data": name, "precision": precision, "average": average, "situs": __version__}
     made = (Provenance({}, (model.origin,), loaders[name].source.left_out()) for name, model in opened.items())

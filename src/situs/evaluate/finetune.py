@@ -19,6 +19,7 @@ from situs.train.run import RunConfig, is_run
 
 SAME_IMAGES = (
     "path",
+    "multi_label",
     "held_out",
     "img_size",
     "channels",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from situs.data.loader import BATCH, Loader, make_loader
 from situs.data.sources import open_source
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
-from situs.evaluate.accuracy import hard, measure_accuracy
+from situs.evaluate.accuracy import hard, measure_accuracy, measure_labels
 from situs.evaluate.features import extract
 from situs.evaluate.knn import knn_accuracy
 from situs.evaluate.position import position_accuracy
@@ -73,7 +74,7 @@ class OnlineProbe(_Looks):
         if "tokens" not in method.backbone.refusals:
             told = {"positions": method.sees_positions, "precision": self.precision}
             train, test = (extract(method.backbone, batches(), **told) for batches in (self.train, self.test))
-            if train.labels is not None and test.labels is not None:
+            if train.labels is not None and test.labels is not None and train.labels.dim() == 1:
                 pairs = (train.features, hard(train.labels), test.features, hard(test.labels))
                 found["knn_accuracy"] = knn_accuracy(*pairs, min(self.k, len(train.labels)))
         if method.puzzle_ratios:
@@ -82,7 +83,7 @@ class OnlineProbe(_Looks):
 
 
 class Validation(_Looks):
-    """Top-1, top-5 and loss on the validation set."""
+    """Top-1, top-5 and loss on the validation set; of a multi-label one mean average precision, accuracy and loss."""
 
     def __init__(self, loader: Loader, every: int, precision: str) -> None:
         super().__init__(every, precision)
@@ -90,6 +91,10 @@ class Validation(_Looks):
 
     def look(self, method: Method) -> dict[str, float]:
         """The accuracy over the validation set of all ranks."""
+        if self.loader.source.multi_label:
+            scores = measure_labels(method.backbone, self.loader, precision=self.precision)
+            found = {"val_accuracy": scores.accuracy, "val_loss": scores.loss}
+            return found if math.isnan(scores.mean_ap) else {"val_map": scores.mean_ap, **found}  # no class has images
         found = measure_accuracy(method.backbone, self.loader, precision=self.precision)
         return {"val_top1": found.top1, "val_top5": found.top5, "val_loss": found.loss}
 
@@ -128,7 +133,7 @@ def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequ
 
 def _probed(config: RunConfig, split: str, device: torch.device) -> Loader:
     data = replace(config.data, split=split, batch=min(1024, config.data.batch or BATCH))
-    source = open_source(data.path, split, channels=data.channels, strict=data.strict, held_out=data.held_out)
+    source = open_source(data.path, split, **data.wanted())
     return make_loader(data, None, device, source=Subset(source, PROBED[split]))
 
 

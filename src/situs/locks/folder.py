@@ -140,7 +140,8 @@ def write_model(source: Backbone | Model, folder: Path) -> None:
         return
     assert data is not None  # all of timm's take images
     mean, std = data.normalisation
-    told = ModelProvenance("", mean=mean, std=std, crop=data.crop_share, classes=classes)
+    shown = {"mean": mean, "std": std, "crop": data.crop_share}
+    told = ModelProvenance("", **shown, classes=classes, multi_label=data.multi_label)
     config = timm_config(backbone, model.num_classes, told)
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}

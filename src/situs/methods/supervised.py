@@ -1,6 +1,7 @@
 """Supervised classification: the baseline, and what fine-tuning runs.
 
-The backbone's own forward and head; labels may be hard or, after MixUp and CutMix, soft.
+The backbone's own forward and head; labels may be hard or, after MixUp and CutMix, soft. Cross entropy where an image
+has one class; binary cross entropy of each class where it has any number of them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 
 from situs.backbones.base import Backbone
 from situs.config import Checked
+from situs.data.augment.mix import soft_multi_labels
 from situs.errors import SitusError
 from situs.limits import Within
 from situs.methods.base import Batch, Draws, Method, Output
@@ -24,11 +26,12 @@ class SupervisedConfig(Checked):
     """Supervised training's own settings."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
-    """Mass taken from the true class and spread over all; soft labels bring their own and are left as they are."""
+    """Mass taken from the true class and spread over all (over yes and no of each class where an image has any number
+    of them); soft labels bring their own and are left as they are."""
 
 
 class Supervised(Method):
-    """Cross entropy on the backbone's logits. Works on every backbone, convolutional ones too."""
+    """(Binary) cross entropy on the backbone's logits. Works on every backbone, convolutional ones too."""
 
     Config: ClassVar[type[SupervisedConfig]] = SupervisedConfig
     needs: ClassVar[tuple[str, ...]] = ()
@@ -48,12 +51,33 @@ class Supervised(Method):
 
 
 def label_loss(logits: Tensor, batch: Batch, smoothing: float) -> tuple[Tensor, dict[str, Tensor]]:
-    """Cross entropy, and top-1 accuracy under "accuracy". smoothing: of hard labels; soft ones bring their own."""
+    """Cross entropy, and top-1 accuracy under "accuracy". smoothing: of hard labels; soft ones bring their own.
+
+    `multi_label_loss` where the batch has "labels".
+    """
+    if "labels" in batch.targets:
+        return multi_label_loss(logits, batch.targets["labels"], smoothing)
     if "label" not in batch.targets:
         raise SitusError("supervised training needs labels, and this data has none", field="data")
     labels = batch.targets["label"]
     loss = F.cross_entropy(logits.float(), labels, label_smoothing=smoothing if labels.dim() == 1 else 0.0)
     return loss, {"accuracy": top1(logits, labels)}
+
+
+def multi_label_loss(logits: Tensor, labels: Tensor, smoothing: float) -> tuple[Tensor, dict[str, Tensor]]:
+    """Binary cross entropy, and under "accuracy" the share of the known labels that are right.
+
+    logits: [B, K]. labels: [B, K] integers 1, 0 and -1 for unknown, or soft, with NaN for unknown. The loss is the mean
+    over all B · K, to which an unknown label adds nothing: so the parts of a batch that is cut, by ranks or gradient
+    accumulation, come to the whole's.
+    """
+    shares = labels if labels.is_floating_point() else soft_multi_labels(labels, smoothing)
+    known = ~shares.isnan()
+    each = F.binary_cross_entropy_with_logits(logits.float(), shares.float().nan_to_num(), reduction="none")
+    with torch.no_grad():
+        right = ((logits > 0) == (shares > 0.5)) & known
+        accuracy = right.sum() / known.sum().clamp(min=1)
+    return (each * known).mean(), {"accuracy": accuracy}
 
 
 @torch.no_grad()

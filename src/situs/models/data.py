@@ -90,8 +90,8 @@ def load_set(
     elif data or config.path:
         path = str(data or config.path)
         config = replace(config, path=path)
-        chosen = split or judged_split(path, config.held_out)
-        source = open_source(path, chosen, channels=config.channels, strict=config.strict, held_out=config.held_out)
+        chosen = split or judged_split(path, config.held_out, multi_label=config.multi_label)
+        source = open_source(path, chosen, **config.wanted())
         if chosen is None:
             told = ", those of the training too" if data is None else ""
             source.notes.append(
@@ -139,17 +139,25 @@ def load_bank(
     return bank, test
 
 
-def check_labels(loader: Loader) -> tuple[str, ...]:
-    """The classes of data that must have labels."""
+def check_labels(loader: Loader, *, multi_label: bool = False) -> tuple[str, ...]:
+    """The classes of data that must have labels: one an image, or any number where `multi_label` allows it."""
     if loader.classes is None:
         raise SitusError(f"{loader.source.name}: has no labels to compare with", field="data")
+    if loader.source.multi_label and not multi_label:
+        raise SitusError(
+            f"{loader.source.name}: is multi-label, and one class an image is asked for here", field="data"
+        )
     return loader.classes
 
 
-def check_classes(model: Model, loader: Loader) -> None:
-    """Refuses data whose labels do not mean what the classifier's outputs mean."""
-    check_classifier(model)
-    classes = check_labels(loader)
+def check_classes(model: Model, loader: Loader, *, multi_label: bool = False) -> None:
+    """Refuses data whose labels do not mean what the classifier's outputs mean. multi_label: any number is allowed."""
+    check_classifier(model, multi_label=multi_label)
+    classes = check_labels(loader, multi_label=multi_label)
+    if model.classes is not None and model.multi_label != loader.source.multi_label:
+        said = ("one class", "any number of classes")
+        here, there = said[loader.source.multi_label], said[model.multi_label]
+        raise SitusError(f"{loader.source.name}: has {here} an image, and {model.name} tells {there}", field="data")
     if model.classes is not None and model.classes != classes:
         pairs = zip(model.classes, classes, strict=False)
         first = next((pair for pair in pairs if pair[0] != pair[1]), None)
@@ -164,6 +172,8 @@ def top1_reason(model: Model, loader: Loader) -> str | None:
     """Why the data's labels cannot be compared with the classifier's answers, or None where they can."""
     if loader.classes is None:
         return "the data has no labels"
+    if loader.source.multi_label:
+        return "the data has any number of classes an image"
     if model.classes not in (None, loader.classes):
         return "the data's classes are not those the model was trained on"
     return None

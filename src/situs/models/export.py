@@ -32,6 +32,7 @@ def export_run(source: str | Path, to: str | Path, *, ema: bool | None = None, f
         std=std,
         crop=config.data.crop_share,
         classes=classes,
+        multi_label=config.data.multi_label,
     )
     return write_export(method, to, provenance, force=force)
 

@@ -81,5 +81,18 @@ def sum_over_ranks(value: Tensor) -> Tensor:
     return value
 
 
+def rows_of_ranks(value: Tensor) -> Tensor:
+    """The rows [n, …] of all ranks, each of which may have another number of them."""
+    if not _many():
+        return value
+    counts = [torch.zeros(1, dtype=torch.int64, device=value.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(counts, torch.tensor([len(value)], device=value.device))
+    most = max(int(count) for count in counts)
+    padded = torch.cat([value, value.new_zeros(most - len(value), *value.shape[1:])])
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded)
+    return torch.cat([part[: int(count)] for part, count in zip(parts, counts, strict=True)])
+
+
 def _many() -> bool:
     return dist.is_available() and dist.is_initialized()

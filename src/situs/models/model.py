@@ -52,6 +52,11 @@ class Model:
         return self.input
 
     @property
+    def multi_label(self) -> bool:
+        """Whether its classifier tells any number of classes an image."""
+        return self.classifier and self.input is not None and self.input.multi_label
+
+    @property
     def trained(self) -> Method | Backbone:
         """The method that a run was trained with, else the backbone."""
         return self.method or self.backbone
@@ -103,7 +108,9 @@ def told_places(share: float) -> tuple[str, ...]:
     return (said,) if share else ()
 
 
-def check_classifier(model: Model) -> None:
-    """Refuses a model whose head was never trained."""
+def check_classifier(model: Model, *, multi_label: bool = False) -> None:
+    """Refuses a model whose head was never trained; and where one class is asked for, one that tells any number."""
     if not model.classifier:
         raise SitusError(f"{model.name}: has no trained classifier; fine-tune it first (situs finetune)")
+    if model.multi_label and not multi_label:
+        raise SitusError(f"{model.name}: is multi-label, and one class an image is asked for here")

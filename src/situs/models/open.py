@@ -26,7 +26,7 @@ from situs.errors import SitusError
 from situs.files import read_json
 from situs.models.model import Model, folder_name, identity_of
 from situs.models.module import OwnModule, in_float32, make_module, names_module, wrap_module
-from situs.models.prepared import class_names, described, images_for, read_prepared
+from situs.models.prepared import class_names, described, images_for, is_multi_label, read_prepared
 from situs.train.export import last_name
 from situs.train.run import is_run, load_run
 
@@ -191,7 +191,7 @@ def _open_folder(folder: Path, fields: dict[str, Any], device: torch.device | st
         folder_name(folder),
         backbone,
         None,
-        images_for(backbone, told.get("pretrained_cfg", {})),
+        images_for(backbone, told.get("pretrained_cfg", {}), multi_label=is_multi_label(told)),
         class_names(told),
         {"kind": "export", "model": backbone.source["architecture"], "method": ours.get("method")},
         classifier=told.get("num_classes", 1) > 0,

@@ -12,7 +12,7 @@ from typing import Any
 from situs.backbones.base import Backbone
 from situs.data.loader import DataConfig
 from situs.files import read_json
-from situs.train.export import PREPARED
+from situs.train.export import MULTI_LABEL, PREPARED
 
 
 def read_prepared(folder: Path) -> dict[str, Any]:
@@ -33,7 +33,14 @@ def class_names(described: Mapping[str, Any]) -> tuple[str, ...] | None:
     return tuple(names) if isinstance(names, list) else None
 
 
-def images_for(backbone: Backbone, described: Mapping[str, Any], path: str = "") -> DataConfig | None:
+def is_multi_label(described: Mapping[str, Any]) -> bool:
+    """Whether the folder says that an image has any number of the classes."""
+    return MULTI_LABEL.items() <= described.items()
+
+
+def images_for(
+    backbone: Backbone, described: Mapping[str, Any], path: str = "", *, multi_label: bool = False
+) -> DataConfig | None:
     """How the model's images are prepared, by timm's description of it; None for one that takes none."""
     channels = backbone.input.channels
     if not channels:
@@ -48,6 +55,7 @@ def images_for(backbone: Backbone, described: Mapping[str, Any], path: str = "")
         crop_share=min(1.0, described.get("crop_pct") or 1.0),
         mean=mean if fits else (),
         std=std if fits else (),
+        multi_label=multi_label,
     )
 
 
@@ -58,7 +66,7 @@ def _as_timm_says(backbone: Backbone, prepared: Mapping[str, Any]) -> dict[str, 
     shown, kept = around.get("shortest_edge", around.get("height")), crop.get("height")
     share = kept / shown if prepared.get("do_center_crop", True) and shown and kept else 1.0
     images = {"mean": prepared.get("image_mean") or (), "std": prepared.get("image_std") or (), "crop_pct": share}
-    told = {"num_classes": backbone.num_classes, "pretrained_cfg": images}
+    told = {"num_classes": backbone.num_classes, "pretrained_cfg": images, "problem_type": config.problem_type}
     names = [config.id2label[number] for number in sorted(config.id2label)]
     if names == [f"LABEL_{number}" for number in range(len(names))]:
         return told

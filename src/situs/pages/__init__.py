@@ -32,6 +32,7 @@ PAGES = {
     "CostCurves": "bench.cost",
     "DataCheck": "data.check",
     "Ensemble": "evaluate.ensemble",
+    "LabelAccuracy": "evaluate.label_accuracy",
     "LayerKnn": "evaluate.knn",
     "LockAudit": "lock.audit_page",
     "LockTuning": "lock.tuning_page",

@@ -10,6 +10,7 @@ import numpy as np
 from situs.evaluate.accuracy import ClassAccuracy
 from situs.evaluate.ensemble import Ensemble
 from situs.evaluate.knn import POOLS, LayerKnn
+from situs.evaluate.multi_label import LabelAccuracy
 from situs.evaluate.position import PositionCurve, PositionGrid
 from situs.evaluate.probe.classes import ClassProbes
 from situs.evaluate.probe.linear import Probe, Probes
@@ -41,6 +42,36 @@ def accuracy(found: ClassAccuracy) -> Page:
         [[row["class"], row["count"], f"{100 * row['top1']:.2f}", row["taken_for"] or "none"] for row in weakest],
     )
     return page.end(found.provenance.facts, ACCURACY)
+
+
+LABELS = """
+An image has any number of the classes. A class's average precision is the area under its curve of precision over
+recall, the images ordered by the model's probability: 100 % where all that have the class come before all that have it
+not, and in a random order about the share that has it. Accuracy counts a class as told where its probability passes a
+half; the mean over the classes stands beside that of always giving each class's more frequent answer. F1 is the
+harmonic mean of precision and recall at that half. Unknown labels are left out of every number.
+"""
+
+
+def label_accuracy(found: LabelAccuracy) -> Page:
+    """The means, every class where they are few, and the weakest."""
+    said = found.summary()
+    page = Page(f"{found.provenance.name}: accuracy", lead=said.sentence)
+    section = page.section("How well it tells the classes")
+    section.table(*said.tables[0][1:], " ".join([f"{found.scores.count:,} images.", *said.notes]))
+    rows = [row for row in found.rows() if row["average_precision"] is not None]
+    if len(found.classes) <= _DRAWN:
+        shares = {row["class"]: 100 * row["average_precision"] for row in rows}
+        drawn = figures.bars(shares, "average precision, %", digits=".1f")
+        section.figure(drawn, "Average precision of each class.", name="classes")
+    weakest = sorted(rows, key=lambda row: row["average_precision"])[:_LISTED]
+    shown = ("average_precision", "accuracy", "f1")
+    page.section("The classes it tells worst").table(
+        ["class", "images with it", "of", "average precision, %", "accuracy, %", "F1, %"],
+        [[row["class"], row["positives"], row["count"], *(f"{100 * row[name]:.2f}" for name in shown)]
+         for row in weakest],
+    )  # fmt: skip
+    return page.end(found.provenance.facts, LABELS)
 
 
 ENSEMBLE = """

@@ -133,7 +133,9 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     """The method on its backbone, freshly initialised from the run's seed."""
     kind = METHODS[config.method_name]
     if "label" in kind.needs_targets and classes is None:
-        raise SitusError(f"{config.method_name} needs labels, and {config.data.path} has none", field="data")
+        said = f"{config.method_name} needs labels, and {config.data.path} has none"
+        more = "" if config.data.multi_label else ", not one class an image; with any number of them it is multi-label"
+        raise SitusError(said + more, field=("data", "data.multi_label"))
     torch.manual_seed(config.train.seed)
     backbone = create_backbone(
         replace(

@@ -40,6 +40,12 @@ def partners(count: int, device: torch.device) -> Tensor:
     return (torch.arange(count, device=device) ^ 1).clamp(max=count - 1)
 
 
+def soft_multi_labels(labels: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Labels [B, K] of 1, 0 and -1 for unknown -> shares with half of `smoothing` on the other answer; NaN: unknown."""
+    shares = labels.to(torch.float32) * (1.0 - smoothing) + smoothing / 2
+    return shares.masked_fill(labels < 0, torch.nan)
+
+
 def soft_labels(labels: Tensor, classes: int, smoothing: float = 0.0) -> Tensor:
     """One-hot labels [B, K] with the mass `smoothing` spread evenly over all classes."""
     return F.one_hot(labels, classes).to(torch.float32) * (1.0 - smoothing) + smoothing / classes
@@ -51,7 +57,8 @@ def mix(
     """Images [B, C, H, W] and soft labels [B, K] mixed with their partners'. noise: [B, 5].
 
     mixup, cutmix: their α, 0 for none. probability: share of samples mixed. switch: share of those that take CutMix
-    where both are on. CutMix's share of labels is the share of pixels really replaced.
+    where both are on. CutMix's share of labels is the share of pixels really replaced. A label that is NaN in either of
+    two mixed samples is NaN in the mixture.
     """
     count, _, height, width = images.shape
     other = partners(count, images.device)
@@ -63,7 +70,8 @@ def mix(
     kept = torch.where(mixed, torch.where(cut, 1.0 - inside.float().mean((1, 2)), keep_up), 1.0)
     weight = torch.where(cut.view(-1, 1, 1), 1.0 - inside.float(), kept.view(-1, 1, 1))[:, None]
     kept = kept[:, None]
-    return torch.lerp(images[other], images, weight), torch.lerp(targets[other], targets, kept)
+    shares = torch.where(kept == 1.0, targets, torch.lerp(targets[other], targets, kept))  # 0 · NaN would be NaN
+    return torch.lerp(images[other], images, weight), shares
 
 
 def _boxes(keep: Tensor, place: Tensor, height: int, width: int) -> Tensor:

@@ -84,7 +84,8 @@ class AugmentConfig(Checked):
     """Share of the mixed samples that take CutMix, where both are on."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.0
-    """Mass of a label spread over all classes. Labels are soft wherever this, MixUp or CutMix is on."""
+    """Mass of a label spread over all classes, or over yes and no of each class of a multi-label set. Labels are soft
+    wherever this, MixUp or CutMix is on."""
 
     repeated: Count = 1
     """Repeated augmentation: differently augmented copies of a sample in one batch."""
@@ -174,11 +175,15 @@ def apply(
 def apply_mix(
     images: Tensor, labels: Tensor | None, noise: Noise, config: AugmentConfig, classes: int | None
 ) -> tuple[Tensor, Tensor | None]:
-    """MixUp, CutMix and label smoothing: images as they were or mixed, labels [B] as they were or soft [B, K]."""
+    """MixUp, CutMix and label smoothing: images as they were or mixed, labels as they were or soft [B, K].
+
+    labels: [B], or [B, K] where a sample has any number of classes.
+    """
     if labels is None or not config.softens:
         return images, labels
     assert classes is not None, "labels come with classes"
-    targets = mix.soft_labels(labels, classes, config.label_smoothing)
+    smoothing, many = config.label_smoothing, labels.dim() == 2
+    targets = mix.soft_multi_labels(labels, smoothing) if many else mix.soft_labels(labels, classes, smoothing)
     if not config.mixes:
         return images, targets
     return mix.mix(

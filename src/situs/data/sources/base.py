@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from situs.data.sources.images import decode, to_channels
@@ -41,6 +42,7 @@ class Wanted(NamedTuple):
     labels: bool = True
     channels: int | None = None
     strict: bool = False
+    multi_label: bool = False
 
 
 ANY = Wanted()
@@ -62,15 +64,25 @@ class Blocks(NamedTuple):
 class Source(ABC):
     """Samples by number. `read` gives what one holds, or raises `BrokenImageError` naming the file.
 
-    name:     what reports call the set
-    classes:  the class names in label order, or None for a set without labels
-    strict:   whether a loader stops at a broken image instead of skipping it
-    skipped:  the broken images met so far, filled by the loaders
-    notes:    what was left out when the set was opened, a sentence each
+    name:         what reports call the set
+    classes:      the class names in label order, or None for a set without labels
+    strict:       whether a loader stops at a broken image instead of skipping it
+    multi_label:  whether a sample has any number of the classes, and not one
+    skipped:      the broken images met so far, filled by the loaders
+    notes:        what was left out when the set was opened, a sentence each
     """
 
-    def __init__(self, name: str, classes: tuple[str, ...] | None, channels: int | None, strict: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        classes: tuple[str, ...] | None,
+        channels: int | None,
+        strict: bool,
+        *,
+        multi_label: bool = False,
+    ) -> None:
         self.name, self.classes, self.channels, self.strict = name, classes, channels, strict
+        self.multi_label = multi_label
         self.skipped: list[Skipped] = []
         self._skipped: set[int] = set()
         self.notes: list[str] = []
@@ -81,7 +93,13 @@ class Source(ABC):
     @abstractmethod
     def read(self, index: int) -> dict[str, Any]:
         """What sample `index` holds, by name: "image" [C, H, W] (uint8, or float32 in [0, 1]), and "label" where
-        the set has labels. Another modality has names of its own, which its pipeline reads."""
+        the set has labels: the class number, or of a multi-label set [K] int8, 1 for a class that the image has, 0 for
+        one that it has not, -1 where nobody knows. Another modality has names of its own, which its pipeline reads."""
+
+    @property
+    def target(self) -> str:
+        """What `Batch.targets` calls the labels, so that nobody takes several classes for one."""
+        return "labels" if self.multi_label else "label"
 
     def key(self, index: int) -> str:
         """The image's own name, which no image added to the set and no other place of the set changes."""
@@ -128,8 +146,8 @@ class EncodedSource(Source):
         """The encoded bytes."""
 
     @abstractmethod
-    def label(self, index: int) -> int | None:
-        """The class number, or None."""
+    def label(self, index: int) -> int | Tensor | None:
+        """The label as `read` gives it, or None."""
 
     @abstractmethod
     def entry(self, index: int) -> str:
@@ -142,7 +160,7 @@ class EncodedSource(Source):
 class TensorSource(Source):
     """Images that already are one tensor: the embedded samples, CIFAR batches, or a user's own arrays.
 
-    images: [n, C, H, W] uint8, or float32 in [0, 1]. labels: [n] or None.
+    images: [n, C, H, W] uint8, or float32 in [0, 1]. labels: [n], [n, K] int8 of a multi-label set, or None.
     """
 
     def __init__(
@@ -153,22 +171,26 @@ class TensorSource(Source):
         name: str = "tensors",
         channels: int | None = None,
     ) -> None:
-        super().__init__(name, classes if labels is not None else None, channels, strict=False)
+        many, count = labels is not None and labels.dim() == 2, len(classes or ())
+        super().__init__(name, classes if labels is not None else None, channels, strict=False, multi_label=many)
         if images.ndim != 4:
             raise SitusError(f"images of shape {tuple(images.shape)}: must be [n, C, H, W]")
-        if labels is not None and labels.shape != images.shape[:1]:
+        if labels is not None and not many and labels.shape != images.shape[:1]:
             raise SitusError(f"labels of shape {tuple(labels.shape)}: must be [{images.shape[0]}], one an image")
+        if labels is not None and many and (labels.shape, labels.dtype) != ((len(images), count), torch.int8):
+            wanted = f"[{len(images)}, {count}] int8, of each class 1, 0 or -1 for unknown"
+            raise SitusError(f"labels of shape {tuple(labels.shape)} and {labels.dtype}: must be {wanted}")
         self.images, self.labels = images, labels
 
     def __len__(self) -> int:
         return self.images.shape[0]
 
     def read(self, index: int) -> dict[str, Any]:
-        label = None if self.labels is None else int(self.labels[index])
+        label = None if self.labels is None else self.labels[index] if self.multi_label else int(self.labels[index])
         return _sample(to_channels(self.images[index], self.channels, f"{self.name}, image {index}"), label)
 
 
-def _sample(image: Tensor, label: int | None) -> dict[str, Any]:
+def _sample(image: Tensor, label: int | Tensor | None) -> dict[str, Any]:
     return {"image": image} if label is None else {"image": image, "label": label}
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+
+from torch import Tensor
 
 from situs.data.sources.base import ANY, SPLIT_WORDS, EncodedSource, Wanted, choose_split
 from situs.data.sources.images import IMAGE_SUFFIXES, BrokenImageError, check_bytes
@@ -10,9 +13,39 @@ from situs.data.sources.walk import plain, walk
 from situs.errors import SitusError
 
 _TINY_IMAGENET_LABELS = "val_annotations.txt"
+TABLES = ("labels.csv", "list_attr_celeba.txt", "list_attr_celeba.csv")
+"""Names of the tables that tell of any number of classes an image; see `situs.data.sources.table`."""
 
 
-class FolderSource(EncodedSource):
+class FileSource(EncodedSource):
+    """Image files. root: the folder that `_files` are relative to. _labels: one for each, or None."""
+
+    root: Path
+    _files: Sequence[str]
+    _labels: Sequence[int] | Tensor | None
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def payload(self, index: int) -> bytes:
+        file = self.root / self._files[index]
+        try:
+            check_bytes(file.stat().st_size, lambda: self.entry(index))
+            return file.read_bytes()
+        except OSError as error:
+            raise BrokenImageError(f"{self.entry(index)}: cannot be read ({error.strerror or error})") from error
+
+    def label(self, index: int) -> int | Tensor | None:
+        return None if self._labels is None else self._labels[index]
+
+    def entry(self, index: int) -> str:
+        return plain(str(self.root / self._files[index]))
+
+    def key(self, index: int) -> str:
+        return self._files[index]
+
+
+class FolderSource(FileSource):
     """Image files under one folder, in the order of their relative paths.
 
     The subfolders of the split's folder are the classes, in alphabetical order; those of the training split
@@ -49,6 +82,8 @@ class FolderSource(EncodedSource):
             return None, None  # an image beside the subfolders: the subfolders are no classes
         else:
             names = [file.split("/")[0] for file in self._files]
+        if len({*names}) == 1 and find_table(path):
+            return None, None  # a folder for the images alone, as CelebA has one: its table tells of several classes
         own = names
         if home != self.root or table.is_file():  # the subfolder of each image below `home` that lies in one
             own = [file.partition("/")[0] for file in walk(home).files if "/" in file]
@@ -63,25 +98,10 @@ class FolderSource(EncodedSource):
             )
         return classes, [number[name] for name in names]
 
-    def __len__(self) -> int:
-        return len(self._files)
 
-    def payload(self, index: int) -> bytes:
-        file = self.root / self._files[index]
-        try:
-            check_bytes(file.stat().st_size, lambda: self.entry(index))
-            return file.read_bytes()
-        except OSError as error:
-            raise BrokenImageError(f"{self.entry(index)}: cannot be read ({error.strerror or error})") from error
-
-    def label(self, index: int) -> int | None:
-        return None if self._labels is None else self._labels[index]
-
-    def entry(self, index: int) -> str:
-        return plain(str(self.root / self._files[index]))
-
-    def key(self, index: int) -> str:
-        return self._files[index]
+def find_table(folder: Path) -> Path | None:
+    """The table of labels in a folder, where there is one."""
+    return next((folder / name for name in TABLES if (folder / name).is_file()), None)
 
 
 def split_folders(path: Path) -> list[str]:

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from situs.data.sources.base import SPLITS, Source, TensorSource, Wanted, choose_split, list_shards, splits_of
 from situs.data.sources.cifar import find_cifar, open_cifar
-from situs.data.sources.folder import FolderSource, split_folders
+from situs.data.sources.folder import TABLES, FolderSource, split_folders
 from situs.data.sources.parquet import ParquetSource
 from situs.data.sources.remote import is_remote, mount
 from situs.data.sources.samples import load_samples
 from situs.data.sources.subset import hold_out
+from situs.data.sources.table import SUFFIXES, TableSource, has_table, table_splits
 from situs.data.sources.webdataset import TarSource
 from situs.errors import SitusError
 
@@ -27,8 +28,11 @@ def open_source(
     channels: int | None = None,
     strict: bool = False,
     held_out: float = 0.0,
+    multi_label: bool = False,
 ) -> Source:
     """The images at `path`: image folder, Hugging Face parquet, WebDataset tars, CIFAR batches or "samples".
+
+    With `multi_label` an image folder with a table of labels, that table (csv), or parquet.
 
     An address of parquet or tar files (https://host/train-{000..099}.tar, s3://bucket/folder) is read through a cache.
 
@@ -38,14 +42,15 @@ def open_source(
     channels: convert every image to so many channels, or refuse it; None leaves each as it is.
     strict:   a broken image is an error for the loaders, not skipped.
     held_out: share of data without a val or test split that is held out as both; train is the rest.
+    multi_label: read the labels as any number of classes an image.
     """
     if channels is not None and channels < 1:
         raise SitusError(field="channels", value=channels, allowed="at least 1")
     if not 0 <= held_out < 1:
         raise SitusError(field="held_out", value=held_out, allowed="in [0, 1)")
     with _told(path):
-        wanted = Wanted(split, labels, channels, strict)
-        if not held_out or splits_at(path) & {*SPLITS["val"], *SPLITS["test"]}:
+        wanted = Wanted(split, labels, channels, strict, multi_label)
+        if not held_out or splits_at(path, multi_label=multi_label) & {*SPLITS["val"], *SPLITS["test"]}:
             return _open(path, wanted)
         choose_split(SPLITS, split, str(path))  # refuses a name that means no split
         whole = _open(path, wanted._replace(split=None))
@@ -61,17 +66,19 @@ def _told(path: str | Path) -> Iterator[None]:
         raise SitusError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})", field="data") from error
 
 
-def judged_split(path: str | Path, held_out: float = 0.0) -> str | None:
+def judged_split(path: str | Path, held_out: float = 0.0, *, multi_label: bool = False) -> str | None:
     """The split that an evaluation takes where none is named: val; None, for all of it, where the data is not split."""
-    return "val" if held_out or splits_at(path) else None
+    return "val" if held_out or splits_at(path, multi_label=multi_label) else None
 
 
-def splits_at(path: str | Path) -> set[str]:
+def splits_at(path: str | Path, *, multi_label: bool = False) -> set[str]:
     """The splits that the data at `path` is divided into; none for one that is not."""
     if str(path) == SAMPLES:
         return {"train", "test"}
     with _told(path):
         path = _existing(path)
+        if _has_table(path, multi_label):
+            return table_splits(path)
         for suffix in (".parquet", ".tar"):
             if shards := list_shards(path, suffix):
                 return splits_of(shards)
@@ -88,15 +95,37 @@ def _existing(path: str | Path) -> Path:
 
 
 def _open(path: str | Path, wanted: Wanted) -> Source:
-    if str(path) == SAMPLES:
+    if str(path) == SAMPLES and not wanted.multi_label:
         chosen = choose_split(("train", "test"), wanted.split, SAMPLES)
         images, labels, classes = load_samples("test" if chosen == "test" else "train")
         return TensorSource(images, labels if wanted.labels else None, classes, f"samples ({chosen})", wanted.channels)
+    if str(path) == SAMPLES:
+        raise _one_class(SAMPLES)
     path = _existing(path)
+    if _has_table(path, wanted.multi_label):
+        return TableSource(path, wanted)
     # Shards of any split: what decides the kind of a folder must not depend on the split asked for.
     for suffix, kind in ((".parquet", ParquetSource), (".tar", TarSource)):
         if path.suffix == suffix if path.is_file() else list_shards(path, suffix):
+            if wanted.multi_label and kind is TarSource:
+                raise _one_class(path)
             return kind(path, wanted)
     if not path.is_dir():
-        raise SitusError(f"{path}: must be a folder, a .parquet or a .tar file", field="data")
+        more = "; a table of labels is for multi-label training" if path.suffix in SUFFIXES else ""
+        raise SitusError(f"{path}: must be a folder, a .parquet or a .tar file{more}", field="data")
+    if wanted.multi_label:
+        raise _one_class(path)
     return open_cifar(path, wanted) if find_cifar(path) else FolderSource(path, wanted)
+
+
+def _has_table(path: Path, multi_label: bool) -> bool:
+    """Whether the labels are a table among files, and asked for as many an image."""
+    return multi_label and (path.suffix in SUFFIXES if path.is_file() else has_table(path))
+
+
+def _one_class(path: str | Path) -> SitusError:
+    return SitusError(
+        f"{path}: has at most one class an image, and a multi-label set is parquet, or image files with a table of "
+        f"their labels ({', '.join(TABLES)})",
+        field="multi_label",
+    )

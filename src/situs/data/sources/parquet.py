@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from situs.data.sources.base import (
     ANY,
@@ -22,9 +23,11 @@ from situs.data.sources.base import (
     Wanted,
     check_state,
     find_shards,
+    list_shards,
     number_names,
     split_of,
 )
+from situs.data.sources.columns import classes_in, label_columns, multi_hot
 from situs.data.sources.images import BrokenImageError
 from situs.data.sources.remote import is_kept, limit_bytes, opened
 from situs.errors import SitusError
@@ -45,8 +48,11 @@ class ParquetSource(EncodedSource):
     def __init__(self, path: Path, wanted: Wanted = ANY, *, held_bytes: int = _HELD_BYTES) -> None:
         self._files = find_shards(path, ".parquet", wanted.split)
         self._states = [(state.st_size, state.st_mtime_ns) for state in (file.stat() for file in self._files)]
-        footers = _read_footers(self._files, wanted.labels)
-        self._image, self._label, classes = _layout(self._files, footers)
+        footers = _read_footers(self._files, wanted)
+        self._image, self._labels, classes = _layout(self._files, footers)
+        if wanted.multi_label:
+            self._labels = footers[0].labels
+            classes = _multi_label_classes(path, self._files[0], self._labels)
         rows = np.concatenate([footer.rows for footer in footers])
         self._ends = array("q", np.cumsum(rows).tobytes())  # of the row groups
         self._first = array("q", np.cumsum([0, *(len(footer.rows) for footer in footers)], dtype=np.int64).tobytes())
@@ -61,7 +67,8 @@ class ParquetSource(EncodedSource):
         fitting = _KEPT_BYTES * len(self._ends) // max(1, self._bytes)
         self._keep = len(self._ends) if self._small else max(1, min(_GROUPS_KEPT, fitting))
         chosen = split_of(self._files[0])
-        super().__init__(path.stem + (f" ({chosen})" if chosen else ""), classes, wanted.channels, wanted.strict)
+        name, many = path.stem + (f" ({chosen})" if chosen else ""), wanted.multi_label
+        super().__init__(name, classes, wanted.channels, wanted.strict, multi_label=many)
         if self._small:
             # All at once and before any worker is forked, so that the workers share these pages.
             for group in range(len(self._ends)):
@@ -109,7 +116,7 @@ class ParquetSource(EncodedSource):
             images, labels = self._read_group(file, number)
             if len(images) != rows:
                 raise ValueError(f"{len(images)} rows and not {rows}")
-            known = np.empty(0) if labels is None else labels.drop_null().to_numpy()
+            known = np.empty(0) if labels is None or self.multi_label else labels.drop_null().to_numpy()
             if len(known) and self.classes is not None and known.max() >= len(self.classes):
                 raise ValueError(f"the label {known.max()}, of {len(self.classes)} classes that the footers tell of")
         with self._lock:
@@ -122,14 +129,18 @@ class ParquetSource(EncodedSource):
         opened = _open(self._files[file], self._footer(file))
         check_state(self._files[file], self._files[file].stat(), self._states[file])
         leaf = f"{self._image}.bytes" if opened.schema_arrow.field(self._image).type.num_fields else self._image
-        columns = [leaf, *([self._label] if self._label else [])]
+        columns = [leaf, *self._labels]
         table = opened.read_row_group(number, columns=columns, use_threads=False)
         # Nothing else checks what a damaged page unpacks to, and offsets gone wrong would read anywhere.
         table.validate(full=True)
         images = table[self._image].combine_chunks()
         if images.type.num_fields:
             images = images.field("bytes")
-        return images, table[self._label].combine_chunks() if self._label else None
+        if self.multi_label:
+            assert self.classes is not None
+            where = f"{self._files[file]}, row group {number}"
+            return images, multi_hot([table[name] for name in self._labels], self._labels, self.classes, where)
+        return images, table[self._labels[0]].combine_chunks() if self._labels else None
 
     def _footer(self, file: int) -> Any:
         """A file's footer, parsed; those of the files that were read last are kept."""
@@ -162,11 +173,11 @@ class ParquetSource(EncodedSource):
             raise BrokenImageError(f"{self.entry(index)}: the row holds no image bytes")
         return data
 
-    def label(self, index: int) -> int | None:
+    def label(self, index: int) -> int | Tensor | None:
         group, row = self._place(index)
         labels = self._load(group)[1]
-        if labels is None:
-            return None
+        if labels is None or self.multi_label:
+            return None if labels is None else labels[row]
         number = labels[row].as_py()
         if number is None or number < 0:
             said = "no label" if number is None else f"the label {number}"
@@ -209,67 +220,87 @@ def _open(file: Path, footer: Any = None) -> Any:
 
 
 class _Footer(NamedTuple):
-    """image, label: the columns. rows: [g] of each row group. bytes: of these columns, unpacked.
+    """image, labels: the columns. rows: [g] of each row group. bytes: of these columns, unpacked.
 
-    most: the largest label of all rows, -1 where there is none.
+    most: the largest label of all rows, -1 where there is none; of a column of one class an image.
     """
 
     image: str
-    label: str | None
+    labels: tuple[str, ...]
     rows: np.ndarray
     bytes: int
     most: int
 
 
-def _read_footers(files: list[Path], labels: bool) -> list[_Footer]:
+def _read_footers(files: list[Path], wanted: Wanted) -> list[_Footer]:
     """What is needed of each file's footer; the footers themselves are large."""
     with ThreadPoolExecutor(_FOOTERS_AT_ONCE) as pool:
-        return list(pool.map(lambda file: _read_footer(file, labels), files))
+        return list(pool.map(lambda file: _read_footer(file, wanted), files))
 
 
-def _read_footer(file: Path, labels: bool) -> _Footer:
+def _read_footer(file: Path, wanted: Wanted) -> _Footer:
     opened = _open(file)
     with _reading(file):
         schema, footer = opened.schema_arrow, opened.metadata
-    image, label = _columns(file, schema, labels)
+    image, labels = _columns(file, schema, wanted)
+    label = labels[0] if labels and not wanted.multi_label else None
     with _reading(file):
         paths = [footer.schema.column(number).path for number in range(footer.num_columns)]
-        wanted = [number for number, path in enumerate(paths) if path in {image, f"{image}.bytes", label}]
+        read = (image, f"{image}.bytes", *labels)
+        numbers = [number for number, path in enumerate(paths) if path in read or path.partition(".")[0] in labels]
         groups = [footer.row_group(number) for number in range(footer.num_row_groups)]
         rows = np.array([group.num_rows for group in groups], np.int64)
         if (rows < 0).any():
             raise ValueError("a row group of less than no rows")
-        size = sum(group.column(number).total_uncompressed_size for group in groups for number in wanted)
+        size = sum(group.column(number).total_uncompressed_size for group in groups for number in numbers)
         told = [group.column(paths.index(label)).statistics for group in groups] if label is not None else []
         most = max((each.max for each in told if each is not None and each.has_min_max), default=-1)
     if not all(each is not None and each.has_min_max for each in told):
         most = _largest_label(file, opened, str(label))
-    return _Footer(image, label, rows, size, int(most))
+    return _Footer(image, labels, rows, size, int(most))
 
 
-def _layout(files: list[Path], footers: list[_Footer]) -> tuple[str, str | None, tuple[str, ...] | None]:
-    """Image column, label column and class names: those of the first file, or the numbers up to the largest of all."""
-    image, label = footers[0].image, footers[0].label
+def _layout(files: list[Path], footers: list[_Footer]) -> tuple[str, tuple[str, ...], tuple[str, ...] | None]:
+    """Image column, label columns and class names: those of the first file, or the numbers up to the largest of all."""
+    image, labels = footers[0].image, footers[0].labels
     for file, footer in zip(files, footers, strict=True):
-        if (footer.image, footer.label) != (image, label):
-            pairs = ((footer.image, footer.label), (image, label))
-            said, wanted = (", ".join(repr(name) for name in pair if name) for pair in pairs)
+        if (footer.image, footer.labels) != (image, labels):
+            pairs = ((footer.image, *footer.labels), (image, *labels))
+            said, wanted = (", ".join(map(repr, pair)) for pair in pairs)
             raise SitusError(f"{file}: its images and labels are {said}, in {files[0].name} {wanted}", field="data")
     most = max(footer.most for footer in footers)
-    if label is None or most < 0:
-        return image, None, None  # the hub marks a withheld label with -1
-    names = _class_names(files[0], _open(files[0]).schema_arrow, label)
+    if most < 0:
+        return image, (), None  # the hub marks a withheld label with -1
+    names = _class_names(files[0], _open(files[0]).schema_arrow, labels[0])
     if not names:
-        return image, label, number_names(most, f"{files[0]}, column {label!r}")
+        return image, labels, number_names(most, f"{files[0]}, column {labels[0]!r}")
     if most >= len(names):
         raise SitusError(
-            f"{files[0]}: names {len(names)} classes, its column {label!r} goes up to {most}", field="data"
+            f"{files[0]}: names {len(names)} classes, its column {labels[0]!r} goes up to {most}", field="data"
         )
-    return image, label, names
+    return image, labels, names
 
 
-def _columns(file: Path, schema: Any, labels: bool) -> tuple[str, str | None]:
-    """The names of the image column and of the label column (None without one), their types checked."""
+def _multi_label_classes(path: Path, file: Path, labels: tuple[str, ...]) -> tuple[str, ...]:
+    """The class names of a multi-label set: the 0/1 columns, those beside the schema, or all that any shard has."""
+    import pyarrow as pa
+
+    schema = _open(file).schema_arrow
+    if not pa.types.is_nested(schema.field(labels[0]).type):
+        return labels
+    if names := _class_names(file, schema, labels[0]):
+        return names
+    found: set[Any] = set()
+    for shard in list_shards(path, ".parquet"):
+        with _reading(shard, f"column {labels[0]!r}"):
+            found |= classes_in(_open(shard).read(columns=[labels[0]])[labels[0]])
+    if any(isinstance(each, int) for each in found):
+        return number_names(max(found), f"{path}, column {labels[0]!r}")
+    return tuple(sorted(found))
+
+
+def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, ...]]:
+    """The names of the image column and of the label columns, their types checked."""
     import pyarrow as pa
 
     image = next((name for name in _IMAGE_COLUMNS if name in schema.names), None)
@@ -283,13 +314,18 @@ def _columns(file: Path, schema: Any, labels: bool) -> tuple[str, str | None]:
         kind = kind.field(place).type if place >= 0 else kind
     if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
         raise SitusError(f"{file}: column {image!r} is {str(kind)[:80]}, images must be bytes or {{bytes, path}}")
-    label = next((name for name in _LABEL_COLUMNS if name in schema.names), None) if labels else None
-    if label is not None:
+    if wanted.multi_label:
         with _reading(file):
-            kind = schema.field(label).type
-        if not pa.types.is_integer(kind):
-            raise SitusError(f"{file}: column {label!r} is {str(kind)[:80]}, labels must be integers")
-    return image, label
+            return image, label_columns(file, schema, _LABEL_COLUMNS)
+    label = next((name for name in _LABEL_COLUMNS if name in schema.names), None) if wanted.labels else None
+    if label is None:
+        return image, ()
+    with _reading(file):
+        kind = schema.field(label).type
+    if not pa.types.is_integer(kind):
+        more = "; several an image are multi-label" if pa.types.is_nested(kind) else ""
+        raise SitusError(f"{file}: column {label!r} is {str(kind)[:80]}, labels must be integers{more}", field="data")
+    return image, (label,)
 
 
 def _class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
@@ -299,8 +335,10 @@ def _class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:
         return ()
     try:
         described: Any = json.loads(written)
-        for key in ("info", "features", label, "names"):
+        for key in ("info", "features", label):
             described = described.get(key) or {}
+        described = described[0] if isinstance(described, list) else described.get("feature") or described
+        described = described.get("names") or {}
         return tuple(str(name) for name in described)
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise SitusError(f"{file}: its 'huggingface' metadata is damaged ({str(error)[:80]})", field="data") from error

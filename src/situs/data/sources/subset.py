@@ -18,7 +18,8 @@ class Rows(Source):
     """Some images of a source, by their numbers."""
 
     def __init__(self, source: Source, rows: Iterable[int], name: str | None = None) -> None:
-        super().__init__(name or source.name, source.classes, source.channels, source.strict)
+        told = (name or source.name, source.classes, source.channels, source.strict)
+        super().__init__(*told, multi_label=source.multi_label)
         self.source = source
         self.rows = np.fromiter(rows, np.int64) if not isinstance(rows, np.ndarray) else rows
         self.notes = source.notes

@@ -196,9 +196,10 @@ def run_ways(pretrained: Pretrained, config: TuningConfig, folder: Path, say: Sa
     recipe = _recipe(pretrained.config, config)
     loader = make_loader(recipe.data, recipe.augment, source=pretrained.train)
     test = make_loader(replace(recipe.data, batch=500), None, source=pretrained.test)
-    if loader.classes is None or loader.classes != test.classes:
+    if loader.classes is None or loader.classes != test.classes or loader.source.multi_label:
         raise SitusError(
-            f"{recipe.data.path}: the study needs labels, the same for training and validation", field="data"
+            f"{recipe.data.path}: the study needs labels, one an image, the same for training and validation",
+            field="data",
         )
     curves: dict[str, Curve] = {}
     methods: dict[str, Method] = {}
@@ -314,8 +315,7 @@ def from_run(source: str | Path, data: str | None, config: TuningConfig) -> Pret
     """The model of a run folder, and the images it was trained on or those at `data`."""
     loaded = load_run(source)
     described = loaded.config.data if data is None else replace(loaded.config.data, path=data, split=None)
-    wanted: Any = {name: getattr(described, name) for name in ("channels", "strict", "held_out")}
-    train, test = (open_source(described.path, split, **wanted) for split in ("train", "val"))
+    train, test = (open_source(described.path, split, **described.wanted()) for split in ("train", "val"))
     recipe = replace(loaded.config, data=described)
     state = {name: value.clone() for name, value in loaded.method.backbone.model.state_dict().items()}
     about = f"{recipe.backbone.name} of a {loaded.config.method_name} run"

@@ -18,6 +18,7 @@ class ModelProvenance:
     method: its name. data: what the set is called. recipe: the run's config as plain tables. metrics: the last
     numbers of its log. step: updates made. ema: whether the weights are the mean of the run's. mean, std, crop: how
     its images were normalised, and the share of their shorter side that the centre crop keeps. classes: their names.
+    multi_label: whether an image has any number of them.
     """
 
     method: str
@@ -30,6 +31,7 @@ class ModelProvenance:
     std: Sequence[float] | None = None
     crop: float = 1.0
     classes: Sequence[str] | None = None
+    multi_label: bool = False
 
 
 _UNTOLD = frozenset({"step", "epoch", "lr", "seconds", "images_per_second", "data_wait", "memory_gib", "loss_scale"})
@@ -75,6 +77,9 @@ def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
         facts.append(f"- Normalised by mean {numbers(provenance.mean)} and deviation {numbers(provenance.std)}")
     if provenance.data:
         facts.append(f"- Data: {last_name(provenance.data)}")
+    if provenance.multi_label and provenance.classes is not None:
+        told = "any number of them an image (multi-label): the sigmoid of an output is its class's probability"
+        facts.append(f"- Classes: {len(provenance.classes)}, {told}")
     if provenance.step is not None:
         facts.append(f"- Updates: {provenance.step:,}")
     facts.append(

@@ -35,6 +35,8 @@ from situs.train.export.card import ModelProvenance, card
 
 WEIGHTS, CONFIG, CARD, POSITIONS = "model.safetensors", "config.json", "README.md", "situs_positions.safetensors"
 PREPARED = "preprocessor_config.json"
+MULTI_LABEL = {"problem_type": "multi_label_classification"}
+"""In a config.json: an image has any number of the classes; transformers' own words, in timm's file too."""
 
 TRAINING_ONLY = ("drop_path_rate", "drop_rate", "proj_drop_rate", "attn_drop_rate", "pos_drop_rate")
 """Arguments of the model that belong to its training: whoever loads it gives their own."""
@@ -178,6 +180,8 @@ def timm_config(backbone: Backbone, classes: int, provenance: ModelProvenance) -
     }
     if classes and provenance.classes is not None:
         config["label_names"] = list(provenance.classes)
+    if classes and provenance.multi_label:
+        config |= MULTI_LABEL
     try:
         return json.loads(json.dumps(config))
     except TypeError as error:
@@ -202,6 +206,8 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
     if "label" in method.needs_targets and provenance.classes is not None:
         model.config.id2label = dict(enumerate(provenance.classes))
         model.config.label2id = {name: number for number, name in enumerate(provenance.classes)}
+        if provenance.multi_label:
+            model.config.update(MULTI_LABEL)
     with quietly():
         model.save_pretrained(folder)
     if backbone.input.shape is not None:

@@ -1,0 +1,224 @@
+"""A table of labels among image files, of which each has any number of the classes. In one of three forms:
+
+"file,Bald,Smiling", "a.jpg,1,0"          of each class 1 or 0, or 1 or -1; an empty cell: nobody knows
+"file,labels", "a.jpg,Bald;Smiling"       a column of names with ; between them; an empty cell: no class
+"202599", "Bald Smiling", "1.jpg -1 1"    CelebA's own text: how many files, the classes, a line a file
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from situs.data.sources.base import ANY, Wanted, choose_split
+from situs.data.sources.folder import TABLES, FileSource, find_table, split_folders
+from situs.data.sources.walk import plain, walk
+from situs.errors import SitusError
+
+PARTITION = "list_eval_partition.txt"
+"""CelebA's own splits, beside the table: 0, 1 and 2 for train, val and test."""
+SUFFIXES = (".csv", ".txt")
+UNKNOWN = -1
+BOTH = "-1 and 0 both stand beside 1, and only one of them can mean no: what is unknown has no value"
+
+_SPLITS = {"0": "train", "1": "val", "2": "test"}
+_LISTS = ("labels", "classes", "tags")  # a column that holds names and no class of its own
+_MINUS, _NONE = -2, -3  # -1 as a table has it, which means no; and what is no label
+_CODES = {"1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0, "-1": _MINUS, "-1.0": _MINUS}
+_CODES |= {"": UNKNOWN, "nan": UNKNOWN}
+
+
+@dataclass(frozen=True)
+class Table:
+    """A line a file. names: as the table has them. lines: their numbers. labels: [n, K] int8, 1, 0 or UNKNOWN."""
+
+    file: Path
+    classes: tuple[str, ...]
+    names: list[str]
+    lines: list[int]
+    labels: np.ndarray
+
+    def match(self, files: Sequence[str]) -> Tensor:
+        """The labels [m, K] of files, relative to the table's folder; each must have its line and each line its file.
+
+        Where the table names no folders, a file's last name counts.
+        """
+        folder, whole = self.file.parent, any("/" in name for name in self.names)
+        keys = [file if whole else file.rpartition("/")[2] for file in files]
+        rows: dict[str, int] = {}
+        for row, name in enumerate(self.names):
+            if rows.setdefault(name, row) != row:
+                raise self.wrong(row, f"{name!r} stands in line {self.lines[rows[name]]} already")
+        found: dict[str, str] = {}
+        for file, name in zip(files, keys, strict=True):
+            if name not in rows:
+                raise SitusError(f"{plain(str(folder / file))}: has no line in {self.file.name}", field="data")
+            if found.setdefault(name, file) != file:
+                both = f"{plain(found[name])} and {plain(file)} have one name"
+                raise self.wrong(rows[name], f"{both}, and the table names no folders")
+        for row, name in enumerate(self.names):
+            if name not in found:
+                raise self.wrong(row, f"there is no image {name!r} below {folder}")
+        return torch.from_numpy(self.labels[[rows[name] for name in keys]])
+
+    def wrong(self, row: int, said: str) -> SitusError:
+        """What is wrong with a row."""
+        return _wrong(self.file, self.lines[row], said)
+
+
+class TableSource(FileSource):
+    """Image files below a folder with a table of their labels, in the order of their relative paths.
+
+    The table lies in the folder, or is given itself, or each split's folder has its own: then the classes are those of
+    the training split's.
+    """
+
+    def __init__(self, path: Path, wanted: Wanted = ANY) -> None:
+        folder, splits = path.parent if path.is_file() else path, table_splits(path)
+        chosen = choose_split(splits, wanted.split, str(path))
+        self.root = folder / chosen if chosen in split_folders(folder) else folder
+        file = path if path.is_file() else find_table(self.root) or find_table(folder)
+        if file is None:
+            raise SitusError(f"{self.root}: has no table of labels ({', '.join(TABLES)})", field="data")
+        home = next((folder / name for name in ("train", "training") if name in splits), folder)
+        first = find_table(home) if file.parent not in (home, folder) else None
+        table = read_table(file, None if first is None else read_table(first).classes)
+        found = walk(file.parent)
+        labels = table.match(found.files)
+        rows, prefix = range(len(found.files)), f"{chosen}/" if self.root != file.parent else ""
+        if self.root == folder and chosen is not None:
+            told = _partition(folder / PARTITION, found.files)
+            rows = [row for row in rows if told[row] == chosen]
+        rows = [row for row in rows if found.files[row].startswith(prefix)]
+        if not rows:
+            raise SitusError(f"{self.root}: holds no image of the split", field="data")
+        self._files, self._labels = [found.files[row].removeprefix(prefix) for row in rows], labels[torch.tensor(rows)]
+        name = folder.name + (f" ({chosen})" if chosen else "")
+        super().__init__(name, table.classes, wanted.channels, wanted.strict, multi_label=True)
+        found.others = [other for other in found.others if other not in (file.name, PARTITION)]
+        self.notes = found.notes(name)
+
+
+def has_table(folder: Path) -> bool:
+    """Whether a folder or a split's folder in it has a table of labels."""
+    return any(find_table(place) for place in (folder, *(folder / name for name in split_folders(folder))))
+
+
+def table_splits(path: Path) -> set[str]:
+    """The splits of a set with a table: those of CelebA's own partition, or the folders."""
+    folder = path.parent if path.is_file() else path
+    return {*_SPLITS.values()} if (folder / PARTITION).is_file() else {*split_folders(folder)}
+
+
+def read_table(file: Path, classes: tuple[str, ...] | None = None) -> Table:
+    """A table of labels. classes: what they must be, where another table has said it; else the table's own."""
+    header, rows = _read(file)
+    twice = next((name for number, name in enumerate(header) if name in header[:number]), None)
+    if twice is not None:
+        raise _wrong(file, 1, f"the column {twice!r} stands there twice")
+    if not rows:
+        raise SitusError(f"{file}: has no line for any image", field="data")
+    names, lines = [_as_path(cells[0]) for _, cells in rows], [line for line, _ in rows]
+    if len(header) == 1 and header[0].lower() in _LISTS:
+        found, labels = _listed(file, rows, classes)
+    else:
+        found, labels = tuple(header), _coded(file, header, rows)
+        if classes is not None:
+            if strange := {*found} ^ {*classes}:
+                raise _wrong(file, 1, f"{min(strange)!r} is a class of one split and not of the other")
+            labels = labels[:, [found.index(name) for name in classes]]
+    return Table(file, classes or found, names, lines, labels)
+
+
+Rows = list[tuple[int, list[str]]]
+
+
+def _read(file: Path) -> tuple[list[str], Rows]:
+    """The classes of the header, and a line number and cells (the file's name first) a row; empty lines are none."""
+    try:
+        with file.open(encoding="utf-8-sig", newline="") as text:
+            celeba = file.suffix == ".txt"
+            lines = enumerate((line.split() for line in text) if celeba else csv.reader(text), 1)
+            rows = [(line, cells) for line, cells in lines if any(cells)]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise SitusError(f"{file}: must be a table in UTF-8 text ({error})", field="data") from error
+    count = rows.pop(0) if celeba and rows else None
+    header = [cell.strip() for cell in (rows.pop(0)[1] if rows else [])]
+    header = header if celeba else header[1:]
+    if not header or (count is not None and (len(count[1]) != 1 or not count[1][0].isdigit())):
+        form = "the number of files, then the classes, then a line a file" if celeba else "a file, then its classes"
+        raise _wrong(file, 1, f"must be {form}")
+    if count is not None and int(count[1][0]) != len(rows):
+        raise _wrong(file, 1, f"tells of {int(count[1][0]):,} files, and {len(rows):,} follow")
+    return header, rows
+
+
+def _coded(file: Path, header: list[str], rows: Rows) -> np.ndarray:
+    """The labels of a column a class."""
+    labels = np.empty((len(rows), len(header)), np.int8)
+    seen: set[int] = set()
+    for number, (line, cells) in enumerate(rows):
+        if len(cells) != len(header) + 1:
+            raise _wrong(file, line, f"has {len(cells) - 1:,} labels for {len(header):,} classes")
+        codes = [_CODES.get(cell.strip().lower(), _NONE) for cell in cells[1:]]
+        if _NONE in codes:
+            at = codes.index(_NONE)
+            raise _wrong(file, line, f"{cells[at + 1]!r} of {header[at]!r} is neither 0 nor 1, nor -1 or 1, nor empty")
+        seen.update(codes)
+        if {0, _MINUS} <= seen:
+            raise _wrong(file, line, BOTH)
+        labels[number] = codes
+    labels[labels == _MINUS] = 0
+    return labels
+
+
+def _listed(file: Path, rows: Rows, classes: tuple[str, ...] | None) -> tuple[tuple[str, ...], np.ndarray]:
+    """The classes, sorted, and the labels of a column of names."""
+    told: list[list[str] | None] = []
+    for line, cells in rows:
+        if len(cells) > 2:
+            raise _wrong(file, line, f"has {len(cells)} values: names stand in one, with ; between them")
+        text = cells[1].strip() if len(cells) > 1 else ""
+        told.append(None if text.lower() == "nan" else [name.strip() for name in text.split(";") if name.strip()])
+    found = classes or tuple(sorted({name for names in told for name in names or ()}))
+    if not found:
+        raise SitusError(f"{file}: names no class in any line", field="data")
+    number = {name: index for index, name in enumerate(found)}
+    labels = np.zeros((len(rows), len(found)), np.int8)
+    for row, names in enumerate(told):
+        if names is None:
+            labels[row] = UNKNOWN
+        for name in names or ():
+            if name not in number:
+                said = f"class {name!r} is not among the {len(found):,} of the training split"
+                raise _wrong(file, rows[row][0], said)
+            labels[row, number[name]] = 1
+    return found, labels
+
+
+def _partition(file: Path, files: Sequence[str]) -> list[str]:
+    """CelebA's own split of each file."""
+    told: dict[str, str] = {}
+    for line, text in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        name, _, number = text.strip().rpartition(" ")
+        if text.strip() and number not in _SPLITS:
+            raise _wrong(file, line, f"{number!r} is no split: 0, 1 and 2 are train, val and test")
+        told[name.strip()] = _SPLITS.get(number, "")
+    names = [each.rpartition("/")[2] for each in files]
+    if strange := next((each for each in names if each not in told), None):
+        raise SitusError(f"{strange}: has no line in {file}", field="data")
+    return [told[each] for each in names]
+
+
+def _as_path(name: str) -> str:
+    return name.strip().replace("\\", "/").removeprefix("./")
+
+
+def _wrong(file: Path, line: int, said: str) -> SitusError:
+    return SitusError(f"{file}, line {line}: {said}", field="data")

@@ -1,0 +1,160 @@
+"""How well a classifier tells any number of classes an image: average precision, accuracy, F1, exact matches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.errors import SitusError
+from situs.models.inference import rows_of_ranks
+from situs.results import Result, Summary, Table, percent
+
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class LabelScore:
+    """One class. count: images whose label is known. positives: those of them that have the class.
+
+    average_precision, f1: None where no image has it. accuracy: share told rightly, a class being told where its
+    probability passes a half; None where no label is known.
+    """
+
+    count: int
+    positives: int
+    average_precision: float | None
+    accuracy: float | None
+    f1: float | None
+
+
+@dataclass(frozen=True)
+class LabelScores:
+    """Means over the classes that have the number: mean_ap, accuracy and f1; majority: the accuracy of always giving a
+    class's more frequent answer. exact: share of the images whose every known label is told rightly. loss: mean binary
+    cross entropy of the known labels. count: images. unknown: labels that are left out.
+    """
+
+    mean_ap: float
+    accuracy: float
+    f1: float
+    majority: float
+    exact: float
+    loss: float
+    count: int
+    unknown: int
+    by_class: tuple[LabelScore, ...]
+
+
+@dataclass(frozen=True)
+class LabelAccuracy(Result):
+    """A multi-label classifier's scores. classes: their names."""
+
+    file: ClassVar[str] = "accuracy"
+    scores: LabelScores
+    classes: Sequence[str]
+
+    def summary(self) -> Summary:
+        """How often the labels are right, beside the more frequent answer, and how well images are ranked."""
+        found, name = self.scores, self.provenance.name
+        said = (
+            f"{name} tells {percent(found.accuracy, 2)} of the labels of {found.count:,} images rightly, in the mean "
+            f"over {len(self.classes):,} classes (the more frequent answer: {percent(found.majority, 2)}); its mean "
+            f"average precision is {percent(found.mean_ap, 2)}."
+        )
+        shares = [percent(each, 2) for each in (found.mean_ap, found.accuracy, found.f1, found.exact)]
+        header = ["", "mean average precision", "accuracy", "F1", "all labels right", "loss"]
+        title = self.provenance.title(f"{found.count:,} images")
+        return Summary(said, (Table(title, header, [[name, *shares, f"{found.loss:.4f}"]]),), self._notes())
+
+    def _notes(self) -> tuple[str, ...]:
+        found, notes = self.scores, []
+        if found.unknown:
+            notes.append(f"{found.unknown:,} labels are unknown and were left out.")
+        empty = [name for name, each in zip(self.classes, found.by_class, strict=True) if not each.positives]
+        if empty:
+            named = ", ".join(empty[:_NAMED]) + (", …" if len(empty) > _NAMED else "")
+            notes.append(f"{len(empty):,} classes have no image here, and so no average precision and no F1: {named}.")
+        return tuple(notes)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row a class."""
+        return [{"class": name, **asdict(each)} for name, each in zip(self.classes, self.scores.by_class, strict=True)]
+
+    def numbers(self) -> dict[str, Any]:
+        """The means, and a row a class."""
+        means = asdict(self.scores)
+        means.pop("by_class")
+        return {**means, "classes": self.rows()}
+
+
+class LabelTally:
+    """Keeps every logit and label on the device: average precision needs their order. `target`: see `Source.target`."""
+
+    target = "labels"
+
+    def __init__(self) -> None:
+        self.logits: list[Tensor] = []
+        self.labels: list[Tensor] = []
+
+    def add(self, logits: Tensor, labels: Tensor) -> None:
+        """Takes in logits [B, K] and labels [B, K] of 1, 0 and -1 for unknown."""
+        self.logits.append(logits.float())
+        self.labels.append(labels)
+
+    def result(self) -> LabelScores:
+        """The scores over the images of all ranks."""
+        if not self.logits:
+            raise SitusError("there are no samples to evaluate on", field="data")
+        return label_scores(rows_of_ranks(torch.cat(self.logits)), rows_of_ranks(torch.cat(self.labels)))
+
+
+def average_precision(scores: Tensor, truth: Tensor) -> float | None:
+    """The sum of (R_i − R_{i−1}) · P_i over the distinct scores, highest first; None where nothing is true.
+
+    scores: [n]. truth: [n] bool. R, P: recall and precision of all whose score is no lower; equal ones count together.
+    """
+    scores, order = scores.sort(descending=True)
+    ends = (torch.cat([scores.diff() != 0, truth.new_ones(1, dtype=torch.bool)])).nonzero().flatten()
+    hits = truth[order].double().cumsum(0)[ends]
+    if not hits.numel() or not hits[-1]:
+        return None
+    gained = hits.diff(prepend=hits.new_zeros(1))
+    return float((gained * hits / (ends + 1)).sum() / hits[-1])
+
+
+def label_scores(logits: Tensor, labels: Tensor) -> LabelScores:
+    """The scores of logits [n, K] against labels [n, K] of 1, 0 and -1 for unknown."""
+    known, truth, said = labels >= 0, labels > 0, logits > 0
+    if not known.any():
+        raise SitusError("none of the labels of these images is known", field="data")
+    right = (said == truth) & known
+    columns = torch.stack([known, truth, said & known, right, said & truth]).sum(1).T.tolist()
+    found = []
+    for number, (count, positives, claimed, hits, both) in enumerate(columns):
+        rows = known[:, number]
+        precision = average_precision(logits[rows, number], truth[rows, number]) if positives else None
+        f1 = 2 * both / (claimed + positives) if positives else None
+        found.append(LabelScore(count, positives, precision, hits / count if count else None, f1))
+    loss = F.binary_cross_entropy_with_logits(logits.double(), truth.double(), reduction="none")[known].mean()
+    return LabelScores(
+        mean_ap=_mean(each.average_precision for each in found),
+        accuracy=_mean(each.accuracy for each in found),
+        f1=_mean(each.f1 for each in found),
+        majority=_mean(max(each.positives, each.count - each.positives) / each.count for each in found if each.count),
+        exact=float((right | ~known).all(1)[known.any(1)].double().mean()),
+        loss=float(loss),
+        count=len(labels),
+        unknown=int((~known).sum()),
+        by_class=tuple(found),
+    )
+
+
+def _mean(values: Any) -> float:
+    held = [value for value in values if value is not None]
+    return sum(held) / len(held) if held else math.nan
