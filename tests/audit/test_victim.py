@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,13 @@ def test_own_modules_of_every_kind(which: str, told: str | None, own: str) -> No
 def test_what_cannot_be_had_is_one_sentence(which: str, said: str, own: str) -> None:
     with pytest.raises(SitusError, match=said):
         open_victim(f"{own}{which}", img_size=(16, 16))
+
+
+def test_a_multi_label_model_is_no_victim_of_attackers_who_know_one_class() -> None:
+    model = open_model(small_vit(num_classes=3))
+    assert model.input is not None and open_victim(model).model is model
+    with pytest.raises(SitusError, match="is multi-label, and the attackers and their clients learn one class"):
+        open_victim(replace(model, input=replace(model.input, multi_label=True)))
 
 
 def test_a_locked_model_that_is_open_already(tmp_path: Path) -> None:

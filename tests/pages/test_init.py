@@ -46,6 +46,7 @@ from situs.evaluate.accuracy import Accuracy, ClassAccuracy
 from situs.evaluate.consistency import Consistency, ConsistencyCurve
 from situs.evaluate.ensemble import Ensemble
 from situs.evaluate.knn import LayerAccuracy, LayerKnn
+from situs.evaluate.multi_label import LabelAccuracy, label_scores
 from situs.evaluate.position import Cell, PositionCurve, PositionGrid
 from situs.evaluate.probe.classes import ClassProbe, ClassProbes
 from situs.evaluate.probe.linear import Fitted, Linear, Score, Tried
@@ -229,6 +230,10 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Ensemble": (
         lambda: Ensemble({NAME: SCORE, "b": SCORE}, SCORE, ((1.0, 0.5), (0.5, 1.0)), 0.75),
         {"top1", "agreement"},
+    ),
+    "LabelAccuracy": (
+        lambda: LabelAccuracy(label_scores(torch.ones(2, 2), torch.tensor([[1, 0], [-1, 0]])), (NAME, "b")),
+        {"classes"},
     ),
     "LayerKnn": (
         lambda: LayerKnn(tuple(LayerAccuracy(n, "mean", n / 4) for n in (1, 2)), 8, 4, None, 3, None, 0.1),

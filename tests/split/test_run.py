@@ -9,10 +9,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from served import CONFIG, Proxy, Serving, serving, steps
 
 from situs.errors import SitusError
+from situs.evaluate.accuracy import evaluate_accuracy
 from situs.evaluate.hooks import validation_hooks
 from situs.locks import lock, new_key, unlock
 from situs.locks.owner import unlocking
@@ -245,6 +247,32 @@ def test_the_val_split_is_looked_at_through_the_server_and_disturbs_nothing(tmp_
     records = [RunFolder.open(tmp_path / name).records() for name in ("whole", "local")]
     looks = [[record["val_top1"] for record in each if "val_top1" in record] for each in records]
     assert looks[0] == looks[1] and looks[0]
+
+
+def test_any_number_of_classes_stays_with_the_client_and_equals_local_training(tmp_path) -> None:
+    """The loss and the labels are the client's: the server, which knows of neither, trains the same blocks."""
+    generator = torch.Generator().manual_seed(0)
+    rows = ["file,labels"]
+    for split in ("train", "val"):
+        (tmp_path / "set" / split).mkdir(parents=True)
+        for number, values in enumerate(torch.randint(256, (8, 28, 28), generator=generator, dtype=torch.uint8)):
+            Image.fromarray(values.numpy()).save(tmp_path / "set" / split / f"{number}.png")
+            rows.append(f"{split}/{number}.png,{('nan', '', 'a;c', 'b')[number % 4]}")
+    (tmp_path / "set" / "labels.csv").write_text("\n".join(rows))
+    data = replace(CONFIG.data, path=str(tmp_path / "set"), multi_label=True, count=None)
+    config = replace(steps(3), data=data, backbone=replace(CONFIG.backbone, num_classes=3), probe_every=1)
+    with serving(tmp_path / "server", None, config) as server, Connection(server.address, None) as call:
+        train_split(config, call, out=tmp_path / "split", device="cpu", quiet=True)
+        seen = evaluate_accuracy(open_split(tmp_path / "split", call))
+    train_run(config, out=tmp_path / "local", device="cpu", hooks=validation_hooks(1), quiet=True)
+    merge(tmp_path / "split", tmp_path / "server", tmp_path / "whole")
+    assert same(tmp_path / "whole", tmp_path / "local")
+    looks = [
+        [r["val_map"] for r in RunFolder.open(tmp_path / n).records() if "val_map" in r] for n in ("whole", "local")
+    ]
+    assert looks[0] == looks[1] and looks[0]
+    assert seen.scores == evaluate_accuracy(tmp_path / "local").scores
+    assert open_model(tmp_path / "whole").multi_label
 
 
 def test_a_disk_that_is_full_at_either_side_loses_nothing(tmp_path, local, monkeypatch) -> None:

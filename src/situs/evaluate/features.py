@@ -30,7 +30,8 @@ Pool = Literal["mean", "cls"]
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """features: [n, D] float32. ids: [n] int64, the samples' numbers in their set. labels: [n] int64, or None.
+    """features: [n, D] float32. ids: [n] int64, the samples' numbers in their set. labels: [n] int64, or of a
+    multi-label set [n, K] int8 (1, 0, and -1 for unknown), or None.
 
     names: the images' own names, n of them, such as their paths below the data's folder. classes: names of the labels.
     facts: what made them. left_out: sentences on the images that could not be read.
@@ -99,8 +100,7 @@ def extract(
                 found = pooled(backbone, batch.inputs, pool, positions=positions)
             features.append(found.float())
             ids.append(batch.ids)
-            if "label" in batch.targets:
-                labels.append(batch.targets["label"])
+            labels += [batch.targets[name] for name in ("label", "labels") if name in batch.targets]
     if not features:
         raise SitusError("there are no samples to take features of", field="data")
     return FeatureSet(torch.cat(features), torch.cat(ids), torch.cat(labels) if labels else None)
@@ -183,10 +183,12 @@ def _arrays(found: FeatureSet, suffix: str) -> bytes:
 def _names(found: FeatureSet) -> bytes:
     assert found.names is not None
     labels = [None] * len(found.names) if found.labels is None else found.labels.tolist()
+    classes = found.classes or ()
     file = io.StringIO()
     table = csv.writer(file, lineterminator="\n")
     table.writerow(("row", "id", "name", "label", "class"))
     for row, (number, name, label) in enumerate(zip(found.ids.tolist(), found.names, labels, strict=True)):
-        known = found.classes[label] if found.classes and label is not None else ""
-        table.writerow((row, number, name, label, known))
+        held = [at for at, has in enumerate(label) if has == 1] if isinstance(label, list) else [label]
+        known = [] if label is None or not classes else [classes[at] for at in held]
+        table.writerow((row, number, name, ";".join(map(str, held)) if label is not None else None, ";".join(known)))
     return file.getvalue().encode("utf-8", "backslashreplace")

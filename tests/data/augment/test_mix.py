@@ -48,6 +48,21 @@ def test_cutmix_pastes_a_box_and_counts_its_pixels():
     assert torch.equal(pasted, rows[:, :, None] & columns[:, None, :])
 
 
+def test_any_number_of_classes_mixes_class_by_class_and_what_is_unknown_stays_so():
+    images, _, noise = inputs(8)
+    hot = torch.randint(-1, 2, (8, 5), generator=torch.Generator().manual_seed(1), dtype=torch.int8)
+    targets = mix.soft_multi_labels(hot, 0.2)
+    assert torch.equal(targets.isnan(), hot < 0)
+    assert torch.allclose(targets[hot == 1], torch.tensor(0.9)) and torch.allclose(targets[hot == 0], torch.tensor(0.1))
+    _, soft = mix.mix(images, targets, noise, **{**ON, "cutmix": 0.0, "probability": 0.5})
+    keep, mixed = mix.beta(noise[:, 2], 0.8), noise[:, 0] < 0.5
+    assert 0 < int(mixed.sum()) < 8
+    for row in range(8):
+        other = targets[row ^ 1]
+        wanted = keep[row] * targets[row] + (1 - keep[row]) * other if mixed[row] else targets[row]
+        assert torch.allclose(soft[row], wanted, atol=1e-6, equal_nan=True)
+
+
 def test_the_mean_share_of_a_cutmix_box():
     """A square side s = √(1 − λ) around a uniform centre shows s − s²/4 a side: mean 1/2 − 1/5 + 1/48 for uniform λ."""
     noise = uniform(0, 0, torch.arange(4000), "x", (3,))

@@ -18,6 +18,8 @@ from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
+from situs.methods.supervised import multi_label_loss
+from situs.models import open_model
 from situs.train.checkpoint import RunFolder
 from situs.train.ema import Ema
 from situs.train.export.card import ModelProvenance, last_metrics, last_name
@@ -216,6 +218,23 @@ def test_transformers_gets_its_own_layout(tmp_path: Path) -> None:
     torch.testing.assert_close(model(x).logits, method.backbone(x), rtol=1e-6, atol=1e-6)
     assert "ViTForImageClassification.from_pretrained" in (tmp_path / "x" / "README.md").read_text()
     assert not [file for file in (tmp_path / "x").iterdir() if file.suffix not in (".json", ".md", ".safetensors")]
+
+
+def test_transformers_is_told_that_an_image_has_any_number_of_classes(tmp_path: Path) -> None:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, image_size=8,
+                       patch_size=4, num_labels=3, architectures=["ViTForImageClassification"])  # fmt: skip
+    method = Supervised(create_backbone(config), SupervisedConfig()).eval()
+    told = ModelProvenance("supervised", classes=("a", "b", "c"), multi_label=True)
+    write_export(method, tmp_path / "x", told)
+    model, x = ViTForImageClassification.from_pretrained(tmp_path / "x").eval(), torch.randn(2, 3, 8, 8)
+    labels = torch.tensor([[1, 0, 1], [0, 0, 0]], dtype=torch.int8)
+    theirs = model(x, labels=labels.float()).loss  # which it takes from its config
+    ours, _ = multi_label_loss(method.backbone(x), labels, 0.0)
+    torch.testing.assert_close(theirs, ours)
+    opened = open_model(tmp_path / "x")
+    assert opened.multi_label and opened.classes == ("a", "b", "c")
 
 
 def test_the_card_tells_the_story_without_paths(tmp_path: Path) -> None:

@@ -92,7 +92,8 @@ class MJPConfig(Checked):
     """Grid of the patches shuffled where the backbone has no tokens (ResNet)."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
-    """Mass taken from the true class and spread over all; soft labels bring their own and are left as they are."""
+    """Mass taken from the true class and spread over all (over yes and no of each class where an image has any number
+    of them); soft labels bring their own and are left as they are."""
 
     def check(self) -> None:
         if self.dal_final is not None and self.dal_warmup >= self.epochs:
