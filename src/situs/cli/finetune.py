@@ -37,6 +37,6 @@ class Args(Training):
 
 
 def run(args: Args) -> int:
-    """Fine-tunes; the log holds val_top1 and val_top5."""
+    """Fine-tunes; the log holds val_top1 and val_top5, or val_map and val_accuracy of multi-label data."""
     asked = {"source": args.source, "positions": args.positions, "validate_every": args.validate_every}
     return tell(args, args.config, train_finetuning(args.config, **asked, **args.place()))

@@ -30,6 +30,7 @@ from situs.data.sources.base import (
 from situs.data.sources.columns import classes_in, label_columns, multi_hot
 from situs.data.sources.images import BrokenImageError
 from situs.data.sources.remote import is_kept, limit_bytes, opened
+from situs.data.sources.table import LISTS
 from situs.errors import SitusError
 
 _IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")
@@ -316,7 +317,7 @@ def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, .
         raise SitusError(f"{file}: column {image!r} is {str(kind)[:80]}, images must be bytes or {{bytes, path}}")
     if wanted.multi_label:
         with _reading(file):
-            return image, label_columns(file, schema, _LABEL_COLUMNS)
+            return image, label_columns(file, schema, (*LISTS, *_LABEL_COLUMNS))
     label = next((name for name in _LABEL_COLUMNS if name in schema.names), None) if wanted.labels else None
     if label is None:
         return image, ()

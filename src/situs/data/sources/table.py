@@ -24,11 +24,12 @@ from situs.errors import SitusError
 PARTITION = "list_eval_partition.txt"
 """CelebA's own splits, beside the table: 0, 1 and 2 for train, val and test."""
 SUFFIXES = (".csv", ".txt")
+LISTS = ("labels", "classes", "tags")
+"""Columns that hold names, and are no classes of their own."""
 UNKNOWN = -1
 BOTH = "-1 and 0 both stand beside 1, and only one of them can mean no: what is unknown has no value"
 
 _SPLITS = {"0": "train", "1": "val", "2": "test"}
-_LISTS = ("labels", "classes", "tags")  # a column that holds names and no class of its own
 _MINUS, _NONE = -2, -3  # -1 as a table has it, which means no; and what is no label
 _CODES = {"1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0, "-1": _MINUS, "-1.0": _MINUS}
 _CODES |= {"": UNKNOWN, "nan": UNKNOWN}
@@ -125,7 +126,7 @@ def read_table(file: Path, classes: tuple[str, ...] | None = None) -> Table:
     if not rows:
         raise SitusError(f"{file}: has no line for any image", field="data")
     names, lines = [_as_path(cells[0]) for _, cells in rows], [line for line, _ in rows]
-    if len(header) == 1 and header[0].lower() in _LISTS:
+    if len(header) == 1 and header[0].lower() in LISTS:
         found, labels = _listed(file, rows, classes)
     else:
         found, labels = tuple(header), _coded(file, header, rows)
