@@ -188,7 +188,9 @@ def _names(found: FeatureSet) -> bytes:
     table = csv.writer(file, lineterminator="\n")
     table.writerow(("row", "id", "name", "label", "class"))
     for row, (number, name, label) in enumerate(zip(found.ids.tolist(), found.names, labels, strict=True)):
-        held = [at for at, has in enumerate(label) if has == 1] if isinstance(label, list) else [label]
-        known = [] if label is None or not classes else [classes[at] for at in held]
-        table.writerow((row, number, name, ";".join(map(str, held)) if label is not None else None, ";".join(known)))
+        held: list[int] = [] if label is None else [label]
+        if isinstance(label, list):
+            held = [at for at, has in enumerate(label) if has == 1]
+        known = ";".join(classes[at] for at in held) if classes else ""
+        table.writerow((row, number, name, ";".join(map(str, held)), known))
     return file.getvalue().encode("utf-8", "backslashreplace")
