@@ -146,7 +146,7 @@ class EncodedSource(Source):
         """The encoded bytes."""
 
     @abstractmethod
-    def label(self, index: int) -> int | Tensor | None:
+    def label(self, index: int) -> Any:
         """The label as `read` gives it, or None."""
 
     @abstractmethod
