@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -78,3 +79,16 @@ def test_a_figure_that_takes_too_long_is_given_up() -> None:
     with pytest.raises(there["TooLongError"]), there["within"](0.05):
         time.sleep(20)
     assert time.perf_counter() - started < 10
+
+
+def test_without_flower_its_benchmark_is_one_sentence() -> None:
+    """In a process of its own, for a benchmark imports its neighbour by name."""
+    code = (
+        "import runpy, sys; sys.modules['flwr'] = None; sys.path.insert(0, sys.argv[1]); "
+        "sys.argv = ['flower.py']; runpy.run_path(sys.path[0] + '/flower.py', run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(METHODS.parent)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "flwr is not installed: pip install flwr, best into an environment of its own\n"
