@@ -40,7 +40,7 @@ def test_what_was_measured_before_is_shown_in_the_papers_unit() -> None:
     said = found.summary()
     assert said.sentence.startswith("Ours were measured on 2026-11-16, on one H200, at scale paper with 1 seed.")
     assert "Of 1 numbers beside the paper's 1 agree to its last digit or its reading" in said.sentence
-    assert said.tables[0].rows == [["r", "82.0 (± 0.3)", "81.9", "-0.1"], ["s", "7.0 (± 0.3)", "–", "–"]]
+    assert said.tables[0].rows == [["r", "82.0 (± 0.3)", "81.9", "-0.1"], ["s", "7.0 (± 0.3)", None, None]]
 
 
 def test_many_columns_are_one_cell_each_and_no_paper_leaves_ours_alone() -> None:
@@ -51,6 +51,13 @@ def test_many_columns_are_one_cell_each_and_no_paper_leaves_ours_alone() -> None
     ]
     alone = {"columns": columns[:2], "rows": [{"name": "r"}]}
     assert result([alone]).summary().tables[0].header == ["", "0", "1"]
+
+
+def test_rows_with_units_of_their_own_tell_them() -> None:
+    rows = [{"name": "top-1", "paper": [80.5]}, {"name": "Diff.Norm", "paper": [8.96], "unit": "", "digits": 2}]
+    table = result([{"columns": [{"name": "0.03", "figure": "x"}], "rows": rows}]).summary().tables[0]
+    assert table.header == ["", "0.03: paper", "ours", "difference"]
+    assert [row[:2] for row in table.rows] == [["top-1, %", "80.5"], ["Diff.Norm", "8.96"]]
 
 
 def test_what_is_missing_is_said() -> None:

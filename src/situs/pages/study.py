@@ -44,10 +44,11 @@ def page(found: StudyResult) -> Page:
 def _draw(section: Section, curves: Curves, lines: tuple[Drawn, ...], number: int) -> None:
     """The paper's lines beside ours; nothing where there is no number of either."""
     series: dict[str, tuple[list[float], list[float]]] = {}
+    alone = not any(line.paper for line in curves.lines)
     for line in lines:
         paper = [(x, float(cell.paper)) for x, cell in line.points if not isinstance(cell.paper, str)]
         ours = [(x, cell.mean) for x, cell in line.points if cell.mean is not None]
-        for name, points in ((f"{line.name}, paper", paper), (f"{line.name}, ours", ours)):
+        for name, points in ((f"{line.name}, paper", paper), (line.name if alone else f"{line.name}, ours", ours)):
             if points:
                 series[name] = ([x for x, _ in points], [y for _, y in points])
     if not series:
@@ -57,7 +58,7 @@ def _draw(section: Section, curves: Curves, lines: tuple[Drawn, ...], number: in
     if curves.scale == "log":
         figure.axes[0].set_xscale("log")
     read = f" The paper's numbers were read from its axis (± {curves.reading:g})." if curves.reading else ""
-    section.figure(figure, f"{curves.title or curves.y}.{read}", name=f"curves{number or ''}")
+    section.figure(figure, f"{curves.y[:1].upper()}{curves.y[1:]} over {curves.x}.{read}", name=f"curves{number or ''}")
 
 
 def _jobs(section: Section, found: StudyResult) -> None:

@@ -18,6 +18,7 @@ from situs.studies.load import load_study, study_file
 from situs.studies.plan import cell_of, point_of, times_of
 from situs.train.log import clock
 
+NOTHING = "–"
 WIDE = 3
 """Columns of the paper up to which each of a cell's three numbers has a column of its own."""
 
@@ -65,7 +66,7 @@ class Cell(NamedTuple):
         ours += "" if self.deviation is None else f" ± {self.deviation:.{max(self.digits, 1)}f}"
         ours = "; ".join(filter(None, (ours, self.why)))
         difference = "" if self.difference is None else f"{self.difference:+.{self.digits}f}"
-        return paper or "–", ours or "–", difference or "–"
+        return paper or NOTHING, ours or NOTHING, difference or NOTHING
 
     def to_json(self) -> dict[str, Any]:
         """All of it."""
@@ -186,35 +187,37 @@ def _printed(table: Table, rows: Sequence[Sequence[Cell]]) -> Printed:
     """
     alone = not any(row.paper for row in table.rows)
     wide = len(table.columns) <= WIDE and not alone
+    by_row = any(row.unit is not None for row in table.rows)
     header = [table.corner]
     for column in table.columns:
-        name = f"{column.name}, {column.unit}" if column.unit else column.name
+        name = _named(column.name, "" if by_row else column.unit)
         header += (f"{name}: paper", "ours", "difference") if wide else (name,)
-    body: list[list[str]] = []
+    body: list[list[str | None]] = []
     for row, cells in zip(table.rows, rows, strict=True):
-        texts = [cell.texts() for cell in cells]
-        told = (
-            [t for three in texts for t in three]
-            if wide
-            else [three[1] if alone else " | ".join(three) for three in texts]
-        )
-        body.append([f"{row.name}, {row.unit}" if row.unit else row.name, *told])
+        three = [cell.texts() for cell in cells]
+        told = [t for each in three for t in each] if wide else [e[1] if alone else " | ".join(e) for e in three]
+        unit = table.columns[0].unit if row.unit is None else row.unit
+        body.append([_named(row.name, unit if by_row else ""), *(None if text == NOTHING else text for text in told)])
     title = table.title or ("Ours" if alone else "Paper, ours, difference")
     return Printed(title if wide or alone else f"{title} (paper | ours | difference)", header, body)
 
 
+def _named(name: str, unit: str) -> str:
+    return f"{name}, {unit}" if unit else name
+
+
 def _points(curves: Curves, lines: Sequence[Drawn]) -> Iterator[Printed]:
     """A figure's points as a table; lines that are drawn from a job's own list alone are left to the page."""
-    unit = f", {curves.unit}" if curves.unit else ""
     body = [
         [line.name, f"{x:g}", *cell.texts()]
         for line, given in zip(lines, curves.lines, strict=True)
         if given.at
         for x, cell in line.points
     ]
-    header = ["line", curves.x, f"{curves.y}{unit}: paper", "ours", "difference"]
+    name = _named(curves.y, curves.unit)
+    header = ["line", curves.x, f"{name}: paper", "ours", "difference"]
     if body and not any(line.paper for line in curves.lines):
-        header, body = [*header[:2], f"{curves.y}{unit}"], [[*row[:2], row[3]] for row in body]
+        header, body = [*header[:2], name], [[*row[:2], row[3]] for row in body]
     if body:
         yield Printed(curves.title or curves.y, header, body)
 
@@ -248,7 +251,8 @@ def read_folder(folder: StudyFolder) -> StudyResult:
     rows, lines = _filled(folder.study, read.values)
     ended = tuple(read.ended(task) for task in folder.tasks.values())
     about = (folder.name, folder.study, folder.scale, folder.seeds)
-    return StudyResult(*about, ended, rows, lines, tuple(read.pictures()), provenance=_made(folder.study))
+    made = _made(folder.study, [folder.state(task) for task in folder.tasks.values()])
+    return StudyResult(*about, ended, rows, lines, tuple(read.pictures()), provenance=made)
 
 
 def _filled(study: Study, lookup: Lookup) -> tuple[Any, Any]:
@@ -260,8 +264,14 @@ def _filled(study: Study, lookup: Lookup) -> tuple[Any, Any]:
     return rows, tuple(tuple(_drawn(curves, line, lookup) for line in curves.lines) for curves in study.curves)
 
 
-def _made(study: Study) -> Provenance:
-    return Provenance({"source": f"{PAPERS[study.paper]}, {study.place}"} if study.paper else {})
+def _made(study: Study, states: Sequence[Mapping[str, Any]] = ()) -> Provenance:
+    """Of which paper, and on what days and machines its jobs were run."""
+    facts = {"source": f"{PAPERS[study.paper]}, {study.place}"} if study.paper else {}
+    if dates := sorted({str(state["date"]) for state in states if "date" in state}):
+        facts["dates"] = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+    machines = [state.get("machine") or {} for state in states]
+    told = [", torch ".join((str(m.get("device")), str(m.get("torch")))) for m in machines if m]
+    return Provenance({**facts, **({"machines": "; ".join(dict.fromkeys(told))} if told else {})})
 
 
 def _known(table: Table, r: int, c: int, lookup: Lookup) -> Cell:

@@ -14,13 +14,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from situs.config import Checked
 from situs.data.sources import SAMPLES
 from situs.errors import SitusError, unknown_name
-from situs.files import write_text
+from situs.files import read_json, write_text
 from situs.hold import only_one
 from situs.limits import Count, Positive, check_value
 from situs.studies.find import figure_files
@@ -180,13 +181,14 @@ def flags(options: Mapping[str, Any], above: str = "") -> list[str]:
 
 @dataclass
 class _Running:
-    """A job at work. slot: which of those side by side."""
+    """A job at work. slot: which of those side by side. resumed: whether it goes on with a run."""
 
     task: Task
     process: subprocess.Popen[bytes]
     began: float
     slot: int
     command: str
+    resumed: bool
 
 
 @dataclass
@@ -240,7 +242,7 @@ class _Runner:
         known = {**{f"data.{name}": path for name, path in self.data.items()}, "seed": task.seed}
         if task.job.change:
             write_text(task.file("toml"), toml_of(put(task.job.change, known)))
-        words = words_of(self.folder, task, self.data)
+        words, resumed = words_of(self.folder, task, self.data), task.begun
         slot = next(i for i in range(len(self.slots)) if i not in {each.slot for each in self.running.values()})
         visible = self.slots[slot]
         env = {**os.environ, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})}
@@ -256,7 +258,7 @@ class _Runner:
                 env=env,
                 start_new_session=True,  # Ctrl-C is ours to hand on
             )
-        self.running[task.name] = _Running(task, process, time.monotonic(), slot, command)
+        self.running[task.name] = _Running(task, process, time.monotonic(), slot, command, resumed)
         self.tried.add(task.name)
 
     def _nameless(self, text: str) -> str:
@@ -271,12 +273,12 @@ class _Runner:
             each = self.running.pop(name)
             state, message = self._judged(each, asked)
             seconds = time.monotonic() - each.began
-            self.say(
-                f"{name}: {state or 'cut, and can be gone on with'} after {clock(seconds)}{message and ': '}{message}"
-            )
-            if state:
-                facts = {"message": message} if message else {}
-                self.folder.write_state(each.task, state, seconds=round(seconds, 1), command=each.command, **facts)
+            self.say(f"{name}: {state} after {clock(seconds)}{message and ': '}{message}")
+            before = self.folder.state(each.task).get("seconds", 0.0) if each.resumed else 0.0
+            facts: dict[str, Any] = {"seconds": round(before + seconds, 1), "command": each.command}
+            facts |= {"date": datetime.now(UTC).date().isoformat(), **({"message": message} if message else {})}
+            self.folder.write_state(each.task, state, **facts, **_machine(each.task))
+            if state != CUT:
                 self.keep(read_folder(self.folder))
 
     def _judged(self, each: _Running, asked: bool) -> tuple[str, str]:
@@ -316,6 +318,12 @@ def _wait_until_free(folder: Path) -> None:
                 return
         except SitusError:
             time.sleep(0.2)
+
+
+def _machine(task: Task) -> dict[str, Any]:
+    """On what a training ran, as its newest checkpoint tells."""
+    told = sorted(task.folder.glob("checkpoints/step-*/state.json"))
+    return {"machine": read_json(told[-1]).get("machine", {})} if told else {}
 
 
 def _last_line(log: Path) -> str:
