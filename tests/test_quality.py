@@ -122,6 +122,8 @@ COVERED = {
     "situs.studies": "test_load",
     "situs.studies.child": "test_run",
     "situs.studies.folder": "test_run",
+    "situs.studies.reading": "test_result",
+    "situs.studies.words": "test_run",
     "situs.train.export.card": "test_write",
     "situs.train.checkpoint.checkpoints": "test_folder",
     "situs.train.checkpoint.records": "test_folder",

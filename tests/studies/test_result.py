@@ -7,13 +7,14 @@ import pytest
 from situs.config import from_dict
 from situs.errors import SitusError
 from situs.studies.form import Study
-from situs.studies.result import Cell, StudyResult, read_study
+from situs.studies.reading import read_study
+from situs.studies.result import Cell, StudyResult
 
 ONE = {"verb": "pretrain"}
 
 
 def result(tables: list[dict], **changes: object) -> StudyResult:
-    import situs.studies.result as module
+    import situs.studies.reading as module
 
     study = from_dict(Study, {"title": "t", "shows": "s", "jobs": {"a": ONE}, "tables": tables, **changes})
     rows, lines = module._filled(study, module._nothing)

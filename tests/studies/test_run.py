@@ -17,8 +17,10 @@ import pytest
 
 from situs.errors import SitusError
 from situs.studies import run as running
-from situs.studies.result import StudyResult, read_study
-from situs.studies.run import How, flags, run_study
+from situs.studies.reading import read_study
+from situs.studies.result import StudyResult
+from situs.studies.run import How, run_study
+from situs.studies.words import flags
 
 FAKE = Path(__file__).parent / "fake.py"
 STUDY = """

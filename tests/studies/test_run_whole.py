@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from situs.studies.result import StudyResult, read_study
+from situs.studies.reading import read_study
+from situs.studies.result import StudyResult
 from situs.train.checkpoint import RunFolder
 
 STUDY = """

@@ -137,7 +137,7 @@ if TYPE_CHECKING:
     from situs.studies.load import study_names as study_names
     from situs.studies.parcel import pack_study as pack_study
     from situs.studies.parcel import unpack_study as unpack_study
-    from situs.studies.result import read_study as read_study
+    from situs.studies.reading import read_study as read_study
     from situs.studies.run import run_study as run_study
 
 _HOMES = {
@@ -145,7 +145,7 @@ _HOMES = {
     "study_names": "load",
     "pack_study": "parcel",
     "unpack_study": "parcel",
-    "read_study": "result",
+    "read_study": "reading",
     "run_study": "run",
 }
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from situs.results import Table
 from situs.studies.form import PAPER, Study
 from situs.studies.load import study_names
-from situs.studies.result import StudyResult, read_study
+from situs.studies.reading import read_study
+from situs.studies.result import StudyResult
 
 
 @dataclass(frozen=True)

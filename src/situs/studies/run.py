@@ -19,17 +19,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from situs.config import Checked
-from situs.data.sources import SAMPLES
-from situs.errors import SitusError, unknown_name
+from situs.errors import SitusError
 from situs.files import read_json, write_text
 from situs.hold import only_one
 from situs.limits import Count, Positive, check_value
 from situs.studies.find import figure_files
 from situs.studies.folder import CUT, DONE, FAILED, NOT_FINITE, StudyFolder, Task, toml_of
-from situs.studies.form import PAPER, VERBS, Study
+from situs.studies.form import PAPER, VERBS
 from situs.studies.load import load_study, study_file
 from situs.studies.plan import data_of, put
-from situs.studies.result import StudyResult, read_folder
+from situs.studies.reading import read_folder
+from situs.studies.result import StudyResult
+from situs.studies.words import elsewhere, paths_of, words_of
 from situs.train.interrupt import Interrupt
 from situs.train.log import clock
 
@@ -99,30 +100,6 @@ def run_study(
             path.rmdir()
 
 
-def paths_of(study: Study, name: str, data: str | Mapping[str, str] | None) -> dict[str, str]:
-    """The paths of the study's data sets that are given, which must be there."""
-    known = study.data
-    if isinstance(data, str):
-        if len(known) != 1:
-            said = ", ".join(f"{each} ({what})" for each, what in known.items()) or "none"
-            raise SitusError(f"data={data}: name the data set as NAME=PATH; this study's are: {said}", field="data")
-        data = {next(iter(known)): data}
-    for each, path in (data or {}).items():
-        if each not in known:
-            raise unknown_name("data set", each, known, field="data")
-        if not _elsewhere(path) and not Path(path).exists():
-            raise SitusError(f"{path}: is not there, and {each} was to be ({known[each]})", field="data")
-    if known and not data:
-        said = "; ".join(f"{each}: {what}" for each, what in known.items())
-        raise SitusError(f"{name} needs data: {said}", field="data")
-    return {e: p if _elsewhere(p) else os.path.abspath(p) for e, p in (data or {}).items()}  # noqa: PTH100  (links stay)
-
-
-def _elsewhere(path: str) -> bool:
-    """Whether it is no path of this machine: the embedded images, or an address."""
-    return path == SAMPLES or "://" in path
-
-
 def _slots(how: How) -> list[str | None]:
     """What CUDA_VISIBLE_DEVICES is for each of the jobs that run side by side; None leaves it as it is."""
     if how.device == "cpu":
@@ -134,46 +111,6 @@ def _slots(how: How) -> list[str | None]:
         given = ",".join(map(str, range(torch.cuda.device_count())))
     devices = [each for each in given.split(",") if each]
     return [devices[index % len(devices)] if len(devices) > 1 else None for index in range(how.at_once)]
-
-
-# --- words ----------------------------------------------------------------------------------------------------
-
-
-def words_of(folder: StudyFolder, task: Task, data: Mapping[str, str]) -> list[str]:
-    """The words of a task's command, without `situs`; a training's changes stand in a file beside its folder."""
-    job, how = task.job, VERBS[task.job.verb]
-    own = data_of(folder.study, job)[:1] if how.data else ()
-    given = {"data": data[own[0]]} if own else {}
-    if task.begun:
-        return [*job.verb.split(), *flags({"resume": str(task.folder), **given})]
-    models = {name: str(folder.tasks[needed].folder) for name, needed in task.needs.items()}
-    known = {**models, **{f"data.{name}": path for name, path in data.items()}, "seed": task.seed}
-    options = {**put(job.options, known), **given, **({"seed": task.seed} if how.seed else {})}
-    start = [models[name] for name in job.models] or ([put(job.model, known)] if job.model else [])
-    if start and how.model != "word":
-        options[how.model] = start.pop()
-    if job.preset:
-        options["preset"] = job.preset
-    if job.change:
-        options["config"] = str(task.file("toml"))
-    words = options.pop(how.word, []) if how.word else []
-    return [*job.verb.split(), *start, *map(str, words), *flags({**options, "out": str(task.folder)})]
-
-
-def flags(options: Mapping[str, Any], above: str = "") -> list[str]:
-    """Options as words: --name value, --no-name for what is off, a list apart by commas."""
-    words: list[str] = []
-    for name, value in options.items():
-        flag = f"{above}{name}".replace("_", "-")
-        if isinstance(value, Mapping):
-            words += flags(value, f"{flag}.")
-        elif isinstance(value, bool):
-            head, _, last = flag.rpartition(".")
-            words.append("--" + (flag if value else f"{head}{'.' if head else ''}no-{last}"))
-        else:
-            text = ",".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-            words += ["--" + flag, text]
-    return words
 
 
 # --- running --------------------------------------------------------------------------------------------------
@@ -264,7 +201,7 @@ class _Runner:
     def _nameless(self, text: str) -> str:
         """Without the paths of this machine: the folder may be moved."""
         for shown, path in (("STUDY", str(self.folder.path)), *self.data.items()):
-            text = text if _elsewhere(path) else text.replace(path, shown)
+            text = text if elsewhere(path) else text.replace(path, shown)
         return text
 
     def _reap(self, *, asked: bool) -> None:

@@ -15,7 +15,7 @@ def check_words(study: str | Path, scale: str) -> None:
     from situs.cli.main import VERBS
     from situs.studies.folder import StudyFolder
     from situs.studies.load import load_study
-    from situs.studies.run import words_of as command_of
+    from situs.studies.words import words_of as command_of
 
     loaded = load_study(study)
     folder = StudyFolder(Path("study"), loaded, str(study), scale, 1)
