@@ -10,6 +10,7 @@ import torch
 
 from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
+from situs.audit.split.utility import Kept
 from situs.audit.split.view import Setting
 from situs.locks.features import parse_defence
 from situs.pages import PRIVATE, make_page
@@ -20,7 +21,7 @@ IMAGES = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0), dt
 
 def found(text: str, cosine: float, rows: bool = False, **scores: float) -> SettingFound:
     reading = Reading("order", "the embedding", "done", scores, images=IMAGES if "psnr" in scores else None)
-    return SettingFound(Setting(parse_defence(text), rows), cosine, None, (reading,))
+    return SettingFound(Setting(parse_defence(text), rows), Kept(cosine), (reading,))
 
 
 def audit(*settings: SettingFound, pictures: bool = False) -> SplitAudit:
@@ -40,8 +41,10 @@ CURVED = (
 
 def test_lines_run_over_the_strengths_of_a_defence_and_hold_what_somebody_found() -> None:
     assert trade_offs(audit(*CURVED)) == {
-        "psnr": {"noise": ([0.4, 0.8, 1.0], [12.0, 30.0, 50.0])},  # under rows only one strength gave pictures
-        "places": {"noise + rows": ([0.4, 0.8, 1.0], [25.0, 50.0, 100.0])},
+        "psnr": {
+            "noise": {"as they are": ([0.4, 0.8, 1.0], [12.0, 30.0, 50.0])}
+        },  # under rows one strength has pictures
+        "places": {"noise": {"rows": ([0.4, 0.8, 1.0], [25.0, 50.0, 100.0])}},
     }
     assert trade_offs(audit(*CURVED[:1], *CURVED[-1:])) == {}
 
@@ -53,10 +56,11 @@ def test_the_threat_model_and_the_verdict_come_first(
     made = make_page(audit(*CURVED, pictures=pictures))
     assert outline(made.render()) == [
         "Threat model, facts",
-        "Verdict, 1 note",
+        "Verdict, 1 text, 1 note",
         "Attackers and defences, 8 rows, facts",
         *["Pictures, 1 figure"] * pictures,
-        "What a defence hides, and what it costs, 1 text, 2 figures",
+        "What a defence hides, and what it costs, 1 text, 2 figures, 7 rows",
+        "Who was tried, 7 rows",
         "How this page was made",
     ]
     assert made.notice == (PRIVATE if pictures else "")

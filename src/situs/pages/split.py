@@ -3,48 +3,56 @@
 from __future__ import annotations
 
 from situs.audit.split.attackers import ATTACKS
-from situs.audit.split.result import SCORES, THREAT, SplitAudit, table
+from situs.audit.split.result import SCORES, THREAT, SplitAudit
+from situs.audit.split.tables import UTILITY, paper_table, strengths, tables, trade_off, utilities, who_was_tried
 from situs.audit.split.view import Setting
 from situs.pages.gradients import picture_rows
 from situs.report import figures
 from situs.report.html import Page, Section
-from situs.results import Cell
+from situs.results import Cell, Table
 
 SHOWN = 4
-CURVES = {"psnr": "best PSNR, dB", "places": "patches in their places, %"}
+CURVES = {"psnr": "best PSNR, dB", "ssim": "best SSIM", "places": "patches in their places, %"}
+
+Lines = dict[str, tuple[list[float], list[float]]]
 
 
 def page(audit: SplitAudit) -> Page:
     """The page, with the samples and what was made of them where the audit has them."""
     lead = "What a server that runs this model's blocks, and is sent a client's tokens, can see of the samples."
     page = Page(f"Split audit of {audit.name}", lead)
-    asked = dict.fromkeys(reading.attack for found in audit.settings for reading in found.readings)
-    does = {f"attacker {name}": _about(name) for name in asked if name in ATTACKS}
+    does = {f"attacker {name}": _about(name) for name in audit.asked if name in ATTACKS}
     page.section("Threat model").facts({**THREAT, **does})
     said = audit.summary()
     section = page.section("Verdict").note(said.sentence)
     for note in said.notes:
         section.text(note)
-    _table(page.section("Attackers and defences"), audit)
+    every, *more = tables(audit)
+    _table(page.section("Attackers and defences"), every, audit)
+    if more and more[0].title == (six := paper_table(audit)).title:
+        _tabled(page.section("As the paper's Table 6"), six)
     if audit.private:
         _pictures(page.section("Pictures"), audit)
-    if lines := trade_offs(audit):
-        _curves(page.section("What a defence hides, and what it costs"), lines, audit)
+    if strengths(audit):
+        _curves(page.section("What a defence hides, and what it costs"), audit)
+    _tabled(page.section("Who was tried"), who_was_tried(audit))
     return page.end(audit.provenance.facts)
 
 
 def _about(name: str) -> Cell:
     attacker, knows = ATTACKS[name]
-    does = (attacker.__doc__ or "").rstrip(".")
+    does = (attacker.__doc__ or "").split("\n")[0].rstrip(".")
     return f"knows {knows}. {does}"
 
 
-def _table(section: Section, audit: SplitAudit) -> None:
-    drawn = table(audit)
+def _tabled(section: Section, drawn: Table) -> None:
+    section.table(drawn.header, drawn.rows, drawn.title + ".")
+
+
+def _table(section: Section, drawn: Table, audit: SplitAudit) -> None:
     section.table(drawn.header, drawn.rows, f"{drawn.title}. Guesses saw no token: what is near them says nothing.")
-    meant: dict[str, Cell] = {name: what for name, (_, what) in SCORES.items() if name in drawn.header}
-    features = "mean cosine of the pooled features with those of the undefended samples: what the client's task keeps"
-    section.facts({"features": features, **meant})
+    kept: dict[str, Cell] = {name: f"{UTILITY[name][1]}: what the client's task keeps" for name in utilities(audit)}
+    section.facts({**kept, **{name: what for name, (_, what) in SCORES.items() if name in drawn.header}})
 
 
 def _pictures(section: Section, audit: SplitAudit) -> None:
@@ -52,7 +60,7 @@ def _pictures(section: Section, audit: SplitAudit) -> None:
     assert audit.pictures is not None
     strips = [("original", audit.pictures)]
     for found in audit.settings:
-        best = found.pictured
+        best = found.pictured()
         if best is not None and best.images is not None:
             strips.append((f"{found.setting}\n{best.attack}", best.images.to(audit.pictures)))
     count = min(SHOWN, len(audit.pictures))
@@ -60,18 +68,18 @@ def _pictures(section: Section, audit: SplitAudit) -> None:
     section.figure(drawn, "The first samples, and what the attacker with the best PSNR made of them, by setting.")
 
 
-def trade_offs(audit: SplitAudit) -> dict[str, dict[str, tuple[list[float], list[float]]]]:
-    """score -> defence and permutations -> (what the features keep, the score), where there are several strengths.
+def trade_offs(audit: SplitAudit) -> dict[str, dict[str, Lines]]:
+    """score -> defence -> permutations -> (what the task keeps, the score), where there are several strengths.
 
     A line begins at no defence, where that was audited; what no attacker gave is left out of it.
     """
-    lines: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
-    kinds = dict.fromkeys(found.setting.defence.kind for found in audit.settings)
+    of, _ = UTILITY[utilities(audit)[0]]
+    lines: dict[str, dict[str, Lines]] = {}
     for score in CURVES:
-        for kind in (each for each in kinds if each in ("noise", "lowpass", "batch-shuffle")):
+        for kind in strengths(audit):
             for rows, columns in ((False, False), (True, False), (False, True), (True, True)):
                 chosen = [
-                    (found.cosine, value * (100 if score == "places" else 1), found.setting.defence.kind)
+                    (of(found.kept) or 0.0, value * (100 if score == "places" else 1), found.setting.defence.kind)
                     for found in audit.settings
                     if (found.setting.rows, found.setting.columns) == (rows, columns)
                     and found.setting.defence.kind in (kind, "none")
@@ -79,19 +87,25 @@ def trade_offs(audit: SplitAudit) -> dict[str, dict[str, tuple[list[float], list
                 ]
                 if sum(each == kind for *_, each in chosen) > 1:
                     x, y, _ = zip(*sorted(chosen), strict=True)
-                    plain = str(Setting(rows=rows, columns=columns))
-                    name = kind if plain == "none" else f"{kind} + {plain}"
-                    lines.setdefault(score, {})[name] = (list(x), list(y))
+                    named = str(Setting(rows=rows, columns=columns)).replace("none", "as they are")
+                    lines.setdefault(score, {}).setdefault(kind, {})[named] = (list(x), list(y))
     return lines
 
 
-def _curves(section: Section, lines: dict[str, dict[str, tuple[list[float], list[float]]]], audit: SplitAudit) -> None:
+def _curves(section: Section, audit: SplitAudit) -> None:
+    kept = utilities(audit)[0]
     section.text(
-        "Each line is one defence at several strengths: what the features keep (right: all), and what the best "
-        "attacker finds. A defence is worth something where its line falls while it is still on the right."
+        "Each line is one defence at several strengths: what the client's task keeps (right: most), and what the best "
+        "attacker, who knows the defence, finds. A defence is worth something where its line falls while it is still "
+        "on the right. Where lines lie on each other, a permutation hides nothing more."
     )
-    guess = max((scores["psnr"] for scores in audit.blind.values()), default=None)
-    for score, series in lines.items():
-        level = ("blind guess", guess) if score == "psnr" and guess is not None else None
-        drawn = figures.curves(series, "cosine of the features with the undefended ones", CURVES[score], level=level)
-        section.figure(drawn, f"{CURVES[score]} against what the features keep.", name=score)
+    for score, kinds in trade_offs(audit).items():
+        guess = max((each[score] for each in audit.blind.values() if score in each), default=None)
+        panels = {f"{kind}: {CURVES[score]}": dict(lines) for kind, lines in kinds.items()}
+        for lines in panels.values():
+            if guess is not None:
+                every = [value for x, _ in lines.values() for value in x]
+                lines["blind guess"] = [min(every), max(every)], [guess, guess]
+        drawn = figures.curve_panels(panels, kept)
+        section.figure(drawn, f"{CURVES[score]} against {kept}: {UTILITY[kept][1]}.", name=score)
+    _tabled(section, trade_off(audit))

@@ -9,7 +9,7 @@ import torch
 from builders import small_vit
 from sent import CLASSES, classifier, pictures
 
-from situs.audit.split.audit import audit_split, settings_of
+from situs.audit.split.audit import CURVE, audit_split, settings_of
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
 
@@ -29,6 +29,7 @@ def test_settings_are_each_defence_with_each_permutation() -> None:
         "noise=1", "noise=1 + columns", "noise=1 + rows", "noise=1 + rows + columns",
     ]  # fmt: skip
     assert list(map(str, settings_of(("none",), ()))) == ["none"]
+    assert list(map(str, settings_of(("curve", "noise=2"), ()))) == [*CURVE, "noise=2"]
 
 
 def test_the_server_of_a_small_model_sees_its_samples() -> None:
@@ -38,7 +39,8 @@ def test_the_server_of_a_small_model_sees_its_samples() -> None:
     audit = audit_split(model(), source(), attacks=attacks, progress=said.append, **asked)
     assert said == ["none", "rows", "noise=0.5", "noise=0.5 + rows"] == [str(each.setting) for each in audit.settings]
     plain, rows, *_ = audit.settings
-    assert plain.accuracy is not None and plain.accuracy == rows.accuracy
+    assert plain.kept.accuracy is not None and plain.kept == rows.kept
+    assert plain.kept.knn is not None and plain.kept.probe is not None
     assert rows.best("places") == 1 and rows.best("labels") == 1 and rows.best("linked") == 1
     assert (rows.best("psnr") or 0) > 30 > audit.blind["mean image"]["psnr"]
     assert set(audit.blind) == {"mean image", "random pair"}
@@ -54,8 +56,15 @@ def test_the_server_of_a_small_model_sees_its_samples() -> None:
 def test_labels_of_other_classes_are_not_compared() -> None:
     unlabelled = TensorSource((pictures(12) * 255).byte(), None, None, "waves")
     audit = audit_split(model(), unlabelled, defences=("none",), attacks=("labels",), count=4, public=8)
-    assert audit.settings[0].accuracy is None
+    assert audit.settings[0].kept.accuracy is None and audit.settings[0].kept.knn is None
     assert audit.settings[0].readings[0].reason == "the images have none"
+
+
+def test_labels_of_classes_that_the_model_does_not_know_still_have_neighbours() -> None:
+    other = TensorSource((pictures(40) * 255).byte(), torch.arange(40) % 9, tuple("abcdefghi"), "waves")
+    audit = audit_split(model(), other, defences=("none",), attacks=("labels",), count=12, public=28)
+    assert audit.settings[0].kept.accuracy is None and audit.settings[0].kept.knn is not None
+    assert "has no trained classifier" in audit.settings[0].readings[0].reason
 
 
 @pytest.mark.parametrize(

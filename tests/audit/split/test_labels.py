@@ -7,7 +7,14 @@ import torch
 from sent import CLASSES, classifier, pictures
 from torch.nn.functional import cross_entropy
 
-from situs.audit.split.labels import labels_with_head, labels_without_head, place_rows, read_rows, share_up_to_names
+from situs.audit.split.labels import (
+    labels_with_head,
+    labels_without_head,
+    place_rows,
+    read_rows,
+    regroup,
+    share_up_to_names,
+)
 from situs.backbones.base import Stream
 
 
@@ -35,3 +42,20 @@ def test_names_do_not_count_and_mistakes_do() -> None:
     assert share_up_to_names(torch.tensor([2, 2, 0, 1]), torch.tensor([0, 0, 1, 2])) == 1
     assert share_up_to_names(torch.tensor([0, 0, 0, 0]), torch.tensor([0, 0, 1, 2])) == 0.5
     assert share_up_to_names(torch.tensor([0, 1, 2, 3]), torch.tensor([0, 0, 1, 1])) == 0.5
+
+
+def test_rows_that_were_exchanged_go_back_to_a_pooled_sample_by_their_gradients() -> None:
+    backbone = classifier(global_pool="avg")
+    out = backbone.blocks(backbone.assemble(backbone.embed(pictures(8)), backbone.positions())).z.detach()
+    out.requires_grad_()
+    loss = cross_entropy(backbone.head(backbone.finish(Stream(out, 1))), torch.arange(8) % CLASSES)
+    [gradient] = torch.autograd.grad(loss, out)
+    chance = torch.Generator().manual_seed(0)
+    moved = torch.arange(8 * 17).view(8, 17)
+    for start in (0, 4):  # tokens behind the first are exchanged within four samples
+        part = moved[start : start + 4, 1:]
+        moved[start : start + 4, 1:] = part.flatten()[torch.randperm(64, generator=chance)].view(4, 16)
+    index = regroup(gradient.flatten(0, 1)[moved], read_rows(backbone, 17, 24), size=4)
+    assert torch.equal(index.flatten().sort().values, torch.arange(8 * 17))
+    owner = (moved.flatten()[index] // 17)[:, 1:]
+    assert torch.equal(owner, owner[:, :1].expand_as(owner)) and len(owner[:, 0].unique()) == 8

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from sent import sent, streams_of
 
-from situs.audit.split.linkage import average, fingerprints, link
+from situs.audit.split.linkage import average, company, fingerprints, found_again, link
 
 
 def test_fingerprints_do_not_change_with_the_order_of_rows() -> None:
@@ -30,3 +31,29 @@ def test_sendings_add_up_and_the_noise_goes_down_with_their_number() -> None:
     for error, k in zip(errors, (1, 4, 16), strict=True):
         assert 0.7 < error * k / (0.1 * float(z.std())) ** 2 < 1.4
     assert torch.equal(average(sendings[:1]), sendings[0])
+
+
+def test_tokens_that_exchange_keep_their_company() -> None:
+    z, size = streams_of(24).z, 6
+    chance = torch.Generator().manual_seed(0)
+    sendings, samples = [], []
+    for number in range(8):
+        mixed = torch.randperm(24, generator=chance)
+        seen, truth = sent(z[mixed], f"batch-shuffle={size}", "rows", "columns", number=number)
+        seen = seen[..., truth.channels.argsort()]  # `sent` draws a key a step; a client has one
+        sendings.append(seen)
+        samples.append((mixed[truth.sample], truth.row))
+    sample, row = samples[0]
+    patches = row > 0
+    group = company(sendings, size)[patches]
+    assert found_again(group, sample[patches]) == 1
+    for each in range(24):  # all of a sample, and nothing else
+        assert torch.equal(group == group[sample[patches] == each][0], sample[patches] == each)
+    assert found_again(company(sendings[:1], size)[patches], sample[patches]) == 0
+
+
+def test_a_sample_is_found_that_has_most_of_a_group_and_a_group_that_has_most_of_it() -> None:
+    sample = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
+    assert found_again(sample, sample) == 1
+    assert found_again(torch.tensor([0, 0, 1, 1, 1, 1, 2, 3, 4]), sample) == pytest.approx(2 / 3)
+    assert found_again(torch.zeros(9, dtype=torch.long), sample) == 0

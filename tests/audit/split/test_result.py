@@ -7,7 +7,8 @@ import json
 import pytest
 
 from situs.audit.split.attackers import Reading
-from situs.audit.split.result import SettingFound, SplitAudit, table, verdict
+from situs.audit.split.result import SettingFound, SplitAudit, verdict
+from situs.audit.split.utility import Kept
 from situs.audit.split.view import Setting
 from situs.locks.features import parse_defence
 
@@ -17,7 +18,7 @@ def audit(*settings: SettingFound) -> SplitAudit:
 
 
 def found(*readings: Reading, defence: str = "none", rows: bool = True) -> SettingFound:
-    return SettingFound(Setting(parse_defence(defence), rows), 0.9, None, readings)
+    return SettingFound(Setting(parse_defence(defence), rows), Kept(0.9), readings)
 
 
 def done(attack: str = "order", **scores: float) -> Reading:
@@ -39,11 +40,29 @@ def test_what_was_not_tried_is_no_protection(readings: tuple[Reading, ...]) -> N
 def test_the_best_attacker_speaks() -> None:
     weak, strong = done("decoder", psnr=8.0), done(psnr=30.0, places=1.0)
     both = found(weak, strong)
-    assert both.best("psnr") == 30 and both.pictured is strong and both.best("ssim") is None
+    assert both.best("psnr") == 30 and both.pictured() is strong and both.best("ssim") is None
     assert verdict(audit(both)) == (
         "Rows: the server sees the samples (30.0 dB); 100.0 % of the patches were put in their places."
     )
     assert "the attacks that were tried come to 8.0 dB" in verdict(audit(found(weak)))
+
+
+def test_who_was_beaten_by_a_permutation_alone_is_no_protection() -> None:
+    """A decoder that undoes nothing says nothing of permuted rows, and a mean says nothing of the best sample."""
+    weak = done("decoder", psnr=8.0)
+    assert "no attack that puts back what is permuted was tried" in verdict(audit(found(weak)))
+    assert "puts back" not in verdict(audit(found(weak, rows=False)))
+    assert "puts back" not in verdict(audit(found(weak, done(psnr=9.0))))
+    assert "puts back" in verdict(audit(found(weak, defence="batch-shuffle", rows=False)))
+    one = found(done(psnr=12.0, best_psnr=31.0))
+    assert "the server sees some of the samples (31.0 dB at best, 12.0 in the mean)" in verdict(audit(one))
+    patches = found(done(psnr=12.0, best_psnr=14.0, patch_psnr=24.0))
+    assert "the server sees patches out of place (24.0 dB; 12.0 as pictures)" in verdict(audit(patches))
+
+
+def test_attackers_that_were_not_asked_for_are_named() -> None:
+    asked = audit(found(done(psnr=8.0))).summary().notes[-1]
+    assert asked.startswith("Not asked for, which is no protection: old-embedding, no-embedding, decoder")
 
 
 def test_settings_that_come_to_the_same_are_said_once() -> None:
@@ -54,16 +73,8 @@ def test_settings_that_come_to_the_same_are_said_once() -> None:
 def test_labels_are_in_the_verdict() -> None:
     settings = [found(done("labels", labels=share)) for share in (0.5, 1.0)]
     assert verdict(audit(*settings)).endswith("Labels, read off what comes back: 50.0 % to 100.0 %.")
-
-
-def test_the_table_has_blind_guesses_first_and_the_scores_that_somebody_has() -> None:
-    made = table(audit(found(done(psnr=30.0, places=1.0), SKIPPED), found(SKIPPED, defence="noise=1")))
-    assert list(made.header) == ["client sends", "features", "attacker", "knows", "places", "psnr"]
-    assert [list(row) for row in made.rows] == [
-        ["nothing", None, "guess: mean image", "nothing", None, "9.0 dB"],
-        ["rows", "0.900", "order", "the embedding", "100.0 %", "30.0 dB"],
-        ["noise=1 + rows", "0.900", "none was tried", None, None, None],
-    ]
+    unnamed = verdict(audit(found(done("labels", unnamed_labels=0.9))))
+    assert unnamed.endswith("Up to names without the head: 90.0 %.")
 
 
 def test_the_numbers_hold_every_score_and_every_reason() -> None:
@@ -73,5 +84,6 @@ def test_the_numbers_hold_every_score_and_every_reason() -> None:
     assert setting["attacks"][0]["patch_psnr"] == 30
     assert setting["attacks"][1]["reason"] == "the images have none"
     assert numbers["blind_guesses"] == {"mean image": {"psnr": 9.0}}
-    assert result.summary().notes == ("Not tried, which is no protection: labels: the images have none (rows).",)
+    assert result.summary().notes[0] == "Not tried, which is no protection: labels: the images have none (rows)."
+    assert (setting["feature_cosine"], setting["knn"]) == (0.9, None)
     assert not result.private

@@ -20,7 +20,9 @@ def test_the_blocks_see_the_defence_and_nothing_else() -> None:
     logits = STAGE.backbone.model(STAGE.inputs)
     torch.testing.assert_close(STAGE.logits(STAGE.through(NONE)), logits, rtol=0, atol=1e-10)
     answers = logits.argmax(dim=-1)
-    assert STAGE.keeps(NONE) == (pytest.approx(1), float((answers == STAGE.labels).double().mean()))
+    kept = STAGE.keeps(NONE)
+    assert (kept.cosine, kept.neighbours) == (pytest.approx(1), None)
+    assert kept.accuracy == float((answers == STAGE.labels).double().mean())
 
 
 def test_permutations_change_nothing_of_what_the_blocks_give() -> None:
@@ -30,7 +32,7 @@ def test_permutations_change_nothing_of_what_the_blocks_give() -> None:
     given = STAGE.backbone.blocks(Stream(seen, 1)).z
     torch.testing.assert_close(given, whole[truth.sample, truth.row], rtol=0, atol=1e-10)
     assert not torch.allclose(whole, STAGE.through(NONE), atol=0.1)
-    assert STAGE.keeps(setting.defence)[0] < 1 - 1e-6
+    assert STAGE.keeps(setting.defence).cosine < 1 - 1e-6
 
 
 def test_what_comes_back_is_the_gradient_of_the_owners_loss() -> None:
@@ -72,6 +74,9 @@ def test_public_and_private_images_are_apart_and_labels_with_the_private() -> No
 def test_a_scene_sends_the_same_channels_and_other_rows() -> None:
     scene = Scene.of(STAGE, Setting(rows=True, columns=True))
     assert torch.equal(scene.view.truth.channels, STAGE.channels)
-    assert torch.equal(scene.send(STAGE.z, 0), scene.view.seen)
-    assert not torch.equal(scene.send(STAGE.z, 1), scene.view.seen)
+    assert torch.equal(scene.again(1).seen, scene.again(1).seen)
+    later = scene.again(1)
+    assert not torch.equal(later.seen, scene.view.seen) and not torch.equal(later.truth.sample, scene.view.truth.sample)
+    clear = later.seen[..., STAGE.channels.argsort()]
+    torch.testing.assert_close(clear, STAGE.z[later.truth.sample, later.truth.row], rtol=0, atol=0)
     assert scene.old is None and scene.side is STAGE.side(NONE)

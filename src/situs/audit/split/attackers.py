@@ -9,31 +9,29 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from situs.audit.split.cluster import cluster_rows, name_clusters
-from situs.audit.split.decoder import learn
+from situs.audit.split.cluster import cluster_rows, recurring
 from situs.audit.split.grid import lay_out, symmetries
 from situs.audit.split.labels import (
     labels_with_head,
     labels_without_head,
     place_rows,
     read_rows,
+    regroup,
     share_up_to_names,
 )
-from situs.audit.split.linkage import average, link
-from situs.audit.split.order import PublicSide, assign_places, order_rows, put_together, read_pixels, set_apart
+from situs.audit.split.linkage import average, company, found_again, link
 from situs.audit.split.stage import Scene
-from situs.audit.split.view import Setting, View, counted_words, send
+from situs.audit.split.undo import PutBack, order_of_channels, put_back
+from situs.audit.split.view import NONE, View
 from situs.core.tokens import unpatchify
 from situs.errors import SitusError
-from situs.locks.attacks.columns import recover_columns
+from situs.locks.features import Defence
 
 SENDINGS = 16
 LAYOUT_NEEDS = 100
 """Samples from which the grid is laid out without an embedding; with 50 it failed on the model it was tried on."""
 
-DECODER_STEPS = 300
-
-OLD, NOTHING = "the embedding before fine-tuning", "nothing"
+OFTEN = f"{SENDINGS} sendings where there is noise or a batch shuffle"
 
 
 @dataclass(frozen=True)
@@ -56,96 +54,123 @@ class Found(NamedTuple):
 
 
 def order(scene: Scene) -> Found:
-    """Puts channels, then rows in order, then reads the pixels."""
-    seen, scores = clear_channels(scene, scene.side)
-    if scene.setting.defence.kind == "batch-shuffle":
-        return _exchanged(scene, seen, scores)
-    return _read(scene, seen, order_rows(seen, scene.side) if scene.setting.rows else None, scene.side, scores)
+    """Puts channels, then rows in order, after a batch shuffle with those of their sample; then reads the pixels."""
+    found = _undone(scene)
+    return _made(scene, found, found.patches(scene.side))
 
 
 def old_embedding(scene: Scene) -> Found:
-    """Clusters rows by place, then names the clusters."""
+    """As `order`, but averages noise away and clusters rows by place before it names the clusters."""
     if scene.old is None:
         raise NotTriedError("no base model was given")
-    _check_clusters(scene)
-    seen, scores = clear_channels(scene, scene.old)
-    prefix = len(scene.side.prefix)
-    found = name_clusters(cluster_rows(seen, prefix), scene.old.places, prefix)
-    return _read(scene, seen, found, scene.old, scores)
+    quiet = _quiet(scene)
+    assert quiet.old is not None
+    found = put_back(quiet, quiet.old, quiet.view, drifted=True)
+    return _made(quiet, found, found.patches(quiet.old))
 
 
 def no_embedding(scene: Scene) -> Found:
-    """Clusters rows by place and lays the clusters out on the grid, up to its symmetries."""
-    _check_clusters(scene)
+    """Clusters rows by place and lays them out on the grid, up to its symmetries; makes no pictures.
+
+    Noise of several sendings is averaged away first; tokens of a shuffled batch are put together by their company.
+    """
+    if not (scene.setting.rows or scene.exchanging):
+        raise NotTriedError("the rows are in their order, and it makes no pictures")
     height, width = scene.stage.grid
     if height != width:
         raise NotTriedError(f"a grid of {height} × {width} is no square")
-    if (count := len(scene.view.seen)) < LAYOUT_NEEDS:
-        raise NotTriedError(f"{count} samples are too few; it needs {LAYOUT_NEEDS}")
     prefix = len(scene.side.prefix)
-    clusters = cluster_rows(scene.view.seen, prefix)
-    place = lay_out(scene.view.seen, clusters, prefix)
+    seen, row = _by_company(scene) if scene.exchanging else (_quiet(scene).view.seen, scene.view.truth.row)
+    if (count := len(seen)) < LAYOUT_NEEDS:
+        raise NotTriedError(f"{count} samples are too few; it needs {LAYOUT_NEEDS}")
+    clusters = cluster_rows(seen, prefix)
+    place = lay_out(seen, clusters, prefix)
     turned = (torch.cat([torch.arange(prefix), prefix + turn[place]])[clusters.of] for turn in symmetries(height))
-    return Found({"places": max(_right(named, scene) for named in turned)})
+    return Found({"places": max(float((named == row)[row >= prefix].double().mean()) for named in turned)})
 
 
 def decoder(scene: Scene) -> Found:
-    """The paper's: learned on public images under the same defence, and never puts rows in order."""
-    side, stage = scene.side, scene.stage
-    made = {"prefix": len(side.prefix), "steps": DECODER_STEPS, "seed": stage.seed}
-    decode = learn(scene.send, side.tokens, stage.patches, **made)
-    return Found({}, _pictures(scene, decode(scene.view.seen)))
+    """The paper's: learned on public images under the same defence; knows of no permutation and undoes none."""
+    rows = scene.view.seen[:, len(scene.side.prefix) :]
+    return Found({}, _pictures(scene, scene.stage.decoder(scene.setting.defence)(rows)))
+
+
+def ordered_decoder(scene: Scene) -> Found:
+    """The same decoder, behind what `order` has put back."""
+    found = _undone(scene)
+    learned = scene.stage.decoder(NONE if scene.exchanging else scene.setting.defence)
+    return _made(scene, found, learned(found.tokens))
 
 
 def linkage(scene: Scene) -> Found:
-    """Finds each sample again among all when it is sent once more."""
+    """Finds each sample again when it is sent once more; after a batch shuffle by the batches its tokens share."""
+    if (count := len(scene.stage.z)) < 2:
+        raise NotTriedError("one sample is always found again")
+    if not scene.exchanging:
+        later = scene.again(1)
+        found = link(scene.view.seen, later.seen)
+        return Found({"linked": float((found == later.truth.sample[:, 0]).double().mean())})
+    if scene.size >= count:
+        raise NotTriedError("all samples are in one batch, which tells none from the others")
+    truth, group = scene.view.truth, _company(scene)
+    patches = truth.row >= len(scene.side.prefix)
+    return Found({"linked": found_again(group[patches], truth.sample[patches])})
+
+
+def ordered_linkage(scene: Scene) -> Found:
+    """Finds each sample again behind what `order` has put back in both sendings, place by place."""
     if len(scene.stage.z) < 2:
         raise NotTriedError("one sample is always found again")
-    found = link(scene.view.seen, scene.send(scene.stage.z, 1))
-    return Found({"linked": float((found == torch.arange(len(found))).double().mean())})
+    views = scene.view, scene.again(1)
+    earlier, later = _undone(scene), put_back(scene, scene.side, views[1])
+    # What was put together belongs to whose tokens are most of it; where that is nobody's half, to nobody.
+    mine, other = (view.truth.sample.flatten()[each.index] for view, each in zip(views, (earlier, later), strict=True))
+    found = torch.cdist(later.tokens.flatten(1), earlier.tokens.flatten(1)).argmin(dim=1)
+    owner, own = other.mode(dim=1).values, mine.mode(dim=1).values
+    whole = 2 * (other == owner[:, None]).double().mean(dim=1) > 1
+    right = torch.zeros(len(mine), dtype=torch.bool).index_fill_(0, owner[whole & (own[found] == owner)], value=True)
+    return Found({"linked": float(right.double().mean())})
 
 
 def repeats(scene: Scene) -> Found:
-    """Averages the noise of several sendings away, then does as `order` does."""
+    """Links several sendings of each sample, averages their noise away, then does as `order` does."""
     if scene.setting.defence.kind != "noise":
         raise NotTriedError("there is no noise to average away")
-    others = [scene.send(scene.stage.z, number) for number in range(1, SENDINGS)]
-    sendings = torch.stack([scene.view.seen, *others], dim=1)
-    # Rows that stay where they are need no linking.
-    means = torch.stack([average(each) for each in sendings]) if scene.setting.rows else sendings.mean(dim=1)
-    quiet = replace(scene.side, noise=scene.side.noise / SENDINGS)
-    return order(replace(scene, view=View(means, scene.view.truth), side=quiet))
+    return order(_quiet(scene))
 
 
 def labels(scene: Scene) -> Found:
     """Reads the class off the gradient that comes back to the blocks' output, with the head and without."""
-    stage, truth = scene.stage, scene.view.truth
+    stage, truth, device = scene.stage, scene.view.truth, scene.stage.model.device
     if stage.labels is None or stage.unlabelled is not None:
         raise NotTriedError(stage.unlabelled or "the images have none")
-    read = read_rows(stage.backbone, *scene.view.seen.shape[1:])
-    if scene.setting.defence.kind == "batch-shuffle" and bool(read[len(scene.side.prefix) :].any()):
-        raise NotTriedError("its head pools patches, and a sample's are not its own")
     back = stage.returned(scene.setting.defence)
     out, gradient = (each[truth.sample, truth.row][..., truth.channels] for each in back)
     if scene.setting.columns:
-        clear = _order_of_channels(scene, scene.side).argsort()
+        clear = order_of_channels(scene, scene.side, scene.view.seen).argsort()
         out, gradient = out[..., clear], gradient[..., clear]
-    rows = place_rows(gradient, read)[..., None].expand_as(gradient)
-    device = stage.model.device
-    named = labels_with_head(stage.backbone, out.gather(1, rows).to(device), gradient.gather(1, rows).to(device)).cpu()
-    scores = {"labels": float((named == stage.labels).double().mean())}
+    read = read_rows(stage.backbone, *scene.view.seen.shape[1:])
+    if scene.exchanging and bool(read[len(scene.side.prefix) :].any()):
+        index = regroup(gradient, read, scene.size)
+    else:
+        index = torch.arange(read.numel() * len(out)).view(len(out), -1).gather(1, place_rows(gradient, read).cpu())
+    wanted = stage.labels[truth.sample.flatten()[index][:, read].mode(dim=1).values]
+    out, gradient = (each.flatten(0, 1)[index] for each in (out, gradient))
+    named = labels_with_head(stage.backbone, out.to(device), gradient.to(device)).cpu()
+    scores = {"labels": float((named == wanted).double().mean())}
     if 1 < (classes := len(stage.labels.unique())) < len(stage.labels):
-        numbered = labels_without_head(gradient, classes, stage.seed)
-        scores["unnamed labels"] = share_up_to_names(numbered, stage.labels)
+        scores["unnamed labels"] = share_up_to_names(labels_without_head(gradient, classes, stage.seed), wanted)
     return Found(scores)
 
 
 ATTACKS: dict[str, tuple[Callable[[Scene], Found], str]] = {
     "order": (order, "the embedding"),
-    "old-embedding": (old_embedding, OLD),
-    "no-embedding": (no_embedding, NOTHING),
-    "decoder": (decoder, "the embedding"),
-    "linkage": (linkage, NOTHING),
+    "old-embedding": (old_embedding, f"the embedding before fine-tuning; {SENDINGS} sendings where there is noise"),
+    "no-embedding": (no_embedding, f"nothing; {OFTEN}"),
+    "decoder": (decoder, "the embedding; no permutation"),
+    "ordered-decoder": (ordered_decoder, "the embedding"),
+    "linkage": (linkage, f"nothing; {SENDINGS} sendings where there is a batch shuffle"),
+    "ordered-linkage": (ordered_linkage, "the embedding"),
     "repeats": (repeats, f"the embedding, {SENDINGS} sendings"),
     "labels": (labels, "the head; unnamed: nothing"),
 }
@@ -167,66 +192,59 @@ def attack(name: str, scene: Scene) -> Reading:
     return Reading(name, knows, "done", {**scores, **seen}, images=pictures)
 
 
-def clear_channels(scene: Scene, side: PublicSide) -> tuple[Tensor, dict[str, float]]:
-    """What arrived with its channels in the order that the column attacker finds, and the share that is right."""
-    if not scene.setting.columns:
-        return scene.view.seen, {}
-    found = _order_of_channels(scene, side)
-    share = float((found == scene.view.truth.channels).double().mean())
-    return scene.view.seen[..., found.argsort()], {"channels": share}
+def _undone(scene: Scene) -> PutBack:
+    """What arrived first, put back once for all who begin with it."""
+    if "undone" not in scene.held:
+        scene.held["undone"] = put_back(scene, scene.side, scene.view)
+    return scene.held["undone"]
 
 
-def _order_of_channels(scene: Scene, side: PublicSide) -> Tensor:
-    given = {"prefix": len(side.prefix), "grid": scene.stage.grid, "scale": side.scale}
-    public = send(side.tokens, Setting(scene.setting.defence), counted_words(scene.stage.seed, 3), **given).seen
-    return recover_columns(scene.view.seen, public, side.prefix).q
+def _made(scene: Scene, found: PutBack, patches: Tensor) -> Found:
+    pictures = _pictures(scene, patches)
+    if scene.exchanging:
+        # Which picture is whose is not known to the server, and does not matter to whoever is in it: the best counts.
+        apart = torch.cdist(scene.stage.pictures.flatten(1).double(), pictures.flatten(1))
+        pictures = pictures[apart.argmin(dim=1)]
+    return Found(found.scores, pictures)
 
 
-def _exchanged(scene: Scene, seen: Tensor, scores: dict[str, float]) -> Found:
-    """Tokens of several samples: places, then whose patch fits beside whose."""
-    count, side, truth, stage = len(seen), scene.side, scene.view.truth, scene.stage
-    size = int(scene.setting.defence.strength) or count
-    images, places, grouped = [], [], []
-    for start in range(0, count, size):
-        span = slice(start, min(start + size, count))
-        rest = torch.stack([set_apart(each, side.prefix)[1] for each in seen[span]])
-        tokens = seen[span].gather(1, rest[..., None].expand(-1, -1, seen.shape[2])).flatten(0, 1)
-        row, sample = (each[span].gather(1, rest).flatten() for each in (truth.row, truth.sample))
-        found = assign_places(tokens, side, len(rest))
-        pixels = read_pixels(tokens, found, side)
-        group = stage.borders.group(pixels, found, len(rest))
-        places.append(found == row - len(side.prefix))
-        grouped += [share_up_to_names(group, sample - start)] * len(rest)
-        images.append(pixels.new_empty(len(rest), *stage.patches.shape[1:]).index_put_((group, found), pixels))
-    pictures = _pictures(scene, torch.cat(images))
-    # Which picture is whose is not known to the server, and does not matter to whoever is in it: the best match counts.
-    names = torch.cdist(stage.pictures.flatten(1).double(), pictures.flatten(1)).argmin(dim=1)
-    more = {"places": float(torch.cat(places).double().mean()), "samples": float(torch.tensor(grouped).mean())}
-    return Found({**scores, **more}, pictures[names])
+def _quiet(scene: Scene) -> Scene:
+    """The scene for whoever links several sendings of each sample and averages their noise away; itself without any."""
+    if scene.setting.defence.kind != "noise":
+        return scene
+    if "quiet" not in scene.held:
+        sendings = [scene.view.seen]
+        for number in range(1, SENDINGS):
+            later = scene.again(number).seen
+            sendings.append(later[link(later, scene.view.seen)])
+        each = torch.stack(sendings, dim=1)
+        # Rows that stay where they are need no linking.
+        means = torch.stack([average(one) for one in each]) if scene.setting.rows else each.mean(dim=1)
+        less = Defence("noise", scene.setting.defence.strength / SENDINGS**0.5)
+        setting = replace(scene.setting, defence=less)
+        old = None if scene.old is None else scene.stage.side(less, old=True)
+        view = View(means, scene.view.truth)
+        scene.held["quiet"] = Scene(scene.stage, setting, scene.stage.side(less), old, view)
+    return scene.held["quiet"]
 
 
-def _read(scene: Scene, seen: Tensor, found: Tensor | None, side: PublicSide, scores: Mapping[str, float]) -> Found:
-    """Pictures from rows and what each is believed to be; None where they are in their order."""
-    if found is None:
-        found = torch.arange(seen.shape[1]).expand(seen.shape[:2])
-    else:
-        scores = {**scores, "places": _right(found, scene)}
-    return Found(scores, _pictures(scene, put_together(seen, found, side)))
+def _company(scene: Scene) -> Tensor:
+    """[n, R]: tokens that were always in one batch, for whoever sees several epochs."""
+    if "company" not in scene.held:
+        sendings = [scene.view.seen, *(scene.again(number).seen for number in range(1, SENDINGS))]
+        scene.held["company"] = company(sendings, scene.size)
+    return scene.held["company"]
 
 
-def _check_clusters(scene: Scene) -> None:
-    if not scene.setting.rows:
-        raise NotTriedError("the rows are in their order")
-    if scene.setting.defence.kind == "batch-shuffle":
-        raise NotTriedError("a sample's tokens are not its own, and a cluster needs one of each sample")
-    if len(scene.view.seen) < 2:
-        raise NotTriedError("one sample has no rows that recur")
-
-
-def _right(found: Tensor, scene: Scene) -> float:
-    """The share of patch rows that were put where they belong."""
-    row = scene.view.truth.row
-    return float((found == row)[row >= len(scene.side.prefix)].double().mean())
+def _by_company(scene: Scene) -> tuple[Tensor, Tensor]:
+    """(rows [n', R, D] of the samples that were put together by the batches they share, the truth about them)."""
+    seen, row, group = scene.view.seen, scene.view.truth.row, _company(scene)
+    fixed, rest = recurring(seen, len(scene.side.prefix))
+    group = group.scatter(1, fixed, -1).flatten()
+    whole = [each for each in group[group >= 0].unique() if int((group == each).sum()) == rest.shape[1]]
+    index = [torch.cat([fixed[0], (group == each).nonzero()[:, 0]]) for each in whole]
+    chosen = torch.stack(index) if index else fixed.new_empty(0, row.shape[1])
+    return seen.flatten(0, 1)[chosen], row.flatten()[chosen]
 
 
 def _pictures(scene: Scene, patches: Tensor) -> Tensor:

@@ -24,18 +24,27 @@ SAMPLES, PUBLIC = 64, 300
 """Images that are attacked, and images that the attacker has of its own, from the same source."""
 
 DEFENCES = ("none", "noise=0.2", "lowpass=0.3", "batch-shuffle=8")
+CURVE = (
+    "none",
+    *(f"noise={strength}" for strength in (0.05, 0.1, 0.2, 0.3, 0.5, 1)),
+    *(f"lowpass={share}" for share in (0.8, 0.6, 0.4, 0.3, 0.2, 0.1)),
+    *(f"batch-shuffle={size}" for size in (2, 4, 8, 16)),
+)
+"""What `curve` among the defences stands for: strengths enough to draw what each hides against what it costs."""
+
 PERMUTED = ("rows", "columns")
 
 
 def settings_of(defences: Sequence[str], permute: Sequence[str]) -> tuple[Setting, ...]:
-    """Each defence alone, with each of the permutations named, and with both where both are."""
+    """Each defence alone, with each of the permutations named, and with both where both are; curve: `CURVE`."""
     for each in permute:
         if each not in PERMUTED:
             raise SitusError(field="permute", value=each, allowed=f"of {', '.join(PERMUTED)}")
     if not defences:
         raise SitusError(field="defences", value=(), allowed="at least one; none is one")
     rows, columns = ((False, True) if name in permute else (False,) for name in PERMUTED)
-    parsed = dict.fromkeys(map(parse_defence, defences))
+    named = [text for each in defences for text in (CURVE if each == "curve" else (each,))]
+    parsed = dict.fromkeys(map(parse_defence, named))
     return tuple(Setting(defence, r, c) for defence in parsed for r in rows for c in columns)
 
 
@@ -74,7 +83,7 @@ def audit_split(
         readings = [attack(name, scene) for name in attacks]
         if not pictures:
             readings = [replace(each, images=None) for each in readings]
-        found.append(SettingFound(setting, *stage.keeps(setting.defence), tuple(readings)))
+        found.append(SettingFound(setting, stage.keeps(setting.defence), tuple(readings)))
     blind = {name: stage.scores(guess) for name, guess in baselines(stage.pictures).items()}
     shown = stage.pictures.float() if pictures else None
     return SplitAudit(stage.model.name, len(stage.z), public, tuple(found), blind, shown, provenance=made)
@@ -100,10 +109,13 @@ def _stage(
             "are to be attacked",
             field=("public", "count"),
         )
-    labels = None
-    if top1_reason(model, loader) is None:
-        labels = torch.cat([label for _, label in given if label is not None])[mixed]
+    labels = [label for _, label in given if label is not None]
+    several = bool(labels) and labels[0].dim() > 1
+    named = torch.cat(labels)[mixed] if labels and not several else None
+    reason = "the images have several labels each" if several else top1_reason(model, loader) if labels else None
     old = None if base is None else opened(base, seed)
-    stage = Stage(model, inputs[mixed], public, loader.mean, loader.std, old=old, labels=labels, seed=seed)
+    stage = Stage(
+        model, inputs[mixed], public, loader.mean, loader.std, old=old, labels=named, unnamed=reason, seed=seed
+    )
     attacked = {"samples attacked": str(len(stage.z)), "public images": str(public)}
     return stage, made_with(model, loader, seed, more=attacked)

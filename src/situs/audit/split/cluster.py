@@ -33,7 +33,7 @@ def cluster_rows(seen: Tensor, prefix: int) -> Clusters:
     count, rows, width = seen.shape
     if count < 2:
         raise SitusError("one sample has no rows that recur: clustering needs two or more")
-    recurring, rest = _recurring(seen, prefix)
+    fixed, rest = recurring(seen, prefix)
     tokens = seen.gather(1, rest[..., None].expand(-1, -1, width))  # [n, N, D]
     whiten = _whitener((tokens - tokens.mean(dim=(0, 1))).flatten(0, 1))
     centres = tokens[0].clone()
@@ -41,20 +41,37 @@ def cluster_rows(seen: Tensor, prefix: int) -> Clusters:
     for number, sample in enumerate(tokens):  # running means, sample by sample
         of[number] = _assign(sample, centres, whiten)
         centres[of[number]] += (sample - centres[of[number]]) / (number + 1)
+    found, centres, within = settle(list(tokens), list(of), rows - prefix)
+    of = torch.stack(found)
+    every = torch.empty(count, rows, dtype=torch.long)
+    every.scatter_(1, fixed, torch.arange(prefix).expand(count, -1))
+    every.scatter_(1, rest, of + prefix)
+    first = seen.gather(1, fixed[..., None].expand(-1, -1, width)).mean(dim=0)
+    return Clusters(every, torch.cat([first, centres]), within)
+
+
+def settle(batches: list[Tensor], of: list[Tensor], places: int) -> tuple[list[Tensor], Tensor, Tensor]:
+    """(the cluster of each token, the centres [N, D], the covariance within [D, D]) of batches [B · N, D], by turns.
+
+    of: where each starts. A batch has B tokens in each cluster, as many as samples that are in it.
+    """
+    tokens = torch.cat(batches)
+    centres = _means(tokens, torch.cat(of), places)
     within = torch.empty(0)
     for _ in range(ROUNDS):
-        left = (tokens - centres[of]).flatten(0, 1)
+        left = tokens - centres[torch.cat(of)]
         within = left.T @ left / len(left)
-        whiten = _whitener(left)
-        before, of = of, torch.stack([_assign(sample, centres, whiten) for sample in tokens])
-        centres = torch.zeros_like(centres).index_add_(0, of.flatten(), tokens.flatten(0, 1)) / count
-        if torch.equal(before, of):
+        whiten = _whitener_of(within)
+        before, of = of, [_assign(batch, centres, whiten) for batch in batches]
+        centres = _means(tokens, torch.cat(of), places)
+        if all(map(torch.equal, before, of)):
             break
-    every = torch.empty(count, rows, dtype=torch.long)
-    every.scatter_(1, recurring, torch.arange(prefix).expand(count, -1))
-    every.scatter_(1, rest, of + prefix)
-    fixed = seen.gather(1, recurring[..., None].expand(-1, -1, width)).mean(dim=0)
-    return Clusters(every, torch.cat([fixed, centres]), within)
+    return of, centres, within
+
+
+def _means(tokens: Tensor, of: Tensor, places: int) -> Tensor:
+    sums = tokens.new_zeros(places, tokens.shape[1]).index_add_(0, of, tokens)
+    return sums / of.bincount(minlength=places)[:, None].clamp(min=1)
 
 
 def name_clusters(found: Clusters, places: Tensor, prefix: int) -> Tensor:
@@ -68,7 +85,7 @@ def name_clusters(found: Clusters, places: Tensor, prefix: int) -> Tensor:
     return torch.cat([torch.arange(prefix), prefix + name])[found.of]
 
 
-def _recurring(seen: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
+def recurring(seen: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     """(which rows [n, p] are nearest to one of every other sample, the other rows [n, R - p])."""
     count, rows, _ = seen.shape
     if not prefix:
@@ -94,5 +111,7 @@ def _whitener_of(covariance: Tensor) -> Tensor:
 
 
 def _assign(tokens: Tensor, centres: Tensor, whiten: Tensor) -> Tensor:
-    """[N]: the centre of each token, each taken once."""
-    return torch.from_numpy(linear_sum_assignment(torch.cdist(tokens @ whiten, centres @ whiten).square().numpy())[1])
+    """[B · N]: the centre of each token, each taken B times."""
+    cost = torch.cdist(tokens @ whiten, centres @ whiten).square()
+    chosen = linear_sum_assignment(cost.repeat(1, len(tokens) // len(centres)).numpy())[1]
+    return torch.from_numpy(chosen) % len(centres)

@@ -56,6 +56,25 @@ def place_rows(gradient: Tensor, read: Tensor) -> Tensor:
     return torch.empty_like(by_size).scatter_(1, places.to(by_size.device).expand_as(by_size), by_size)
 
 
+def regroup(gradient: Tensor, read: Tensor, size: int) -> Tensor:
+    """[n, R], an index of all n · R rows: the rows of one sample together, where batches of `size` exchanged theirs.
+
+    A head that pools its rows sends each of them the same gradient, up to what the norm before it takes away: rows of
+    one sample point one way.
+    """
+    count, rows, _ = gradient.shape
+    index = torch.arange(count * rows).view(count, rows).gather(1, place_rows(gradient, read).cpu())
+    unit = torch.nn.functional.normalize(gradient.detach().double().cpu().flatten(0, 1), dim=-1)
+    for batch in index.split(size):
+        chosen = batch[:, read].flatten()
+        means = KMeans(len(batch), n_init=10, random_state=0)  # pyright: ignore[reportArgumentType]
+        means.fit(unit[chosen].numpy())
+        fit = unit[chosen] @ torch.nn.functional.normalize(torch.from_numpy(means.cluster_centers_), dim=-1).T
+        _, column = linear_sum_assignment(fit.repeat_interleave(int(read.sum()), dim=1).numpy(), maximize=True)
+        batch[:, read] = chosen[torch.from_numpy(column).argsort()].view(len(batch), -1)
+    return index
+
+
 def share_up_to_names(found: Tensor, truth: Tensor) -> float:
     """The share that is right under the best names for the numbers found."""
     size = int(max(found.max(), truth.max())) + 1

@@ -1,20 +1,24 @@
-"""What a split audit found, in sentences and tables: the threat model, the verdict, a row an attacker."""
+"""What a split audit found: the threat model, and the verdict that the numbers come to. Its tables: `tables`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from situs.audit.split.attackers import Reading
+from situs.audit.split.attackers import ATTACKS, Reading
 from situs.audit.split.stage import LOOKED_AT
+from situs.audit.split.utility import Kept
 from situs.audit.split.view import Setting
-from situs.results import Cell, Result, Summary, Table, percent
+from situs.results import Result, Summary, percent
 
 RECOGNISED = 20.0
 """dB from which a picture is said to be seen; the numbers stand beside it."""
+
+UNDOING = ("order", "old-embedding", "ordered-decoder", "repeats")
+"""Attackers who put back what is permuted before they make pictures."""
 
 THREAT = {
     "the server": "honest but curious: it runs the blocks as it should, keeps all it is sent and looks at it",
@@ -22,6 +26,8 @@ THREAT = {
     "it is sent": "each sample once, and several times where an attacker is said to see several sendings",
     "TLS": "keeps others out, not the server",
     "no claim": "nothing here is cryptography or differential privacy; an attack that was not tried is no protection",
+    "not attacked here": "a server that departs from the protocol; the key, by who has the locked blocks and no "
+    "embedding (`situs audit lock` tries); pictures, by who has no embedding; a decoder that learns to re-order",
 }
 
 _decibels: Callable[[float], str] = "{:.1f} dB".format
@@ -47,25 +53,25 @@ SCORES: dict[str, tuple[Callable[[float], str], str]] = {
 
 @dataclass(frozen=True)
 class SettingFound:
-    """One setting: what the client's task keeps, and what each attacker found.
-
-    cosine: mean similarity of the pooled features with the undefended ones. accuracy: top-1 with it, or None.
-    """
+    """One setting: what the client's task keeps, and what each attacker found."""
 
     setting: Setting
-    cosine: float
-    accuracy: float | None
+    kept: Kept
     readings: tuple[Reading, ...]
 
     def best(self, score: str) -> float | None:
         """The highest value of a score over the attackers; None where no attack gave it."""
         return max((reading.scores[score] for reading in self.readings if score in reading.scores), default=None)
 
-    @property
-    def pictured(self) -> Reading | None:
-        """The attacker whose pictures are best."""
-        made = [reading for reading in self.readings if "psnr" in reading.scores]
+    def pictured(self, among: Collection[str] = tuple(ATTACKS)) -> Reading | None:
+        """The attacker whose pictures are best, of those named."""
+        made = [reading for reading in self.readings if "psnr" in reading.scores and reading.attack in among]
         return max(made, key=lambda reading: reading.scores["psnr"], default=None)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether rows or channels are not where an attacker expects them."""
+        return self.setting.rows or self.setting.columns or self.setting.defence.kind == "batch-shuffle"
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,17 @@ class SplitAudit(Result):
 
     def summary(self) -> Summary:
         """The verdict, the table, and what was not tried."""
+        from situs.audit.split.tables import tables  # which are of results
+
         notes = [f"Not tried, which is no protection: {why} ({', '.join(at)})." for why, at in self.skipped.items()]
-        return Summary(verdict(self), (table(self),), tuple(notes))
+        if unasked := [name for name in ATTACKS if name not in self.asked]:
+            notes.append(f"Not asked for, which is no protection: {', '.join(unasked)}.")
+        return Summary(verdict(self), tables(self), tuple(notes))
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """The attackers that were asked for."""
+        return tuple(dict.fromkeys(reading.attack for found in self.settings for reading in found.readings))
 
     def numbers(self) -> dict[str, Any]:
         """Every score of every attacker."""
@@ -112,8 +127,7 @@ class SplitAudit(Result):
             "settings": [
                 {
                     "setting": str(found.setting),
-                    "feature_cosine": found.cosine,
-                    "accuracy": found.accuracy,
+                    **found.kept.numbers(),
                     "attacks": [
                         {"attack": r.attack, "knows": r.knows, "status": r.status, "reason": r.reason or None}
                         | _plain(r.scores)
@@ -130,53 +144,42 @@ def _plain(scores: Mapping[str, float]) -> dict[str, float]:
     return {name.replace(" ", "_"): value for name, value in scores.items()}
 
 
-def table(audit: SplitAudit) -> Table:
-    """Blind guesses, then a row an attacker below its setting; scores that nobody has are left out."""
-    everyone = [reading.scores for found in audit.settings for reading in found.readings]
-    scores = [name for name in SCORES if any(name in each for each in (*everyone, *audit.blind.values()))]
-    judged = any(found.accuracy is not None for found in audit.settings)
-    start = ["client sends", *["accuracy"] * judged, "features", "attacker", "knows"]
-    rows: list[list[Cell]] = [
-        ["nothing", *[None] * judged, None, f"guess: {name}", "nothing", *_cells(each, scores)]
-        for name, each in audit.blind.items()
-    ]
-    for found in audit.settings:
-        accuracy: list[Cell] = [None if found.accuracy is None else percent(found.accuracy)] if judged else []
-        lead: list[Cell] = [str(found.setting), *accuracy, f"{found.cosine:.3f}"]
-        for reading in (each for each in found.readings if each.status == "done"):
-            rows.append([*lead, reading.attack, reading.knows, *_cells(reading.scores, scores)])
-            lead = [""] * len(lead)
-        if lead[0]:
-            rows.append([*lead, "none was tried", None, *_cells({}, scores)])
-    return Table(f"{audit.name}: what a server learns of {audit.samples} samples", (*start, *scores), rows)
-
-
-def _cells(held: Mapping[str, float], scores: list[str]) -> list[Cell]:
-    return [SCORES[name][0](held[name]) if name in held else None for name in scores]
-
-
 def verdict(audit: SplitAudit) -> str:
     """What each setting leaves to the server, in sentences."""
     groups: dict[str, list[str]] = {}
     for found in audit.settings:
         groups.setdefault(_said(found), []).append(str(found.setting))
     said = [f"{', '.join(settings)}: {what}" for what, settings in groups.items()]
-    shares = [share for found in audit.settings if (share := found.best("labels")) is not None]
-    if shares:
-        low, high = percent(min(shares)), percent(max(shares))
-        said.append(f"labels, read off what comes back: {high if low == high else f'{low} to {high}'}.")
+    for score, what in (
+        ("labels", "labels, read off what comes back"),
+        ("unnamed labels", "up to names without the head"),
+    ):
+        if shares := [share for found in audit.settings if (share := found.best(score)) is not None]:
+            low, high = percent(min(shares)), percent(max(shares))
+            said.append(f"{what}: {high if low == high else f'{low} to {high}'}.")
     return " ".join(each[0].upper() + each[1:] for each in said)
 
 
 def _said(found: SettingFound) -> str:
-    quality, places, linked = (found.best(score) for score in ("psnr", "places", "linked"))
     parts = []
-    if places is not None:
+    if (places := found.best("places")) is not None:
         parts.append(f"{percent(places)} of the patches were put in their places")
-    if linked is not None:
+    if (linked := found.best("linked")) is not None:
         parts.append(f"{percent(linked)} of the samples were found again")
-    if quality is None:
+    if found.pictured() is None:
         return "; ".join(["no attack on the pictures was tried, which is no protection", *parts]) + "."
-    if quality >= RECOGNISED:
-        return "; ".join([f"the server sees the samples ({quality:.1f} dB)", *parts]) + "."
-    return "; ".join([f"the attacks that were tried come to {quality:.1f} dB", *parts]) + "."
+    if found.hidden and found.pictured(UNDOING) is None:
+        parts.append("no attack that puts back what is permuted was tried, which is no protection")
+    return "; ".join([_seen(found), *parts]) + "."
+
+
+def _seen(found: SettingFound) -> str:
+    """Of pictures: all, some, or their patches without their places, so that a mean hides none of them."""
+    mean, best, patch = (found.best(score) or 0.0 for score in ("psnr", "best psnr", "patch psnr"))
+    if mean >= RECOGNISED:
+        return f"the server sees the samples ({mean:.1f} dB)"
+    if best >= RECOGNISED:
+        return f"the server sees some of the samples ({best:.1f} dB at best, {mean:.1f} in the mean)"
+    if patch >= RECOGNISED:
+        return f"the server sees patches out of place ({patch:.1f} dB; {mean:.1f} as pictures)"
+    return f"the attacks that were tried come to {mean:.1f} dB"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,10 +12,13 @@ from torch.nn.functional import cosine_similarity, cross_entropy
 
 from situs.audit.scores.metrics import denormalise, match_patches, psnr, ssim
 from situs.audit.split.borders import Borders
+from situs.audit.split.decoder import Learned, learn
 from situs.audit.split.order import PublicSide, public_side
+from situs.audit.split.utility import Kept, cosine, leave_one_out_knn, leave_one_out_probe, neighbours
 from situs.audit.split.view import NONE, PIECE, Setting, View, counted_words, send, streams
 from situs.backbones.base import Stream
 from situs.core.tokens import patchify
+from situs.data.sampler import epoch_order
 from situs.locks.features import Defence, defend
 from situs.models import Model
 
@@ -23,19 +27,22 @@ LOOKED_AT = 24
 
 SSIM_WINDOW = 11
 
+DECODING = 1000
+"""Steps from here on are those of a decoder that learns on public images."""
+
 
 class Stage:
     """Private and public images, and what is computed of them once. The attacker has the public ones.
 
     z: [n, R, D] private streams. pictures: [n, C, H, W] in [0, 1]. patches: [m, N, P], the public images. labels: [n]
-    or None.
+    or None; `unnamed` says why they are not the classifier's, where they are not.
     """
 
     def __init__(
         self, model: Model, inputs: Tensor, public: int, mean: Tensor, std: Tensor, *, old: Model | None = None,
-        labels: Tensor | None = None, seed: int = 0,
+        labels: Tensor | None = None, unnamed: str | None = None, seed: int = 0,
     ) -> None:  # fmt: skip
-        self.model, self.seed = model, seed
+        self.model, self.seed, self.unnamed = model, seed, unnamed
         self.backbone = model.backbone.eval()
         self.old = None if old is None else old.backbone.eval()
         height, width = self.backbone.grid  # images: a grid of two sides
@@ -45,11 +52,13 @@ class Stage:
         pixels = denormalise(inputs.cpu(), self.mean.tolist(), self.std.tolist())
         self.public, self.inputs = inputs[:public], inputs[public:]
         self.patches, self.pictures = patchify(pixels[:public], self.patch), pixels[public:]
-        self.labels = None if labels is None else labels[public:].cpu()
+        self.public_labels, self.labels = (None, None) if labels is None else labels.cpu().tensor_split([public])
         self.z = streams(self.backbone, self.inputs.split(PIECE))
         self.channels = counted_words(seed, 9)("columns", self.z.shape[2]).argsort(stable=True)
+        self._known: dict[bool, Tensor] = {}
         self._sides: dict[tuple[str, bool], PublicSide] = {}
-        self._outs: dict[str, Tensor] = {}
+        self._outs: dict[tuple[str, bool], Tensor] = {}
+        self._decoders: dict[str, Learned] = {}
 
     @cached_property
     def borders(self) -> Borders:
@@ -62,9 +71,26 @@ class Stage:
         if key not in self._sides:
             backbone = self.old if old else self.backbone
             assert backbone is not None
-            known = streams(backbone, self.public.split(PIECE))
-            self._sides[key] = public_side(backbone, known, self.patches, defence)
+            if old not in self._known:
+                self._known[old] = streams(backbone, self.public.split(PIECE))
+            self._sides[key] = public_side(backbone, self._known[old], self.patches, defence)
         return self._sides[key]
+
+    def decoder(self, defence: Defence) -> Learned:
+        """What a decoder learns on public images under a defence, rows and channels in their order; learned once."""
+        if str(defence) not in self._decoders:
+            side = self.side(defence)
+            given = {"prefix": len(side.prefix), "seed": self.seed, "device": self.model.device}
+
+            def sent(z: Tensor, step: int) -> Tensor:
+                if defence.kind != "noise":
+                    return self.sent(z, Setting(defence), DECODING + step).seen
+                chance = torch.Generator().manual_seed(DECODING * self.seed + step)  # quicker than counted words
+                return z + side.noise**0.5 * torch.randn(z.shape, generator=chance, dtype=z.dtype)
+
+            changes = defence.kind in ("noise", "batch-shuffle")
+            self._decoders[str(defence)] = learn(sent, side.tokens, self.patches, changes=changes, **given)
+        return self._decoders[str(defence)]
 
     def sent(self, z: Tensor, setting: Setting, number: int) -> View:
         """What the client sends of streams z at one step; another step, other rows and noise, the same channels."""
@@ -73,15 +99,16 @@ class Stage:
         return send(z, setting, words, channels=self.channels, **given)
 
     @torch.no_grad()
-    def through(self, defence: Defence) -> Tensor:
+    def through(self, defence: Defence, public: bool = False) -> Tensor:
         """What the blocks give for defended tokens, rows where they belong; permutations change nothing of it."""
-        if str(defence) not in self._outs:
-            prefix, weight = self.backbone.num_prefix, next(self.backbone.parameters())
-            words, scale = counted_words(self.seed, 0), self.side(defence).scale
-            moved, back = defend(self.z, defence, words, prefix=prefix, grid=self.grid, scale=scale)
+        key = str(defence), public
+        if key not in self._outs:
+            prefix, weight, side = self.backbone.num_prefix, next(self.backbone.parameters()), self.side(defence)
+            words, z = counted_words(self.seed, int(public)), side.tokens if public else self.z
+            moved, back = defend(z, defence, words, prefix=prefix, grid=self.grid, scale=side.scale)
             parts = [self.backbone.blocks(Stream(each.to(weight), prefix)).z.cpu() for each in moved.split(PIECE)]
-            self._outs[str(defence)] = back(torch.cat(parts))
-        return self._outs[str(defence)]
+            self._outs[key] = back(torch.cat(parts))
+        return self._outs[key]
 
     @torch.no_grad()
     def pooled(self, out: Tensor) -> Tensor:
@@ -96,20 +123,27 @@ class Stage:
     @property
     def unlabelled(self) -> str | None:
         """Why nothing can be said of labels, or None."""
-        if self.labels is None:
-            return "the images have none"
+        if self.labels is None or self.unnamed is not None:
+            return self.unnamed or "the images have none"
         if not self.model.classifier or int(self.labels.max()) >= self.backbone.num_classes:
             return f"{self.model.name} has no trained classifier for them"
         return None
 
-    def keeps(self, defence: Defence) -> tuple[float, float | None]:
-        """(mean cosine of the pooled features with the undefended ones, top-1 or None where labels say nothing)."""
+    @torch.no_grad()
+    def keeps(self, defence: Defence) -> Kept:
+        """What the client's task keeps; of labelled images the public ones too are among the neighbours."""
         out = self.through(defence)
-        cosine = float(cosine_similarity(self.pooled(out), self.pooled(self.through(NONE))).mean())
-        if self.labels is None or self.unlabelled is not None:
-            return cosine, None
-        with torch.no_grad():
-            return cosine, float((self.logits(out).argmax(dim=-1).cpu() == self.labels).double().mean())
+        found, plain = self.pooled(out), self.pooled(self.through(NONE))
+        kept = Kept(cosine(found, plain), neighbours(found, plain))
+        if self.labels is None or self.public_labels is None:
+            return kept
+        every = torch.cat([self.pooled(self.through(defence, public=True)), found])
+        labels = torch.cat([self.public_labels, self.labels])
+        if int(labels.bincount().max()) > 1:  # one image a class has no neighbour to be named by
+            kept = replace(kept, knn=leave_one_out_knn(every, labels), probe=leave_one_out_probe(every, labels))
+        if self.unlabelled is not None:
+            return kept
+        return replace(kept, accuracy=float((self.logits(out).argmax(dim=-1).cpu() == self.labels).double().mean()))
 
     def returned(self, defence: Defence) -> tuple[Tensor, Tensor]:
         """(what the blocks gave, the gradient that comes back to it) [n, R, D], rows where they belong."""
@@ -125,7 +159,7 @@ class Stage:
         found = {"psnr": float(quality.mean()), "best psnr": float(quality.max())}
         found["patch psnr"] = float(match_patches(images, real, self.patch).psnr.mean())
         if min(real.shape[-2:]) >= SSIM_WINDOW:
-            found["ssim"] = float(ssim(images[:LOOKED_AT], real[:LOOKED_AT]).mean())
+            found["ssim"] = float(ssim(images[:LOOKED_AT], real[:LOOKED_AT], torch.float32).mean())
         return {**found, "fsim": self._features_alike(images[:LOOKED_AT])}
 
     @torch.no_grad()
@@ -139,13 +173,17 @@ class Stage:
 
 @dataclass(frozen=True)
 class Scene:
-    """One setting under attack. side: public knowledge under its defence; old: that of a base model, or None."""
+    """One setting under attack. side: public knowledge under its defence; old: that of a base model, or None.
+
+    held: what one attacker has found and the next begins with.
+    """
 
     stage: Stage
     setting: Setting
     side: PublicSide
     old: PublicSide | None
     view: View
+    held: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, stage: Stage, setting: Setting) -> Scene:
@@ -153,6 +191,18 @@ class Scene:
         old = None if stage.old is None else stage.side(setting.defence, old=True)
         return cls(stage, setting, stage.side(setting.defence), old, stage.sent(stage.z, setting, 0))
 
-    def send(self, z: Tensor, number: int) -> Tensor:
-        """What arrives of streams z at another step."""
-        return self.stage.sent(z, self.setting, number).seen
+    @property
+    def exchanging(self) -> bool:
+        """Whether the samples of a batch exchange their tokens."""
+        return self.setting.defence.kind == "batch-shuffle"
+
+    @property
+    def size(self) -> int:
+        """How many samples exchange."""
+        return int(self.setting.defence.strength) or len(self.stage.z)
+
+    def again(self, number: int) -> View:
+        """All samples at another step: other rows and noise, and, as in another epoch, in other batches."""
+        mixed = epoch_order(self.stage.seed, number, len(self.stage.z), stream="split.again")
+        seen, truth = self.stage.sent(self.stage.z[mixed], self.setting, number)
+        return View(seen, truth._replace(sample=mixed[truth.sample]))

@@ -3,6 +3,7 @@
 For example: situs audit split runs/whole --data PHOTOGRAPHS --defences none,noise=0.2,noise=0.5 --out audit
 
 Each defence is tried alone and with rows, columns and both permuted. An attack that was not tried is no protection.
+As it stands it gives the fourth paper's Table 6; `--defences curve` draws what each strength hides and costs.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class Args(ImageArgs):
     """Images at a time."""
 
     defences: Annotated[tuple[str, ...], Parameter(metavar="DEFENCE,…")] = DEFENCES
-    """none, noise=σ (a multiple of the tokens' deviation), lowpass=r (share of frequencies), batch-shuffle=B."""
+    """none, noise=σ (a multiple of the tokens' deviation), lowpass=r (share of frequencies), batch-shuffle=B; curve:
+    each of them at several strengths."""
 
     permute: Annotated[tuple[str, ...], Parameter(metavar="rows,columns")] = PERMUTED
     """Permutations that every defence is also tried with."""
