@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from situs.audit.split.attackers import Reading
-from situs.audit.split.result import SettingFound, SplitAudit
+from situs.audit.split.found import SettingFound
+from situs.audit.split.result import SplitAudit
 from situs.audit.split.utility import Kept
 from situs.audit.split.view import Setting
 from situs.locks.features import parse_defence
@@ -42,9 +43,9 @@ CURVED = (
 def test_lines_run_over_the_strengths_of_a_defence_and_hold_what_somebody_found() -> None:
     assert trade_offs(audit(*CURVED)) == {
         "psnr": {
-            "noise": {"as they are": ([0.4, 0.8, 1.0], [12.0, 30.0, 50.0])}
+            "noise": {"as they are": ([1.0, 0.8, 0.4], [50.0, 30.0, 12.0])}
         },  # under rows one strength has pictures
-        "places": {"noise": {"rows": ([0.4, 0.8, 1.0], [25.0, 50.0, 100.0])}},
+        "places": {"noise": {"rows": ([1.0, 0.8, 0.4], [100.0, 50.0, 25.0])}},
     }
     assert trade_offs(audit(*CURVED[:1], *CURVED[-1:])) == {}
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from situs.audit.split.attackers import ATTACKS
-from situs.audit.split.result import SCORES, THREAT, SplitAudit
-from situs.audit.split.tables import UTILITY, paper_table, strengths, tables, trade_off, utilities, who_was_tried
+from situs.audit.split.found import SCORES
+from situs.audit.split.result import THREAT, SplitAudit
+from situs.audit.split.tables import UTILITY, paper_table, strengths, trade_off, utilities, who_was_tried
 from situs.audit.split.view import Setting
 from situs.pages.gradients import picture_rows
 from situs.report import figures
@@ -27,15 +28,14 @@ def page(audit: SplitAudit) -> Page:
     section = page.section("Verdict").note(said.sentence)
     for note in said.notes:
         section.text(note)
-    every, *more = tables(audit)
-    _table(page.section("Attackers and defences"), every, audit)
-    if more and more[0].title == (six := paper_table(audit)).title:
-        _tabled(page.section("As the paper's Table 6"), six)
+    _table(page.section("Attackers and defences"), audit.tables[0], audit)
+    if (six := paper_table(audit.settings)) in audit.tables:
+        _tabled(page.section("The paper's Table 6"), six)
     if audit.private:
         _pictures(page.section("Pictures"), audit)
-    if strengths(audit):
+    if strengths(audit.settings):
         _curves(page.section("What a defence hides, and what it costs"), audit)
-    _tabled(page.section("Who was tried"), who_was_tried(audit))
+    _tabled(page.section("Who was tried"), who_was_tried(audit.settings))
     return page.end(audit.provenance.facts)
 
 
@@ -51,7 +51,9 @@ def _tabled(section: Section, drawn: Table) -> None:
 
 def _table(section: Section, drawn: Table, audit: SplitAudit) -> None:
     section.table(drawn.header, drawn.rows, f"{drawn.title}. Guesses saw no token: what is near them says nothing.")
-    kept: dict[str, Cell] = {name: f"{UTILITY[name][1]}: what the client's task keeps" for name in utilities(audit)}
+    kept: dict[str, Cell] = {
+        name: f"{UTILITY[name][1]}: what the client's task keeps" for name in utilities(audit.settings)
+    }
     section.facts({**kept, **{name: what for name, (_, what) in SCORES.items() if name in drawn.header}})
 
 
@@ -73,27 +75,29 @@ def trade_offs(audit: SplitAudit) -> dict[str, dict[str, Lines]]:
 
     A line begins at no defence, where that was audited; what no attacker gave is left out of it.
     """
-    of, _ = UTILITY[utilities(audit)[0]]
+    of, _ = UTILITY[utilities(audit.settings)[0]]
     lines: dict[str, dict[str, Lines]] = {}
     for score in CURVES:
-        for kind in strengths(audit):
+        for kind in strengths(audit.settings):
             for rows, columns in ((False, False), (True, False), (False, True), (True, True)):
                 chosen = [
-                    (of(found.kept) or 0.0, value * (100 if score == "places" else 1), found.setting.defence.kind)
+                    (found.setting.defence, of(found.kept) or 0.0, value * (100 if score == "places" else 1))
                     for found in audit.settings
                     if (found.setting.rows, found.setting.columns) == (rows, columns)
                     and found.setting.defence.kind in (kind, "none")
                     and (value := found.best(score)) is not None
                 ]
-                if sum(each == kind for *_, each in chosen) > 1:
-                    x, y, _ = zip(*sorted(chosen), strict=True)
+                if sum(defence.kind == kind for defence, *_ in chosen) > 1:
+                    weaker = -1 if kind == "lowpass" else 1  # a line runs from no defence to the strongest
+                    chosen.sort(key=lambda each: (each[0].kind != "none", weaker * each[0].strength))
+                    _, x, y = zip(*chosen, strict=True)
                     named = str(Setting(rows=rows, columns=columns)).replace("none", "as they are")
                     lines.setdefault(score, {}).setdefault(kind, {})[named] = (list(x), list(y))
     return lines
 
 
 def _curves(section: Section, audit: SplitAudit) -> None:
-    kept = utilities(audit)[0]
+    kept = utilities(audit.settings)[0]
     section.text(
         "Each line is one defence at several strengths: what the client's task keeps (right: most), and what the best "
         "attacker, who knows the defence, finds. A defence is worth something where its line falls while it is still "
@@ -106,6 +110,6 @@ def _curves(section: Section, audit: SplitAudit) -> None:
             if guess is not None:
                 every = [value for x, _ in lines.values() for value in x]
                 lines["blind guess"] = [min(every), max(every)], [guess, guess]
-        drawn = figures.curve_panels(panels, kept)
+        drawn = figures.curve_panels(panels, f"utility: {kept}")
         section.figure(drawn, f"{CURVES[score]} against {kept}: {UTILITY[kept][1]}.", name=score)
-    _tabled(section, trade_off(audit))
+    _tabled(section, trade_off(audit.settings))

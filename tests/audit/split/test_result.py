@@ -7,7 +7,8 @@ import json
 import pytest
 
 from situs.audit.split.attackers import Reading
-from situs.audit.split.result import SettingFound, SplitAudit, verdict
+from situs.audit.split.found import SettingFound
+from situs.audit.split.result import SplitAudit, verdict
 from situs.audit.split.utility import Kept
 from situs.audit.split.view import Setting
 from situs.locks.features import parse_defence
@@ -68,13 +69,15 @@ def test_attackers_that_were_not_asked_for_are_named() -> None:
 def test_settings_that_come_to_the_same_are_said_once() -> None:
     same = [found(done(psnr=25.0), defence=defence, rows=False) for defence in ("none", "noise=0.1")]
     assert verdict(audit(*same)) == "None, noise=0.1: the server sees the samples (25.0 dB)."
+    both = [found(done(psnr=25.0 + rows), rows=rows) for rows in (False, True)]
+    assert verdict(audit(*both)) == "None (permuted or not): the server sees the samples (25.0 to 26.0 dB)."
 
 
 def test_labels_are_in_the_verdict() -> None:
     settings = [found(done("labels", labels=share)) for share in (0.5, 1.0)]
     assert verdict(audit(*settings)).endswith("Labels, read off what comes back: 50.0 % to 100.0 %.")
     unnamed = verdict(audit(found(done("labels", unnamed_labels=0.9))))
-    assert unnamed.endswith("Up to names without the head: 90.0 %.")
+    assert unnamed.endswith("Up to names, without the head: 90.0 %.")
 
 
 def test_the_numbers_hold_every_score_and_every_reason() -> None:

@@ -118,14 +118,14 @@ def linkage(scene: Scene) -> Found:
 
 
 def ordered_linkage(scene: Scene) -> Found:
-    """Finds each sample again behind what `order` has put back in both sendings, place by place."""
+    """Finds each sample again behind what `order` has put back in both sendings."""
     if len(scene.stage.z) < 2:
         raise NotTriedError("one sample is always found again")
     views = scene.view, scene.again(1)
     earlier, later = _undone(scene), put_back(scene, scene.side, views[1])
     # What was put together belongs to whose tokens are most of it; where that is nobody's half, to nobody.
     mine, other = (view.truth.sample.flatten()[each.index] for view, each in zip(views, (earlier, later), strict=True))
-    found = torch.cdist(later.tokens.flatten(1), earlier.tokens.flatten(1)).argmin(dim=1)
+    found = link(earlier.tokens, later.tokens)  # by what a row in a wrong place does not change
     owner, own = other.mode(dim=1).values, mine.mode(dim=1).values
     whole = 2 * (other == owner[:, None]).double().mean(dim=1) > 1
     right = torch.zeros(len(mine), dtype=torch.bool).index_fill_(0, owner[whole & (own[found] == owner)], value=True)

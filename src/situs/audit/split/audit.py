@@ -10,7 +10,8 @@ import torch
 
 from situs.audit.scores.metrics import baselines
 from situs.audit.split.attackers import ATTACKS, attack
-from situs.audit.split.result import SettingFound, SplitAudit
+from situs.audit.split.found import SettingFound
+from situs.audit.split.result import SplitAudit
 from situs.audit.split.stage import Scene, Stage
 from situs.audit.split.view import Setting, check_places
 from situs.data.sampler import epoch_order

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from situs.audit.split.attackers import ATTACKS, Reading
-from situs.audit.split.stage import LOOKED_AT
-from situs.audit.split.utility import Kept
-from situs.audit.split.view import Setting
-from situs.results import Result, Summary, percent
+from situs.audit.split.attackers import ATTACKS
+from situs.audit.split.found import UNDOING, SettingFound
+from situs.audit.split.tables import tables
+from situs.results import Result, Summary, Table, percent
 
 RECOGNISED = 20.0
 """dB from which a picture is said to be seen; the numbers stand beside it."""
 
-UNDOING = ("order", "old-embedding", "ordered-decoder", "repeats")
-"""Attackers who put back what is permuted before they make pictures."""
+SEEN = {
+    "psnr": "the server sees the samples",
+    "best psnr": "the server sees some of the samples",
+    "patch psnr": "the server sees patches out of place",
+}
+"""score -> what is said where it reaches that, the worst first."""
+
+LISTED = 6
+"""Settings that a note names one by one."""
 
 THREAT = {
     "the server": "honest but curious: it runs the blocks as it should, keeps all it is sent and looks at it",
@@ -29,49 +35,6 @@ THREAT = {
     "not attacked here": "a server that departs from the protocol; the key, by who has the locked blocks and no "
     "embedding (`situs audit lock` tries); pictures, by who has no embedding; a decoder that learns to re-order",
 }
-
-_decibels: Callable[[float], str] = "{:.1f} dB".format
-_number: Callable[[float], str] = "{:.3f}".format
-SCORES: dict[str, tuple[Callable[[float], str], str]] = {
-    "places": (percent, "patches that were put where they belong, where rows are permuted"),
-    "channels": (percent, "the share of the key that was found, where columns are permuted"),
-    "samples": (percent, "patches given to the right sample, where a batch exchanges them"),
-    "linked": (percent, "samples found again among all when they were sent once more"),
-    "labels": (percent, "labels read off the gradients that come back, with the head"),
-    "unnamed labels": (percent, "the same without the head, up to the names of the classes"),
-    "psnr": (_decibels, "mean PSNR of the pictures that were made"),
-    "best psnr": (_decibels, "of the sample that came back best"),
-    "patch psnr": (_decibels, "each patch against the one of the picture that fits it best, wherever that stands"),
-    "ssim": (_number, f"mean structural similarity of the first {LOOKED_AT} samples"),
-    "fsim": (
-        _number,
-        f"mean cosine of the pooled features of original and picture, by the model itself, of the first {LOOKED_AT}",
-    ),
-}
-"""score -> (how it is written, what it is)."""
-
-
-@dataclass(frozen=True)
-class SettingFound:
-    """One setting: what the client's task keeps, and what each attacker found."""
-
-    setting: Setting
-    kept: Kept
-    readings: tuple[Reading, ...]
-
-    def best(self, score: str) -> float | None:
-        """The highest value of a score over the attackers; None where no attack gave it."""
-        return max((reading.scores[score] for reading in self.readings if score in reading.scores), default=None)
-
-    def pictured(self, among: Collection[str] = tuple(ATTACKS)) -> Reading | None:
-        """The attacker whose pictures are best, of those named."""
-        made = [reading for reading in self.readings if "psnr" in reading.scores and reading.attack in among]
-        return max(made, key=lambda reading: reading.scores["psnr"], default=None)
-
-    @property
-    def hidden(self) -> bool:
-        """Whether rows or channels are not where an attacker expects them."""
-        return self.setting.rows or self.setting.columns or self.setting.defence.kind == "batch-shuffle"
 
 
 @dataclass(frozen=True)
@@ -102,14 +65,22 @@ class SplitAudit(Result):
                     found.setdefault(f"{reading.attack}: {reading.reason}", []).append(str(each.setting))
         return found
 
-    def summary(self) -> Summary:
-        """The verdict, the table, and what was not tried."""
-        from situs.audit.split.tables import tables  # which are of results
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        """Every attacker; the paper's Table 6; strengths, where there are several."""
+        return tables(f"{self.name}: what a server learns of {self.samples} samples", self.settings, self.blind)
 
-        notes = [f"Not tried, which is no protection: {why} ({', '.join(at)})." for why, at in self.skipped.items()]
+    def summary(self) -> Summary:
+        """The verdict, the tables, and what was not tried."""
+        notes = [f"Not tried, which is no protection: {why} ({self._where(at)})." for why, at in self.skipped.items()]
         if unasked := [name for name in ATTACKS if name not in self.asked]:
             notes.append(f"Not asked for, which is no protection: {', '.join(unasked)}.")
-        return Summary(verdict(self), tables(self), tuple(notes))
+        return Summary(verdict(self), self.tables, tuple(notes))
+
+    def _where(self, at: list[str]) -> str:
+        if len(at) == len(self.settings) > 1:
+            return "everywhere"
+        return ", ".join(at) if len(at) <= LISTED else f"{len(at)} of {len(self.settings)} settings"
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -145,41 +116,57 @@ def _plain(scores: Mapping[str, float]) -> dict[str, float]:
 
 
 def verdict(audit: SplitAudit) -> str:
-    """What each setting leaves to the server, in sentences."""
-    groups: dict[str, list[str]] = {}
+    """What the settings leave to the server, in sentences: those with the same conclusion together."""
+    groups: dict[str, list[SettingFound]] = {}
     for found in audit.settings:
-        groups.setdefault(_said(found), []).append(str(found.setting))
-    said = [f"{', '.join(settings)}: {what}" for what, settings in groups.items()]
+        groups.setdefault(_conclusion(found), []).append(found)
+    said = [f"{_named(settings, audit.settings)}: {_said(what, settings)}" for what, settings in groups.items()]
     for score, what in (
         ("labels", "labels, read off what comes back"),
-        ("unnamed labels", "up to names without the head"),
+        ("unnamed labels", "up to names, without the head"),
     ):
-        if shares := [share for found in audit.settings if (share := found.best(score)) is not None]:
-            low, high = percent(min(shares)), percent(max(shares))
-            said.append(f"{what}: {high if low == high else f'{low} to {high}'}.")
+        if shares := _span(audit.settings, score, percent):
+            said.append(f"{what}: {shares}.")
     return " ".join(each[0].upper() + each[1:] for each in said)
 
 
-def _said(found: SettingFound) -> str:
-    parts = []
-    if (places := found.best("places")) is not None:
-        parts.append(f"{percent(places)} of the patches were put in their places")
-    if (linked := found.best("linked")) is not None:
-        parts.append(f"{percent(linked)} of the samples were found again")
-    if found.pictured() is None:
-        return "; ".join(["no attack on the pictures was tried, which is no protection", *parts]) + "."
-    if found.hidden and found.pictured(UNDOING) is None:
-        parts.append("no attack that puts back what is permuted was tried, which is no protection")
-    return "; ".join([_seen(found), *parts]) + "."
-
-
-def _seen(found: SettingFound) -> str:
+def _conclusion(found: SettingFound) -> str:
     """Of pictures: all, some, or their patches without their places, so that a mean hides none of them."""
-    mean, best, patch = (found.best(score) or 0.0 for score in ("psnr", "best psnr", "patch psnr"))
-    if mean >= RECOGNISED:
-        return f"the server sees the samples ({mean:.1f} dB)"
-    if best >= RECOGNISED:
-        return f"the server sees some of the samples ({best:.1f} dB at best, {mean:.1f} in the mean)"
-    if patch >= RECOGNISED:
-        return f"the server sees patches out of place ({patch:.1f} dB; {mean:.1f} as pictures)"
-    return f"the attacks that were tried come to {mean:.1f} dB"
+    if found.pictured() is None:
+        return "no attack on the pictures was tried, which is no protection"
+    seen = [what for score, what in SEEN.items() if (found.best(score) or 0.0) >= RECOGNISED]
+    return seen[0] if seen else "the attacks that were tried come to"
+
+
+def _said(what: str, settings: list[SettingFound]) -> str:
+    if settings[0].pictured() is not None:
+        mean, best, patch = (_span(settings, score, "{:.1f}".format) for score in ("psnr", "best psnr", "patch psnr"))
+        figures = {
+            SEEN["psnr"]: f" ({mean} dB)",
+            SEEN["best psnr"]: f" ({best} dB at best, {mean} in the mean)",
+            SEEN["patch psnr"]: f" ({patch} dB; {mean} as pictures)",
+        }
+        what += figures.get(what, f" {mean} dB")
+    parts = [what]
+    if places := _span(settings, "places", percent):
+        parts.append(f"{places} of the patches were put in their places")
+    if linked := _span(settings, "linked", percent):
+        parts.append(f"{linked} of the samples were found again")
+    if any(found.hidden and found.pictured() and found.pictured(UNDOING) is None for found in settings):
+        parts.append("no attack that puts back what is permuted was tried, which is no protection")
+    return "; ".join(parts) + "."
+
+
+def _span(settings: Sequence[SettingFound], score: str, written: Callable[[float], str]) -> str:
+    held = [value for found in settings if (value := found.best(score)) is not None]
+    return " to ".join(dict.fromkeys(map(written, (min(held), max(held))))) if held else ""
+
+
+def _named(settings: list[SettingFound], every: Sequence[SettingFound]) -> str:
+    """The settings; a defence once, where all that was permuted beside it came to the same."""
+    named: dict[str, None] = {}
+    for found in settings:
+        alike = [other for other in every if other.setting.defence == found.setting.defence]
+        whole = len(alike) > 1 and all(other in settings for other in alike)
+        named[f"{found.setting.defence} (permuted or not)" if whole else str(found.setting)] = None
+    return ", ".join(named)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from situs.audit.split.attackers import ATTACKS, Reading
-from situs.audit.split.result import SCORES, UNDOING, SettingFound, SplitAudit
+from situs.audit.split.attackers import ATTACKS, SENDINGS, Reading
+from situs.audit.split.found import SCORES, UNDOING, SettingFound
 from situs.audit.split.utility import Kept
 from situs.results import Cell, Table, percent
 
@@ -21,80 +21,84 @@ UTILITY: dict[str, tuple[Callable[[Kept], float | None], str]] = {
 PAPER = {"none": "SL", "noise": "GN", "lowpass": "LP", "batch-shuffle": "BS"}
 PRIVACY = ("ssim", "psnr", "fsim", "patch psnr")
 
+Settings = Sequence[SettingFound]
+Blind = Mapping[str, Mapping[str, float]]
+"""guess -> its scores."""
 
-def tables(audit: SplitAudit) -> tuple[Table, ...]:
-    """Those that this audit has something for."""
-    made = [table(audit)]
-    if any(found.pictured(("decoder",)) for found in audit.settings):
-        made.append(paper_table(audit))
-    if strengths(audit):
-        made.append(trade_off(audit))
+
+def tables(title: str, settings: Settings, blind: Blind) -> tuple[Table, ...]:
+    """Those that there is something for."""
+    made = [table(title, settings, blind)]
+    if any(found.pictured(("decoder",)) for found in settings):
+        made.append(paper_table(settings))
+    if strengths(settings):
+        made.append(trade_off(settings))
     return tuple(made)
 
 
-def utilities(audit: SplitAudit) -> list[str]:
+def utilities(settings: Settings) -> list[str]:
     """The measures of utility that some setting has."""
-    return [name for name, (of, _) in UTILITY.items() if any(of(found.kept) is not None for found in audit.settings)]
+    return [name for name, (of, _) in UTILITY.items() if any(of(found.kept) is not None for found in settings)]
 
 
-def strengths(audit: SplitAudit) -> list[str]:
+def strengths(settings: Settings) -> list[str]:
     """The kinds of defence that were audited at several strengths."""
     several: dict[str, set[float]] = {}
-    for found in audit.settings:
+    for found in settings:
         several.setdefault(found.setting.defence.kind, set()).add(found.setting.defence.strength)
     return [kind for kind, held in several.items() if len(held) > 1]
 
 
-def table(audit: SplitAudit) -> Table:
+def table(title: str, settings: Settings, blind: Blind) -> Table:
     """Blind guesses, then a row an attacker below its setting; scores that nobody has are left out."""
-    everyone = [reading.scores for found in audit.settings for reading in found.readings]
-    scores = [name for name in SCORES if any(name in each for each in (*everyone, *audit.blind.values()))]
-    kept = utilities(audit)
+    everyone = [reading.scores for found in settings for reading in found.readings]
+    scores = [name for name in SCORES if any(name in each for each in (*everyone, *blind.values()))]
+    kept = utilities(settings)
     rows: list[list[Cell]] = [
         ["nothing", *[None] * len(kept), f"guess: {name}", "nothing", *_cells(each, scores)]
-        for name, each in audit.blind.items()
+        for name, each in blind.items()
     ]
-    for found in audit.settings:
+    for found in settings:
         lead: list[Cell] = [str(found.setting), *_kept(found.kept, kept)]
         for reading in (each for each in found.readings if each.status == "done"):
             rows.append([*lead, reading.attack, reading.knows, *_cells(reading.scores, scores)])
             lead = [""] * len(lead)
         if lead[0]:
             rows.append([*lead, "none was tried", None, *_cells({}, scores)])
-    title = f"{audit.name}: what a server learns of {audit.samples} samples"
     return Table(title, ("client sends", *kept, "attacker", "knows", *scores), rows)
 
 
-def paper_table(audit: SplitAudit) -> Table:
+def paper_table(settings: Settings) -> Table:
     """Table 6 of the paper: its own attacker, who knows of no permutation, beside the best who puts it back.
 
     '+' is with rows permuted. Columns are permuted on their own and with rows, as they are beside the defences.
     """
-    kept = utilities(audit)[:2]
-    header = ["", *kept, *(f"decoder {name}" for name in PRIVACY), "undone by", *PRIVACY, "places", "channels"]
+    kept, single = utilities(settings)[:2], [name for name in UNDOING if name != "repeats"]
+    often = any(found.pictured(("repeats",)) for found in settings)
     rows: list[list[Cell]] = []
-    for found in audit.settings:
+    for found in settings:
         defence, columns = found.setting.defence, found.setting.columns
         if columns and defence.kind != "none":
             continue
-        name = str(found.setting) if columns else PAPER[defence.kind] + "+" * found.setting.rows
-        strength = f" ({defence})" if defence.kind != "none" else ""
-        blind, best = found.pictured(("decoder",)), found.pictured(UNDOING)
+        name = PAPER[defence.kind] + "+" * found.setting.rows
+        told = str(found.setting if columns else defence) if defence.kind != "none" or columns else "rows"
+        blind, best = found.pictured(("decoder",)), found.pictured(single)
         rows.append([
-            "SL+ (rows)" if name == "SL+" else name + strength, *_kept(found.kept, kept), *_of(blind, PRIVACY),
-            None if best is None else best.attack, *_of(best, (*PRIVACY, "places", "channels")),
+            told if columns else name if name == "SL" else f"{name} ({told})", *_kept(found.kept, kept),
+            *_of(blind, PRIVACY), None if best is None else best.attack, *_of(best, (*PRIVACY, "places", "channels")),
+            *_of(found.pictured(("repeats",)), ["psnr"] * often),
         ])  # fmt: skip
-    return Table(
-        "As the paper's Table 6, the privacy of its own attacker and of one who undoes permutations", header, rows
-    )
+    header = ["", *kept, *(f"decoder {name}" for name in PRIVACY), "undone by", *PRIVACY, "places", "channels"]
+    title = "As the paper's Table 6: the privacy by its own attacker, and by one who undoes permutations"
+    return Table(title, [*header, *[f"psnr, {SENDINGS} sendings"] * often], rows)
 
 
-def trade_off(audit: SplitAudit) -> Table:
+def trade_off(settings: Settings) -> Table:
     """Each strength: what the task keeps, and what the best attacker, who knows the defence, finds."""
-    kept = utilities(audit)
-    shares = [name for name in ("places", "linked", "labels") if any(f.best(name) is not None for f in audit.settings)]
+    kept = utilities(settings)
+    shares = [name for name in ("places", "linked", "labels") if any(f.best(name) is not None for f in settings)]
     rows: list[list[Cell]] = []
-    for found in audit.settings:
+    for found in settings:
         best = found.pictured()
         found_shares = [None if (share := found.best(name)) is None else percent(share) for name in shares]
         attacker = None if best is None else best.attack
@@ -103,14 +107,14 @@ def trade_off(audit: SplitAudit) -> Table:
     return Table(title, ("client sends", *kept, "best attacker", *PRIVACY, *shares), rows)
 
 
-def who_was_tried(audit: SplitAudit) -> Table:
+def who_was_tried(settings: Settings) -> Table:
     """Every setting against every attacker there is: tried, not tried, not asked for."""
 
     def said(found: SettingFound, name: str) -> str:
         status = {reading.attack: reading.status for reading in found.readings}.get(name)
         return {"done": "tried", None: "not asked for"}.get(status, "not tried")
 
-    rows = [[str(found.setting), *(said(found, name) for name in ATTACKS)] for found in audit.settings]
+    rows = [[str(found.setting), *(said(found, name) for name in ATTACKS)] for found in settings]
     return Table("Who was tried on what", ("client sends", *ATTACKS), rows)
 
 
