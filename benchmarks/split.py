@@ -1,6 +1,7 @@
 """What a step of split training costs beside a local one: steps a second, bytes a sample, the share of the wire.
 
     python benchmarks/split.py --steps 10     # ViT-S/4 on 32 px, batch 32, on the CPU; the server in a second process
+    python benchmarks/split.py --memory       # what a step holds, with permutations and without
 
 Each row trains the same model on the same random batch. Wire: the time a client waits that the server does not compute,
 over all time. CPU: seconds of all threads of both processes a step, which other work on the machine does not change
@@ -12,8 +13,10 @@ permutations are the fourth paper's Fig. 8; its dense products of matrices are g
 from __future__ import annotations
 
 import argparse
+import gc
 import multiprocessing
 import os
+import resource
 import tempfile
 import time
 from functools import partial
@@ -179,27 +182,83 @@ def permuting(method: Method, z: torch.Tensor) -> float:
     return sorted(spent)[len(spent) // 2]
 
 
-def work(config: RunConfig, batch: Batch, permute: Any, out: Path) -> tuple[float, float]:
-    """Floating point operations and bytes on the wire of one step of both sides, in one process."""
-    server = make_server(config, out, device=str(batch.inputs.device))
-    method = make_method(config, CLASSES).to(batch.inputs.device).train()
+def both_sides(config: RunConfig, permute: Any, out: Path, device: str) -> tuple[Stepper, Client]:
+    """A client that trains with its server in one process."""
+    server = make_server(config, out, device=device)
+    method = make_method(config, CLASSES).to(device).train()
     order, served = trained_order(method, config.optim), own_names(method, "server")
     client = Client(lambda message, _: server.answer("me", message), "0" * 32)
     view = make_view(method.backbone, permute, Defence(), key=Key(bytes(32)), run=client.session)
     client.hello(layout(method.backbone), agreed(config.optim, server.precision), [])
     cut(method, "client")
     attach(method.backbone, client, view, sum(name in served for name in order))
-    kind = partial(SplitStepper, client=client, order=order)
-    stepper = stepper_of(kind, method, config, str(batch.inputs.device))
+    return stepper_of(partial(SplitStepper, client=client, order=order), method, config, device), client
+
+
+def work(config: RunConfig, batch: Batch, permute: Any, out: Path) -> tuple[float, float]:
+    """Floating point operations and bytes on the wire of one step of both sides, in one process."""
+    stepper, client = both_sides(config, permute, out, str(batch.inputs.device))
     with FlopCounterMode(display=False) as counted:
         stepper.update(batch, Moment(0, 0, 0.0), 1e-4, False)
     return counted.get_total_flops(), client.sent
+
+
+def remember(config: RunConfig, permute: Any, out: str, device: str, told: Any) -> None:
+    """Of two steps in this process: the bytes that the second keeps for its backward pass, and the most ever held.
+
+    permute: None trains locally. The most held is the device's, or what the process has in memory on the CPU.
+    """
+    batch = random_batch(config.data.batch, device)
+    if permute is None:
+        stepper = stepper_of(Stepper, make_method(config, CLASSES).to(device).train(), config, device)
+    else:
+        stepper, _ = both_sides(config, permute, Path(out), device)
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    stepper.update(batch, Moment(0, 0, 0.0), 1e-4, False)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        stepper.update(batch, Moment(1, 0, 0.0), 1e-4, False)
+    for weight in (each for each in gc.get_objects() if type(each) is torch.nn.Parameter):
+        kept.pop(weight.untyped_storage().data_ptr(), None)  # is there without a step
+    here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+    told.put((sum(kept.values()), torch.cuda.max_memory_allocated() if device.startswith("cuda") else here))
+
+
+def memory(config: RunConfig, permute: Any, out: Path, device: str) -> tuple[int, int]:
+    """`remember` in a process of its own, which has held nothing before."""
+    context = multiprocessing.get_context("spawn")
+    told = context.Queue()
+    process = context.Process(target=remember, args=(config, permute, str(out), device, told))
+    process.start()
+    found = told.get(timeout=600)
+    process.join()
+    return found
+
+
+def random_batch(count: int, device: str) -> Batch:
+    chance = torch.Generator().manual_seed(0)
+    images = torch.randn(count, 3, 32, 32, generator=chance).to(device)
+    labels = torch.randint(100, (count,), generator=chance).to(device)
+    return Batch(images, torch.arange(count, device=device), {"label": labels})
 
 
 def tell(name: str, row: dict[str, float], local: dict[str, float]) -> None:
     cpu = f"{row['cpu']:9.2f}{local['cpu'] / row['cpu'] if row['cpu'] else 0.0:8.1%}"
     more = f"{row['bytes'] / 1024:12.1f}{row['wire']:8.1%}{row['mib_s']:9.0f}" if "bytes" in row else ""
     print(f"  {name:28}{row['steps_s']:9.3f}{row['steps_s'] / local['steps_s']:10.1%}{cpu}{more}", flush=True)
+
+
+def tell_memory(config: RunConfig, args: Any) -> None:
+    print(f"{args.model}, {args.batch} samples a step, {args.device}, torch {torch.__version__}")
+    print(f"  {'both sides in one process':28}{'kept for backward':>20}{'most held':>12}   MiB")
+    with tempfile.TemporaryDirectory() as place:
+        for name, permute in (("local", None), ("split", ()), ("split, rows + columns", ("rows", "columns"))):
+            kept, most = memory(config, permute, Path(place) / name.replace(", ", "-"), args.device)
+            print(f"  {name:28}{kept / MIB:20.1f}{most / MIB:12.1f}", flush=True)
 
 
 def main() -> None:
@@ -211,6 +270,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--memory", action="store_true", help="only what a step holds in memory")
     args = parser.parse_args()
     shape = {} if args.depth is None else {"depth": args.depth}
     config = RunConfig(
@@ -222,10 +282,10 @@ def main() -> None:
         optim=OptimConfig(lr=1e-4, clip=1.0),
         train=TrainConfig(epochs=1, precision="auto"),
     )
-    chance = torch.Generator().manual_seed(0)
-    images = torch.randn(args.batch, 3, 32, 32, generator=chance).to(args.device)
-    labels = torch.randint(100, (args.batch,), generator=chance).to(args.device)
-    batch = Batch(images, torch.arange(args.batch, device=args.device), {"label": labels})
+    batch = random_batch(args.batch, args.device)
+    if args.memory:
+        tell_memory(config, args)
+        return
     method = make_method(config, CLASSES).to(args.device).train()
     threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
     print(f"{args.model}, {args.batch} samples a step, {args.device}, {threads}")
