@@ -208,6 +208,15 @@ def test_blocks_of_different_sizes_and_a_window_that_holds_all():
     assert block_order(tiny, 1e12, 4, 7).open == 1024
 
 
+def test_orders_that_differ_are_told_apart():
+    blocks = Blocks(np.arange(1, 41) * 10, 400, True, "runs")
+    order = block_order(blocks, 100.0, 8, 50)
+    assert order.mark == block_order(blocks, 100.0, 8, 50).mark
+    finer = Blocks(np.arange(1, 81) * 5, 400, True, "runs")
+    others = [block_order(finer, 100.0, 8, 50), block_order(blocks, 150.0, 8, 50), replace(order, rows=4)]
+    assert len({order.mark, *(other.mark for other in others)}) == 4
+
+
 def test_a_part_of_a_set_has_the_blocks_of_its_rows():
     source = Runs([10] * 40)
     part = Subset(source, 60)

@@ -40,7 +40,7 @@ OPTIM = OptimConfig(lr=1e-2, warmup_epochs=0.5, clip=0.5, layer_decay=0.8, ema=0
 class Loader:
     """Random images and labels, the same for a step every time."""
 
-    steps_per_epoch, data_wait = 4, 0.0
+    steps_per_epoch, data_wait, mark = 4, 0.0, "noise"
 
     def __init__(self, shape: tuple[int, ...] = (3, 16, 16), batch: int = 8, classes: int = 5) -> None:
         self.shape, self.global_batch, self.classes = shape, batch, classes

@@ -256,6 +256,9 @@ def test_other_data_cannot_be_resumed(tmp_path: Path) -> None:
     train(tmp_path / "run", hooks=[StopAt(3)])
     with pytest.raises(SitusError, match="steps_per_epoch was 5 and is now 3"):
         train(tmp_path / "run", loader=ToyLoader(count=24))
+    # As many batches, and yet other samples in each: the order of 38 is not that of 40.
+    with pytest.raises(SitusError, match="order was 40 samples and is now 38 samples, so the data or the batch"):
+        train(tmp_path / "run", loader=ToyLoader(count=38))
 
 
 def test_another_model_cannot_be_resumed(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ class ToyLoader:
     ) -> None:
         self.global_batch, self.count, self.seed = batch, count, seed
         self.steps_per_epoch = -(-count // batch)
-        self.data_wait = 0.0
+        self.data_wait, self.mark = 0.0, f"{count} samples"
         ids = torch.arange(count, device=device)
         self.images = normal(seed, 0, ids, "toy.images", (4, 2, 2)).to(dtype)
         self.labels = (self.images[:, 0].sum((1, 2)) > 0).long() + (self.images[:, 1].sum((1, 2)) > 0).long()

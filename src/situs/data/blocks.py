@@ -8,6 +8,7 @@ batch depends on neither ranks nor workers, and nothing is computed ahead but th
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +44,12 @@ class BlockOrder:
         most = max(1, min(_MOST_LANES, self.rows, self.open, len(self.ends) // _BLOCKS_A_LANE))
         even = next(count for count in range(most, 0, -1) if self.rows % count == 0)
         return even if 2 * even > most else most
+
+    @property
+    def mark(self) -> str:
+        """The same for two orders that are the same."""
+        sizes = f"{self.open} {self.rows} {self.steps}"
+        return hashlib.blake2b(sizes.encode() + np.ascontiguousarray(self.ends).tobytes(), digest_size=6).hexdigest()
 
     def __call__(self, seed: int, epoch: int, n: int, device: torch.device | str = "cpu") -> BlockEpoch:  # noqa: ARG002
         assert n == self.ends[-1], "the blocks are those of another set"

@@ -14,7 +14,7 @@ from torch import Tensor
 from situs.config import Checked
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
-from situs.data.blocks import block_order
+from situs.data.blocks import BlockOrder, block_order
 from situs.data.image_pipeline import Decoder, ImagePipeline, centre_crop
 from situs.data.pipeline import Pipeline
 from situs.data.resident import Progress, Resident, load_resident
@@ -82,7 +82,7 @@ class DataConfig(Checked):
 
     order: Literal["auto", "exact", "blocks"] = "auto"
     """How a streamed set is shuffled: any sample anywhere, or mixed within a window of blocks, each read once; auto:
-    blocks for parquet files that memory does not hold, and for remote shards that their cache does not."""
+    blocks for parquet files that memory does not hold, and for remote shards of more than 64 GiB."""
 
     window_gib: Positive = 2.0
     """Memory of the blocks that are mixed at a time, over all workers and ranks."""
@@ -144,6 +144,14 @@ class Loader(ABC):
         """Fuse the augmentation with torch.compile."""
         self.pipeline.compile()
         return self
+
+    @property
+    def mark(self) -> str:
+        """How many samples there are and how they are shuffled; where it is another, so are the batches."""
+        order = self.plan.order
+        return (
+            f"{self.plan.n} samples {f'in blocks ({order.mark})' if isinstance(order, BlockOrder) else 'in any order'}"
+        )
 
     @property
     def mean(self) -> Tensor:

@@ -142,7 +142,7 @@ class Ahead:
 
     def __init__(self, loader: TrainLoader) -> None:
         self.loader, self.data_wait = loader, 0.0
-        self.steps_per_epoch, self.global_batch = loader.steps_per_epoch, loader.global_batch
+        self.steps_per_epoch, self.global_batch, self.mark = loader.steps_per_epoch, loader.global_batch, loader.mark
 
     def iterate(self, epoch: int, start_step: int) -> Iterator[Batch]:
         """The epoch's batches from number `start_step` on."""

@@ -15,11 +15,16 @@ class TrainLoader(Protocol):
     """What the loop asks of the data. Each rank has its own loader and gets its own part of every batch.
 
     steps_per_epoch: batches an epoch, the same on every rank. global_batch: samples a step over all ranks, by which the
-    rate may be scaled. data_wait: seconds that the loop has waited for batches so far.
+    rate may be scaled. mark: of the samples and their order; a run goes on with no other. data_wait: seconds that the
+    loop has waited for batches so far.
     """
 
     steps_per_epoch: int
     global_batch: int
+
+    @property
+    def mark(self) -> str: ...
+
     data_wait: float
 
     def iterate(self, epoch: int, start_step: int) -> Iterator[Batch]:

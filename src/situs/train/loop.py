@@ -318,7 +318,8 @@ class _Loop:
         epoch, offset = divmod(self.step, self.per_epoch)
         state = {
             "epoch": epoch, "offset": offset, "total_steps": self.total, "steps_per_epoch": self.per_epoch,
-            "global_batch": self.loader.global_batch, "peak_rate": self.peak, "world": distributed.world(),
+            "global_batch": self.loader.global_batch, "order": self.loader.mark,
+            "peak_rate": self.peak, "world": distributed.world(),
             "seconds": self.before + time.perf_counter() - self.began,
             "machine": machine(stepper.device, stepper.precision),
             "log": {"names": stepper.names, "steps": self.window.steps, "images": self.images},
@@ -362,8 +363,9 @@ class _Loop:
 
     def _check_resumable(self, state: dict[str, Any]) -> None:
         """Refuses other data, tells what a longer or shorter run does to the schedule."""
-        for name, now in (("steps_per_epoch", self.per_epoch), ("global_batch", self.loader.global_batch)):
-            if state[name] != now:
+        own = {"steps_per_epoch": self.per_epoch, "global_batch": self.loader.global_batch, "order": self.loader.mark}
+        for name, now in own.items():
+            if state.get(name, now) != now:  # the order was not told at first
                 raise SitusError(
                     f"{self.run.path}: cannot resume: {name} was {state[name]} and is now {now}, so the data or the "
                     "batch is another",

@@ -134,6 +134,9 @@ def test_blocks_are_runs_within_a_shard(shards):
     assert (blocks.dear, blocks.bytes) == (False, sum(file.stat().st_size for file in shards.glob("*.tar")))
     plan, said = with_order(BatchPlan(24, 4), source, DataConfig())
     assert (plan.order, said) == (exact_order, ", shuffled exactly")
+    marks = {make_loader(DataConfig(str(shards), img_size=5, resident="never", order=order), RECIPES["none"]).mark
+             for order in ("exact", "blocks")}  # fmt: skip
+    assert len(marks) == 2 and "24 samples in any order" in marks
     _, said = with_order(BatchPlan(24, 4), source, DataConfig(order="blocks"))
     assert said == ", shuffled in blocks: of 9 pieces of shards, 9 at a time (3.8e-05 GiB)"
 

@@ -29,7 +29,7 @@ from situs.data.sources.base import (
 )
 from situs.data.sources.columns import classes_in, label_columns, multi_hot
 from situs.data.sources.images import BrokenImageError
-from situs.data.sources.remote import is_kept, limit_bytes, opened
+from situs.data.sources.remote import is_kept, opened
 from situs.data.sources.table import LISTS
 from situs.errors import SitusError
 
@@ -60,7 +60,7 @@ class ParquetSource(EncodedSource):
         if not self._ends or self._ends[-1] == 0:
             raise SitusError(f"{path}: its parquet files hold no rows", field="data")
         self._bytes = sum(footer.bytes for footer in footers)
-        self._fetched = is_kept(self._files[0]) and sum(size for size, _ in self._states) > limit_bytes()
+        self._fetched = is_kept(self._files[0])
         self._lock = threading.Lock()
         self._held: OrderedDict[int, tuple[Any, Any]] = OrderedDict()
         self._footers: OrderedDict[int, Any] = OrderedDict()
@@ -86,7 +86,7 @@ class ParquetSource(EncodedSource):
         return self._ends[-1]
 
     def blocks(self) -> Blocks:
-        """The row groups; the files of a remote set that its cache does not hold, for those come whole."""
+        """The row groups; of a remote set the files, which come whole."""
         ends = np.append(0, np.array(self._ends))
         ends = np.unique(ends[np.array(self._first)] if self._fetched else ends)
         return Blocks(ends[ends > 0], self._bytes, not self._small, "files" if self._fetched else "row groups")

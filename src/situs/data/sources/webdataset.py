@@ -25,7 +25,7 @@ from situs.data.sources.base import (
     split_of,
 )
 from situs.data.sources.images import BrokenImageError, check_bytes
-from situs.data.sources.remote import is_kept, limit_bytes, open_shard
+from situs.data.sources.remote import USUAL_BYTES, is_kept, open_shard
 from situs.data.sources.tar_index import open_index
 from situs.data.sources.walk import LeftOut, plain
 from situs.errors import SitusError
@@ -66,10 +66,13 @@ class TarSource(EncodedSource):
         return self._shards[bisect_right(self._index.ends, index)]
 
     def blocks(self) -> Blocks:
-        """Runs of samples that lie behind each other in a shard; of a remote set whole shards, which come whole."""
+        """Runs of samples that lie behind each other in a shard; of a remote set whole shards, which come whole.
+
+        What is dear does not depend on what this machine's cache may hold: a run goes on with the same order anywhere.
+        """
         ends, total = np.array(self._index.ends), sum(size for size, _ in self._index.states)
         if self._remote:
-            return Blocks(np.unique(ends[ends > 0]), total, total > limit_bytes(), "shards")
+            return Blocks(np.unique(ends[ends > 0]), total, total > USUAL_BYTES, "shards")
         return Blocks(self._block_ends, total, dear=False, name="pieces of shards")
 
     @cached_property

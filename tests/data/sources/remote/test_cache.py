@@ -18,7 +18,7 @@ from situs.data.augment.recipes import RECIPES
 from situs.data.check import check
 from situs.data.loader import DataConfig, make_loader
 from situs.data.pack import PackConfig, pack
-from situs.data.sources import open_source, splits_at
+from situs.data.sources import open_source, splits_at, webdataset
 from situs.data.sources.base import Wanted
 from situs.data.sources.parquet import ParquetSource
 from situs.data.sources.remote import cache, transfer
@@ -201,6 +201,7 @@ def test_a_set_larger_than_its_cache_is_fetched_once_an_epoch(server, tmp_path, 
     serve(server, local)
     sizes = {f"/set/{file.name}": file.stat().st_size for file in local.glob("train-*")}
     monkeypatch.setenv(cache.LIMIT, str(2.2 * max(sizes.values()) / 2**30))
+    monkeypatch.setattr(webdataset, "USUAL_BYTES", 2 * max(sizes.values()))
     folder = cache.mount(f"{server.url}/set")
     train = Wanted("train")
     source = ParquetSource(folder, train, held_bytes=0) if kind == "parquet" else TarSource(folder, train)

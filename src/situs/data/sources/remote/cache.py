@@ -32,6 +32,9 @@ from situs.files import read_json, write_bytes, write_text
 FOLDER, LIMIT = "SITUS_CACHE", "SITUS_CACHE_GIB"
 """Environment: where remote shards are kept (default: ~/.cache/situs/remote), and how many GiB (default: 64)."""
 
+USUAL_BYTES = 64 << 30
+"""What is kept where nobody said how much."""
+
 _LIST = ".shards.json"
 _FRESH = 10  # seconds for which a shard's last use need not be noted again
 _RECENT = 30.0  # seconds for which a list of shards is good: a set's splits are opened one after the other
@@ -47,7 +50,7 @@ def cache_folder() -> Path:
 
 def limit_bytes() -> int:
     """How much of them is kept."""
-    given = os.environ.get(LIMIT, "64")
+    given = os.environ.get(LIMIT, str(USUAL_BYTES >> 30))
     try:
         limit = float(given)
     except ValueError:
