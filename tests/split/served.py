@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import random
 import socket
 import threading
@@ -89,6 +90,22 @@ def serving(*args: Any, **options: Any) -> Iterator[Serving]:
         yield made
     finally:
         made.close()
+
+
+@contextlib.contextmanager
+def on_a_socket(server: Server) -> Iterator[str]:
+    """A server that was made otherwise, listening; gives its address."""
+    told: queue.Queue[str] = queue.Queue()
+    stop = threading.Event()
+    thread = threading.Thread(
+        target=run_server, args=(server, "127.0.0.1:0", None), kwargs={"say": told.put, "stopped": stop.is_set}
+    )
+    thread.start()
+    try:
+        yield told.get(timeout=30).split()[2]
+    finally:
+        stop.set()
+        thread.join(30)
 
 
 class Proxy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from concurrent.futures import Future
 
@@ -44,6 +45,20 @@ def test_whatever_a_server_says_of_its_time_is_no_fault_of_the_client() -> None:
             done.set_result(Message("ok", {"seconds": seconds}))
             assert Asked(call, done).result().kind == "ok"
         assert call.served == 0
+
+
+def test_a_question_that_fails_late_leaves_the_channel_of_the_others_alone() -> None:
+    """Else two that fail together would each close what the other has just opened."""
+    closed = []
+
+    class Channel:
+        async def close(self) -> None:
+            closed.append(self)
+
+    with Connection("127.0.0.1:1", None) as call:
+        old, call._channel = Channel(), (new := Channel())
+        asyncio.run_coroutine_threadsafe(call._drop(old), call._loop).result(5)
+        assert call._channel is new and closed == [old]
 
 
 def test_an_answer_of_another_shape_is_not_taken_in(tmp_path) -> None:
