@@ -303,6 +303,28 @@ def test_a_disk_that_is_full_at_either_side_loses_nothing(tmp_path, local, monke
     assert "no space left" in (tmp_path / "server" / LOG).read_text()
 
 
+def test_a_server_that_is_gone_for_good_ends_the_run_in_one_sentence_and_loses_nothing(tmp_path, certs, local) -> None:
+    out = tmp_path / "split"
+    pair = [read_credentials(certs, name) for name in ("server", "client")]
+    with serving(tmp_path / "server", pair[0]) as server:
+        with Connection(server.address, pair[1], patience=0.3) as call:
+
+            def ask(message, expected):
+                if message.kind == "backward" and message.facts["step"] == 5:
+                    server.close()
+                return call(message, expected)
+
+            said = r"no answer for \d+ s: nothing listens there any more; .* resuming it goes on"
+            with pytest.raises(SitusError, match=said) as told:
+                train_split(CONFIG, ask, out=out, device="cpu", quiet=True)
+            assert told.value.field == "server" and str(out) in str(told.value)
+        server.start()
+        with Connection(server.address, pair[1]) as call:
+            train_split(CONFIG, call, resume=out, device="cpu", quiet=True)
+    merge(out, tmp_path / "server", tmp_path / "whole")
+    assert same(tmp_path / "whole", local)
+
+
 def test_what_a_split_training_refuses(tmp_path) -> None:
     from situs.methods.mae import MAEConfig
 

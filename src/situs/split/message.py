@@ -39,6 +39,10 @@ class RefusedError(SitusError):
         self.code = code
 
 
+class GoneError(SitusError):
+    """The server does not answer any more."""
+
+
 @dataclass(frozen=True)
 class Message:
     """kind: of `KINDS`, or of `ANSWERS` for a reply. facts: plain JSON. tensors: by name, on the CPU."""

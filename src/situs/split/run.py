@@ -34,6 +34,7 @@ from situs.methods.base import Batch, Method
 from situs.models.initialise import starting
 from situs.models.open import is_locked
 from situs.split.client import Call, Client, RewoundError
+from situs.split.message import GoneError
 from situs.split.parts import cut, digest, layout, own_names, trained_order
 from situs.split.remote import SplitStepper, attach
 from situs.split.scale import noise_scale
@@ -249,6 +250,11 @@ class _Training:
                 self.place.say(f"the server began anew at step {client.step}: both go back to their newest checkpoint")
                 method = self._method()
                 continue
+            except GoneError as error:
+                if not self.made:
+                    raise
+                said = f"{error}; what was saved is in {self.place.out}, and resuming it goes on from there"
+                raise SitusError(said, field="server") from None
             with contextlib.suppress(RewoundError, SitusError):  # all is on both disks
                 client.bye()
             return result

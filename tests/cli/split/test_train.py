@@ -103,6 +103,29 @@ def test_serve_says_what_is_wrong_and_stops_when_asked(tmp_path, certs, capsys, 
     assert "listening on 127.0.0.1:" in told and "stopped; refused: nothing" in told
 
 
+def test_what_is_wrong_with_certificates_and_ports_is_said_in_one_sentence(tmp_path, certs, capsys) -> None:
+    from situs.split.transport.certificates import read_credentials
+
+    old, other = tmp_path / "old", tmp_path / "other"
+    said(capsys, "split", "certs", "--out", str(old), "--days", "0")
+    said(capsys, "split", "certs", "--out", str(other))
+    out, quick = ("--out", str(tmp_path / "run")), ("--patience", "0.1")
+    with serving(tmp_path / "server", read_credentials(certs, "server")) as server:
+        train = ("split", "train", "--server", server.address, *quick, *FLAGS, *out)
+        for folder, reason in (
+            (old, "ca.pem: expired on"),
+            (other, "its certificate is not of this authority, has expired, or is not for this address"),
+        ):
+            told = said(capsys, *train, "--tls", str(folder), status=2)
+            assert reason in told and len(told.strip().splitlines()) <= 2 and "Traceback" not in told
+        listen = ("--listen", server.address, "--tls", str(certs), "--out", str(tmp_path / "second"))
+        told = said(capsys, "split", "serve", *FLAGS, *listen, status=2)
+        assert "the port is in use" in told and "(--listen)" in told
+        told = said(capsys, "split", "serve", *FLAGS, "--tls", str(old), "--out", str(tmp_path / "third"), status=2)
+        assert "expired on" in told and not (tmp_path / "third").exists()
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_client_without_a_server_says_so_and_leaves_nothing(tmp_path, capsys) -> None:
     where = ("--server", "127.0.0.1:1", "--plaintext", "--patience", "0.1")
     told = said(capsys, "split", "train", *where, *FLAGS, "--out", str(tmp_path / "run"), status=2)

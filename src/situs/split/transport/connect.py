@@ -11,8 +11,17 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotYetError
 from typing import Any, Self
 
-from situs.errors import SitusError
-from situs.split.message import ANSWERS, Body, Expected, Message, RefusedError, check_tensors, encode, open_message
+from situs.split.message import (
+    ANSWERS,
+    Body,
+    Expected,
+    GoneError,
+    Message,
+    RefusedError,
+    check_tensors,
+    encode,
+    open_message,
+)
 from situs.split.transport.certificates import Credentials
 from situs.split.transport.serve import METHOD, OPTIONS, check_plaintext, grpc, split_address
 
@@ -72,7 +81,7 @@ class Connection:
             self._loop.close()
 
     def __call__(self, message: Message, expected: Mapping[str, Expected]) -> Message:
-        """Asks; raises `RefusedError` where the server refuses, `SitusError` where it is gone for good."""
+        """Asks; raises `RefusedError` where the server refuses, `GoneError` where it is gone for good."""
         return self.submit(message, expected).result()
 
     def submit(self, message: Message, expected: Mapping[str, Expected]) -> Asked:
@@ -98,7 +107,7 @@ class Connection:
                 why = self._why(error)
                 await self._drop(channel)
             if time.monotonic() - began > (self.patience if self._met else min(self.patience, FIRST)):
-                raise SitusError(
+                raise GoneError(
                     f"{self.address}: no answer for {time.monotonic() - began:.0f} s: {why}", field="server"
                 )
             self.again += 1
@@ -112,10 +121,10 @@ class Connection:
         last = said.rpartition("last error: ")[2][:200]
         if "onnection refused" in said:
             return f"nothing listens there{' any more' if self._met else ''}"
-        if self._met:
-            return last
         if "andshake failed" in said:
             return "its certificate is not of this authority, has expired, or is not for this address"
+        if self._met:
+            return last
         if "Socket closed" in said or "reset by peer" in said:
             wants = (
                 "certificates (TLS)" if self.credentials is None else "another certificate than this, or speaks no TLS"
