@@ -2,6 +2,7 @@
 
     python benchmarks/split.py --steps 10     # ViT-S/4 on 32 px, batch 32, on the CPU; the server in a second process
     python benchmarks/split.py --memory       # what a step holds, with permutations and without
+    python benchmarks/split.py --delay 0.05 --accumulate 4     # over a slow link: micro-batches one behind the other
 
 Each row trains the same model on the same random batch. Wire: the time a client waits that the server does not compute,
 over all time. CPU: seconds of all threads of both processes a step, which other work on the machine does not change
@@ -13,11 +14,15 @@ permutations are the fourth paper's Fig. 8; its dense products of matrices are g
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import multiprocessing
 import os
+import queue
 import resource
+import socket
 import tempfile
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -33,6 +38,7 @@ from situs.locks.features import Defence
 from situs.locks.key import Key
 from situs.methods.base import Method
 from situs.methods.supervised import SupervisedConfig
+from situs.split import remote
 from situs.split.client import Client
 from situs.split.message import Expected, Message
 from situs.split.parts import cut, layout, own_names, trained_order
@@ -94,6 +100,10 @@ class Served:
         self.address = line.split()[2]
         self.credentials = None if certs is None else read_credentials(certs, "client")
 
+    def through(self, delay: float) -> None:
+        """Puts a slow link before it."""
+        self.address = Link(self.address, delay).address
+
     def __enter__(self) -> Connection:
         self.call = Connection(self.address, self.credentials)
         return self.call
@@ -102,6 +112,37 @@ class Served:
         self.call.close()
         self.process.terminate()
         self.process.join()
+
+
+class Link:
+    """A proxy on this machine whose every byte takes `delay` seconds, either way."""
+
+    def __init__(self, address: str, delay: float) -> None:
+        self.there, self.delay = address.rpartition(":"), delay
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self.listener.accept()
+            far = socket.create_connection((self.there[0], int(self.there[2])))
+            for a, b in ((near, far), (far, near)):
+                waiting: queue.Queue[tuple[float, bytes]] = queue.Queue()
+                threading.Thread(target=self._take, args=(a, waiting), daemon=True).start()
+                threading.Thread(target=self._give, args=(b, waiting), daemon=True).start()
+
+    def _take(self, near: socket.socket, waiting: queue.Queue[tuple[float, bytes]]) -> None:
+        while data := near.recv(1 << 18):
+            waiting.put((time.monotonic() + self.delay, data))
+        waiting.put((0.0, b""))
+
+    def _give(self, far: socket.socket, waiting: queue.Queue[tuple[float, bytes]]) -> None:
+        with contextlib.suppress(OSError):
+            while (item := waiting.get())[1]:
+                time.sleep(max(0.0, item[0] - time.monotonic()))
+                far.sendall(item[1])
+            far.shutdown(socket.SHUT_WR)
 
 
 def timed(
@@ -124,16 +165,19 @@ def timed(
 
 
 def stepper_of(kind: Any, method: Method, config: RunConfig, device: str) -> Stepper:
-    precision = config.train.precision_on(torch.device(device))
+    precision, accumulate = config.train.precision_on(torch.device(device)), config.train.accumulate
     return kind(
-        method, config.optim, seed=0, precision=precision, accumulate=1, parallel="ddp", compiled=False, graph=False
-    )
+        method, config.optim, seed=0, precision=precision, accumulate=accumulate, parallel="ddp", compiled=False,
+        graph=False,
+    )  # fmt: skip
 
 
 def split_row(
     args: Any, config: RunConfig, out: Path, certs: Path | None, batch: Batch, permute: Any, wire: Any
 ) -> Any:
     served = Served(config, out, certs, args.device)
+    if args.delay:
+        served.through(args.delay)
     with served as call:
         method = make_method(config, CLASSES).to(args.device)
         order, theirs = trained_order(method, config.optim), own_names(method, "server")
@@ -271,6 +315,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--memory", action="store_true", help="only what a step holds in memory")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
+    parser.add_argument("--delay", type=float, default=0.0, help="seconds that the link takes each way: that row alone")
     args = parser.parse_args()
     shape = {} if args.depth is None else {"depth": args.depth}
     config = RunConfig(
@@ -280,7 +326,7 @@ def main() -> None:
         ),
         data=DataConfig(path="samples", img_size=32, batch=args.batch),
         optim=OptimConfig(lr=1e-4, clip=1.0),
-        train=TrainConfig(epochs=1, precision="auto"),
+        train=TrainConfig(epochs=1, precision="auto", accumulate=args.accumulate),
     )
     batch = random_batch(args.batch, args.device)
     if args.memory:
@@ -297,6 +343,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         certs = Path(place) / "certs"
         make_certificates(certs)
+        if args.delay:
+            for name, remote.AHEAD in (("TLS, one at a time", 0), ("TLS, one behind the other", 2)):
+                tell(name, split_row(args, config, Path(place) / name, certs, batch, (), None), rows["local"])
+            return
         for name, where, permute, wire in (
             ("plaintext", None, (), None),
             ("TLS", certs, (), None),
