@@ -69,6 +69,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (info / "entry_points.txt").write_text(f"[situs.methods]\n{name} = {target}\n")
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setattr(METHODS, "_loaded", {})
+    monkeypatch.setattr(METHODS, "_points", None)
     monkeypatch.setenv("COLUMNS", "200")
 
 

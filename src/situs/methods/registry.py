@@ -17,6 +17,7 @@ class Registry(Mapping[str, type[Method]]):
     def __init__(self, own: Mapping[str, type[Method]], group: str) -> None:
         self.own, self.group = dict(own), group
         self._loaded: dict[str, type[Method]] = {}
+        self._points: dict[str, EntryPoint] | None = None
 
     def __getitem__(self, name: str) -> type[Method]:
         if name in self.own:
@@ -35,7 +36,9 @@ class Registry(Mapping[str, type[Method]]):
         return len(list(iter(self)))
 
     def _declared(self) -> dict[str, EntryPoint]:
-        return {point.name: point for point in entry_points(group=self.group)}
+        if self._points is None:  # once: it reads the files of every package that is installed
+            self._points = {point.name: point for point in entry_points(group=self.group)}
+        return self._points
 
 
 def _load(point: EntryPoint) -> type[Method]:

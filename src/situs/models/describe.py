@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
-import torch
-
 from situs.backbones.base import CAPABILITIES, Backbone
+from situs.backbones.shapes import shapes_alone
 from situs.errors import SitusError
 from situs.methods import METHODS
 from situs.results import Cell, Table, show
@@ -98,7 +97,7 @@ def _method(backbone: Backbone, name: str) -> Verdict:
     if not verdict.holds:
         return verdict
     try:
-        with torch.device("meta"):
+        with shapes_alone():
             kind(copy.deepcopy(backbone), kind.Config())  # a copy: a method may prepare its backbone
     except SitusError as error:
         return replace(verdict, holds=False, reason=str(error))

@@ -20,6 +20,7 @@ from torch import nn
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
+from situs.backbones.shapes import shapes_alone
 from situs.backbones.weights import load_weights
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
@@ -270,7 +271,7 @@ def _create(source: str | Path, fields: dict[str, Any], device: torch.device | s
         return create_backbone(source, **fields).to(device).eval()
     bare = source / CONFIG if isinstance(source, Path) else source
     try:
-        with torch.device("meta"):
+        with shapes_alone():
             return create_backbone(bare, **fields).eval()
     except (SitusError, RuntimeError):  # the mistake is the user's, or this family computes while it is built
         return create_backbone(source, **fields).eval()

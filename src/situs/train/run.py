@@ -18,6 +18,7 @@ import torch
 
 from situs.backbones import BackboneConfig, create_backbone
 from situs.backbones.base import Backbone
+from situs.backbones.shapes import shapes_alone
 from situs.config import Checked, choice, choices_of, from_dict
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.loader import BATCH, NO_DATA, DataConfig, Loader, make_loader
@@ -102,7 +103,7 @@ def own_size(config: BackboneConfig) -> tuple[int, int]:
     """Height and width of the images that a model is made for."""
     bare = replace(config, img_size=None, weights=None, num_classes=0)
     try:
-        with torch.device("meta"):  # shapes and no values
+        with shapes_alone():
             made = create_backbone(bare)
     except (SitusError, RuntimeError):  # a family that computes while it is built; a mistake is said below
         made = create_backbone(bare)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig, PositionKind
+from situs.backbones.shapes import shapes_alone
 from situs.backbones.timm.backbone import EvaBackbone, PixelBackbone, RelPosBackbone, SwinBackbone, VitBackbone
 from situs.backbones.weights import load_into, load_weights, read_state_dict
 from situs.core.position import sincos
@@ -145,7 +146,7 @@ def _module_of(name: str) -> str:
 def _refuse_early(name: str, arguments: dict[str, Any]) -> None:
     """Refuses a model we do not run before its values take memory: on the meta device, where it can be made there."""
     model = None
-    with torch.device("meta"), contextlib.suppress(Exception):  # some compute while they are made
+    with shapes_alone(), contextlib.suppress(Exception):  # some compute while they are made
         model = timm.create_model(name, pretrained=False, **arguments)
     if model is not None:
         wrap_timm(model, name)
