@@ -6,12 +6,16 @@ import io
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 # Before torch is imported: the suite's tensors are small, and two test processes share two cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Every process that a test starts, and each of two workers, would else compile Situs and the tests anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Figures are files here, never windows.
 os.environ.setdefault("MPLBACKEND", "Agg")
 # A test that would fetch a model from the network is wrong; let it fail at once and say so.

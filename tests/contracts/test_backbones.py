@@ -44,7 +44,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "swin_tiny_patch4_window7_224": dict(
         img_size=(64, 96), positions="learned", model_args={"depths": (1, 1, 2, 1), "embed_dim": 24}
     ),
-    "resnet26": dict(),
+    "resnet26": dict(model_args={"layers": (1, 2, 1, 1), "channels": (8, 16, 16, 24)}),
 }
 TOLERANCE = 1e-10
 FLAT = [name for name in EXAMPLES if not name.startswith(("swin", "resnet"))]

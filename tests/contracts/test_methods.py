@@ -21,7 +21,7 @@ BACKBONES: dict[str, dict[str, Any]] = {
     "vit_small_patch16_rope_mixed_224": dict(img_size=(32, 48), model_args=SMALL),
     "vit_relpos_small_patch16_224": dict(img_size=(32, 48), model_args=SMALL),
     "swin_tiny_patch4_window7_224": dict(img_size=(32, 64), model_args={"depths": (1, 1, 1, 1), "embed_dim": 24}),
-    "resnet18": dict(),
+    "resnet18": dict(model_args={"channels": (16, 16, 24, 32)}),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "droppos": dict(mask_ratio=0.5, decoder_width=32, decoder_heads=2),

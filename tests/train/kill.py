@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a look for a GPU must not start CUDA before the forks
+if __name__ == "__main__":
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # a look for a GPU must not start CUDA before the forks
 
 import torch
 import torch._dynamo  # which every optimiser imports: once here, not in each fork

@@ -59,7 +59,7 @@ def train(
     stop: int | None = None,
     real: bool = False,
 ):
-    config = dataclasses.replace(TRAIN, parallel=parallel)
+    config = dataclasses.replace(TRAIN, parallel=parallel, epochs=1 if real else TRAIN.epochs)
     main = distributed.rank() == 0
     resumed = (out / "config.json").exists()
     distributed.barrier()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -190,12 +191,24 @@ def test_flags_are_known_before_torch_is_imported() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_a_long_training_says_how_far_it_has_come(tmp_path: Path) -> None:
+class Log:
+    """A file that counts how often it was read."""
+
+    text, reads = "", 0
+
+    def read_text(self, encoding: str) -> str:
+        self.reads += 1
+        return self.text
+
+
+def test_a_long_training_says_how_far_it_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its log, at each quarter; a line that is only half written is passed over."""
     said: list[str] = []
-    log = tmp_path / "metrics.jsonl"
+    log: Any = Log()
+    monkeypatch.setattr("situs.cli.demo.learned._LOOK", 0.001)
     with _followed(Stage(0, quick=True, say=said.append, runs=tmp_path), "pretraining", log, 8):
-        for lines in ('{"epoch": 1.5}\n', '{"epoch": 2.0}\n{"epo', '{"epoch": 2.0}\n{"epoch": 2.5}\n'):
-            log.write_text(lines)
-            time.sleep(1.3)
+        for log.text in ('{"epoch": 1.5}\n', '{"epoch": 2.0}\n{"epo', '{"epoch": 2.0}\n{"epoch": 2.5}\n'):
+            seen, until = log.reads, time.monotonic() + 60
+            while log.reads < seen + 2 and time.monotonic() < until:
+                time.sleep(0.001)
     assert said == ["pretraining, epoch 2 of 8"]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from situs.cli.main import main
+from situs.cli.main import VERBS, main
 
 COMPLETE = """
 source {script}
@@ -51,6 +51,11 @@ def test_bash_completes(line: str, words: set[str], script: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish", "powershell"])
-def test_other_shells_get_a_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_shells_get_a_script(
+    shell: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few = {verb: VERBS[verb] for verb in ("finetune", "audit positions")}  # bash has them all above
+    monkeypatch.setattr("situs.cli.parser.completion.VERBS", few)
     assert main(["completion", shell]) == 0
-    assert "audit" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "audit" in printed and "positions" in printed and "optim.warmup-epochs" in printed

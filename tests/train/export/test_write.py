@@ -48,7 +48,7 @@ CASES: dict[str, tuple[type[Method], dict[str, Any]]] = {
         dict(name="vit_small_patch16_rope_224", img_size=(64, 48), num_classes=3, model_args=SMALL),
     ),
     "headless": (Supervised, VIT | dict(num_classes=0)),
-    "resnet": (Supervised, dict(name="resnet18", num_classes=3)),
+    "resnet": (Supervised, dict(name="resnet18", num_classes=3, model_args={"channels": (8, 8, 16, 16)})),
     "swin": (
         Supervised,
         dict(name="swin_tiny_patch4_window7_224", img_size=(32, 32), num_classes=3,

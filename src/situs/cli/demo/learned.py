@@ -47,6 +47,8 @@ QUICK = Length(images=256, epochs=1, labelled=100, finetune_epochs=2, looks=1, l
 RATE = {"lr": 2e-3, "warmup_epochs": 1, "min_lr": 1e-5, "clip": 1.0}
 """Of both pretrainings."""
 
+_LOOK = 1.0  # seconds between two looks at a training's log
+
 
 def length_of(stage: Stage) -> Length:
     """The demo's own, or that of --quick."""
@@ -74,7 +76,7 @@ def _followed(stage: Stage, what: str, log: Path, epochs: int) -> Iterator[None]
 
     def follow() -> None:
         told = 0
-        while not done.wait(1.0):
+        while not done.wait(_LOOK):
             with suppress(OSError, ValueError, LookupError):  # not there yet, or its last line is being written
                 epoch = int(json.loads(log.read_text(encoding="utf-8").splitlines()[-1])["epoch"])
                 if epoch >= told + max(1, epochs // 4):
