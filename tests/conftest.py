@@ -15,7 +15,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Every process that a test starts, and each of two workers, would else compile Situs and the tests anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 # Figures are files here, never windows.
 os.environ.setdefault("MPLBACKEND", "Agg")
 # A test that would fetch a model from the network is wrong; let it fail at once and say so.
@@ -24,6 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 from hypothesis import settings
 
+sys.dont_write_bytecode = False
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_DATA = ROOT.parent / "shared" / "data"
 
