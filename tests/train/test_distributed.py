@@ -199,6 +199,19 @@ def test_alone_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(distributed.rows(value, torch.device("cpu")), value[None])
 
 
+def test_the_addresses_of_killed_ranks_are_not_taken_for_those_of_a_new_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, met = torch.distributed.HashStore(), []
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda _: iter([(kept, 0, 2)]))
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda backend, store, **_: met.append(store))
+    for start in ("0", "1", "1"):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", start)
+        distributed._join("gloo")
+    met[0].set("rank 0", "an address")
+    assert not met[1].check(["rank 0"])
+    met[1].set("rank 0", "another")
+    assert met[2].get("rank 0") == b"another"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_a_device_that_is_not_there_is_an_error() -> None:
     with pytest.raises(SitusError, match=r"device=cuda: this machine has no CUDA device"):

@@ -64,8 +64,20 @@ def start(device: str | None = None) -> Ranks:
         kind = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(kind)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if kind.type == "cuda" else "gloo")
+        _join("nccl" if kind.type == "cuda" else "gloo")
     return Ranks(dist.get_rank(), dist.get_world_size(), kind)
+
+
+def restarts() -> int:
+    """How often torchrun has started the ranks again."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def _join(backend: str) -> None:
+    """Each start of torchrun meets under a name of its own: its store still holds the addresses of the killed ranks."""
+    store, rank, world = next(dist.rendezvous("env://"))  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.PrefixStore(f"start {restarts()}", store)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
 
 
 def stop() -> None:

@@ -13,11 +13,7 @@ from pathlib import Path
 
 from situs.files import write_text
 from situs.train.checkpoint.folder import CLASSES, MARK
-
-
-def restarts() -> int:
-    """How often torchrun has started the ranks again."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+from situs.train.distributed import restarts
 
 
 def _job() -> str | None:

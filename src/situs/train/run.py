@@ -262,7 +262,7 @@ def _begun(out: str | Path | None, ranks: distributed.Ranks, speak: Callable[[st
     """The new folder, where torchrun has started this run again and it has begun there; all ranks ask."""
     if not distributed.from_main(ranks.main and out is not None and restart.begun(Path(out)), ranks.device):
         return None
-    speak(f"started again by torchrun ({restart.restarts()}): the run goes on")
+    speak(f"started again by torchrun ({distributed.restarts()}): the run goes on")
     return out
 
 
