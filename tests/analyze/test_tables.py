@@ -72,7 +72,7 @@ def test_rotation_has_sines_and_cosines_of_the_place() -> None:
     [
         ("vit_relpos_small_patch16_224", r"biases between pairs .* no place has a vector; .*analyze attention"),
         ("swin_tiny_patch4_window7_224", r"no table of positions: its windows.*; .*audit positions"),
-        ("resnet18", r"convolutional network and has no tokens"),
+        ("test_resnet", r"convolutional network and has no tokens"),
     ],
 )
 def test_models_without_a_vector_are_refused_with_the_reason(name: str, said: str) -> None:

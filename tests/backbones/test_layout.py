@@ -172,7 +172,7 @@ def test_heads_have_an_order_a_layer_unless_all_layers_share_a_table(name: str, 
 def test_a_model_without_blocks_has_no_groups() -> None:
     from situs.errors import SitusError
 
-    backbone = create_backbone("resnet18")
+    backbone = create_backbone("test_resnet")
     assert backbone.block_modules() == []
     assert {role.depth for role in backbone.roles().values()} == {1}
     with pytest.raises(SitusError, match="convolutional network"):

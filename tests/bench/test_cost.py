@@ -95,5 +95,5 @@ def test_without_the_reference_there_is_no_line(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_model_without_patches_is_refused() -> None:
-    with pytest.raises(SitusError, match="resnet18: has no patches of equal sides"):
-        bench_cost("supervised", CostConfig(model="resnet18"))
+    with pytest.raises(SitusError, match="test_resnet: has no patches of equal sides"):
+        bench_cost("supervised", CostConfig(model="test_resnet"))

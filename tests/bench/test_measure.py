@@ -45,10 +45,10 @@ def test_images_have_the_shape_of_the_case() -> None:
     case = StepCase(**SMALL)
     batch = make_batch(make_method(case), case, 4, CPU)
     assert batch.inputs.shape == (4, 1, 8, 16) and int(batch.targets["label"].max()) < 3
-    whole = StepCase(model="resnet18", img_size=32, batch=2)
+    whole = StepCase(model="test_resnet", img_size=32, batch=2)
     assert make_batch(make_method(whole), whole, 2, CPU).inputs.shape == (2, 3, 32, 32)
 
 
 def test_a_model_that_does_not_bear_the_method_says_so() -> None:
-    with pytest.raises(SitusError, match="resnet18"):
-        measure_case(StepCase(method="mp3", model="resnet18", batch=2), Timing(), CPU)
+    with pytest.raises(SitusError, match="test_resnet"):
+        measure_case(StepCase(method="mp3", model="test_resnet", batch=2), Timing(), CPU)

@@ -52,7 +52,7 @@ def test_text_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     ("name", "shape"),
     [
         ("swin_tiny_patch4_window7_224", {"depths": [1, 1], "embed_dim": 12, "num_heads": [1, 2]}),
-        ("resnet18", {}),
+        ("test_resnet", {}),
     ],
 )
 def test_refusals_come_with_their_reason(name: str, shape: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -152,7 +152,7 @@ def test_swin_with_a_table_can_be_told_and_one_without_cannot() -> None:
 
 def test_a_convolutional_network_is_shuffled_by_pixels_and_never_told() -> None:
     torch.manual_seed(0)
-    backbone = create_backbone("resnet18", num_classes=3).double()
+    backbone = create_backbone("test_resnet", num_classes=3).double()
     sets = batches(2, pixels=(32, 32))
     (row,) = measure_consistency(backbone, sets, (0.5,), grid=(4, 4)).rows
     assert (row.told, row.masked) == (False, 8)

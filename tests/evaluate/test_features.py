@@ -164,4 +164,4 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(SitusError, match="no samples"):
         extract(make(), [])
     with pytest.raises(SitusError, match="refuses a sequence of patch tokens"):
-        extract(create_backbone("resnet18"), [Batch(torch.zeros(1, 3, 32, 32), torch.zeros(1).long())])
+        extract(create_backbone("test_resnet"), [Batch(torch.zeros(1, 3, 32, 32), torch.zeros(1).long())])

@@ -89,4 +89,4 @@ def test_mistakes_are_named() -> None:
     with pytest.raises(SitusError, match=r"k=99: must be in \[1, 60\]"):
         knn_by_layer(make(), batches(60, 0), batches(50, 1), k=99)
     with pytest.raises(SitusError, match="has no tokens"):
-        knn_by_layer(create_backbone("resnet18", num_classes=3), [], [])
+        knn_by_layer(create_backbone("test_resnet", num_classes=3), [], [])

@@ -275,7 +275,7 @@ def test_a_gate_on_the_heads_moves_with_them() -> None:
 
 def test_what_we_have_not_read_is_refused_by_name() -> None:
     with pytest.raises(SitusError, match="convolutional network"):
-        create_backbone("resnet18").groups()
+        create_backbone("test_resnet").groups()
     backbone = make("vit")
     backbone.model.blocks[0].norm1 = nn.BatchNorm1d(24)
     with pytest.raises(SitusError, match=r"blocks\.0\.norm1 is a BatchNorm1d"):

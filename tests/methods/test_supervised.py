@@ -88,7 +88,7 @@ def test_an_unknown_label_moves_nothing_and_parts_come_to_the_whole() -> None:
 
 
 def test_convolutional_backbones_work() -> None:
-    method = create_method("supervised", create_backbone("resnet50", num_classes=3))
+    method = create_method("supervised", create_backbone("test_resnet", num_classes=3))
     output = method(Batch(torch.randn(2, 3, 32, 32), torch.arange(2), {"label": torch.tensor([0, 2])}), {})
     assert output.extras["logits"].shape == (2, 3)
 

@@ -25,7 +25,7 @@ SMALL = {"vit": {"depth": 1}, "swin": {"depths": (1, 1, 1, 1), "embed_dim": 24}}
     ("name", "refused"),
     [
         ("bert", {"droppos", "mae", "mjp", "mp3", "supervised"}),
-        ("resnet18", {"droppos", "mae", "mjp", "mp3"}),
+        ("test_resnet", {"droppos", "mae", "mjp", "mp3"}),
         ("vit_tiny_patch16_224", set()),
         ("swin_tiny_patch4_window7_224", {"droppos", "mae", "mjp", "mp3"}),
         ("vit_small_patch16_rope_224", {"mjp"}),
@@ -47,7 +47,7 @@ def test_a_method_applies_where_it_can_be_made_with_its_defaults(name: str, refu
         with pytest.raises(SitusError) as caught, torch.device("meta"):
             create_method(method, backbone)
         assert verdict.reason in str(caught.value)
-    if name == "resnet18":
+    if name == "test_resnet":
         assert "choose unknown=False, dal='none'" in verdicts["mjp"].reason
 
 
@@ -71,7 +71,7 @@ def test_people_read_sizes_lists_and_numbers_in_words() -> None:
         assert table.rows == [(each.name, each.holds, each.reason or each.about) for each in verdicts]
     several = replace(info, facts={"position": ["table", "rope"], "size": (3, 4)}).tables()[0]
     assert several.rows == [("position", "table + rope"), ("size", "3 × 4")]
-    without = {name: show(value) for name, value in describe.describe(create_backbone("resnet18")).tables()[0].rows}
+    without = {name: show(value) for name, value in describe.describe(create_backbone("test_resnet")).tables()[0].rows}
     assert (without["position"], without["tokens"]) == ("none added", "0")
 
 
@@ -87,7 +87,7 @@ def test_methods_are_judged_by_what_they_need(monkeypatch: pytest.MonkeyPatch) -
         needs = ()
 
     monkeypatch.setattr(describe, "METHODS", {"needy": Needy, "modest": Modest})
-    backbone = create_backbone("resnet50")
+    backbone = create_backbone("test_resnet")
     about = "Cross entropy: the baseline."
     module = ModuleType("a_method_for_tests", f"\n{about}\n\nAnd more about it.\n")
     monkeypatch.setitem(sys.modules, "a_method_for_tests", module)

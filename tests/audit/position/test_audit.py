@@ -134,4 +134,4 @@ def test_numbers_are_plain_json(audit: PositionAudit) -> None:
 
 def test_a_convolution_is_refused() -> None:
     with pytest.raises(SitusError, match="has no tokens"):
-        measure_positions("net", create_backbone("resnet18").eval(), batches(2))
+        measure_positions("net", create_backbone("test_resnet").eval(), batches(2))

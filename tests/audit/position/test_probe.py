@@ -129,7 +129,7 @@ def test_one_image_and_a_convolution_are_refused() -> None:
         with pytest.raises(SitusError, match="at least two images"):
             probe_places(make(), sets)
     with pytest.raises(SitusError, match="has no tokens"):
-        probe_places(create_backbone("resnet18").eval(), batches(2))
+        probe_places(create_backbone("test_resnet").eval(), batches(2))
 
 
 # --- readers --------------------------------------------------------------------------------------------------------

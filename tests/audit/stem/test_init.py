@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from builders import small_swin
 
 from situs.audit.stem import Stem, find_stem, flat_weight, require_stem, table_rows
 from situs.backbones import create_backbone
@@ -57,9 +58,9 @@ def test_names_of_transformers() -> None:
         (lambda: small(positions="sincos"), "fixed or frozen"),
         (lambda: small(positions="none"), "adds no positions"),
         (lambda: small("vit_relpos_small_patch16_224"), "bias between pairs"),
-        (lambda: create_backbone("vit_small_patch16_rope_224", img_size=32, patch_size=8), "rotates queries"),
-        (lambda: create_backbone("resnet18"), "convolutional"),
-        (lambda: create_backbone("swin_tiny_patch4_window7_224", positions="learned"), "not one linear map"),
+        (lambda: small("vit_small_patch16_rope_224"), "rotates queries"),
+        (lambda: create_backbone("test_resnet"), "convolutional"),
+        (lambda: small_swin(positions="learned"), "not one linear map"),
         (lambda: small(model_args={"embed_norm_layer": torch.nn.LayerNorm}), "not one linear map"),
     ],
 )

@@ -43,7 +43,10 @@ def test_looks_at_a_run_that_has_no_positions(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["resnet18", "--weights", "random"], "resnet18 has no attention of every token to every other: it is a conv"),
+        (
+            ["test_resnet", "--weights", "random"],
+            "test_resnet has no attention of every token to every other: it is a conv",
+        ),
         ([*SWIN, "--weights", "random"], "has no attention of every token to every other"),
         (["{one}", "--layer", "3"], "layer=3: must be in 1 to 2"),
         (["{one}", "--show", "0"], "show=0: must be >= 1"),

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from situs.cli.main import main
 
-RELPOS = ["vit_relpos_small_patch16_224", "--weights", "random"]
+RELPOS = ["vit_relpos_small_patch16_224", "--weights", "random", "--model-args.depth", "1"]
 
 
 def test_two_runs_side_by_side(outline: Any, trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,7 +44,7 @@ def test_two_runs_side_by_side(outline: Any, trained: Any, tmp_path: Path, capsy
 def test_a_name_carries_its_weights(tmp_path: Path) -> None:
     from situs.backbones import create_backbone
 
-    name = "vit_tiny_patch16_224"
+    name = "test_vit"
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     backbone = create_backbone(name, img_size=64)
     for number, file in enumerate(files):
@@ -63,7 +63,7 @@ def test_a_name_carries_its_weights(tmp_path: Path) -> None:
     [
         ([], "MODEL …: must be given"),
         (RELPOS, "biases between pairs of tokens, so that no place has a vector; ask `situs analyze attention`"),
-        (["resnet18", "--weights", "random"], "it is a convolutional network and has no tokens"),
+        (["test_resnet", "--weights", "random"], "it is a convolutional network and has no tokens"),
         (["vit_tiny_patch16_224"], "is neither a run nor an export; a timm name needs weights"),
         (["vit_tiny_patch16_224=random", "--folds", "1"], "folds=1: "),
     ],

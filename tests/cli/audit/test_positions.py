@@ -63,5 +63,5 @@ def test_mistakes_are_said(trained: Any, words: list[str], said: str, capsys: py
 
 
 def test_a_convolution_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "positions", "resnet18", "--weights", "random", "--data", "samples"]) == 2
+    assert main(["audit", "positions", "test_resnet", "--weights", "random", "--data", "samples"]) == 2
     assert "has no tokens" in capsys.readouterr().err

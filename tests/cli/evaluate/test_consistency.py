@@ -49,7 +49,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
     empty.mkdir()
     cases = {
         ("no trained classifier",): [str(trained.mp3)],
-        ("no trained classifier",) * 2: ["vit_tiny_patch16_224", "--weights", "random"],
+        ("no trained classifier",) * 2: ["test_vit", "--weights", "random"],
         (str(empty), "--data"): [str(trained.one), "--data", str(empty)],
         ("--weights",): [str(empty)],
         ("ratios=1.5: must be in [0, 1]", "--ratios"): [str(trained.one), "--ratios", "1.5"],

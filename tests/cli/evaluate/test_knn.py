@@ -43,7 +43,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         ([str(trained.mp3)], "k=20: must be in [1, 12]"),
         ([str(trained.mp3), "--split", "train"], "judge it on val or test (--split)"),
         ([str(trained.mp3), "--data", str(tmp_path / "empty")], "empty"),
-        (["resnet18", "--weights", "random", "--data", str(trained.data)], "has no tokens"),
+        (["test_resnet", "--weights", "random", "--data", str(trained.data)], "has no tokens"),
     ):
         assert main(["evaluate", "knn", *words, *rest]) == 2
         error = capsys.readouterr().err

@@ -61,7 +61,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
             image = trained.data / split / "dark" / f"{number}.png"
             (flat / split / f"{number}.png").write_bytes(image.read_bytes())
     (tmp_path / "empty").mkdir()
-    resnet = ["resnet18", "--weights", "random", "--img-size", "8", "--data", str(trained.data)]
+    resnet = ["test_resnet", "--weights", "random", "--img-size", "8", "--data", str(trained.data)]
     for words, said in (
         (resnet, "it is a convolutional network and has no tokens"),
         ([*resnet, "--kind", "class"], "it is a convolutional network and has no tokens"),

@@ -58,7 +58,7 @@ def test_the_table_for_people(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_refused_parts_are_no_error(capsys: pytest.CaptureFixture[str]) -> None:
-    found = findings(printed_json(capsys, "resnet18"))
+    found = findings(printed_json(capsys, "test_resnet"))
     assert {each["status"] for each in found.values()} == {"refused"}
     assert "convolution" in found["blocks", "column"]["reason"]
 

@@ -60,7 +60,7 @@ def test_accuracy_and_loss_are_scikit_learns(pool: str) -> None:
 
 def test_mistakes_are_named() -> None:
     with pytest.raises(SitusError, match="has no tokens"):
-        probe_class(create_backbone("resnet18", num_classes=3), [], [], 3)
+        probe_class(create_backbone("test_resnet", num_classes=3), [], [], 3)
     backbone = small_vit(8, depth=1, width=12)
     with pytest.raises(SitusError, match="kind='place': must be position or class"):
         evaluate_probe(backbone, kind="place")  # type: ignore[arg-type]

@@ -131,7 +131,7 @@ def test_swin_loses_a_whole_output_token() -> None:
 def test_mistakes_are_named() -> None:
     backbone = make()
     with pytest.raises(SitusError, match="convolutional network and has no tokens"):
-        probe_position(create_backbone("resnet18", num_classes=3), batches(2), batches(2), ZERO)
+        probe_position(create_backbone("test_resnet", num_classes=3), batches(2), batches(2), ZERO)
     with pytest.raises(SitusError, match=r"ratio=0.0: must be in \(0, 1\]"):
         probe_position(backbone, batches(2), batches(2), ZERO, ratio=0.0)
     with pytest.raises(SitusError, match="drop at least one of 16 places"):

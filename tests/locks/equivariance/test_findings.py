@@ -115,7 +115,7 @@ def test_what_stays_with_the_owner_is_said(verdict_of: Callable[[str], Verificat
 
 
 def test_a_network_without_tokens_is_refused_whole() -> None:
-    verdict = verify(create_backbone("resnet18"))
+    verdict = verify(create_backbone("test_resnet"))
     assert [each.status for each in verdict.findings] == ["refused", "refused"]
     assert "convolution" in verdict.whole("row").reason
     assert "nothing was found to hold" in verdict.summary().sentence and "what holds" not in verdict.summary().sentence

@@ -404,7 +404,7 @@ def test_dal_needs_a_table(name: str, reason: str) -> None:
 
 
 def test_resnet_gets_its_pixels_moved() -> None:
-    backbone = create_backbone("resnet18", num_classes=5)
+    backbone = create_backbone("test_resnet", num_classes=5)
     method = MJP(backbone, replace(VARIANTS["E"], mask_ratio=0.5, pixel_grid=(4, 8))).double().eval()
     data = batch((32, 64))
     draws = method.draw(data, seed=0, epoch=0)
@@ -413,7 +413,7 @@ def test_resnet_gets_its_pixels_moved() -> None:
     with torch.no_grad():
         slow = backbone.model(move_patches(data.inputs, (4, 8), draws["index"]))
     assert torch.allclose(logits, slow, atol=1e-10)
-    with pytest.raises(SitusError, match="resnet18 has no positions to hide"):
+    with pytest.raises(SitusError, match="test_resnet has no positions to hide"):
         MJP(backbone, MJPConfig())
 
 
