@@ -45,7 +45,7 @@ def test_looks_at_a_run_that_has_no_positions(
     [
         (
             ["test_resnet", "--weights", "random"],
-            "test_resnet has no attention of every token to every other: it is a conv",
+            "test_resnet has no attention of every token to every other: it is a",
         ),
         ([*SWIN, "--weights", "random"], "has no attention of every token to every other"),
         (["{one}", "--layer", "3"], "layer=3: must be in 1 to 2"),
