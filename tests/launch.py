@@ -1,4 +1,4 @@
-"""Two ranks under torchrun, for the tests that need real ones."""
+"""Processes of their own: two ranks under torchrun, and Triton, for the tests that need real ones."""
 
 from __future__ import annotations
 
@@ -27,3 +27,26 @@ def torchrun(*words: object, timeout: float = 120) -> tuple[str, str]:
             raise
     assert process.returncode == 0, printed + complaints
     return printed, complaints
+
+
+BUILD = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+def build(kernel, types, constants):
+    signature = types | dict.fromkeys(constants, "constexpr")
+    places = {(list(signature).index(name),): value for name, value in constants.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    return triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["ptx"]
+"""
+"""`build(kernel, types, constants)`: the code for a GPU that need not be here."""
+
+
+def triton(code: str, **variables: str) -> str:
+    """What the code prints under these variables, which Triton reads when it is imported."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()

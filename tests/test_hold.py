@@ -47,30 +47,18 @@ def test_an_error_lets_go(tmp_path: Path) -> None:
         pass
 
 
-def test_a_killed_holder_holds_no_more(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLDER, tmp_path], stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "held\n"
-        with pytest.raises(SitusError, match=f"process {process.pid} on "), only_one(tmp_path):
-            pass
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert (tmp_path / NAME).exists()  # nobody tidied up
-    with only_one(tmp_path):
-        pass
-
-
-def test_a_worker_that_outlives_a_killed_holder_holds_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fork", [[], ["fork"]], ids=["alone", "worker outlives it"])
+def test_a_killed_holder_holds_no_more(tmp_path: Path, fork: list[str]) -> None:
     """Processes forked by the holder share its file: they must let go of it, and not of the holder's lock."""
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, tmp_path, "fork"], stdout=subprocess.PIPE, text=True
-    ) as process:
+    command = [sys.executable, "-c", HOLDER, tmp_path, *fork]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "held\n"
         with pytest.raises(SitusError, match=f"process {process.pid} on "), only_one(tmp_path):
             pass
         process.send_signal(signal.SIGKILL)
         process.wait()
+        assert (tmp_path / NAME).exists()  # nobody tidied up
         with only_one(tmp_path):
             pass
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
+from launch import BUILD, triton
 
 COMPARE = """
 import torch
@@ -29,17 +27,10 @@ print("same masks")
 """
 
 
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+COMPILE = (
+    BUILD
+    + """
 from situs.core.block_kernel import _sample
-
-def build(kernel, types, constants):
-    signature = types | dict.fromkeys(constants, "constexpr")
-    places = {(list(signature).index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    return triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["ptx"]
 
 numbers = dict.fromkeys(("rounds", "target", "height", "width"), "i32")
 for hashed in (False, True):
@@ -49,24 +40,19 @@ for hashed in (False, True):
         assert "st.global" in build(_sample, types, fixed | {"hashed": hashed, "size": 256})
 print("built")
 """
+)
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton"),
+]
+
+
 def test_the_kernel_gives_the_masks_of_the_tensor_version():
-    """In its own process: Triton reads the variable when it is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", COMPARE]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert run.stdout.strip() == "same masks", run.stderr
+    assert triton(COMPARE, TRITON_INTERPRET="1") == "same masks"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
-@pytest.mark.slow
 def test_the_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path):
     """The interpreter runs what the compiler refuses, such as two types of one variable."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert run.stdout.strip() == "built", run.stderr
+    assert triton(COMPILE, TRITON_CACHE_DIR=str(tmp_path)) == "built"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
 
 import pytest
+from launch import BUILD, triton
 
 COMPARE = """
 import torch
@@ -26,41 +24,29 @@ print("same numbers")
 """
 
 
-COMPILE = """
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+COMPILE = (
+    BUILD
+    + """
 from situs.core.random_kernel import _uniform
-
-def build(kernel, types, constants):
-    signature = types | dict.fromkeys(constants, "constexpr")
-    places = {(list(signature).index(name),): value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    return triton.compile(source, target=GPUTarget("cuda", 80, 32)).asm["ptx"]
 
 for ids in ("*i64", "*i32"):
     types = {"ids": ids, "numbers": "*fp32", "shared": "i64", "count": "i32"}
     assert "xor" in build(_uniform, types, {"size": 1024})
 print("built")
 """
+)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
-@pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton"),
+]
+
+
 def test_the_kernel_gives_the_numbers_of_the_tensor_version():
-    """In its own process: Triton reads the variable when it is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", COMPARE]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert run.stdout.strip() == "same numbers", run.stderr
+    assert triton(COMPARE, TRITON_INTERPRET="1") == "same numbers"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="this torch comes without Triton")
-@pytest.mark.slow
 def test_the_kernel_compiles_for_a_gpu_that_is_not_here(tmp_path):
     """The interpreter runs what the compiler refuses, such as two types of one variable."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert run.stdout.strip() == "built", run.stderr
+    assert triton(COMPILE, TRITON_CACHE_DIR=str(tmp_path)) == "built"

@@ -1,15 +1,29 @@
-"""What the tests of random draws share."""
+"""What the tests of data share: a folder of small images, and a judge of random draws."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from scipy import stats
 from torch import Tensor
 
 Columns = Mapping[str, Tensor]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """23 images of noise, of other sizes each, in three classes."""
+    rng = np.random.default_rng(0)
+    for number in range(23):
+        height, width = rng.integers(10, 40, 2)
+        array = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        (tmp_path / f"{number % 3}").mkdir(exist_ok=True)
+        Image.fromarray(array).save(tmp_path / f"{number % 3}" / f"{number:02}.png")
+    return tmp_path
 
 
 @pytest.fixture

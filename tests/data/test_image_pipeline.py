@@ -21,17 +21,6 @@ from situs.errors import SitusError
 CROP = AugmentConfig()
 
 
-@pytest.fixture
-def folder(tmp_path):
-    rng = np.random.default_rng(0)
-    for number in range(23):
-        height, width = rng.integers(10, 40, 2)
-        array = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        (tmp_path / f"{number % 3}").mkdir(exist_ok=True)
-        Image.fromarray(array).save(tmp_path / f"{number % 3}" / f"{number:02}.png")
-    return tmp_path
-
-
 def test_the_crop_is_torchvisions_at_the_boxes_of_the_hash():
     image = torch.randint(0, 256, (3, 50, 70), dtype=torch.uint8)
     got = random_crops([image], (16, 20), CROP, seed=1, epoch=2, draws=[77])[0]

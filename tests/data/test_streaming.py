@@ -8,10 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from situs.data import streaming
 from situs.data.augment.recipes import AugmentConfig
@@ -24,17 +22,6 @@ from situs.data.streaming import WorkerStream
 from situs.errors import SitusError
 
 CROP = AugmentConfig()
-
-
-@pytest.fixture
-def folder(tmp_path):
-    rng = np.random.default_rng(0)
-    for number in range(23):
-        height, width = rng.integers(10, 40, 2)
-        array = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
-        (tmp_path / f"{number % 3}").mkdir(exist_ok=True)
-        Image.fromarray(array).save(tmp_path / f"{number % 3}" / f"{number:02}.png")
-    return tmp_path
 
 
 def chunks(folder, workers: int, epoch: int = 2, start: int = 0, **plan) -> list[WorkerBatch]:
