@@ -1,8 +1,15 @@
-"""So that the tests of this folder can import `outcomes`."""
+"""Lets the tests of this folder import `outcomes`; their pages are made and not drawn, which tests/pages does."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+@pytest.fixture(autouse=True)
+def _undrawn(undrawn: None) -> None:
+    pass

@@ -190,7 +190,7 @@ def test_masks_are_those_of_the_slow_reference(grid: tuple[int, int], rule: Bloc
 @pytest.mark.parametrize("grid", [(14, 14), (8, 8), (7, 11)], ids=str)
 def test_paper_masks_hit_the_count_for_every_ratio(grid: tuple[int, int]):
     n = grid[0] * grid[1]
-    for percent in range(101):
+    for percent in range(0, 101, 1 if n == 196 else 3):
         mask = masks(16, grid, percent / 100, "paper", seed=percent)
         assert mask.shape == (16, n)
         assert (mask.sum(1) == percent * n // 100).all()
@@ -217,13 +217,13 @@ OFFICIAL = {
 @pytest.mark.parametrize("ratio", OFFICIAL)
 def test_official_masks_have_the_published_statistics(ratio: float):
     target, mean, empty = OFFICIAL[ratio]
-    draws = 5_000
+    draws = 2_000
     counts = masks(draws, (14, 14), ratio, "official", seed=1).sum(1).double()
     assert counts.max() <= target
-    # Both means are simulated with 5,000 draws, and the one of SPEC is rounded to the digits it has.
+    # Both means are simulated, that of SPEC with 5,000 draws, and it is rounded to the digits it has.
     digits = 0.005 if ratio == 0.03 else 0.05
-    assert abs(float(counts.mean()) - mean) < 4 * float(counts.std()) * math.sqrt(2 / draws) + digits
-    spread = math.sqrt(2 * max(empty * (1 - empty), 1e-4) / draws)
+    assert abs(float(counts.mean()) - mean) < 4 * float(counts.std()) * math.sqrt(1 / draws + 1 / 5_000) + digits
+    spread = math.sqrt(max(empty * (1 - empty), 1e-4) * (1 / draws + 1 / 5_000))
     assert abs(float((counts == 0).double().mean()) - empty) < 4 * spread + (0.005 if empty else 0.0)
 
 

@@ -31,7 +31,7 @@ from situs.train.nan import NotFiniteError
 from situs.train.optim import OptimConfig
 from situs.train.step import Stepper
 
-TRAIN = TrainConfig(epochs=3, precision="fp32", log_every=4, save_every=5, keep=9, accumulate=2)
+TRAIN = TrainConfig(epochs=2, precision="fp32", log_every=4, save_every=5, keep=9, accumulate=2)
 OPTIM = OptimConfig(lr=5e-3, warmup_epochs=1, layer_decay=0.8, clip=0.5, ema=0.9)
 COUNT, BATCH = 45, 8  # the last batch has 5 samples: 3 and 2 on two ranks; 2, 1, 1 and 1 on four
 

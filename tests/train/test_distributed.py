@@ -76,7 +76,7 @@ def same_state(one: Checkpoint, two: Checkpoint, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("step", [5, 10, 18])
+@pytest.mark.parametrize("step", [5, 10, 12])
 def test_two_ranks_are_one_rank_with_the_same_batch(ranks: Path, kind: str, step: int) -> None:
     # Accumulation, a ragged last batch (3 + 2 samples), layer-wise rates, clipping; another seed on rank 1.
     same_state(last(ranks / "plain-ddp-1", step), last(ranks / f"plain-{kind}-2", step), kind)
@@ -135,7 +135,7 @@ def test_four_ranks_are_one_and_may_become_more_or_fewer(ranks: Path, tmp_path: 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_log_is_the_mean_over_the_ranks(ranks: Path, kind: str) -> None:
     one, two = RunFolder.open(ranks / "plain-ddp-1").records(), RunFolder.open(ranks / f"plain-{kind}-2").records()
-    assert [r["step"] for r in one] == [r["step"] for r in two] == [4, 8, 12, 16, 18]
+    assert [r["step"] for r in one] == [r["step"] for r in two] == [4, 8, 12]
     for left, right in zip(one, two, strict=True):
         for name in ("loss", "accuracy", "gradient_norm", "lr"):
             assert right[name] == pytest.approx(left[name], rel=1e-5)
@@ -144,7 +144,7 @@ def test_the_log_is_the_mean_over_the_ranks(ranks: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_one_rank_asked_to_stop_stops_all_and_the_rest_is_the_same(ranks: Path, kind: str) -> None:
     peace, stopped = last(ranks / f"drop_path-{kind}-2"), last(ranks / f"interrupted-{kind}-2")
-    assert peace.step == stopped.step == 18
+    assert peace.step == stopped.step == 12
     for file in ("model", "optimizer", "ema", "generators"):
         left, right = peace.tensors(file), stopped.tensors(file)
         assert left.keys() == right.keys()
