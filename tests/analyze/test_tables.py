@@ -76,7 +76,7 @@ def test_rotation_has_sines_and_cosines_of_the_place() -> None:
     ],
 )
 def test_models_without_a_vector_are_refused_with_the_reason(name: str, said: str) -> None:
-    made = {"swin": lambda: small_swin((32, 48), heads=(2, 3)), "resn": lambda: create_backbone(name)}
+    made = {"swin": lambda: small_swin((32, 48), heads=(2, 3)), "test": lambda: create_backbone(name)}
     backbone = made.get(name[:4], lambda: make(name))()
     with pytest.raises(SitusError, match=said):
         tables_of(backbone)
