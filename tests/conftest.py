@@ -32,8 +32,13 @@ settings.register_profile("situs", deadline=None, derandomize=True, max_examples
 settings.load_profile("situs")
 
 
+LONG = ("train/test_distributed.py", "train/test_loop_kill.py", "train/export/test_write.py", "cli/demo/test_run.py")
+"""Files with a long test or fixture. At the end of a run one of two processes would wait for them, or make it twice."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips the tests marked `shared_data` where the data is absent."""
+    """Takes the long tests first, and skips those marked `shared_data` where the data is absent."""
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
     if SHARED_DATA.is_dir():
         return
     skip = pytest.mark.skip(reason="../shared/data is not beside this checkout")

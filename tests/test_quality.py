@@ -140,7 +140,7 @@ def test_every_module_is_covered_by_a_test_of_its_name_or_by_one_that_is_listed(
     }
     bare = set()
     for path in sources():
-        if not any(isinstance(node, ast.FunctionDef | ast.ClassDef) for node in ast.parse(path.read_text()).body):
+        if not re.search(r"^(def|class) ", path.read_text(), re.MULTILINE):
             continue
         folder, _, name = path.relative_to(ROOT / "src" / "situs").with_suffix("").as_posix().rpartition("/")
         own = f"{folder}/test_{name.strip('_')}".removeprefix("/")
@@ -166,7 +166,7 @@ def test_no_import_circle() -> None:
 def test_only_the_command_line_knows_flags() -> None:
     """Below it an error knows fields. Docstrings may name a flag, and so may the help of a config's field."""
     found = []
-    for path in (path for path in sources() if "cli" not in path.parts):
+    for path in (path for path in sources() if "cli" not in path.parts and "--" in path.read_text()):
         tree = ast.parse(path.read_text())
         told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
         texts = [each for each in ast.walk(tree) if isinstance(each, ast.Constant) and isinstance(each.value, str)]
@@ -184,7 +184,10 @@ def test_no_generator_is_decorated_with_a_gradient_mode() -> None:
     """torch throws into a decorated generator with a signature that Python 3.12 deprecates: say it inside instead."""
     found = []
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text())):
+        text = path.read_text()
+        if "yield" not in text or not re.search(r"@.*_(grad|mode)", text):  # to parse them all takes seconds
+            continue
+        for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef) and any(isinstance(each, ast.Yield) for each in ast.walk(node)):
                 modes = [mode for mode in map(ast.unparse, node.decorator_list) if "_grad" in mode or "_mode" in mode]
                 found += [f"{path.relative_to(ROOT)}: {node.name} {mode}" for mode in modes]
