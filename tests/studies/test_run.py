@@ -130,7 +130,7 @@ def test_interrupted_twice_by_the_clock_it_ends_the_same(
     said: list[str] = []
     for _ in range(2):
         cut = run(study, tmp_path / "out", how=How(minutes=0.6 / 60, at_once=2), say=said.append)
-        assert any(task.state == "cut" for task in cut.tasks)
+        assert any(task.state == "begun" for task in cut.tasks)
     assert any("minutes are over: 2 jobs save themselves" in line for line in said)
     monkeypatch.setenv("FAKE_STEP", "0.0")
     assert same(run(study, tmp_path / "out", say=said.append)) == same(peace)
@@ -152,7 +152,11 @@ running.run_study({str(study)!r}, "samples", out={str(tmp_path / "out")!r}, how=
         time.sleep(0.05)
     process.kill()
     process.wait()
-    assert not (tmp_path / "out" / "jobs" / "pre-0.json").exists()
+    assert json.loads((tmp_path / "out" / "jobs" / "pre-0.json").read_text())["state"] == "begun"
+    study.write_text(STUDY.replace("max_steps = 6", "max_steps = 7"))
+    with pytest.raises(SitusError, match="was run with"):  # what was begun with other settings is not gone on with
+        run(study, tmp_path / "out")
+    study.write_text(STUDY)
     moved = tmp_path / "moved"
     time.sleep(1)  # its jobs are told by the system, and save themselves
     assert not list(tmp_path.glob("out/jobs/*/.lock"))
@@ -170,7 +174,7 @@ def test_ctrl_c_leaves_all_resumable(
     kept: list[StudyResult] = []
     with pytest.raises(KeyboardInterrupt):
         run(study, tmp_path / "out", keep=kept.append)
-    assert kept and any(task.state == "cut" for task in kept[-1].tasks)
+    assert kept and any(task.state == "begun" for task in kept[-1].tasks)
     assert read_study(tmp_path / "out").rows[0][0][0].texts() == ("5.0", "–", "–")
     monkeypatch.setenv("FAKE_STEP", "0.0")
     assert same(run(study, tmp_path / "out")) == same(peace)

@@ -4,7 +4,7 @@
     settings.json           its name, scale and number of seeds
     jobs/NAME-SEED/         what a job left: a run, a result, or what was taken in its place
     jobs/NAME-SEED.toml     a training's changes, laid over its preset
-    jobs/NAME-SEED.json     how it ended, after how long, with what recipe
+    jobs/NAME-SEED.json     how it stands, after how long, with what recipe
     jobs/NAME-SEED.log      what it said
     study.json, report.html the table as it stands
 
@@ -29,8 +29,8 @@ from situs.studies.load import load_study
 from situs.studies.plan import Jobs, needs, planned
 
 STUDY, SETTINGS = "study.toml", "settings.json"
-DONE, TAKEN, NOT_FINITE, FAILED, CUT = "done", "taken", "not finite", "failed", "cut"
-"""How a job may have ended; one that failed or was cut is tried again."""
+DONE, TAKEN, NOT_FINITE, FAILED, BEGUN = "done", "taken", "not finite", "failed", "begun"
+"""How a job may stand; one that failed, or has begun and is not at work, is gone on with."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class StudyFolder:
         return read_json(task.file("json")) if task.file("json").is_file() else {}
 
     def ended(self, task: Task) -> str:
-        """One of DONE, TAKEN, NOT_FINITE, FAILED, CUT; "" where it has not."""
+        """One of DONE, TAKEN, NOT_FINITE, FAILED, BEGUN; "" where it has not begun."""
         return str(self.state(task).get("state", ""))
 
     def done(self, task: Task) -> bool:
@@ -153,10 +153,10 @@ class StudyFolder:
         write_text(task.file("json"), _json({"state": state, **facts, "recipe": task.recipe}))
 
     def check_recipes(self) -> None:
-        """Refuses a study whose finished jobs were run with other settings than it has now."""
+        """Refuses a study whose jobs were run, or begun, with other settings than it has now."""
         for task in self.tasks.values():
             old = self.state(task)
-            if not old or (old["state"] in (TAKEN, FAILED) and not task.begun):
+            if not old or (old["state"] in (TAKEN, FAILED, BEGUN) and not task.begun):
                 continue
             before = from_dict(Job, {k: v for k, v in old["recipe"].items() if k != "seed"})
             for key, (was, now) in differences(before, task.job).items():

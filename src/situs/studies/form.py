@@ -55,8 +55,12 @@ VERBS = {
     "analyze reconstruct": Verb(),
     "audit finetuning": Verb(model="from", seed=True, bare=True),
     "audit gradients": Verb(),
+    "audit lock": Verb(),
     "audit positions": Verb(),
     "audit split": Verb(),
+    "export": Verb(data=False),
+    "key new": Verb(model="", data=False),
+    "lock": Verb(data=False),
     "bench step": Verb(model="", data=False, word="cases", partly=True),
     "verify": Verb(data=False),
 }

@@ -61,8 +61,9 @@ def _contents(study: StudyFolder, place: Path, models: bool) -> Iterator[tuple[P
                 continue
             folder = _exported(task, place / task.name)
         if study.done(task) and (models or not VERBS[task.job.verb].trains):
-            for file in sorted(path for path in folder.rglob("*") if path.is_file() and path.name != LOCK):
-                yield file, f"jobs/{task.name}/{file.relative_to(folder).as_posix()}"
+            held = folder.rglob("*") if folder.is_dir() else [folder]  # a key is a file
+            for file in sorted(path for path in held if path.is_file() and path.name != LOCK):
+                yield file, (Path("jobs") / task.name / file.relative_to(folder)).as_posix()
 
 
 def _exported(task: Task, place: Path) -> Path:

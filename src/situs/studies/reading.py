@@ -9,7 +9,7 @@ from typing import Any
 from situs.errors import SitusError
 from situs.results import Provenance
 from situs.studies.find import find, numbers_of
-from situs.studies.folder import CUT, DONE, FAILED, NOT_FINITE, TAKEN, StudyFolder, Task
+from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, TAKEN, StudyFolder, Task
 from situs.studies.form import PAPER, PAPERS, Curves, Line, Study, Table
 from situs.studies.load import load_study, study_file
 from situs.studies.plan import cell_of, point_of, times_of
@@ -124,7 +124,7 @@ class _Reader:
                     reasons.setdefault(ended.why if ended.state == "waits" else ended.state, []).append(task.seed)
             except (SitusError, TypeError, ValueError) as error:
                 reasons.setdefault(str(error), []).append(task.seed)
-        if not found and {*reasons} <= {"open", CUT}:
+        if not found and {*reasons} <= {"open", BEGUN}:
             return {}, ""
         several = self.folder.seeds > 1
         told = (f"{why} (seed {', '.join(map(str, seeds))})" if several else why for why, seeds in reasons.items())
@@ -141,7 +141,7 @@ class _Reader:
     def ended(self, task: Task) -> Ended:
         """How it stands, with the reason where it waits for what will not come."""
         state = self.folder.state(task)
-        if state and state["state"] != CUT:
+        if state and state["state"] != BEGUN:
             why = str(state.get("message", "")) or (f"from {state['source']}" if state["state"] == TAKEN else "")
             return Ended(task.name, task.of, str(state["state"]), state.get("seconds"), why)
         for needed in task.needs.values():

@@ -20,7 +20,7 @@ WIDE = 3
 
 
 class Ended(NamedTuple):
-    """How a task stands. state: done, taken, not finite, failed, cut, waits, open. why: where it is not done."""
+    """How a task stands. state: done, taken, not finite, failed, begun, waits, open. why: where it is not done."""
 
     name: str
     job: str

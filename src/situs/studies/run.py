@@ -24,7 +24,7 @@ from situs.files import read_json, write_text
 from situs.hold import only_one
 from situs.limits import Count, Positive, check_value
 from situs.studies.find import figure_files
-from situs.studies.folder import CUT, DONE, FAILED, NOT_FINITE, StudyFolder, Task, toml_of
+from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, StudyFolder, Task, toml_of
 from situs.studies.form import PAPER, VERBS
 from situs.studies.load import load_study, study_file
 from situs.studies.plan import data_of, put
@@ -118,14 +118,14 @@ def _slots(how: How) -> list[str | None]:
 
 @dataclass
 class _Running:
-    """A job at work. slot: which of those side by side. resumed: whether it goes on with a run."""
+    """A job at work. slot: which of those side by side. before: seconds it took until it was cut."""
 
     task: Task
     process: subprocess.Popen[bytes]
     began: float
     slot: int
     command: str
-    resumed: bool
+    before: float
 
 
 @dataclass
@@ -167,7 +167,7 @@ class _Runner:
             for task in tasks.values()
             if task.name not in self.running
             and task.name not in self.tried
-            and self.folder.ended(task) in ("", FAILED, CUT)
+            and self.folder.ended(task) in ("", FAILED, BEGUN)
             and all(name in self.data for name in data_of(self.folder.study, task.job))
             and all(self.folder.model_here(self.folder.tasks[needed]) for needed in task.needs.values())
         ]
@@ -176,16 +176,19 @@ class _Runner:
         _wait_until_free(task.folder)
         if not task.begun:
             shutil.rmtree(task.folder, ignore_errors=True)
+            task.folder.unlink(missing_ok=True)  # a key is a file
         known = {**{f"data.{name}": path for name, path in self.data.items()}, "seed": task.seed}
         if task.job.change:
             write_text(task.file("toml"), toml_of(put(task.job.change, known)))
-        words, resumed = words_of(self.folder, task, self.data), task.begun
+        words = words_of(self.folder, task, self.data)
+        before = float(self.folder.state(task).get("seconds", 0.0)) if task.begun else 0.0
         slot = next(i for i in range(len(self.slots)) if i not in {each.slot for each in self.running.values()})
         visible = self.slots[slot]
         env = {**os.environ, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})}
         command = " ".join(["situs", *words])
         self.say(f"{task.name}: {command}")
         command = self._nameless(command)
+        self.folder.write_state(task, BEGUN, seconds=before)  # a kill finds it so
         with task.file("log").open("ab") as log:
             process = subprocess.Popen(
                 [*COMMAND, str(os.getpid()), *words],
@@ -195,7 +198,7 @@ class _Runner:
                 env=env,
                 start_new_session=True,  # Ctrl-C is ours to hand on
             )
-        self.running[task.name] = _Running(task, process, time.monotonic(), slot, command, resumed)
+        self.running[task.name] = _Running(task, process, time.monotonic(), slot, command, before)
         self.tried.add(task.name)
 
     def _nameless(self, text: str) -> str:
@@ -210,12 +213,12 @@ class _Runner:
             each = self.running.pop(name)
             state, message = self._judged(each, asked)
             seconds = time.monotonic() - each.began
-            self.say(f"{name}: {state} after {clock(seconds)}{message and ': '}{message}")
-            before = self.folder.state(each.task).get("seconds", 0.0) if each.resumed else 0.0
-            facts: dict[str, Any] = {"seconds": round(before + seconds, 1), "command": each.command}
+            told = "saved, to be gone on with," if state == BEGUN else state
+            self.say(f"{name}: {told} after {clock(seconds)}{message and ': '}{message}")
+            facts: dict[str, Any] = {"seconds": round(each.before + seconds, 1), "command": each.command}
             facts |= {"date": datetime.now(UTC).date().isoformat(), **({"message": message} if message else {})}
             self.folder.write_state(each.task, state, **facts, **_machine(each.task))
-            if state != CUT:
+            if state != BEGUN:
                 self.keep(read_folder(self.folder))
 
     def _judged(self, each: _Running, asked: bool) -> tuple[str, str]:
@@ -224,11 +227,11 @@ class _Runner:
         if status == 0 or (how.partly and status == 1 and figure_files(task.folder)):
             return DONE, ""
         if asked and status in (130, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL):
-            return CUT, ""
+            return BEGUN, ""
         message = self._nameless(_last_line(task.file("log"))) or f"ended with status {status}"
         if how.trains and (task.folder / "nan").is_dir():
             return NOT_FINITE, message
-        return (CUT, "") if status == 130 else (FAILED, message)
+        return (BEGUN, "") if status == 130 else (FAILED, message)
 
     def _end(self) -> None:
         """Asks those at work to save themselves, waits, and ends by force what does not come to an end."""

@@ -12,7 +12,9 @@ from situs.cli.main import main
 from situs.cli.study.words import check_words
 from situs.errors import SitusError
 from situs.studies import run as running
+from situs.studies.folder import StudyFolder
 from situs.studies.load import load_study, study_names
+from situs.studies.words import words_of
 
 ROOT = Path(__file__).resolve().parents[3]
 STUDY = (ROOT / "examples" / "study.toml").read_text()
@@ -76,3 +78,20 @@ def test_an_option_that_a_verb_does_not_take_names_job_and_file(study: Path) -> 
     study.write_text(study.read_text() + '[jobs.x]\nverb = "evaluate knn"\nafter = "mp3"\noptions.neighbours = 3\n')
     with pytest.raises(SitusError, match=r"mine\.toml: jobs\.x\.options: .*--neighbours"):
         check_words(study, "paper")
+
+
+def test_keys_locks_and_exports_are_jobs_too(study: Path) -> None:
+    jobs = {
+        "key": ("key new", ""),
+        "small": ("export", "mp3"),
+        "locked": ("lock", "small"),
+        "thief": ("audit lock", "locked"),
+    }
+    text = "".join(f'[jobs.{n}]\nverb = "{v}"\n' + (f'after = "{a}"\n' if a else "") for n, (v, a) in jobs.items())
+    study.write_text(study.read_text() + text.replace('after = "small"\n', 'after = "small"\noptions.key = "{key}"\n'))
+    check_words(study, "paper")
+    folder = StudyFolder(Path("out"), load_study(study), "mine", "paper", 1)
+    place = "out/jobs"
+    words = ["lock", f"{place}/small-0", "--key", f"{place}/key-0", "--out", f"{place}/locked-0"]
+    assert words_of(folder, folder.tasks["locked-0"], {"images": "samples"}) == words
+    assert words_of(folder, folder.tasks["key-0"], {})[2:] == ["--out", f"{place}/key-0"]
