@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from builders import small_vit
+from builders import small_method, small_vit
 
 from situs.backbones import create_backbone
 from situs.data.augment.mix import soft_multi_labels
@@ -85,6 +85,16 @@ def test_an_unknown_label_moves_nothing_and_parts_come_to_the_whole() -> None:
     torch.testing.assert_close(cut, whole)
     nothing, told = multi_label_loss(logits, torch.full_like(MANY, -1), 0.1)
     assert (float(nothing), float(told["accuracy"])) == (0.0, 0.0)
+
+
+def test_mjp_learns_any_number_of_classes_too() -> None:
+    method = small_method("mjp", small_vit(8, num_classes=5), label_smoothing=0.1)
+    batch = Batch(images().float(), torch.arange(4), {"labels": MANY})
+    output = method(batch, method.draw(batch, seed=0, epoch=0))
+    _, accuracy = binary_cross_entropy(output.extras["logits"], MANY, 0.1)
+    assert float(output.metrics["accuracy"]) == pytest.approx(accuracy, abs=1e-6)
+    output.loss.backward()
+    assert all(p.grad is not None for p in method.backbone.model.head.parameters())
 
 
 def test_convolutional_backbones_work() -> None:

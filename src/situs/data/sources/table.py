@@ -8,7 +8,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Sequence
+import io
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,9 +31,9 @@ UNKNOWN = -1
 BOTH = "-1 and 0 both stand beside 1, and only one of them can mean no: what is unknown has no value"
 
 _SPLITS = {"0": "train", "1": "val", "2": "test"}
-_MINUS, _NONE = -2, -3  # -1 as a table has it, which means no; and what is no label
+_MINUS, _UNSAID, _NONE = 2, 3, 4  # -1 in a table, which means no; nothing; and what is no label
 _CODES = {"1": 1, "1.0": 1, "true": 1, "0": 0, "0.0": 0, "false": 0, "-1": _MINUS, "-1.0": _MINUS}
-_CODES |= {"": UNKNOWN, "nan": UNKNOWN}
+_CODES |= {"": _UNSAID, "nan": _UNSAID}
 
 
 @dataclass(frozen=True)
@@ -119,86 +120,90 @@ def table_splits(path: Path) -> set[str]:
 
 def read_table(file: Path, classes: tuple[str, ...] | None = None) -> Table:
     """A table of labels. classes: what they must be, where another table has said it; else the table's own."""
-    header, rows = _read(file)
-    twice = next((name for number, name in enumerate(header) if name in header[:number]), None)
-    if twice is not None:
-        raise _wrong(file, 1, f"the column {twice!r} stands there twice")
-    if not rows:
-        raise SitusError(f"{file}: has no line for any image", field="data")
-    names, lines = [_as_path(cells[0]) for _, cells in rows], [line for line, _ in rows]
-    if len(header) == 1 and header[0].lower() in LISTS:
-        found, labels = _listed(file, rows, classes)
-    else:
-        found, labels = tuple(header), _coded(file, header, rows)
-        if classes is not None:
-            if strange := {*found} ^ {*classes}:
-                raise _wrong(file, 1, f"{min(strange)!r} is a class of one split and not of the other")
-            labels = labels[:, [found.index(name) for name in classes]]
-    return Table(file, classes or found, names, lines, labels)
-
-
-Rows = list[tuple[int, list[str]]]
-
-
-def _read(file: Path) -> tuple[list[str], Rows]:
-    """The classes of the header, and a line number and cells (the file's name first) a row; empty lines are none."""
     try:
-        with file.open(encoding="utf-8-sig", newline="") as text:
-            celeba = file.suffix == ".txt"
-            lines = enumerate((line.split() for line in text) if celeba else csv.reader(text), 1)
-            rows = [(line, cells) for line, cells in lines if any(cells)]
+        text = io.StringIO(file.read_text(encoding="utf-8-sig"), newline="")
+        celeba = file.suffix == ".txt"
+        cut = enumerate((line.split() for line in text) if celeba else csv.reader(text), 1)
+        return _parse(file, celeba, ((line, cells) for line, cells in cut if any(cells)), classes)
     except (UnicodeDecodeError, csv.Error) as error:
         raise SitusError(f"{file}: must be a table in UTF-8 text ({error})", field="data") from error
-    count = rows.pop(0) if celeba and rows else None
-    header = [cell.strip() for cell in (rows.pop(0)[1] if rows else [])]
-    header = header if celeba else header[1:]
-    if not header or (count is not None and (len(count[1]) != 1 or not count[1][0].isdigit())):
+
+
+Rows = Iterator[tuple[int, list[str]]]
+
+
+def _parse(file: Path, celeba: bool, rows: Rows, classes: tuple[str, ...] | None) -> Table:
+    """rows: the number and the cells of each line that is not empty, one by one: all at once would fill a gigabyte."""
+    count = next(rows, (0, [""]))[1] if celeba else None
+    header = [cell.strip() for cell in next(rows, (0, [""]))[1]][0 if celeba else 1 :]
+    if not any(header) or (count is not None and not count[0].isdecimal()):
         form = "the number of files, then the classes, then a line a file" if celeba else "a file, then its classes"
         raise _wrong(file, 1, f"must be {form}")
-    if count is not None and int(count[1][0]) != len(rows):
-        raise _wrong(file, 1, f"tells of {int(count[1][0]):,} files, and {len(rows):,} follow")
-    return header, rows
+    if len({*header}) < len(header):
+        twice = next(name for name in header if header.count(name) > 1)
+        raise _wrong(file, 1, f"the column {twice!r} stands there twice")
+    names: list[str] = []
+    lines: list[int] = []
+
+    def labelled() -> Rows:
+        for line, cells in rows:
+            names.append(cells[0].strip().replace("\\", "/").removeprefix("./"))
+            lines.append(line)
+            yield line, cells[1:]
+
+    if len(header) == 1 and header[0].lower() in LISTS:
+        found, labels = _listed(file, labelled(), classes)
+    else:
+        found, labels = tuple(header), _coded(file, header, labelled())
+    if classes is not None and found != classes:
+        if strange := {*found} ^ {*classes}:
+            raise _wrong(file, 1, f"{min(strange)!r} is a class of one split and not of the other")
+        labels = labels[:, [found.index(name) for name in classes]]
+    if not names or not found:
+        raise SitusError(
+            f"{file}: {'names no class in any line' if names else 'has no line for any image'}", field="data"
+        )
+    if count is not None and int(count[0]) != len(names):
+        raise _wrong(file, 1, f"tells of {int(count[0]):,} files, and {len(names):,} follow")
+    return Table(file, classes or found, names, lines, labels)
 
 
 def _coded(file: Path, header: list[str], rows: Rows) -> np.ndarray:
     """The labels of a column a class."""
-    labels = np.empty((len(rows), len(header)), np.int8)
-    seen: set[int] = set()
-    for number, (line, cells) in enumerate(rows):
-        if len(cells) != len(header) + 1:
-            raise _wrong(file, line, f"has {len(cells) - 1:,} labels for {len(header):,} classes")
-        codes = [_CODES.get(cell.strip().lower(), _NONE) for cell in cells[1:]]
+    held, seen = bytearray(), set[int]()
+    for line, cells in rows:
+        if len(cells) != len(header):
+            raise _wrong(file, line, f"has {len(cells):,} labels for {len(header):,} classes")
+        codes = bytes([_CODES.get(cell.strip().lower(), _NONE) for cell in cells])
         if _NONE in codes:
             at = codes.index(_NONE)
-            raise _wrong(file, line, f"{cells[at + 1]!r} of {header[at]!r} is neither 0 nor 1, nor -1 or 1, nor empty")
+            raise _wrong(file, line, f"{cells[at]!r} of {header[at]!r} is neither 0 nor 1, nor -1 or 1, nor empty")
         seen.update(codes)
         if {0, _MINUS} <= seen:
             raise _wrong(file, line, BOTH)
-        labels[number] = codes
-    labels[labels == _MINUS] = 0
-    return labels
+        held += codes
+    codes = np.frombuffer(held, np.uint8).reshape(-1, len(header))
+    return np.where(codes == _UNSAID, UNKNOWN, codes == 1).astype(np.int8)
 
 
 def _listed(file: Path, rows: Rows, classes: tuple[str, ...] | None) -> tuple[tuple[str, ...], np.ndarray]:
     """The classes, sorted, and the labels of a column of names."""
-    told: list[list[str] | None] = []
+    told: list[tuple[int, list[str] | None]] = []
     for line, cells in rows:
-        if len(cells) > 2:
-            raise _wrong(file, line, f"has {len(cells)} values: names stand in one, with ; between them")
-        text = cells[1].strip() if len(cells) > 1 else ""
-        told.append(None if text.lower() == "nan" else [name.strip() for name in text.split(";") if name.strip()])
-    found = classes or tuple(sorted({name for names in told for name in names or ()}))
-    if not found:
-        raise SitusError(f"{file}: names no class in any line", field="data")
+        if len(cells) > 1:
+            raise _wrong(file, line, f"has {len(cells) + 1} values: names stand in one, with ; between them")
+        text = cells[0].strip() if cells else ""
+        held = [name for part in text.split(";") if (name := part.strip())]
+        told.append((line, None if text.lower() == "nan" else held))
+    found = classes or tuple(sorted({name for _, names in told for name in names or ()}))
     number = {name: index for index, name in enumerate(found)}
-    labels = np.zeros((len(rows), len(found)), np.int8)
-    for row, names in enumerate(told):
+    labels = np.zeros((len(told), len(found)), np.int8)
+    for row, (line, names) in enumerate(told):
         if names is None:
             labels[row] = UNKNOWN
         for name in names or ():
             if name not in number:
-                said = f"class {name!r} is not among the {len(found):,} of the training split"
-                raise _wrong(file, rows[row][0], said)
+                raise _wrong(file, line, f"class {name!r} is not among the {len(found):,} of the training split")
             labels[row, number[name]] = 1
     return found, labels
 
@@ -215,10 +220,6 @@ def _partition(file: Path, files: Sequence[str]) -> list[str]:
     if strange := next((each for each in names if each not in told), None):
         raise SitusError(f"{strange}: has no line in {file}", field="data")
     return [told[each] for each in names]
-
-
-def _as_path(name: str) -> str:
-    return name.strip().replace("\\", "/").removeprefix("./")
 
 
 def _wrong(file: Path, line: int, said: str) -> SitusError:
