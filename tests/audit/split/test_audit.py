@@ -58,6 +58,9 @@ def test_labels_of_other_classes_are_not_compared() -> None:
     audit = audit_split(model(), unlabelled, defences=("none",), attacks=("labels",), count=4, public=8)
     assert audit.settings[0].kept.accuracy is None and audit.settings[0].kept.knn is None
     assert audit.settings[0].readings[0].reason == "the images have none"
+    several = TensorSource(unlabelled.images, torch.ones(12, 2, dtype=torch.int8), ("a", "b"), "waves")
+    audit = audit_split(model(), several, defences=("none",), attacks=("labels",), count=4, public=8)
+    assert audit.settings[0].readings[0].reason == "the data has any number of classes an image"
 
 
 def test_labels_of_classes_that_the_model_does_not_know_still_have_neighbours() -> None:

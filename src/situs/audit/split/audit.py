@@ -111,9 +111,8 @@ def _stage(
             field=("public", "count"),
         )
     labels = [label for _, label in given if label is not None]
-    several = bool(labels) and labels[0].dim() > 1
-    named = torch.cat(labels)[mixed] if labels and not several else None
-    reason = "the images have several labels each" if several else top1_reason(model, loader) if labels else None
+    named = torch.cat(labels)[mixed] if labels else None
+    reason = None if loader.classes is None else top1_reason(model, loader)  # of a multi-label set too
     old = None if base is None else opened(base, seed)
     stage = Stage(
         model, inputs[mixed], public, loader.mean, loader.std, old=old, labels=named, unnamed=reason, seed=seed
