@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +44,12 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     write_bytes(path, text.encode())
 
 
-def write_bytes(path: str | os.PathLike[str], content: bytes, *, private: bool = False) -> None:
+def write_bytes(
+    path: str | os.PathLike[str], content: bytes | Iterable[bytes | memoryview], *, private: bool = False
+) -> None:
     """Writes a file under a temporary name beside it and renames it: readers see the old or the new, whole.
 
-    private: for nobody but the owner (mode 0600), from its first byte on.
+    content: whole, or in pieces. private: for nobody but the owner (mode 0600), from its first byte on.
     """
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
@@ -55,7 +57,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes, *, private: bool =
         with aside.open("wb") as file:
             if private:
                 aside.chmod(0o600)
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         aside.replace(path)

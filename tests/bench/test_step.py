@@ -62,6 +62,15 @@ def test_a_file_that_is_no_table_is_one_sentence(text: str, tmp_path: Path) -> N
         read_steps(tmp_path / "a.json")
 
 
+@pytest.mark.parametrize("damage", [{"machine": {}}, {"machine": {"kind": "cpu"}}, {"rows": "no times"}])
+def test_a_table_that_lacks_something_is_one_sentence(damage: dict[str, Any], tmp_path: Path) -> None:
+    held = table(0.010, 0.012).to_json()
+    held |= damage if damage != {"rows": "no times"} else {"rows": [{**held["rows"][0], "seconds": []}]}
+    (tmp_path / "a.json").write_text(json.dumps(held))
+    with pytest.raises(SitusError, match=r"a.json: is no whole table of steps"):
+        read_steps(tmp_path / "a.json")
+
+
 def test_a_case_that_fails_loses_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(case: StepCase, timing: Timing, device: Any) -> StepRow:
         if case.method == "mae":

@@ -165,3 +165,13 @@ if __name__ == "__main__":
     while time.monotonic() < end and Path(f"/proc/{worker}").exists():
         time.sleep(0.02)
     assert not Path(f"/proc/{worker}").exists()
+
+
+@pytest.mark.parametrize(
+    ("batch", "world", "ahead"), [(256, 1, 4), (2048, 1, 1), (2048, 8, 4), (1024, 1, 3), (99999, 1, 1)]
+)
+def test_large_batches_are_not_prepared_further_ahead_than_memory_allows(tmp_path, batch, world, ahead):
+    views = ImagePipeline(Told(tmp_path / "log"), (224, 224), 0, CROP)
+    plan = BatchPlan(10**6, batch, world=world)
+    assert streaming._ahead(views, plan, workers=16) == ahead
+    assert 16 * ahead * (plan.batch // world) * 3 * 224 * 224 <= 8 << 30 or ahead == 1

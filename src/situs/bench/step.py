@@ -212,6 +212,12 @@ def read_steps(path: str | Path) -> StepTable:
         rows = tuple(StepRow.from_json(row) for row in held["rows"])
         failed = tuple((from_dict(StepCase, each["case"]), each["why"]) for each in held["failed"])
         timing = from_dict(Timing, held["timing"])
+        if lacks := {"kind", "device", "torch"} - {*held["machine"]}:
+            raise KeyError(*lacks)
+        if not all(row.times.seconds and min(row.times.seconds) > 0 for row in rows):
+            raise TypeError("a case without times")
         return StepTable(rows, held["ceilings"], held["machine"], timing, failed)
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if isinstance(error, SitusError):
+            raise error.said_of(str(path)) from None
         raise SitusError(f"{path}: is no whole table of steps: {error!r}") from None

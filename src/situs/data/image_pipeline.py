@@ -58,7 +58,7 @@ class ImagePipeline(Pipeline):
         self._apply = apply
         apart = cropped and len(source) > 0 and isinstance(source.origin(0)[0], EncodedSource)
         self.scaled, self.late = decoder == "scaled" and apart, decoder == "gpu" and apart and source.channels == 3
-        self.by_rows = not self.late
+        self.by_rows, self.row_bytes = not self.late, (source.channels or 3) * size[0] * size[1]
 
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:
         """The image whole, or at the part of its sides that its crop asks for, or "encoded". "sides": of the whole."""

@@ -45,9 +45,11 @@ class Pipeline(ABC):
 
     training: the next readable sample stands in for a broken one, under the broken one's draw, so that batches keep
     their size. Otherwise it is left out. by_rows: whether `collate` gives a row of every value for each sample.
+    row_bytes: about what a sample takes on its way from a worker; 0 where nobody knows.
     """
 
     by_rows = True
+    row_bytes = 0
 
     def __init__(self, source: Source, *, training: bool) -> None:
         self.source, self.training = source, training

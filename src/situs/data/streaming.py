@@ -21,7 +21,8 @@ from situs.data.sampler import BatchPlan, batches_for
 from situs.data.work import cores, processes, told_of_the_killed
 from situs.errors import SitusError
 
-_PREFETCH = 4  # tasks that each worker prepares ahead
+_PREFETCH = 4  # tasks that each worker prepares ahead, as far as memory allows: one at least
+_AHEAD_BYTES = 8 << 30  # of all that is prepared by the workers of a process
 
 
 class _Task(NamedTuple):
@@ -119,6 +120,12 @@ class _Schedule:
         return min(max(row - before, 0), len(ids[part]))
 
 
+def _ahead(pipeline: Pipeline, plan: BatchPlan, workers: int) -> int:
+    """Tasks that each worker prepares ahead; each has about the rows of a batch."""
+    task = pipeline.row_bytes * (plan.batch // plan.world)
+    return max(1, min(_PREFETCH, _AHEAD_BYTES // max(1, workers * task)))
+
+
 class WorkerStream:
     """The batches of any epoch from any step, in order, read by `workers` processes (0: by this one).
 
@@ -136,7 +143,7 @@ class WorkerStream:
             pin_memory=pin,
             persistent_workers=workers > 0,
             generator=torch.Generator(),  # its own: the DataLoader would draw from torch's global one
-            **processes(workers, _PREFETCH),
+            **processes(workers, _ahead(pipeline, plan, workers)),
         )
         self._tasks: Iterator[list[WorkerBatch]] = iter(())
         self._next: tuple[int, int] | None = None  # epoch and step that the workers go on with

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from situs.data.sources import open_source, tar_index
 from situs.data.sources.tar_index import TarIndex, open_index
@@ -75,6 +76,9 @@ def test_a_kept_index_is_the_one_that_was_read(cache, shards, read, monkeypatch)
     for each in kept:
         assert everything(each) == everything(fresh)
         assert isinstance(each.arrays["offsets"].base, np.memmap)
+    (file,) = cache.glob("*.safetensors")
+    for name, values in load_file(file).items():  # which others can read
+        assert values.dtype == fresh.arrays[name].dtype and np.array_equal(values, fresh.arrays[name])
     without = open_index(shards, labels=False)  # another index
     assert without.arrays["labels"].tolist() == [-1] * 12
     assert len(list(cache.glob("*.safetensors"))) == 2

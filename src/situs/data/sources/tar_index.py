@@ -16,6 +16,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -32,6 +33,7 @@ _END = 2 * BLOCK  # zeros, at the end of every archive
 _WORTH_KEEPING = 16 << 20  # bytes of shards: less is read in a moment
 _FORMAT = 1
 _MOST = {"sizes": 2**32 - 1, "labels": 2**31 - 1}  # larger ones are refused wherever they are used
+_DTYPES = {np.int64: "I64", np.uint32: "U32", np.int32: "I32", np.uint8: "U8"}
 _KINDS = {"offsets": np.int64, "sizes": np.uint32, "labels": np.int32, "name_ends": np.int64, "names": np.uint8}
 
 
@@ -105,13 +107,12 @@ def _known_or_read(shards: list[Path], found: list[_Mark], labels: bool) -> TarI
             _part(known[0], number) if known is not None and known[1][number] else _read_shard(file, labels)
             for number, file in enumerate(shards)
         ]
-        index = _join(parts)
         with contextlib.suppress(OSError):  # a cache that cannot be written: read again at the next start
             for left in kept.parent.glob(f".{kept.name}.*.tmp"):  # by a process that was killed
                 left.unlink()
-            _save(kept, index, found)
+            _save(kept, parts, found)
             known = _load(kept, found)
-    return known[0] if known is not None and all(known[1]) else index
+    return known[0] if known is not None and all(known[1]) else _join(parts)
 
 
 # One shard
@@ -222,11 +223,20 @@ def _check_end(raw: BinaryIO, end: int, file: Path, images: int) -> None:
 
 
 def _join(parts: list[TarIndex]) -> TarIndex:
-    ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
-    texts = np.cumsum([0, *(len(part.arrays["names"]) for part in parts)], dtype=np.int64)
-    arrays = {name: np.concatenate([part.arrays[name] for part in parts]) for name in _KINDS}
-    arrays["name_ends"] += np.repeat(texts[:-1], np.diff(ends, prepend=0))
-    return TarIndex(array("q", ends.tobytes()), arrays, [each for part in parts for each in part.left_out])
+    arrays = {name: np.concatenate([*_pieces(parts, name)]) for name in _KINDS}
+    return TarIndex(_ends(parts), arrays, [each for part in parts for each in part.left_out])
+
+
+def _ends(parts: list[TarIndex]) -> array[int]:
+    return array("q", np.cumsum([len(part) for part in parts], dtype=np.int64).tobytes())
+
+
+def _pieces(parts: list[TarIndex], name: str) -> Iterator[np.ndarray]:
+    """What each part adds to one array of the whole."""
+    text = 0
+    for part in parts:
+        yield part.arrays[name] + text if name == "name_ends" else part.arrays[name]
+        text += len(part.arrays["names"])
 
 
 def _part(index: TarIndex, shard: int) -> TarIndex:
@@ -242,19 +252,30 @@ def _part(index: TarIndex, shard: int) -> TarIndex:
 # The kept file
 
 
-def _save(file: Path, index: TarIndex, shards: Iterable[_Mark]) -> None:
-    from safetensors.numpy import save
-
-    sums = {name: zlib.crc32(np.ascontiguousarray(values).data) for name, values in index.arrays.items()}
-    header = {
+def _save(file: Path, parts: list[TarIndex], shards: Iterable[_Mark]) -> None:
+    """Writes part by part, as safetensors: the whole need not be put together in memory."""
+    left_out = [each for part in parts for each in part.left_out]
+    header: dict[str, Any] = {
         "shards": list(shards),
-        "ends": list(index.ends),
-        "left_out": [[each.kinds, each.first_other, each.special, each.first_special] for each in index.left_out],
-        "sums": sums,
+        "ends": list(_ends(parts)),
+        "left_out": [[each.kinds, each.first_other, each.special, each.first_special] for each in left_out],
+        "sums": dict.fromkeys(_KINDS, 0),
     }
+    layout, at = dict[str, Any](), 0
+    for name, kind in _KINDS.items():
+        count = 0
+        for piece in _pieces(parts, name):
+            header["sums"][name] = zlib.crc32(np.ascontiguousarray(piece).data, header["sums"][name])
+            count += len(piece)
+        size = count * np.dtype(kind).itemsize
+        layout[name] = {"dtype": _DTYPES[kind], "shape": [count], "data_offsets": [at, at + size]}
+        at += size
     header["number"] = zlib.crc32(json.dumps(header).encode())
+    text = json.dumps({"__metadata__": {"situs": json.dumps(header)}, **layout}).encode()
+    text += b" " * (-len(text) % 8)  # so that the arrays are aligned
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(file, save(index.arrays, {"situs": json.dumps(header)}))
+    arrays = (np.ascontiguousarray(piece).data for name in _KINDS for piece in _pieces(parts, name))
+    write_bytes(file, chain([len(text).to_bytes(8, "little"), text], arrays))
 
 
 def _load(file: Path, shards: list[_Mark]) -> tuple[TarIndex, list[bool]] | None:
