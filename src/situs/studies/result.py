@@ -152,6 +152,21 @@ class StudyResult(Result):
             names = ", ".join((*each.rows, *each.columns)) or "all of it"
             yield f"Missing: {names} needs {each.package}: {each.why}."
 
+    def ours(self) -> Iterator[str]:
+        """Each row and line with a number of ours, as its study's file holds what was measured: `ours = [81.2, ""]`."""
+
+        def told(name: str, cells: Sequence[Cell]) -> Iterator[str]:
+            if any(cell.mean is not None for cell in cells):
+                values = ", ".join('""' if c.mean is None else f"{c.mean:.{max(c.digits, 1)}f}" for c in cells)
+                yield f"{name}: ours = [{values}]"
+
+        for table, rows in zip(self.study.tables, self.rows, strict=True):
+            for row, cells in zip(table.rows, rows, strict=True):
+                yield from told(row.name, cells)
+        for curves, lines in zip(self.study.curves, self.lines, strict=True):
+            for line, given in zip(lines, curves.lines, strict=True):
+                yield from told(line.name, [cell for _, cell in line.points] if given.at else [])
+
     def numbers(self) -> dict[str, Any]:
         """Every cell and point with all seeds, and how each job ended."""
         return {

@@ -42,6 +42,8 @@ def test_the_table_the_page_and_the_numbers(study: Path, tmp_path: Path, capsys:
     assert "MP3 before a short supervised training" in page and str(tmp_path) not in page + json.dumps(written)
     assert main(["study", "show", str(tmp_path / "out"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == written
+    assert main(["study", "show", str(tmp_path / "out"), "--ours"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == f"after MP3: ours = [{cell['ours']:.1f}]"
 
 
 def test_what_is_left_or_diverged_is_the_status(study: Path, tmp_path: Path) -> None:

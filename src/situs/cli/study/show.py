@@ -25,10 +25,16 @@ class Args:
     json: bool = False
     """Print the numbers instead."""
 
+    ours: bool = False
+    """Print ours of each row instead, as a study's file holds what was measured."""
+
 
 def run(args: Args) -> None:
     """Prints the table; of a folder it writes the page anew."""
     from situs.studies import read_study
 
     found = read_study(args.folder)
+    if args.ours:
+        print("\n".join(found.ours()))
+        return
     present(found, Path(args.folder) if found.tasks else None, as_json=args.json)

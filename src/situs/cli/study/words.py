@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from uuid import uuid4
 
 from situs.cli.parser.arguments import words_of
 from situs.cli.parser.flags import configured_of, flags_of
@@ -18,7 +19,8 @@ def check_words(study: str | Path, scale: str) -> None:
     from situs.studies.words import words_of as command_of
 
     loaded = load_study(study)
-    folder = StudyFolder(Path("study"), loaded, str(study), scale, 1)
+    nowhere = Path(f".study-{uuid4().hex}")  # where nothing was begun
+    folder = StudyFolder(nowhere, loaded, str(study), scale, 1)
     seen: set[tuple[str, ...]] = set()
     for task in folder.tasks.values():
         verb, words = task.job.verb, command_of(folder, task, dict.fromkeys(loaded.data, "data"))
