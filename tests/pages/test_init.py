@@ -30,6 +30,7 @@ from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
+from situs.audit.split.utility import Kept
 from situs.audit.split.view import Setting
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times
@@ -146,7 +147,7 @@ def _split_audit() -> SplitAudit:
     done = Reading(NAME, NAME, "done", {"psnr": 30.0, "places": 0.5}, images=IMAGE)
     skipped = Reading("labels", NAME, "not tried", reason=NAME)
     strengths = [Setting(FeatureDefence("noise", strength), rows=True) for strength in (0.2, 0.5)]
-    found = tuple(SettingFound(setting, 0.9, 0.5, (done, skipped)) for setting in (Setting(), *strengths))
+    found = tuple(SettingFound(setting, Kept(0.9, 0.5), (done, skipped)) for setting in (Setting(), *strengths))
     return SplitAudit(NAME, 1, 4, found, {"mean image": {"psnr": 9.0}}, IMAGE)
 
 
