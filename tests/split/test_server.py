@@ -202,6 +202,28 @@ def test_shared_blocks_take_steps_in_turn(tmp_path) -> None:
         one.entered(flight)
 
 
+def test_the_time_that_a_server_computes_is_not_the_clients(tmp_path, monkeypatch) -> None:
+    """A step that takes longer than the lease is not taken from the client that waits for it."""
+    pair = Pair(vit, tmp_path, shared=True, limits=Limits(lease=5.0))
+    one, two = pair.client, Client(pair.call, "f" * 32)
+    for client in (one, two):
+        client.hello(*pair.facts, [])
+        client.begin(0, 0.1)
+    clock, really = [1000.0], pair.server.common.forward
+    monkeypatch.setattr("situs.split.session.time.monotonic", lambda: clock[0])
+
+    def slow(*args):
+        clock[0] += 60.0
+        return really(*args)
+
+    monkeypatch.setattr(pair.server.common, "forward", slow)
+    flight = flown(one)
+    with pytest.raises(RefusedError, match="another client's step"):
+        flown(two)
+    one.backward(flight, features(), 52)
+    assert one.entered(flight).shape == (2, 17, 16)
+
+
 def test_nobody_looks_at_the_mean_of_shared_blocks_in_the_middle_of_a_step(tmp_path) -> None:
     """For a moment it stands where the weights are, which the step's gradient still needs."""
     pair = Pair(vit, tmp_path, shared=True)

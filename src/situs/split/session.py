@@ -67,7 +67,12 @@ class Session:
 
     def answer(self, message: Message) -> Message:
         """Does what a message asks; the same message again gets the same answer, and nothing is done twice."""
-        self.heard = time.monotonic()
+        try:
+            return self._answer(message)
+        finally:
+            self.heard = time.monotonic()  # the time that was computed is not the client's
+
+    def _answer(self, message: Message) -> Message:
         if message.kind == "infer":
             return self._infer(message)
         step, part = number(message.facts, "step", MOST_STEPS), number(message.facts, "part", MOST_PARTS)

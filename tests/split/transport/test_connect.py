@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
 import torch
-from served import serving
+from served import Proxy, serving
 
 from situs.errors import SitusError
 from situs.split.message import Expected, Message, RefusedError
@@ -36,6 +37,33 @@ def test_a_server_that_comes_back_is_met_again(tmp_path) -> None:
             call(HELLO, {})
         assert call.again > 0
         later.join()
+
+
+def test_a_cut_after_a_long_wait_is_not_a_server_that_is_gone(tmp_path) -> None:
+    """Patience begins with the first failure, however long the server computed before."""
+    with serving(tmp_path / "server") as server:
+        proxy, asked = Proxy(server, 1), []
+
+        def slow(*_):
+            asked.append(True)
+            if len(asked) > 2:
+                return Message("ok")
+            time.sleep(1.0)
+            return Message("ok")
+
+        with Connection(proxy.address, None, patience=0.5) as call:
+            with pytest.raises(RefusedError):  # it was met
+                call(HELLO, {})
+            server.server.answer = slow
+            question = call.submit(HELLO, {})
+            time.sleep(0.8)
+            proxy.cut_after = 0
+            for pair in proxy.pairs:
+                for end in pair:
+                    end.close()
+            assert question.result().kind == "ok"
+        proxy.close()
+        assert call.again > 0 and len(asked) > 1
 
 
 def test_whatever_a_server_says_of_its_time_is_no_fault_of_the_client() -> None:

@@ -168,6 +168,23 @@ def test_who_asks_and_goes_away_leaves_no_message_behind(tmp_path) -> None:
     asyncio.run(main())
 
 
+def test_a_message_must_come_in_soon_and_may_then_be_computed_for_long(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(serve, "LONGEST", 0.2)
+
+    async def half() -> AsyncIterator[bytes]:
+        yield next(iter(encode(HELLO)))
+        await asyncio.sleep(60)
+
+    async def main() -> None:
+        service = service_of(server := make_server(steps(1), tmp_path))
+        parts = [part async for part in service.handle(half(), Shown("me"))]
+        assert open_message(parts[0], ANSWERS).facts["code"] == "late"
+        server.answer = lambda *_: time.sleep(0.6) or Message("ok")
+        assert [(await said(service, HELLO)).kind for _ in range(2)] == ["ok", "ok"]
+
+    asyncio.run(main())
+
+
 def test_one_client_cannot_hold_all_messages(tmp_path) -> None:
     async def never() -> AsyncIterator[bytes]:
         await asyncio.sleep(60)

@@ -26,13 +26,14 @@ from situs.split.transport.certificates import Credentials
 from situs.split.transport.serve import METHOD, OPTIONS, check_plaintext, grpc, split_address
 
 PATIENCE = 120.0
-"""Seconds that a server may be silent before a client gives up."""
+"""Seconds that a server may be silent before a client gives up, from the first question that failed. One that computes
+is not silent: gRPC's keep-alive hears it."""
 
 FIRST = 20.0
 """The same where it was never heard: it may still be starting."""
 
-LATE = 300.0
-"""Seconds that one question may take."""
+LATE = 3600.0
+"""Seconds that one question may take, the server's other clients among them."""
 
 _RECONNECT = (("grpc.initial_reconnect_backoff_ms", 100), ("grpc.max_reconnect_backoff_ms", 1000))
 
@@ -89,7 +90,7 @@ class Connection:
         return Asked(self, asyncio.run_coroutine_threadsafe(self._ask(message, expected), self._loop))
 
     async def _ask(self, message: Message, expected: Mapping[str, Expected]) -> Message:
-        began, pause = time.monotonic(), 0.05
+        failed, pause = None, 0.05
         while True:
             channel = self._channel = self._channel or self._connect()
             try:
@@ -106,10 +107,10 @@ class Connection:
                     raise
                 why = self._why(error)
                 await self._drop(channel)
-            if time.monotonic() - began > (self.patience if self._met else min(self.patience, FIRST)):
-                raise GoneError(
-                    f"{self.address}: no answer for {time.monotonic() - began:.0f} s: {why}", field="server"
-                )
+            failed = time.monotonic() if failed is None else failed
+            silent = time.monotonic() - failed
+            if silent > (self.patience if self._met else min(self.patience, FIRST)):
+                raise GoneError(f"{self.address}: no answer for {silent:.0f} s: {why}", field="server")
             self.again += 1
             await asyncio.sleep(pause)
             pause = min(2 * pause, 1.0)

@@ -21,8 +21,8 @@ from situs.split.server import Server
 from situs.split.transport.certificates import LOOPBACK, Credentials, Denied
 
 METHOD = "/situs.split/ask"
-LONGEST = 300.0
-"""Seconds that one message may take to come in, to be answered and to be taken."""
+LONGEST, PATIENT = 300.0, 3600.0
+"""Seconds that a message may take to come in, and then to be answered: others' turns come first."""
 
 AT_ONCE = 4
 """Messages held at a time for each client that may be served: those under way, and one of them again after a cut. Of
@@ -102,16 +102,15 @@ class Service:
         """One message in, one out."""
         owner, pem = _peer(context)
         try:
-            async with asyncio.timeout(LONGEST):
-                if not owner:
-                    raise RefusedError("this certificate has no common name, which says whose a session is", "owner")
-                if self.denied(owner, pem):
-                    raise RefusedError("this certificate is turned away here", "denied")
-                answer = await self._take_in(owner, chunks)
+            if not owner:
+                raise RefusedError("this certificate has no common name, which says whose a session is", "owner")
+            if self.denied(owner, pem):
+                raise RefusedError("this certificate is turned away here", "denied")
+            answer = await self._take_in(owner, chunks)
         except RefusedError as error:
             answer = self._refuse(owner, error.code, str(error))
         except TimeoutError:
-            answer = self._refuse(owner, "late", f"no whole message and answer within {LONGEST:g} s")
+            answer = self._refuse(owner, "late", f"no whole message within {LONGEST:g} s or no turn for {PATIENT:g} s")
         except SitusError as error:  # its sentence may name files of this machine
             self.log.error("%s failed: %s", _name(owner), error)
             answer = self._refuse(owner, "failed", "the server could not do it; its own log says why")
@@ -134,13 +133,15 @@ class Service:
             raise RefusedError("as many messages are held already as may be", "busy")
         self.held[owner] += 1
         try:
-            stream = aiter(chunks)
-            body = self.server.admit(owner, await anext(stream, b""))
-            async for chunk in stream:
-                body.add(chunk)
+            async with asyncio.timeout(LONGEST):
+                stream = aiter(chunks)
+                body = self.server.admit(owner, await anext(stream, b""))
+                async for chunk in stream:
+                    body.add(chunk)
             message = body.message()
             del body
-            return await self._answered(owner, message)
+            async with asyncio.timeout(PATIENT):
+                return await self._answered(owner, message)
         finally:
             self.held[owner] -= 1
             if not self.held[owner]:
