@@ -263,7 +263,8 @@ def test_any_number_of_classes_stays_with_the_client_and_equals_local_training(t
     config = replace(steps(3), data=data, backbone=replace(CONFIG.backbone, num_classes=3), probe_every=1)
     with serving(tmp_path / "server", None, config) as server, Connection(server.address, None) as call:
         train_split(config, call, out=tmp_path / "split", device="cpu", quiet=True)
-        seen = evaluate_accuracy(open_split(tmp_path / "split", call))
+        with open_split(tmp_path / "split", call) as model:
+            seen = evaluate_accuracy(model)
     train_run(config, out=tmp_path / "local", device="cpu", hooks=validation_hooks(1), quiet=True)
     merge(tmp_path / "split", tmp_path / "server", tmp_path / "whole")
     assert same(tmp_path / "whole", tmp_path / "local")
