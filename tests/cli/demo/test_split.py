@@ -17,8 +17,12 @@ from situs.audit.scores.metrics import denormalise
 from situs.audit.split.view import streams
 from situs.cli.demo.learned import train
 from situs.cli.demo.sections import Stage
+from situs.cli.demo.server import Server
 from situs.cli.demo.split import FOUND, Sent, attack, show_split
+from situs.errors import SitusError
+from situs.methods.supervised import SupervisedConfig
 from situs.models.data import load_set
+from situs.train.run import RunConfig
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +90,28 @@ def test_without_the_extra_it_says_what_it_left_out(
     assert show_split(stage) == [(FOUND, f"left out: needs {named} (pip install 'situs[split]')")]
     assert f"Left out: needs {named}" in stage.page.render()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ctrl_c_while_the_server_starts_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server(RunConfig(method=SupervisedConfig()), tmp_path / "server", tmp_path / "certs")
+
+    def interrupted() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(server, "_address", interrupted)
+    with pytest.raises(KeyboardInterrupt), server:
+        pass
+    assert server.process.exitcode == -signal.SIGTERM
+
+
+def test_a_server_that_cannot_start_is_one_sentence(tmp_path: Path) -> None:
+    server = Server(RunConfig(method=SupervisedConfig()), tmp_path / "server", tmp_path / "certs")
+    with (
+        pytest.raises(SitusError, match=r"server could not start: \S+/certs/ca\.pem: cannot be read: no such file"),
+        server,
+    ):
+        pass
+    assert not server.process.is_alive()
 
 
 STARTED = """

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from situs.config import from_dict, to_dict
 from situs.errors import SitusError
 from situs.split.message import Message
+from situs.split.server import Server as Blocks
 from situs.split.serving import make_server
 from situs.split.transport.certificates import read_credentials
 from situs.split.transport.serve import run_server
@@ -26,7 +27,7 @@ SEEN = "seen.safetensors"
 STARTS_IN = 120.0
 """Seconds that the server may take to start."""
 
-LISTENING = "listening on "
+LISTENING, FAILED = "listening on ", "the demo's server could not start: "
 
 
 class Server:
@@ -54,7 +55,9 @@ class Server:
                 line = self._told.recv()
                 if line.startswith(LISTENING):
                     return line.removeprefix(LISTENING).split()[0]
-        raise SitusError("the demo's server did not start; what it said stands above")
+                if line.startswith(FAILED):
+                    raise SitusError(line)
+        raise SitusError(f"{FAILED}it was not there within {STARTS_IN:.0f} s, or what it said stands above")
 
     def __exit__(self, *_: object) -> None:
         self.process.terminate()
@@ -66,12 +69,21 @@ class Server:
 
 
 def serve(config: dict[str, Any], out: str, certs: str, tells: Any) -> None:
-    """What the process does."""
+    """What the process does; what it cannot do it says in one sentence."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C goes to both, and the parent ends this one
     torch.set_num_threads(1)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    server = make_server(from_dict(RunConfig, config), out, device="cpu")
+    try:
+        credentials = read_credentials(certs, "server")
+        server = keeping(make_server(from_dict(RunConfig, config), out, device="cpu"))
+        run_server(server, "127.0.0.1:0", credentials, say=tells.send, stopped=lambda: os.getppid() != parent.pid)
+    except SitusError as error:
+        tells.send(f"{FAILED}{error}")
+
+
+def keeping(server: Blocks) -> Blocks:
+    """The same server, which keeps the first features that come."""
     answer = server.answer
 
     def kept(owner: str, message: Message) -> Message:
@@ -80,5 +92,4 @@ def serve(config: dict[str, Any], out: str, certs: str, tells: Any) -> None:
         return answer(owner, message)
 
     server.answer = kept
-    credentials = read_credentials(certs, "server")
-    run_server(server, "127.0.0.1:0", credentials, say=tells.send, stopped=lambda: os.getppid() != parent.pid)
+    return server
