@@ -113,6 +113,8 @@ def test_what_came_back_is_laid_over_what_was_left(begun: Path, tmp_path: Path) 
     folder.write_state(folder.tasks["tuned-1"], DONE, seconds=2.0)
     here = tmp_path / "here"
     shutil.copytree(begun, here)
+    settings = (here / "settings.json").read_text()
+    (here / "settings.json").write_text(settings.replace('"seeds": 2', '"seeds": 1'))
     pack_study(there, tmp_path / "parts")
     assert unpack_study(tmp_path / "parts", here) == ["tuned-1"]
     assert (here / "jobs" / "pre-0" / "checkpoints").is_dir(), "a run that is here stays a run"

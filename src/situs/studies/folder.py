@@ -65,6 +65,7 @@ class StudyFolder:
     def __init__(self, path: Path, study: Study, name: str, scale: str, seeds: int) -> None:
         self.path, self.study, self.name, self.scale, self.seeds = path, study, name, scale, seeds
         self.jobs: Jobs = planned(study, scale)
+        self._states: dict[str, dict[str, Any]] = {}
         self.tasks = {task.name: task for name in self.jobs for task in self._tasks(name)}
 
     @classmethod
@@ -131,8 +132,10 @@ class StudyFolder:
     # --- how each ended -------------------------------------------------------------------------------------
 
     def state(self, task: Task) -> dict[str, Any]:
-        """How it ended; {} where it has not."""
-        return read_json(task.file("json")) if task.file("json").is_file() else {}
+        """How it stands; {} where it has not begun. Read once: nobody else writes while a study is run."""
+        if task.name not in self._states:
+            self._states[task.name] = read_json(task.file("json")) if task.file("json").is_file() else {}
+        return self._states[task.name]
 
     def ended(self, task: Task) -> str:
         """One of DONE, TAKEN, NOT_FINITE, FAILED, BEGUN; "" where it has not begun."""
@@ -150,7 +153,8 @@ class StudyFolder:
 
     def write_state(self, task: Task, state: str, **facts: Any) -> None:
         """Says how a task ended."""
-        write_text(task.file("json"), _json({"state": state, **facts, "recipe": task.recipe}))
+        self._states[task.name] = {"state": state, **facts, "recipe": task.recipe}
+        write_text(task.file("json"), _json(self._states[task.name]))
 
     def check_recipes(self) -> None:
         """Refuses a study whose jobs were run, or begun, with other settings than it has now."""

@@ -16,6 +16,7 @@ from pathlib import Path
 from situs.errors import SitusError
 from situs.files import write_result
 from situs.hold import NAME as LOCK
+from situs.hold import only_one
 from situs.studies.folder import DONE, SETTINGS, STUDY, StudyFolder, Task
 from situs.studies.form import VERBS
 
@@ -106,10 +107,11 @@ def unpack_study(parts: str | Path, out: str | Path) -> list[str]:
         elif out.exists() and any(out.iterdir()):
             raise SitusError(f"{out}: is no folder of a study, and not empty", field="out")
         (out / "jobs").mkdir(parents=True, exist_ok=True)
-        for name in (STUDY, SETTINGS):
-            if not (out / name).exists():
-                shutil.copy(come.path / name, out / name)
-        return [task.name for task in come.tasks.values() if _laid(come, task, out)]
+        with only_one(out):
+            for name in (STUDY, SETTINGS):
+                if not (out / name).exists() or (name == SETTINGS and StudyFolder.open(out).seeds < come.seeds):
+                    shutil.copy(come.path / name, out / name)
+            return [task.name for task in come.tasks.values() if _laid(come, task, out)]
 
 
 def _laid(come: StudyFolder, task: Task, out: Path) -> bool:

@@ -226,12 +226,10 @@ class _Runner:
         task, status, how = each.task, each.process.returncode, VERBS[each.task.job.verb]
         if status == 0 or (how.partly and status == 1 and figure_files(task.folder)):
             return DONE, ""
-        if asked and status in (130, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL):
-            return BEGUN, ""
         message = self._nameless(_last_line(task.file("log"))) or f"ended with status {status}"
         if how.trains and (task.folder / "nan").is_dir():
             return NOT_FINITE, message
-        return (BEGUN, "") if status == 130 else (FAILED, message)
+        return (BEGUN, "") if asked or status == 130 else (FAILED, message)
 
     def _end(self) -> None:
         """Asks those at work to save themselves, waits, and ends by force what does not come to an end."""
