@@ -1,0 +1,92 @@
+"""Every figure that a study of the package names is one that its job writes, as a small result of each verb shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from situs.errors import SitusError
+from situs.results import finite
+from situs.studies.find import find
+from situs.studies.form import VERBS, Study
+from situs.studies.load import load_study, study_names
+from situs.studies.plan import cell_of, planned, point_of
+
+RESULTS = {
+    "evaluate accuracy": ["ClassAccuracy"],
+    "evaluate consistency": ["ConsistencyCurve"],
+    "evaluate ensemble": ["Ensemble"],
+    "evaluate knn": ["LayerKnn"],
+    "evaluate position": ["PositionCurve", "PositionGrid"],
+    "evaluate probe": ["ClassProbes", "PositionProbes"],
+    "evaluate robustness": ["Robustness"],
+    "analyze attention": ["Attention"],
+    "analyze correlation": ["Correlations"],
+    "analyze positions": ["PositionTables"],
+    "analyze reconstruct": ["Reconstruction"],
+    "audit finetuning": ["LockTuning"],
+    "audit gradients": ["Audit", "Comparison"],
+    "audit lock": ["LockAudit"],
+    "audit positions": ["PositionAudit"],
+    "audit split": ["SplitAudit"],
+    "bench step": ["StepTable"],
+    "verify": ["Verification"],
+}
+"""What a verb gives, by the names of tests/pages/test_init.py."""
+
+LOGGED = ("loss", "val_top1", "val_top5", "val_loss", "position_accuracy", "accuracy", "knn", "lr")
+"""What trainings log."""
+
+
+@pytest.fixture(scope="module")
+def samples() -> dict[str, list[dict[str, Any]]]:
+    """By verb, the numbers that it may write."""
+    small = runpy.run_path(str(Path(__file__).parents[1] / "pages" / "test_init.py"))["RESULTS"]
+    made = {
+        verb: [json.loads(json.dumps(finite(small[n][0]().to_json()))) for n in names]
+        for verb, names in RESULTS.items()
+    }
+    entry = {"step": 1, "epoch": 1.0, "seconds": 1.0, "value": 0.5}
+    log = {**dict.fromkeys(LOGGED, 0.5), "log": {name: [entry] for name in LOGGED}}
+    return {**made, **{verb: [log] for verb, how in VERBS.items() if how.trains}}
+
+
+def figures(study: Study) -> set[tuple[str, str]]:
+    """Job and figure of every cell and point."""
+    found = {cell_of(table, row, c) for table in study.tables for row in table.rows for c in range(len(table.columns))}
+    for line in (line for curves in study.curves for line in curves.lines):
+        found |= {point_of(line, index) for index in range(len(line.at) or 1)}
+        found |= {(point_of(line, 0)[0], line.over)} if line.over else set()
+    return {(job, figure) for job, figure in found if job}
+
+
+def is_there(numbers: dict[str, Any], figure: str) -> bool:
+    """Whether the path leads anywhere; which entry of a list it chooses is not looked at."""
+    try:
+        find(numbers, re.sub(r"\[(?!\*\])[^\]]*\]", "[0]", figure))
+    except SitusError as error:
+        return str(error).endswith("there is None")  # a score that this small result lacks
+    return True
+
+
+@pytest.mark.parametrize("name", study_names())
+def test_every_figure_is_one_that_the_job_writes(name: str, samples: dict[str, list[dict[str, Any]]]) -> None:
+    study = load_study(name, configs=False)
+    jobs = planned(study)
+    wrong = [
+        f"{job} ({jobs[job].verb}): {figure}"
+        for job, figure in sorted(figures(study))
+        if not any(is_there(numbers, figure) for numbers in samples[jobs[job].verb])
+    ]
+    assert wrong == []
+
+
+def test_a_figure_that_no_job_writes_is_found(samples: dict[str, list[dict[str, Any]]]) -> None:
+    (numbers,) = samples["evaluate consistency"]
+    assert is_there(numbers, "rows[ratio=0.15,told=true].consistency") and not is_there(numbers, "rows[0].consistancy")
+    assert {verb for verb, how in VERBS.items() if not how.trains} - RESULTS.keys() == {"export", "key new", "lock"}
