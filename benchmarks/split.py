@@ -252,7 +252,7 @@ def remember(config: RunConfig, permute: Any, out: str, device: str, told: Any) 
 
     permute: None trains locally. The most held is the device's, or what the process has in memory on the CPU.
     """
-    batch = random_batch(config.data.batch, device)
+    batch = random_batch(config.data.batch or 1, device)
     if permute is None:
         stepper = stepper_of(Stepper, make_method(config, CLASSES).to(device).train(), config, device)
     else:

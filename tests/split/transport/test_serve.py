@@ -17,7 +17,7 @@ from served import serving, steps
 from wired import SESSION, Pair, vit
 
 from situs.errors import SitusError
-from situs.split.message import ANSWERS, Body, Message, RefusedError, encode, open_message
+from situs.split.message import ANSWERS, CHUNK, Body, Message, RefusedError, encode, open_message
 from situs.split.run import train_split
 from situs.split.serving import make_server
 from situs.split.transport import serve
@@ -204,6 +204,21 @@ def test_one_client_cannot_hold_all_messages(tmp_path) -> None:
         assert (await said(service, HELLO, "ann")).facts["code"] == "message"
         for task in slow:
             task.cancel()
+
+    asyncio.run(main())
+
+
+def test_an_answer_that_is_not_taken_counts_as_held(tmp_path) -> None:
+    """Else a client that reads nothing would have the server keep one answer after another."""
+
+    async def main() -> None:
+        service = service_of(server := make_server(steps(1), tmp_path))
+        server.answer = lambda *_: Message("ok", {}, {"z": torch.zeros(2_000_000)})
+        slow = service.handle(chunks(HELLO), Shown("eve"))
+        assert len(await anext(slow)) == CHUNK
+        assert service.held["eve"] == 1
+        await slow.aclose()
+        assert service.held.total() == 0
 
     asyncio.run(main())
 

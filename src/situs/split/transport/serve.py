@@ -99,26 +99,48 @@ class Service:
         self.refused: Counter[str] = Counter()
 
     async def handle(self, chunks: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
-        """One message in, one out."""
+        """One message in, one out. It is held until the client has taken the answer."""
         owner, pem = _peer(context)
+        with contextlib.ExitStack() as held:
+            answer = await self._judged(owner, pem, chunks, held)
+            for chunk in encode(answer):
+                yield chunk
+
+    async def _judged(
+        self, owner: str, pem: bytes, chunks: AsyncIterator[bytes], held: contextlib.ExitStack
+    ) -> Message:
+        """The answer, or the reason why there is none."""
         try:
             if not owner:
                 raise RefusedError("this certificate has no common name, which says whose a session is", "owner")
             if self.denied(owner, pem):
                 raise RefusedError("this certificate is turned away here", "denied")
-            answer = await self._take_in(owner, chunks)
+            self._hold(owner, held, alone=not pem)
+            return await self._take_in(owner, chunks)
         except RefusedError as error:
-            answer = self._refuse(owner, error.code, str(error))
+            return self._refuse(owner, error.code, str(error))
         except TimeoutError:
-            answer = self._refuse(owner, "late", f"no whole message within {LONGEST:g} s or no turn for {PATIENT:g} s")
+            said = f"no whole message within {LONGEST:g} s or no turn for {PATIENT:g} s"
+            return self._refuse(owner, "late", said)
         except SitusError as error:  # its sentence may name files of this machine
             self.log.error("%s failed: %s", _name(owner), error)
-            answer = self._refuse(owner, "failed", "the server could not do it; its own log says why")
+            return self._refuse(owner, "failed", "the server could not do it; its own log says why")
         except Exception:
             self.log.exception("%s failed", _name(owner))
-            answer = self._refuse(owner, "failed", "the server failed; its own log says why")
-        for chunk in encode(answer):
-            yield chunk
+            return self._refuse(owner, "failed", "the server failed; its own log says why")
+
+    def _hold(self, owner: str, held: contextlib.ExitStack, *, alone: bool) -> None:
+        """Counts one more message. alone: there is but one owner, since nobody shows a certificate."""
+        total = AT_ONCE * self.server.limits.clients
+        if self.held[owner] >= (total if alone else max(AT_ONCE, total // 2)) or self.held.total() >= total:
+            raise RefusedError("as many messages are held already as may be", "busy")
+        self.held[owner] += 1
+        held.callback(self._let_go, owner)
+
+    def _let_go(self, owner: str) -> None:
+        self.held[owner] -= 1
+        if not self.held[owner]:
+            del self.held[owner]
 
     def _refuse(self, owner: str, code: str, reason: str) -> Message:
         self.refused[code] += 1
@@ -127,25 +149,15 @@ class Service:
         return Message("refused", {"code": code, "reason": reason[:400]})
 
     async def _take_in(self, owner: str, chunks: AsyncIterator[bytes]) -> Message:
-        total = AT_ONCE * self.server.limits.clients
-        most = total if owner == NOBODY else max(AT_ONCE, total // 2)
-        if self.held[owner] >= most or self.held.total() >= total:
-            raise RefusedError("as many messages are held already as may be", "busy")
-        self.held[owner] += 1
-        try:
-            async with asyncio.timeout(LONGEST):
-                stream = aiter(chunks)
-                body = self.server.admit(owner, await anext(stream, b""))
-                async for chunk in stream:
-                    body.add(chunk)
-            message = body.message()
-            del body
-            async with asyncio.timeout(PATIENT):
-                return await self._answered(owner, message)
-        finally:
-            self.held[owner] -= 1
-            if not self.held[owner]:
-                del self.held[owner]
+        async with asyncio.timeout(LONGEST):
+            stream = aiter(chunks)
+            body = self.server.admit(owner, await anext(stream, b""))
+            async for chunk in stream:
+                body.add(chunk)
+        message = body.message()
+        del body
+        async with asyncio.timeout(PATIENT):
+            return await self._answered(owner, message)
 
     async def _answered(self, owner: str, message: Message) -> Message:
         """Has the server answer when it is this message's turn.
