@@ -24,6 +24,7 @@ import socket
 import tempfile
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -247,7 +248,7 @@ def work(config: RunConfig, batch: Batch, permute: Any, out: Path) -> tuple[floa
     return counted.get_total_flops(), client.sent
 
 
-def remember(config: RunConfig, permute: Any, out: str, device: str, told: Any) -> None:
+def remember(config: RunConfig, permute: Any, out: str, device: str) -> tuple[int, int]:
     """Of two steps in this process: the bytes that the second keeps for its backward pass, and the most ever held.
 
     permute: None trains locally. The most held is the device's, or what the process has in memory on the CPU.
@@ -269,18 +270,13 @@ def remember(config: RunConfig, permute: Any, out: str, device: str, told: Any) 
     for weight in (each for each in gc.get_objects() if type(each) is torch.nn.Parameter):
         kept.pop(weight.untyped_storage().data_ptr(), None)  # is there without a step
     here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-    told.put((sum(kept.values()), torch.cuda.max_memory_allocated() if device.startswith("cuda") else here))
+    return sum(kept.values()), torch.cuda.max_memory_allocated() if device.startswith("cuda") else here
 
 
 def memory(config: RunConfig, permute: Any, out: Path, device: str) -> tuple[int, int]:
     """`remember` in a process of its own, which has held nothing before."""
-    context = multiprocessing.get_context("spawn")
-    told = context.Queue()
-    process = context.Process(target=remember, args=(config, permute, str(out), device, told))
-    process.start()
-    found = told.get(timeout=600)
-    process.join()
-    return found
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+        return fresh.submit(remember, config, permute, str(out), device).result()
 
 
 def random_batch(count: int, device: str) -> Batch:

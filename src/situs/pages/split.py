@@ -13,7 +13,8 @@ from situs.report.html import Page, Section
 from situs.results import Cell, Table
 
 SHOWN = 4
-CURVES = {"psnr": "best PSNR, dB", "ssim": "best SSIM", "places": "patches in their places, %"}
+CURVES = {"psnr": "PSNR, dB", "ssim": "SSIM", "places": "patches in place, %"}
+LIMITS = {"ssim": (0.0, 1.0), "places": (0.0, 100.0)}
 
 Lines = dict[str, tuple[list[float], list[float]]]
 
@@ -110,6 +111,7 @@ def _curves(section: Section, audit: SplitAudit) -> None:
             if guess is not None:
                 every = [value for x, _ in lines.values() for value in x]
                 lines["blind guess"] = [min(every), max(every)], [guess, guess]
-        drawn = figures.curve_panels(panels, f"utility: {kept}")
-        section.figure(drawn, f"{CURVES[score]} against {kept}: {UTILITY[kept][1]}.", name=score)
+        drawn = figures.curve_panels(panels, f"utility: {kept}", LIMITS.get(score))
+        caption = f"{CURVES[score]}, by the best attacker, against {kept}: {UTILITY[kept][1]}."
+        section.figure(drawn, caption, name=score)
     _tabled(section, trade_off(audit.settings))

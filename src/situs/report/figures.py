@@ -224,10 +224,12 @@ def curves(
     return figure
 
 
-def curve_panels(metrics: Mapping[str, Mapping[str, tuple[Any, Any]]], x_label: str) -> Figure:
+def curve_panels(
+    metrics: Mapping[str, Mapping[str, tuple[Any, Any]]], x_label: str, y_limits: tuple[float, float] | None = None
+) -> Figure:
     """One panel a metric, one line a run, the same colour and dash in all panels; two panels a row.
 
-    metrics: label -> run -> (x, y); a run that did not log a metric is missing there.
+    metrics: label -> run -> (x, y); a run that did not log a metric is missing there. y_limits: see `curves`.
     """
     across = min(2, len(metrics))
     rows = -(-len(metrics) // across)
@@ -238,6 +240,9 @@ def curve_panels(metrics: Mapping[str, Mapping[str, tuple[Any, Any]]], x_label: 
     for axis, (name, lines) in zip(axes, metrics.items(), strict=False):
         for run, (x, y) in lines.items():
             handles[run] = _draw_line(axis, x, y, runs.index(run))
+            handles[run].set_clip_on(y_limits is None)
+        if y_limits is not None:
+            axis.set_ylim(*y_limits)
         label(axis, "", x_label, name)
         axis.grid(color=FAINT, linewidth=0.6)
     for axis in axes[len(metrics) :]:

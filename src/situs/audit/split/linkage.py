@@ -15,7 +15,6 @@ from scipy.spatial import KDTree
 from torch import Tensor
 
 QUANTILES = 9
-ROUNDS = 3
 DIRECTIONS = 12
 """Of the token space, along which one and the same token is looked for."""
 
@@ -69,19 +68,9 @@ def found_again(group: Tensor, sample: Tensor) -> float:
 
 
 def average(sendings: Tensor) -> Tensor:
-    """Of one sample sent k times [k, R, D], rows in any order each time: the mean of each row, in the first's order.
-
-    Rows are linked to the mean so far, and then again to the mean of all, which has less noise.
-    """
+    """Of one sample sent k times [k, R, D], rows in any order each time: the mean of each row, in the first's order."""
     total = sendings[0].clone()
     for count, other in enumerate(sendings[1:], start=2):
-        total += other[_linked(total / (count - 1), other)]
-    for _ in range(ROUNDS if len(sendings) > 1 else 0):
-        mean = total / len(sendings)
-        total = torch.stack([other[_linked(mean, other)] for other in sendings]).sum(dim=0)
+        rows, chosen = linear_sum_assignment(torch.cdist(total / (count - 1), other).square().numpy())
+        total[torch.from_numpy(rows)] += other[torch.from_numpy(chosen)]
     return total / len(sendings)
-
-
-def _linked(mean: Tensor, other: Tensor) -> Tensor:
-    """[R]: the row of `other` that is each of the mean's."""
-    return torch.from_numpy(linear_sum_assignment(torch.cdist(mean, other).square().numpy())[1])
