@@ -44,7 +44,7 @@ from situs.errors import SitusError
 from situs.results import Table
 
 FORMS = ("folder", "parquet", "webdataset", "packed", "on the device")
-DECODERS = ("cpu", "scaled", "gpu")
+DECODERS = ("cpu", "cpu, resized on the device", "scaled", "gpu")
 CASES = ("supervised", "mp3:mask_ratio=.75", "droppos:affinity=visible")
 PACKED = PackConfig()
 
@@ -133,7 +133,8 @@ def speed(source: Source, args: argparse.Namespace, decoder: str, resident: str)
         img_size=args.size,
         batch=args.batch,
         workers=args.workers,
-        decode=decoder,
+        decode=decoder.partition(",")[0],
+        resize="device" if "," in decoder else "worker",
         resident=resident,
         resident_gib=64.0,
     )

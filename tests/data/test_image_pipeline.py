@@ -10,7 +10,7 @@ from torchvision.transforms.v2 import functional as tv
 from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
 from situs.data.augment.recipes import AugmentConfig
-from situs.data.image_pipeline import ImagePipeline, centre_crop, random_crops
+from situs.data.image_pipeline import ImagePipeline, centre_crop, random_cuts, resized
 from situs.data.sampler import BatchPlan, draw_ids, sample_of
 from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
@@ -21,14 +21,18 @@ from situs.errors import SitusError
 CROP = AugmentConfig()
 
 
+def crop(image, size, seed, epoch, draw):
+    return resized(random_cuts([image], CROP, seed, epoch, [draw])[0], size, CROP.interpolation)
+
+
 def test_the_crop_is_torchvisions_at_the_boxes_of_the_hash():
     image = torch.randint(0, 256, (3, 50, 70), dtype=torch.uint8)
-    got = random_crops([image], (16, 20), CROP, seed=1, epoch=2, draws=[77])[0]
+    got = crop(image, (16, 20), 1, 2, 77)
     noise = uniform(1, 2, torch.tensor([77]), "augment.crop", (CROP_NOISE,))
     top, left, height, width = resized_crop_boxes(noise, 50, 70, CROP.scale, CROP.ratio)[0].int().tolist()
     cut = image[:, top : top + height, left : left + width]
     assert torch.equal(got, tv.resize(cut, [16, 20], InterpolationMode.BICUBIC, antialias=True))
-    assert not torch.equal(got, random_crops([image], (16, 20), CROP, seed=1, epoch=3, draws=[77])[0])
+    assert not torch.equal(got, crop(image, (16, 20), 1, 3, 77))
 
 
 def test_copies_have_their_own_crops():
@@ -44,7 +48,7 @@ def test_a_broken_image_is_replaced_in_training_and_left_out_in_evaluation(folde
     files[5].write_bytes(files[5].read_bytes()[:70])
     source = open_source(folder, channels=3)
     read = ImagePipeline(source, (8, 8), 0, CROP).read(0, [4])
-    assert torch.equal(read.values["image"][0], random_crops([source.read(6)["image"]], (8, 8), CROP, 0, 0, [4])[0])
+    assert torch.equal(read.values["image"][0], crop(source.read(6)["image"], (8, 8), 0, 0, 4))
     assert read.values["label"].tolist() == [source.read(6)["label"]]
     assert (read.ids.tolist(), [index for index, _ in read.broken]) == ([4], [4, 5])
     left_out = ImagePipeline(source, (8, 8), 0, None).read(0, [4])

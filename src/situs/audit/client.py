@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from situs.audit.defences import Defence, Gradients, NoDefence, method_of
 from situs.audit.stem import Stem, table_rows
 from situs.backbones.base import Backbone
+from situs.core.precision import full_float32
 from situs.errors import SitusError
 from situs.limits import check_value
 from situs.methods.base import Batch, Method
@@ -114,19 +113,6 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
         )
 
 
-@contextmanager
-def full_float32() -> Iterator[None]:
-    """float32 with all its digits: a GPU rounds what it convolves to TF32's 10 bits unless told not to, and the audit
-    would count that as protection."""
-    matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue]
-    held = matmul.fp32_precision, convolution.fp32_precision
-    try:
-        matmul.fp32_precision = convolution.fp32_precision = "ieee"
-        yield
-    finally:
-        matmul.fp32_precision, convolution.fp32_precision = held
-
-
 def _step(method: Method, batch: Batch, defence: Defence, seed: int, epoch: int) -> Gradients:
     """The mean gradient over the batch, each sample bounded first where the defence asks for it."""
     count = len(batch.ids)
@@ -134,7 +120,7 @@ def _step(method: Method, batch: Batch, defence: Defence, seed: int, epoch: int)
     parts = [batch.part(slice(at, at + size)) for at in range(0, count, size)]
     total: Gradients = {}
     for part in parts:
-        with torch.enable_grad(), full_float32():
+        with torch.enable_grad(), full_float32():  # what a GPU rounds off would count as protection
             loss = method(part, method.draw(part, seed=seed, epoch=epoch)).loss
             named = parameter_names(method)
             found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)

@@ -18,7 +18,7 @@ from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
 from situs.data.augment.recipes import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
 from situs.data.batch import Batch
-from situs.data.late import crop_resized, decode_on
+from situs.data.late import beside, crop_resized, decode_on, pad, resize_padded
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.base import EncodedSource, Source
 from situs.data.sources.images import centre_fit, decode
@@ -28,13 +28,17 @@ from situs.errors import SitusError
 Decoder = Literal["auto", "cpu", "scaled", "gpu"]
 """How a JPEG is read for training: by a worker, whole or at a part of its sides, or on the device."""
 
+Resizer = Literal["worker", "device"]
+"""Who brings a random crop to its size."""
+
 
 class ImagePipeline(Pipeline):
     """augment: None for evaluation, which crops the centre. mean, std: of each channel.
 
     held: the images come as they lie on the device (`ResidentLoader`), not cropped by a worker. decoder: "scaled" reads
     a JPEG at 1/2, 1/4 or 1/8 of its sides where a random crop still gets no fewer pixels than it needs; "gpu" leaves
-    plain ones encoded for `move`, and what else there is to the workers.
+    plain ones encoded for `move`, and what else there is to the workers. resizer: "device" leaves bytes that a worker
+    cut out to be resized by `move`.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class ImagePipeline(Pipeline):
         normalisation: tuple[tuple[float, ...], tuple[float, ...]] = ((0.0,), (1.0,)),
         held: bool = False,
         decoder: Decoder = "cpu",
+        resizer: Resizer = "worker",
     ) -> None:
         super().__init__(source, training=augment is not None)
         self.size, self.seed, self.augment, self.crop_share = size, seed, augment, crop_share
@@ -58,7 +63,9 @@ class ImagePipeline(Pipeline):
         self._apply = apply
         apart = cropped and len(source) > 0 and isinstance(source.origin(0)[0], EncodedSource)
         self.scaled, self.late = decoder == "scaled" and apart, decoder == "gpu" and apart and source.channels == 3
-        self.by_rows, self.row_bytes = not self.late, (source.channels or 3) * size[0] * size[1]
+        self.by_rows, self.cuts = not self.late, resizer == "device" and cropped
+        # A cut is as large as its photograph lets it be; four times the size is a large one.
+        self.row_bytes = (source.channels or 3) * size[0] * size[1] * (4 if self.cuts else 1)
 
     def fetch(self, index: int, epoch: int, draw: int) -> dict[str, Any]:
         """The image whole, or at the part of its sides that its crop asks for, or "encoded". "sides": of the whole."""
@@ -88,15 +95,21 @@ class ImagePipeline(Pipeline):
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:
         if self.late:
             return self._collate_late(epoch, draws, samples)
-        images = [sample["image"] for sample in samples]
+        images, values = [sample["image"] for sample in samples], {}
         if self.augment is None:
             images = [centre_crop(image, self.size, self.crop_share) for image in images]
         elif self.augment.crop != "resized":
             images = [centre_fit(image, *self.size) for image in images]
         else:
             sides = [sample.get("sides", tuple(sample["image"].shape[1:])) for sample in samples]
-            images = random_crops(images, self.size, self.augment, self.seed, epoch, draws, sides)
-        values = {"image": _stack(images)}
+            images = random_cuts(images, self.augment, self.seed, epoch, draws, sides)
+            if self.cuts and all(image.dtype == torch.uint8 for image in images):
+                _same_channels(images)
+                values["cuts"], values["sides"] = pad(images)
+            else:
+                images = [resized(image, self.size, self.augment.interpolation) for image in images]
+        if not values:
+            values["image"] = _stack(images)
         if "label" in samples[0]:
             values["label"] = _labels(samples)
         return values
@@ -118,15 +131,30 @@ class ImagePipeline(Pipeline):
             "draws": torch.tensor([epoch, *(draws[row] for row in rows)]),
         }
         if early:
-            values["image"] = _stack(random_crops(images, self.size, self.augment, self.seed, epoch, own))
+            cuts = random_cuts(images, self.augment, self.seed, epoch, own)
+            values["image"] = _stack([resized(cut, self.size, self.augment.interpolation) for cut in cuts])
         if "label" in samples[0]:
             values["label"] = _labels(samples)
         return values
 
     def move(self, values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-        """Decodes there what the workers left encoded."""
-        if "encoded" not in values:
+        """Resizes and decodes there what the workers left to it."""
+        if "encoded" not in values and "cuts" not in values:
             return super().move(values, device)
+        assert self.augment is not None
+        if "cuts" in values:
+            moved = super().move({name: value for name, value in values.items() if name != "sides"}, device)
+            return moved | {
+                "image": resize_padded(moved.pop("cuts"), values["sides"], self.size, self.augment.interpolation)
+            }
+        with beside(device):
+            moved = self._move_encoded(values, device)
+        if device.type == "cuda":
+            for value in moved.values():
+                value.record_stream(torch.cuda.current_stream(device))
+        return moved
+
+    def _move_encoded(self, values: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
         assert self.augment is not None
         rows, labels = values["rows"], values.get("label")
         files = values["encoded"][: int(values["lengths"].sum())].split(values["lengths"].tolist())
@@ -227,29 +255,33 @@ def crop_boxes(
     return resized_crop_boxes(noise, heights, widths, augment.scale, augment.ratio).long().tolist()
 
 
-def random_crops(
+def random_cuts(
     images: list[Tensor],
-    size: tuple[int, int],
     augment: AugmentConfig,
     seed: int,
     epoch: int,
     draws: list[int],
     sides: Sequence[tuple[int, int]] | None = None,
 ) -> list[Tensor]:
-    """The random resized crops of some draws, antialiased.
+    """The random crops of some draws, not yet resized.
 
     sides: height and width of each image where it is whole, if some are smaller here; their boxes are rounded to whole
     pixels of what is here.
     """
+    boxes = crop_boxes(sides or [(i.shape[1], i.shape[2]) for i in images], augment, seed, epoch, draws)
+    cuts = []
+    for image, box, whole in zip(images, boxes, sides or [None] * len(images), strict=True):
+        top, left, height, width = _fitted(box, whole, image)
+        cuts.append(image[:, top : top + height, left : left + width])
+    return cuts
+
+
+def resized(image: Tensor, size: tuple[int, int], mode: str) -> Tensor:
+    """An image antialiased to a size."""
     from torchvision.transforms.v2 import InterpolationMode
     from torchvision.transforms.v2 import functional as tv
 
-    boxes = crop_boxes(sides or [(i.shape[1], i.shape[2]) for i in images], augment, seed, epoch, draws)
-    mode = InterpolationMode(augment.interpolation)
-    return [
-        tv.resized_crop(image, *_fitted(box, whole, image), size=list(size), interpolation=mode, antialias=True)
-        for image, box, whole in zip(images, boxes, sides or [None] * len(images), strict=True)
-    ]
+    return tv.resize(image, list(size), interpolation=InterpolationMode(mode), antialias=True)
 
 
 def _fitted(box: list[int], whole: tuple[int, int] | None, image: Tensor) -> list[int]:

@@ -1,17 +1,21 @@
-"""JPEG files decoded on the device: a batch of encoded images, and their crops as two products of matrices.
+"""What a worker may leave to the device: JPEG files to be decoded, crops to be resized.
 
-torchvision's nvJPEG decodes a batch at once. Its cosine transform and its upsampling of colour round otherwise than
-libjpeg's, so that pixels differ by a level or two. The crops are those of a worker, without its rounding between the
-two directions.
+Resizing is torch's own of bytes, to the bit: whole numbers as weights, rounded between the two directions. So it does
+not matter who does it. torchvision's nvJPEG decodes a batch at once; its cosine transform and its upsampling of colour
+round otherwise than libjpeg's, so that pixels differ by a level or two.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
+
+from situs.core.precision import full_float32
 
 _AT_ONCE = 1 << 26  # pixels that are resized together, padded to the largest box
 
@@ -26,6 +30,36 @@ def decode_on(device: torch.device, encoded: Sequence[Tensor]) -> list[Tensor]:
     return made if isinstance(made, list) else [made]
 
 
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """A stream of one's own for nvJPEG, which writes on a third one that waits for nobody.
+
+    So the memory it is given must not be in use any more: here it comes from this stream alone, which is idle then.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream(device)
+    stream.synchronize()
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream(device).wait_stream(stream)
+
+
+def pad(parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Images [C, h, w] of many sizes behind zeros in one tensor [n, C, H, W], and their sides [n, 2]."""
+    sides = torch.tensor([part.shape[1:] for part in parts])
+    padded = parts[0].new_zeros((len(parts), parts[0].shape[0], *sides.amax(0).tolist()))
+    for row, part in enumerate(parts):
+        padded[row, :, : part.shape[1], : part.shape[2]] = part
+    return padded, sides
+
+
 def crop_resized(images: Sequence[Tensor], boxes: Tensor, size: tuple[int, int], mode: str) -> Tensor:
     """Boxes [n, 4] (top, left, height, width) of images of many sizes, antialiased to one size: [n, C, *size] uint8.
 
@@ -33,17 +67,33 @@ def crop_resized(images: Sequence[Tensor], boxes: Tensor, size: tuple[int, int],
     """
     parts = []
     for start, end in _spans(boxes):
-        cut = boxes[start:end]
-        tall, wide = (int(cut[:, side].max()) for side in (2, 3))
-        padded = torch.zeros((end - start, images[start].shape[0], tall, wide), device=images[start].device)
-        for row, (top, left, height, width) in enumerate(cut.tolist()):
-            padded[row, :, :height, :width] = images[start + row][:, top : top + height, left : left + width]
-        rows, columns = (
-            weights(cut[:, 2 + side].to(padded.device, non_blocking=True), size[side], most, mode)[:, None]
-            for side, most in ((0, tall), (1, wide))
-        )
-        parts.append((rows @ padded @ columns.transpose(-1, -2)).round_().clamp_(0, 255).to(torch.uint8))
+        cut = [
+            image[:, top : top + height, left : left + width]
+            for image, (top, left, height, width) in zip(images[start:end], boxes[start:end].tolist(), strict=True)
+        ]
+        parts.append(resize_padded(*pad(cut), size, mode))
     return torch.cat(parts)
+
+
+def resize_padded(padded: Tensor, sides: Tensor, size: tuple[int, int], mode: str) -> Tensor:
+    """What `pad` made of bytes, antialiased to one size: [n, C, *size] uint8. sides: on the host."""
+    at_once = max(1, _AT_ONCE // (padded.shape[2] * padded.shape[3]))
+    made = [
+        _resize(_resize(part, own[:, 1], size[1], mode, -1), own[:, 0], size[0], mode, -2)
+        for part, own in zip(padded.split(at_once), sides.split(at_once), strict=True)
+    ]
+    return torch.cat(made).to(torch.uint8)
+
+
+def _resize(padded: Tensor, lengths: Tensor, size: int, mode: str, side: int) -> Tensor:
+    """One direction, as whole numbers from 0 to 255."""
+    # Up to there the weights have 15 bits at most (a test counts them), and float32 adds their products exactly.
+    dtype = torch.float32 if 2 * int(lengths.max()) <= 3 * size else torch.float64
+    taken, bits = weights(lengths.to(padded.device, non_blocking=True), size, padded.shape[side], mode)
+    taken, unit = taken.to(dtype)[:, None], (2.0**bits).to(dtype).view(-1, 1, 1, 1)
+    with full_float32():
+        sums = padded.to(dtype) @ taken.transpose(-1, -2) if side == -1 else taken @ padded.to(dtype)
+    return sums.add_(unit / 2).div_(unit).floor_().clamp_(0, 255)
 
 
 def _spans(boxes: Tensor) -> Iterator[tuple[int, int]]:
@@ -58,9 +108,10 @@ def _spans(boxes: Tensor) -> Iterator[tuple[int, int]]:
         yield start, len(boxes)
 
 
-def weights(lengths: Tensor, size: int, most: int, mode: str) -> Tensor:
-    """What each of `size` new pixels takes of the old ones, [n, size, most]: Pillow's and torch's antialiased filters.
+def weights(lengths: Tensor, size: int, most: int, mode: str) -> tuple[Tensor, Tensor]:
+    """What each of `size` new pixels takes of the old ones, [n, size, most] whole numbers in units of 1 / 2^bits, [n].
 
+    The antialiased filters of Pillow and torch, with the bits that torch takes: as many as 16 hold with a sign.
     lengths: [n] how many old pixels there are, at most `most`, on the device that computes; those behind weigh nothing.
     """
     scale = lengths.double().view(-1, 1, 1) / size
@@ -73,4 +124,8 @@ def weights(lengths: Tensor, size: int, most: int, mode: str) -> Tensor:
         near, far = (1.5 * x - 2.5) * x * x + 1, ((-0.5 * x + 2.5) * x - 4) * x + 2
         made = torch.where(x < 1, near, torch.where(x < 2, far, torch.zeros_like(x)))
     made = torch.where(place < lengths.view(-1, 1, 1), made, torch.zeros_like(made))
-    return (made / made.sum(-1, keepdim=True)).float()
+    made /= made.sum(-1, keepdim=True)
+    units = 2.0 ** torch.arange(23, dtype=torch.float64, device=lengths.device)
+    bits = ((made.amax((1, 2))[:, None] * units[1:] + 0.5).floor() < 2**15).sum(-1)
+    made *= units[bits].view(-1, 1, 1)
+    return torch.where(made < 0, (made - 0.5).ceil(), (made + 0.5).floor()), bits

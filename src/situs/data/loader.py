@@ -15,7 +15,7 @@ from situs.config import Checked
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
 from situs.data.blocks import BlockOrder, block_order
-from situs.data.image_pipeline import Decoder, ImagePipeline, centre_crop
+from situs.data.image_pipeline import Decoder, ImagePipeline, Resizer, centre_crop
 from situs.data.pipeline import Pipeline
 from situs.data.resident import Progress, Resident, load_resident
 from situs.data.sampler import BatchPlan, batches_for, sample_of
@@ -73,6 +73,10 @@ class DataConfig(Checked):
     """How a streamed JPEG is read for training. cpu: whole. scaled: at 1/2, 1/4 or 1/8 of its sides where its crop asks
     for no more, which saves time on large photographs and changes their pixels a little. gpu: by nvJPEG on the device,
     whose pixels differ from libjpeg's by a level or two; for hosts with few cores. auto: cpu."""
+
+    resize: Resizer = "worker"
+    """Who brings the random crops of a streamed set to their size: the workers, or the device, to the same bits; for
+    hosts whose cores cannot keep up."""
 
     resident: Literal["auto", "always", "never"] = "auto"
     """Whether the set is decoded once and kept on the device; auto: small images of one size that fit."""
@@ -317,6 +321,7 @@ def make_loader(
         normalisation=config.normalisation,
         held=held is not None,
         decoder=config.decode,
+        resizer=config.resize,
     )
     if held is not None:
         return ResidentLoader(pipeline, plan, held)
