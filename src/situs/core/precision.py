@@ -13,8 +13,8 @@ import torch
 def full_float32() -> Generator[None]:
     """float32 with all its digits: a GPU rounds what it convolves to TF32's 10 bits unless told not to, and what it
     multiplies where a training lets it."""
-    matmul: Any = torch.backends.cuda.matmul
-    convolution: Any = torch.backends.cudnn.conv  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    backends: Any = torch.backends
+    matmul, convolution = backends.cuda.matmul, backends.cudnn.conv
     held = matmul.fp32_precision, convolution.fp32_precision
     try:
         matmul.fp32_precision = convolution.fp32_precision = "ieee"
