@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import re
 import runpy
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from situs.audit.split.found import SCORES
 from situs.errors import SitusError
+from situs.evaluate.robustness.measures import Anomalies, Natural
 from situs.results import finite
 from situs.studies.find import find
 from situs.studies.form import VERBS, Study
@@ -18,7 +21,7 @@ from situs.studies.load import load_study, study_names
 from situs.studies.plan import cell_of, planned, point_of
 
 RESULTS = {
-    "evaluate accuracy": ["ClassAccuracy"],
+    "evaluate accuracy": ["ClassAccuracy", "LabelAccuracy"],
     "evaluate consistency": ["ConsistencyCurve"],
     "evaluate ensemble": ["Ensemble"],
     "evaluate knn": ["LayerKnn"],
@@ -51,6 +54,11 @@ def samples() -> dict[str, list[dict[str, Any]]]:
         verb: [json.loads(json.dumps(finite(small[n][0]().to_json()))) for n in names]
         for verb, names in RESULTS.items()
     }
+    kinds = {"imagenet_a": Natural, "imagenet_o": Anomalies}
+    made["evaluate robustness"][0] |= {name: {f.name: 0.5 for f in fields(kind)} for name, kind in kinds.items()}
+    for attack in made["audit split"][0]["settings"][0]["attacks"]:
+        attack |= {name.replace(" ", "_"): 0.5 for name in SCORES}
+    made["verify"][0]["findings"][0]["errors"] |= dict.fromkeys(("forward", "backward", "steps"), 0.0)
     entry = {"step": 1, "epoch": 1.0, "seconds": 1.0, "value": 0.5}
     log = {**dict.fromkeys(LOGGED, 0.5), "log": {name: [entry] for name in LOGGED}}
     return {**made, **{verb: [log] for verb, how in VERBS.items() if how.trains}}
@@ -66,9 +74,10 @@ def figures(study: Study) -> set[tuple[str, str]]:
 
 
 def is_there(numbers: dict[str, Any], figure: str) -> bool:
-    """Whether the path leads anywhere; which entry of a list it chooses is not looked at."""
+    """Whether the path leads anywhere; which entry of a list, which model and which corruption is not looked at."""
+    path = re.sub(r"\[(?!\*\])[^\]]*\]", "[0]", figure)
     try:
-        find(numbers, re.sub(r"\[(?!\*\])[^\]]*\]", "[0]", figure))
+        find(numbers, re.sub(r"(?<=^models\.)[^.]+|(?<=^corruptions\.)[^.]+", "*", path))
     except SitusError as error:
         return str(error).endswith("there is None")  # a score that this small result lacks
     return True
