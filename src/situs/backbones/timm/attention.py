@@ -7,6 +7,7 @@ With `keys`, keys and values are computed for the first `keys` tokens alone.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -23,6 +24,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from situs.backbones.base import Stream, Taps, called
 from situs.errors import SitusError
+
+# Compiling `_of_first` makes torch ask, over four lines of a log, that nothing in it works in place; nothing does.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(lambda record: "context_fn" not in record.getMessage())
 
 
 def attend(attn: Any, x: Tensor, stream: Stream, depth: int, keys: int | None) -> Tensor:
