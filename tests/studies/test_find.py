@@ -16,6 +16,7 @@ NUMBERS = {
     "top1": 0.5,
     "from scratch": {"accuracy": [0.1, 0.9]},
     "models": {"run.0": {"accuracy": 0.7}},
+    "both": {"run-0": {"accuracy": 0.1}, "run-tuned-0": {"accuracy": 0.2}},
     "rows": [
         {"ratio": 0.15, "told": True, "name": "a", "consistency": 0.8},
         {"ratio": 0.15, "told": False, "name": "b", "consistency": 0.6},
@@ -30,6 +31,7 @@ NUMBERS = {
         ("top1", 0.5),
         ("from scratch.accuracy[-1]", 0.9),
         ("models.*.accuracy", 0.7),
+        ("both.run-?.accuracy", 0.1),
         ("rows[1].name", "b"),
         ("rows[ratio=0.15,told=true].consistency", 0.8),
         ("rows[ratio=0.0].consistency", 1.0),
@@ -46,6 +48,7 @@ def test_what_a_path_finds(path: str, value: Any) -> None:
     ("path", "said"),
     [
         ("top5", "has no top5; there are top1, from scratch"),
+        ("both.run-*.accuracy", r"has no run-\*; there are run-0, run-tuned-0"),
         ("top1.x", "has no x; there is 0.5"),
         ("rows[9].name", r"has no \[9\]; there is a list of 3"),
         ("rows[ratio=0.15].name", r"\[ratio=0.15\] fits 2 of 3 entries, and must fit one"),

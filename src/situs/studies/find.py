@@ -3,6 +3,7 @@
     top1                             a key
     together.top1                    a key of a table
     models.*.accuracy                the only entry of a table, whatever its name
+    models.mp3-?.accuracy            the only one whose name fits
     cells[0].accuracy                an entry of a list; [-1] is the last
     rows[ratio=0.15].consistency     the entry of a list whose key has this value; several apart by commas, * in a text
                                      stands for anything
@@ -90,8 +91,8 @@ def _key(held: Any, key: str, path: str) -> Any:
     if isinstance(held, Mapping):
         if key in held:
             return held[key]
-        if key == "*" and len(held) == 1:
-            return next(iter(held.values()))
+        if len(fits := [name for name in held if fnmatchcase(name, key)]) == 1:
+            return held[fits[0]]
     raise _absent(path, key, held)
 
 
