@@ -11,7 +11,7 @@ import situs.studies
 from situs.errors import SitusError
 from situs.studies.load import load_study, study_file, study_names
 
-NAME = re.compile(r"(mp3|droppos|mjp|st)-(table|figure)\d+")
+NAME = re.compile(r"(mp3|droppos|mjp|st)-(table|figure)s?\d+")
 
 
 @pytest.mark.parametrize("name", study_names())

@@ -185,10 +185,15 @@ def check_configs(jobs: Jobs) -> None:
             continue
         cls = FinetuneConfig if job.verb == "finetune" else RunConfig
         try:
-            tables = load_preset(job.preset) if job.preset else {}
+            tables = recipe_of(job, cls)
         except SitusError as error:
             raise error.said_of(f"jobs.{name}.preset") from None
-        from_dict(cls, merge(tables, job.change, choices_of(cls)), where=f"jobs.{name}.change")
+        from_dict(cls, tables, where=f"jobs.{name}.change")
+
+
+def recipe_of(job: Job, cls: type[Any]) -> dict[str, Any]:
+    """A job's changes over its preset, as tables of a config `cls`."""
+    return merge(load_preset(job.preset) if job.preset else {}, job.change, choices_of(cls))
 
 
 def curve_times(curves: Curves) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +15,7 @@ from situs.cli.parser.arguments import Recipe, configured, parse
 from situs.config import Checked, choice, to_dict
 from situs.errors import SitusError
 from situs.limits import Count, Within
+from situs.methods.droppos import DropPosConfig
 from situs.train.checkpoint.storage import sealed
 
 
@@ -150,6 +151,9 @@ def test_none_takes_back_what_a_file_gave(tmp_path: Path) -> None:
     assert (bare.init, bare.data.split) == (None, None)
     none = parse(Pretrain, [*words, "--init", "./none"], "situs pretrain").config  # a file of that name
     assert none.init == "./none"
+    full = parse(Pretrain, ["--method", "droppos"], "situs pretrain").config.method
+    off = parse(Pretrain, ["--method", "droppos", "--method.affinity", "none"], "situs pretrain").config.method
+    assert (full, replace(full, affinity=None)) == (DropPosConfig(), off)
 
 
 @pytest.mark.parametrize(("word", "size"), [("28", (28, 28)), ("28,56", (28, 56)), ("none", None)])

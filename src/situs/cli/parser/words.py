@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import cyclopts
@@ -43,6 +43,8 @@ def identifier(flag: Flag) -> str:
 
 def _annotation(flag: Flag) -> Any:
     words = [str(word) for each in members_of(flag.kind) if get_origin(each) is Literal for word in get_args(each)]
+    if words and NoneType in members_of(flag.kind) and flag.default is not None:
+        words.append("none")  # nothing else says it
     kind: Any = str
     if get_origin(flag.kind) is dict:
         kind = dict[str, str]

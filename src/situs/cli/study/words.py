@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from situs.cli.parser.arguments import words_of
 from situs.cli.parser.flags import configured_of, flags_of
+from situs.config import from_dict
 from situs.errors import SitusError
+from situs.studies.plan import recipe_of
+
+if TYPE_CHECKING:
+    from situs.studies.form import Job
 
 
 def check_words(study: str | Path, scale: str) -> None:
     """Refuses a study in which a job has an option that its verb does not take, with the job's name."""
-    from situs.cli.main import VERBS
     from situs.studies.folder import StudyFolder
     from situs.studies.load import load_study
     from situs.studies.words import words_of as command_of
@@ -23,15 +29,25 @@ def check_words(study: str | Path, scale: str) -> None:
     folder = StudyFolder(nowhere, loaded, str(study), scale, 1)
     seen: set[tuple[str, ...]] = set()
     for task in folder.tasks.values():
-        verb, words = task.job.verb, command_of(folder, task, dict.fromkeys(loaded.data, "data"))
-        alike = (verb, *map(str, task.job.options.items()))
-        if alike in seen:
-            continue
-        seen.add(alike)
-        args = import_module(VERBS[verb][0]).Args
-        held = configured_of(args)
-        flags = flags_of(args, None if held is None else held[1].cls())
-        try:
-            words_of(flags, words[len(verb.split()) :], f"situs {verb}")
-        except SitusError as error:
-            raise error.said_of(f"{study}: jobs.{task.of}.options") from None
+        if (kind := alike(task.job)) not in seen:
+            seen.add(kind)
+            try:
+                check_command(task.job, command_of(folder, task, dict.fromkeys(loaded.data, "data")))
+            except SitusError as error:
+                raise error.said_of(f"{study}: jobs.{task.of}.options") from None
+
+
+def check_command(job: Job, words: Sequence[str]) -> None:
+    """Refuses the words of a job's command that its verb does not take; its flags are those of the job's own method."""
+    from situs.cli.main import VERBS
+
+    args = import_module(VERBS[job.verb][0]).Args
+    held = configured_of(args)
+    start = None if held is None else from_dict(held[1].cls, recipe_of(job, held[1].cls))
+    words_of(flags_of(args, start), words[len(job.verb.split()) :], f"situs {job.verb}")
+
+
+def alike(job: Job) -> tuple[str, ...]:
+    """What decides whether its command is one: the options, and for those of a method which method it is."""
+    inside = any(isinstance(value, Mapping) for value in job.options.values())
+    return (job.verb, job.preset if inside else "", *map(str, job.options.items()))
