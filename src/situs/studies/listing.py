@@ -76,10 +76,11 @@ def _told(values: list[tuple[str, float | None]], found: StudyResult) -> str | N
     if study.tables:
         column = study.tables[0].columns[0]
         name, unit, digits, end = column.name, column.unit, column.digits, f", {column.name}"
+        other = tuple(f"{row.name}, " for row in study.tables[0].rows if row.unit not in (None, unit))
     else:
         curves = study.curves[0]
-        name, unit, digits, end = curves.y, curves.unit, curves.digits, ""
-    shown = [value for where, value in known if where.endswith(end)]
+        name, unit, digits, end, other = curves.y, curves.unit, curves.digits, "", ()
+    shown = [value for where, value in known if where.endswith(end) and not where.startswith(other)]
     if not shown:
         return f"{len(known)}"
     ends = " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in (min(shown), max(shown))))
