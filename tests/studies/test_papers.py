@@ -123,6 +123,19 @@ def test_the_numbers_of_a_paper_have_no_gap() -> None:
             assert numbers == [*range(1, len(numbers) + 1)], (paper, kind)
 
 
+def test_the_page_on_studies_lists_them_all() -> None:
+    """Name, place and title, and what is missing."""
+    page = (Path(__file__).parents[2] / "docs" / "studies.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    wanted = []
+    for name, found in list_studies().studies.items():
+        study = found.study
+        told = dict.fromkeys(each.package + ("" if each.whole else " (in part)") for each in study.missing)
+        place = f"{study.place}: " if study.paper else ""
+        wanted.append(f"| `{name}` | {place}{study.title} | {', '.join(told) or '–'} |")
+    assert sorted(rows) == sorted(wanted)
+
+
 def test_every_command_at_every_scale_is_one_of_the_command_line() -> None:
     """By the real parser; commands that differ in paths alone are parsed once."""
     seen: set[tuple[str, ...]] = set()
