@@ -1,0 +1,126 @@
+"""Spectrograms against librosa 0.11: its stored output here, librosa itself where it is installed (slow)."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from situs.core.random import uniform
+from situs.data.spectrogram import SpectrogramConfig, spectrogram
+from situs.errors import SitusError
+
+STORED = Path(__file__).parent / "spectrograms" / "librosa.npz"
+EVERY = 7  # of the frames that are stored
+CASES: dict[str, SpectrogramConfig] = {
+    "paper": SpectrogramConfig(),
+    "centred": SpectrogramConfig(centred=True, coefficients=13),
+    "logmel": SpectrogramConfig(kind="logmel"),
+    "longer": SpectrogramConfig(kind="logmel", mels=64, window_ms=25, fft_size=1024, low_hz=60, high_hz=7600),
+    "whole range": SpectrogramConfig(kind="logmel", range_db=None, rate=8000, mels=20),
+    "odd": SpectrogramConfig(kind="logmel", window_ms=0.3125 * 99, mels=30, range_db=60),  # 495 samples
+}
+
+
+def waves(rate: int = 16_000) -> Tensor:
+    """[4, rate] float64: a rising tone with noise, near silence with a click, half silence, and all silence."""
+    time = torch.arange(rate, dtype=torch.float64) / rate
+    noise = uniform(3, 0, torch.arange(4), "spectrogram", (rate,)).double() - 0.5
+    tone = 0.5 * torch.sin(2 * torch.pi * (200 + 0.2 * rate * time) * time) + 0.02 * noise[0]
+    click = 1e-4 * noise[1]
+    click[rate // 3] = 0.9
+    return torch.stack([tone, click, torch.where(time < 0.5, noise[2], 0.0), torch.zeros_like(time)])
+
+
+def by_librosa(config: SpectrogramConfig, wave: np.ndarray) -> np.ndarray:
+    """What librosa says of one wave, [frames, width]."""
+    import librosa
+
+    mels = librosa.feature.melspectrogram(
+        y=wave, sr=config.rate, n_fft=config.transform, hop_length=config.hop, win_length=config.window,
+        center=config.centred, n_mels=config.mels, fmin=config.low_hz, fmax=config.highest, dtype=np.float64,
+    )  # fmt: skip
+    levels = librosa.power_to_db(mels, ref=1.0, amin=1e-10, top_db=config.range_db)
+    if config.kind == "mfcc":
+        levels = librosa.feature.mfcc(S=levels, n_mfcc=config.coefficients)
+    return levels.T
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-6), (torch.float32, 5e-3)])
+def test_as_librosa_stored_it(case: str, dtype: torch.dtype, tolerance: float) -> None:
+    """The stored arrays are float32 of values up to 600: 3e-5 is theirs."""
+    config, kept = CASES[case], np.load(STORED)[case]
+    found = spectrogram(waves(config.rate).to(dtype), config)[:, ::EVERY].double()
+    assert found.shape == kept.shape
+    assert kept.std() > 5
+    np.testing.assert_allclose(found.numpy(), kept, rtol=0, atol=tolerance + 5e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_as_librosa_itself(case: str) -> None:
+    """Every frame. The stored arrays are what this test's librosa says, by `python tests/data/test_spectrogram.py`."""
+    pytest.importorskip("librosa", reason="librosa is no dependency of any extra: pip install librosa")
+    config = CASES[case]
+    given = waves(config.rate)
+    wanted = np.stack([by_librosa(config, wave) for wave in given.numpy()])
+    assert wanted.shape[1] == config.frames(given.shape[1])
+    np.testing.assert_allclose(spectrogram(given, config).numpy(), wanted, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(spectrogram(given.float(), config).numpy(), wanted, rtol=0, atol=5e-3)
+    np.testing.assert_allclose(np.load(STORED)[case], wanted[:, ::EVERY], rtol=0, atol=5e-5)
+
+
+def test_a_second_has_the_papers_frames() -> None:
+    assert SpectrogramConfig().frames(16_000) == 98
+    assert SpectrogramConfig(centred=True).frames(16_000) == 101
+    assert spectrogram(waves().float(), SpectrogramConfig(centred=True)).shape == (4, 101, 40)
+    assert SpectrogramConfig(kind="logmel", coefficients=99).width == 40
+
+
+def test_a_clip_is_the_same_in_every_batch() -> None:
+    """The range below the loudest band is the clip's own, not the batch's."""
+    given = waves()
+    together = spectrogram(given, CASES["paper"])
+    for row, wave in enumerate(given):
+        torch.testing.assert_close(spectrogram(wave[None], CASES["paper"])[0], together[row], rtol=0, atol=1e-9)
+
+
+def test_a_frame_sees_its_own_samples() -> None:
+    config = SpectrogramConfig(kind="logmel", range_db=None)
+    given = waves()[:1].clone()
+    before = spectrogram(given, config)
+    given[0, 8000] += 0.3
+    changed = (spectrogram(given, config) - before).abs().amax(-1)[0].nonzero().flatten().tolist()
+    assert changed == [frame for frame in range(98) if 160 * frame < 8000 < 160 * frame + 480]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"coefficients": 41}, "at most the 40 mel bands"),
+        ({"mels": 256}, "band .* would hold no frequency of a transform of 480 samples"),
+        ({"fft_size": 256}, "at least the 480 samples"),
+        ({"high_hz": 9000.0}, "half the rate"),
+        ({"low_hz": 8000.0}, "above 8000 Hz"),
+        ({"hop_ms": 0.01}, "at least a sample"),
+    ],
+)
+def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(SitusError, match=said):
+        SpectrogramConfig(**(asdict(SpectrogramConfig()) | wrong))
+
+
+def test_a_wave_shorter_than_a_frame_is_refused() -> None:
+    with pytest.raises(SitusError, match="479 samples: must fill a frame, 480"):
+        spectrogram(torch.zeros(1, 479), SpectrogramConfig())
+
+
+if __name__ == "__main__":
+    made = {case: [by_librosa(config, wave) for wave in waves(config.rate).numpy()] for case, config in CASES.items()}
+    np.savez_compressed(STORED, **{case: np.stack(all_)[:, ::EVERY].astype(np.float32) for case, all_ in made.items()})
