@@ -217,7 +217,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Audit": (_audit, set()),
     "ClassAccuracy": (lambda: ClassAccuracy(SCORE, torch.tensor([[3, 1], [0, 2]]), (NAME, "b")), {"classes"}),
     "ClassProbes": (lambda: _probes("class"), {"classes"}),
-    "Comparison": (_comparison, set()),
+    "Comparison": (_comparison, {"pictures-a"}),
     "ConsistencyCurve": (
         lambda: ConsistencyCurve([Consistency(0.5, 2, False, 9, 0.5, 1.0, 1.0, 0.5, 2.0)], "mean", None, NAME, (2, 2)),
         {"norms", "shares"},
@@ -251,7 +251,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Reconstruction": (_reconstruction, {"one", "placed"}),
     "Robustness": (_robustness, {"accuracy", "severity", "corruptions"}),
     "Runs": (_runs, {"curves"}),
-    "SplitAudit": (_split_audit, {"psnr", "places"}),
+    "SplitAudit": (_split_audit, {"pictures", "psnr", "places"}),
     "StepComparison": (_comparison_of_steps, set()),
     "StepTable": (_steps, set()),
     "StudyResult": (_study_result, {"curves"}),

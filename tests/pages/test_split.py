@@ -64,7 +64,7 @@ def test_the_threat_model_and_the_verdict_come_first(
         "Who was tried, 7 rows",
         "How this page was made",
     ]
-    assert made.notice == (PRIVATE if pictures else "")
+    assert made.notice == (PRIVATE if pictures else "") and ("pictures" in made.pictures) == pictures
     assert "TLS" in made.render() and "an attack that was not tried is no protection" in made.render()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from situs.cli.study.words import alike, check_command
@@ -9,6 +10,7 @@ from situs.studies.folder import StudyFolder
 from situs.studies.form import PAPERS
 from situs.studies.listing import list_studies
 from situs.studies.load import load_study, study_names
+from situs.studies.plan import planned
 from situs.studies.words import words_of
 
 METHOD = "a drawing of the method, without data"
@@ -99,6 +101,16 @@ LEFT_OUT = {
     ("st", "Figure 2"): METHOD,
 }
 
+DRAWN = {
+    "analyze attention": ("images", "heads", "relative"),
+    "analyze correlation": ("maps", "distance", "layers"),
+    "analyze positions": ("umap", "pca-2d", "pca-3d", "cosine", "energy", "guesses"),
+    "analyze reconstruct": ("one", "placed", "mix-1", "verdict-0.95", "placed-0.95"),
+    "audit gradients": ("pictures-a", "pictures-c"),
+    "audit split": ("pictures", "psnr", "places"),
+}
+"""verb -> the names of the pictures beside its page."""
+
 OWN = {"cifar100", "cifar100-order", "lock"}
 """Studies of situs itself, of no paper."""
 
@@ -121,6 +133,18 @@ def test_the_numbers_of_a_paper_have_no_gap() -> None:
         for kind in ("Table ", "Table S", "Figure "):
             numbers = sorted(int(p.removeprefix(kind)) for p in places if p.removeprefix(kind).isdigit())
             assert numbers == [*range(1, len(numbers) + 1)], (paper, kind)
+
+
+def test_a_figure_without_numbers_shows_what_its_job_draws() -> None:
+    shown = 0
+    for name in study_names():
+        study = load_study(name, configs=False)
+        jobs = planned(study)
+        for picture in study.pictures:
+            drawn = [f"file-{each}" for each in DRAWN[jobs[picture.job].verb]]
+            assert any(fnmatchcase(each, picture.file) for each in drawn), f"{name}: {picture.file} of {picture.job}"
+            shown += 1
+    assert shown > 20
 
 
 def test_the_page_on_studies_lists_them_all() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from situs.config import from_dict
@@ -74,3 +77,13 @@ def test_a_study_by_its_name() -> None:
     assert "at scale quick" in small.sentence and any("the difference says little" in note for note in small.notes)
     with pytest.raises(SitusError, match="unknown study 'nosuch'"):
         read_study("nosuch")
+
+
+def test_pictures_for_their_owner_alone_make_the_page_so(tmp_path: Path) -> None:
+    found = result([{"columns": [{"name": "c"}], "rows": [{"name": "r"}]}])
+    open_, own = tmp_path / "a.png", tmp_path / "b.png"
+    for file, mode in ((open_, 0o644), (own, 0o600)):
+        file.write_bytes(b"")
+        file.chmod(mode)
+    assert not found.private and not replace(found, drawn=(("a", open_),)).private
+    assert replace(found, drawn=(("a", open_), ("b", own))).private

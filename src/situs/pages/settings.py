@@ -117,6 +117,7 @@ def _pictures(page: Page, comparison: Comparison, most: int = 6) -> None:
             f"Setting ({setting}): {SETTINGS[setting].about}. What each attacker recovered from one step on the first "
             f"{count} images; beside each row the mean PSNR against x over those he came to of all "
             f"{len(comparison.names)}.",
+            name=f"pictures-{setting}",
         )
 
 

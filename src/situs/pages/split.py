@@ -70,7 +70,8 @@ def _pictures(section: Section, audit: SplitAudit) -> None:
             strips.append((f"{found.setting}\n{best.attack}", best.images.to(audit.pictures)))
     count = min(SHOWN, len(audit.pictures))
     drawn = picture_rows(strips, count)
-    section.figure(drawn, "The first samples, and what the attacker with the best PSNR made of them, by setting.")
+    said = "The first samples, and what the attacker with the best PSNR made of them, by setting."
+    section.figure(drawn, said, name="pictures")
 
 
 def trade_offs(audit: SplitAudit) -> dict[str, dict[str, Lines]]:

@@ -98,6 +98,11 @@ class StudyResult(Result):
     lines: tuple[tuple[Drawn, ...], ...]
     drawn: tuple[tuple[str, Path], ...] = ()
 
+    @property
+    def private(self) -> bool:
+        """Its page shows pictures that were written for their owner alone."""
+        return any(not file.stat().st_mode & 0o077 for _, file in self.drawn)
+
     def cells(self) -> Iterator[tuple[str, Cell]]:
         """Where each stands, and the cell: those that a job fills or the paper has a number for."""
         for table, rows in zip(self.study.tables, self.rows, strict=True):

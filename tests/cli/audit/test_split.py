@@ -30,7 +30,7 @@ def test_a_classifier(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "Threat model" in page and "This page holds private images" not in page
     assert main(["audit", "split", *words, "--pictures"]) == 0
     assert "This page holds private images" in (tmp_path / "split-audit.html").read_text()
-    assert (tmp_path / "split-audit.html").stat().st_mode & 0o077 == 0
+    assert all((tmp_path / f"split-audit{end}").stat().st_mode & 0o077 == 0 for end in (".html", "-pictures.png"))
 
 
 @pytest.mark.parametrize(
