@@ -314,3 +314,31 @@ def test_pages_carry_their_figures_and_words(outline: Any) -> None:
         "γ_pos = 0.75, 1 text, 2 figures",
         "How this page was made, facts",
     ]
+
+
+@pytest.mark.parametrize("grid", [(98,), (98, 1), (1, 98)])
+def test_frames_are_off_by_their_distance_on_the_line(grid: tuple[int, ...]) -> None:
+    puzzle = Puzzle(torch.tensor([[5, 97, 40]]), torch.tensor([[9, 97, 10]]), 0, 0, grid)
+    found = score([puzzle])
+    assert found.off_by == pytest.approx((4 + 0 + 30) / 3) and found.right == pytest.approx(1 / 3)
+    assert found.empty == pytest.approx(2 / 3)
+    hidden, wrong = hidden_and_wrong(puzzle)
+    assert int(hidden.sum()) == 95 and wrong.nonzero()[:, 1].tolist() == [5, 40]
+
+
+def test_frames_are_put_where_the_model_says() -> None:
+    """MP3 over a clip of 7 frames: the pictures of its puzzles, frame by frame."""
+    torch.manual_seed(0)
+    backbone = small_vit((7, 5), depth=1, patch_size=(1, 5), in_chans=1, positions="sincos")
+    method = MP3(backbone, MP3Config(mask_ratio=0.0, anchor_ratio=0.3)).eval()
+    clips = Batch(torch.rand(3, 1, 7, 5), torch.arange(3))
+    found = study(method, [clips], [PuzzleRatios(0.0)], lambda x: x, show=2)
+    puzzle = found.solved[PuzzleRatios(0.0)]
+    assert found.grid == (7, 1) and puzzle.places.shape == (2, 7) and puzzle.told == 0.3 and not found.mixes
+    pictures, filled = place_patches(found.images, puzzle.places, puzzle.guesses, puzzle.grid)
+    for clip in range(2):
+        for row in range(7):
+            came = [place for place, to in zip(puzzle.places[clip], puzzle.guesses[clip], strict=True) if to == row]
+            assert bool(filled[clip, row]) == bool(came)
+            mean = sum((found.images[clip, 0, place] for place in came), torch.zeros(5)) / max(len(came), 1)
+            assert torch.allclose(pictures[clip, 0, row], mean, atol=1e-6)

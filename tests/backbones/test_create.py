@@ -47,6 +47,72 @@ def test_a_config_and_keywords_make_the_same_model() -> None:
     assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
+FRAMES = {
+    "img_size": (98, 40),
+    "patch_size": (1, 40),
+    "in_chans": 1,
+    "num_classes": 12,
+    "model_args": {
+        "embed_dim": 32,
+        "depth": 8,
+        "num_heads": 4,
+        "mlp_ratio": 2.0,
+        "pos_drop_rate": 0.1,
+        "proj_drop_rate": 0.1,
+        "attn_drop_rate": 0.1,
+    },
+}
+"""The transformer over frames of MP3's speech experiments: each of 98 frames of 40 coefficients is a token."""
+
+
+def test_the_papers_model_over_frames_has_its_size() -> None:
+    b = create_backbone("vit_tiny_patch16_224", positions="sincos", **FRAMES)
+    block = 3 * (32 * 32 + 32) + (32 * 32 + 32) + (32 * 64 + 64) + (64 * 32 + 32) + 4 * 32
+    assert block == 8544
+    trained = sum(p.numel() for p in b.parameters() if p.requires_grad)
+    assert trained == (40 * 32 + 32) + 32 + 8 * block + 64 + (32 * 12 + 12) == 70_156  # about 70 K in the paper
+    assert (b.grid, b.num_tokens, b.num_prefix, b.depth, b.dim) == ((98, 1), 98, 1, 8, 32)
+    assert b.input == ((98, 40), 1, (1, 40)) and b.patch_values == 40
+    assert torch.equal(b.positions().table, sincos((98,), 32))
+    assert b.positions().table.unique(dim=0).shape[0] == 98  # no channel is spent on a side of one place
+
+
+@pytest.mark.parametrize("kind", ["learned", "sincos", "none", "relative"])
+@torch.no_grad()
+def test_a_frame_is_projected_alone_and_the_model_is_timms(kind: str) -> None:
+    torch.manual_seed(0)
+    b = create_backbone("vit_tiny_patch16_224", positions=kind, **FRAMES).double().eval()
+    clips = torch.randn(2, 1, 98, 40, dtype=torch.float64)
+    weight, bias = b.model.patch_embed.proj.weight.view(32, 40), b.model.patch_embed.proj.bias
+    assert torch.allclose(b.embed(clips), clips[:, 0] @ weight.T + bias, atol=1e-12)
+    assert torch.allclose(b(clips), b.model(clips), atol=1e-12)
+
+
+@torch.no_grad()
+def test_the_dropout_of_every_sublayer_is_run() -> None:
+    """With one kind on at a time, two passes differ in training and agree in evaluation."""
+    shape = {"embed_dim": 32, "depth": 1, "num_heads": 4, "mlp_ratio": 2.0}
+    clips = torch.randn(1, 1, 98, 40)
+    for rate in ("pos_drop_rate", "proj_drop_rate", "attn_drop_rate"):
+        b = create_backbone("vit_tiny_patch16_224", **FRAMES | {"model_args": {**shape, rate: 0.1}})
+        features = [b.encode(b.embed(clips), b.positions()).patches for _ in range(2)]
+        assert not torch.equal(*features), rate
+        b.eval()
+        features = [b.encode(b.embed(clips), b.positions()).patches for _ in range(2)]
+        assert torch.equal(*features), rate
+
+
+def test_spectrogram_patches_are_a_rectangular_grid_of_one_channel() -> None:
+    """AST's form: 128 log-mels by 96 frames in patches of 16 by 16."""
+    shape = {"embed_dim": 32, "depth": 1, "num_heads": 4}
+    b = create_backbone("vit_tiny_patch16_224", img_size=(128, 96), in_chans=1, model_args=shape, positions="sincos")
+    assert (b.grid, b.input) == ((8, 6), ((128, 96), 1, (16, 16)))
+    assert torch.equal(b.positions().table, sincos((8, 6), 32))
+    b = b.double().eval()
+    spectrograms = torch.randn(2, 1, 128, 96, dtype=torch.float64)
+    assert torch.allclose(b(spectrograms), b.model(spectrograms), atol=1e-12)
+
+
 def test_sincos_positions_are_fixed_and_load_in_timm() -> None:
     b = tiny(positions="sincos")
     assert torch.equal(b.positions().table, sincos((4, 6), 32))

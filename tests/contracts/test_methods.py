@@ -15,6 +15,9 @@ from situs.methods import METHODS, Batch, Method, create_method
 SMALL: dict[str, Any] = {"depth": 2, "embed_dim": 32, "num_heads": 2}
 BACKBONES: dict[str, dict[str, Any]] = {
     "vit_tiny_patch16_224": dict(img_size=(16, 24), patch_size=4, model_args=SMALL),
+    "deit_tiny_patch16_224": dict(  # frames of 10 coefficients: a line of tokens
+        img_size=(14, 10), patch_size=(1, 10), in_chans=1, positions="learned_sincos", model_args=SMALL
+    ),
     "vit_small_patch14_reg4_dinov2": dict(img_size=(28, 42), model_args=SMALL),
     "deit_tiny_distilled_patch16_224": dict(img_size=(32, 48), model_args=SMALL),
     "eva02_tiny_patch14_224": dict(img_size=(28, 42), model_args=SMALL),
@@ -65,8 +68,8 @@ def make(method: str, name: str, **sizes: int) -> Method:
 def batch(method: Method, count: int = 4) -> Batch:
     torch.manual_seed(1)
     size = method.backbone.input.shape or (32, 32)
-    labels = torch.arange(count) % 4
-    return Batch(torch.randn(count, 3, *size), torch.arange(100, 100 + count), {"label": labels})
+    inputs, labels = torch.randn(count, method.backbone.input.channels, *size), torch.arange(count) % 4
+    return Batch(inputs, torch.arange(100, 100 + count), {"label": labels})
 
 
 @pytest.mark.parametrize(("method", "name"), PAIRS)

@@ -28,18 +28,22 @@ def batches() -> list[Batch]:
 
 def test_each_ratio_is_what_a_method_of_that_ratio_says() -> None:
     method = make(0.5).train()
-    found = position_curve(method, batches(), RATIOS, seed=3).accuracy
-    assert tuple(found) == RATIOS
+    curve = position_curve(method, batches(), RATIOS, seed=3)
+    found = curve.accuracy
+    assert tuple(found) == tuple(curve.top5) == RATIOS
     assert len(set(found.values())) > 1  # the ratio matters
     for ratio in RATIOS:
         other = make(ratio)
         other.load_state_dict(method.state_dict())
         other.eval()
-        right = 0
+        right = near = 0
         for batch in batches():
             extras = other(batch, other.draw(batch, seed=3, epoch=0)).extras
             right += int((extras["logits"].argmax(-1) == extras["places"]).sum())
+            five = extras["logits"].topk(5).indices
+            near += int((five == extras["places"].unsqueeze(-1)).sum())
         assert found[ratio] == right / (11 * 6)
+        assert curve.top5[ratio] == near / (11 * 6) > found[ratio]
 
 
 def test_the_method_is_left_as_it_was() -> None:
@@ -68,7 +72,9 @@ def test_a_perfect_reader_scores_one_and_chance_is_chance() -> None:
     batch = Batch(images, torch.tensor([0, 1]))
     assert position_curve(method, [batch], RATIOS).accuracy == dict.fromkeys(RATIOS, 1.0)
     blank = batch._replace(inputs=torch.zeros_like(images))
-    assert position_curve(method, [blank], RATIOS).accuracy == pytest.approx(dict.fromkeys(RATIOS, 1 / 6))
+    blind = position_curve(method, [blank], RATIOS)
+    assert blind.accuracy == pytest.approx(dict.fromkeys(RATIOS, 1 / 6))
+    assert blind.top5 == pytest.approx(dict.fromkeys(RATIOS, 5 / 6))  # equal logits are no knowledge
 
 
 def test_mistakes_are_named() -> None:

@@ -22,9 +22,15 @@ from situs.train.run import RunConfig
 WIDTH = 16
 
 
-def make(positions: str = "sincos", size: tuple[int, int] = (12, 16), **config: Any) -> DropPos:
+FRAMES = dict(size=(9, 5), patch_size=(1, 5), in_chans=1)
+"""Nine frames of five coefficients: a line of tokens."""
+
+
+def make(
+    positions: str = "sincos", size: tuple[int, int] = (12, 16), patch_size: Any = 4, in_chans: int = 3, **config: Any
+) -> DropPos:
     torch.manual_seed(0)
-    backbone = small_vit(size, width=WIDTH, positions=positions)
+    backbone = small_vit(size, width=WIDTH, positions=positions, patch_size=patch_size, in_chans=in_chans)
     fields: dict[str, Any] = dict(mask_ratio=0.34, position_mask_ratio=0.6, decoder_width=8, decoder_heads=2)
     method = DropPos(backbone, DropPosConfig(**(fields | config))).double()
     for parameter in method.parameters():
@@ -37,7 +43,7 @@ def batch(method: DropPos) -> Batch:
     torch.manual_seed(1)
     size = method.backbone.input.shape
     assert size is not None
-    return Batch(torch.randn(3, 3, *size, dtype=torch.float64), torch.tensor([5, 900, 31]))
+    return Batch(torch.randn(3, method.backbone.input.channels, *size, dtype=torch.float64), torch.tensor([5, 900, 31]))
 
 
 # --- the slow reference: lists of vectors, one token and one head at a time ------------------------------------
@@ -70,10 +76,10 @@ def slow_encoder(vit: Any, z: list[Tensor]) -> list[Tensor]:
     return [vit.norm(token) for token in z]
 
 
-def slow_sincos(row: int, column: int) -> Tensor:
-    values = []
-    for place in (column, row):
-        angles = [place / 10000 ** (i / 4) for i in range(4)]
+def slow_sincos(row: int, column: int, line: bool) -> Tensor:
+    values, half = [], WIDTH // 2 if line else WIDTH // 4
+    for place in (row,) if line else (column, row):
+        angles = [place / 10000 ** (i / half) for i in range(half)]
         values += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
     return torch.tensor(values, dtype=torch.float64)
 
@@ -97,15 +103,17 @@ def slow_cosine(a: Tensor, b: Tensor) -> float:
 def slow_droppos(
     method: DropPos, images: Tensor, visible: list[list[int]], sigma: float, affinity: str | None
 ) -> Tensor:
-    """DropPos from the paper's text (Eq. 3, 6, 8, 9) on a 3x4 grid."""
-    vit, rows, columns = method.backbone.model, 3, 4
+    """DropPos from the paper's text (Eq. 3, 6, 8, 9) on the 3x4 patches of an image, or on frames."""
+    vit, (high, wide) = method.backbone.model, method.backbone.model.patch_embed.patch_size
+    rows, columns = images.shape[2] // high, images.shape[3] // wide
     count = rows * columns
     means, above, below = [], [], []
     for image, seen in zip(images, visible, strict=True):
-        patches = [image[:, 4 * r : 4 * r + 4, 4 * c : 4 * c + 4] for r in range(rows) for c in range(columns)]
+        corners = [(high * r, wide * c) for r in range(rows) for c in range(columns)]
+        patches = [image[:, y : y + high, x : x + wide] for y, x in corners]
         weight, bias = vit.patch_embed.proj.weight, vit.patch_embed.proj.bias
         x = [(weight * patch).sum(dim=(1, 2, 3)) + bias for patch in patches]
-        table = [slow_sincos(i // columns, i % columns) for i in range(count)]
+        table = [slow_sincos(i // columns, i % columns, columns == 1) for i in range(count)]
         cls = vit.cls_token[0, 0] + vit.pos_embed[0, 0]
         dropped = seen[method.anchors :]
         z = [cls] + [x[i] + (method.mask_token if i in dropped else table[i]) for i in seen]
@@ -134,6 +142,7 @@ def slow_droppos(
     return torch.stack(means).mean() if means else torch.stack(above).sum() / sum(below)
 
 
+@pytest.mark.parametrize("shape", [{}, FRAMES], ids=["image", "frames"])
 @pytest.mark.parametrize(
     ("affinity", "progress", "distance", "over"),
     [
@@ -143,8 +152,8 @@ def slow_droppos(
         (None, 1.0, "euclidean", "batch"),
     ],
 )
-def test_loss_and_gradients_match_an_independent_slow_droppos(affinity, progress, distance, over) -> None:
-    method = make(affinity=affinity, distance=distance, sigma_start=1.2, weights_over=over)
+def test_loss_and_gradients_match_an_independent_slow_droppos(affinity, progress, distance, over, shape) -> None:
+    method = make(affinity=affinity, distance=distance, sigma_start=1.2, weights_over=over, **shape)
     data = batch(method)
     draws = method.draw(data, seed=3, epoch=7, progress=progress)
     assert float(draws["sigma"]) == pytest.approx(1.2 * (1 - progress))

@@ -14,7 +14,7 @@ from situs.backbones.timm.attention import run_blocks
 from situs.core.tokens import take
 from situs.errors import SitusError
 from situs.methods import MP3, Batch, MP3Config
-from situs.methods.heads import position_accuracy, position_loss
+from situs.methods.heads import place_ranks, position_accuracy, position_loss
 
 
 def make(eta: float = 0.5, **config) -> MP3:
@@ -238,3 +238,34 @@ def test_a_compiled_context_is_kept_once_and_changes_no_bit(monkeypatch: pytest.
     copies = depth * 4 * 5 * 16 * 4  # of the context, in every block
     assert 0.8 * copies < more - less <= copies
     assert less < plain
+
+
+@torch.no_grad()
+def test_ranks_count_the_places_held_likelier() -> None:
+    """By sorting one row at a time; equal logits keep the order of the places."""
+    logits = torch.randint(0, 4, (3, 5, 7), generator=torch.Generator().manual_seed(0)).float()
+    places = torch.randint(0, 7, (3, 5), generator=torch.Generator().manual_seed(1))
+    ranks = place_ranks(logits, places)
+    for b in range(3):
+        for k in range(5):
+            order = sorted(range(7), key=lambda place: (-float(logits[b, k, place]), place))
+            assert int(ranks[b, k]) == order.index(int(places[b, k]))
+
+
+@torch.no_grad()
+def test_hinted_frames_alone_keep_their_position_vector() -> None:
+    """5 % of 98 frames: 4 are told, and only what those are told can change the answer."""
+    torch.manual_seed(0)
+    backbone = small_vit((98, 5), patch_size=(1, 5), in_chans=1, positions="learned_sincos")
+    method = MP3(backbone, MP3Config(mask_ratio=0.0, anchor_ratio=0.05)).double().eval()
+    data = Batch(torch.randn(2, 1, 98, 5, dtype=torch.float64), torch.tensor([3, 8]))
+    draws = method.draw(data, seed=1, epoch=0)
+    assert draws["anchors"].sum(dim=1).tolist() == [4, 4]
+    told = {int(place) for place in draws["order"][0][draws["anchors"][0]]}
+    whole, rows = method(data, draws).extras["logits"][0], backbone.model.pos_embed
+    for place in (*told, next(place for place in range(98) if place not in told)):
+        before = rows[0, 1 + place].clone()
+        rows[0, 1 + place] *= -2.0  # no constant: a norm would take it away
+        changed = not torch.allclose(method(data, draws).extras["logits"][0], whole, atol=1e-12)
+        rows[0, 1 + place] = before
+        assert changed == (place in told)

@@ -11,7 +11,11 @@ from situs.pages.evaluate import knn, knn_curves, position_curve, position_grid
 
 def test_missing_cells_are_said_and_not_counted() -> None:
     reason = "mask_ratio=0.5: must be 0.75 on swin"
-    cells = (Cell(0.5, 0.25, None, None, None, reason), Cell(0.75, 0.25, 4, 1, 0.2), Cell(0.75, 0.5, 4, 2, 0.6))
+    cells = (
+        Cell(0.5, 0.25, None, None, None, reason),
+        Cell(0.75, 0.25, 4, 1, 0.2),
+        Cell(0.75, 0.5, 4, 2, 0.6, top5=0.9),
+    )
     grid = PositionGrid((*cells[:1], Cell(0.5, 0.5, None, None, None, reason), *cells[1:]), 10, 16, (0.75, 0.5))
     assert grid.mean == 0.4
     said = grid.summary()
@@ -25,16 +29,19 @@ def test_missing_cells_are_said_and_not_counted() -> None:
     assert "The run was trained at γ = 0.75 and γ_pos = 0.5." in text
     assert said.sentence in text
     assert page.pictures["grid"].startswith(b"\x89PNG")
-    assert [row[-1] for row in said.tables[0].rows] == [None, None, "20.00", "60.00"]
-    assert len(said.tables[0].header) == 5
+    assert [row[-2] for row in said.tables[0].rows] == [None, None, "20.00", "60.00"]
+    assert [row[-1] for row in said.tables[0].rows] == [None, None, None, "90.00"]
+    assert said.tables[0].header[-2:] == ["accuracy, %", "top-5, %"] and len(said.tables[0].header) == 6
 
 
 def test_a_curve_speaks_of_the_share_nearest_to_the_training() -> None:
-    found = PositionCurve({0.0: 0.25, 0.5: 0.125}, 10, 16, 0.4, anchors=0.1)
+    found = PositionCurve({0.0: 0.25, 0.5: 0.125}, 10, 16, 0.4, anchors=0.1, top5={0.0: 0.75, 0.5: 0.5})
     assert found.summary().sentence == (
         "At η = 0.5 (trained at 0.4) the place of 12.50 % of all patches is guessed right, 2.0 times chance (6.25 %)."
     )
-    assert found.numbers()["accuracy"] == [{"ratio": 0.0, "accuracy": 0.25}, {"ratio": 0.5, "accuracy": 0.125}]
+    rows = [{"ratio": 0.0, "accuracy": 0.25, "top5": 0.75}, {"ratio": 0.5, "accuracy": 0.125, "top5": 0.5}]
+    assert found.numbers()["accuracy"] == rows
+    assert found.summary().tables[0].rows == [["0", "25.00", "75.00"], ["0.5", "12.50", "50.00"]]
     text = position_curve(found).render()
     told = "This run tells 10 % of the patches their place, here too, and their guesses count."
     assert told in text and found.summary().notes == (told,)

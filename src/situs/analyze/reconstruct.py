@@ -7,6 +7,7 @@ together (14 and 15); DropPos sees some patches and is told where a few of these
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from situs.core.jigsaw import patch_size_of
 from situs.core.permutation import random_permutation
+from situs.core.position import distances
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, patchify, put_at, take, unpatchify
 from situs.data.augment.recipes import denormalise
@@ -72,7 +74,7 @@ def place_patches(images: Tensor, taken: Tensor, places: Tensor, grid: Grid) -> 
     filled [B, N] bool.
     """
     size = patch_size_of(images, grid)
-    put, filled = put_at(take(patchify(images, size), taken), places, grid[0] * grid[1])
+    put, filled = put_at(take(patchify(images, size), taken), places, math.prod(grid))
     return unpatchify(put, grid, size), filled
 
 
@@ -86,7 +88,7 @@ def paint_places(images: Tensor, where: Tensor, grid: Grid, value: float) -> Ten
 
 def hidden_and_wrong(puzzle: Puzzle) -> tuple[Tensor, Tensor]:
     """DropPos's Figure 3, [B, N] bool each: places whose patch was not shown, and whose patch is put elsewhere."""
-    count = puzzle.grid[0] * puzzle.grid[1]
+    count = math.prod(puzzle.grid)
     hidden = ~mask_of(puzzle.places, count)
     wrong = puzzle.guesses != puzzle.places
     return hidden, torch.zeros_like(hidden).scatter(1, puzzle.places, wrong)
@@ -113,10 +115,9 @@ def score(puzzles: Iterable[Puzzle]) -> PuzzleScores:
 
 def _sums(puzzle: Puzzle) -> Tensor:
     """[5]: images, guesses, right ones, distances of all, and places left empty, counted in patches shown."""
-    count, width = puzzle.grid[0] * puzzle.grid[1], puzzle.grid[1]
+    count = math.prod(puzzle.grid)
     places, found = puzzle.places[:, puzzle.asked :], puzzle.guesses[:, puzzle.asked :]
-    down, across = places // width - found // width, places % width - found % width
-    far = torch.hypot(down.double(), across.double()).sum()
+    far = distances(puzzle.grid)[places, found].sum()
     missed = mask_of(puzzle.places, count) & ~mask_of(puzzle.guesses, count)
     empty = missed.sum(dim=1).double() / puzzle.places.shape[1]
     right = (places == found).sum()
@@ -156,7 +157,7 @@ def _can(method: Method, setting: PuzzleRatios) -> bool:
 def solve(method: Method, batch: Batch, setting: PuzzleRatios, *, seed: int = 0) -> Puzzle:
     """Puzzles of a batch at a setting, on the CPU; the method must be in eval mode. The same seed, the same puzzles."""
     puzzle = method.at(*setting.ratios).solve(batch, seed=seed)
-    return puzzle._replace(places=puzzle.places.cpu(), guesses=puzzle.guesses.cpu())
+    return puzzle._replace(places=puzzle.places.cpu(), guesses=puzzle.guesses.cpu(), ranks=None)
 
 
 class Mix(NamedTuple):
@@ -222,7 +223,7 @@ class Reconstruction(Result):
         )
         if worst[0] != best[0]:
             said += f", and {percent(worst[1].right)} at {worst[0].text}, {worst[1].off_by:.1f} patches off on average"
-        chance = percent(1 / (self.grid[0] * self.grid[1]))
+        chance = percent(1 / math.prod(self.grid))
         rows = [
             [setting.text, percent(found.right), chance, f"{found.off_by:.2f}", percent(found.empty)]
             for setting, found in self.scores.items()

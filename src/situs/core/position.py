@@ -152,8 +152,10 @@ def sincos(grid: Grid, dim: int, *, temperature: float = 10000.0) -> Tensor:
     """Fixed sine-cosine positions of a grid with any number of sides, [N, dim] float32.
 
     Each side has an equal share of the channels, sines then cosines, the last side first: on an image the column and
-    then the row, the order of MAE's and DropPos's published weights, so that theirs load unchanged.
+    then the row, the order of MAE's and DropPos's published weights, so that theirs load unchanged. A side of one place
+    tells nothing and has no share: 98 frames on a grid of (98, 1) get the table of (98,).
     """
+    grid = tuple(side for side in grid if side > 1) or (1,)
     if dim % (2 * len(grid)):
         raise SitusError(
             f"dim={dim}: sine-cosine positions on a grid of {len(grid)} sides need a width divisible by {2 * len(grid)}"

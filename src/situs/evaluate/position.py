@@ -1,17 +1,18 @@
 """How well a pretrained model knows where its patches were, by its own position head.
 
 DropPos: the grid of γ (patches not seen) × γ_pos (places dropped), plain top-1 on the dropped places, and its mean.
-MP3: accuracy over the share η of patches that are no keys (the paper's Figure 5).
+MP3: accuracy over the share η of patches that are no keys (the paper's Figure 5). Top-5 stands beside both.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
+from torch import Tensor
 
 from situs.errors import SitusError
 from situs.limits import check_values
@@ -29,12 +30,16 @@ MASK_RATIOS = (0.0, 0.25, 0.5, 0.75)
 POSITION_RATIOS = (0.25, 0.5, 0.75, 0.95)
 """γ and γ_pos of DropPos's 16 cells."""
 
+TOP = 5
+"""How many of the likeliest places may hold the true one."""
+
 
 @dataclass(frozen=True)
 class Cell:
     """One cell of the grid. accuracy: share of the dropped places guessed right, None where `reason` says why not.
 
-    visible: patches an image shows at γ. dropped: those of them whose place is dropped at γ_pos.
+    visible: patches an image shows at γ. dropped: those of them whose place is dropped at γ_pos. top5: share of the
+    dropped places that are among the model's five likeliest.
     """
 
     mask_ratio: float
@@ -43,6 +48,7 @@ class Cell:
     dropped: int | None
     accuracy: float | None
     reason: str | None = None
+    top5: float | None = None
 
     def __str__(self) -> str:
         return f"{percent(self.accuracy or 0.0, 2)} (γ = {self.mask_ratio:g}, γ_pos = {self.position_mask_ratio:g})"
@@ -79,10 +85,10 @@ class PositionGrid(Result):
         )
         rows = [
             [f"{cell.mask_ratio:g}", f"{cell.position_mask_ratio:g}", cell.visible, cell.dropped,
-             None if cell.accuracy is None else f"{100 * cell.accuracy:.2f}"]
+             _percent(cell.accuracy), _percent(cell.top5)]
             for cell in self.cells
         ]  # fmt: skip
-        header = ["γ", "γ_pos", "patches seen", "places dropped", "accuracy, %"]
+        header = ["γ", "γ_pos", "patches seen", "places dropped", "accuracy, %", "top-5, %"]
         return Summary(said, (Table(self.provenance.title(f"{self.count:,} images"), header, rows),))
 
     def numbers(self) -> dict[str, Any]:
@@ -96,6 +102,7 @@ class PositionCurve(Result):
     """MP3's curve: η -> share of all patches whose place is guessed right. count: images. places: N.
 
     trained: η of the training. anchors: share of the patches that the run tells their place, here too.
+    top5: η -> share of all patches whose place is among the model's five likeliest.
     """
 
     file: ClassVar[str] = "position"
@@ -104,6 +111,7 @@ class PositionCurve(Result):
     places: int
     trained: float
     anchors: float = 0.0
+    top5: dict[float, float] = field(default_factory=dict)
 
     def summary(self) -> Summary:
         """The accuracy at the η nearest to the one trained with; a row for each η."""
@@ -113,14 +121,21 @@ class PositionCurve(Result):
             f"At η = {eta:g} (trained at {self.trained:g}) the place of {percent(found, 2)} of all patches is guessed "
             f"right, {found / chance:.1f} times chance ({percent(chance, 2)})."
         )
-        rows = [[f"{ratio:g}", f"{100 * value:.2f}"] for ratio, value in self.accuracy.items()]
-        table = Table(self.provenance.title(f"{self.count:,} images"), ["η", "accuracy, %"], rows)
+        near = self.top5
+        rows = [[f"{ratio:g}", _percent(right), _percent(near.get(ratio))] for ratio, right in self.accuracy.items()]
+        table = Table(self.provenance.title(f"{self.count:,} images"), ["η", "accuracy, %", "top-5, %"], rows)
         return Summary(said, (table,), told_places(self.anchors))
 
     def numbers(self) -> dict[str, Any]:
         """Every η."""
-        found = [{"ratio": ratio, "accuracy": value} for ratio, value in self.accuracy.items()]
+        found = [
+            {"ratio": ratio, "accuracy": value, "top5": self.top5.get(ratio)} for ratio, value in self.accuracy.items()
+        ]
         return {"places": self.places, "count": self.count, "accuracy": found}
+
+
+def _percent(share: float | None) -> str | None:
+    return None if share is None else f"{100 * share:.2f}"
 
 
 def evaluate_position(
@@ -168,7 +183,7 @@ def position_grid(
     check_values("position_ratios", position_ratios, "(0, 1]")
     settings = [(gamma, gamma_pos) for gamma in ratios for gamma_pos in position_ratios]
     found = _ask(method, batches, settings, seed, precision)
-    cells = [Cell(*setting, *found.cells[setting]) for setting in settings]
+    cells = [Cell(*setting, *found.cells[setting], found.top5.get(setting)) for setting in settings]
     return PositionGrid(tuple(cells), found.count, math.prod(method.grid), trained_ratios(method))
 
 
@@ -186,7 +201,9 @@ def position_curve(
     """
     found = _ask(method, batches, [(ratio,) for ratio in ratios], seed, precision)
     shares = {ratio: found.share((ratio,)) for ratio in ratios}
-    return PositionCurve(shares, found.count, math.prod(method.grid), *trained_ratios(method), anchors=found.told)
+    top5 = {ratio: found.top5[ratio,] for ratio in ratios}
+    places, trained = math.prod(method.grid), trained_ratios(method)
+    return PositionCurve(shares, found.count, places, *trained, anchors=found.told, top5=top5)
 
 
 def position_accuracy(method: Method, batches: Iterable[Batch], *, seed: int = 0, precision: str = "fp32") -> float:
@@ -203,12 +220,14 @@ def trained_ratios(method: Method) -> tuple[float, ...]:
 class _Found(NamedTuple):
     """cells: ratios -> patches seen, those of them asked for, share named rightly, or why not. count: images.
 
-    told: share of those asked for that were told their place.
+    told: share of those asked for that were told their place. top5: ratios -> share whose place is among the five
+    likeliest.
     """
 
     cells: dict[tuple[float, ...], tuple[int | None, int | None, float | None, str | None]]
     count: int
     told: float
+    top5: dict[tuple[float, ...], float]
 
     def share(self, ratios: tuple[float, ...]) -> float:
         *_, share, reason = self.cells[ratios]
@@ -236,14 +255,16 @@ def _ask(
     told = 0.0
     with evaluating(method):
         for batch in batches:
-            hits = []
+            hits: list[Tensor] = []
             for setting, view in views.items():
                 with autocast(batch.inputs.device, precision):
                     puzzle = view.solve(batch, seed=seed)
                 shapes[setting], told = (puzzle.places.shape[1], puzzle.right.shape[1]), puzzle.told
-                hits.append(puzzle.right.sum().double())
+                assert puzzle.ranks is not None
+                hits += [puzzle.right.sum().double(), (puzzle.ranks < TOP).sum().double()]
             sums.add(torch.stack([*hits, hits[0].new_tensor(float(len(batch.ids)))]))
-    *right, count = sums.over_ranks().tolist()
-    for (setting, (seen, asked)), hits in zip(shapes.items(), right, strict=True):
-        cells[setting] = seen, asked, hits / (count * asked), None
-    return _Found(cells, int(count), told)
+    *hits, count = sums.over_ranks().tolist()
+    top5 = {}
+    for (setting, (seen, asked)), right, near in zip(shapes.items(), hits[::2], hits[1::2], strict=True):
+        cells[setting], top5[setting] = (seen, asked, right / (count * asked), None), near / (count * asked)
+    return _Found(cells, int(count), told, top5)

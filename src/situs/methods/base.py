@@ -46,6 +46,7 @@ class Puzzle(NamedTuple):
     places: [B, K], where each patch that it saw really was. guesses: [B, K], where it puts it. known: how many come
     first that are special: the context of MP3 (guessed too), the patches that DropPos is told (not guessed). asked: the
     first patch whose guess counts. grid: (h, w) of the places. told: share of the patches asked that were told theirs.
+    ranks: [B, K - asked], how many places were held likelier than the true one.
     """
 
     places: Tensor
@@ -54,6 +55,7 @@ class Puzzle(NamedTuple):
     asked: int
     grid: tuple[int, ...]
     told: float = 0.0
+    ranks: Tensor | None = None
 
     @property
     def right(self) -> Tensor:

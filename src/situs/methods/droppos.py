@@ -31,7 +31,7 @@ from situs.core.tokens import mask_of, take
 from situs.errors import SitusError
 from situs.limits import Count, Natural, NotNegative, Positive, Within
 from situs.methods.base import Batch, Draws, Method, Output, Puzzle, UnknownPosition, epoch_share
-from situs.methods.heads import Decoder, check_decoder, position_accuracy
+from situs.methods.heads import Decoder, check_decoder, place_ranks, position_accuracy
 from situs.methods.mae import decode_pixels, patchify_on, reconstruction_loss
 
 
@@ -193,9 +193,10 @@ class DropPos(Method):
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
         """The anchors stand first, and are told; the other patches that are seen are asked for."""
         draws = self.draw(batch, seed=seed, epoch=0, progress=1.0)
-        guesses = self(batch, draws).extras["logits"].argmax(dim=-1)
-        together = torch.cat([draws["visible"][:, : self.anchors], guesses], dim=1)
-        return Puzzle(draws["visible"], together, self.anchors, self.anchors, self.grid)
+        extras = self(batch, draws).extras
+        together = torch.cat([draws["visible"][:, : self.anchors], extras["logits"].argmax(dim=-1)], dim=1)
+        ranks = place_ranks(extras["logits"], extras["places"])
+        return Puzzle(draws["visible"], together, self.anchors, self.anchors, self.grid, ranks=ranks)
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """visible: [B, V], anchors' places first. hidden: [B, N - V], where pixels are asked for. sigma: a scalar."""

@@ -30,6 +30,17 @@ def position_accuracy(logits: Tensor, places: Tensor, real: Tensor | None = None
     return right.mean() if real is None else (right * real).sum() / real.sum()
 
 
+@torch.no_grad()
+def place_ranks(logits: Tensor, places: Tensor) -> Tensor:
+    """How many places a token's true one stands behind, [B, K]: 0 where it is the guess. logits: [B, K, N].
+
+    Of places with equal logits the first stands before: a head that knows nothing is right in its top 5 by chance.
+    """
+    own = logits.gather(-1, places.unsqueeze(-1))
+    earlier = torch.arange(logits.shape[-1], device=logits.device) < places.unsqueeze(-1)
+    return ((logits > own) | ((logits == own) & earlier)).sum(dim=-1)
+
+
 def check_decoder(width: int, heads: int) -> None:
     """Refuses a decoder whose width its heads cannot share; for a method's config."""
     if width % heads:

@@ -23,7 +23,7 @@ from situs.core.permutation import random_permutation
 from situs.core.random import uniform
 from situs.limits import Within
 from situs.methods.base import Batch, Draws, Method, Output, Puzzle
-from situs.methods.heads import position_accuracy, position_loss
+from situs.methods.heads import place_ranks, position_accuracy, position_loss
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ class MP3(Method):
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
         """The context stands first; every patch is asked for."""
         extras = self(batch, self.draw(batch, seed=seed, epoch=0)).extras
-        guesses, told = extras["logits"].argmax(dim=-1), self.config.anchor_ratio
-        return Puzzle(extras["places"], guesses, self.context, 0, self.grid, told)
+        logits, places = extras["logits"], extras["places"]
+        told, ranks = self.config.anchor_ratio, place_ranks(logits, places)
+        return Puzzle(places, logits.argmax(dim=-1), self.context, 0, self.grid, told, ranks)
 
     def place_logits(self, images: Tensor) -> Tensor:
         return self.position_head(self.backbone.encode(self.backbone.embed(images), None).patches)

@@ -438,3 +438,12 @@ def test_mistakes_are_sentences() -> None:
         make()(batch()._replace(targets={}), {})
     with pytest.raises(SitusError, match=r"dal_warmup=300: must be in \[0, 300\)"):
         MJPConfig(dal_warmup=300, dal_final=0.005)
+
+
+def test_a_line_of_frames_is_masked_exactly_by_the_papers_rule_and_refused_by_the_published_one() -> None:
+    """No block is smaller than a line both ways: the published rule would train without a puzzle and say nothing."""
+    fields: dict[str, Any] = dict(width=WIDTH, num_classes=5, patch_size=(1, 5), in_chans=1)
+    mask = make(small_vit((98, 5), **fields)).draw(Batch(torch.zeros(6), torch.arange(6)), seed=0, epoch=0)["mask"]
+    assert mask.sum(dim=1).tolist() == [49] * 6 and len({tuple(row) for row in mask.tolist()}) == 6
+    with pytest.raises(SitusError, match=r"rule='official': a single line of 98 places holds no smaller block"):
+        make(small_vit((98, 5), **fields), rule="official")

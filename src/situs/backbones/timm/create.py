@@ -158,10 +158,10 @@ def _relative_architecture(vit: Any, config: BackboneConfig) -> tuple[str, dict[
     plain = type(block).__name__ == "Block" and vit.reg_token is None and isinstance(vit.norm_pre, nn.Identity)
     if not plain or not isinstance(block.attn.q_norm, nn.Identity):
         raise SitusError(f"positions='relative': {config.name} is no plain ViT (registers, pre-norm or q/k norm)")
-    scale = block.ls1
+    scale, patch = block.ls1, vit.patch_embed.patch_size
     arguments: dict[str, Any] = {
         "img_size": vit.patch_embed.img_size,
-        "patch_size": vit.patch_embed.patch_size[0],
+        "patch_size": patch[0] if patch[0] == patch[1] else patch,
         "in_chans": config.in_chans,
         "num_classes": vit.num_classes,
         "embed_dim": vit.embed_dim,

@@ -26,7 +26,7 @@ class ShapeArgs:
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """Image size in pixels, where it differs from the model's own; your own module needs it."""
 
-    patch_size: Annotated[int | None, Parameter(metavar="PIXELS")] = None
+    patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
     """For a timm name: patch size in pixels, where it differs from the model's own."""
 
     in_chans: Annotated[int | None, Parameter(metavar="CHANNELS")] = None

@@ -48,6 +48,12 @@ class MJP(Method):
                 field=("unknown", "dal", "index"),
             )
         self.grid = backbone.grid if backbone.num_tokens else config.pixel_grid
+        if config.rule == "official" and config.shuffle != "spp" and min(self.grid) == 1:
+            raise SitusError(
+                f"rule='official': a single line of {max(self.grid)} places holds no smaller block, so that nothing "
+                "would ever be shuffled; rule='paper' masks single places there",
+                field="rule",
+            )
         if config.table_std is not None:
             _fill_table(backbone, config.table_std)
         if config.unknown:
