@@ -283,6 +283,13 @@ class Ruled(Checked):
     shares: tuple[Annotated[float, Within("[0, 1)")], ...] = ()
 
 
+def test_none_is_said_by_its_name_where_text_does_not_fit() -> None:
+    made = from_dict(Config, {"steps": 1, "optim": {"clip": "none"}})
+    assert made.optim.clip is None
+    with pytest.raises(SitusError, match="steps='none': must be an integer"):
+        from_dict(Config, {"steps": "none"})
+
+
 def test_a_rule_within_a_union_and_a_list() -> None:
     assert from_dict(Ruled, {"length": 3, "shares": [0, 0.5]}) == Ruled(3, (0.0, 0.5))
     for data, sentence in (

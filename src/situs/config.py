@@ -201,6 +201,8 @@ def _union(kind: Any, value: Any, path: str) -> Any:
             return fit
     if fits:
         return fits[0]
+    if value == "none" and types.NoneType in get_args(kind):
+        return None  # TOML has no other word for it
     if broken := [error for _, error in reasons if isinstance(error, _RuleError)]:
         raise broken[0]
     # A table was meant for the table among the members: that one's own complaint says more than "wrong type".
