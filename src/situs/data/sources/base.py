@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -43,6 +43,7 @@ class Wanted(NamedTuple):
     channels: int | None = None
     strict: bool = False
     multi_label: bool = False
+    kind: Literal["image", "audio"] = "image"
 
 
 ANY = Wanted()

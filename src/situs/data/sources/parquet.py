@@ -33,7 +33,7 @@ from situs.data.sources.remote import is_kept, opened
 from situs.data.sources.table import LISTS
 from situs.errors import SitusError
 
-_IMAGE_COLUMNS = ("image", "img", "jpg", "png", "webp")
+_COLUMNS = {"image": ("image", "img", "jpg", "png", "webp"), "audio": ("audio", "wav", "flac", "ogg", "opus")}
 _LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 # Sets up to this size are held in memory, encoded. Of a larger one a row group is read where one of its images is asked
 # for. In training the order is one in which each is read once and held until it is released (`situs.data.blocks`).
@@ -304,17 +304,19 @@ def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, .
     """The names of the image column and of the label columns, their types checked."""
     import pyarrow as pa
 
-    image = next((name for name in _IMAGE_COLUMNS if name in schema.names), None)
+    usual = _COLUMNS[wanted.kind]
+    image = next((name for name in usual if name in schema.names), None)
     if image is None:
         columns = ", ".join(schema.names)[:200]
-        raise SitusError(f"{file}: has no image column, one of {', '.join(_IMAGE_COLUMNS)}, only {columns}")
+        raise SitusError(f"{file}: has no {wanted.kind} column, one of {', '.join(usual)}, only {columns}")
     with _reading(file):
         kind = schema.field(image).type
     if pa.types.is_struct(kind):
         place = kind.get_field_index("bytes")
         kind = kind.field(place).type if place >= 0 else kind
     if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
-        raise SitusError(f"{file}: column {image!r} is {str(kind)[:80]}, images must be bytes or {{bytes, path}}")
+        what = "images" if wanted.kind == "image" else "clips"
+        raise SitusError(f"{file}: column {image!r} is {str(kind)[:80]}, {what} must be bytes or {{bytes, path}}")
     if wanted.multi_label:
         with _reading(file):
             return image, label_columns(file, schema, (*LISTS, *_LABEL_COLUMNS))
