@@ -1,0 +1,230 @@
+"""A folder in the shape of Speech Commands, with all that goes wrong in one; and the real set where it is at hand."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from situs.data.sources.images import BrokenImageError
+from situs.data.sources.speech import SILENCE, UNKNOWN, WORDS, Commands, hashed_split, open_speech, part_of
+from situs.errors import SitusError
+
+pytest.importorskip("soundfile", reason="the extra `audio` is not installed")
+
+RATE = 16_000
+OTHERS = ("bed", "cat", "dog")
+SPEAKERS = 12
+
+
+def write(file: Path, wave: np.ndarray, rate: int = RATE) -> None:
+    import soundfile
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    soundfile.write(file, wave, rate)
+
+
+def tone(word: int, speaker: int, samples: int = 1600) -> np.ndarray:
+    """A tenth of a second is enough: it is filled up."""
+    return 0.4 * np.sin(2 * np.pi * (200 + 50 * word + speaker) * np.arange(samples) / RATE)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("commands")
+    for number, word in enumerate((*WORDS, *OTHERS)):
+        for speaker in range(SPEAKERS):
+            write(root / word / f"{speaker:08x}_nohash_{number % 2}.wav", tone(number, speaker))
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 12 * RATE)
+    write(root / "_background_noise_" / "hum.wav", noise)
+    write(root / "_background_noise_" / "wind.flac", noise[::-1])
+    (root / "_background_noise_" / "README.md").write_text("noise")
+    (root / "LICENSE").write_text("CC BY 4.0")
+    listed = {"validation_list.txt": (3, 4), "testing_list.txt": (7,)}
+    for name, speakers in listed.items():
+        lines = [f"{file.parent.name}/{file.name}" for file in sorted(root.glob("*/*_nohash_*"))]
+        chosen = [line for line in lines if int(line.partition("/")[2][:8], 16) in speakers]
+        (root / name).write_text("\n".join(chosen) + "\n")
+    return root
+
+
+def names(folder: Path, split: str) -> list[str]:
+    source = open_speech(folder, split)
+    return [source.key(index) for index in range(len(source))]
+
+
+def test_the_lists_decide_the_splits(folder: Path) -> None:
+    parts = {split: names(folder, split) for split in ("train", "val", "test")}
+    assert [len(part) for part in parts.values()] == [9 * 13, 2 * 13, 13]
+    assert {name.partition("/")[2][:8] for name in parts["test"]} == {"00000007"}
+    assert len({name for part in parts.values() for name in part}) == SPEAKERS * 13
+    assert names(folder, "validation") == parts["val"]
+    source = open_speech(folder)
+    assert source.name.endswith("(train)") and len(source) == 117
+    assert source.classes == tuple(sorted((*WORDS, *OTHERS)))
+    sample = source.read(0)
+    assert sample["label"] == source.classes.index(source.key(0).partition("/")[0])
+    assert sample["wave"].shape == (RATE,) and not sample["wave"][1600:].any() and sample["wave"][:1600].any()
+    assert any("left out 3 files" in note for note in source.notes)
+
+
+def test_without_lists_the_official_hash(folder: Path, tmp_path: Path) -> None:
+    """As TensorFlow writes the rule, in percents."""
+
+    def official(name: str) -> str:
+        stem = re.sub(r"_nohash_.*$", "", name.rpartition("/")[2])
+        number = int(hashlib.sha1(stem.encode(), usedforsecurity=False).hexdigest(), 16) % (2**27)
+        percent = number * (100.0 / (2**27 - 1))
+        return "val" if percent < 10 else "test" if percent < 20 else "train"
+
+    copy = tmp_path / "plain"
+    for file in folder.glob("*/*"):
+        (copy / file.parent.name).mkdir(parents=True, exist_ok=True)
+        (copy / file.parent.name / file.name).hardlink_to(file)
+    every = [f"{file.parent.name}/{file.name}" for file in sorted(copy.glob("*/*_nohash_*"))]
+    assert {official(name) for name in every} == {"train", "val", "test"}
+    for split in ("train", "val", "test"):
+        assert names(copy, split) == sorted(name for name in every if official(name) == split)
+    assert hashed_split("yes/ff_nohash_0.wav") == hashed_split("no/ff_nohash_3.wav")  # a speaker is on one side
+
+
+@pytest.mark.parametrize(("split", "words"), [("train", 90), ("val", 20), ("test", 10)])
+def test_the_task_of_twelve_classes(folder: Path, split: str, words: int) -> None:
+    source = open_speech(folder, split, task="commands")
+    assert isinstance(source, Commands)
+    assert source.classes == (SILENCE, UNKNOWN, *WORDS)
+    share = words // 10
+    labels = [source.read(index)["label"] for index in range(len(source))]
+    assert np.bincount(labels, minlength=12).tolist() == [share, share, *[share] * 10]
+    for index, label in enumerate(labels):
+        word = source.key(index).partition("/")[0]
+        assert source.classes[label] == (word if word in WORDS or word == SILENCE else UNKNOWN)
+    again = open_speech(folder, split, task="commands")
+    assert all(torch.equal(source.read(i)["wave"], again.read(i)["wave"]) for i in range(len(source)))
+    silent = [source.read(index)["wave"] for index in range(len(source)) if labels[index] == 0]
+    assert all(0 < float(wave.abs().max()) <= 0.5 for wave in silent)
+    empty = open_speech(folder, split, task="commands", silence="empty")
+    assert not empty.read(len(empty) - 1)["wave"].any() and empty.read(len(empty) - 1)["label"] == 0
+
+
+def test_too_few_unknown_words_are_told(folder: Path, tmp_path: Path) -> None:
+    for word in (*WORDS, "bed"):
+        (tmp_path / word).mkdir()
+        for file in (folder / word).glob("*" if word != "bed" else "0000000b*"):
+            (tmp_path / word / file.name).hardlink_to(file)
+    (tmp_path / "validation_list.txt").write_text("")
+    with pytest.raises(SitusError, match="no _background_noise_ to cut silence from"):
+        open_speech(tmp_path, "train", task="commands")
+    source = open_speech(tmp_path, "train", task="commands", silence="empty")
+    assert len(source) == 120 + 1 + 12
+    assert any("1 clips of unknown words, where the task takes 12" in note for note in source.notes)
+
+
+def test_broken_clips_are_named(tmp_path: Path) -> None:
+    write(tmp_path / "a" / "stereo.wav", np.stack([tone(0, 0, RATE), tone(5, 0, RATE)], axis=1))
+    write(tmp_path / "a" / "short.flac", tone(0, 0, 4800))
+    write(tmp_path / "a" / "long.ogg", tone(0, 0, 3 * RATE))
+    write(tmp_path / "a" / "slow.wav", tone(0, 0, 8000), 8000)
+    (tmp_path / "a" / "empty.wav").write_bytes(b"")
+    (tmp_path / "a" / "text.wav").write_text("no sound at all\n" * 9)
+    (tmp_path / "validation_list.txt").write_text("")
+    source = open_speech(tmp_path)
+    found, broken = {}, {}
+    for index in range(len(source)):
+        try:
+            found[source.key(index)] = source.read(index)["wave"]
+        except BrokenImageError as error:
+            broken[source.key(index)] = str(error)
+    assert sorted(found) == ["a/long.ogg", "a/short.flac", "a/slow.wav", "a/stereo.wav"]
+    assert all(wave.shape == (RATE,) for wave in found.values())
+    assert sorted(broken) == ["a/empty.wav", "a/text.wav"]
+    assert all(name in said and "cannot be decoded as audio" in said for name, said in broken.items())
+
+
+def test_flat_folders_and_folders_of_splits(tmp_path: Path) -> None:
+    flat, parted = tmp_path / "flat", tmp_path / "parted"
+    for speaker in range(40):
+        write(flat / f"{speaker:08x}_nohash_0.wav", tone(0, speaker))
+    whole = open_speech(flat)
+    assert whole.classes is None and len(whole) == 40 and "label" not in whole.read(0)
+    parts = [len(open_speech(flat, split)) for split in ("train", "val", "test")]
+    assert sum(parts) == 40 and min(parts) > 0
+    for split, word in (("train", "a"), ("train", "b"), ("test", "b")):
+        write(parted / split / word / "1.wav", tone(0, 1))
+    assert [len(open_speech(parted, split)) for split in ("train", "test")] == [2, 1]
+    assert open_speech(parted, "test").read(0)["label"] == 1
+    write(parted / "test" / "c" / "1.wav", tone(0, 1))
+    with pytest.raises(SitusError, match="its class is not among the 2"):
+        open_speech(parted, "test")
+
+
+def test_parquet_with_an_audio_column(folder: Path, tmp_path: Path) -> None:
+    import json
+
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    words = sorted((*WORDS, *OTHERS))
+    files = sorted(folder.glob("*/*_nohash_*"))
+    rows = [{"bytes": file.read_bytes(), "path": file.name} for file in files]
+    rows[2]["bytes"] = None
+    features = {"label": {"names": words, "_type": "ClassLabel"}, "audio": {"_type": "Audio"}}
+    table = pa.table({"audio": rows, "label": [words.index(file.parent.name) for file in files]})
+    table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    pq.write_table(table, tmp_path / "train-0.parquet")
+    (tmp_path / "_background_noise_").symlink_to(folder / "_background_noise_")
+    source = open_speech(tmp_path, "train")
+    assert source.classes == tuple(words) and len(source) == len(files)
+    direct = open_speech(folder, "train")
+    assert torch.equal(source.read(0)["wave"], direct.read(0)["wave"])
+    with pytest.raises(BrokenImageError, match="row 2 of row group 0"):
+        source.read(2)
+    commands = open_speech(tmp_path, "train", task="commands")
+    assert np.bincount(commands.labels, minlength=12).tolist() == [0, 12, *[12] * 10] and commands.silent == 12
+    pq.write_table(pa.table({"image": rows}), tmp_path / "train-0.parquet")
+    with pytest.raises(SitusError, match="has no audio column, one of audio"):
+        open_speech(tmp_path, "train")
+
+
+def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SitusError, match="no such folder"):
+        open_speech(tmp_path / "nowhere")
+    with pytest.raises(SitusError, match="holds no audio files"):
+        open_speech(tmp_path)
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(SitusError, match="must be a folder of audio files"):
+        open_speech(tmp_path / "a.txt")
+    write(tmp_path / "a" / "1.wav", tone(0, 0))
+    with pytest.raises(SitusError, match="has no clips of yes, no, up"):
+        open_speech(tmp_path, "train", task="commands", silence="empty")
+    with pytest.raises(SitusError, match="one of train, val, test"):
+        open_speech(tmp_path, "tset")
+    assert [part_of(name) for name in (None, "training", "valid", "validation", "test")] == [
+        *("train", "train", "val", "val", "test"),
+    ]
+
+
+@pytest.mark.shared_data
+def test_the_published_splits_follow_the_hash(shared_data: Path) -> None:
+    """Speech Commands v0.01: the lists were made by the rule, so that each clip's own name must give its split."""
+    import pyarrow.parquet as pq
+
+    for split, name in (("train", "train"), ("val", "validation"), ("test", "test")):
+        file = next((shared_data / "speech_commands").glob(f"{name}-*.parquet"))
+        paths = [each["path"] for each in pq.ParquetFile(file).read(columns=["audio.path"])["audio"].to_pylist()]
+        assert {hashed_split(path) for path in paths} == {split}
+
+
+@pytest.mark.slow
+@pytest.mark.shared_data
+def test_the_papers_counts(shared_data: Path) -> None:
+    for split, words, unknown in (("train", 18_538, 1_800), ("val", 2_577, 258), ("test", 2_567, 257)):
+        source = open_speech(shared_data / "speech_commands", split, task="commands")
+        counts = np.bincount(source.labels, minlength=12)
+        assert (counts[2:].sum(), counts[1]) == (words, unknown)
+        assert source.silent == -(-words // 10)
+        assert source.read(0)["wave"].shape == (RATE,) and source.read(len(source) - 1)["label"] == 0
