@@ -137,7 +137,7 @@ def test_a_picture_is_the_frames_turned() -> None:
 
 def test_workers_are_not_sent_the_noise() -> None:
     made = pipeline(Tones(), noise_bank=bank())
-    assert pickle.loads(pickle.dumps(made)).bank is None  # noqa: S301
+    assert pickle.loads(pickle.dumps(made)).bank is None
     moved = made.to(torch.device("cpu"))
     assert moved.bank is not None and made.bank is not None and moved is not made
 

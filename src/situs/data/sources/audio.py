@@ -49,7 +49,7 @@ CLIP = ClipConfig()
 def need_soundfile() -> None:
     """Refuses where audio files cannot be read."""
     try:
-        import soundfile  # noqa: F401
+        import soundfile  # noqa: F401  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise missing_extra("soundfile", "audio", "reading audio files") from error
 
@@ -57,7 +57,7 @@ def need_soundfile() -> None:
 def decode_wave(data: bytes, name: str, rate: int) -> Tensor:
     """The wave in `data`, [T] float32: the mean of its channels, at so many samples a second."""
     need_soundfile()
-    import soundfile
+    import soundfile  # pyright: ignore[reportMissingImports]
 
     try:
         wave, own = soundfile.read(io.BytesIO(data), dtype="float32", always_2d=True)
