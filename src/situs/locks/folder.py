@@ -132,7 +132,7 @@ def write_model(source: Backbone | Model, folder: Path) -> None:
         data, classes = images_for(backbone, getattr(model, "pretrained_cfg", {})), None
     if library == "transformers":
         model.save_pretrained(folder)
-        if isinstance(source, Model) and data is not None:
+        if isinstance(source, Model) and data is not None and model.main_input_name == "pixel_values":
             from situs.backbones.hf.image import image_processor
 
             prepared = image_processor(backbone.input, data.crop_share, *data.normalisation)

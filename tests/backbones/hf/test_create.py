@@ -22,6 +22,15 @@ EXACT = 1e-10
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 VIT = {**SMALL, "intermediate_size": 48, "image_size": 16, "patch_size": 4}
 DINO = {**SMALL, "image_size": 16, "patch_size": 4, "mlp_ratio": 2}
+AST = {
+    **SMALL,
+    "intermediate_size": 48,
+    "num_mel_bins": 8,
+    "max_length": 12,
+    "patch_size": 4,
+    "frequency_stride": 4,
+    "time_stride": 4,
+}
 BERT = {**SMALL, "intermediate_size": 48, "vocab_size": 50, "max_position_embeddings": 20}
 GPT2 = {
     "n_embd": 32,
@@ -49,6 +58,8 @@ IMAGES = {
     ),
     "dinov2_rectangular": ("Dinov2ForImageClassification", {**DINO, "num_labels": 5}, (8, 28)),
     "dinov2_resized": ("Dinov2Model", DINO, 24),
+    "ast": ("ASTModel", AST, None),
+    "ast_classes": ("ASTForAudioClassification", {**AST, "num_labels": 5}, (8, 12)),
     "registers": ("Dinov2WithRegistersForImageClassification", {**DINO, "num_register_tokens": 3}, (20, 12)),
 }
 TEXTS = {
@@ -94,15 +105,20 @@ def inputs(backbone, name, count=9):
     torch.manual_seed(1)
     if name in TEXTS:
         return torch.randint(3, 50, (2, count))
-    return torch.randn(2, 3, *backbone.input.shape, dtype=torch.float64)
+    return torch.randn(2, backbone.input.channels, *backbone.input.shape, dtype=torch.float64)
+
+
+def own_input(model, x):
+    """transformers' spectrograms are [B, frames, mels]."""
+    return x[:, 0].mT if model.main_input_name == "input_values" else x
 
 
 def own_features(model, x, **arguments):
-    return model.base_model(x, **arguments).last_hidden_state
+    return model.base_model(own_input(model, x), **arguments).last_hidden_state
 
 
 def own_answer(model, x, **arguments):
-    out = model(x, **arguments)
+    out = model(own_input(model, x), **arguments)
     if "logits" in out:
         return out.logits
     return out.pooler_output if out.get("pooler_output") is not None else out.last_hidden_state
@@ -219,8 +235,8 @@ def own_with_mask(b, x, allowed):
     """transformers' own layers on its own embedding, with an explicit mask [B, S, S] in every one of them."""
     inner, bias = b.model.base_model, torch.zeros(allowed.shape, dtype=torch.float64)
     bias = bias.masked_fill(~allowed, float("-inf")).unsqueeze(1)
-    z = inner.embeddings(x)
-    layers = inner.layers if b.name.startswith("ViT") else inner.encoder.layer
+    z = inner.embeddings(own_input(b.model, x))
+    layers = inner.layers if b.name.startswith(("ViT", "AST")) else inner.encoder.layer
     for layer in layers:
         z = layer(z, bias)
     return z if b.name.startswith("Bert") else inner.layernorm(z)
@@ -464,7 +480,7 @@ def test_inputs_that_do_not_fit_are_refused():
     [
         (
             transformers.T5Config,
-            "unknown transformers model type 't5'; choose one of: bert, dinov2",
+            "unknown transformers model type 't5'; choose one of: audio-spectrogram-transformer, bert",
         ),
         (lambda: transformers.BertConfig(**BERT, is_decoder=True), "is_decoder=True: BertModel is known"),
         (
@@ -479,7 +495,7 @@ def test_inputs_that_do_not_fit_are_refused():
         ),
         (
             lambda: transformers.BertConfig(**BERT, architectures=["BertForQuestionAnswering"]),
-            "unknown Hugging Face model class 'BertForQuestionAnswering'; choose one of: BertFor",
+            "unknown Hugging Face model class 'BertForQuestionAnswering'; choose one of: ASTFor",
         ),
     ],
 )
@@ -541,7 +557,7 @@ def test_a_folder_a_config_file_and_weights(tmp_path):
 
 def test_an_unknown_folder_is_refused_before_anything_is_loaded(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}')
-    with pytest.raises(SitusError, match=r"unknown model_type in .*config.json 'evil'; choose one of: bert"):
+    with pytest.raises(SitusError, match=r"unknown model_type in .*config.json 'evil'; choose one of: audio-spectrogram-transformer, bert"):
         create_backbone(tmp_path)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.backbones.config import BackboneConfig
+from situs.backbones.hf import audio as hf_audio
 from situs.backbones.hf import image as hf_image
 from situs.backbones.hf import text as hf_text
 from situs.backbones.hf.layers import Head
@@ -41,7 +42,7 @@ _VIT, _DINO, _REGISTERS = (
     "Dinov2ForImageClassification",
     "Dinov2WithRegistersForImageClassification",
 )
-_BERT = "BertForSequenceClassification"
+_BERT, _AST = "BertForSequenceClassification", "ASTForAudioClassification"
 
 FAMILIES: dict[str, HFFamily] = {
     "ViTModel": HFFamily(hf_image.ViTBackbone, hf_image.vit_pooled, _VIT),
@@ -50,6 +51,8 @@ FAMILIES: dict[str, HFFamily] = {
     _DINO: HFFamily(hf_image.Dinov2Backbone, hf_image.dinov2_classes, _DINO),
     "Dinov2WithRegistersModel": HFFamily(hf_image.Dinov2RegistersBackbone, hf_image.dinov2_pooled, _REGISTERS),
     _REGISTERS: HFFamily(hf_image.Dinov2RegistersBackbone, hf_image.dinov2_classes, _REGISTERS),
+    "ASTModel": HFFamily(hf_audio.ASTBackbone, hf_audio.ast_pooled, _AST),
+    _AST: HFFamily(hf_audio.ASTBackbone, hf_audio.ast_classes, _AST),
     "BertModel": HFFamily(hf_text.BertBackbone, hf_text.bert_pooled, _BERT),
     _BERT: HFFamily(hf_text.BertBackbone, hf_text.bert_classes, _BERT),
     "BertForMaskedLM": HFFamily(hf_text.BertBackbone, hf_text.bert_words, _BERT),
@@ -68,6 +71,7 @@ BARE: dict[str, tuple[str, dict[str, Any]]] = {
     "vit": ("ViTModel", {"add_pooling_layer": False}),
     "dinov2": ("Dinov2Model", {}),
     "dinov2_with_registers": ("Dinov2WithRegistersModel", {}),
+    hf_audio.AST: ("ASTModel", {}),
     "bert": ("BertModel", {"add_pooling_layer": False}),
     "gpt2": ("GPT2Model", {}),
     "llama": ("LlamaModel", {}),
@@ -96,7 +100,10 @@ def create_hf_backbone(source: Any, wanted: BackboneConfig) -> Backbone:
             config, folder = copy.deepcopy(source), None
         else:
             config, folder = _read(source, need_weights=wanted.weights is None)
-        model = _build(_changed(config, _entries(wanted)), wanted.weights, folder, wanted.num_classes)
+        model = _build(
+            _changed(config, _entries(wanted, config.model_type)), wanted.weights, folder, wanted.num_classes
+        )
+    _check_places(type(model).__name__, model.config.model_type)
     kind = type(model)
     if kind.__name__ not in FAMILIES or not kind.__module__.startswith("transformers.models."):
         raise unknown_name("Hugging Face model class", f"{kind.__module__}.{kind.__name__}", FAMILIES)
@@ -112,7 +119,13 @@ def create_hf_backbone(source: Any, wanted: BackboneConfig) -> Backbone:
     return backbone
 
 
-def _entries(wanted: BackboneConfig) -> dict[str, Any]:
+def _check_places(name: str, model_type: str) -> None:
+    """Refuses with its reason a model of which we know that its tokens have no places to work on."""
+    if model_type in hf_audio.UNPLACED:
+        raise SitusError(f"{name} is refused: {hf_audio.UNPLACED[model_type]}", field="backbone.name")
+
+
+def _entries(wanted: BackboneConfig, model_type: str) -> dict[str, Any]:
     """What is asked for, as entries of a transformers config; what has no entry there is refused."""
     if wanted.drop_path:
         raise SitusError(
@@ -121,7 +134,10 @@ def _entries(wanted: BackboneConfig) -> dict[str, Any]:
             field="backbone.drop_path",
         )
     given = {} if wanted.patch_size is None else {"patch_size": wanted.patch_size}
-    if wanted.in_chans != BackboneConfig.in_chans:
+    if model_type == hf_audio.AST:  # always of one channel
+        if wanted.size is not None:
+            given["num_mel_bins"], given["max_length"] = wanted.size
+    elif wanted.in_chans != BackboneConfig.in_chans:
         given["num_channels"] = wanted.in_chans
     return {**given, **wanted.model_args}
 
@@ -143,6 +159,7 @@ def _read(source: Any, *, need_weights: bool) -> tuple[Any, Path | None]:
             f"{source}: no local folder with a transformers config.json, and nothing is fetched from a hub"
         )
     kind = json.loads(file.read_text(encoding="utf-8")).get("model_type")
+    _check_places(f"model_type {kind} in {file}", str(kind))
     if kind not in BARE:
         raise unknown_name(f"model_type in {file}", str(kind), BARE)
     config = _transformers().AutoConfig.from_pretrained(file, local_files_only=True, trust_remote_code=False)
@@ -173,6 +190,7 @@ def _changed(config: Any, model_args: Mapping[str, Any]) -> Any:
 
 def _class_of(config: Any, num_classes: int | None) -> tuple[str, dict[str, Any]]:
     """The class that a config becomes, and what its constructor is told."""
+    _check_places(f"model type {config.model_type}", config.model_type)
     if config.model_type not in BARE:
         raise unknown_name("transformers model type", config.model_type, BARE)
     name = (config.architectures or [BARE[config.model_type][0]])[0]

@@ -64,12 +64,13 @@ class ImageBackbone(EncoderBackbone):
 
     @torch.no_grad()
     def erase_positions(self) -> tuple[str, ...]:
-        self.inner.embeddings.position_embeddings[:, 1:].zero_()
+        self.inner.embeddings.position_embeddings[:, self.table_prefix :].zero_()
         return ()
 
     @property
     def num_classes(self) -> int:
-        return self.model.config.num_labels if self.name.endswith("ForImageClassification") else 0
+        heads = ("ForImageClassification", "ForAudioClassification")
+        return self.model.config.num_labels if self.name.endswith(heads) else 0
 
     @property
     def table_name(self) -> str:
@@ -101,7 +102,9 @@ class ImageBackbone(EncoderBackbone):
     def positions(self, grid: Grid | None = None) -> Positions:
         if self._placeless:
             return Positions()
-        return Positions(table=(self._table() if grid in (None, self.grid) else self._table_of(grid))[1:])
+        return Positions(
+            table=(self._table() if grid in (None, self.grid) else self._table_of(grid))[self.table_prefix :]
+        )
 
     @torch.no_grad()
     def set_positions(self, kind: PositionKind) -> None:
@@ -122,7 +125,7 @@ class ImageBackbone(EncoderBackbone):
         if kind == "learned":
             nn.init.trunc_normal_(table, std=0.02)
         elif kind != "none":
-            table[0, 1:] = sincos(self.grid, self.dim)
+            table[0, self.table_prefix :] = sincos(self.grid, self.dim)
         table.requires_grad_(kind in ("learned", "learned_sincos"))
         self._placeless = kind == "none"
 

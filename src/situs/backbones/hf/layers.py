@@ -70,6 +70,7 @@ def _bert(layer: Any, z: Tensor, keys: int | None, mask: Tensor | None) -> Tenso
 
 
 LAYERS: dict[str, Layer] = {
+    "ASTAttention": _vit,
     "BertSelfAttention": _bert,
     "Dinov2Attention": _dinov2,
     "Dinov2WithRegistersAttention": _dinov2,

@@ -15,7 +15,7 @@ RESIDUAL = "residual"
 NAMES = Names(
     embedding=("embeddings", "embed_tokens", "wte", "rotary_emb"),
     table=("position_embeddings", "wpe"),
-    prefix=("cls_token", "mask_token", "register_tokens"),
+    prefix=("cls_token", "distillation_token", "mask_token", "register_tokens"),
     qkv=("query", "key", "value", "q_proj", "k_proj", "v_proj", "c_attn"),
     head=("layernorm", "norm", "ln_f", "pooler"),
 )
@@ -71,7 +71,7 @@ def _image_attention(layout: LayoutBuilder, attn: Any) -> AttentionLayer:
 def _mlp(layout: LayoutBuilder, name: str, mlp: Any) -> None:
     """fc1 and fc2, or gate, up and down."""
     gated = {"Dinov2SwiGLUFFN", "Dinov2WithRegistersSwiGLUFFN", "LlamaMLP", "MistralMLP", "Qwen2MLP"}
-    plain = {"ViTMLP", "Dinov2MLP", "Dinov2WithRegistersMLP"}
+    plain = {"ASTMLP", "ViTMLP", "Dinov2MLP", "Dinov2WithRegistersMLP"}
     kind = type(mlp).__name__
     if kind in gated:
         up, down = (mlp.gate_proj, mlp.up_proj), mlp.down_proj

@@ -210,7 +210,7 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
             model.config.update(MULTI_LABEL)
     with quietly():
         model.save_pretrained(folder)
-    if backbone.input.shape is not None:
+    if backbone.input.shape is not None and model.main_input_name == "pixel_values":
         prepared = image_processor(backbone.input, provenance.crop, provenance.mean or (), provenance.std or ())
         write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
     return [] if "label" in method.needs_targets else ["It has no classifier: none was trained."]
