@@ -105,3 +105,13 @@ def test_encoders_whose_tokens_have_no_places_are_refused_with_the_reason(kind: 
         with pytest.raises(SitusError) as caught:
             create_backbone(source)
         assert UNPLACED[kind] in str(caught.value)
+
+
+def test_every_tensor_has_its_role_and_every_axis_its_group() -> None:
+    b = create_backbone(ast(), num_classes=5)
+    roles = b.roles()
+    assert not [name for name, role in roles.items() if role.part == "unknown"]
+    prefixes = {name.rpartition(".")[2] for name, role in roles.items() if role.part == "prefix"}
+    assert prefixes == {"cls_token", "distillation_token"}
+    sizes = {group.name: group.size for group in b.groups()}
+    assert (sizes["residual"], sizes["blocks.0.mlp"], sizes["blocks.1.heads"]) == (16, 32, 2)

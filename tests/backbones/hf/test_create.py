@@ -557,7 +557,10 @@ def test_a_folder_a_config_file_and_weights(tmp_path):
 
 def test_an_unknown_folder_is_refused_before_anything_is_loaded(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config"}}')
-    with pytest.raises(SitusError, match=r"unknown model_type in .*config.json 'evil'; choose one of: audio-spectrogram-transformer, bert"):
+    with pytest.raises(
+        SitusError,
+        match=r"unknown model_type in .*config.json 'evil'; choose one of: audio-spectrogram-transformer, bert",
+    ):
         create_backbone(tmp_path)
 
 

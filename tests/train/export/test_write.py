@@ -220,6 +220,20 @@ def test_transformers_gets_its_own_layout(tmp_path: Path) -> None:
     assert not [file for file in (tmp_path / "x").iterdir() if file.suffix not in (".json", ".md", ".safetensors")]
 
 
+def test_a_spectrogram_model_is_not_said_to_take_images(tmp_path: Path) -> None:
+    from transformers import ASTConfig, ASTForAudioClassification
+
+    torch.manual_seed(0)
+    config = ASTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, patch_size=4,
+                       num_mel_bins=8, max_length=12, frequency_stride=4, time_stride=4)  # fmt: skip
+    method = Supervised(create_backbone(config, num_classes=3), SupervisedConfig()).eval()
+    write_export(method, tmp_path / "x", ModelProvenance("supervised", classes=("a", "b", "c")))
+    assert not (tmp_path / "x" / "preprocessor_config.json").exists()
+    model, x = ASTForAudioClassification.from_pretrained(tmp_path / "x").eval(), torch.randn(2, 1, 8, 12)
+    torch.testing.assert_close(model(x[:, 0].mT).logits, method.backbone(x), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(create_backbone(tmp_path / "x").eval()(x), method.backbone(x))
+
+
 def test_transformers_is_told_that_an_image_has_any_number_of_classes(tmp_path: Path) -> None:
     from transformers import ViTConfig, ViTForImageClassification
 
