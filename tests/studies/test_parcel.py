@@ -96,7 +96,7 @@ def test_it_comes_over_in_parts_with_the_models_that_are_still_needed(begun: Pat
 
 
 def test_without_models_what_needs_them_waits(begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["study", "pack", str(begun), "--out", str(tmp_path / "parts"), "--no-models"]) == 0
+    assert main(["study", "pack", str(begun), "--out", str(tmp_path / "parts"), "--no-encoders"]) == 0
     assert main(["study", "unpack", str(tmp_path / "parts"), "--out", str(tmp_path / "there")]) == 0
     shown = capsys.readouterr().out
     assert "study.tar.001of001 (0." in shown and "4 jobs came: pre-0, pre-1, tuned-0, top1-0" in shown

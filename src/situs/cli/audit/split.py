@@ -25,8 +25,7 @@ class Args(ImageArgs):
     """What a server learns."""
 
     count: Annotated[int | None, Parameter(metavar="IMAGES")] = SAMPLES
-    """So many images are attacked, chosen at random and the same every time; the attacker without an embedding needs
-    100."""
+    """So many images, drawn at random, are attacked; the attacker without an embedding needs 100."""
 
     batch: int = 64
     """Images at a time."""

@@ -38,7 +38,7 @@ class Args(Recipe, ClientArgs):
     """The owner's second file, where parts of that folder were withheld."""
 
     permute: Annotated[tuple[Literal["rows", "columns"], ...], Parameter(metavar="WHAT")] = ()
-    """rows: tokens in a new order in every step. columns: channels by the key."""
+    """rows: tokens in a new order each step. columns: channels by the key."""
 
     defence: Annotated[str, Parameter(metavar="WHAT")] = "none"
     """noise=σ (of the tokens' deviation), lowpass=r (share of frequencies kept), batch-shuffle or batch-shuffle=B."""

@@ -30,7 +30,7 @@ class Args:
     mib: Annotated[int, Parameter(metavar="MIB")] = 15
     """The size of a file at most."""
 
-    models: bool = True
+    encoders: bool = True
     """Take the models along that jobs which are not done start from."""
 
 
@@ -38,5 +38,5 @@ def run(args: Args) -> None:
     """Writes the files and says which."""
     from situs.studies import pack_study
 
-    for path in pack_study(args.folder, args.out, mib=args.mib, models=args.models):
+    for path in pack_study(args.folder, args.out, mib=args.mib, models=args.encoders):
         print(f"{path} ({path.stat().st_size / 1024**2:.1f} MiB)")
