@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from situs.errors import SitusError
-from situs.studies.find import find, numbers_of
+from situs.studies.find import check_path, find, numbers_of
 from situs.studies.form import Job
 
 NUMBERS = {
     "top1": 0.5,
+    "numbers": [1, 2],
     "from scratch": {"accuracy": [0.1, 0.9]},
     "models": {"run.0": {"accuracy": 0.7}},
     "both": {"run-0": {"accuracy": 0.1}, "run-tuned-0": {"accuracy": 0.2}},
@@ -47,13 +48,13 @@ def test_what_a_path_finds(path: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("top5", "has no top5; there are top1, from scratch"),
+        ("top5", "has no top5; there are top1, numbers, from scratch"),
         ("both.run-*.accuracy", r"has no run-\*; there are run-0, run-tuned-0"),
         ("top1.x", "has no x; there is 0.5"),
         ("rows[9].name", r"has no \[9\]; there is a list of 3"),
         ("rows[ratio=0.15].name", r"\[ratio=0.15\] fits 2 of 3 entries, and must fit one"),
         ("rows[ratio=0.9].name", r"\[ratio=0.9\] fits 0 of 3"),
-        ("rows[told].name", r"\[told\] fits 3 of 3"),
+        ("numbers[a=1]", r"\[a=1\] fits 0 of 2 entries"),
         ("a..b", "is no path"),
         ("top1[*]", r"has no \[\*\]; there is 0.5"),
     ],
@@ -79,3 +80,14 @@ def test_a_measurement_leaves_one_file(tmp_path: Path) -> None:
         numbers_of(job, tmp_path)
     (tmp_path / "accuracy.json").write_text('{"top1": 0.25}')
     assert numbers_of(job, tmp_path) == {"top1": 0.25}
+
+
+@pytest.mark.parametrize("path", ["rows[told]", "rows[]", "rows[a=1,b]", "rows[1.5]", "rows[", "a..b"])
+def test_what_is_no_path_is_seen_before_anything_is_found(path: str) -> None:
+    with pytest.raises(SitusError, match=r"is no path|is none of"):
+        check_path(path)
+
+
+@pytest.mark.parametrize("path", ["", "a.b[*].c[-1]", "s[setting=noise=0.2 + rows].x", "c[a=0.75,b=x*].d"])
+def test_what_is_a_path_passes(path: str) -> None:
+    check_path(path)

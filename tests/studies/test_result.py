@@ -11,7 +11,7 @@ from situs.config import from_dict
 from situs.errors import SitusError
 from situs.studies.form import Study
 from situs.studies.reading import read_study
-from situs.studies.result import Cell, StudyResult
+from situs.studies.result import Cell, Ended, StudyResult
 
 ONE = {"verb": "pretrain"}
 
@@ -87,3 +87,17 @@ def test_pictures_for_their_owner_alone_make_the_page_so(tmp_path: Path) -> None
         file.chmod(mode)
     assert not found.private and not replace(found, drawn=(("a", open_),)).private
     assert replace(found, drawn=(("a", open_), ("b", own))).private
+
+
+def told(*cells: Cell, scale: str = "paper") -> str:
+    """What is said of cells beside the paper's."""
+    columns = [{"name": str(n), "figure": "x"} for n in range(len(cells))]
+    found = result([{"columns": columns, "rows": [{"name": "r", "job": "a"}]}], scales={"quick": []})
+    tasks = tuple(Ended(f"a-{seed}", "a", "done", 1.0) for seed in range(2))
+    return replace(found, scale=scale, seeds=2, tasks=tasks, rows=(((cells),),)).summary().sentence
+
+
+def test_only_whole_cells_at_the_papers_scale_are_held_to_it() -> None:
+    whole, lost = Cell("a", 5.0, {0: 5.0, 1: 5.0}, 1), Cell("a", 7.0, {0: 7.0}, 1, why="not finite (seed 1)")
+    assert "Of 1 numbers beside the paper's 1 agree" in told(whole, lost)
+    assert "agree" not in told(lost) and "agree" not in told(whole, scale="quick")

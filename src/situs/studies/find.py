@@ -26,7 +26,6 @@ from typing import Any
 from situs.errors import SitusError
 from situs.files import read_json
 from situs.studies.form import VERBS, Job
-from situs.train.checkpoint.records import read_metrics
 
 _STEP = re.compile(r"([^.\[\]]+)((?:\[[^\]]*\])*)(?:\.|$)")
 _ABOUT = ("step", "epoch", "seconds")
@@ -49,6 +48,8 @@ def figure_files(folder: Path) -> list[Path]:
 
 def _log_of(folder: Path) -> dict[str, Any]:
     """The log of a run: the last value of each metric, and under `log` all of them."""
+    from situs.train.checkpoint.records import read_metrics
+
     log: dict[str, list[dict[str, Any]]] = {}
     for record in read_metrics(folder / "metrics.jsonl"):
         place = {name: record[name] for name in _ABOUT if name in record}
@@ -62,6 +63,13 @@ def _log_of(folder: Path) -> dict[str, Any]:
 def find(numbers: Mapping[str, Any], path: str) -> Any:
     """The value at a path: a number, or a list where the path says [*]."""
     return _find(numbers, _steps(path), path)
+
+
+def check_path(path: str) -> None:
+    """Refuses what is no path, whatever a job writes."""
+    for step in _steps(path):
+        if step.startswith("[") and not re.fullmatch(r"\[(\*|-?\d+|[^=,]+=[^,]*(,[^=,]+=[^,]*)*)\]", step):
+            raise SitusError(f"figure={path!r}: {step} is none of [*], [NUMBER], [KEY=VALUE]", field="figure")
 
 
 def _steps(path: str) -> list[str]:
@@ -104,8 +112,9 @@ def _entry(held: Any, asked: str, path: str) -> Any:
             return held[int(asked)]
         raise _absent(path, f"[{asked}]", held)
     wanted = dict(part.split("=", 1) for part in asked.split(",") if "=" in part)
-    fits = [each for each in held if all(_is(each.get(k.strip()), v.strip()) for k, v in wanted.items())]
-    if not wanted or len(fits) != 1:
+    tables = [each for each in held if isinstance(each, Mapping)]
+    fits = [each for each in tables if all(_is(each.get(k.strip()), v.strip()) for k, v in wanted.items())]
+    if len(fits) != 1:
         raise SitusError(f"figure={path!r}: [{asked}] fits {len(fits)} of {len(held)} entries, and must fit one")
     return fits[0]
 

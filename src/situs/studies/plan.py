@@ -12,6 +12,7 @@ from typing import Any
 from situs.config import choices_of, flat, from_dict, merge
 from situs.errors import SitusError, unknown_name
 from situs.presets import load_preset
+from situs.studies.find import check_path
 from situs.studies.form import PAPER, VERBS, Column, Curves, Job, Line, Row, Study, Table
 
 Jobs = dict[str, Job]
@@ -116,6 +117,10 @@ def _check_names(study: Study, jobs: Jobs) -> None:
             raise unknown_name("job", job, jobs, field=where).said_of(where)
         if job and not figure:
             raise SitusError(f"{where}: job {job!r} fills it, and no figure says with what", field=where)
+        try:
+            check_path(figure)
+        except SitusError as error:
+            raise error.said_of(where) from None
     for index, picture in enumerate(study.pictures):
         if picture.job not in jobs:
             raise unknown_name("job", picture.job, jobs, field="pictures").said_of(f"pictures[{index}].job")

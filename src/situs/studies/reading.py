@@ -15,13 +15,13 @@ from situs.studies.load import load_study, study_file
 from situs.studies.plan import cell_of, point_of, times_of
 from situs.studies.result import Cell, Drawn, Ended, StudyResult
 
-Lookup = Callable[[str, str], tuple[dict[int, Any], str]]
-"""Job and figure -> what is found by seed, and why not for all."""
+Lookup = Callable[[str, str, bool], tuple[dict[int, Any], str]]
+"""Job, figure and whether it is a list of numbers -> what is found by seed, and why not for all."""
 
 
-def _nothing(job: str, figure: str) -> tuple[dict[int, Any], str]:
+def _nothing(job: str, figure: str, listed: bool) -> tuple[dict[int, Any], str]:
     """Where there is no folder: the numbers are those that the file holds."""
-    del job, figure
+    del job, figure, listed
     return {}, ""
 
 
@@ -71,8 +71,8 @@ def _known(table: Table, r: int, c: int, lookup: Lookup) -> Cell:
     times = times_of(
         column.unit if row.unit is None else row.unit, row.times if row.times is not None else column.times
     )
-    found, why = lookup(job, figure) if job else ({}, "")
-    values = {seed: times * float(value) for seed, value in found.items()}
+    found, why = lookup(job, figure, False) if job else ({}, "")
+    values = {seed: times * value for seed, value in found.items()}
     if lookup is _nothing and row.ours and not isinstance(row.ours[c], str):
         values = {0: float(row.ours[c])}
     digits = column.digits if row.digits is None else row.digits
@@ -85,16 +85,16 @@ def _drawn(curves: Curves, line: Line, lookup: Lookup) -> Drawn:
     points: list[tuple[float, Cell]] = []
     if line.over:
         job, figure = point_of(line, 0)
-        (xs, _), (ys, why) = lookup(job, line.over), lookup(job, figure)
+        (xs, _), (ys, why) = lookup(job, line.over, True), lookup(job, figure, True)
         axis = next(iter(xs.values()), [])
         for index, x in enumerate(axis):
-            values = {seed: times * float(y[index]) for seed, y in ys.items() if len(y) == len(axis)}
-            points.append((float(x), Cell(job, "", values, curves.digits, 0.0, why)))
+            values = {seed: times * y[index] for seed, y in ys.items() if len(y) == len(axis)}
+            points.append((x, Cell(job, "", values, curves.digits, 0.0, why)))
         return Drawn(line.name, tuple(points))
     for index, x in enumerate(line.at):
         job, figure = point_of(line, index)
-        found, why = lookup(job, figure) if job else ({}, "")
-        values = {seed: times * float(value) for seed, value in found.items()}
+        found, why = lookup(job, figure, False) if job else ({}, "")
+        values = {seed: times * value for seed, value in found.items()}
         if lookup is _nothing and line.ours and not isinstance(line.ours[index], str):
             values = {0: float(line.ours[index])}
         paper = line.paper[index] if line.paper else ""
@@ -109,7 +109,7 @@ class _Reader:
         self.folder = folder
         self._numbers: dict[str, Mapping[str, Any]] = {}
 
-    def values(self, job: str, figure: str) -> tuple[dict[int, Any], str]:
+    def values(self, job: str, figure: str, listed: bool) -> tuple[dict[int, Any], str]:
         """By seed; and why there is none of some."""
         if job not in self.folder.jobs:
             return {}, "left out"
@@ -119,10 +119,10 @@ class _Reader:
             ended = self.ended(task)
             try:
                 if ended.state == DONE:
-                    found[task.seed] = self._figure(task, figure)
+                    found[task.seed] = self._figure(task, figure, listed)
                 else:
                     reasons.setdefault(ended.why if ended.state == "waits" else ended.state, []).append(task.seed)
-            except (SitusError, TypeError, ValueError) as error:
+            except SitusError as error:
                 reasons.setdefault(str(error), []).append(task.seed)
         if not found and {*reasons} <= {"open", BEGUN}:
             return {}, ""
@@ -130,13 +130,15 @@ class _Reader:
         told = (f"{why} (seed {', '.join(map(str, seeds))})" if several else why for why, seeds in reasons.items())
         return found, "; ".join(told)
 
-    def _figure(self, task: Task, figure: str) -> Any:
+    def _figure(self, task: Task, figure: str, listed: bool) -> Any:
         if task.name not in self._numbers:
             self._numbers[task.name] = numbers_of(task.job, task.folder)
         value = find(self._numbers[task.name], figure)
-        if value is None or isinstance(value, (str, dict)):
-            raise SitusError(f"{figure} is {value!r}, no number")
-        return value
+        numbers = value if listed and isinstance(value, list) else [value]
+        if listed != isinstance(value, list) or not all(type(each) in (int, float) for each in numbers):
+            told = f"a list of {len(value)}" if isinstance(value, list) else repr(value)
+            raise SitusError(f"{figure} is {told}, no {'list of numbers' if listed else 'number'}")
+        return [float(each) for each in value] if listed else float(value)
 
     def ended(self, task: Task) -> Ended:
         """How it stands, with the reason where it waits for what will not come."""

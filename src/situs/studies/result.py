@@ -19,6 +19,10 @@ WIDE = 3
 """Columns of the paper up to which each of a cell's three numbers has a column of its own."""
 
 
+LISTED = 4
+"""Cells without a number that a note names."""
+
+
 class Ended(NamedTuple):
     """How a task stands. state: done, taken, not finite, failed, begun, waits, open. why: where it is not done."""
 
@@ -121,6 +125,13 @@ class StudyResult(Result):
             tables += _points(curves, lines)
         return Summary(f"{self._progress()}{self._nearness()}", tuple(tables), tuple(self._notes()))
 
+    @property
+    def unread(self) -> list[str]:
+        """The cells that hold no number of a seed, though all runs of their job are done."""
+        open_ = {task.job for task in self.tasks if task.state != DONE}
+        jobs = {task.job for task in self.tasks} - open_
+        return [where for where, cell in self.cells() if cell.job in jobs and cell.why]
+
     def _progress(self) -> str:
         told = self.study.measured
         seeded = f"{self.seeds} seed{'s' if self.seeds > 1 else ''}"
@@ -135,8 +146,10 @@ class StudyResult(Result):
         return f"{said}, at scale {self.scale} with {seeded}."
 
     def _nearness(self) -> str:
+        """Of cells whose seeds all ended well, at the paper's scale: the rest says nothing about the paper."""
         found = [(abs(cell.difference), where, cell) for where, cell in self.cells() if cell.difference is not None]
-        if not found:
+        found = [each for each in found if not each[2].why]
+        if not found or self.scale != PAPER:
             return ""
         within = sum(gap <= max(cell.reading, 0.5 * 10**-cell.digits) for gap, _, cell in found)
         gap, where, cell = max(found, key=lambda each: each[0])
@@ -153,6 +166,8 @@ class StudyResult(Result):
         for task in self.tasks:
             if task.state in (NOT_FINITE, FAILED):
                 yield f"{task.name} {'was not finite' if task.state == NOT_FINITE else 'failed'}: {task.why}."
+        if unread := self.unread:
+            yield f"{len(unread)} numbers of jobs that are done were not found: {'; '.join(unread[:LISTED])}."
         for each in self.study.missing:
             names = ", ".join((*each.rows, *each.columns)) or "all of it"
             yield f"Missing: {names} needs {each.package}: {each.why}."

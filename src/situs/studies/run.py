@@ -213,7 +213,9 @@ class _Runner:
             each = self.running.pop(name)
             state, message = self._judged(each, asked)
             seconds = time.monotonic() - each.began
-            told = "saved, to be gone on with," if state == BEGUN else state
+            told = {BEGUN: "saved, to be gone on with,"}.get(state, state)
+            if state == BEGUN and each.process.returncode == -signal.SIGKILL:
+                told = "ended by force before it had saved itself"
             self.say(f"{name}: {told} after {clock(seconds)}{message and ': '}{message}")
             facts: dict[str, Any] = {"seconds": round(each.before + seconds, 1), "command": each.command}
             facts |= {"date": datetime.now(UTC).date().isoformat(), **({"message": message} if message else {})}

@@ -78,6 +78,9 @@ def test_labels_of_classes_that_the_model_does_not_know_still_have_neighbours() 
         ({"defences": ()}, "defences", "at least one"),
         ({"permute": ("tiles",)}, "permute", "of rows, columns"),
         ({"public": 1}, "public", ">= 2"),
+        ({"count": 0}, "count", "count=0: must be >= 2"),
+        ({"defences": ("noise=-1",)}, "defences", "defences='noise=-1': must be noise=σ"),
+        ({"defences": ("blur=1",)}, "defences", "defences='blur=1': must be none, noise"),
         ({"public": 69}, "public", "70 images are too few: 69 are the attacker's own"),
     ],
 )

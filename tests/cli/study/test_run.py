@@ -97,3 +97,32 @@ def test_keys_locks_and_exports_are_jobs_too(study: Path) -> None:
     words = ["lock", f"{place}/small-0", "--key", f"{place}/key-0", "--out", f"{place}/locked-0"]
     assert words_of(folder, folder.tasks["locked-0"], {"images": "samples"}) == words
     assert words_of(folder, folder.tasks["key-0"], {})[2:] == ["--out", f"{place}/key-0"]
+
+
+def test_a_value_that_an_option_cannot_have_is_refused_before_anything_runs(study: Path, tmp_path: Path) -> None:
+    study.write_text(study.read_text() + '[jobs.x]\nverb = "evaluate knn"\nafter = "mp3"\noptions.count = "many"\n')
+    with pytest.raises(SitusError, match=r"jobs.x.options: count='many': must be an integer"):
+        check_words(study, "paper")
+
+
+@pytest.mark.parametrize(
+    ("figure", "said"),
+    [("loss", "has no loss"), ("log.loss[*].value", "has no log"), ("top1.x", "has no x")],
+)
+def test_a_number_that_is_not_found_is_said_and_is_the_status(
+    study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], figure: str, said: str
+) -> None:
+    study.write_text(study.read_text().replace('figure = "top1"', f'figure = "{figure}"'))
+    assert main(["study", "run", str(study), "--data", "samples", "--out", str(tmp_path / "out")]) == 1
+    printed = capsys.readouterr().out
+    assert said in printed and "2 numbers of jobs that are done were not found: after MP3, top-1; from" in printed
+
+
+def test_a_list_is_no_number_and_a_number_no_list(study: Path, tmp_path: Path) -> None:
+    text = study.read_text().replace('job = "top1-tuned"', 'job = "tuned", figure = "log.loss[*].value"')
+    study.write_text(text.replace('figure = "log.loss[*].value", over', 'figure = "loss", over'))
+    assert main(["study", "run", str(study), "--data", "samples", "--out", str(tmp_path / "out")]) == 1
+    written = json.loads((tmp_path / "out" / "study.json").read_text())
+    cell, point = written["tables"][0]["after MP3"]["top-1"], written["curves"][0]["after MP3"][0]
+    assert cell["ours"] is None and "log.loss[*].value is a list of 2, no number" in cell["why"]
+    assert point["ours"] is None and "no list of numbers" in point["why"]

@@ -45,7 +45,10 @@ def settings_of(defences: Sequence[str], permute: Sequence[str]) -> tuple[Settin
         raise SitusError(field="defences", value=(), allowed="at least one; none is one")
     rows, columns = ((False, True) if name in permute else (False,) for name in PERMUTED)
     named = [text for each in defences for text in (CURVE if each == "curve" else (each,))]
-    parsed = dict.fromkeys(map(parse_defence, named))
+    try:
+        parsed = dict.fromkeys(map(parse_defence, named))
+    except SitusError as error:
+        raise SitusError(field="defences", value=error.value, allowed=error.allowed) from None
     return tuple(Setting(defence, r, c) for defence in parsed for r in rows for c in columns)
 
 
@@ -75,7 +78,8 @@ def audit_split(
         if name not in ATTACKS:
             raise unknown_name("attack", name, ATTACKS, field="attacks")
     check_value("public", public, ">= 2")
-    count = images.get("count") or SAMPLES
+    count = SAMPLES if (asked := images.get("count")) is None else asked
+    check_value("count", count, ">= 2")
     stage, made = _stage(model, data, base, count, public, seed, images)
     found = []
     for setting in settings:

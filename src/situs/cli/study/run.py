@@ -47,7 +47,8 @@ class Args:
 
 
 def run(args: Args) -> int:
-    """Runs the jobs, prints the table and writes the page; 1 where a job was not finite or failed, or is left."""
+    """Runs the jobs, prints the table and writes the page; 1 where a job was not finite or failed, or is left, or a
+    cell's number was not found."""
     from situs.cli.study.words import check_words
     from situs.pages import publish
     from situs.studies import run_study
@@ -65,7 +66,7 @@ def run(args: Args) -> int:
         how=args.config,
     )
     present(found, args.out)
-    return int(any(task.state not in ("done", "taken") for task in found.tasks))
+    return int(bool(found.unread) or any(task.state not in ("done", "taken") for task in found.tasks))
 
 
 def _paths(given: tuple[str, ...]) -> Any:

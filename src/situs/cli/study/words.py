@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from situs.cli.parser.arguments import words_of
 from situs.cli.parser.flags import configured_of, flags_of
-from situs.config import from_dict
+from situs.config import convert, from_dict
 from situs.errors import SitusError
 from situs.studies.plan import recipe_of
 
@@ -38,13 +38,14 @@ def check_words(study: str | Path, scale: str) -> None:
 
 
 def check_command(job: Job, words: Sequence[str]) -> None:
-    """Refuses the words of a job's command that its verb does not take; its flags are those of the job's own method."""
+    """Refuses words and values that a job's verb does not take; its flags are those of the job's own method."""
     from situs.cli.main import VERBS
 
     args = import_module(VERBS[job.verb][0]).Args
     held = configured_of(args)
     start = None if held is None else from_dict(held[1].cls, recipe_of(job, held[1].cls))
-    words_of(flags_of(args, start), words[len(job.verb.split()) :], f"situs {job.verb}")
+    for flag, value in words_of(flags_of(args, start), words[len(job.verb.split()) :], f"situs {job.verb}"):
+        convert(flag.kind, value, flag.fields[0])
 
 
 def alike(job: Job) -> tuple[str, ...]:
