@@ -64,6 +64,7 @@ def test_the_threat_model_and_the_verdict_come_first(
         "Who was tried, 7 rows",
         "How this page was made",
     ]
+    assert "by the best attacker that was tried" in made.render() and "worth something" not in made.render()
     assert made.notice == (PRIVATE if pictures else "") and ("pictures" in made.pictures) == pictures
     assert "TLS" in made.render() and "an attack that was not tried is no protection" in made.render()
 

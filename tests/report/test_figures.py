@@ -287,6 +287,14 @@ def test_one_run_needs_no_legend() -> None:
     assert not figures.curve_panels({"loss": {"a": ([1], [2.0])}}, "step").legends
 
 
+def test_an_axis_does_not_blow_up_a_difference_that_is_none() -> None:
+    near, far = {"a": ([0.9999, 1.0], [20.0, 90.0])}, {"a": ([0.4, 1.0], [20.0, 90.0])}
+    left, right = figures.curve_panels({"psnr": near}, "utility", x_least=0.1).axes[0].get_xlim()
+    assert right - left == pytest.approx(0.1) and left < 0.91 and right > 1.0
+    left, right = figures.curve_panels({"psnr": far}, "utility", x_least=0.1).axes[0].get_xlim()
+    assert right - left > 0.6
+
+
 def test_every_cell_holds_its_number() -> None:
     values = np.array([[1.0, 50.25, 99.0], [np.nan, 0.0, 100.0]])
     figure = figures.value_grids(

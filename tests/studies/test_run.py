@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from situs.errors import SitusError
+from situs.files import write_text
 from situs.studies import run as running
 from situs.studies.reading import read_study
 from situs.studies.result import StudyResult
@@ -141,6 +143,7 @@ def test_killed_in_the_middle_it_ends_the_same(study: Path, peace: StudyResult, 
     """SIGKILL for the runner: its jobs save themselves, and the next start goes on, in another place too."""
     code = f"""
 import sys
+from situs.files import write_text
 from situs.studies import run as running
 running.COMMAND = (sys.executable, {str(FAKE)!r})
 running.run_study({str(study)!r}, "samples", out={str(tmp_path / "out")!r}, how=running.How(at_once=2))
@@ -277,3 +280,29 @@ def test_options_as_words() -> None:
     given = {"ratios": [0, 0.15], "no_told": True, "cover": False, "a": {"b_c": 1, "d": False}, "split": "val"}
     words = ["--ratios", "0,0.15", "--no-told", "--no-cover", "--a.b-c", "1", "--a.no-d", "--split", "val"]
     assert flags(given) == words
+
+
+@pytest.mark.parametrize("full", ["settings.json", "study.toml", "top1-0.json"])
+def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    def write(path: Path, text: str) -> None:
+        if path.name == full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_text(path, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("situs.studies.folder.write_text", write)
+        with pytest.raises(SitusError, match="out: cannot be written: no space left on device") as caught:
+            run(study, tmp_path / "out", seeds=1)
+    assert caught.value.field == "out"
+    assert full != "settings.json" or not (tmp_path / "out").exists(), "nothing half-written"
+    assert all(task.state == "done" for task in run(study, tmp_path / "out", seeds=1).tasks)
+
+
+def test_settings_that_tell_nothing_are_a_sentence(study: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "settings.json").write_text("{}")
+    (tmp_path / "out" / "study.toml").write_text(STUDY)
+    with pytest.raises(SitusError, match=r"settings.json: does not tell seeds, study"):
+        read_study(tmp_path / "out")

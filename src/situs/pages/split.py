@@ -104,8 +104,8 @@ def _curves(section: Section, audit: SplitAudit) -> None:
     kept = utilities(audit.settings)[0]
     section.text(
         "Each line is one defence at several strengths: what the client's task keeps (right: most), and what the best "
-        "attacker, who knows the defence, finds. A defence is worth something where its line falls while it is still "
-        "on the right. Where lines lie on each other, a permutation hides nothing more."
+        "attacker that was tried, who knows the defence, finds. A line that falls while it is still on the right is a "
+        "defence that these attackers do not undo. Where lines lie on each other, a permutation hides nothing more."
     )
     for score, kinds in trade_offs(audit).items():
         guess = max((each[score] for each in audit.blind.values() if score in each), default=None)
@@ -114,7 +114,7 @@ def _curves(section: Section, audit: SplitAudit) -> None:
             if guess is not None:
                 every = [value for x, _ in lines.values() for value in x]
                 lines["blind guess"] = [min(every), max(every)], [guess, guess]
-        drawn = figures.curve_panels(panels, f"utility: {kept}", LIMITS.get(score))
-        caption = f"{CURVES[score]}, by the best attacker, against {kept}: {UTILITY[kept][1]}."
+        drawn = figures.curve_panels(panels, f"utility: {kept}", LIMITS.get(score), x_least=0.1)
+        caption = f"{CURVES[score]}, by the best attacker that was tried, against {kept}: {UTILITY[kept][1]}."
         section.figure(drawn, caption, name=score)
     _tabled(section, trade_off(audit.settings))

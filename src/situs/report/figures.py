@@ -225,11 +225,15 @@ def curves(
 
 
 def curve_panels(
-    metrics: Mapping[str, Mapping[str, tuple[Any, Any]]], x_label: str, y_limits: tuple[float, float] | None = None
+    metrics: Mapping[str, Mapping[str, tuple[Any, Any]]],
+    x_label: str,
+    y_limits: tuple[float, float] | None = None,
+    x_least: float = 0.0,
 ) -> Figure:
     """One panel a metric, one line a run, the same colour and dash in all panels; two panels a row.
 
     metrics: label -> run -> (x, y); a run that did not log a metric is missing there. y_limits: see `curves`.
+    x_least: what the x axis spans at least, so that no difference looks larger than it is.
     """
     across = min(2, len(metrics))
     rows = -(-len(metrics) // across)
@@ -243,6 +247,9 @@ def curve_panels(
             handles[run].set_clip_on(y_limits is None)
         if y_limits is not None:
             axis.set_ylim(*y_limits)
+        left, right = axis.get_xlim()
+        if right - left < x_least:
+            axis.set_xlim(right - x_least, right)
         label(axis, "", x_label, name)
         axis.grid(color=FAINT, linewidth=0.6)
     for axis in axes[len(metrics) :]:

@@ -85,9 +85,9 @@ class StudyFolder:
             raise SitusError(f"{path}: is no folder of a study, and not empty", field="out")
         folder = cls(path, study, known, scale, seeds or study.seeds)
         folder.check_recipes()
+        write_text(path / SETTINGS, _json({"study": known, "scale": scale, "seeds": folder.seeds}))  # it is ours now
         (path / "jobs").mkdir(parents=True, exist_ok=True)
         write_text(path / STUDY, file.read_text(encoding="utf-8"))
-        write_text(path / SETTINGS, _json({"study": known, "scale": scale, "seeds": folder.seeds}))
         return folder
 
     @classmethod
@@ -96,6 +96,8 @@ class StudyFolder:
         if not (path / SETTINGS).is_file() or not (path / STUDY).is_file():
             raise SitusError(f"{path}: holds no study", field="folder")
         settings = read_json(path / SETTINGS)
+        if absent := {"study", "seeds"} - settings.keys():
+            raise SitusError(f"{path / SETTINGS}: does not tell {', '.join(sorted(absent))}", field="folder")
         study = load_study(path / STUDY, configs=False)
         return cls(path, study, str(settings["study"]), str(settings.get("scale", PAPER)), int(settings["seeds"]))
 

@@ -134,11 +134,12 @@ class _Reader:
         if task.name not in self._numbers:
             self._numbers[task.name] = numbers_of(task.job, task.folder)
         value = find(self._numbers[task.name], figure)
-        numbers = value if listed and isinstance(value, list) else [value]
+        numbers: list[Any] = value if isinstance(value, list) else [value]
         if listed != isinstance(value, list) or not all(type(each) in (int, float) for each in numbers):
-            told = f"a list of {len(value)}" if isinstance(value, list) else repr(value)
+            told = f"a list of {len(numbers)}" if isinstance(value, list) else repr(value)
             raise SitusError(f"{figure} is {told}, no {'list of numbers' if listed else 'number'}")
-        return [float(each) for each in value] if listed else float(value)
+        made = [float(each) for each in numbers]
+        return made if listed else made[0]
 
     def ended(self, task: Task) -> Ended:
         """How it stands, with the reason where it waits for what will not come."""

@@ -95,6 +95,9 @@ def run_study(
                 folder.take(name, Path(source))
             _Runner(folder, given, say, keep, _slots(how)).run(folder.chosen(how.only), how.minutes)
             return read_folder(folder)
+    except OSError as error:
+        told = (error.strerror or str(error)).lower()
+        raise SitusError(f"{path}: cannot be written: {told}; the same command goes on", field="out") from None
     finally:
         if created and path.is_dir() and not any(path.iterdir()):
             path.rmdir()

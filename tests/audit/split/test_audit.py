@@ -74,7 +74,7 @@ def test_labels_of_classes_that_the_model_does_not_know_still_have_neighbours() 
     ("asked", "field", "said"),
     [
         ({"attacks": ("thief",)}, "attacks", "unknown attack 'thief'; choose one of: .*order"),
-        ({"defences": ("fog",)}, "defence", "fog"),
+        ({"defences": ("fog",)}, "defences", "fog"),
         ({"defences": ()}, "defences", "at least one"),
         ({"permute": ("tiles",)}, "permute", "of rows, columns"),
         ({"public": 1}, "public", ">= 2"),

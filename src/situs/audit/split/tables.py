@@ -103,7 +103,7 @@ def trade_off(settings: Settings) -> Table:
         found_shares = [None if (share := found.best(name)) is None else percent(share) for name in shares]
         attacker = None if best is None else best.attack
         rows.append([str(found.setting), *_kept(found.kept, kept), attacker, *_of(best, PRIVACY), *found_shares])
-    title = "What each strength keeps, and what the best attacker on pictures finds"
+    title = "What each strength keeps, and what the best attacker on pictures that was tried finds"
     return Table(title, ("client sends", *kept, "best attacker", *PRIVACY, *shares), rows)
 
 
