@@ -85,8 +85,9 @@ class StudyFolder:
             raise SitusError(f"{path}: is no folder of a study, and not empty", field="out")
         folder = cls(path, study, known, scale, seeds or study.seeds)
         folder.check_recipes()
+        path.mkdir(parents=True, exist_ok=True)
         write_text(path / SETTINGS, _json({"study": known, "scale": scale, "seeds": folder.seeds}))  # it is ours now
-        (path / "jobs").mkdir(parents=True, exist_ok=True)
+        (path / "jobs").mkdir(exist_ok=True)
         write_text(path / STUDY, file.read_text(encoding="utf-8"))
         return folder
 
