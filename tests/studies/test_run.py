@@ -21,7 +21,7 @@ from situs.files import write_text
 from situs.studies import run as running
 from situs.studies.reading import read_study
 from situs.studies.result import StudyResult
-from situs.studies.run import How, run_study
+from situs.studies.run import How, nameless, run_study
 from situs.studies.words import flags
 
 FAKE = Path(__file__).parent / "fake.py"
@@ -133,7 +133,7 @@ def test_interrupted_twice_by_the_clock_it_ends_the_same(
     for _ in range(2):
         cut = run(study, tmp_path / "out", how=How(minutes=0.6 / 60, at_once=2), say=said.append)
         assert any(task.state == "begun" for task in cut.tasks)
-    assert any("minutes are over: 2 jobs save themselves" in line for line in said)
+    assert any("minutes are over: jobs at work save themselves (2)" in line for line in said)
     monkeypatch.setenv("FAKE_STEP", "0.0")
     assert same(run(study, tmp_path / "out", say=said.append)) == same(peace)
     assert sum("--resume" in line for line in said) >= 2
@@ -306,3 +306,10 @@ def test_settings_that_tell_nothing_are_a_sentence(study: Path, tmp_path: Path) 
     (tmp_path / "out" / "study.toml").write_text(STUDY)
     with pytest.raises(SitusError, match=r"settings.json: does not tell seeds, study"):
         read_study(tmp_path / "out")
+
+
+def test_a_path_is_named_only_where_it_stands_as_one() -> None:
+    places = {"STUDY": "st", "images": "/data/set"}
+    text = "step 2: st/jobs/a, 'st' and /data/set, not /data/settings, best/x, st.old or ./st; situs -o st"
+    wanted = "step 2: STUDY/jobs/a, 'STUDY' and images, not /data/settings, best/x, st.old or ./st; situs -o STUDY"
+    assert nameless(text, places) == wanted

@@ -7,6 +7,7 @@ and the end of the time allowed ask the jobs to save themselves; the same call g
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -150,7 +151,7 @@ class _Runner:
                     self._reap(asked=False)
                     if interrupt.asked or (minutes is not None and time.monotonic() - began > 60 * minutes):
                         why = "interrupted" if interrupt.asked else f"{minutes:g} minutes are over"
-                        self.say(f"{why}: {len(self.running)} jobs save themselves; the same command goes on with them")
+                        self.say(f"{why}: jobs at work save themselves ({len(self.running)}); the same command goes on")
                         break
                     for task in self._ready(tasks)[: len(self.slots) - len(self.running)]:
                         self._start(task)
@@ -206,9 +207,8 @@ class _Runner:
 
     def _nameless(self, text: str) -> str:
         """Without the paths of this machine: the folder may be moved."""
-        for shown, path in (("STUDY", str(self.folder.path)), *self.data.items()):
-            text = text if elsewhere(path) else text.replace(path, shown)
-        return text
+        places = {"STUDY": str(self.folder.path), **self.data}
+        return nameless(text, {shown: path for shown, path in places.items() if not elsewhere(path)})
 
     def _reap(self, *, asked: bool) -> None:
         """Writes down how those ended that have. asked: they were told to stop, so that being cut is no failure."""
@@ -272,3 +272,10 @@ def _machine(task: Task) -> dict[str, Any]:
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return lines[-1].removeprefix("situs: ") if lines else ""
+
+
+def nameless(text: str, places: Mapping[str, str]) -> str:
+    """The text with names in the place of paths, where these stand as paths: a folder `st` is in no "step"."""
+    for shown, path in places.items():
+        text = re.sub(rf"(?<![\w./-]){re.escape(path)}(?![\w.-])", lambda _, shown=shown: shown, text)
+    return text
