@@ -14,8 +14,9 @@ from situs.audit.attacks.adaptive import search as searching
 from situs.audit.attacks.adaptive import solve
 from situs.audit.attacks.adaptive.algebra import Partly, separate
 from situs.audit.attacks.adaptive.block import FirstBlock
-from situs.audit.attacks.adaptive.search import SOLVED, TELLING, Effort, Family, TokenFit, Trial, search
+from situs.audit.attacks.adaptive.search import Effort, Family, TokenFit, Trial, search
 from situs.audit.attacks.adaptive.solve import family_of, solve_directions
+from situs.audit.attacks.spans import SOLVED, TELLING
 from situs.audit.client import known_gradient, victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import MaskedJigsaw

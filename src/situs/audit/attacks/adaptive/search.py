@@ -16,18 +16,11 @@ from torch.func import jvp, vmap
 
 from situs.audit.attacks.adaptive.algebra import Partly
 from situs.audit.attacks.adaptive.block import FirstBlock
+from situs.audit.attacks.spans import SOLVED, TELLING
 from situs.audit.deadline import Deadline
 
-SOLVED = 3.0
-"""A token fits if no more of it sticks out than this many times what noise explains. At the truth it is about once; a
-wrong solution has thousands, and four at least where its gradients are weak."""
-
-TELLING = 1e-2
-"""Nor more than this share, whatever noise explains: wrong solutions stick out by little more, and where rounding alone
-lets as much stick out (fp16, tokens of weak gradients) nobody can tell them from the right one."""
-
 SHARP = 3e-3
-"""Nor does a token prove anything that noise alone moves by more than this share of `Trial.loud`: where the MLP is
+"""A token proves nothing that noise alone moves by more than this share of `Trial.loud`: where the MLP is
 nearly linear (a gate that is still shut), every token of the family fits."""
 
 DOUBTFUL = SOLVED * (1 + SOLVED)

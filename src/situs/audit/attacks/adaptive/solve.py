@@ -18,8 +18,9 @@ from torch import Tensor
 
 from situs.audit.attacks.adaptive.algebra import Partly, Smoothness, smoothest
 from situs.audit.attacks.adaptive.block import FirstBlock
-from situs.audit.attacks.adaptive.search import DOUBTFUL, SOLVED, Effort, Family, TokenFit, Trial, search
+from situs.audit.attacks.adaptive.search import DOUBTFUL, Effort, Family, TokenFit, Trial, search
 from situs.audit.attacks.patchembed.equations import svd
+from situs.audit.attacks.spans import SOLVED
 from situs.audit.deadline import Deadline
 
 LOUD = 3.0
