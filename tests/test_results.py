@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from situs.results import Table, percent, show
+from situs.results import Provenance, Table, percent, show
 
 
 @pytest.mark.parametrize(
@@ -31,3 +31,9 @@ def test_plain_columns_are_aligned() -> None:
     assert str(Table("It can do", ("", "holds"), [("tokens", True), ("a [row]", 12345)])) == (
         "It can do\n           holds\n  tokens   yes\n  a [row]  12,345\n"
     )
+
+
+def test_samples_are_called_what_their_source_calls_them() -> None:
+    clips, joint = Provenance(things="clips"), Provenance.joint([Provenance(things="clips"), Provenance()])
+    assert Provenance().counted(1200) == "1,200 images"
+    assert clips.counted(1200) == joint.counted(1200) == "1,200 clips"

@@ -55,24 +55,30 @@ class Provenance:
     """How a result was made, without paths or dates.
 
     facts: written with the numbers and shown at the page's end. of: what was measured. left_out: sentences on what the
-    measurement did not see.
+    measurement did not see. things: what its samples are called.
     """
 
     facts: Mapping[str, Any] = field(default_factory=dict)
     of: tuple[Origin, ...] = ()
     left_out: tuple[str, ...] = ()
+    things: str = "images"
 
     @classmethod
     def joint(cls, parts: Iterable[Provenance], facts: Mapping[str, Any] = MappingProxyType({})) -> Provenance:
         """That of several beside each other; facts: what holds for all of them."""
         parts = list(parts)
         left_out = dict.fromkeys(said for part in parts for said in part.left_out)
-        return cls(facts, tuple(origin for part in parts for origin in part.of), tuple(left_out))
+        things = parts[0].things if parts else cls.things
+        return cls(facts, tuple(origin for part in parts for origin in part.of), tuple(left_out), things)
 
     @property
     def name(self) -> str:
         """Of what was measured, the first of several."""
         return self.of[0].name if self.of else "model"
+
+    def counted(self, count: int) -> str:
+        """So many samples, in words: 1,000 images."""
+        return f"{count:,} {self.things}"
 
     def title(self, text: str) -> str:
         """`text` behind the name of the data."""

@@ -179,3 +179,13 @@ def test_any_model_and_any_data_are_evaluated(tmp_path: Path) -> None:
     with pytest.raises(SitusError) as error:
         evaluate_accuracy(module, source)  # a bare module, whose image size `open_model` must be told
     assert error.value.field == "img_size"
+
+
+def test_the_source_says_what_its_samples_are_called() -> None:
+    class Clips(TensorSource):
+        things = "clips"
+
+    source = Clips(torch.rand(6, 3, 4, 4), torch.arange(6) % 3, ("a", "b", "c"), "heard")
+    said = evaluate_accuracy(open_model(Model(3), img_size=4), source, count=4).summary()
+    assert "of 4 clips of 3 classes" in said.sentence
+    assert said.tables[0].title == "heard, 4 clips"

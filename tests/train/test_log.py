@@ -27,7 +27,9 @@ def run(tmp_path: Path) -> RunFolder:
 
 
 def test_a_record_as_a_person_reads_it() -> None:
-    shown = "epoch 1.25 · loss 2.346 · position accuracy 0.4123 · lr 1.50e-04 · 3,120 img/s · data-wait 3 % · 17.3 GiB"
+    shown = (
+        "epoch 1.25 · loss 2.346 · position accuracy 0.4123 · lr 1.50e-04 · 3,120 samples/s · data-wait 3 % · 17.3 GiB"
+    )
     assert describe(RECORD, skip=("step",)) == shown
     assert [clock(s) for s in (0, 61.9, 3600, 90061)] == ["0:00", "1:01", "1:00:00", "25:01:01"]
 
@@ -53,8 +55,8 @@ def test_a_live_line_on_a_terminal(run: RunFolder) -> None:
     log.close()
     text = out.getvalue()
     assert "\x1b" in text
-    for part in ("step 50/100", "epoch 1.25", "loss 2.346", "position accuracy 0.4123", "3,120 img/s", "data-wait 3 %",
-                 "17.3 GiB", "left"):  # fmt: skip
+    for part in ("step 50/100", "epoch 1.25", "loss 2.346", "position accuracy 0.4123", "3,120 samples/s",
+                 "data-wait 3 %", "17.3 GiB", "left"):  # fmt: skip
         assert part in text
 
 

@@ -21,7 +21,7 @@ from situs.data.augment.recipes import denormalise
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.limits import check_value
-from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
+from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.results import Result, Summary, Table, percent
 
 LOCAL = 0.5
@@ -101,7 +101,7 @@ class Attention(Result):
             for layer, (nats, far, prefix) in enumerate(each, start=1)
         ]  # fmt: skip
         header = ["layer", "mean entropy", "lowest", "highest", "distance", "to prefix tokens"]
-        title = f"{self.provenance.name}: attention over {found.images:,} images"
+        title = f"{self.provenance.name}: attention over {self.provenance.counted(found.images)}"
         return Summary(said, (Table(title, header, rows),))
 
     def _head(self, index: int) -> str:
@@ -192,12 +192,12 @@ def analyze_attention(
     layer: int | None = None,
     show: int = 6,
     seed: int = 0,
-    **images: Unpack[Images],
+    **chosen: Unpack[Chosen],
 ) -> Attention:
     """Where a model's heads look: over all images, and laid over a few.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. layer:
-    whose maps are laid over images, from 1; None for the last. show: how many. images: see `load_set`; 64 where no
+    whose maps are laid over images, from 1; None for the last. show: how many. chosen: see `load_set`; 64 where no
     count is said.
     """
     check_value("show", show, ">= 1")
@@ -205,8 +205,8 @@ def analyze_attention(
     backbone, positions = model.backbone, model.positions
     check_attention_maps(backbone)
     depth = check_layer(backbone, layer)
-    images.setdefault("count", 64)
-    loader = load_set(model, data, **images)
+    chosen.setdefault("count", 64)
+    loader = load_set(model, data, **chosen)
     found = survey(backbone, loader, positions=positions)
     first = next(iter(loader)).inputs[:show]
     maps = image_maps(backbone, first, depth, positions=positions)

@@ -23,7 +23,7 @@ from situs.backbones.base import Backbone
 from situs.core.position import distances
 from situs.data.batch import Batch
 from situs.errors import SitusError, unknown_name
-from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
+from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.results import Result, Summary, Table
 
 HEAD = {
@@ -113,7 +113,7 @@ class Correlations(Result):
             f"{means[peak]['position']:.2f}."
         )
         rows = [[depth, *(f"{each[key]:.3f}" for key in HEAD)] for depth, each in means.items()]
-        title = self.provenance.title(f"{self.depths[self.depth].images} images")
+        title = self.provenance.title(self.provenance.counted(self.depths[self.depth].images))
         return Summary(said, (Table(title, ["after", *HEAD.values()], rows),))
 
     def numbers(self) -> dict[str, Any]:
@@ -129,16 +129,16 @@ def _rounded(maps: Tensor) -> list[list[float]]:
 
 
 def analyze_correlation(
-    model: AnyModel, data: AnyData = None, *, depth: str = LAST, seed: int = 0, **images: Unpack[Images]
+    model: AnyModel, data: AnyData = None, *, depth: str = LAST, seed: int = 0, **chosen: Unpack[Chosen]
 ) -> Correlations:
     """How alike the features of two places are, in one image and in two, at every depth of a model.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. depth:
-    whose maps are drawn: "embedding", a block's number, or "norm". images: see `load_set`; 64 where no count is said.
+    whose maps are drawn: "embedding", a block's number, or "norm". chosen: see `load_set`; 64 where no count is said.
     """
     model = opened(model, seed)
-    images.setdefault("count", 64)
-    loader = load_set(model, data, **images)
+    chosen.setdefault("count", 64)
+    loader = load_set(model, data, **chosen)
     found = correlate(model.backbone, loader, positions=model.positions)
     if depth not in found:
         raise unknown_name("depth", depth, found, field="depth")

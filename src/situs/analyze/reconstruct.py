@@ -26,7 +26,7 @@ from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.limits import check_value, check_values
 from situs.methods.base import Method, Puzzle
-from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
+from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.model import puzzle_method, told_places
 from situs.results import Result, Summary, Table, percent
 
@@ -218,8 +218,8 @@ class Reconstruction(Result):
         """Where most and least are put right; a row a setting."""
         best, worst = (choose(self.scores.items(), key=lambda item: item[1].right) for choose in (max, min))
         said = (
-            f"Of {best[1].images:,} images, {percent(best[1].right)} of the patches asked for are put right at "
-            f"{best[0].text}"
+            f"Of {self.provenance.counted(best[1].images)}, {percent(best[1].right)} of the patches asked for are put "
+            f"right at {best[0].text}"
         )
         if worst[0] != best[0]:
             said += f", and {percent(worst[1].right)} at {worst[0].text}, {worst[1].off_by:.1f} patches off on average"
@@ -253,13 +253,13 @@ def analyze_reconstruct(
     show: int = 6,
     pairs: int = 2,
     seed: int = 0,
-    **images: Unpack[Images],
+    **chosen: Unpack[Chosen],
 ) -> Reconstruction:
     """Puzzles that an MP3 or DropPos run solves: each patch where the model puts it, at several ratios.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that the run was trained on.
     ratios: η of MP3, γ of DropPos. position_ratios: γ_pos. show: images kept to be seen. pairs: how many pairs of
-    images MP3 is given mixed. images: see `load_set`; 64 where no
+    images MP3 is given mixed. chosen: see `load_set`; 64 where no
     count is said.
     """
     check_value("show", show, ">= 1")
@@ -267,8 +267,8 @@ def analyze_reconstruct(
     model = opened(model, seed)
     method = puzzle_method(model, position_ratios)
     settings = settings_of(method, ratios, position_ratios)
-    images.setdefault("count", 64)
-    loader = load_set(model, data, **images)
+    chosen.setdefault("count", 64)
+    loader = load_set(model, data, **chosen)
     look = partial(denormalise, mean=loader.mean, std=loader.std)
     found = study(method, loader, settings, look, show=show, pairs=pairs, seed=seed)
     return replace(found, provenance=made_with(model, loader, seed))

@@ -27,7 +27,7 @@ from situs.core.tokens import Grid, mask_of, take
 from situs.errors import SitusError
 
 CAPABILITIES = {
-    "images": "images as input",
+    "images": "images or spectrograms as input",
     "tokens": "a sequence of patch tokens",
     "context": "attention to a context of chosen tokens (MP3)",
     "take": "running on a subset of the tokens (DropPos, MAE)",

@@ -1,6 +1,6 @@
 """How well a classifier does over a whole set: top-1, top-5 and loss; exact, one wait for the device at the end.
 
-Where an image has any number of the classes, the scores of `situs.evaluate.multi_label` stand in their place.
+Where a sample has any number of the classes, the scores of `situs.evaluate.multi_label` stand in their place.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from situs.errors import SitusError
 from situs.evaluate.multi_label import LabelAccuracy, LabelScores, LabelTally
 from situs.methods.base import Batch
-from situs.models.data import AnyData, AnyModel, Images, check_classes, check_labels, load_set, made_with, opened
+from situs.models.data import AnyData, AnyModel, Chosen, check_classes, check_labels, load_set, made_with, opened
 from situs.models.inference import Total, evaluating
 from situs.results import Result, Summary, Table, percent
 from situs.train.step import autocast
 
 Classifier = Callable[[Tensor], Tensor]
-"""Images [B, C, H, W] -> logits [B, classes]; a backbone is one."""
+"""Inputs [B, …] -> logits [B, classes]; a backbone is one."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class ClassAccuracy(Result):
         """How often it is right, beside a guess."""
         found, count, name = self.accuracy, len(self.classes), self.provenance.name
         said = (
-            f"{name} recognises {percent(found.top1, 2)} of {found.count:,} images of {count:,} classes "
-            f"(a guess: {percent(1 / count, 2)})."
+            f"{name} recognises {percent(found.top1, 2)} of {self.provenance.counted(found.count)} of {count:,} "
+            f"classes (a guess: {percent(1 / count, 2)})."
         )
         row = [name, percent(found.top1, 2), percent(found.top5, 2), f"{found.loss:.4f}"]
-        title = self.provenance.title(f"{found.count:,} images")
+        title = self.provenance.title(self.provenance.counted(found.count))
         return Summary(said, (Table(title, ["", "top-1", "top-5", "loss"], [row]),))
 
     def numbers(self) -> dict[str, Any]:
@@ -61,9 +61,9 @@ class ClassAccuracy(Result):
         return {**asdict(self.accuracy), "classes": self.by_class()}
 
     def by_class(self) -> list[dict[str, Any]]:
-        """A row a class: how many images, the share recognised, and the class the others are taken for most often.
+        """A row a class: how many samples, the share recognised, and the class the others are taken for most often.
 
-        None where there is no image, or none that is taken for another class.
+        None where there is no sample, or none that is taken for another class.
         """
         most, which = self.answers.clone().fill_diagonal_(0).max(dim=1)
         counts, hits = self.answers.sum(dim=1), self.answers.diagonal()
@@ -111,7 +111,7 @@ class Tally:
         return Accuracy(top1 / count, top5 / count, int(count), loss / count)
 
     def answers(self) -> Tensor:
-        """[C, C] int64 on the CPU: how many images of class i over all ranks were taken for class j."""
+        """[C, C] int64 on the CPU: how many samples of class i over all ranks were taken for class j."""
         return self.table.over_ranks().view(self.classes, self.classes).long().cpu()
 
 
@@ -121,18 +121,18 @@ def evaluate_accuracy(
     *,
     precision: str = "fp32",
     seed: int = 0,
-    **images: Unpack[Images],
+    **chosen: Unpack[Chosen],
 ) -> ClassAccuracy | LabelAccuracy:
     """Measures top-1, top-5 and loss of a classifier on a whole split, and which classes it knows.
 
     Of a multi-label one mean average precision, accuracy and F1 over the classes, and each class's own.
 
-    model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on.
-    precision: fp32, or bf16 for autocast. seed: of random weights. images: see `load_set`. Under torchrun the ranks
-    share the images.
+    model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on.
+    precision: fp32, or bf16 for autocast. seed: of random weights. chosen: see `load_set`. Under torchrun the ranks
+    share the samples.
     """
     model = opened(model, seed)
-    loader = load_set(model, data, shared=True, **images)
+    loader = load_set(model, data, shared=True, **chosen)
     check_classes(model, loader, multi_label=True)
     classes = check_labels(loader, multi_label=True)
     told = {"classes": len(classes), "precision": precision}
@@ -167,7 +167,7 @@ def measure_accuracy(
 def measure_labels(
     model: Classifier, batches: Iterable[Batch], *, classes: int | None = None, precision: str = "fp32"
 ) -> LabelScores:
-    """The same of a classifier that tells any number of classes an image."""
+    """The same of a classifier that tells any number of classes a sample."""
     tally = LabelTally()
     _run(model, batches, tally, classes, precision)
     return tally.result()
@@ -194,7 +194,7 @@ def check_numbers(name: str, loss: float) -> None:
 def labels_of(batch: Batch, target: str = "label") -> Tensor:
     """The labels of a batch, or one sentence where the data has none of this kind (see `Source.target`)."""
     if target not in batch.targets:
-        kind = {"label": "one class an image", "labels": "any number of classes an image"}
+        kind = {"label": "one class a sample", "labels": "any number of classes a sample"}
         has = next((f"gives {kind[each]}" for each in kind if each in batch.targets), "has none")
         raise SitusError(f"this evaluation needs labels, {kind[target]}, and the data {has}", field="data")
     return batch.targets[target]
@@ -203,5 +203,5 @@ def labels_of(batch: Batch, target: str = "label") -> Tensor:
 def hard(labels: Tensor) -> Tensor:
     """Labels as class numbers [n], the heaviest class where they are shares [n, C]."""
     if labels.dim() > 1 and not labels.is_floating_point():
-        raise SitusError("the data is multi-label, and one class an image is asked for here", field="data")
+        raise SitusError("the data is multi-label, and one class a sample is asked for here", field="data")
     return labels if labels.dim() == 1 else labels.argmax(dim=-1)

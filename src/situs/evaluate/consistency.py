@@ -1,6 +1,6 @@
 """What shuffled patches do to a classifier (MJP, Table 1 and Figure 3): top-1, Diff.Norm and consistency over γ.
 
-The patches of a block mask are shuffled among themselves, and the answer is compared with that on the whole image.
+The patches of a block mask are shuffled among themselves, and the answer is compared with that on the whole sample.
 Everything is measured twice. *Told*: the masked places are forgotten, so that the model knows which it cannot trust.
 On a plain ViT the order inside the mask then changes nothing at all, so that the number measures lost positions.
 *Not told*: every place keeps its own position and holds a wrong patch, which is what shuffling itself does.
@@ -24,7 +24,7 @@ from situs.errors import SitusError
 from situs.evaluate.accuracy import hard
 from situs.limits import check_values
 from situs.methods.base import Batch, Method, encode_moved
-from situs.models.data import AnyData, AnyModel, Images, examples, load_set, made_with, opened, top1_reason
+from situs.models.data import AnyData, AnyModel, Chosen, examples, load_set, made_with, opened, top1_reason
 from situs.models.inference import Total, evaluating
 from situs.models.model import check_classifier
 from situs.results import Cell, Result, Summary, Table, percent
@@ -41,9 +41,9 @@ TELLING = {True: "mask told", False: "mask not told"}
 class Consistency:
     """One γ, told or not told. Diff.Norm is between F(x) and F(x̃), the vector that the head reads.
 
-    masked: int(γN), the places shuffled in each image. top1: share of right answers on shuffled images, None without
+    masked: int(γN), the places shuffled in each sample. top1: share of right answers on shuffled ones, None without
     fitting labels. diff_norm: mean of ‖F(x) - F(x̃)‖. diff_norm_squared: mean of its square (Eq. 6). consistency: share
-    of images whose answer stays the same, None without a classifier. clean_norm: mean of ‖F(x)‖, for scale.
+    of samples whose answer stays the same, None without a classifier. clean_norm: mean of ‖F(x)‖, for scale.
     """
 
     ratio: float
@@ -59,7 +59,7 @@ class Consistency:
 
 @dataclass(frozen=True)
 class Shuffled:
-    """How a model is shown images with shuffled patches: a run through its method, others by their backbone.
+    """How a model is shown samples with shuffled patches: a run through its method, others by their backbone.
 
     positions: whether the backbone's own take part. grid: of the patches that are shuffled; a backbone with tokens has
     its own.
@@ -94,17 +94,17 @@ class Shuffled:
         }
         return " and ".join(parts[kind] for kind in kinds) + ", since this model never learned an unknown place"
 
-    def read(self, images: Tensor, index: Tensor | None = None, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What the head reads [B, D] and its logits, of images whose patches are moved by `index`.
+    def read(self, inputs: Tensor, index: Tensor | None = None, told: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """What the head reads [B, D] and its logits, of inputs whose patches are moved by `index`.
 
         told: [B, N] bool, places that are forgotten.
         """
         if not self.backbone.num_tokens:
-            return self.backbone.read_pixels(images if index is None else move_patches(images, self.grid, index))
+            return self.backbone.read_pixels(inputs if index is None else move_patches(inputs, self.grid, index))
         if self.method is not None:
-            features = self.method.encode(images, told, index)
+            features = self.method.encode(inputs, told, index)
         else:
-            features = encode_moved(self.backbone, images, told, index, positions=self.positions)
+            features = encode_moved(self.backbone, inputs, told, index, positions=self.positions)
         return self.backbone.pooled(features), self.backbone.head(features)
 
 
@@ -134,7 +134,7 @@ class ConsistencyCurve(Result):
              r.diff_norm_squared]
             for r in self.rows
         ]  # fmt: skip
-        table = Table(self.provenance.title(f"{self.rows[0].count:,} images"), header, cells)
+        table = Table(self.provenance.title(self.provenance.counted(self.rows[0].count)), header, cells)
         return Summary(self._sentence(), (table,), (f"mask told: {self.untellable}",) if self.untellable else ())
 
     def _sentence(self) -> str:
@@ -178,7 +178,7 @@ def _points(share: float | None) -> str | None:
 def shuffled(
     model: Backbone | Method, *, positions: bool = True, grid: tuple[int, ...] | None = None, size: tuple[int, int]
 ) -> Shuffled:
-    """Readies a backbone or a run's method. grid: for a network without tokens; size: of its images."""
+    """Readies a backbone or a run's method. grid: for a network without tokens; size: of its inputs."""
     method = model if isinstance(model, Method) else None
     backbone, positions = (model, positions) if isinstance(model, Backbone) else (model.backbone, model.sees_positions)
     if backbone.num_tokens:
@@ -188,7 +188,7 @@ def shuffled(
     own = method.grid if method is not None and all(method.grid) else _grid_for(size)
     cut = grid or own
     if min(cut) < 1 or size[0] % cut[0] or size[1] % cut[1]:
-        raise SitusError(f"grid={cut}: must divide images of {size[0]}x{size[1]} pixels", field="grid")
+        raise SitusError(f"grid={cut}: must divide inputs of {size[0]}x{size[1]}", field="grid")
     return Shuffled(backbone, method, False, cut)
 
 
@@ -200,17 +200,17 @@ def evaluate_consistency(
     grid: tuple[int, int] | None = None,
     precision: str = "fp32",
     seed: int = 0,
-    **images: Unpack[Images],
+    **chosen: Unpack[Chosen],
 ) -> ConsistencyCurve:
     """What shuffled patches do to a classifier: top-1, Diff.Norm and consistency at each γ, mask told and not told.
 
-    model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on.
-    ratios: γ. grid: for a network without tokens, the patches to shuffle. images: see `load_set`.
+    model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on.
+    ratios: γ. grid: for a network without tokens, the patches to shuffle. chosen: see `load_set`.
     """
     model = opened(model, seed)
     check_classifier(model)
     shuffled(model.trained, positions=model.positions, grid=grid, size=model.data.size)  # refuses a wrong grid
-    loader = load_set(model, data, shared=True, **images)
+    loader = load_set(model, data, shared=True, **chosen)
     found = measure_consistency(
         model.trained,
         loader,
@@ -250,8 +250,8 @@ def measure_consistency(
     with evaluating(model):
         for batch in batches:
             if view is None:
-                height, width = batch.inputs.shape[-2:]
-                view = shuffled(model, positions=positions, grid=grid, size=(height, width))
+                high, wide = batch.inputs.shape[-2:]
+                view = shuffled(model, positions=positions, grid=grid, size=(high, wide))
                 tells = (False,) if view.untellable else (True, False)
             with autocast(batch.inputs.device, precision):
                 given = batch if labels else batch._replace(targets={})
@@ -284,7 +284,7 @@ def measure_consistency(
 def _measure(
     view: Shuffled, batch: Batch, ratios: Sequence[float], tells: Sequence[bool], seed: int, classes: int | None
 ) -> Tensor:
-    """One batch's sums, float64: images, those with labels, ‖F(x)‖, then norm, square, same and right for each row."""
+    """One batch's sums, float64: samples, those with labels, ‖F(x)‖, then norm, square, same and right for each row."""
     clean, logits = view.read(batch.inputs)
     clean, answers = clean.double(), logits.argmax(dim=-1)
     truth = batch.targets.get("label") if classes in (None, logits.shape[-1]) else None

@@ -15,7 +15,7 @@ from situs import __version__
 from situs.errors import SitusError
 from situs.evaluate.accuracy import Accuracy, Classifier, Tally, check_numbers, hard, labels_of
 from situs.methods.base import Batch
-from situs.models.data import AnyData, AnyModel, Images, check_classes, load_set, open_several
+from situs.models.data import AnyData, AnyModel, Chosen, check_classes, load_set, open_several
 from situs.models.inference import Total, evaluating
 from situs.results import Provenance, Result, Summary, Table, percent
 from situs.train.step import autocast
@@ -27,7 +27,7 @@ Average = Literal["softmax", "logits"]
 class Ensemble(Result):
     """The accuracy of each model by name, and of all together.
 
-    agreement: the share of images on which two models give the same answer, [M][M] in the order of `alone`. any_right:
+    agreement: the share of samples on which two models give the same answer, [M][M] in the order of `alone`. any_right:
     the share that at least one model has right, which no choice among their answers can pass. average: of what.
     members: where each model comes from, by name.
     """
@@ -53,7 +53,7 @@ class Ensemble(Result):
             [name, f"{100 * each.top1:.2f}", f"{100 * each.top5:.2f}", f"{each.loss:.4f}"]
             for name, each in {**self.alone, f"together ({self.average})": self.together}.items()
         ]
-        title = self.provenance.title(f"{self.together.count:,} images")
+        title = self.provenance.title(self.provenance.counted(self.together.count))
         return Summary(said, (Table(title, ["", "top-1, %", "top-5, %", "loss"], rows),))
 
     def numbers(self) -> dict[str, Any]:
@@ -84,21 +84,21 @@ def evaluate_ensemble(
     average: Average = "softmax",
     precision: str = "fp32",
     seed: int = 0,
-    **images: Unpack[Images],
+    **chosen: Unpack[Chosen],
 ) -> Ensemble:
     """Several classifiers as one: each alone, their averaged answer, and how alike they answer.
 
-    models: whatever `open_model` takes. data: a path or a source; None for the images that the first run was trained
-    on. Each sees them prepared as it was trained. average: the probabilities, or the logits. images: see `load_set`.
+    models: whatever `open_model` takes. data: a path or a source; None for the samples that the first run was trained
+    on. Each sees them prepared as it was trained. average: the probabilities, or the logits. chosen: see `load_set`.
     """
     opened = open_several(models, seed)
     if len(opened) < 2:
         raise SitusError("an ensemble needs at least two models", field="model")
-    first = next(iter(opened.values())).holding_out(images.pop("held_out", None)).data
+    first = next(iter(opened.values())).holding_out(chosen.pop("held_out", None)).data
     loaders = {}
     for name, model in opened.items():
         held = model.holding_out(first.held_out)
-        loaders[name] = load_set(held, data or first.path or None, shared=True, **images)
+        loaders[name] = load_set(held, data or first.path or None, shared=True, **chosen)
         check_classes(model, loaders[name])
     backbones = {name: model.backbone for name, model in opened.items()}
     found = measure_ensemble(backbones, loaders, average=average, precision=precision)
@@ -106,7 +106,11 @@ def evaluate_ensemble(
         check_numbers(name, score.loss)
     name = next(iter(loaders.values())).source.name
     facts = {"data": name, "precision": precision, "average": average, "situs": __version__}
-    made = (Provenance({}, (model.origin,), loaders[name].source.left_out()) for name, model in opened.items())
+    sources = {name: loader.source for name, loader in loaders.items()}
+    made = (
+        Provenance({}, (model.origin,), tuple(sources[name].left_out()), sources[name].things)
+        for name, model in opened.items()
+    )
     members = {name: model.facts for name, model in opened.items()}
     return replace(found, members=members, provenance=Provenance.joint(made, facts))
 
@@ -120,7 +124,7 @@ def measure_ensemble(
 ) -> Ensemble:
     """Each model alone and all together, over one pass.
 
-    batches: each model's own by name (another image size, another normalisation): the same samples in the same order.
+    batches: each model's own by name (another size, another normalisation): the same samples in the same order.
     """
     if average not in ("softmax", "logits"):
         raise SitusError(field="average", value=average, allowed="softmax or logits")

@@ -33,8 +33,8 @@ class FeatureSet:
     """features: [n, D] float32. ids: [n] int64, the samples' numbers in their set. labels: [n] int64, or of a
     multi-label set [n, K] int8 (1, 0, and -1 for unknown), or None.
 
-    names: the images' own names, n of them, such as their paths below the data's folder. classes: names of the labels.
-    facts: what made them. left_out: sentences on the images that could not be read.
+    names: the samples' own names, n of them, such as their paths below the data's folder. classes: names of the labels.
+    facts: what made them. left_out: sentences on the samples that could not be read.
     """
 
     features: Tensor
@@ -47,7 +47,7 @@ class FeatureSet:
 
 
 def pool_features(features: Features, pool: Pool = "mean") -> Tensor:
-    """One vector an image, [B, D]: the mean of the patches, or the first prefix token (CLS)."""
+    """One vector a sample, [B, D]: the mean of the patches, or the first prefix token (CLS)."""
     if pool not in ("mean", "cls"):
         raise SitusError(field="pool", value=pool, allowed="mean or cls")
     if pool == "mean":
@@ -57,20 +57,20 @@ def pool_features(features: Features, pool: Pool = "mean") -> Tensor:
     return features.prefix[:, 0]
 
 
-def pooled(backbone: Backbone, images: Tensor, pool: Pool = "mean", *, positions: bool = True) -> Tensor:
-    """Images [B, C, H, W] -> features [B, D]. positions: False leaves every kind of position out (MP3)."""
-    tokens = backbone.embed(images)
+def pooled(backbone: Backbone, inputs: Tensor, pool: Pool = "mean", *, positions: bool = True) -> Tensor:
+    """Inputs [B, …] -> features [B, D]. positions: False leaves every kind of position out (MP3)."""
+    tokens = backbone.embed(inputs)
     return pool_features(backbone.encode(tokens, backbone.positions() if positions else None), pool)
 
 
 def layer_features(
-    backbone: Backbone, images: Tensor, pools: Sequence[Pool] = ("mean",), *, positions: bool = True
+    backbone: Backbone, inputs: Tensor, pools: Sequence[Pool] = ("mean",), *, positions: bool = True
 ) -> Tensor:
     """Pooled features after each block, [pools, L, B, D], each through the model's final norm.
 
     After the last block alone where the model refuses "depths".
     """
-    stream = backbone.assemble(backbone.embed(images), backbone.positions() if positions else None)
+    stream = backbone.assemble(backbone.embed(inputs), backbone.positions() if positions else None)
     found: list[Tensor] = []
 
     def pool_layer(_: int, z: Tensor) -> None:
@@ -117,9 +117,9 @@ def extract_features(
     pool: Pool = "mean",
     precision: str = "fp32",
 ) -> FeatureSet:
-    """The pooled features of every image of a split, with the images' names and what made them.
+    """The pooled features of every sample of a split, with the samples' names and what made them.
 
-    model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. The
+    model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on. The
     others: see `load_set`.
     """
     model = opened(model)
@@ -154,7 +154,7 @@ def check_form(path: str | os.PathLike[str]) -> None:
 def write_features(path: str | os.PathLike[str], found: FeatureSet) -> None:
     """Writes features, ids, labels and what they were made with as one file, in the form that its ending names.
 
-    Where the images have names, a table NAME.names.csv says which row is which image, and of which class.
+    Where the samples have names, a table NAME.names.csv says which row is which sample, and of which class.
     """
     check_form(path)
     path = Path(path)

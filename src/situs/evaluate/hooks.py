@@ -25,7 +25,7 @@ from situs.train.contract import Hook, RunState
 from situs.train.run import Hooks, RunConfig, make_eval_loader
 
 PROBED = {"train": 10_000, "val": 2_000}
-"""split -> how many of its images a probe looks at."""
+"""split -> how many of its samples a probe looks at."""
 
 
 Batches = Callable[[], Iterable[Batch]]
@@ -94,7 +94,7 @@ class Validation(_Looks):
         if self.loader.source.multi_label:
             scores = measure_labels(method.backbone, self.loader, precision=self.precision)
             found = {"val_accuracy": scores.accuracy, "val_loss": scores.loss}
-            return found if math.isnan(scores.mean_ap) else {"val_map": scores.mean_ap, **found}  # no class has images
+            return found if math.isnan(scores.mean_ap) else {"val_map": scores.mean_ap, **found}  # no class has samples
         found = measure_accuracy(method.backbone, self.loader, precision=self.precision)
         return {"val_top1": found.top1, "val_top5": found.top5, "val_loss": found.loss}
 

@@ -20,7 +20,7 @@ from situs.evaluate.accuracy import hard, labels_of
 from situs.evaluate.features import Pool, layer_features
 from situs.limits import check_value
 from situs.methods.base import Batch
-from situs.models.data import AnyData, AnyModel, Images, check_labels, load_bank, made_with, opened
+from situs.models.data import AnyData, AnyModel, Chosen, check_labels, load_bank, made_with, opened
 from situs.models.inference import evaluating
 from situs.results import Result, Summary, Table, percent
 from situs.train.step import autocast
@@ -42,7 +42,7 @@ class LayerAccuracy:
 
 @dataclass(frozen=True)
 class LayerKnn(Result):
-    """rows: for each pool, layer by layer. bank, count: training and test images. why_last: why only the last layer.
+    """rows: for each pool, layer by layer. bank, count: training and test samples. why_last: why only the last layer.
 
     k, temperature: of the neighbours and their weights. chance: 1 / classes.
     """
@@ -67,7 +67,7 @@ class LayerKnn(Result):
             said += f" The best is block {best.layer}'s {POOLS[best.pool]}: {percent(best.accuracy, 2)}."
         shares = {(row.layer, row.pool): f"{100 * row.accuracy:.2f}" for row in self.rows}
         rows = [[layer, *(shares[layer, pool] for pool in ends)] for layer in sorted({row.layer for row in self.rows})]
-        title = self.provenance.title(f"{self.count:,} images, k = {self.k} of {self.bank:,}")
+        title = self.provenance.title(f"{self.provenance.counted(self.count)}, k = {self.k} of {self.bank:,}")
         return Summary(said, (Table(title, ["after block", *(f"{POOLS[pool]}, %" for pool in ends)], rows),))
 
     def numbers(self) -> dict[str, Any]:
@@ -91,15 +91,15 @@ def evaluate_knn(
     train_count: int | None = 10_000,
     precision: str = "fp32",
     seed: int = 0,
-    **images: Unpack[Images],
+    **chosen: Unpack[Chosen],
 ) -> LayerKnn:
     """Nearest neighbours on the frozen features of each layer, the training split as bank.
 
-    model: whatever `open_model` takes. data: a path; None for the images that a run was trained on. temperature: τ;
-    None counts every neighbour as one. train_count: at most so many images as the bank. images: see `load_set`.
+    model: whatever `open_model` takes. data: a path; None for the samples that a run was trained on. temperature: τ;
+    None counts every neighbour as one. train_count: at most so many samples as the bank. chosen: see `load_set`.
     """
     model = opened(model, seed)
-    bank, test = load_bank(model, data, train_count=train_count, **images)
+    bank, test = load_bank(model, data, train_count=train_count, **chosen)
     chance = 1 / len(check_labels(test))
     told = {"k": k, "temperature": temperature, "precision": precision, "positions": model.positions, "chance": chance}
     found = knn_by_layer(model.backbone, bank, test, **told)

@@ -1,4 +1,4 @@
-"""How well a classifier tells any number of classes an image: average precision, accuracy, F1, exact matches."""
+"""How well a classifier tells any number of classes a sample: average precision, accuracy, F1, exact matches."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class LabelScore:
-    """One class. count: images whose label is known. positives: those of them that have the class.
+    """One class. count: samples whose label is known. positives: those of them that have the class.
 
-    average_precision, f1: None where no image has it. accuracy: share told rightly, a class being told where its
+    average_precision, f1: None where no sample has it. accuracy: share told rightly, a class being told where its
     probability passes a half; None where no label is known.
     """
 
@@ -36,8 +36,8 @@ class LabelScore:
 @dataclass(frozen=True)
 class LabelScores:
     """Means over the classes that have the number: mean_ap, accuracy and f1; majority: the accuracy of always giving a
-    class's more frequent answer. exact: share of the images whose every known label is told rightly. loss: mean binary
-    cross entropy of the known labels. count: images. unknown: labels that are left out.
+    class's more frequent answer. exact: share of the samples whose every known label is told rightly. loss: mean binary
+    cross entropy of the known labels. count: samples. unknown: labels that are left out.
     """
 
     mean_ap: float
@@ -60,16 +60,16 @@ class LabelAccuracy(Result):
     classes: Sequence[str]
 
     def summary(self) -> Summary:
-        """How often the labels are right, beside the more frequent answer, and how well images are ranked."""
+        """How often the labels are right, beside the more frequent answer, and how well samples are ranked."""
         found, name = self.scores, self.provenance.name
         said = (
-            f"{name} tells {percent(found.accuracy, 2)} of the labels of {found.count:,} images rightly, in the mean "
-            f"over {len(self.classes):,} classes (the more frequent answer: {percent(found.majority, 2)}); its mean "
-            f"average precision is {percent(found.mean_ap, 2)}."
+            f"{name} tells {percent(found.accuracy, 2)} of the labels of {self.provenance.counted(found.count)} "
+            f"rightly, in the mean over {len(self.classes):,} classes (the more frequent answer: "
+            f"{percent(found.majority, 2)}); its mean average precision is {percent(found.mean_ap, 2)}."
         )
         shares = [percent(each, 2) for each in (found.mean_ap, found.accuracy, found.f1, found.exact)]
         header = ["", "mean average precision", "accuracy", "F1", "all labels right", "loss"]
-        title = self.provenance.title(f"{found.count:,} images")
+        title = self.provenance.title(self.provenance.counted(found.count))
         return Summary(said, (Table(title, header, [[name, *shares, f"{found.loss:.4f}"]]),), self._notes())
 
     def _notes(self) -> tuple[str, ...]:
@@ -79,7 +79,10 @@ class LabelAccuracy(Result):
         empty = [name for name, each in zip(self.classes, found.by_class, strict=True) if not each.positives]
         if empty:
             named = ", ".join(empty[:_NAMED]) + (", …" if len(empty) > _NAMED else "")
-            notes.append(f"{len(empty):,} classes have no image here, and so no average precision and no F1: {named}.")
+            things = self.provenance.things
+            notes.append(
+                f"{len(empty):,} classes have no {things} here, and so no average precision and no F1: {named}."
+            )
         return tuple(notes)
 
     def rows(self) -> list[dict[str, Any]]:
@@ -108,7 +111,7 @@ class LabelTally:
         self.labels.append(labels)
 
     def result(self) -> LabelScores:
-        """The scores over the images of all ranks."""
+        """The scores over the samples of all ranks."""
         if not self.logits:
             raise SitusError("there are no samples to evaluate on", field="data")
         return label_scores(rows_of_ranks(torch.cat(self.logits)), rows_of_ranks(torch.cat(self.labels)))
@@ -132,7 +135,7 @@ def label_scores(logits: Tensor, labels: Tensor) -> LabelScores:
     """The scores of logits [n, K] against labels [n, K] of 1, 0 and -1 for unknown."""
     known, truth, said = labels >= 0, labels > 0, logits > 0
     if not known.any():
-        raise SitusError("none of the labels of these images is known", field="data")
+        raise SitusError("none of the labels of this data is known", field="data")
     right = (said == truth) & known
     columns = torch.stack([known, truth, said & known, right, said & truth]).sum(1).T.tolist()
     found = []

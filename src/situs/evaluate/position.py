@@ -17,7 +17,7 @@ from torch import Tensor
 from situs.errors import SitusError
 from situs.limits import check_values
 from situs.methods.base import Batch, Method
-from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
+from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.models.inference import Total, evaluating
 from situs.models.model import puzzle_method, told_places
 from situs.results import Result, Summary, Table, percent
@@ -38,7 +38,7 @@ TOP = 5
 class Cell:
     """One cell of the grid. accuracy: share of the dropped places guessed right, None where `reason` says why not.
 
-    visible: patches an image shows at γ. dropped: those of them whose place is dropped at γ_pos. top5: share of the
+    visible: patches a sample shows at γ. dropped: those of them whose place is dropped at γ_pos. top5: share of the
     dropped places that are among the model's five likeliest.
     """
 
@@ -56,7 +56,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class PositionGrid(Result):
-    """DropPos's grid, row by row of γ. count: images. places: N, so that chance is 1 / N.
+    """DropPos's grid, row by row of γ. count: samples. places: N, so that chance is 1 / N.
 
     trained: γ and γ_pos of the training.
     """
@@ -89,7 +89,7 @@ class PositionGrid(Result):
             for cell in self.cells
         ]  # fmt: skip
         header = ["γ", "γ_pos", "patches seen", "places dropped", "accuracy, %", "top-5, %"]
-        return Summary(said, (Table(self.provenance.title(f"{self.count:,} images"), header, rows),))
+        return Summary(said, (Table(self.provenance.title(self.provenance.counted(self.count)), header, rows),))
 
     def numbers(self) -> dict[str, Any]:
         """Every cell and their mean."""
@@ -99,7 +99,7 @@ class PositionGrid(Result):
 
 @dataclass(frozen=True)
 class PositionCurve(Result):
-    """MP3's curve: η -> share of all patches whose place is guessed right. count: images. places: N.
+    """MP3's curve: η -> share of all patches whose place is guessed right. count: samples. places: N.
 
     trained: η of the training. anchors: share of the patches that the run tells their place, here too.
     top5: η -> share of all patches whose place is among the model's five likeliest.
@@ -123,7 +123,9 @@ class PositionCurve(Result):
         )
         near = self.top5
         rows = [[f"{ratio:g}", _percent(right), _percent(near.get(ratio))] for ratio, right in self.accuracy.items()]
-        table = Table(self.provenance.title(f"{self.count:,} images"), ["η", "accuracy, %", "top-5, %"], rows)
+        table = Table(
+            self.provenance.title(self.provenance.counted(self.count)), ["η", "accuracy, %", "top-5, %"], rows
+        )
         return Summary(said, (table,), told_places(self.anchors))
 
     def numbers(self) -> dict[str, Any]:
@@ -146,18 +148,18 @@ def evaluate_position(
     position_ratios: Sequence[float] | None = None,
     precision: str = "fp32",
     seed: int = 0,
-    **images: Unpack[Images],
+    **chosen: Unpack[Chosen],
 ) -> PositionGrid | PositionCurve:
     """How well a run with a position head knows where its patches were: DropPos's grid, MP3's curve.
 
-    model: whatever `open_model` takes. data: a path or a source; None for the images that the run was trained on.
-    ratios: γ of DropPos, η of MP3. position_ratios: γ_pos of DropPos. images: see `load_set`.
+    model: whatever `open_model` takes. data: a path or a source; None for the samples that the run was trained on.
+    ratios: γ of DropPos, η of MP3. position_ratios: γ_pos of DropPos. chosen: see `load_set`.
     """
     model = opened(model, seed)
     method = puzzle_method(model, position_ratios)
     several = len(method.puzzle_ratios) > 1
     ratios = (MASK_RATIOS if several else RATIOS) if ratios is None else ratios
-    loader = load_set(model, data, shared=True, **images)
+    loader = load_set(model, data, shared=True, **chosen)
     draws = {"seed": seed, "precision": precision}
     if several:
         asked = POSITION_RATIOS if position_ratios is None else position_ratios
@@ -218,7 +220,7 @@ def trained_ratios(method: Method) -> tuple[float, ...]:
 
 
 class _Found(NamedTuple):
-    """cells: ratios -> patches seen, those of them asked for, share named rightly, or why not. count: images.
+    """cells: ratios -> patches seen, those of them asked for, share named rightly, or why not. count: samples.
 
     told: share of those asked for that were told their place. top5: ratios -> share whose place is among the five
     likeliest.
@@ -239,7 +241,7 @@ class _Found(NamedTuple):
 def _ask(
     method: Method, batches: Iterable[Batch], settings: Sequence[tuple[float, ...]], seed: int, precision: str
 ) -> _Found:
-    """The method's puzzles at several ratios, solved in one pass over the images of all ranks."""
+    """The method's puzzles at several ratios, solved in one pass over the samples of all ranks."""
     views: dict[tuple[float, ...], Method] = {}
     cells: dict[tuple[float, ...], tuple[int | None, int | None, float | None, str | None]] = {}
     check_values("ratios", [setting[0] for setting in settings], "[0, 1)")

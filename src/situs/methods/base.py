@@ -67,7 +67,7 @@ class Method(nn.Module, ABC):
     """A training idea over a backbone. What a method adds lives beside `backbone` and is dropped on export."""
 
     Config: ClassVar[type[Any]]
-    needs: ClassVar[tuple[str, ...]] = ("images", "tokens")
+    needs: ClassVar[tuple[str, ...]] = ("tokens",)
     """Capabilities the backbone must not refuse; see `situs.backbones.base.CAPABILITIES`."""
 
     needs_targets: ClassVar[tuple[str, ...]] = ()
@@ -115,12 +115,12 @@ class Method(nn.Module, ABC):
         """Puts the patches of a batch where its position head says that they were, by the draws of its first epoch."""
         raise SitusError(f"{type(self).__name__} has no position head")
 
-    def encode(self, images: Tensor, hidden: Tensor | None = None, index: Tensor | None = None) -> Features:
-        """Features of images [B, C, H, W] whose patches are moved by `index` [B, N], those at `hidden` [B, N] without
+    def encode(self, inputs: Tensor, hidden: Tensor | None = None, index: Tensor | None = None) -> Features:
+        """Features of inputs [B, …] whose patches are moved by `index` [B, N], those at `hidden` [B, N] without
         their places, which get the vector of `unknown_position`."""
         learned = self.unknown_position()
         vector = None if learned is None else learned.vector
-        return encode_moved(self.backbone, images, hidden, index, positions=self.sees_positions, vector=vector)
+        return encode_moved(self.backbone, inputs, hidden, index, positions=self.sees_positions, vector=vector)
 
     def unknown_position(self) -> UnknownPosition | None:
         """The vector that it learned for tokens whose place is hidden, where it learned one."""
@@ -136,7 +136,7 @@ class Method(nn.Module, ABC):
         return None
 
     def table_loss(self, hidden: Tensor, *, seed: int, epoch: int) -> Tensor | None:
-        """What it adds to the loss that no image decides, but the position table alone; None where there is nothing.
+        """What it adds to the loss that no sample decides, but the position table alone; None where there is nothing.
 
         hidden: [B, N] bool, the places that are hidden.
         """
@@ -145,8 +145,8 @@ class Method(nn.Module, ABC):
     names_places: ClassVar[bool] = False
     """Whether `place_logits` says where patches belong."""
 
-    def place_logits(self, images: Tensor) -> Tensor:
-        """Logits [B, N, N] over the places that the patches of images may have, by their content alone."""
+    def place_logits(self, inputs: Tensor) -> Tensor:
+        """Logits [B, N, N] over the places that the patches of inputs may have, by their content alone."""
         raise NotImplementedError
 
     def no_decay(self) -> set[str]:
@@ -160,7 +160,7 @@ class Method(nn.Module, ABC):
 
 def encode_moved(
     backbone: Backbone,
-    images: Tensor,
+    inputs: Tensor,
     hidden: Tensor | None = None,
     index: Tensor | None = None,
     *,
@@ -168,7 +168,7 @@ def encode_moved(
     vector: Tensor | None = None,
 ) -> Features:
     """`Method.encode` of a backbone. positions: whether its own take part. vector: [D] in place of a hidden place."""
-    tokens = backbone.embed(images if index is None else move_patches(images, backbone.grid, index))
+    tokens = backbone.embed(inputs if index is None else move_patches(inputs, backbone.grid, index))
     places = backbone.positions() if positions else None
     if places is not None and hidden is not None:
         places = places.forget(hidden, vector)

@@ -23,16 +23,17 @@ from torch.nn import functional as F
 from situs.backbones.base import Backbone, Features, join
 from situs.backbones.cells import enable_cells, encode_cells
 from situs.config import Checked
+from situs.core.jigsaw import patch_size_of
 from situs.core.masking import kept_of, one_of_cells
 from situs.core.permutation import random_permutation
 from situs.core.position import cut_targets, sincos, smoothed_targets
 from situs.core.random import uniform
-from situs.core.tokens import mask_of, take
+from situs.core.tokens import mask_of, patchify, take
 from situs.errors import SitusError
 from situs.limits import Count, Natural, NotNegative, Positive, Within
 from situs.methods.base import Batch, Draws, Method, Output, Puzzle, UnknownPosition, epoch_share
 from situs.methods.heads import Decoder, check_decoder, place_ranks, position_accuracy
-from situs.methods.mae import decode_pixels, patchify_on, reconstruction_loss
+from situs.methods.mae import decode_hidden, reconstruction_loss
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class DropPosConfig(Checked):
     """τ: temperature of the attentive weights."""
 
     weights_over: Literal["sample", "batch"] = "sample"
-    """Over what the attentive weights are brought to 1: each sample's dropped patches (Eq. 8 is of one image; a batch
+    """Over what the attentive weights are brought to 1: each sample's dropped patches (Eq. 8 is of one sample; a batch
     then is the mean of its samples, in parts, over ranks or whole), or the batch's (published code)."""
 
     mae_weight: NotNegative = 0.0
@@ -254,9 +255,9 @@ class DropPos(Method):
         grid = config.target_grid or self.grid
         return cut_targets(self.count, grid, sigma, squared=squared, columns=columns)
 
-    def _pixel_loss(self, images: Tensor, features: Features, visible: Tensor, hidden: Tensor) -> Tensor:
-        guesses = decode_pixels(self.pixel_decoder, features, self.pixel_token, self.places, visible, hidden)
-        target = take(patchify_on(images, self.grid), hidden)
+    def _pixel_loss(self, inputs: Tensor, features: Features, visible: Tensor, hidden: Tensor) -> Tensor:
+        guesses = decode_hidden(self.pixel_decoder, features, self.pixel_token, self.places, visible, hidden)
+        target = take(patchify(inputs, patch_size_of(inputs, self.grid)), hidden)
         return reconstruction_loss(guesses, target, normalise=True)
 
     def no_decay(self) -> set[str]:

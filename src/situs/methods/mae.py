@@ -1,7 +1,7 @@
 """MAE: masked autoencoder (He et al., 2021, arXiv 2111.06377), the baseline beside MP3 and DropPos.
 
 Encode a random quarter of the patches with their positions, put a learned mask token in each hidden place, and let
-a small decoder guess the hidden pixels, each patch normalised by its own mean and variance.
+a small decoder guess the hidden numbers (pixels), each patch normalised by its own mean and variance.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from situs.backbones.base import Backbone, Features, join
 from situs.config import Checked
+from situs.core.jigsaw import patch_size_of
 from situs.core.masking import kept_of, random_subset
 from situs.core.position import sincos
 from situs.core.random import uniform
@@ -83,8 +84,8 @@ class MAE(Method):
         kept, dropped = draws["kept"], draws["dropped"]
         tokens = self.backbone.embed_at(batch.inputs, kept)
         features = self.backbone.encode(tokens, self.backbone.positions().take(kept))
-        guesses = decode_pixels(self.decoder, features, self.mask_token, self.places, kept, dropped)
-        target = patchify_on(batch.inputs, self.backbone.grid)
+        guesses = decode_hidden(self.decoder, features, self.mask_token, self.places, kept, dropped)
+        target = patchify(batch.inputs, patch_size_of(batch.inputs, self.backbone.grid))
         loss = reconstruction_loss(guesses, take(target, dropped), normalise=self.config.normalise)
         return Output(loss, {}, {"guesses": guesses.detach(), "places": dropped})
 
@@ -92,10 +93,10 @@ class MAE(Method):
         return {"mask_token"}
 
 
-def decode_pixels(
+def decode_hidden(
     decoder: Decoder, features: Features, mask_token: Tensor, places: Tensor, kept: Tensor, dropped: Tensor
 ) -> Tensor:
-    """Pixels of the dropped patches, [B, K, P * P * C], in the order of `dropped`.
+    """What the dropped patches held, [B, K, P * P * C], in the order of `dropped`.
 
     features: of the kept patches, in the order of `kept` [B, V]. places: the decoder's own table, [N, width].
     """
@@ -106,11 +107,6 @@ def decode_pixels(
     tokens = torch.cat([seen[:, p:], hidden], dim=1)
     tokens = tokens + take(places.to(seen.dtype)[None], torch.cat([kept, dropped], dim=1))
     return decoder.decode(torch.cat([seen[:, :p], tokens], dim=1), start=p + kept.shape[1])
-
-
-def patchify_on(images: Tensor, grid: tuple[int, ...]) -> Tensor:
-    """`patchify` with the patch size that cuts these images into `grid`."""
-    return patchify(images, (images.shape[-2] // grid[0], images.shape[-1] // grid[1]))
 
 
 def reconstruction_loss(guesses: Tensor, target: Tensor, *, normalise: bool) -> Tensor:

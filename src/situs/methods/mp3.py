@@ -76,8 +76,8 @@ class MP3(Method):
         told, ranks = self.config.anchor_ratio, place_ranks(logits, places)
         return Puzzle(places, logits.argmax(dim=-1), self.context, 0, self.grid, told, ranks)
 
-    def place_logits(self, images: Tensor) -> Tensor:
-        return self.position_head(self.backbone.encode(self.backbone.embed(images), None).patches)
+    def place_logits(self, inputs: Tensor) -> Tensor:
+        return self.position_head(self.backbone.encode(self.backbone.embed(inputs), None).patches)
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where anchors are used.
@@ -99,7 +99,7 @@ class MP3(Method):
         order = draws["order"]
         # Without positions the order of the tokens means nothing, so the context may stand in front: every layer's
         # keys and values are then a slice of its tokens instead of a gather. Patches are put in that order before they
-        # are embedded: pixels need no gradient, so nothing has to be scattered back.
+        # are embedded: inputs need no gradient, so nothing has to be scattered back.
         tokens = self.backbone.embed_at(batch.inputs, order)
         places = None
         if "anchors" in draws:

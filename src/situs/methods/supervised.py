@@ -1,6 +1,6 @@
 """Supervised classification: the baseline, and what fine-tuning runs.
 
-The backbone's own forward and head; labels may be hard or, after MixUp and CutMix, soft. Cross entropy where an image
+The backbone's own forward and head; labels may be hard or, after MixUp and CutMix, soft. Cross entropy where a sample
 has one class; binary cross entropy of each class where it has any number of them.
 """
 
@@ -26,7 +26,7 @@ class SupervisedConfig(Checked):
     """Supervised training's own settings."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
-    """Mass taken from the true class and spread over all (over yes and no of each class where an image has any number
+    """Mass taken from the true class and spread over all (over yes and no of each class where a sample has any number
     of them); soft labels bring their own and are left as they are."""
 
 

@@ -32,8 +32,8 @@ AnyData = str | Path | Source | None
 """A path to images, a source of them, or None for those that a run was trained on."""
 
 
-class Images(TypedDict, total=False):
-    """Which of the images, for every measurement; `load_set` says what each means."""
+class Chosen(TypedDict, total=False):
+    """Which of the samples, for every measurement; `load_set` says what each means."""
 
     split: str | None
     held_out: float | None
@@ -94,16 +94,15 @@ def load_set(
         source = open_source(path, chosen, **config.wanted())
         if chosen is None:
             told = ", those of the training too" if data is None else ""
-            source.notes.append(
-                f"{source.name}: is not split, so that all its images were taken{told}; a share can be held out"
-            )
+            taken = f"is not split, so that all its {source.things} were taken{told}"
+            source.notes.append(f"{source.name}: {taken}; a share can be held out")
     else:
         raise SitusError(f"{model.name}: only a run knows its data; say where the images are", field="data")
     if count is not None:
         check_value("count", count, ">= 1")
         source = Subset(source, count)
     if world > max(1, len(source)):  # which would leave a rank with nothing to add to the sums
-        raise SitusError(f"{source.name}: {len(source)} images are too few for {world} ranks", field="count")
+        raise SitusError(f"{source.name}: {len(source)} {source.things} are too few for {world} ranks", field="count")
     return make_loader(config, None, model.device, rank=rank, world=world, source=source)
 
 
@@ -183,7 +182,7 @@ def examples(loader: Loader, count: int) -> Tensor:
     """The first images as the model sees them, [n, C, H, W] in [0, 1] on the CPU, for pictures."""
     batch = next(iter(loader), None)
     if batch is None:
-        raise SitusError(f"{loader.source.name}: has no images", field="data")
+        raise SitusError(f"{loader.source.name}: has no {loader.source.things}", field="data")
     return denormalise(batch.inputs[:count], loader.mean, loader.std).cpu()
 
 
@@ -206,4 +205,6 @@ def made_with(
     made = {"data": loader.source.name, "img_size": size, "seed": seed, "precision": precision, "situs": __version__}
     said = tuple(dict.fromkeys(text for each in (*beside, loader) for text in each.source.left_out()))
     left = {"left out": " ".join(said)} if said else {}
-    return Provenance({"name": model.name, **model.facts, **made, **left, **(more or {})}, (model.origin,), said)
+    return Provenance(
+        {"name": model.name, **model.facts, **made, **left, **(more or {})}, (model.origin,), said, loader.source.things
+    )

@@ -191,7 +191,7 @@ def plain(value: Any) -> Any:
 _FORMS: dict[str, Callable[[Any], str]] = {
     "epoch": lambda v: f"epoch {v:.2f}",
     "lr": lambda v: f"lr {v:.2e}",
-    "images_per_second": lambda v: f"{v:,.0f} img/s",
+    "images_per_second": lambda v: f"{v:,.0f} samples/s",
     "data_wait": lambda v: f"data-wait {100 * v:.0f} %",
     "memory_gib": lambda v: f"{v:.1f} GiB",
 }
@@ -199,7 +199,7 @@ _UNSHOWN = ("seconds", "gradient_norm", "loss_scale")
 
 
 def describe(record: Mapping[str, Any], skip: Sequence[str] = ()) -> str:
-    """A record as a person reads it: `epoch 1.50 · loss 2.31 · accuracy 0.412 · 3,120 img/s · …`."""
+    """A record as a person reads it: `epoch 1.50 · loss 2.31 · accuracy 0.412 · 3,120 samples/s · …`."""
     shown = []
     for name, value in record.items():
         if name in skip or name in _UNSHOWN:

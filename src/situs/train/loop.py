@@ -164,7 +164,7 @@ class _Loop:
         self.step, self.stop, self.compiling = 0, False, self.stepper.compiled
         self.metrics: dict[str, float] = {}
         self.saved: Path | None = None
-        self.images, self.aside, self.before = 0, 0.0, 0.0
+        self.samples, self.aside, self.before = 0, 0.0, 0.0
         if config.parallel == "fsdp" and distributed.world() > 1:
             run.check_shared(device)
         held = self._resume() if run.resumed else False
@@ -216,7 +216,7 @@ class _Loop:
         ragged = (self.step + 1) % self.per_epoch == 0
         done = self._compiled(lambda: self.stepper.update(batch, moment, rate, ragged))
         self.step += 1
-        self.images += batch.ids.shape[0] * distributed.world()
+        self.samples += batch.ids.shape[0] * distributed.world()
         self.window.add(done)
         self._check_finite(*self.watch.look_back(done))
         last = self.step == self.total
@@ -281,12 +281,12 @@ class _Loop:
                     "bf16 or fp32 has the range",
                     field="train.precision",
                 )
-        record["images_per_second"] = self.images / spent
+        record["images_per_second"] = self.samples / spent
         record["data_wait"] = (self.loader.data_wait - self.waited) / spent
         record["memory_gib"] = memory_gib(self.stepper.device)
         record["seconds"] = self.before + now - self.began
         self.log.step(record)
-        self.images, self.aside, self.mark, self.waited = 0, 0.0, now, self.loader.data_wait
+        self.samples, self.aside, self.mark, self.waited = 0, 0.0, now, self.loader.data_wait
 
     def _call_hooks(self, epoch: int) -> None:
         if not self.hooks:
@@ -322,7 +322,7 @@ class _Loop:
             "peak_rate": self.peak, "world": distributed.world(),
             "seconds": self.before + time.perf_counter() - self.began,
             "machine": machine(stepper.device, stepper.precision),
-            "log": {"names": stepper.names, "steps": self.window.steps, "images": self.images},
+            "log": {"names": stepper.names, "steps": self.window.steps, "images": self.samples},
             "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
         }  # fmt: skip
         self.run.begin(self.step, files, state, self.config.keep)
@@ -350,7 +350,7 @@ class _Loop:
         if (log := state["log"])["steps"]:
             self.window.sums = torch.zeros(len(log["names"]) + 1, device=device)
             distributed.place(self.window.sums, found.tensors("log")["sums"] if self.run.writer and found else None)
-            self.window.steps, self.images = log["steps"], log["images"]
+            self.window.steps, self.samples = log["steps"], log["images"]
         if stepper.scaler is not None and state["scaler"] is not None:
             stepper.scaler.load_state_dict(state["scaler"])
         self.run.notes.append(f"resumed after step {self.step} of {self.total}")

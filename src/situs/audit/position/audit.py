@@ -16,7 +16,7 @@ from situs.evaluate.consistency import Consistency, measure_consistency
 from situs.limits import check_values
 from situs.locks.equivariance import Finding, verify
 from situs.methods.base import Method
-from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened
+from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened
 from situs.results import Cell, Result, Summary, Table, percent
 
 RATIOS = (0.15, 0.5, 0.9)
@@ -88,17 +88,17 @@ def audit_positions(
     ratios: Sequence[float] = RATIOS,
     equivariance: bool = True,
     seed: int = 0,
-    **images: Unpack[Images],
+    **chosen: Unpack[Chosen],
 ) -> PositionAudit:
     """How much a model knows and gives away of position: in its vectors, its features, its answers and its blocks.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. ratios:
-    shares of the patches to shuffle. equivariance: whether the law of permuted tokens is measured. images: see
+    shares of the patches to shuffle. equivariance: whether the law of permuted tokens is measured. chosen: see
     `load_set`.
     """
     model = opened(model, seed)
     model.backbone.require("tokens")
-    loader = load_set(model, data, **images)
+    loader = load_set(model, data, **chosen)
     found = measure_positions(
         model.name,
         model.trained,

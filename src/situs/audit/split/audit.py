@@ -18,7 +18,7 @@ from situs.data.sampler import epoch_order
 from situs.errors import SitusError, unknown_name
 from situs.limits import check_value
 from situs.locks.features import parse_defence
-from situs.models.data import AnyData, AnyModel, Images, load_set, made_with, opened, top1_reason
+from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened, top1_reason
 from situs.results import Provenance
 
 SAMPLES, PUBLIC = 64, 300
@@ -64,23 +64,23 @@ def audit_split(
     pictures: bool = False,
     seed: int = 0,
     progress: Callable[[str], None] = lambda _: None,
-    **images: Unpack[Images],
+    **chosen: Unpack[Chosen],
 ) -> SplitAudit:
     """What a server that runs a model's blocks learns of the samples, for each defence without and with permutations.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. base:
     the model before fine-tuning, whose embedding is public. public: images of the set that the attacker has, chosen at
     random beside those that are attacked. pictures: keep the images and what was made of them, which makes the page
-    private. images: see `load_set`; count is the samples attacked.
+    private. chosen: see `load_set`; count is the samples attacked.
     """
     settings = settings_of(defences, permute)
     for name in attacks:
         if name not in ATTACKS:
             raise unknown_name("attack", name, ATTACKS, field="attacks")
     check_value("public", public, ">= 2")
-    count = SAMPLES if (asked := images.get("count")) is None else asked
+    count = SAMPLES if (asked := chosen.get("count")) is None else asked
     check_value("count", count, ">= 2")
-    stage, made = _stage(model, data, base, count, public, seed, images)
+    stage, made = _stage(model, data, base, count, public, seed, chosen)
     found = []
     for setting in settings:
         progress(str(setting))
@@ -95,7 +95,7 @@ def audit_split(
 
 
 def _stage(
-    model: AnyModel, data: AnyData, base: AnyModel | None, count: int, public: int, seed: int, images: Images
+    model: AnyModel, data: AnyData, base: AnyModel | None, count: int, public: int, seed: int, chosen: Chosen
 ) -> tuple[Stage, Provenance]:
     """The images, read once and divided at random, with the models; and how they came."""
     model = opened(model, seed)
@@ -105,7 +105,7 @@ def _stage(
         raise SitusError(f"{model.name}: was trained without positions, so its tokens have no places to find")
     if len(model.backbone.grid) != 2:
         raise SitusError(f"{model.name}: takes no images, and it is images that the attackers put together")
-    loader = load_set(model, data, **{**images, "count": count + public})
+    loader = load_set(model, data, **{**chosen, "count": count + public})
     given = [(batch.inputs, batch.targets.get("label")) for batch in loader]
     inputs, mixed = torch.cat([each for each, _ in given]), epoch_order(seed, 0, sum(len(each) for each, _ in given))
     if len(inputs) < public + 2:

@@ -71,7 +71,10 @@ class Source(ABC):
     multi_label:  whether a sample has any number of the classes, and not one
     skipped:      the broken images met so far, filled by the loaders
     notes:        what was left out when the set was opened, a sentence each
+    things:       what its samples are called, in the plural
     """
+
+    things = "images"
 
     def __init__(
         self,
@@ -130,7 +133,7 @@ class Source(ABC):
         """One sentence on what was left out, or None."""
         if not self.skipped:
             return None
-        count = f"{len(self.skipped)} of {len(self)} images of {self.name} could not be read and were skipped"
+        count = f"{len(self.skipped)} of {len(self)} {self.things} of {self.name} could not be read and were skipped"
         return f"{count}; the first: {self.skipped[0].reason}"
 
     def left_out(self) -> list[str]:

@@ -22,7 +22,7 @@ class Rows(Source):
         super().__init__(*told, multi_label=source.multi_label)
         self.source = source
         self.rows = np.fromiter(rows, np.int64) if not isinstance(rows, np.ndarray) else rows
-        self.notes = source.notes
+        self.notes, self.things = source.notes, source.things
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -1,4 +1,4 @@
-"""Linear probes of frozen models: places (`probe_position`), or classes from one vector an image."""
+"""Linear probes of frozen models: places (`probe_position`), or classes from one vector a sample."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from situs.evaluate.features import Pool, extract
 from situs.evaluate.probe.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
 from situs.evaluate.probe.position import RATIO, PositionProbes, follow, probe_position
 from situs.methods.base import Batch
-from situs.models.data import AnyData, AnyModel, Images, check_labels, load_bank, made_with, opened
+from situs.models.data import AnyData, AnyModel, Chosen, check_labels, load_bank, made_with, opened
 from situs.results import Cell, Provenance, Summary, Table, percent
 
 
 @dataclass(frozen=True)
 class ClassProbe(Probe):
-    """pool: what an image's vector is."""
+    """pool: what a sample's vector is."""
 
     pool: Pool
 
@@ -40,13 +40,15 @@ class ClassProbes(Probes[ClassProbe]):
     def summary(self) -> Summary:
         """What is recognised of each model; a row a model."""
         (name, first), *rest = self.probes.items()
+        things = self.provenance.things
         words = {"mean": "the mean of its patches", "cls": "its CLS token"}[first.pool]
         said = (
-            f"A linear classifier on {words} recognises {percent(first.score.accuracy, 2)} of {first.score.count:,} "
-            f"images in {name} (chance {percent(1 / len(first.score.counts), 2)})."
+            f"A linear classifier on {words} recognises {percent(first.score.accuracy, 2)} of "
+            f"{self.provenance.counted(first.score.count)} in {name} "
+            f"(chance {percent(1 / len(first.score.counts), 2)})."
         )
         said += "".join(f" In {other} it is {percent(probe.score.accuracy, 2)}." for other, probe in rest)
-        header = ["model", "pool", "top-1, %", "loss", "images", "images fitted to", "weight decay"]
+        header = ["model", "pool", "top-1, %", "loss", things, f"{things} fitted to", "weight decay"]
         rows: list[list[Cell]] = [
             [name, probe.pool, f"{100 * probe.score.accuracy:.2f}", probe.score.loss, probe.score.count,
              probe.train_count, f"{probe.fitted.weight_decay:g}"]
@@ -67,18 +69,18 @@ def evaluate_probe(
     weight_decays: Sequence[float] = WEIGHT_DECAYS,
     precision: str = "fp32",
     seed: int = 0,
-    **images: Unpack[Images],
+    **chosen: Unpack[Chosen],
 ) -> ClassProbes | PositionProbes:
     """What a linear classifier reads off frozen features: the place of patches without a position, or the class.
 
-    model, after: whatever `open_model` takes; the second stands beside the first, on the same images. data: a path;
-    None for the images that a run was trained on. train_count: at most so many images of the training split to fit to.
-    ratio: share of the patches whose position is taken away. pool: what an image's vector is. images: see
+    model, after: whatever `open_model` takes; the second stands beside the first, on the same samples. data: a path;
+    None for the samples that a run was trained on. train_count: at most so many of the training split to fit to.
+    ratio: share of the patches whose position is taken away. pool: what a sample's vector is. chosen: see
     `load_set`.
     """
     if kind not in ("position", "class"):
         raise SitusError(field="kind", value=kind, allowed="position or class")
-    first = opened(model, seed).holding_out(images.pop("held_out", None))
+    first = opened(model, seed).holding_out(chosen.pop("held_out", None))
     models = {first.name: first}
     if after is not None:
         second = opened(after, seed).holding_out(first.data.held_out)
@@ -92,7 +94,7 @@ def evaluate_probe(
     probes: dict[str, Any] = {}
     made, classes = {}, ()
     for name, each in models.items():
-        train, test = load_bank(each, data or first.data.path or None, train_count=train_count, **images)
+        train, test = load_bank(each, data or first.data.path or None, train_count=train_count, **chosen)
         told = {**shared, "positions": each.positions}
         if kind == "class":
             classes = check_labels(test)

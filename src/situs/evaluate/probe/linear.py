@@ -85,7 +85,7 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Probe:
-    """A fitted classifier. score: over the test split. train_count: images it was fitted to."""
+    """A fitted classifier. score: over the test split. train_count: samples it was fitted to."""
 
     score: Score
     fitted: Fitted
@@ -146,7 +146,7 @@ def fit_probe(
 ) -> Fitted:
     """Chooses the weight decay on a held part and fits to everything.
 
-    features: [n, D]. labels: [n] in range(classes). groups: [n] integers; rows of one group (the patches of an image)
+    features: [n, D]. labels: [n] in range(classes). groups: [n] integers; rows of one group (the patches of a sample)
     stay on one side of the split. Of two weight decays with equal accuracy the greater is taken.
     """
     check_values("weight_decays", weight_decays, "> 0")
@@ -168,7 +168,7 @@ def held_rows(groups: Tensor, seed: int) -> Tensor:
     names, member = groups.unique(return_inverse=True)
     count = len(names)
     if count < 2:
-        raise SitusError("a probe needs at least two training images, one to fit and one to choose by", field="data")
+        raise SitusError("a probe needs at least two training samples, one to fit and one to choose by", field="data")
     order = uniform(seed, 0, names, "probe.held", (1,)).flatten().argsort(stable=True)
     chosen = torch.zeros(count, dtype=torch.bool, device=groups.device)
     chosen[order[: max(1, int(HELD * count))]] = True

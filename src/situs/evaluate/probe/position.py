@@ -75,7 +75,7 @@ class PositionProbes(Probes[PositionProbe]):
         )
         if len(found) > 1:
             said += f" In {names[-1]} it is {percent(last.score.accuracy, 2)} and {last.distance:.2f} patches."
-        asked = ["patches asked", "images fitted to"]
+        asked = ["patches asked", f"{self.provenance.things} fitted to"]
         header = ["model", "accuracy, %", "mean error, patches", "error of one guess", *asked]
         rows: list[list[Cell]] = [
             [name, f"{100 * probe.score.accuracy:.2f}", probe.distance, probe.guess, probe.score.count,

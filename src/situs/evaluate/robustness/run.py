@@ -32,7 +32,7 @@ from situs.evaluate.robustness.sets import (
 from situs.limits import check_value
 from situs.methods.base import Batch
 from situs.models import Model
-from situs.models.data import AnyData, AnyModel, Images, load_set, opened
+from situs.models.data import AnyData, AnyModel, Chosen, load_set, opened
 from situs.models.inference import evaluating
 from situs.models.model import check_classifier
 from situs.results import Provenance
@@ -69,7 +69,7 @@ def evaluate_robustness(
     precision: str = "fp32",
     seed: int = 0,
     progress: Progress | None = None,
-    **images: Unpack[Images],
+    **images: Unpack[Chosen],
 ) -> Robustness:
     """How robust a classifier is: corrupted (mCE), adversarial (ImageNet-A) and unknown images (ImageNet-O).
 
@@ -198,7 +198,7 @@ class _Run:
         self,
         model: Model,
         names: Sequence[str] | None,
-        images: Images,
+        images: Chosen,
         precision: str,
         seed: int,
         tell: Progress,

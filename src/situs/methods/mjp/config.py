@@ -31,7 +31,7 @@ class MJPConfig(Checked):
     """Whether masked places get one learned vector E_unk instead of their own (UNK)."""
 
     index: Literal["none", "place", "origin"] = "none"
-    """A second learned table (IDX): by the place a patch stands at (published code; on an unshuffled image it adds
+    """A second learned table (IDX): by the place a patch stands at (published code; on an unshuffled sample it adds
     nothing a table could not hold), or by the place it came from (the other reading of "global index")."""
 
     dal: DalKind = "nonlinear"
@@ -92,7 +92,7 @@ class MJPConfig(Checked):
     """Grid of the patches shuffled where the backbone has no tokens (ResNet)."""
 
     label_smoothing: Annotated[float, Within("[0, 1)")] = 0.1
-    """Mass taken from the true class and spread over all (over yes and no of each class where an image has any number
+    """Mass taken from the true class and spread over all (over yes and no of each class where a sample has any number
     of them); soft labels bring their own and are left as they are."""
 
     def check(self) -> None:

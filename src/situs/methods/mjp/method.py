@@ -100,13 +100,13 @@ class MJP(Method):
         return math.prod(self.backbone.input.patch)
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
-        images, mask = batch.inputs, draws.get("mask")
+        inputs, mask = batch.inputs, draws.get("mask")
         if "pixels" in draws:
-            images = move_pixels(images, self.grid, draws["pixels"])
+            inputs = move_pixels(inputs, self.grid, draws["pixels"])
         if self.backbone.num_tokens:
-            logits = self.backbone.head(self.encode(images, mask if self.config.unknown else None, draws.get("index")))
+            logits = self.backbone.head(self.encode(inputs, mask if self.config.unknown else None, draws.get("index")))
         else:
-            logits = self.backbone(move_patches(images, self.grid, draws["index"]) if "index" in draws else images)
+            logits = self.backbone(move_patches(inputs, self.grid, draws["index"]) if "index" in draws else inputs)
         loss, metrics = label_loss(logits, batch, self.config.label_smoothing)
         if self.dal is not None:
             regression = self.localise(mask)
@@ -114,12 +114,12 @@ class MJP(Method):
             metrics["dal"] = regression.detach()
         return Output(loss, metrics, {"logits": logits.detach()})
 
-    def encode(self, images: Tensor, hidden: Tensor | None = None, index: Tensor | None = None) -> Features:
-        """Features of images [B, C, H, W] whose places at `hidden` [B, N] are unknown: the mask is *told*.
+    def encode(self, inputs: Tensor, hidden: Tensor | None = None, index: Tensor | None = None) -> Features:
+        """Features of inputs [B, C, H, W] whose places at `hidden` [B, N] are unknown: the mask is *told*.
 
-        index: [B, N], where the patches are still to be shuffled; None where the images already are, or not at all.
+        index: [B, N], where the patches are still to be shuffled; None where the inputs already are, or not at all.
         """
-        tokens = self.backbone.embed(images)
+        tokens = self.backbone.embed(inputs)
         # Patches are embedded one by one, so moving tokens is moving patches, and copies far fewer numbers.
         if self.config.index == "origin":
             tokens = tokens + self.index_table.to(tokens.dtype)
