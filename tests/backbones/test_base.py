@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,3 +172,31 @@ def test_positions_of_another_grid_are_refused_where_they_cannot_be() -> None:
     assert bert.positions((4,)).table is not None
     with pytest.raises(SitusError, match="no positions for a grid of 10: it knows the first 9"):
         bert.positions((10,))
+
+
+@pytest.mark.parametrize("name", ["vit", "registers", "eva", "hf_vit"])
+@torch.no_grad()
+def test_a_wide_stream_is_float32_from_block_to_block_and_nearer_to_float32(name: str) -> None:
+    """Under autocast, with timm's own forward beside it: its blocks are given float32 too."""
+    backbone = (timm_model(name) if name in TIMM else hf_model(name)).float().eval()
+    images = inputs(backbone, 16).float()
+    exact = backbone.encode(backbone.embed(images), backbone.positions()).patches
+    away, kinds = {}, {}
+    for wide in (False, True):
+        backbone.wide = wide
+        with torch.autocast("cpu", torch.bfloat16):
+            stream, seen = backbone.assemble(backbone.embed(images), backbone.positions()), []
+            z = backbone.run_layers(stream, None, [lambda _, z, seen=seen: seen.append(z.dtype)])
+        kinds[wide] = {stream.z.dtype, *seen}
+        away[wide] = float((backbone.finish(replace(stream, z=z.float())).patches - exact).norm() / exact.norm())
+    assert kinds[True] == {torch.float32}
+    assert torch.bfloat16 in kinds[False]
+    assert away[True] < 0.95 * away[False], away
+    assert backbone.assemble(backbone.embed(images.double()).double(), None).z.dtype == torch.float64
+    if name in TIMM:
+        given: list[torch.dtype] = []
+        hook = backbone.model.blocks[1].register_forward_pre_hook(lambda _, args: given.append(args[0].dtype))
+        with torch.autocast("cpu", torch.bfloat16):
+            backbone.model(images)
+        hook.remove()
+        assert given == [torch.float32]

@@ -29,18 +29,25 @@ def batch() -> Batch:
 
 
 def slow_mp3(
-    method: MP3, images: Tensor, context: list[list[int]], anchors: tuple[list[int], ...] = ([], [], [])
+    method: MP3,
+    images: Tensor,
+    context: list[list[int]],
+    anchors: tuple[list[int], ...] = ([], [], []),
+    cls: tuple[bool, ...] = (True, True, True),
 ) -> Tensor:
-    """MP3 from the paper's text, one image, one token and one head at a time, in the natural order of the patches."""
+    """MP3 from the paper's text, one image, one token and one head at a time, in the natural order of the patches.
+
+    cls: whether it is in the context.
+    """
     vit = method.backbone.model
     losses = []
-    for image, chosen, told in zip(images, context, anchors, strict=True):
+    for image, chosen, told, shown in zip(images, context, anchors, cls, strict=True):
         patches = [image[:, r : r + 4, c : c + 4] for r in (0, 4) for c in (0, 4, 8)]
         weight, bias = vit.patch_embed.proj.weight, vit.patch_embed.proj.bias
         z = [vit.cls_token[0, 0] + vit.pos_embed[0, 0]]
         z += [(weight * patch).sum(dim=(1, 2, 3)) + bias for patch in patches]
         z = [token + vit.pos_embed[0, i] if i - 1 in told else token for i, token in enumerate(z)]
-        keys = [0] + [1 + place for place in chosen]
+        keys = [0] * shown + [1 + place for place in chosen]
         for block in vit.blocks:
             normed = [block.norm1(token) for token in z]
             q, k, v = ([], [], [])
@@ -79,6 +86,62 @@ def test_loss_and_gradients_match_an_independent_slow_mp3(eta: float) -> None:
         if a is not None:
             assert torch.allclose(a, b, atol=1e-7), name
     assert method.context == 6 - int(eta * 6)
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.5, 0.8])
+def test_cls_is_a_key_never_or_as_it_is_drawn(eta: float) -> None:
+    never = make(eta, cls="never")
+    draws = never.draw(batch(), seed=3, epoch=7)
+    chosen = [row[: never.context] for row in draws["order"].tolist()]
+    slow = slow_mp3(never, batch().inputs, chosen, cls=(False,) * 3)
+    assert float(never(batch(), draws).loss.detach()) == pytest.approx(float(slow.detach()), abs=1e-6)
+    assert torch.equal(draws["order"], make(eta).draw(batch(), seed=3, epoch=7)["order"])
+    drawn, keys = make(eta, cls="drawn"), 7 - int(eta * 7)
+    draws = drawn.draw(batch(), seed=3, epoch=7)
+    draws["prefix"] = torch.tensor([[True], [False], [True]]) if eta else draws["prefix"]
+    assert eta or draws["prefix"].all()
+    shown = (*(bool(each) for each in draws["prefix"]),)
+    rows = zip(draws["order"].tolist(), shown, strict=True)
+    slow = slow_mp3(drawn, batch().inputs, [row[: keys - own] for row, own in rows], cls=shown)
+    assert float(drawn(batch(), draws).loss.detach()) == pytest.approx(float(slow.detach()), abs=1e-6)
+
+
+@torch.no_grad()
+def test_cls_is_drawn_as_often_as_a_patch() -> None:
+    """Of the 7 tokens 4 are keys, each as often as the others, over many samples."""
+    method = make(0.5, cls="drawn")
+    ids = torch.arange(6000)
+    draws = method.draw(Batch(ids, ids), seed=1, epoch=2)
+    own = draws["prefix"].long()
+    kept = (torch.arange(6) < 4 - own).double()
+    share = torch.zeros(6000, 6, dtype=torch.float64).scatter(1, draws["order"], kept).mean(0)
+    everyone = torch.cat([own.double().mean(0), share])
+    assert torch.allclose(everyone, torch.full((7,), 4 / 7, dtype=torch.float64), atol=4.5 * math.sqrt(12 / 49 / 6000))
+    # A patch is a key less often where CLS is one: the sum is fixed.
+    assert torch.equal(kept.sum(1) + own[:, 0], torch.full((6000,), 4.0, dtype=torch.float64))
+
+
+@torch.no_grad()
+def test_of_padded_samples_cls_is_drawn_among_their_own_tokens() -> None:
+    method = make(0.5, cls="drawn")
+    real = torch.arange(6) < torch.tensor([[6], [3], [2]])
+    padded = batch()._replace(mask=real)
+    draws = method.draw(padded, seed=3, epoch=7)
+    wild = padded.inputs.clone()
+    wild[1, :, 4:] = 9.0  # the second row of patches: all padding
+    logits = [method(padded._replace(inputs=x), draws).extras["logits"][1, :3] for x in (padded.inputs, wild)]
+    assert torch.allclose(logits[0], logits[1], atol=1e-12)
+    ids = torch.arange(3000)
+    own = method.draw(Batch(ids, ids, mask=real[[1]].expand(3000, -1)), seed=0, epoch=0)["prefix"]
+    assert float(own.double().mean()) == pytest.approx(0.5, abs=4.5 * math.sqrt(0.25 / 3000))  # 2 of its 4 tokens
+
+
+@torch.no_grad()
+def test_places_are_asked_for_without_a_cls_that_was_never_a_key() -> None:
+    method = make(0.0, cls="never")
+    draws = {"order": torch.arange(6).expand(3, -1)}
+    assert torch.allclose(method.place_logits(batch().inputs), method(batch(), draws).extras["logits"], atol=1e-12)
+    assert not torch.allclose(method.place_logits(batch().inputs), make(0.0).place_logits(batch().inputs), atol=1e-4)
 
 
 def test_swapping_class_axis_and_token_axis_is_another_loss() -> None:

@@ -86,6 +86,11 @@ def test_the_seed_decides_the_first_weights() -> None:
     assert not torch.equal(first["position_head.weight"], other["position_head.weight"])
 
 
+def test_the_residual_stream_is_wide_where_it_is_asked_for() -> None:
+    assert not make_method(config(), None).backbone.wide
+    assert make_method(config(train={"residual": "float32"}), None).backbone.wide
+
+
 def test_one_line_says_what_is_trained_where() -> None:
     method = make_method(config(backbone={"model_args": {"depth": 2, "embed_dim": 192, "num_heads": 2}}), None)
     method.backbone.model.pos_embed.requires_grad_(False)

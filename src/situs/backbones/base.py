@@ -108,6 +108,8 @@ class Backbone(nn.Module, ABC):
         self.input = InputSpec()
         self.source: dict[str, Any] = {}
         """How the wrapped library makes this model again: library, architecture, model_args."""
+        self.wide = False
+        """Whether the stream through the blocks is float32 where autocast has embedded the tokens in half precision."""
 
     @abstractmethod
     def embed(self, x: Tensor) -> Tensor:
@@ -130,6 +132,8 @@ class Backbone(nn.Module, ABC):
         mask: [B, N] bool, False for padding, which no other token sees.
         """
         places = self.fitted(positions, tokens.shape[1])
+        if self.wide and tokens.element_size() == 2:
+            tokens = tokens.float()
         if places.table is not None:
             tokens = tokens + places.table.to(tokens.dtype)
         prefix = self.prefix_tokens() if self.num_prefix else None

@@ -5,21 +5,23 @@ patch, context included, where it was: one linear classifier over all N places.
 
 Deviations, each from an error in the paper's Algorithm 1: the context is N - int(ηN) patches as the text says (its
 `M = int(N*eta)` would leave none at η = 0), and the first of a random order (its indexing composes the order with
-itself, which is biased). CLS is always in the context and bears no loss, so that it exists for fine-tuning.
+itself, which is biased). CLS bears no loss and is always in the context, so that it exists for fine-tuning; the paper
+does not say whether it is, and `cls` has the two other readings.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from situs.backbones.base import Backbone
+from situs.backbones.base import Backbone, Features
 from situs.config import Checked
 from situs.core.masking import count_of
 from situs.core.permutation import random_permutation
+from situs.core.position import Positions
 from situs.core.random import uniform
 from situs.limits import Within
 from situs.methods.base import Batch, Draws, Method, Output, Puzzle
@@ -35,6 +37,10 @@ class MP3Config(Checked):
 
     anchor_ratio: Annotated[float, Within("[0, 1)")] = 0.0
     """Share of patches that are told their place. 0 on images; .05 in speech, where the task is too hard without."""
+
+    cls: Literal["always", "never", "drawn"] = "always"
+    """Whether CLS and other prefix tokens serve as keys and values: always, never, or as they are drawn, like patches,
+    of which there are as many fewer in the context then."""
 
 
 class MP3(Method):
@@ -54,8 +60,9 @@ class MP3(Method):
 
     @property
     def context(self) -> int:
-        """M: how many patches serve as keys and values."""
-        return self.backbone.num_tokens - count_of(self.config.mask_ratio, self.backbone.num_tokens)
+        """M: how many patches serve as keys and values; at most, where prefix tokens are drawn with them."""
+        count = self.backbone.num_tokens + (self.backbone.num_prefix if self.config.cls == "drawn" else 0)
+        return min(self.backbone.num_tokens, count - count_of(self.config.mask_ratio, count))
 
     @classmethod
     def uses_positions(cls, config: MP3Config) -> bool:
@@ -77,12 +84,15 @@ class MP3(Method):
         return Puzzle(places, logits.argmax(dim=-1), self.context, 0, self.grid, told, ranks)
 
     def place_logits(self, inputs: Tensor) -> Tensor:
-        return self.position_head(self.backbone.encode(self.backbone.embed(inputs), None).patches)
+        tokens = self.backbone.embed(inputs)
+        seen = self._prefix_alone(tokens) if self.config.cls == "never" else None
+        return self.position_head(self._encode(tokens, None, None, None, seen).patches)
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where anchors are used.
 
-        Of a padded sample the padding stands last, and its context is chosen among its real tokens.
+        prefix: [B, p] bool, where prefix tokens are drawn: which of them are in the context. Of a padded sample the
+        padding stands last, and its context is chosen among its real tokens.
         """
         count = self.backbone.num_tokens
         noise = uniform(seed, epoch, batch.ids, "mp3.context", (count,))
@@ -93,6 +103,10 @@ class MP3(Method):
             chance = uniform(seed, epoch, batch.ids, "mp3.anchors", (count,))
             told = random_permutation(chance) < count_of(self.config.anchor_ratio, count)
             draws["anchors"] = told
+        if self.config.cls == "drawn":
+            own = uniform(seed, epoch, batch.ids, "mp3.prefix", (self.backbone.num_prefix,))
+            ranks = random_permutation(random_permutation(torch.cat([own, noise], dim=1)))[:, : own.shape[1]]
+            draws["prefix"] = ranks < self._drawn(batch)
         return draws
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
@@ -105,15 +119,42 @@ class MP3(Method):
         if "anchors" in draws:
             places = self.backbone.positions().take(order).forget(~draws["anchors"])
         real, keys = self._real(batch)
-        features = self.backbone.encode(tokens, places, context=self.context, mask=keys)
+        if "prefix" in draws:  # as many patches fewer
+            slots = torch.arange(order.shape[1], device=order.device)
+            keys = slots < self._drawn(batch) - draws["prefix"].sum(dim=1, keepdim=True)
+        seen = draws.get("prefix", self._prefix_alone(tokens) if self.config.cls == "never" else None)
+        features = self._encode(tokens, places, self.context, keys, seen)
         logits = self.position_head(features.patches)
         metrics = {"position_accuracy": position_accuracy(logits, order, real)}
         return Output(position_loss(logits, order, real), metrics, {"logits": logits.detach(), "places": order})
+
+    def _encode(
+        self, tokens: Tensor, places: Positions | None, context: int | None, keys: Tensor | None, seen: Tensor | None
+    ) -> Features:
+        """`Backbone.encode`; seen: [B, p] bool, which prefix tokens serve as keys, where not all do."""
+        stream = self.backbone.assemble(tokens, places, keys)
+        if seen is not None:
+            own = stream.z.new_ones(tokens.shape[:2], dtype=torch.bool) if keys is None else keys
+            stream = replace(stream, mask=torch.cat([seen, own], dim=1))
+        return self.backbone.finish(self.backbone.blocks(stream, context))
+
+    def _prefix_alone(self, tokens: Tensor) -> Tensor:
+        return torch.zeros(tokens.shape[0], self.backbone.num_prefix, dtype=torch.bool, device=tokens.device)
+
+    def _drawn(self, batch: Batch) -> Tensor | int:
+        """How many of a sample's tokens serve as keys, where prefix tokens are drawn with its patches; [B, 1]."""
+        if batch.mask is not None:
+            return self._visible(batch.mask.sum(dim=1, keepdim=True) + self.backbone.num_prefix)
+        count = self.backbone.num_tokens + self.backbone.num_prefix
+        return count - count_of(self.config.mask_ratio, count)
+
+    def _visible(self, length: Tensor) -> Tensor:
+        """Of so many tokens the keys, as `count_of` reckons."""
+        return length - (self.config.mask_ratio * length + 1e-6).long()
 
     def _real(self, batch: Batch) -> tuple[Tensor | None, Tensor | None]:
         """Of padded samples: which tokens, in the order drawn, are real [B, N], and which serve as keys."""
         if batch.mask is None:
             return None, None
         slot, length = torch.arange(batch.mask.shape[1], device=batch.mask.device), batch.mask.sum(dim=1, keepdim=True)
-        hidden = (self.config.mask_ratio * length + 1e-6).long()  # of each sample's own tokens, as `count_of` reckons
-        return slot < length, slot < length - hidden
+        return slot < length, slot < self._visible(length)

@@ -49,6 +49,10 @@ class TrainConfig(Checked):
     """Arithmetic of the forward and backward; weights and optimiser stay in float32. auto: bf16 on a GPU, fp32 on
     a CPU, where bf16 is mostly emulated."""
 
+    residual: Literal["half", "float32"] = "half"
+    """What runs from block to block in bf16 and fp16: half as the products, which is faster, or float32, as timm's own
+    models have it under autocast."""
+
     compile: bool = False
     """Compile the method's forward on a GPU (torch.compile): the first steps take a minute, the others less time."""
 

@@ -147,6 +147,7 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
         )
     )
     backbone.require("images")  # which the data of a run are
+    backbone.wide = config.train.residual == "float32"
     if backbone.input.shape not in (None, config.data.size):
         raise SitusError(field="data.img_size", value=backbone.input.shape, allowed=f"the data's {config.data.size}")
     return create_method(config.method_name, backbone, config.method)

@@ -47,11 +47,12 @@ class Args:
 
 
 def run(args: Args) -> int:
-    """Runs the jobs, prints the table and writes the page; 1 where a job was not finite or failed, or is left, or a
-    cell's number was not found."""
+    """Runs the jobs, prints the table and writes the page; 1 where a job that was asked for was not finite or failed,
+    or is left, or a cell's number was not found."""
     from situs.cli.study.words import check_words
     from situs.pages import publish
     from situs.studies import run_study
+    from situs.studies.folder import StudyFolder
 
     check_words(args.study, args.scale)
     found = run_study(
@@ -66,7 +67,9 @@ def run(args: Args) -> int:
         how=args.config,
     )
     present(found, args.out)
-    return int(bool(found.unread) or any(task.state not in ("done", "taken") for task in found.tasks))
+    asked = StudyFolder.open(args.out).chosen(args.config.only)
+    left = [task.name for task in found.tasks if task.name in asked and task.state not in ("done", "taken")]
+    return int(bool(found.unread or left))
 
 
 def _paths(given: tuple[str, ...]) -> Any:
