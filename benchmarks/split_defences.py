@@ -7,8 +7,8 @@ training gives), then judged under its defence on the test set, then attacked (`
 tokens and with rows, columns and both permuted. Permutations change no number of a training, so that they inherit its
 accuracy. An attacker who knows the permutations has what the order attacker has of unpermuted rows; who knows a
 batch's exchange, what it has of undefended tokens (`known`). OUT/results.json and OUT/table.md are written anew after
-every job, so that whatever is done by then is kept when the time is up, and the same command goes on with what is
-missing.
+every job, so that whatever is done by then is kept when the time is up (--seconds, or Ctrl-C). The same command then
+goes on: a training from its last checkpoint, an audit from its beginning.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -24,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from situs.files import write_text
 
 
 class Trained(NamedTuple):
@@ -64,6 +67,12 @@ NO_BASE = "old-embedding"
 """Trained from random weights: there is no earlier embedding to know."""
 
 LATIN = {"places": 0, "channels": 0, "samples": 0, "linked": 0, "labels": 0, "unnamed_labels": 0}
+GRACE = 30
+"""Seconds that a job has to write what it has when the time is up."""
+
+STOPPED = 3
+"""What a job exits with that was asked to stop and can go on."""
+
 DECIBELS = {"psnr": "PSNR", "best_psnr": "best", "patch_psnr": "best match"}
 SHARES = {"ssim": "SSIM", "fsim": "similarity"}
 
@@ -85,16 +94,20 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         config,
         backbone=replace(config.backbone, model_args=more),
         data=replace(config.data, path=str(args.data), batch=args.batch),
-        train=replace(config.train, epochs=args.epochs, save_every=10**6),
+        train=replace(config.train, epochs=args.epochs),
     )
-    began = time.perf_counter()
-    done = train_defended(config, asked.defence, run, say=lambda line: print(line, flush=True))
+    began, again = time.perf_counter(), (run / "config.json").exists()
+    done = train_defended(config, asked.defence, run, resume=again, say=lambda line: print(line, flush=True))
+    if done.step < done.total:
+        raise SystemExit(STOPPED)
     trained = time.perf_counter() - began
     scores = evaluate_defended(run, args.data, count=args.judged, train_count=args.judged)
-    return {**asdict(scores), "pool": asked.pool, "steps": done.step, "seconds": trained, **done.metrics}
+    told = {"pool": asked.pool, "steps": done.step, "resumed": again, "seconds": trained}
+    return {**asdict(scores), **told, **done.metrics}
 
 
 def audit(args: argparse.Namespace) -> dict[str, Any]:
+    from situs.audit.deadline import Deadline, first_ctrl_c
     from situs.audit.split.attackers import ATTACKS
     from situs.audit.split.audit import audit_split
 
@@ -102,11 +115,13 @@ def audit(args: argparse.Namespace) -> dict[str, Any]:
     elsewhere = {NO_BASE, *(name for each in GROUPS.values() if not each.bare for name in each.attacks)}
     attacks = tuple(name for name in ATTACKS if name in (group.attacks or ATTACKS.keys() - elsewhere))
     defence = "none" if group.bare else made["now"]
-    found = audit_split(
-        args.out / args.name, args.data, defences=(defence,), permute=group.permute, attacks=attacks,
-        public=args.public, count=args.attacked, progress=lambda line: print(line, flush=True),
-    )  # fmt: skip
-    return found.numbers()
+    deadline = Deadline(lambda line: print(line, flush=True))
+    with first_ctrl_c(deadline):
+        found = audit_split(
+            args.out / args.name, args.data, defences=(defence,), permute=group.permute, attacks=attacks,
+            public=args.public, count=args.attacked, deadline=deadline,
+        )  # fmt: skip
+        return found.numbers()
 
 
 # --- all of them ----------------------------------------------------------------------------------------------
@@ -117,44 +132,69 @@ class Board:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.began, self.lock = args, time.monotonic(), threading.Lock()
+        self.ends = self.began + (args.seconds or float("inf"))
         self.failed: list[str] = []
 
     def say(self, line: str) -> None:
-        print(f"[{time.monotonic() - self.began:5.0f} s] {line}", flush=True)
+        print(f"[{time.monotonic() - self.began:5.0f} s] {line}\n", end="", flush=True)
 
     def run(self, name: str, group: str | None, threads: int) -> bool:
         """Whether a job was done, now or before; its output is in OUT/NAME.log."""
         job, args = f"{name}.{group or 'train'}", self.args
-        if (args.out / f"{job}.json").exists():
+        if self.has(job):
             return True
-        left = args.seconds - (time.monotonic() - self.began) if args.seconds else None
         words = [sys.executable, __file__, *sys.argv[1:], "--name", name, *(["--group", group] if group else [])]
         told: dict[str, str] = dict.fromkeys(
             ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"), str(threads)
         )
         if group is not None:
             told["CUDA_VISIBLE_DEVICES"] = ""  # attacks are work for the CPU
-        self.say(f"{job} begins")
-        with (args.out / f"{job}.log").open("wb") as log:
-            try:
-                status = subprocess.run(
-                    words, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **told}, timeout=left, check=False
-                ).returncode
-            except subprocess.TimeoutExpired:
-                status = -1
-        self.say(f"{job} {'done' if status == 0 else 'out of time' if status < 0 else 'FAILED'}")
+        status, late = None, time.monotonic() >= self.ends
+        if not late:
+            self.say(f"{job} begins")
+            with (args.out / f"{job}.log").open("ab") as log:
+                # In a group of its own, so that Ctrl-C reaches it once, from here.
+                process = subprocess.Popen(
+                    words, stdout=log, stderr=subprocess.STDOUT, env={**os.environ, **told}, start_new_session=True
+                )
+                late = self.wait(process)
+            status = process.returncode if self.has(job) else process.returncode or STOPPED
+        self.say(f"{job} {'done' if status == 0 else 'out of time' if late else 'FAILED'}")
         with self.lock:
-            if status:
+            if status != 0:
                 self.failed.append(job)
+            if status != 0 and not late:
                 print("    " + "\n    ".join((args.out / f"{job}.log").read_text().splitlines()[-12:]), flush=True)
             self.write()
         return status == 0
 
+    def has(self, job: str) -> bool:
+        """Whether a job is done; an audit that was stopped has written what it had."""
+        file = self.args.out / f"{job}.json"
+        return file.exists() and json.loads(file.read_text()).get("stopped") is None
+
+    def wait(self, process: subprocess.Popen[bytes]) -> bool:
+        """Waits for a job to end; whether it had to be asked to."""
+        while time.monotonic() < self.ends:
+            try:
+                process.wait(0.5)
+            except subprocess.TimeoutExpired:
+                continue
+            return False
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return True
+
     def write(self) -> None:
         results = {path.stem: json.loads(path.read_text()) for path in sorted(self.args.out.glob("*.*.json"))}
         results = {name: found for name, found in results.items() if found}
-        (self.args.out / "results.json").write_text(json.dumps({"not done": self.failed, **results}, indent=1))
-        (self.args.out / "table.md").write_text(table(results))
+        write_text(self.args.out / "results.json", json.dumps({"not done": self.failed, **results}, indent=1))
+        left = f"\nNot done: {', '.join(self.failed)}.\n" if self.failed else ""
+        write_text(self.args.out / "table.md", table(results) + left)
 
 
 def run_all(args: argparse.Namespace) -> int:
@@ -167,6 +207,12 @@ def run_all(args: argparse.Namespace) -> int:
             for group in (group for group, each in GROUPS.items() if kind in each.kinds):
                 audits.submit(board.run, name, group, GROUPS[group].threads)
 
+    def stop(*_: object) -> None:
+        board.ends = time.monotonic()
+
+    for asked in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(asked, stop)
+    board.write()
     with ThreadPoolExecutor(args.at_once) as trainings:
         list(trainings.map(pipeline, args.models))
     audits.shutdown(wait=True)
@@ -235,7 +281,7 @@ def main() -> int:
     if args.name is None:
         return run_all(args)
     found = train(args) if args.group is None else audit(args)
-    (args.out / f"{args.name}.{args.group or 'train'}.json").write_text(json.dumps(found))
+    write_text(args.out / f"{args.name}.{args.group or 'train'}.json", json.dumps(found))  # whole or not at all
     return 0
 
 

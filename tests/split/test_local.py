@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -66,6 +67,28 @@ def test_draws_are_new_in_every_epoch_and_for_every_sample() -> None:
     for other in (later, one.roll(1, 0)):
         assert abs(float((one * other).mean())) < 5 / one.numel() ** 0.5
     assert float(one.std()) == pytest.approx(1, abs=5 / (2 * one.numel()) ** 0.5)
+
+
+def test_a_training_that_was_stopped_goes_on_to_the_same_weights_under_its_own_defence(tmp_path, monkeypatch) -> None:
+    config, drawn, draw = steps(4), [], Defended.draw
+    train_defended(config, "noise=3", tmp_path / "whole", device="cpu", quiet=True)
+
+    def stopping(self, *args, **given):
+        drawn.append(self.scale)
+        if len(drawn) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return draw(self, *args, **given)
+
+    monkeypatch.setattr(Defended, "draw", stopping)
+    done = train_defended(config, "noise=3", tmp_path / "cut", device="cpu", quiet=True)
+    assert (done.interrupted, done.step) == (True, 2)
+    with pytest.raises(SitusError, match="defence='noise=2': must be noise=3, which"):
+        train_defended(config, "noise=2", tmp_path / "cut", resume=True, device="cpu", quiet=True)
+    assert train_defended(config, "noise=3", tmp_path / "cut", resume=True, device="cpu", quiet=True).step == 4
+    assert len(drawn) == 4
+    assert len(set(drawn)) == 1  # the first weights' deviation, not that of the weights so far
+    one, two = (open_model(tmp_path / name).backbone.state_dict() for name in ("whole", "cut"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_a_run_without_a_defence_is_the_ordinary_run_and_others_are_evaluated_under_theirs(tmp_path) -> None:

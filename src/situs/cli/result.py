@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from situs.models import Model
 
 
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, where what was found until then is written."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeasureArgs(ImageArgs):
     """Which model, on which images, in which arithmetic."""

@@ -9,7 +9,7 @@ is needed; how much a defence costs is learned here, and what it hides is learne
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from situs.models import open_model
 from situs.models.data import load_bank
 from situs.models.inference import evaluating
 from situs.split.scale import noise_scale
-from situs.train.contract import TrainResult
+from situs.train.contract import RunState, TrainResult
 from situs.train.run import RunConfig, train_run
 
 FACTS = "defence.json"
@@ -69,15 +69,21 @@ class Defended(Supervised):
 
 
 def train_defended(
-    config: RunConfig, defence: str, out: str | Path, *, device: str | None = None,
+    config: RunConfig, defence: str, out: str | Path, *, resume: bool = False, device: str | None = None,
     say: Callable[[str], None] = lambda _: None, quiet: bool = False,
 ) -> TrainResult:  # fmt: skip
-    """Trains a classifier under a feature defence; `out` is an ordinary run that also says what the defence was."""
+    """Trains a classifier under a feature defence; `out` is an ordinary run that also says what the defence was.
+
+    resume: goes on with what has begun there. A σ is a multiple of what it was at the first step, which is measured
+    again with the same first weights.
+    """
     if config.method_name != "supervised":
         said = f"method={config.method_name}: a split training is supervised: its labels stay with the client"
         raise SitusError(said, field="method")
-    told = parse_defence(defence)
+    told, facts = parse_defence(defence), Path(out) / FACTS
     used: dict[str, Any] = {"defence": str(told), "scale": 1.0}
+    if resume and facts.exists() and (before := read_json(facts)["defence"]) != str(told):
+        raise SitusError(field="defence", value=str(told), allowed=f"{before}, which {out} was trained under so far")
 
     def adapt(method: Method, loader: Any) -> Method:
         device = next(method.parameters()).device
@@ -85,9 +91,24 @@ def train_defended(
             used["scale"] = noise_scale(method.backbone, loader.source, config.data, device)
         return Defended(method.backbone, method.config, told, used["scale"])
 
-    result = train_run(config, out=out, device=device, adapt=adapt, say=say, quiet=quiet)
-    write_text(Path(out) / FACTS, json.dumps(used))
-    return result
+    place: dict[str, Any] = {"resume" if resume else "out": out}
+    note = _Noting(facts, used)
+    return train_run(config, **place, device=device, hooks=lambda *_: [note], adapt=adapt, say=say, quiet=quiet)
+
+
+@dataclass(frozen=True)
+class _Noting:
+    """Writes down what the defence was as soon as there is something trained under it, so that a resume knows."""
+
+    path: Path
+    used: Mapping[str, Any]
+
+    def after_step(self, state: RunState) -> None:  # noqa: ARG002
+        if not self.path.exists():
+            write_text(self.path, json.dumps(self.used))
+
+    def after_epoch(self, state: RunState) -> None:
+        """Nothing more."""
 
 
 @dataclass(frozen=True)

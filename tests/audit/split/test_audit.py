@@ -9,9 +9,12 @@ import torch
 from builders import small_vit
 from sent import CLASSES, classifier, pictures
 
+from situs.audit.deadline import Deadline
+from situs.audit.split.attackers import attack
 from situs.audit.split.audit import CURVE, audit_split, settings_of
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
+from situs.pages import make_page
 
 
 def source(count: int = 70) -> TensorSource:
@@ -36,7 +39,7 @@ def test_the_server_of_a_small_model_sees_its_samples() -> None:
     said: list[str] = []
     asked: dict[str, Any] = {"defences": ("none", "noise=0.5"), "permute": ("rows",), "count": 8, "public": 60}
     attacks = ("order", "linkage", "repeats", "labels")
-    audit = audit_split(model(), source(), attacks=attacks, progress=said.append, **asked)
+    audit = audit_split(model(), source(), attacks=attacks, deadline=Deadline(said.append), **asked)
     assert said == ["none", "rows", "noise=0.5", "noise=0.5 + rows"] == [str(each.setting) for each in audit.settings]
     plain, rows, *_ = audit.settings
     assert plain.kept.accuracy is not None and plain.kept == rows.kept
@@ -51,6 +54,45 @@ def test_the_server_of_a_small_model_sees_its_samples() -> None:
     again = audit_split(model(), source(), attacks=attacks, pictures=True, **asked)
     assert again.numbers() == audit.numbers()
     assert again.private and again.pictures is not None and len(again.pictures) == 8
+
+
+@pytest.mark.parametrize("limit", [None, 5.0])
+def test_what_was_finished_is_kept_and_what_was_not_is_not_tried(limit: float | None, monkeypatch) -> None:
+    """Ctrl-C within the third of four attacks, or the time over before it: the second setting's first one counts."""
+    asked: dict[str, Any] = {"defences": ("none",), "permute": ("rows",), "attacks": ("linkage", "order")}
+    asked |= {"count": 4, "public": 20}
+    whole, turns, kept = audit_split(model(), source(), **asked), [0], []
+    deadline = Deadline(seconds=limit, clock=lambda: float(2 * turns[0]))
+
+    def cut(name: str, scene: Any) -> Any:
+        turns[0] += 1
+        if turns[0] == 4:
+            raise KeyboardInterrupt
+        return attack(name, scene)
+
+    monkeypatch.setattr("situs.audit.split.audit.attack", cut)
+    found = audit_split(model(), source(), deadline=deadline, keep=kept.append, **asked)
+    reason = "Ctrl-C" if limit is None else "the time limit of 5 s"
+    assert found.stopped == f"{reason}, with 1 of 2 settings finished"
+    assert deadline.closed
+    assert found.settings[0] == whole.settings[0]
+    linked, order = found.settings[1].readings
+    assert linked == whole.settings[1].readings[0]
+    assert (order.status, order.reason, order.scores) == ("not tried", f"stopped by {reason}", {})
+    assert [each.stopped for each in kept] == ["the end of its process, with 1 of 2 settings finished", found.stopped]
+    assert kept[1].numbers() == found.numbers()
+    assert "no attack on the pictures was tried, which is no protection" in found.summary().sentence
+
+
+def test_an_audit_that_was_stopped_at_once_says_nothing(monkeypatch) -> None:
+    def cut(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("situs.audit.split.audit.attack", cut)
+    found = audit_split(model(), source(), defences=("none",), attacks=("order",), count=4, public=20)
+    assert not found.settings
+    assert found.stopped == "Ctrl-C, with 0 of 4 settings finished"
+    make_page(found)
 
 
 def test_labels_of_other_classes_are_not_compared() -> None:

@@ -14,12 +14,12 @@ from situs.audit.split.view import Setting
 from situs.locks.features import parse_defence
 
 
-def audit(*settings: SettingFound) -> SplitAudit:
-    return SplitAudit("m", 3, 9, settings, {"mean image": {"psnr": 9.0}})
+def audit(*settings: SettingFound, stopped: str | None = None) -> SplitAudit:
+    return SplitAudit("m", 3, 9, settings, {"mean image": {"psnr": 9.0}}, stopped=stopped)
 
 
-def found(*readings: Reading, defence: str = "none", rows: bool = True) -> SettingFound:
-    return SettingFound(Setting(parse_defence(defence), rows), Kept(0.9), readings)
+def found(*readings: Reading, defence: str = "none", rows: bool = True, columns: bool = False) -> SettingFound:
+    return SettingFound(Setting(parse_defence(defence), rows, columns), Kept(0.9), readings)
 
 
 def done(attack: str = "order", **scores: float) -> Reading:
@@ -70,7 +70,22 @@ def test_settings_that_come_to_the_same_are_said_once() -> None:
     same = [found(done(psnr=25.0), defence=defence, rows=False) for defence in ("none", "noise=0.1")]
     assert verdict(audit(*same)) == "None, noise=0.1: the server sees the samples (25.0 dB)."
     both = [found(done(psnr=25.0 + rows), rows=rows) for rows in (False, True)]
-    assert verdict(audit(*both)) == "None (permuted or not): the server sees the samples (25.0 to 26.0 dB)."
+    assert verdict(audit(*both)) == "None (rows permuted or not): the server sees the samples (25.0 to 26.0 dB)."
+    three = [*both, found(done(psnr=25.0), rows=False, columns=True)]
+    assert verdict(audit(*three)).startswith("None, rows, columns: ")  # both at once were not attacked
+    every = [*three, found(done(psnr=25.0), columns=True)]
+    assert verdict(audit(*every)).startswith("None (permuted or not): ")
+
+
+def test_what_was_stopped_says_so_before_anything_else() -> None:
+    one = audit(found(done(psnr=8.0)), stopped="Ctrl-C, with 1 of 4 settings finished")
+    assert verdict(one).startswith("A partial result: stopped by Ctrl-C, with 1 of 4 settings finished. Rows: ")
+    assert "was not attacked, which is no protection" in one.summary().notes[0]
+    assert "starts anew" in one.summary().notes[0]
+    assert (one.numbers()["partial"], one.numbers()["stopped"]) == (True, "Ctrl-C, with 1 of 4 settings finished")
+    assert audit(found(done(psnr=8.0))).numbers()["partial"] is False
+    nothing = audit(stopped="Ctrl-C, with 0 of 4 settings finished")
+    assert verdict(nothing).endswith("before any attack was through: this page says nothing about the model.")
 
 
 def test_labels_are_in_the_verdict() -> None:

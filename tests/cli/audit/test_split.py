@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from situs.audit.split.attackers import attack
 from situs.cli.main import main
 
 QUICK = ["--split", "train", "--count", "4", "--public", "20", "--attacks", "order,linkage,labels"]
@@ -33,12 +35,36 @@ def test_a_classifier(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert all((tmp_path / f"split-audit{end}").stat().st_mode & 0o077 == 0 for end in (".html", "-pictures.png"))
 
 
+def test_ctrl_c_leaves_a_page_of_what_was_finished(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def pressed(name: str, scene: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return attack(name, scene)
+
+    monkeypatch.setattr("situs.audit.split.audit.attack", pressed)
+    words = [str(trained.one), *QUICK, "--defences", "none", "--out", str(tmp_path)]
+    assert main(["audit", "split", *words]) == 130
+    said = "A partial result: stopped by Ctrl-C, with 1 of 4 settings finished."
+    assert said in capsys.readouterr().out
+    assert said in (tmp_path / "split-audit.html").read_text()
+    numbers = json.loads((tmp_path / "split-audit.json").read_text())
+    assert numbers["partial"]
+    assert [each["setting"] for each in numbers["settings"]] == ["none", "columns"]
+    assert [each["status"] for each in numbers["settings"][1]["attacks"]] == ["done", "not tried", "not tried"]
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
         (["--attacks", "thief"], "unknown attack 'thief'"),
         (["--defences", "fog"], "fog"),
         (["--permute", "tiles"], "must be of rows, columns (--permute)"),
+        (["--time-limit", "0"], "time_limit=0.0: must be > 0 (--time-limit)"),
         (["--public", "24"], "24 images are too few: 24 are the attacker's own"),
     ],
 )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Unpack
 
 import torch
 
+from situs.audit.deadline import Deadline
 from situs.audit.scores.metrics import baselines
-from situs.audit.split.attackers import ATTACKS, attack
+from situs.audit.split.attackers import ATTACKS, Reading, attack
 from situs.audit.split.found import SettingFound
 from situs.audit.split.result import SplitAudit
 from situs.audit.split.stage import Scene, Stage
@@ -52,6 +53,12 @@ def settings_of(defences: Sequence[str], permute: Sequence[str]) -> tuple[Settin
     return tuple(Setting(defence, r, c) for defence in parsed for r in rows for c in columns)
 
 
+class Watched(Chosen, total=False):
+    """How the images are read. keep: is given the result after each setting, so that a crash leaves what was found."""
+
+    keep: Callable[[SplitAudit], None]
+
+
 def audit_split(
     model: AnyModel,
     data: AnyData = None,
@@ -63,15 +70,17 @@ def audit_split(
     public: int = PUBLIC,
     pictures: bool = False,
     seed: int = 0,
-    progress: Callable[[str], None] = lambda _: None,
-    **chosen: Unpack[Chosen],
+    deadline: Deadline | None = None,
+    **chosen: Unpack[Watched],
 ) -> SplitAudit:
     """What a server that runs a model's blocks learns of the samples, for each defence without and with permutations.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that a run was trained on. base:
     the model before fine-tuning, whose embedding is public. public: images of the set that the attacker has, chosen at
     random beside those that are attacked. pictures: keep the images and what was made of them, which makes the page
-    private. chosen: see `load_set`; count is the samples attacked.
+    private. deadline: says which setting is attacked, and is asked between attackers; when its time is over, or on
+    Ctrl-C, what is there is the result and says so, and nothing is there to go on with. chosen: see `load_set`; count
+    is the samples attacked.
     """
     settings = settings_of(defences, permute)
     for name in attacks:
@@ -80,18 +89,66 @@ def audit_split(
     check_value("public", public, ">= 2")
     count = SAMPLES if (asked := chosen.get("count")) is None else asked
     check_value("count", count, ">= 2")
+    deadline = deadline or Deadline()
+    keep = chosen.pop("keep", lambda _: None)
     stage, made = _stage(model, data, base, count, public, seed, chosen)
-    found = []
-    for setting in settings:
-        progress(str(setting))
-        scene = Scene.of(stage, setting)
-        readings = [attack(name, scene) for name in attacks]
-        if not pictures:
-            readings = [replace(each, images=None) for each in readings]
-        found.append(SettingFound(setting, stage.keeps(setting.defence), tuple(readings)))
     blind = {name: stage.scores(guess) for name, guess in baselines(stage.pictures).items()}
     shown = stage.pictures.float() if pictures else None
-    return SplitAudit(stage.model.name, len(stage.z), public, tuple(found), blind, shown, provenance=made)
+    found: list[SettingFound] = []
+
+    def so_far(stopped: str | None) -> SplitAudit:
+        given = stage.model.name, len(stage.z), public, tuple(found), blind, shown
+        return SplitAudit(*given, stopped=stopped, provenance=made)
+
+    begun = _Begun(stage, attacks, pictures)
+    try:
+        for setting in settings:
+            deadline.say(str(setting))
+            for _ in begun.attacked(setting):
+                if deadline.spent():
+                    raise KeyboardInterrupt
+            found.append(begun.found(None))
+            keep(so_far(None if len(found) == len(settings) else _told("the end of its process", found, settings)))
+        deadline.closed = True  # before anything else: a Ctrl-C from here on must find it so
+    except KeyboardInterrupt:
+        if not deadline.spent():
+            deadline.interrupt()
+        deadline.closed = True
+        told = _told(deadline.reason, found, settings)
+        if begun.readings:
+            found.append(begun.found(f"stopped by {deadline.reason}"))
+        keep(so_far(told))
+        return so_far(told)
+    return so_far(None)
+
+
+def _told(reason: str, found: Sequence[SettingFound], settings: Sequence[Setting]) -> str:
+    return f"{reason}, with {len(found)} of {len(settings)} settings finished"
+
+
+class _Begun:
+    """The setting that is under attack, attacker by attacker."""
+
+    def __init__(self, stage: Stage, attacks: Sequence[str], pictures: bool) -> None:
+        self.stage, self.attacks, self.pictures = stage, attacks, pictures
+        self.readings: list[Reading] = []
+
+    def attacked(self, setting: Setting) -> Iterator[None]:
+        """Stops before each attacker."""
+        self.setting, self.readings = setting, []
+        self.kept = self.stage.keeps(setting.defence)
+        scene = Scene.of(self.stage, setting)
+        for name in self.attacks:
+            yield
+            reading = attack(name, scene)
+            self.readings.append(reading if self.pictures else replace(reading, images=None))
+
+    def found(self, why: str | None) -> SettingFound:
+        """What was found of it; why: what those say who had no turn."""
+        left = self.attacks[len(self.readings) :]
+        waiting = [Reading(name, ATTACKS[name][1], "not tried", reason=why or "") for name in left]
+        found, self.readings = [*self.readings, *waiting], []
+        return SettingFound(self.setting, self.kept, tuple(found))
 
 
 def _stage(

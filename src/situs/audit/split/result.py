@@ -23,6 +23,12 @@ SEEN = {
 }
 """score -> what is said where it reaches that, the worst first."""
 
+AGAIN = (
+    "What is not in the tables was not attacked, which is no protection. The audit keeps nothing to go on with: given "
+    "again, it starts anew."
+)
+"""What is said of an audit that was stopped."""
+
 LISTED = 6
 """Settings that a note names one by one."""
 
@@ -39,7 +45,10 @@ THREAT = {
 
 @dataclass(frozen=True)
 class SplitAudit(Result):
-    """All settings. blind: what guesses without any token come to. pictures: the samples, where the page shows them."""
+    """All settings. blind: what guesses without any token come to. pictures: the samples, where the page shows them.
+
+    stopped: by what and how far it came, None where it is whole.
+    """
 
     file: ClassVar[str] = "split-audit"
 
@@ -49,6 +58,7 @@ class SplitAudit(Result):
     settings: tuple[SettingFound, ...]
     blind: Mapping[str, Mapping[str, float]]
     pictures: Tensor | None = None
+    stopped: str | None = None
 
     @property
     def private(self) -> bool:
@@ -72,8 +82,9 @@ class SplitAudit(Result):
 
     def summary(self) -> Summary:
         """The verdict, the tables, and what was not tried."""
-        notes = [f"Not tried, which is no protection: {why} ({self._where(at)})." for why, at in self.skipped.items()]
-        if unasked := [name for name in ATTACKS if name not in self.asked]:
+        notes = [] if self.stopped is None else [AGAIN]
+        notes += [f"Not tried, which is no protection: {why} ({self._where(at)})." for why, at in self.skipped.items()]
+        if self.settings and (unasked := [name for name in ATTACKS if name not in self.asked]):
             notes.append(f"Not asked for, which is no protection: {', '.join(unasked)}.")
         return Summary(verdict(self), self.tables, tuple(notes))
 
@@ -92,6 +103,8 @@ class SplitAudit(Result):
         return {
             "threat_model": THREAT,
             "verdict": verdict(self),
+            "partial": self.stopped is not None,
+            "stopped": self.stopped,
             "samples": self.samples,
             "public_images": self.public,
             "blind_guesses": {name: _plain(scores) for name, scores in self.blind.items()},
@@ -117,10 +130,14 @@ def _plain(scores: Mapping[str, float]) -> dict[str, float]:
 
 def verdict(audit: SplitAudit) -> str:
     """What the settings leave to the server, in sentences: those with the same conclusion together."""
+    if audit.stopped is not None and not audit.settings:
+        return f"Stopped by {audit.stopped}, before any attack was through: this page says nothing about the model."
     groups: dict[str, list[SettingFound]] = {}
     for found in audit.settings:
         groups.setdefault(_conclusion(found), []).append(found)
     said = [f"{_named(settings, audit.settings)}: {_said(what, settings)}" for what, settings in groups.items()]
+    if audit.stopped is not None:
+        said.insert(0, f"a partial result: stopped by {audit.stopped}.")
     for score, what in (
         ("labels", "labels, read off what comes back"),
         ("unnamed labels", "up to names, without the head"),
@@ -163,10 +180,12 @@ def _span(settings: Sequence[SettingFound], score: str, written: Callable[[float
 
 
 def _named(settings: list[SettingFound], every: Sequence[SettingFound]) -> str:
-    """The settings; a defence once, where all that was permuted beside it came to the same."""
+    """The settings; a defence once, where all that can be permuted beside it came to the same."""
     named: dict[str, None] = {}
     for found in settings:
         alike = [other for other in every if other.setting.defence == found.setting.defence]
-        whole = len(alike) > 1 and all(other in settings for other in alike)
-        named[f"{found.setting.defence} (permuted or not)" if whole else str(found.setting)] = None
+        moved = [name for name in ("rows", "columns") if any(getattr(other.setting, name) for other in alike)]
+        whole = len(alike) == 2 ** len(moved) > 1 and all(other in settings for other in alike)
+        what = "" if len(moved) == 2 else f"{''.join(moved)} "
+        named[f"{found.setting.defence} ({what}permuted or not)" if whole else str(found.setting)] = None
     return ", ".join(named)

@@ -15,13 +15,10 @@ from situs.audit.judge.gate import ABOVE
 from situs.audit.judge.record import junit
 from situs.cli.audit.evidence import command_of
 from situs.cli.parser.model_args import ModelArgs, asked_of, check_folder
-from situs.cli.result import present
+from situs.cli.result import INTERRUPTED, present
 from situs.errors import SitusError
 from situs.files import write_result
 from situs.pages import write_numbers
-
-INTERRUPTED = 130
-"""Exit status after Ctrl-C, unless an image was above the gate's limit; what was found until then is written."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,10 +14,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
+from situs.audit.deadline import Deadline, first_ctrl_c
 from situs.audit.split.attackers import ATTACKS
 from situs.audit.split.audit import DEFENCES, PERMUTED, PUBLIC, SAMPLES
 from situs.cli.parser.model_args import ImageArgs, open_from
-from situs.cli.result import asked, present
+from situs.cli.result import INTERRUPTED, asked, present
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,12 +50,27 @@ class Args(ImageArgs):
     pictures: bool = False
     """Show the images and what was made of them; the page is then private."""
 
+    time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
+    """Looked at between attackers: what is finished by then is shown and written, as on Ctrl-C. The same command then
+    starts anew."""
 
-def run(args: Args) -> None:
-    """Audits, prints the verdict and the table, and writes the page."""
+
+def run(args: Args) -> int:
+    """Audits, prints the verdict and the table, and writes the page, also of what was finished before a Ctrl-C."""
     from situs.audit.split.audit import audit_split
+    from situs.audit.split.result import SplitAudit
+    from situs.pages import write_numbers
 
     def progress(line: str) -> None:
         print(f"situs: {line}", file=sys.stderr)
 
-    present(audit_split(open_from(args), progress=progress, **asked(args)), args.out)
+    def keep(result: SplitAudit) -> None:
+        if args.out is not None:
+            write_numbers(result, args.out)
+
+    given = asked(args)
+    deadline = Deadline(progress, given.pop("time_limit"))
+    with first_ctrl_c(deadline):
+        found = audit_split(open_from(args), deadline=deadline, keep=keep, **given)
+        present(found, args.out)
+    return INTERRUPTED if deadline.interrupted else 0
