@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from builders import small_swin, small_vit
@@ -44,6 +46,23 @@ def test_each_ratio_is_what_a_method_of_that_ratio_says() -> None:
             near += int((five == extras["places"].unsqueeze(-1)).sum())
         assert found[ratio] == right / (11 * 6)
         assert curve.top5[ratio] == near / (11 * 6) > found[ratio]
+
+
+def test_hints_are_given_or_not_whatever_the_training_gave() -> None:
+    """The same weights asked without hints are what a method that never gave any says, and hints help a reader."""
+    hinted = MP3(make(0.5).backbone, MP3Config(mask_ratio=0.5, anchor_ratio=0.4))
+    bare = MP3(hinted.backbone, MP3Config(mask_ratio=0.5))
+    bare.load_state_dict(hinted.state_dict())
+    without = position_curve(hinted.telling(0.0), batches(), RATIOS, seed=3)
+    assert without == position_curve(bare, batches(), RATIOS, seed=3)
+    assert position_curve(bare.telling(0.4), batches(), RATIOS) == position_curve(hinted, batches(), RATIOS)
+    assert (without.anchors, hinted.told, hinted.telling(0.0).told) == (0.0, 0.4, 0.0)
+    asked = replace(without, trained_anchors=0.4).summary()
+    assert asked.notes == ("In training 40 % of the patches were told their place; here none is.",)
+    with pytest.raises(SitusError, match=r"anchor_ratio=1\.0: must be in \[0, 1\)"):
+        hinted.telling(1.0)
+    with pytest.raises(SitusError, match="DropPos asks for no patch that it tells its place; MP3 may"):
+        make_droppos().telling(0.0)
 
 
 def test_the_method_is_left_as_it_was() -> None:

@@ -197,7 +197,8 @@ class Reconstruction(Result):
     """Puzzles of a method over a set. images: [n, C, H, W] in [0, 1], those shown; solved: their puzzles.
 
     scores: over the whole set. pairs and mixes: two images [1, C, H, W] each, and what is built of them at each η.
-    trained: the setting of the method's own training. seed: of the draws.
+    trained: the setting of the method's own training, told: the share of the patches it told their place (MP3).
+    seed: of the draws.
     """
 
     file: ClassVar[str] = "reconstruct"
@@ -208,6 +209,7 @@ class Reconstruction(Result):
     pairs: Sequence[tuple[Tensor, Tensor]] = ()
     mixes: Sequence[Mapping[PuzzleRatios, Mix]] = ()
     seed: int = 0
+    told: float = 0.0
 
     @property
     def grid(self) -> Grid:
@@ -232,7 +234,9 @@ class Reconstruction(Result):
         title = f"{self.provenance.name}: puzzles" + (f" of {data}" if data else "")
         table = Table(title, ["setting", "right", "chance", "off by", "places left empty"], rows)
         told = next(iter(self.solved.values())).told
-        return Summary(f"{said}. The model was trained with {self.trained.text}.", (table,), told_places(told))
+        return Summary(
+            f"{said}. The model was trained with {self.trained.text}.", (table,), told_places(told, self.told)
+        )
 
     def numbers(self) -> dict[str, Any]:
         """Every setting, and what stayed of the mixes."""
@@ -250,6 +254,7 @@ def analyze_reconstruct(
     *,
     ratios: Sequence[float] | None = None,
     position_ratios: Sequence[float] | None = None,
+    anchor_ratio: float | None = None,
     show: int = 6,
     pairs: int = 2,
     seed: int = 0,
@@ -258,20 +263,22 @@ def analyze_reconstruct(
     """Puzzles that an MP3 or DropPos run solves: each patch where the model puts it, at several ratios.
 
     model: whatever `open_model` takes. data: a path or a source; None for the images that the run was trained on.
-    ratios: η of MP3, γ of DropPos. position_ratios: γ_pos. show: images kept to be seen. pairs: how many pairs of
+    ratios: η of MP3, γ of DropPos. position_ratios: γ_pos. anchor_ratio: the share of the patches that MP3 tells their
+    place, 0 to ask without hints; None as in the training. show: images kept to be seen. pairs: how many pairs of
     images MP3 is given mixed. chosen: see `load_set`; 64 where no
     count is said.
     """
     check_value("show", show, ">= 1")
     check_value("pairs", pairs, ">= 0")
     model = opened(model, seed)
-    method = puzzle_method(model, position_ratios)
+    method = puzzle_method(model, position_ratios, anchor_ratio)
     settings = settings_of(method, ratios, position_ratios)
     chosen.setdefault("count", 64)
     loader = load_set(model, data, **chosen)
     look = partial(denormalise, mean=loader.mean, std=loader.std)
     found = study(method, loader, settings, look, show=show, pairs=pairs, seed=seed)
-    return replace(found, provenance=made_with(model, loader, seed))
+    assert model.method is not None
+    return replace(found, told=model.method.told, provenance=made_with(model, loader, seed))
 
 
 def study(
@@ -305,7 +312,7 @@ def study(
     chosen = torch.cat(images)
     solved = {setting: _first(_join(parts), show) for setting, parts in kept.items()}
     trained = PuzzleRatios(*(getattr(method.config, name) for name in method.puzzle_ratios))
-    found = Reconstruction(look(chosen[:show]).cpu(), solved, scores, trained, seed=seed)
+    found = Reconstruction(look(chosen[:show]).cpu(), solved, scores, trained, seed=seed, told=method.told)
     couples = [(chosen[at : at + 1], chosen[at + 1 : at + 2]) for at in range(0, min(2 * pairs, len(chosen) - 1), 2)]
     if method.sees_positions:  # a mix has no true places that it could be told
         return found

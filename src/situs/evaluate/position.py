@@ -101,7 +101,7 @@ class PositionGrid(Result):
 class PositionCurve(Result):
     """MP3's curve: η -> share of all patches whose place is guessed right. count: samples. places: N.
 
-    trained: η of the training. anchors: share of the patches that the run tells their place, here too.
+    trained: η of the training. anchors: share of the patches that were told their place; trained_anchors: in training.
     top5: η -> share of all patches whose place is among the model's five likeliest.
     """
 
@@ -112,6 +112,7 @@ class PositionCurve(Result):
     trained: float
     anchors: float = 0.0
     top5: dict[float, float] = field(default_factory=dict)
+    trained_anchors: float = 0.0
 
     def summary(self) -> Summary:
         """The accuracy at the η nearest to the one trained with; a row for each η."""
@@ -126,14 +127,15 @@ class PositionCurve(Result):
         table = Table(
             self.provenance.title(self.provenance.counted(self.count)), ["η", "accuracy, %", "top-5, %"], rows
         )
-        return Summary(said, (table,), told_places(self.anchors))
+        return Summary(said, (table,), told_places(self.anchors, self.trained_anchors))
 
     def numbers(self) -> dict[str, Any]:
         """Every η."""
         found = [
             {"ratio": ratio, "accuracy": value, "top5": self.top5.get(ratio)} for ratio, value in self.accuracy.items()
         ]
-        return {"places": self.places, "count": self.count, "accuracy": found}
+        told = {"told": self.anchors, "told_in_training": self.trained_anchors}
+        return {"places": self.places, "count": self.count, "accuracy": found, **told}
 
 
 def _percent(share: float | None) -> str | None:
@@ -146,6 +148,7 @@ def evaluate_position(
     *,
     ratios: Sequence[float] | None = None,
     position_ratios: Sequence[float] | None = None,
+    anchor_ratio: float | None = None,
     precision: str = "fp32",
     seed: int = 0,
     **chosen: Unpack[Chosen],
@@ -153,10 +156,11 @@ def evaluate_position(
     """How well a run with a position head knows where its patches were: DropPos's grid, MP3's curve.
 
     model: whatever `open_model` takes. data: a path or a source; None for the samples that the run was trained on.
-    ratios: γ of DropPos, η of MP3. position_ratios: γ_pos of DropPos. chosen: see `load_set`.
+    ratios: γ of DropPos, η of MP3. position_ratios: γ_pos of DropPos. anchor_ratio: the share of the patches that MP3
+    tells their place, 0 to ask without hints; None as in the training. chosen: see `load_set`.
     """
     model = opened(model, seed)
-    method = puzzle_method(model, position_ratios)
+    method = puzzle_method(model, position_ratios, anchor_ratio)
     several = len(method.puzzle_ratios) > 1
     ratios = (MASK_RATIOS if several else RATIOS) if ratios is None else ratios
     loader = load_set(model, data, shared=True, **chosen)
@@ -166,6 +170,8 @@ def evaluate_position(
         found = position_grid(method, loader, ratios, asked, **draws)
     else:
         found = position_curve(method, loader, ratios, **draws)
+        assert model.method is not None
+        found = replace(found, trained_anchors=model.method.told)
     return replace(found, provenance=made_with(model, loader, seed, precision))
 
 
@@ -205,7 +211,8 @@ def position_curve(
     shares = {ratio: found.share((ratio,)) for ratio in ratios}
     top5 = {ratio: found.top5[ratio,] for ratio in ratios}
     places, trained = math.prod(method.grid), trained_ratios(method)
-    return PositionCurve(shares, found.count, places, *trained, anchors=found.told, top5=top5)
+    told = {"anchors": found.told, "trained_anchors": method.told}
+    return PositionCurve(shares, found.count, places, *trained, top5=top5, **told)
 
 
 def position_accuracy(method: Method, batches: Iterable[Batch], *, seed: int = 0, precision: str = "fp32") -> float:

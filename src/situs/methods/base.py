@@ -111,6 +111,16 @@ class Method(nn.Module, ABC):
         """The same weights with other values of `puzzle_ratios`, to be looked at."""
         raise SitusError(f"{type(self).__name__} has no position head")
 
+    @property
+    def told(self) -> float:
+        """The share of the patches asked for that its puzzles tell their place."""
+        return 0.0
+
+    def telling(self, share: float) -> Self:
+        """The same weights with another share `told`, to be looked at."""
+        said = f"{type(self).__name__} asks for no patch that it tells its place"
+        raise SitusError(f"{said}; MP3 may", field="anchor_ratio", value=share)
+
     def solve(self, batch: Batch, *, seed: int) -> Puzzle:
         """Puts the patches of a batch where its position head says that they were, by the draws of its first epoch."""
         raise SitusError(f"{type(self).__name__} has no position head")

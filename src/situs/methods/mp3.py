@@ -71,8 +71,19 @@ class MP3(Method):
     def at(self, *ratios: float) -> MP3:
         """The same weights with another η, for evaluations."""
         (mask_ratio,) = ratios
+        return self._under(replace(self.config, mask_ratio=mask_ratio))
+
+    @property
+    def told(self) -> float:
+        return self.config.anchor_ratio
+
+    def telling(self, share: float) -> MP3:
+        """The same weights with another share of hints, for evaluations; 0: none."""
+        return self._under(replace(self.config, anchor_ratio=share))
+
+    def _under(self, config: MP3Config) -> MP3:
         with torch.device("meta"):  # the head made here gives way to this one's, and must draw no random numbers
-            other = MP3(self.backbone, replace(self.config, mask_ratio=mask_ratio))
+            other = MP3(self.backbone, config)
         other.position_head, other.training = self.position_head, self.training
         return other
 
@@ -80,8 +91,8 @@ class MP3(Method):
         """The context stands first; every patch is asked for."""
         extras = self(batch, self.draw(batch, seed=seed, epoch=0)).extras
         logits, places = extras["logits"], extras["places"]
-        told, ranks = self.config.anchor_ratio, place_ranks(logits, places)
-        return Puzzle(places, logits.argmax(dim=-1), self.context, 0, self.grid, told, ranks)
+        ranks = place_ranks(logits, places)
+        return Puzzle(places, logits.argmax(dim=-1), self.context, 0, self.grid, self.told, ranks)
 
     def place_logits(self, inputs: Tensor) -> Tensor:
         tokens = self.backbone.embed(inputs)

@@ -86,10 +86,13 @@ def folder_name(path: str | Path) -> str:
     return Path(path).resolve().name
 
 
-def puzzle_method(model: Model, position_ratios: Sequence[float] | None = None) -> Method:
+def puzzle_method(
+    model: Model, position_ratios: Sequence[float] | None = None, anchor_ratio: float | None = None
+) -> Method:
     """The method of a run with a position head; any other model is refused.
 
-    position_ratios: asked for, which one that hides every place (MP3) does not have.
+    position_ratios: asked for, which one that hides every place (MP3) does not have. anchor_ratio: the share of the
+    patches that MP3 tells their place; None as in the training.
     """
     if model.method is None:
         raise SitusError(f"{model.name}: is no run, and only a run keeps its position head; name a DropPos or MP3 run")
@@ -99,13 +102,19 @@ def puzzle_method(model: Model, position_ratios: Sequence[float] | None = None) 
     if position_ratios is not None and len(model.method.puzzle_ratios) == 1:
         kind = type(model.method).__name__
         raise SitusError(f"{model.name}: {kind} hides every place, and no share of them", field="position_ratios")
-    return model.method
+    return model.method if anchor_ratio is None else model.method.telling(anchor_ratio)
 
 
-def told_places(share: float) -> tuple[str, ...]:
-    """What to say of a puzzle in which a share of the patches asked for were told their place (MP3's anchors)."""
-    said = f"This run tells {percent(share, None)} of the patches their place, here too, and their guesses count."
-    return (said,) if share else ()
+def told_places(share: float, trained: float) -> tuple[str, ...]:
+    """What to say of a puzzle in which a share of the patches asked for were told their place (MP3's anchors).
+
+    trained: the same share in the training.
+    """
+    if share == trained:
+        said = f"This run tells {percent(share, None)} of the patches their place, here too, and their guesses count."
+        return (said,) if share else ()
+    here = f"{percent(share, None)} are, and their guesses count" if share else "none is"
+    return (f"In training {percent(trained, None)} of the patches were told their place; here {here}.",)
 
 
 def check_classifier(model: Model, *, multi_label: bool = False) -> None:

@@ -19,7 +19,7 @@ from situs.report import figures
 from situs.report.html import Page
 
 ACCURACY = """
-Top-1 is the share of the images whose own class the model puts first, top-5 the share whose class is among its first
+Top-1 is the share of the samples whose own class the model puts first, top-5 the share whose class is among its first
 five. Loss is the mean cross entropy: low where the model is right and sure, high where it is sure and wrong.
 """
 _DRAWN, _LISTED = 30, 10
@@ -30,23 +30,23 @@ def accuracy(found: ClassAccuracy) -> Page:
     said = found.summary()
     page = Page(f"{found.provenance.name}: accuracy", lead=said.sentence)
     section = page.section("How often it is right")
-    section.table(*said.tables[0][1:], f"{found.accuracy.count:,} images.")
+    section.table(*said.tables[0][1:], f"{found.provenance.counted(found.accuracy.count)}.")
     rows = [row for row in found.by_class() if row["top1"] is not None]
     if len(found.classes) <= _DRAWN:
         shares = {row["class"]: 100 * row["top1"] for row in rows}
-        drawn = figures.bars(shares, "images of the class recognised, %", digits=".1f")
+        drawn = figures.bars(shares, f"{found.provenance.things} of the class recognised, %", digits=".1f")
         section.figure(drawn, "Share of each class that is recognised.", name="classes")
     weakest = sorted(rows, key=lambda row: row["top1"])[:_LISTED]
     page.section("The classes it knows least").table(
-        ["class", "images", "right, %", "taken most often for"],
+        ["class", found.provenance.things, "right, %", "taken most often for"],
         [[row["class"], row["count"], f"{100 * row['top1']:.2f}", row["taken_for"] or "none"] for row in weakest],
     )
     return page.end(found.provenance.facts, ACCURACY)
 
 
 LABELS = """
-An image has any number of the classes. A class's average precision is the area under its curve of precision over
-recall, the images ordered by the model's probability: 100 % where all that have the class come before all that have it
+A sample has any number of the classes. A class's average precision is the area under its curve of precision over
+recall, the samples ordered by the model's probability: 100 % where all that have the class come before all that have it
 not, and in a random order about the share that has it. Accuracy counts a class as told where its probability passes a
 half; the mean over the classes stands beside that of always giving each class's more frequent answer. F1 is the
 harmonic mean of precision and recall at that half. Unknown labels are left out of every number.
@@ -58,7 +58,7 @@ def label_accuracy(found: LabelAccuracy) -> Page:
     said = found.summary()
     page = Page(f"{found.provenance.name}: accuracy", lead=said.sentence)
     section = page.section("How well it tells the classes")
-    section.table(*said.tables[0][1:], " ".join([f"{found.scores.count:,} images.", *said.notes]))
+    section.table(*said.tables[0][1:], " ".join([f"{found.provenance.counted(found.scores.count)}.", *said.notes]))
     rows = [row for row in found.rows() if row["average_precision"] is not None]
     if len(found.classes) <= _DRAWN:
         shares = {row["class"]: 100 * row["average_precision"] for row in rows}
@@ -67,7 +67,7 @@ def label_accuracy(found: LabelAccuracy) -> Page:
     weakest = sorted(rows, key=lambda row: row["average_precision"])[:_LISTED]
     shown = ("average_precision", "accuracy", "f1")
     page.section("The classes it tells worst").table(
-        ["class", "images with it", "of", "average precision, %", "accuracy, %", "F1, %"],
+        ["class", f"{found.provenance.things} with it", "of", "average precision, %", "accuracy, %", "F1, %"],
         [[row["class"], row["positives"], row["count"], *(f"{100 * row[name]:.2f}" for name in shown)]
          for row in weakest],
     )  # fmt: skip
@@ -75,9 +75,9 @@ def label_accuracy(found: LabelAccuracy) -> Page:
 
 
 ENSEMBLE = """
-Every model answers each image, prepared as that model was trained to see it; their probabilities (or logits) are
-averaged and the heaviest class is the ensemble's answer. Models that err on different images gain most from each other:
-the less they agree, the further the ensemble can pass its best member. An image that no member has right is out of
+Every model answers each sample, prepared as that model was trained to see it; their probabilities (or logits) are
+averaged and the heaviest class is the ensemble's answer. Models that err on different samples gain most from one
+another: the less they agree, the further the ensemble can pass its best member. A sample that no member has right is out of
 reach for any choice among their answers, though an average can still find it.
 """
 
@@ -90,17 +90,16 @@ def ensemble(found: Ensemble) -> Page:
     shares |= {f"together ({found.average})": 100 * found.together.top1, "any of them right": 100 * found.any_right}
     section = page.section("Alone and together")
     section.figure(
-        figures.bars(shares, "top-1, % of the images", digits=".2f"),
+        figures.bars(shares, f"top-1, % of the {found.provenance.things}", digits=".2f"),
         "Top-1 of each model, of their average, and the share any of them has right.",
         name="top1",
     )
-    section.table(*said.tables[0][1:], f"{found.together.count:,} images.")
+    section.table(*said.tables[0][1:], f"{found.provenance.counted(found.together.count)}.")
     agreement = [[100 * share for share in row] for row in found.agreement]
+    alike = {"": (agreement, f"same answer, % of the {found.provenance.things}")}
     page.section("How alike they answer").figure(
-        figures.value_grids(
-            {"": (agreement, "same answer, % of the images")}, names, names, "model", "model", limits=(0, 100)
-        ),
-        "Share of the images on which two models give the same answer, right or wrong.",
+        figures.value_grids(alike, names, names, "model", "model", limits=(0, 100)),
+        f"Share of the {found.provenance.things} on which two models give the same answer, right or wrong.",
         name="agreement",
     )
     page.section("What the numbers mean").text(ENSEMBLE)
@@ -112,9 +111,9 @@ def ensemble(found: Ensemble) -> Page:
 
 
 NEIGHBOURS = """
-Every image becomes one vector after each block, through the model's final norm: its CLS token, or the mean of its
-patches. A test image gets the class that weighs most among its k nearest training images by cosine similarity. Nothing
-is trained, so this measures how the representation itself groups the images.
+Every sample becomes one vector after each block, through the model's final norm: its CLS token, or the mean of its
+patches. A test sample gets the class that weighs most among its k nearest training samples by cosine similarity. Nothing
+is trained, so this measures how the representation itself groups the samples.
 """
 
 
@@ -124,13 +123,13 @@ def knn(found: LayerKnn) -> Page:
     page = Page(f"{found.provenance.name}: nearest neighbours", lead=said.sentence)
     section = page.section("Layer by layer")
     if found.why_last is None:
-        caption = "Share of test images whose class the neighbours name, after each block."
+        caption = "Share of test samples whose class the neighbours name, after each block."
         section.figure(knn_curves(found), caption, name="layers")
     else:
         section.note(f"Only the last layer: {found.why_last}.")
     tau = found.temperature
     weight = "every neighbour counts as one" if tau is None else f"weights exp(similarity / {tau:g})"
-    caption = f"{found.count:,} images, k = {found.k} of {found.bank:,} training images, {weight}."
+    caption = f"{found.provenance.counted(found.count)}, k = {found.k} of {found.bank:,} for training, {weight}."
     section.table(*said.tables[0][1:], caption)
     return page.end(found.provenance.facts, NEIGHBOURS)
 
@@ -144,13 +143,13 @@ def knn_curves(found: LayerKnn) -> figures.Figure:
         y.append(100 * row.accuracy)
     layers = sorted({row.layer for row in found.rows})
     series["chance"] = layers, [100 * found.chance] * len(layers)
-    figure = figures.curves(series, "after block", "test images named right, %")
+    figure = figures.curves(series, "after block", "test samples named right, %")
     figure.axes[0].set_xticks(layers if len(layers) <= 16 else layers[::2])
     return figure
 
 
 GRID = """
-The encoder is shown a share 1 − γ of the patches of an image; of those, a share γ_pos has lost its place and carries
+The encoder is shown a share 1 − γ of the patches of a sample; of those, a share γ_pos has lost its place and carries
 the one vector that the run learned for lost places. The run's own position head says for each of them which of the N
 places it came from. The numbers are plain top-1 over those patches alone: no weights, and no patch that was told its
 place.
@@ -175,7 +174,7 @@ def position_grid(grid: PositionGrid) -> Page:
     section.figure(position_map(grid), f"Share of dropped places guessed right, in percent. {trained}", name="grid")
     if reasons := [cell.reason for cell in grid.cells if cell.reason is not None]:
         section.note(f"Some cells cannot be measured: {reasons[0]}.")
-    caption = f"Over {grid.count:,} images of {grid.places} patches."
+    caption = f"Over {grid.provenance.counted(grid.count)} of {grid.places} patches."
     page.section("Numbers").table(*said.tables[0][1:], caption)
     return page.end(grid.provenance.facts, GRID)
 
@@ -187,7 +186,7 @@ def position_curve(found: PositionCurve) -> Page:
     section = page.section("Over the share of patches that are no keys")
     caption = f"Share of all patches whose place is guessed right. Trained at η = {found.trained:g}."
     section.figure(position_lines(found), caption, name="curve")
-    caption = f"Over {found.count:,} images of {found.places} patches."
+    caption = f"Over {found.provenance.counted(found.count)} of {found.places} patches."
     section.table(*said.tables[0][1:], caption)
     section.note(*said.notes)
     return page.end(found.provenance.facts, CURVE)
@@ -233,7 +232,7 @@ wanted places.
 """
 
 CLASS_PROBE = """
-The backbone is frozen and every image becomes one vector. A logistic regression on top is fitted to the training
+The backbone is frozen and every sample becomes one vector. A logistic regression on top is fitted to the training
 split, its weight decay chosen on a part of that split, and the numbers are those of the other split. Nothing of the
 backbone is trained, so this measures what the representation already separates.
 """
@@ -246,9 +245,9 @@ def position_probe(found: PositionProbes) -> Page:
     section = page.section("Places read off frozen features")
     caption = "Share of patches without a position whose place a linear classifier names."
     section.figure(_probe_bars(found), caption, name="accuracy")
-    section.figure(_probe_maps(found), "The same share for each true place, in the image's own layout.", name="places")
+    section.figure(_probe_maps(found), "The same share for each true place, in the input's own layout.", name="places")
     caption = (
-        "On images that the classifier was not fitted to; beside the error, that of always naming the one best place."
+        "On samples that the classifier was not fitted to; beside the error, that of always naming the one best place."
     )
     section.table(*said.tables[0][1:], caption)
     for name, probe in found.probes.items():
@@ -263,9 +262,9 @@ def class_probe(found: ClassProbes) -> Page:
     section = page.section("Classes read off frozen features")
     if len(found.classes) <= 30:
         values = dict(zip(found.classes, (100 * _shares(first)).tolist(), strict=True))
-        drawn = figures.bars(values, "images of the class recognised, %", digits=".1f")
+        drawn = figures.bars(values, f"{found.provenance.things} of the class recognised, %", digits=".1f")
         section.figure(drawn, f"Share of each class that is recognised, in {name}.", name="classes")
-    caption = "On images that the classifier was not fitted to."
+    caption = "On samples that the classifier was not fitted to."
     section.table(*said.tables[0][1:], caption)
     return _finish_probe(page, found, CLASS_PROBE)
 

@@ -68,6 +68,11 @@ def test_mp3_gives_the_curve(trained: Any, tmp_path: Path) -> None:
     assert numbers["count"] == 15
     assert all(0 <= row["accuracy"] <= 1 for row in numbers["accuracy"])
     assert (tmp_path / "position-curve.png").is_file()
+    assert (numbers["told"], numbers["told_in_training"]) == (0.0, 0.0)
+    assert main(["evaluate", "position", *words, "--anchor-ratio", "0.5"]) == 0
+    told = json.loads((tmp_path / "position.json").read_text())
+    assert (told["told"], told["told_in_training"]) == (0.5, 0.0)
+    assert "here 50 % are, and their guesses count" in (tmp_path / "position.html").read_text()
 
 
 def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +86,7 @@ def test_mistakes_are_one_sentence(trained: Any, tmp_path: Path, capsys: pytest.
         (["test_resnet", "--weights", "random"], "test_resnet: is no run"),
         ([str(trained.mp3), "--data", str(tmp_path / "empty")], "empty"),
         ([str(trained.mp3), "--ratios", "1"], "must be in [0, 1)"),
+        ([str(trained.mp3), "--anchor-ratio", "1"], "anchor_ratio=1.0: must be in [0, 1) (--anchor-ratio)"),
     ):
         assert main(["evaluate", "position", *words, "--device", "cpu", "--out", str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err

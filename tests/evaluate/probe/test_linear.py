@@ -77,7 +77,7 @@ def test_groups_stay_together_and_a_fifth_is_held() -> None:
     assert torch.equal(held, held_rows(groups, seed=4))
     assert not torch.equal(held, held_rows(groups, seed=5))
     assert int(held_rows(torch.tensor([3, 7]), 0).sum()) == 1
-    with pytest.raises(SitusError, match="at least two training images"):
+    with pytest.raises(SitusError, match="at least two training samples"):
         held_rows(torch.zeros(5, dtype=torch.int64), 0)
 
 

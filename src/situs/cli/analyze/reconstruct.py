@@ -21,6 +21,9 @@ class Args(FewImagesArgs):
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
     """DropPos's γ_pos; by default .75 and the paper's .95."""
 
+    anchor_ratio: Annotated[float | None, Parameter(metavar="SHARE")] = None
+    """MP3: share of the patches that are told their place, 0 to ask without hints; by default as in the training."""
+
     show: int = 6
     """How many images are shown."""
 

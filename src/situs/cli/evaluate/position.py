@@ -23,5 +23,8 @@ class Args(MeasureArgs):
     position_ratios: Annotated[tuple[float, ...] | None, Parameter(metavar="SHARE,…")] = None
     """DropPos's γ_pos; by default .25, .5, .75 and .95."""
 
+    anchor_ratio: Annotated[float | None, Parameter(metavar="SHARE")] = None
+    """MP3: share of the patches that are told their place, 0 to ask without hints; by default as in the training."""
+
 
 run = measuring("situs.evaluate.position.evaluate_position")
