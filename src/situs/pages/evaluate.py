@@ -77,8 +77,8 @@ def label_accuracy(found: LabelAccuracy) -> Page:
 ENSEMBLE = """
 Every model answers each sample, prepared as that model was trained to see it; their probabilities (or logits) are
 averaged and the heaviest class is the ensemble's answer. Models that err on different samples gain most from one
-another: the less they agree, the further the ensemble can pass its best member. A sample that no member has right is out of
-reach for any choice among their answers, though an average can still find it.
+another: the less they agree, the further the ensemble can pass its best member. A sample that no member has right is
+out of reach for any choice among their answers, though an average can still find it.
 """
 
 
@@ -112,8 +112,8 @@ def ensemble(found: Ensemble) -> Page:
 
 NEIGHBOURS = """
 Every sample becomes one vector after each block, through the model's final norm: its CLS token, or the mean of its
-patches. A test sample gets the class that weighs most among its k nearest training samples by cosine similarity. Nothing
-is trained, so this measures how the representation itself groups the samples.
+patches. A test sample gets the class that weighs most among its k nearest training samples by cosine similarity.
+Nothing is trained, so this measures how the representation itself groups the samples.
 """
 
 
