@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
 
 from situs.audit.scores.metrics import (
     BEST_PSNR,
@@ -33,12 +32,18 @@ PAIR = torch.rand(2, 4, 3, 24, 24, dtype=torch.float64, generator=torch.Generato
 
 
 def test_against_torchmetrics() -> None:
+    """Noise, ramps, one against the other, grey and low, flat, and flat beside black."""
+    from torchmetrics.functional.image import peak_signal_noise_ratio, structural_similarity_index_measure
+
     found, real = PAIR
     expected = peak_signal_noise_ratio(found, real, data_range=1.0, reduction="none", dim=(1, 2, 3))
     torch.testing.assert_close(psnr(found, real), expected)
-    for i, value in enumerate(ssim(found, real)):
-        alone = structural_similarity_index_measure(found[i : i + 1], real[i : i + 1], data_range=1.0)
-        torch.testing.assert_close(value, alone)
+    smooth, flat = PAIR.flip(2).cumsum(dim=-1) / 24, torch.full_like(PAIR, 0.3)
+    for found, real in (PAIR, smooth, (smooth[0], PAIR[0]), PAIR[:, :, :1, :7], flat, (flat[0], 0 * flat[1])):
+        expected = structural_similarity_index_measure(found, real, data_range=1.0, reduction="none")
+        torch.testing.assert_close(ssim(found, real), expected, rtol=0, atol=1e-12)
+        single = ssim(found, real, torch.float32)
+        torch.testing.assert_close(single, expected.float(), rtol=0, atol=1e-4)
 
 
 def test_ends() -> None:

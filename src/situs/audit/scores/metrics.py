@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from situs.core.tokens import Size, patchify
@@ -71,12 +72,20 @@ def _decibels(error: Tensor) -> Tensor:
 
 
 def ssim(found: Tensor, real: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Structural similarity (torchmetrics: 11 × 11 Gaussian, σ = 1.5), [n]. dtype: float32 is far quicker."""
-    from torchmetrics.functional.image import structural_similarity_index_measure as measure
+    """Structural similarity in a Gaussian window of 11 × 11, σ = 1.5, over edges mirrored, [n]. float32 is quicker.
 
-    value = measure(found.to(dtype), real.to(dtype), data_range=1.0, reduction="none")
-    assert isinstance(value, Tensor)
-    return value.reshape(-1)
+    torchmetrics has the same, and takes seconds to import every library of language models.
+    """
+    x, y = F.pad(torch.stack([found.to(dtype), real.to(dtype)]).flatten(1, 2), (5, 5, 5, 5), mode="reflect")
+    window = torch.exp(-torch.arange(-5, 6, dtype=dtype, device=found.device).square() / (2 * 1.5**2))
+    window = window / window.sum()
+    means = torch.stack([x, y, x * x, y * y, x * y]).flatten(0, 1).unsqueeze(1)
+    for shape in ((1, 1, 11, 1), (1, 1, 1, 11)):
+        means = F.conv2d(means, window.view(shape))
+    x, y, xx, yy, xy = means.view(5, len(found), -1)
+    variances = (xx - x * x).clamp(min=0) + (yy - y * y).clamp(min=0)  # rounding may leave less than none
+    near = (2 * x * y + 0.01**2) * (2 * (xy - x * y) + 0.03**2)
+    return (near / ((x * x + y * y + 0.01**2) * (variances + 0.03**2))).mean(dim=1)
 
 
 def fft2d(found: Tensor, real: Tensor) -> Tensor:
