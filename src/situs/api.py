@@ -43,8 +43,8 @@ SHORT = {
 }
 """Everyday names, each for fields of a run's config."""
 
-NAMED = {"method": "method.name", "backbone": "backbone.name", "data": "data.path"}
-"""Tables of a run's config for which one word may stand."""
+NAMED = {"method": "method.name", "backbone": "backbone.name", "data": "data.path", "train": "tuning.parts"}
+"""Names of tables for which one word may stand, each for a field of a run's config."""
 
 VALIDATED = 5
 """Epochs between two looks at the validation split, where nothing is said."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -19,12 +19,14 @@ from situs.audit.defences import Defence, create_defence
 from situs.audit.gradients import Audit, attack_gradients
 from situs.audit.judge.gate import parse_limit
 from situs.audit.judge.record import evidence
+from situs.audit.left import what_is_left
 from situs.audit.scores.lpips import Lpips
 from situs.audit.settings import RATIO, Comparison, compare_settings, contestants, with_informed
 from situs.audit.victim import Victim, load_test_set, open_predictor, open_victim
 from situs.config import Checked
 from situs.errors import SitusError
 from situs.limits import Count
+from situs.methods.base import Method
 from situs.results import Provenance
 
 ATTACKED = ("patchembed", "april")
@@ -222,6 +224,8 @@ def _open(
         helper = AdaptiveConfig(predictor=open_predictor(config.predictor, opened.backbone, opened.device))
         made = [create_attack(attack, search, helper) for attack in _each("attacks", attacks)]
     test = load_test_set(victim, data, config.count, config.split, opened.device)
+    if opened.tuning.parts != "all" and isinstance(victim.trains, Method):
+        victim = replace(victim, notes={**victim.notes, **what_is_left(victim.trains, test)})
     if lpips is not None:
         lpips.check(test.pixels)
     height, width = test.pixels.shape[2:]

@@ -21,6 +21,7 @@ from situs.locks.manifest import read_manifest
 from situs.methods.base import Method
 from situs.models import PUBLISHED, Model, open_model
 from situs.models.module import OwnModule
+from situs.train.tuning import describe
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ def open_victim(source: Any, *, classes: int = 1000, **asked: Any) -> Victim:
 
     classes: of the new classifier that a model without one gets, because a client's loss needs one.
     """
-    model = open_model(source, any_weights=True, **asked)
+    model = open_model(source, any_weights=True, as_trained=True, **asked)
     shaped = model.facts["kind"] in ("export", "name") and model.facts.get("weights") != PUBLISHED
     if shaped and outputs_of(model) == model.backbone.out_dim:  # as many outputs as channels: pooled features
         model = open_model(source, any_weights=True, num_classes=classes, **asked)
@@ -60,7 +61,9 @@ def open_victim(source: Any, *, classes: int = 1000, **asked: Any) -> Victim:
     if method is None or "label" not in method.needs_targets:
         return Victim(model, model.backbone, 0, notes)
     name = str(model.facts["method"])
-    notes["trained by"] = f"the run's own method, {name}, with all that it trained; defences stand on top of it"
+    notes["trained by"] = (
+        f"the run's own method, {name}, with what it trained: {describe(model.tuning)}; defences stand on top of it"
+    )
     return Victim(model, method, model.epoch, notes)
 
 

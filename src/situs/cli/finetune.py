@@ -12,7 +12,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from situs.api import train_finetuning
+from situs.api import NAMED, train_finetuning
 from situs.backbones.config import PositionKind
 from situs.cli.parser.arguments import configured
 from situs.cli.pretrain import EVERYDAY, Training, tell
@@ -33,7 +33,9 @@ class Args(Training):
     validate_every: Annotated[int | None, Parameter(metavar="N")] = None
     """Epochs between two looks at the validation split, by default 5; 0: none, for data without one."""
 
-    config: FinetuneConfig = configured(FinetuneConfig, images_of, EVERYDAY, without=("probe_every",))
+    config: FinetuneConfig = configured(
+        FinetuneConfig, images_of, {**EVERYDAY, "train": (NAMED["train"],)}, without=("probe_every",)
+    )
 
 
 def run(args: Args) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from situs.backbones.base import Backbone
+from situs.backbones.lora import merged_state
 from situs.backbones.weights import load_into, load_weights, read_state_dict
 from situs.core.position import resample_table
 from situs.models.module import make_module, names_module
@@ -113,7 +114,8 @@ def _read(source: str, unlock: Unlock | None) -> tuple[dict[str, Tensor], dict[s
     if is_run(path):
         checkpoint = RunFolder.open(path, writer=False).newest()
         tensors = {**checkpoint.tensors("model"), **checkpoint.tensors("ema")}
-        return _apart({n.removeprefix(BACKBONE): v for n, v in tensors.items() if n.startswith(BACKBONE)})
+        own = {n.removeprefix(BACKBONE): v for n, v in tensors.items() if n.startswith(BACKBONE)}
+        return _apart(merged_state(own))
     if is_locked(path):
         return _apart(open_whole(path, unlock).backbone.state_dict())
     if path.exists():

@@ -15,6 +15,7 @@ from situs.data.loader import DataConfig
 from situs.errors import SitusError
 from situs.methods.base import Method
 from situs.results import Origin, percent
+from situs.train.tuning import TuningConfig
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class Model:
     positions: whether its positions took part in training. locked: whether it is a locked folder opened without its
     key. identity: a hash of where it was opened from, by which one model's results are told from another's. home: the
     folder it lies in, or its weights, which tells it from another of its name. notes: what a reader of its results must
-    know, by name. epoch: a run's last, where its method's schedules stand.
+    know, by name. epoch: a run's last, where its method's schedules stand. tuning: which of its weights a run trained.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Model:
     home: str = ""
     notes: dict[str, str] = field(default_factory=dict)
     epoch: int = 0
+    tuning: TuningConfig = field(default_factory=TuningConfig)
 
     @property
     def data(self) -> DataConfig:

@@ -50,6 +50,7 @@ def open_model(
     ema: bool | None = None,
     unlock: Unlock | None = None,
     any_weights: bool = False,
+    as_trained: bool = False,
     seed: int = 0,
     device: torch.device | str = "cpu",
     **fields: Any,
@@ -57,19 +58,21 @@ def open_model(
     """The model that `source` names, on its device and in eval mode.
 
     weights: for a name, a file, "pretrained" or "random"; any_weights: a name without them gets random ones. seed: of
-    random weights. ema: for a run, the mean of its weights; None takes it where there is one. img_size and `fields`
+    random weights. ema: for a run, the mean of its weights; None takes it where there is one. as_trained: a run as its
+    own steps see it, LoRA's products apart and frozen what was frozen; else an ordinary model. img_size and `fields`
     (patch_size, in_chans, num_classes, model_args) shape a new model; of an own module, example [B, C, H, W] says the
     size and the channels as well. device: "meta" makes a name or a folder without its values.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return _open(source, weights, ema, unlock, any_weights, device, {"img_size": img_size, **fields})
+        of_run = {"ema": ema, "as_trained": as_trained}
+        return _open(source, weights, of_run, unlock, any_weights, device, {"img_size": img_size, **fields})
 
 
 def _open(
     source: str | Path | nn.Module | Model,
     weights: str | Path | None,
-    ema: bool | None,
+    of_run: dict[str, Any],
     unlock: Unlock | None,
     any_weights: bool,
     device: torch.device | str,
@@ -96,7 +99,7 @@ def _open(
         model = _open_locked(Path(source), unlock, fields, device)
     elif is_run(source):
         _refuse("a run", weights=weights, **fields)
-        model = _open_run(source, ema, device)
+        model = _open_run(source, device, **of_run)
     elif (folder := model_folder(source)) is not None:
         _refuse("a model's folder", weights=weights)
         model = _open_folder(folder, fields, device)
@@ -137,8 +140,8 @@ def _refuse(what: str, **given: Any) -> None:
             raise SitusError(f"{name}={value}: {what} brings its own", field=name)
 
 
-def _open_run(source: str, ema: bool | None, device: torch.device | str) -> Model:
-    loaded = load_run(source, "cpu" if str(device) == "meta" else device, ema=ema)
+def _open_run(source: str, device: torch.device | str, **asked: Any) -> Model:
+    loaded = load_run(source, "cpu" if str(device) == "meta" else device, **asked)
     facts = {
         "kind": "run",
         "model": loaded.config.backbone.name,
@@ -157,6 +160,7 @@ def _open_run(source: str, ema: bool | None, device: torch.device | str) -> Mode
         classifier="label" in method.needs_targets,
         positions=method.sees_positions,
         epoch=max(0, state["step"] - 1) // state["steps_per_epoch"] if state else 0,
+        tuning=loaded.config.tuning,
     )
 
 

@@ -18,6 +18,7 @@ import torch
 
 from situs.backbones import BackboneConfig, create_backbone
 from situs.backbones.base import Backbone
+from situs.backbones.lora import merge_lora
 from situs.backbones.shapes import shapes_alone
 from situs.config import Checked, choice, choices_of, from_dict
 from situs.data.augment.recipes import AugmentConfig
@@ -34,6 +35,8 @@ from situs.train.contract import Hook, TrainResult
 from situs.train.export.write import load_checkpoint
 from situs.train.loop import TrainConfig, fit
 from situs.train.optim import OptimConfig
+from situs.train.tuning import TuningConfig, attach, freeze
+from situs.train.tuning import describe as described
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class RunConfig(Checked):
 
     train: TrainConfig = field(default_factory=TrainConfig)
     """How long, in which precision, how often it speaks."""
+
+    tuning: TuningConfig = field(default_factory=TuningConfig)
+    """Which weights are trained, where it starts from others."""
 
     init: str | None = None
     """Weights to start from: a run, an export, a weight file (timm, DINOv2, MAE, DropPos), a timm name, or any other
@@ -202,6 +208,9 @@ def train_run(
     with the same tensors. say: receives a few lines. quiet: the loop says nothing.
     """
     _check_place(out, resume, start_over)
+    if config.tuning.parts != "all" and config.init is None:
+        said = f"tuning.parts={config.tuning.parts}: leaves the other weights as they are, and none were trained before"
+        raise SitusError(said, field=("tuning.parts", "init"))
     config = settled(config)
     ranks = distributed.start(device)
     if ranks.device.type == "cuda":
@@ -225,6 +234,8 @@ def train_run(
         if config.init is not None and fresh:
             for line in start(config, method.backbone):
                 speak(line)
+        attach(method, config.tuning)
+        freeze(method, config.tuning, new_positions=not config.init_positions)
         method = adapt(method.to(ranks.device), loader)
         watching = () if hooks is None else hooks(config, loader, ranks.device)
         speak(describe(config, method, ranks))
@@ -301,13 +312,20 @@ def describe(config: RunConfig, method: Method, ranks: distributed.Ranks) -> str
     where = f"{ranks.world} x {ranks.device.type}" if ranks.world > 1 else str(ranks.device)
     name = config.backbone.name
     precision = config.train.precision_on(ranks.device)
-    return f"{config.method_name} on {name}: {tokens}{million:.1f} M trained parameters, {precision}, {where}"
+    trained = f"{million:.1f} M trained parameters"
+    if config.tuning.parts != "all":
+        trained = f"{million:.3g} M of {sum(p.numel() for p in method.parameters()) / 1e6:.3g} M parameters trained"
+        trained += f" ({described(config.tuning)})"
+    return f"{config.method_name} on {name}: {tokens}{trained}, {precision}, {where}"
 
 
-def load_run(path: str | Path, device: torch.device | str = "cpu", *, ema: bool | None = None) -> Loaded:
+def load_run(
+    path: str | Path, device: torch.device | str = "cpu", *, ema: bool | None = None, as_trained: bool = False
+) -> Loaded:
     """A trained run: its method with the newest valid checkpoint's weights, in eval mode.
 
-    ema: the mean of the weights; None takes it where there is one.
+    ema: the mean of the weights; None takes it where there is one. as_trained: LoRA's products stay apart and what was
+    frozen is frozen, as in the run's own steps; else it is an ordinary model.
     """
     path = Path(path)
     if not is_run(path):
@@ -317,9 +335,19 @@ def load_run(path: str | Path, device: torch.device | str = "cpu", *, ema: bool 
     checkpoint = run.newest()
     classes = run.classes()
     # The weights are the checkpoint's: the files that the run once started from may be gone.
-    bare = replace(config, init=None, backbone=replace(config.backbone, name=_bare_name(config), weights=None))
+    bare = replace(
+        config,
+        init=None,
+        tuning=TuningConfig(),
+        backbone=replace(config.backbone, name=_bare_name(config), weights=None),
+    )
     method = make_method(bare, classes)
+    attach(method, config.tuning)
     mean = load_checkpoint(method, checkpoint, ema=ema)
+    if as_trained:
+        freeze(method, config.tuning, new_positions=not config.init_positions)
+    else:
+        merge_lora(method.backbone)
     return Loaded(config, method.to(device).eval(), run, classes, checkpoint, mean)
 
 

@@ -1,0 +1,99 @@
+"""LoRA (Hu et al., 2021): matrices that stay as they are, each with a trained product of low rank beside it.
+
+W + (alpha / rank) · up @ down takes the place of W wherever the model reads it, by torch's own parametrizations: the
+backbones read `weight` itself, so that a wrapped layer with another forward would be passed by. `up` is zero at first.
+peft was weighed: it renames a model's layers, and runs their forward.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from situs.backbones.base import Backbone
+from situs.errors import SitusError
+
+BLOCKS = "blocks"
+"""As a target: every matrix of the blocks."""
+
+_HELD, _ORIGINAL, _UP, _DOWN, _SCALE = ".parametrizations.weight.", "original", "0.up", "0.down", "0.scale"
+
+
+class LowRank(nn.Module):
+    """What a weight [out, in] is read through: up [out, rank] starts at zero, down [rank, in] like a linear layer."""
+
+    scale: Tensor
+
+    def __init__(self, weight: Tensor, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.up = nn.Parameter(weight.new_zeros(weight.shape[0], rank))
+        self.down = nn.Parameter(nn.init.kaiming_uniform_(weight.new_empty(rank, weight.shape[1]), a=math.sqrt(5)))
+        # In the state dict, so that the weights of a run can be put together without its config.
+        self.register_buffer("scale", weight.new_tensor(alpha / rank))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return sum_of(weight, self.up, self.down, self.scale)
+
+
+def sum_of(weight: Tensor, up: Tensor, down: Tensor, scale: Tensor) -> Tensor:
+    """The matrix that the model sees."""
+    return torch.addmm(weight, up * scale, down)
+
+
+def add_lora(backbone: Backbone, rank: int, alpha: float, targets: Sequence[str]) -> list[str]:
+    """Puts a product of low rank beside each matrix that `targets` names; gives the layers' names.
+
+    targets: "qkv" (queries, keys, values), "blocks" (every matrix of them), or a layer's own name, as fc1.
+    """
+    roles, layers = backbone.roles(), dict(backbone.named_modules())
+    able = {
+        name.removesuffix(".weight"): role
+        for name, role in roles.items()
+        if role.part in ("qkv", "block") and name.endswith(".weight")
+        and isinstance(layers[name.removesuffix(".weight")], nn.Linear)
+    }  # fmt: skip
+    own = sorted({name.rsplit(".", 1)[-1] for name in able})
+    for target in targets:
+        if not any(_named(target, name, role.part) for name, role in able.items()):
+            known = ", ".join(dict.fromkeys(["qkv", BLOCKS, *own])) if able else "nothing, it has no matrices in blocks"
+            raise SitusError(field="tuning.targets", value=target, allowed=f"of {backbone.name} one of: {known}")
+    found = [name for name, role in able.items() if any(_named(target, name, role.part) for target in targets)]
+    for name in found:
+        layer = layers[name]
+        assert isinstance(layer, nn.Linear)
+        # Compiled and recorded steps need no check of what a registration would try once more.
+        parametrize.register_parametrization(layer, "weight", LowRank(layer.weight.detach(), rank, alpha), unsafe=True)
+    return found
+
+
+def _named(target: str, name: str, part: str) -> bool:
+    return target in (BLOCKS, part) or name.rsplit(".", 1)[-1] == target
+
+
+def merge_lora(backbone: nn.Module) -> None:
+    """Makes each matrix and its product one ordinary weight under its own name, in place."""
+    for layer in list(backbone.modules()):
+        if parametrize.is_parametrized(layer, "weight"):
+            parametrize.remove_parametrizations(layer, "weight", leave_parametrized=True)
+
+
+def merged_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict as it would be after `merge_lora`; one without such products as it is."""
+    found = {}
+    for name, value in state.items():
+        owner, held, part = name.partition(_HELD)
+        if not held:
+            found[name] = value
+        elif part == _ORIGINAL:
+            parts = (state[f"{owner}{_HELD}{each}"] for each in (_UP, _DOWN, _SCALE))
+            found[f"{owner}.weight"] = sum_of(value, *parts)
+    return found
+
+
+def low_rank_names(backbone: nn.Module) -> list[str]:
+    """The names of the trained factors."""
+    return [name for name, _ in backbone.named_parameters() if name.endswith((f"{_HELD}{_UP}", f"{_HELD}{_DOWN}"))]

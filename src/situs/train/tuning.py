@@ -1,0 +1,69 @@
+"""Which weights of a pretrained model are trained: all, the classifier alone, or LoRA's products of low rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from situs.backbones.lora import add_lora, low_rank_names
+from situs.backbones.weights import HEADS
+from situs.config import Checked
+from situs.errors import SitusError
+from situs.limits import Count, Positive
+from situs.methods.base import Method
+
+_MODEL = "backbone.model."
+
+
+@dataclass(frozen=True)
+class TuningConfig(Checked):
+    """What of a model is trained, and how large LoRA's products are."""
+
+    parts: Literal["all", "head", "lora"] = "all"
+    """all: every weight. head: the classifier alone. lora: the classifier, and a product of low rank beside the
+    matrices of `targets`. Positions that are new are trained in any case."""
+
+    rank: Count = 8
+    """lora: inner width of each product."""
+
+    alpha: Positive = 16.0
+    """lora: each product is scaled by alpha / rank."""
+
+    targets: tuple[str, ...] = ("qkv",)
+    """lora: qkv (queries, keys, values of every block), blocks (every matrix of theirs), or layers by their own name,
+    as proj, fc1."""
+
+    def check(self) -> None:
+        if not self.targets:
+            raise SitusError(field="targets", value="", allowed="one or more of them")
+
+
+def attach(method: Method, config: TuningConfig) -> None:
+    """Puts the products where the config asks for them: after the pretrained weights are in, before a checkpoint's."""
+    if config.parts == "lora":
+        add_lora(method.backbone, config.rank, config.alpha, config.targets)
+
+
+def freeze(method: Method, config: TuningConfig, *, new_positions: bool) -> None:
+    """Leaves training to what the config names, to new positions, and to what the method itself adds."""
+    if config.parts == "all":
+        return
+    kept = {f"backbone.{name}" for name in low_rank_names(method.backbone)}
+    heads = {name for name, _ in method.named_parameters() if name.removeprefix(_MODEL).startswith(HEADS)}
+    if not heads:
+        raise SitusError(
+            field="tuning.parts", value=config.parts, allowed=f"all: {method.backbone.name} has no head that is known"
+        )
+    if new_positions:
+        roles = method.backbone.roles()
+        kept |= {f"backbone.{name}" for name, role in roles.items() if role.part in ("table", "position")}
+    for name, parameter in method.named_parameters():
+        if name.startswith("backbone.") and name not in kept | heads:
+            parameter.requires_grad_(False)
+
+
+def describe(config: TuningConfig) -> str:
+    """For a reader: what is trained."""
+    if config.parts == "lora":
+        return f"LoRA of rank {config.rank} beside {', '.join(config.targets)}, and the classifier"
+    return {"all": "every weight", "head": "the classifier"}[config.parts]
