@@ -29,9 +29,14 @@ def test_they_are_in_the_papers_order() -> None:
     assert names.index("mjp-table4") < names.index("mp3-table3")
 
 
-def test_a_name_that_is_none_lists_those_there_are() -> None:
-    with pytest.raises(SitusError, match=r"unknown study 'mp3-table33'; choose one of: .*mp3-table3"):
-        load_study("mp3-table33")
+def test_a_name_that_is_none_gives_the_nearest_and_how_to_list_all() -> None:
+    with pytest.raises(
+        SitusError, match=r"unknown study 'mp3-tabel3'; of .*`situs study list`.* nearest: mp3-table3, "
+    ) as told:
+        load_study("mp3-tabel3")
+    assert str(told.value).count("-table") <= 3
+    with pytest.raises(SitusError, match=r"unknown study 'zzz'; .* nearest: none$"):
+        load_study("zzz")
     with pytest.raises(SitusError, match=r"nosuch\.toml: cannot be read"):
         load_study("nosuch.toml")
 

@@ -168,6 +168,42 @@ running.run_study({str(study)!r}, "samples", out={str(tmp_path / "out")!r}, how=
     assert same(run(study, tmp_path / "out")) == same(peace)
 
 
+def test_other_data_at_the_same_path_is_noticed(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, out, said = tmp_path / "images", tmp_path / "out", []
+    images.mkdir()
+    (images / "a.png").write_bytes(b"one")
+    run_study(study, str(images), out=out, seeds=1)
+    (images / "a.png").write_bytes(b"two")
+    monkeypatch.setenv("FAKE_STEP", "0.15")
+    found = run_study(study, str(images), out=out, seeds=2, say=said.append, how=How(minutes=0.6 / 60))
+    assert f"images: pre-0 was done on other data than lies at {images} now" in said
+    assert found.tasks[1].state == "begun"
+    (images / "a.png").write_bytes(b"six")
+    with pytest.raises(SitusError, match=r"is not the images that job pre-1 began with; .* delete jobs/pre-1 ") as told:
+        run_study(study, str(images), out=out)
+    assert told.value.fields == ("data",)
+    (images / "a.png").write_bytes(b"two")
+    monkeypatch.setenv("FAKE_STEP", "0.0")
+    found = run_study(study, str(images), out=out)
+    notes = [note for note in found.summary().notes if "Not all jobs had the same images" in note]
+    assert len(notes) == 1 and "pre-0, pre-1" in notes[0]
+    assert str(tmp_path) not in json.dumps(found.to_json())
+
+
+def test_a_line_has_the_points_of_every_seed(study: Path, tmp_path: Path) -> None:
+    run(study, tmp_path / "out")
+    log = tmp_path / "out" / "jobs" / "tuned-0" / "metrics.jsonl"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:3]))
+    points = read_study(tmp_path / "out").lines[0][0].points
+    assert [(x, sorted(cell.values)) for x, cell in points] == [
+        (1, [0, 1]),
+        (2, [0, 1]),
+        (3, [0, 1]),
+        (4, [1]),
+        (5, [1]),
+    ]
+
+
 def test_ctrl_c_leaves_all_resumable(
     study: Path, peace: StudyResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from situs.config import from_dict
-from situs.errors import SitusError, unknown_name
+from situs.errors import SitusError
 from situs.files import read_toml
 from situs.studies.form import Study
 from situs.studies.plan import check_configs, planned
+
+LIST = "`situs study list`"
 
 
 def study_names() -> list[str]:
@@ -30,7 +33,9 @@ def study_file(name: str | Path) -> Path:
         return Path(name)
     found = _files()
     if str(name) not in found:
-        raise unknown_name("study", str(name), study_names(), field="study")
+        near = ", ".join(get_close_matches(str(name), found, n=3, cutoff=0.4)) or "none"
+        said = f"unknown study {str(name)!r}; of the {len(found)} there are ({LIST}) the nearest: {near}"
+        raise SitusError(said, field="study", value=str(name), allowed="a study's name or its file")
     return found[str(name)]
 
 

@@ -86,9 +86,11 @@ def _drawn(curves: Curves, line: Line, lookup: Lookup) -> Drawn:
     if line.over:
         job, figure = point_of(line, 0)
         (xs, _), (ys, why) = lookup(job, line.over, True), lookup(job, figure, True)
-        axis = next(iter(xs.values()), [])
-        for index, x in enumerate(axis):
-            values = {seed: times * y[index] for seed, y in ys.items() if len(y) == len(axis)}
+        by_seed = {
+            seed: dict(zip(xs[seed], y, strict=True)) for seed, y in ys.items() if len(xs.get(seed, ())) == len(y)
+        }
+        for x in sorted({x for held in by_seed.values() for x in held}):  # a seed may have fewer of them
+            values = {seed: times * held[x] for seed, held in by_seed.items() if x in held}
             points.append((x, Cell(job, "", values, curves.digits, 0.0, why)))
         return Drawn(line.name, tuple(points))
     for index, x in enumerate(line.at):
@@ -146,7 +148,7 @@ class _Reader:
         state = self.folder.state(task)
         if state and state["state"] != BEGUN:
             why = str(state.get("message", "")) or (f"from {state['source']}" if state["state"] == TAKEN else "")
-            return Ended(task.name, task.of, str(state["state"]), state.get("seconds"), why)
+            return Ended(task.name, task.of, str(state["state"]), state.get("seconds"), why, state.get("data") or {})
         for needed in task.needs.values():
             above = self.ended(self.folder.tasks[needed])
             if above.state in (NOT_FINITE, FAILED):

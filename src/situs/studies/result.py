@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 from situs.results import Result, Summary
@@ -24,13 +25,17 @@ LISTED = 4
 
 
 class Ended(NamedTuple):
-    """How a task stands. state: done, taken, not finite, failed, begun, waits, open. why: where it is not done."""
+    """How a task stands. state: done, taken, not finite, failed, begun, waits, open. why: where it is not done.
+
+    data: what its data sets were known by when it ran.
+    """
 
     name: str
     job: str
     state: str
     seconds: float | None = None
     why: str = ""
+    data: Mapping[str, str] = MappingProxyType({})
 
 
 class Cell(NamedTuple):
@@ -166,6 +171,12 @@ class StudyResult(Result):
         for task in self.tasks:
             if task.state in (NOT_FINITE, FAILED):
                 yield f"{task.name} {'was not finite' if task.state == NOT_FINITE else 'failed'}: {task.why}."
+        for name in self.study.data:
+            of = {
+                task.data[name]: task.name for task in reversed(self.tasks) if task.state == DONE and name in task.data
+            }
+            if len(of) > 1:
+                yield f"Not all jobs had the same {name}: those of {', '.join(reversed(of.values()))} were different."
         if unread := self.unread:
             yield f"{len(unread)} numbers of jobs that are done were not found: {'; '.join(unread[:LISTED])}."
         for each in self.study.missing:
@@ -207,7 +218,10 @@ class StudyResult(Result):
                 {line.name: [{"x": x, **cell.to_json()} for x, cell in line.points] for line in lines}
                 for lines in self.lines
             ],
-            "jobs": {task.name: {k: v for k, v in task._asdict().items() if k != "name"} for task in self.tasks},
+            "jobs": {
+                task.name: {**{k: v for k, v in task._asdict().items() if k != "name"}, "data": dict(task.data)}
+                for task in self.tasks
+            },
         }
 
 

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from situs.config import Checked
+from situs.data.sources import SAMPLES
 from situs.errors import SitusError
 from situs.files import read_json, write_text
 from situs.hold import only_one
 from situs.limits import Count, Positive, check_value
+from situs.studies.datasets import fingerprint
 from situs.studies.find import figure_files
 from situs.studies.folder import BEGUN, DONE, FAILED, NOT_FINITE, StudyFolder, Task, toml_of
 from situs.studies.form import PAPER, VERBS
@@ -94,7 +96,8 @@ def run_study(
             folder = StudyFolder.create(path, loaded, study_file(study), scale, seeds)
             for name, source in (take or {}).items():
                 folder.take(name, Path(source))
-            _Runner(folder, given, say, keep, _slots(how)).run(folder.chosen(how.only), how.minutes)
+            marks = {name: path if path == SAMPLES else fingerprint(path) for name, path in given.items()}
+            _Runner(folder, given, marks, say, keep, _slots(how)).run(folder.chosen(how.only), how.minutes)
             return read_folder(folder)
     except OSError as error:
         told = (error.strerror or str(error)).lower()
@@ -134,8 +137,11 @@ class _Running:
 
 @dataclass
 class _Runner:
+    """data: paths by name. marks: what tells each data set from another at its path."""
+
     folder: StudyFolder
     data: Mapping[str, str]
+    marks: Mapping[str, str]
     say: Say
     keep: Callable[[StudyResult], None]
     slots: Sequence[str | None]
@@ -145,6 +151,7 @@ class _Runner:
     def run(self, tasks: Mapping[str, Task], minutes: float | None) -> None:
         """Until nothing is left that can be run, the time is over, or it is interrupted."""
         began = time.monotonic()
+        self._check_data(tasks)
         with Interrupt() as interrupt:
             try:
                 while True:
@@ -163,6 +170,26 @@ class _Runner:
         if interrupt.asked:
             self.keep(read_folder(self.folder))
             raise KeyboardInterrupt
+
+    def _check_data(self, tasks: Mapping[str, Task]) -> None:
+        """Refuses to go on with a job that was cut on other data; says where others were done on other data."""
+        told: set[str] = set()
+        for task in self.folder.tasks.values():
+            for name, was in self.folder.state(task).get("data", {}).items():
+                if self.marks.get(name, was) == was:
+                    continue
+                if self.folder.ended(task) == BEGUN and task.begun and task.name in tasks:
+                    raise SitusError(
+                        f"{self.data[name]}: is not the {name} that job {task.name} began with; give that, or delete "
+                        f"jobs/{task.name} to begin it again",
+                        field="data",
+                    )
+                if self.folder.ended(task) == DONE and name not in told:
+                    told.add(name)
+                    self.say(f"{name}: {task.name} was done on other data than lies at {self.data[name]} now")
+
+    def _marks(self, task: Task) -> dict[str, str]:
+        return {name: self.marks[name] for name in data_of(self.folder.study, task.job)}
 
     def _ready(self, tasks: Mapping[str, Task]) -> list[Task]:
         """What may begin now: not ended, not at work, its data given, and all that it needs done."""
@@ -192,7 +219,7 @@ class _Runner:
         command = " ".join(["situs", *words])
         self.say(f"{task.name}: {command}")
         command = self._nameless(command)
-        self.folder.write_state(task, BEGUN, seconds=before)  # a kill finds it so
+        self.folder.write_state(task, BEGUN, seconds=before, data=self._marks(task))  # a kill finds it so
         with task.file("log").open("ab") as log:
             process = subprocess.Popen(
                 [*COMMAND, str(os.getpid()), *words],
@@ -221,6 +248,7 @@ class _Runner:
                 told = "ended by force before it had saved itself"
             self.say(f"{name}: {told} after {clock(seconds)}{message and ': '}{message}")
             facts: dict[str, Any] = {"seconds": round(each.before + seconds, 1), "command": each.command}
+            facts["data"] = self._marks(each.task)
             facts |= {"date": datetime.now(UTC).date().isoformat(), **({"message": message} if message else {})}
             self.folder.write_state(each.task, state, **facts, **_machine(each.task))
             if state != BEGUN:
