@@ -153,3 +153,19 @@ def test_the_first_equal_is_what_a_slow_search_finds():
             for i in range(count)
         ]
         assert _first_equal(digests, usable).tolist() == wanted
+
+
+def test_several_classes_an_image_are_counted_and_held_to_each_other(tmp_path):
+    for name, seed in (("a.png", 1), ("b.png", 1), ("c.png", 2), ("d.png", 2), ("e.png", 3)):
+        write(tmp_path / name, encoded(noise(seed)))
+    labels = {"a": "1,0", "b": "0,0", "c": "1,1", "d": ",1", "e": "0,1"}
+    write(tmp_path / "labels.csv", b"file,x,y\n" + "".join(f"{n}.png,{v}\n" for n, v in labels.items()).encode())
+    found = check(tmp_path, multi_label=True, workers=0)
+    assert found.classes == {"x": 2, "y": 3}
+    assert [(each.name, each.what) for each in found.found["contradiction"]] == [
+        ("b.png", "not x; as a.png is the contrary")
+    ]
+    assert found.counts["duplicate"] == 2  # of c and d one label is unknown, which is no contradiction
+    without = check(tmp_path, workers=0)
+    assert not without.classes
+    assert any("its table of labels was not read" in each for each in without.provenance.left_out)

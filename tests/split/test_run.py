@@ -274,6 +274,19 @@ def test_any_number_of_classes_stays_with_the_client_and_equals_local_training(t
     assert looks[0] == looks[1] and looks[0]
     assert seen.scores == evaluate_accuracy(tmp_path / "local").scores
     assert open_model(tmp_path / "whole").multi_label
+    unknown = "\n".join(f"{row.partition(',')[0]},nan" if at and row.startswith("train") else row
+                        for at, row in enumerate(rows))  # fmt: skip
+    (tmp_path / "set" / "labels.csv").write_text(unknown)
+    for train in (
+        lambda: train_run(config, out=tmp_path / "no"),
+        lambda: train_split(config, call, out=tmp_path / "no"),
+    ):
+        with pytest.raises(
+            SitusError, match=r"none of the 8 images of set \(train\) has a label that is known"
+        ) as caught:
+            train()
+        assert caught.value.field == "data"
+    assert not (tmp_path / "no").exists()
 
 
 def test_a_disk_that_is_full_at_either_side_loses_nothing(tmp_path, local, monkeypatch) -> None:

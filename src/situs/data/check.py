@@ -16,10 +16,10 @@ import numpy as np
 
 from situs.data.sources.base import SPLIT_WORDS, Source
 from situs.data.sources.manifest import MANIFEST, check_shard, read_manifest
-from situs.data.sources.open import open_source, splits_at
+from situs.data.sources.open import open_source, splits_at, unread_labels
 from situs.data.sources.remote.names import is_remote
 from situs.data.sources.walk import plain
-from situs.data.survey import BROKEN, CMYK, DEEP, GREY, ROW, TURNED, survey
+from situs.data.survey import BROKEN, CMYK, DEEP, GREY, TURNED, row_of, survey
 from situs.data.work import in_order
 from situs.errors import unknown_name
 from situs.results import Provenance, Result, Summary, Table
@@ -119,6 +119,7 @@ def check(
     path: str | Path,
     *,
     splits: Sequence[str] | None = None,
+    multi_label: bool = False,
     decode_pixels: bool = True,
     huge_mpx: float = 25.0,
     workers: int | None = None,
@@ -127,6 +128,7 @@ def check(
     """Looks at every image at `path`, and at the checksums where `situs data pack` made it.
 
     splits:        those to look at; by default all that the set has.
+    multi_label:   read the labels as any number of classes an image.
     decode_pixels: whether every image is decoded; without it headers and bytes alone are looked at.
     huge_mpx:      millions of pixels above which an image counts as huge.
     """
@@ -136,15 +138,17 @@ def check(
     manifest = read_manifest(folder) if not is_remote(path) and folder.is_dir() else None
     if manifest is not None:
         _check_files(folder, manifest, gather, workers, tell)
-    names = list(splits if splits is not None else sorted(splits_at(path), key=SPLIT_WORDS.index)) or [""]
-    name, notes = "", []
+    names = list(
+        splits if splits is not None else sorted(splits_at(path, multi_label=multi_label), key=SPLIT_WORDS.index)
+    )
+    names, name, notes = names or [""], "", unread_labels(path, multi_label=multi_label)
     for split in names:
         if any(each.split == split for each in gather.found["checksum"]):
             notes.append(f"{split or 'the set'}: its images were not looked at, because its shards are damaged")
             continue
-        source = open_source(path, split or None)
+        source = open_source(path, split or None, multi_label=multi_label)
         name, notes = name or source.name.removesuffix(f" ({split})"), notes + source.notes
-        rows, start = np.zeros(len(source), ROW), 0
+        rows, start = np.zeros(len(source), row_of(source)), 0
         for made, reasons in in_order(partial(survey, source, decode_pixels), range(len(source)), workers):
             rows[start : start + len(made)] = made
             for number, reason in reasons:
@@ -217,7 +221,10 @@ class _Gathering:
         self.sides.append(np.stack([height[good], width[good]]))
         self._repeated(split, source, rows, good)
         if source.classes is not None:
-            counts = np.bincount(rows["label"][good & (rows["label"] >= 0)], minlength=len(source.classes))
+            if source.multi_label:
+                counts = (rows["labels"][good] > 0).sum(axis=0)
+            else:
+                counts = np.bincount(rows["label"][good & (rows["label"] >= 0)], minlength=len(source.classes))
             for name, count in zip(source.classes, counts.tolist(), strict=False):
                 self.classes[plain(name)] = self.classes.get(plain(name), 0) + count
         if split in _TRAIN:
@@ -233,10 +240,8 @@ class _Gathering:
             equal = exact[number] >= 0
             same = f"as {plain(source.key(int(exact[number] if equal else first[number])))}"
             self.add("duplicate" if equal else "same pixels", split, source, number, same)
-            one, other = int(rows["label"][number]), int(rows["label"][first[number]])
-            if one != other:
-                labels = source.classes or ()
-                self.add("contradiction", split, source, number, f"{labels[one]}; {same} is {labels[other]}")
+            if told := _contradiction(source, rows, number, int(first[number]), same):
+                self.add("contradiction", split, source, number, told)
 
     def _leaks(self, split: str, source: Source, rows: np.ndarray, good: np.ndarray) -> None:
         assert self.train is not None
@@ -277,3 +282,15 @@ def _first_equal(digests: np.ndarray, usable: np.ndarray) -> np.ndarray:
         run = np.cumsum(np.concatenate([[0], ~same]))
         first[order[1:][same]] = order[begins[run[1:][same]]]
     return first
+
+
+def _contradiction(source: Source, rows: np.ndarray, one: int, other: int, same: str) -> str:
+    """What labels say of two images with the same pixels; empty where they agree, or where one is unknown."""
+    classes = source.classes or ()
+    if not source.multi_label:
+        mine, theirs = (int(rows["label"][each]) for each in (one, other))
+        return "" if mine == theirs else f"{classes[mine]}; {same} is {classes[theirs]}"
+    mine, theirs = (rows["labels"][each] for each in (one, other))
+    differ = np.flatnonzero((mine != theirs) & (mine >= 0) & (theirs >= 0)).tolist()
+    said = [f"{'' if mine[each] else 'not '}{classes[each]}" for each in differ[:_SHOWN]]
+    return f"{', '.join(said)}; {same} is the contrary" if said else ""

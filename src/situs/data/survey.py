@@ -21,9 +21,16 @@ ROW = np.dtype(
 """45 bytes an image. label: −1 without one. pixels: zeros where the image was not decoded."""
 
 
+def row_of(source: Source) -> np.dtype:
+    """The type of a set's rows: one that has several classes an image has all their labels too, a byte each."""
+    if not source.multi_label:
+        return ROW
+    return np.dtype([*((name, ROW[name]) for name in ROW.names or ()), ("labels", "i1", (len(source.classes or ()),))])
+
+
 def survey(source: Source, decoding: bool, numbers: list[int]) -> tuple[np.ndarray, list[tuple[int, str]]]:
     """A row for each image, and (number, reason) of the broken ones."""
-    rows, broken = np.zeros(len(numbers), ROW), []
+    rows, broken = np.zeros(len(numbers), row_of(source)), []
     for row, number in zip(rows, numbers, strict=True):
         try:
             _survey_one(source, decoding, number, row)
@@ -56,7 +63,7 @@ def _survey_one(source: Source, decoding: bool, number: int, row: Any) -> None:
         row["flags"] = (GREY if image.shape[0] == 1 else 0) | (DEEP if image.is_floating_point() else 0)
         row["data"] = _digest(image.contiguous().numpy().tobytes())
     if label is not None:
-        row["label"] = label
+        row["labels" if source.multi_label else "label"] = label
     if image is not None:
         if image.shape[0] == 1:
             row["flags"] |= GREY

@@ -162,6 +162,10 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
 def make_training_loader(config: RunConfig, ranks: distributed.Ranks) -> Loader:
     """This rank's part of the augmented training set; its augmentation is compiled where the method is."""
     loader = make_loader(config.data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world)
+    wanted = "label" in METHODS[config.method_name].needs_targets
+    if wanted and loader.source.multi_label and not loader.source.label_known():
+        said = f"none of the {len(loader.source):,} images of {loader.source.name} has a label that is known"
+        raise SitusError(f"{said}, so there is nothing to learn", field="data")
     return loader.compile() if config.train.compile and ranks.device.type == "cuda" else loader
 
 

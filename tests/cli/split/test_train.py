@@ -12,9 +12,7 @@ from situs.cli.main import main
 sys.path.insert(0, str(Path(__file__).parents[2] / "split"))
 from served import serving
 
-FLAGS = [
-    "--method",
-    "supervised",
+FLAGS = [  # no method: labels stay with the client, so that it is supervised
     "--backbone.name",
     "vit_tiny_patch16_224",
     "--backbone.patch-size",

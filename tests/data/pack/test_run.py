@@ -297,3 +297,43 @@ def test_nothing_readable_is_one_sentence_and_leaves_nothing(tmp_path):
     with pytest.raises(SitusError, match=r"bad: none of its images can be read; .*a.png: cannot be decoded"):
         pack(tmp_path / "bad", tmp_path / "out", workers=0)
     assert [*(tmp_path / "out").iterdir()] == []
+
+
+@pytest.fixture
+def attributes(tmp_path: Path) -> Path:
+    """Five images in two splits with a table of three classes, some of it unknown."""
+    root = tmp_path / "attributes"
+    lines = ["file,a,bä,c"]
+    for number, labels in enumerate(("1,0,1", "0,,1", ",,", "0,0,0", "1,1,0")):
+        name = f"{'train' if number < 4 else 'val'}/{number}.png"
+        write(root / name, picture(number))
+        lines.append(f"{name},{labels}")
+    write(root / "labels.csv", "\n".join(lines).encode())
+    return root
+
+
+def test_several_classes_an_image_are_packed_and_read_as_they_were(attributes, tmp_path):
+    how, out = config("parquet", multi_label=True), tmp_path / "out"
+    packed = pack(attributes, out, how, workers=0)
+    assert packed.manifest["classes"] == ("a", "bä", "c")
+    assert not packed.manifest["left_out"]
+    for split in ("train", "val"):
+        before, after = (open_source(path, split, multi_label=True) for path in (attributes, out))
+        assert (after.classes, len(after)) == (before.classes, len(before))
+        assert all(torch.equal(after.read(n)["label"], before.read(n)["label"]) for n in range(len(before)))
+    assert open_source(out, "train", multi_label=True).read(1)["label"].tolist() == [0, -1, 1]
+    assert pack(attributes, out, how, workers=0).again
+    with pytest.raises(SitusError, match="packed with another config"):
+        pack(attributes, out, config("parquet"), workers=0)
+    assert "multi_label" not in config("parquet").told()  # as sets that were packed before it had a name have it
+
+
+def test_a_table_that_is_not_packed_is_said_and_what_cannot_hold_it_refused(attributes, tmp_path):
+    packed = pack(attributes, tmp_path / "out", config("parquet"), workers=0)
+    assert any("its table of labels was not read" in each for each in packed.manifest["left_out"])
+    with pytest.raises(SitusError, match="format=webdataset: holds one class an image"):
+        config("webdataset", multi_label=True)
+    table = attributes / "labels.csv"
+    table.write_text(table.read_text().replace("file,a", "file,image"))
+    with pytest.raises(SitusError, match="the class 'image' cannot be a column"):
+        pack(attributes, tmp_path / "other", config("parquet", multi_label=True), workers=0)

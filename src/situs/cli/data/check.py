@@ -34,6 +34,9 @@ class Args:
     split: tuple[str, ...] = ()
     """Only these splits, apart by commas; by default all that there are."""
 
+    multi_label: bool = False
+    """Any number of classes an image, from a table beside the images or from parquet."""
+
     fail_on: Annotated[tuple[str, ...], Parameter(metavar="KINDS")] = FAILING
     """Apart by commas: what makes the exit status 3. "none": nothing does."""
 
@@ -64,6 +67,7 @@ def run(args: Args) -> int:
         found = check(
             args.data,
             splits=args.split or None,
+            multi_label=args.multi_label,
             decode_pixels=args.decode,
             huge_mpx=args.huge_mpx,
             workers=args.workers,

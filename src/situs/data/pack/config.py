@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, Literal
 
 from situs.config import Checked
+from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
 
 
@@ -33,3 +34,18 @@ class PackConfig(Checked):
 
     row_group: Count = 100
     """Parquet: rows a group, which is what a reader takes at once."""
+
+    multi_label: bool = False
+    """Any number of classes an image, from a table beside the images or from parquet: a bool column a class, null where
+    nobody knows. In parquet alone."""
+
+    def check(self) -> None:
+        if self.multi_label and self.format != "parquet":
+            raise SitusError(
+                f"format={self.format}: holds one class an image, and several go into parquet",
+                field=("format", "multi_label"),
+            )
+
+    def told(self) -> dict[str, Any]:
+        """As the manifest and the journal hold it; what came later stands there only where it is asked for."""
+        return {name: value for name, value in asdict(self).items() if name != "multi_label" or value}

@@ -6,7 +6,6 @@ bytes whatever the number of workers and however often the packing was stopped o
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,11 @@ from typing import Any
 
 from situs.data.pack.config import PackConfig
 from situs.data.pack.journal import JOURNAL, BrokenImage, Entry, Journal, clear
-from situs.data.pack.shards import Item, Shard, ShardFile, new_shard
+from situs.data.pack.shards import IMAGE, Item, Shard, ShardFile, new_shard
 from situs.data.pack.store import store, store_pixels
 from situs.data.sources.base import SPLIT_WORDS, EncodedSource, Source
 from situs.data.sources.manifest import CLASSES, read_manifest
-from situs.data.sources.open import open_source, splits_at
+from situs.data.sources.open import open_source, splits_at, unread_labels
 from situs.data.sources.remote.names import is_remote, redacted
 from situs.data.sources.remote.transfer import RemoteError
 from situs.data.sources.walk import plain
@@ -132,14 +131,18 @@ class _Packing:
     ) -> None:
         self.path, self.out, self.how, self.workers = path, out, how, workers
         self.tell = progress or (lambda *_: None)
-        found = splits if splits is not None else sorted(splits_at(path), key=SPLIT_WORDS.index)
+        found = (
+            splits
+            if splits is not None
+            else sorted(splits_at(path, multi_label=how.multi_label), key=SPLIT_WORDS.index)
+        )
         self.splits = list(found) or [""]
         self.classes: tuple[str, ...] | None = None
-        self.left_out: list[str] = []
+        self.left_out = unread_labels(path, multi_label=how.multi_label)
         self.fingerprints: dict[str, str] = {}
 
     def run(self) -> Packed:
-        asked = {"config": dataclasses.asdict(self.how), "splits": self.splits}
+        asked = {"config": self.how.told(), "splits": self.splits}
         whole = read_manifest(self.out)
         if whole is not None:
             return self._again(whole, asked)
@@ -198,7 +201,7 @@ class _Packing:
                 )
 
     def _open(self, split: str) -> Source:
-        return open_source(self.path, split or None, channels=self.how.channels)
+        return open_source(self.path, split or None, channels=self.how.channels, multi_label=self.how.multi_label)
 
     def _pack_split(self, split: str, source: Source, journal: Journal) -> int:
         """Gives how many images of the split are packed."""
@@ -229,6 +232,9 @@ class _Packing:
             return None
         lines = (" ".join(plain(name).splitlines()) for name in source.classes)
         names = tuple(line or str(number) for number, line in enumerate(lines))
+        if self.how.multi_label and (len({*names}) < len(names) or IMAGE in names):
+            twice = next(name for name in names if names.count(name) > 1 or name == IMAGE)
+            raise SitusError(f"{source.name}: the class {twice!r} cannot be a column beside the others", field="data")
         known = self.classes or ()
         shorter = min(len(known), len(names))
         if known[:shorter] != names[:shorter]:

@@ -13,17 +13,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from situs.data.pack.config import PackConfig
 from situs.data.pack.store import Stored
 
+IMAGE = "image"
+"""The column of the images; no class of a multi-label set can have its name."""
+
 
 class Item(NamedTuple):
-    """An image on its way to a shard. number, name: in its set. source_bytes: of its file."""
+    """An image on its way to a shard. number, name: in its set. source_bytes: of its file.
+
+    label: the class's number, or [K] of 1, 0 and -1 (nobody knows) where it may have several.
+    """
 
     number: int
     name: str
     stored: Stored
-    label: int | None
+    label: int | Tensor | None
     source_bytes: int
 
 
@@ -123,19 +131,25 @@ class TarShard(Shard):
 
 
 class ParquetShard(Shard):
-    """Hugging Face's layout: image {bytes, path}, label, and the names of the classes beside the schema."""
+    """Hugging Face's layout: image {bytes, path}, label, and the names of the classes beside the schema.
+
+    several: a bool column a class instead.
+    """
 
     suffix = ".parquet"
 
-    def __init__(self, file: ShardFile, classes: Sequence[str] | None, row_group: int) -> None:
+    def __init__(self, file: ShardFile, classes: Sequence[str] | None, row_group: int, several: bool = False) -> None:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         super().__init__(file)
-        self._group, self._waiting = row_group, []
-        features: dict[str, Any] = {"image": {"_type": "Image"}}
-        columns: list[Any] = [("image", pa.struct([("bytes", pa.binary()), ("path", pa.string())]))]
-        if classes is not None:
+        self._group, self._waiting, self._flags = row_group, [], tuple(classes or ()) if several else ()
+        features: dict[str, Any] = {IMAGE: {"_type": "Image"}}
+        columns: list[Any] = [(IMAGE, pa.struct([("bytes", pa.binary()), ("path", pa.string())]))]
+        for name in self._flags:
+            features[name] = {"dtype": "bool", "_type": "Value"}
+            columns.append((name, pa.bool_()))
+        if classes is not None and not several:
             features["label"] = {"names": list(classes), "_type": "ClassLabel"}
             columns.append(("label", pa.int64()))
         metadata = {"huggingface": json.dumps({"info": {"features": features}})}
@@ -145,8 +159,13 @@ class ParquetShard(Shard):
         self._writer = pq.ParquetWriter(pa.PythonFile(file, mode="w"), self._schema, **options)
 
     def _write(self, item: Item) -> None:
-        row: dict[str, Any] = {"image": {"bytes": item.stored.data, "path": item.name}}
-        self._waiting.append(row | ({} if item.label is None else {"label": item.label}))
+        row: dict[str, Any] = {IMAGE: {"bytes": item.stored.data, "path": item.name}}
+        if isinstance(item.label, Tensor):
+            known = (None if each < 0 else bool(each) for each in item.label.tolist())
+            row |= dict(zip(self._flags, known, strict=True))
+        elif item.label is not None:
+            row["label"] = item.label
+        self._waiting.append(row)
         if len(self._waiting) == self._group:
             self._write_group()
 
@@ -165,7 +184,9 @@ class ParquetShard(Shard):
 def new_shard(file: ShardFile, how: PackConfig, classes: Sequence[str] | None) -> Shard:
     """An empty shard of the format."""
     try:
-        return TarShard(file) if how.format == "webdataset" else ParquetShard(file, classes, how.row_group)
+        if how.format == "webdataset":
+            return TarShard(file)
+        return ParquetShard(file, classes, how.row_group, how.multi_label)
     except BaseException:  # a parquet file begins with four bytes, for which the disk may be full
         file.drop()
         raise

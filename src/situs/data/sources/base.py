@@ -136,6 +136,15 @@ class Source(ABC):
         count = f"{len(self.skipped)} of {len(self)} {self.things} of {self.name} could not be read and were skipped"
         return f"{count}; the first: {self.skipped[0].reason}"
 
+    def label_known(self) -> bool:
+        """Whether any label of a multi-label set is known; looks for the first that is."""
+        for index in range(len(self)):
+            source, at = self.origin(index)
+            label = source.label(at) if isinstance(source, EncodedSource) else source.read(at)["label"]
+            if bool((label >= 0).any()):
+                return True
+        return False
+
     def left_out(self) -> list[str]:
         """All that was left out so far, a sentence each: files that are no images, and images that are broken."""
         report = self.skip_report()

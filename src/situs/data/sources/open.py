@@ -85,6 +85,16 @@ def splits_at(path: str | Path, *, multi_label: bool = False) -> set[str]:
         return {"train", "test"} if find_cifar(path) else set(split_folders(path))
 
 
+def unread_labels(path: str | Path, *, multi_label: bool) -> list[str]:
+    """A sentence on a table of labels that nobody reads who asks for one class an image, where there is one."""
+    if multi_label or str(path) == SAMPLES or is_remote(path) or not Path(path).expanduser().is_dir():
+        return []
+    folder = Path(path).expanduser()
+    if not has_table(folder):
+        return []
+    return [f"{folder.name}: its table of labels was not read: it is for any number of classes an image (multi-label)"]
+
+
 def _existing(path: str | Path) -> Path:
     if is_remote(path):
         return mount(str(path))
