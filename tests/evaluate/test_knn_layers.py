@@ -82,7 +82,7 @@ def test_without_cls_only_the_mean_and_without_layers_only_the_last() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(SitusError, match="needs labels, one class an image, and the data has none"):
+    with pytest.raises(SitusError, match="needs labels, one class a sample, and the data has none"):
         knn_by_layer(make(), batches(60, 0, labels=False), batches(60, 1))
     with pytest.raises(SitusError, match="no samples"):
         knn_by_layer(make(), [], batches(60, 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from situs.evaluate.knn import LayerAccuracy, LayerKnn
@@ -35,7 +37,8 @@ def test_missing_cells_are_said_and_not_counted() -> None:
 
 
 def test_a_curve_speaks_of_the_share_nearest_to_the_training() -> None:
-    found = PositionCurve({0.0: 0.25, 0.5: 0.125}, 10, 16, 0.4, anchors=0.1, top5={0.0: 0.75, 0.5: 0.5})
+    told: dict[str, Any] = {"anchors": 0.1, "trained_anchors": 0.1, "top5": {0.0: 0.75, 0.5: 0.5}}
+    found = PositionCurve({0.0: 0.25, 0.5: 0.125}, 10, 16, 0.4, **told)
     assert found.summary().sentence == (
         "At η = 0.5 (trained at 0.4) the place of 12.50 % of all patches is guessed right, 2.0 times chance (6.25 %)."
     )
@@ -43,8 +46,8 @@ def test_a_curve_speaks_of_the_share_nearest_to_the_training() -> None:
     assert found.numbers()["accuracy"] == rows
     assert found.summary().tables[0].rows == [["0", "25.00", "75.00"], ["0.5", "12.50", "50.00"]]
     text = position_curve(found).render()
-    told = "This run tells 10 % of the patches their place, here too, and their guesses count."
-    assert told in text and found.summary().notes == (told,)
+    said = "This run tells 10 % of the patches their place, here too, and their guesses count."
+    assert said in text and found.summary().notes == (said,)
     assert PositionCurve({0.0: 0.25}, 10, 16, 0.4).summary().notes == ()
 
 

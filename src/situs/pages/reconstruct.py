@@ -21,6 +21,7 @@ from situs.core.permutation import random_permutation
 from situs.core.random import uniform
 from situs.core.tokens import mask_of
 from situs.methods.base import Puzzle
+from situs.pages.frames import frame_sections, in_a_row
 from situs.report.figures import channels_drawn
 from situs.report.html import Page
 from situs.report.puzzles import Panel, panels
@@ -39,7 +40,8 @@ def page(found: Reconstruction) -> Page:
     for note in filter(None, (*said.notes, channels_drawn(found.images.shape[1]))):
         section.text(note)
     told = next(iter(found.scores)).position_ratio is not None
-    (_droppos_sections if told else _mp3_sections)(page, found)
+    drawn = frame_sections if in_a_row(found.grid) else _droppos_sections if told else _mp3_sections
+    drawn(page, found)
     return page.end(found.provenance.facts)
 
 
