@@ -16,7 +16,8 @@ from collections.abc import Iterator
 import torch
 
 from situs.data.augment.recipes import RECIPES
-from situs.data.loader import DataConfig, Loader, make_loader
+from situs.data.config import DataConfig
+from situs.data.loader import Loader, make_loader
 from situs.data.resident import load_resident
 from situs.data.sources import open_source
 from situs.data.sources.base import Source, TensorSource
@@ -73,7 +74,7 @@ def decoding(path: str, args: argparse.Namespace) -> None:
     source = open_source(path, channels=3)
     started = time.perf_counter()
     held = load_resident(source, "cpu", (args.size, args.size), max_bytes=64 << 30)
-    say(f"decode {source.name}", "cpu", len(held.images), time.perf_counter() - started, args.batch)
+    say(f"decode {source.name}", "cpu", len(held.samples), time.perf_counter() - started, args.batch)
 
 
 def streaming(path: str, args: argparse.Namespace, device: str) -> None:

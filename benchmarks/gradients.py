@@ -36,7 +36,8 @@ from situs.audit.scores.metrics import denormalise, mean_of, psnr
 from situs.audit.stem import flat_weight, require_stem, table_rows, to_images
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
-from situs.data.loader import DataConfig, make_loader
+from situs.data.config import DataConfig
+from situs.data.loader import make_loader
 from situs.data.sources import open_source
 from situs.files import write_text
 

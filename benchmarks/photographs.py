@@ -33,8 +33,9 @@ from PIL import Image
 from situs.bench.step import read_steps
 from situs.data.augment.recipes import recipe
 from situs.data.batch import Batch
+from situs.data.config import DataConfig
 from situs.data.late import decode_on
-from situs.data.loader import DataConfig, Loader, make_loader
+from situs.data.loader import Loader, make_loader
 from situs.data.pack import PackConfig, pack
 from situs.data.sources import open_source
 from situs.data.sources.base import EncodedSource, Source

@@ -34,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from situs.backbones import BackboneConfig
 from situs.data.batch import Batch
-from situs.data.loader import DataConfig
+from situs.data.config import DataConfig
 from situs.locks.features import Defence
 from situs.locks.key import Key
 from situs.methods.base import Method

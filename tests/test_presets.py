@@ -18,7 +18,7 @@ from situs.train.loop import TrainConfig
 from situs.train.run import RunConfig, make_method
 
 NAMES = preset_names()
-CLASSES = {"cifar100": 100, "tiny-imagenet": 200, "imagenet": 1000, "samples": 10}
+CLASSES = {"cifar100": 100, "tiny-imagenet": 200, "imagenet": 1000, "samples": 10, "speech": 12}
 
 
 def recipe(name: str) -> RunConfig:
@@ -69,8 +69,8 @@ def test_the_recipe_is_strict_complete_and_can_be_built(name: str) -> None:
     with torch.device("meta"):
         method = make_method(config, tuple(map(str, range(CLASSES[set_of(name)]))))
     height, width = config.data.size
-    side = method.backbone.model.patch_embed.patch_size[0]
-    assert method.backbone.grid == (height // side, width // side)
+    high, wide = method.backbone.model.patch_embed.patch_size
+    assert method.backbone.grid == (height // high, width // wide)
     if "label" in METHODS[config.method_name].needs_targets:
         assert method.backbone.model.num_classes == CLASSES[set_of(name)]
 

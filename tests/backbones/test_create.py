@@ -48,8 +48,8 @@ def test_a_config_and_keywords_make_the_same_model() -> None:
 
 
 FRAMES = {
-    "img_size": (98, 40),
-    "patch_size": (1, 40),
+    "img_size": (40, 98),
+    "patch_size": (40, 1),
     "in_chans": 1,
     "num_classes": 12,
     "model_args": {
@@ -71,8 +71,8 @@ def test_the_papers_model_over_frames_has_its_size() -> None:
     assert block == 8544
     trained = sum(p.numel() for p in b.parameters() if p.requires_grad)
     assert trained == (40 * 32 + 32) + 32 + 8 * block + 64 + (32 * 12 + 12) == 70_156  # about 70 K in the paper
-    assert (b.grid, b.num_tokens, b.num_prefix, b.depth, b.dim) == ((98, 1), 98, 1, 8, 32)
-    assert b.input == ((98, 40), 1, (1, 40)) and b.patch_values == 40
+    assert (b.grid, b.num_tokens, b.num_prefix, b.depth, b.dim) == ((1, 98), 98, 1, 8, 32)
+    assert b.input == ((40, 98), 1, (40, 1)) and b.patch_values == 40
     assert torch.equal(b.positions().table, sincos((98,), 32))
     assert b.positions().table.unique(dim=0).shape[0] == 98  # no channel is spent on a side of one place
 
@@ -82,9 +82,9 @@ def test_the_papers_model_over_frames_has_its_size() -> None:
 def test_a_frame_is_projected_alone_and_the_model_is_timms(kind: str) -> None:
     torch.manual_seed(0)
     b = create_backbone("vit_tiny_patch16_224", positions=kind, **FRAMES).double().eval()
-    clips = torch.randn(2, 1, 98, 40, dtype=torch.float64)
+    clips = torch.randn(2, 1, 40, 98, dtype=torch.float64)
     weight, bias = b.model.patch_embed.proj.weight.view(32, 40), b.model.patch_embed.proj.bias
-    assert torch.allclose(b.embed(clips), clips[:, 0] @ weight.T + bias, atol=1e-12)
+    assert torch.allclose(b.embed(clips), clips[:, 0].mT @ weight.T + bias, atol=1e-12)
     assert torch.allclose(b(clips), b.model(clips), atol=1e-12)
 
 
@@ -92,7 +92,7 @@ def test_a_frame_is_projected_alone_and_the_model_is_timms(kind: str) -> None:
 def test_the_dropout_of_every_sublayer_is_run() -> None:
     """With one kind on at a time, two passes differ in training and agree in evaluation."""
     shape = {"embed_dim": 32, "depth": 1, "num_heads": 4, "mlp_ratio": 2.0}
-    clips = torch.randn(1, 1, 98, 40)
+    clips = torch.randn(1, 1, 40, 98)
     for rate in ("pos_drop_rate", "proj_drop_rate", "attn_drop_rate"):
         b = create_backbone("vit_tiny_patch16_224", **FRAMES | {"model_args": {**shape, rate: 0.1}})
         features = [b.encode(b.embed(clips), b.positions()).patches for _ in range(2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,18 +11,20 @@ import torch
 from torch import Tensor
 
 from situs.core.random import normal
-from situs.data.audio_pipeline import AudioConfig, AudioPipeline, Scale, measure_scale, set_level
+from situs.data.audio import AudioConfig
+from situs.data.audio_pipeline import AudioPipeline, Scale, from_bits, measure_scale, set_level, to_bits
 from situs.data.augment.audio import AudioAugment
+from situs.data.augment.recipes import RECIPES, AugmentConfig
 from situs.data.batch import Batch
 from situs.data.loader import StreamLoader
 from situs.data.sampler import BatchPlan
-from situs.data.sources.audio import ClipConfig, NoiseBank
+from situs.data.sources.audio import NoiseBank
 from situs.data.sources.base import Source
 from situs.data.sources.images import BrokenImageError
-from situs.data.spectrogram import SpectrogramConfig, spectrogram
+from situs.data.spectrogram import spectrogram
 from situs.errors import SitusError
 
-CONFIG = AudioConfig(clip=ClipConfig(seconds=0.2), features=SpectrogramConfig(mels=20, coefficients=12))
+CONFIG = AudioConfig(seconds=0.2, mels=20, coefficients=12)
 SAMPLES = 3200
 
 
@@ -45,14 +48,20 @@ def bank() -> NoiseBank:
     return NoiseBank(wave, torch.tensor([0, 8000]), torch.tensor([8000, 8000]))
 
 
-def pipeline(source: Source, *, training: bool = True, config: AudioConfig = CONFIG, **more: Any) -> AudioPipeline:
-    return AudioPipeline(source, config, measure_scale(source, config), training=training, **more)
+def pipeline(
+    source: Source, augment: AugmentConfig | None = None, config: AudioConfig = CONFIG, **more: Any
+) -> AudioPipeline:
+    return AudioPipeline(source, config, measure_scale(source, config), augment=augment, **more)
+
+
+def heard(**changed: Any) -> AugmentConfig:
+    return AugmentConfig(audio=AudioAugment(**changed))
 
 
 def loaded(source: Source, *, epoch: int = 0, workers: int = 0, rank: int = 0, world: int = 1, training: bool = True,
            config: AudioConfig = CONFIG) -> list[Batch]:  # fmt: skip
-    augment = AudioAugment(time_masks=1, time_width=4, band_masks=1, band_width=3)
-    made = pipeline(source, training=training, config=config, augment=augment, noise_bank=bank())
+    augment = heard(time_masks=1, time_width=4, band_masks=1, band_width=3) if training else None
+    made = pipeline(source, augment, config, noise_bank=bank())
     plan = BatchPlan(len(source), 8, 0, rank, world, shuffle=training, drop_last=training)
     return list(StreamLoader(made, plan, torch.device("cpu"), workers).iterate(epoch))
 
@@ -63,7 +72,7 @@ def same(one: Tensor, two: Tensor) -> None:
 
 def test_workers_and_ranks_change_nothing() -> None:
     alone = loaded(Tones(broken=(5,)), epoch=2)
-    assert [batch.inputs.shape for batch in alone] == [(8, 18, 12)] * 3
+    assert [batch.inputs.shape for batch in alone] == [(8, 1, 12, 18)] * 3
     for one, two in zip(alone, loaded(Tones(broken=(5,)), epoch=2, workers=1), strict=True):
         same(one.inputs, two.inputs)
         assert torch.equal(one.targets["label"], two.targets["label"]) and torch.equal(one.ids, two.ids)
@@ -81,16 +90,16 @@ def test_evaluation_is_the_scaled_spectrogram_and_leaves_out_what_is_broken() ->
     scale = measure_scale(source, CONFIG)
     found = torch.cat([batch.inputs for batch in batches])
     for row, frames in zip(ids.tolist(), found, strict=True):
-        wave = source.read(row)["wave"]
-        same(frames, (spectrogram(wave[None], CONFIG.features)[0] - scale.mean) / scale.std)
-    torch.testing.assert_close(found.mean((0, 1)), torch.zeros(12), rtol=0, atol=1e-4)
-    torch.testing.assert_close(found.std((0, 1), correction=0), torch.ones(12), rtol=0, atol=1e-4)
+        wave = from_bits(to_bits(source.read(row)["wave"]))
+        same(frames[0], (spectrogram(wave[None], CONFIG)[0] - scale.mean[:, None]) / scale.std[:, None])
+    torch.testing.assert_close(found.mean((0, 1, 3)), torch.zeros(12), rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.std((0, 1, 3), correction=0), torch.ones(12), rtol=0, atol=1e-4)
 
 
 def test_training_does_what_the_numbers_say() -> None:
     """Slowly: one clip's shift, noise and features by hand."""
     source = Tones()
-    made = pipeline(source, noise_bank=bank(), augment=AudioAugment(shift_ms=20, noise_level=0.7))
+    made = pipeline(source, heard(shift_ms=20, noise_level=0.7), noise_bank=bank())
     ids = torch.arange(24)
     values = made.collate(0, ids.tolist(), [source.read(row) for row in ids.tolist()])
     numbers = made.noise(ids, 4)
@@ -99,24 +108,24 @@ def test_training_does_what_the_numbers_say() -> None:
     for row in range(24):
         by = int(numbers["shift"][row].double() * 641) - 320
         wave = torch.zeros(SAMPLES)
-        wave[max(0, by) : SAMPLES + min(0, by)] = values["wave"][row, max(0, -by) : SAMPLES - max(0, by)]
+        wave[max(0, by) : SAMPLES + min(0, by)] = from_bits(values["wave"])[row, max(0, -by) : SAMPLES - max(0, by)]
         if numbers["level"][row, 1] < 0.8:
             noisy += 1
             piece = bank().cut(numbers["cut"][row : row + 1], SAMPLES)[0]
             wave = (wave + 0.7 * numbers["level"][row, 0] * piece).clamp(-1, 1)
-        frames = spectrogram(wave[None], CONFIG.features)[0]
-        torch.testing.assert_close(batch.inputs[row], (frames - made.scale.mean) / made.scale.std, rtol=0, atol=1e-3)
+        frames = (spectrogram(wave[None], CONFIG)[0] - made.scale.mean[:, None]) / made.scale.std[:, None]
+        torch.testing.assert_close(batch.inputs[row, 0], frames, rtol=0, atol=1e-3)
     assert 12 <= noisy < 24
 
 
 def test_noise_at_a_level_is_the_same_in_every_evaluation() -> None:
-    config = AudioConfig(clip=CONFIG.clip, features=CONFIG.features, snr_db=5.0)
+    config = replace(CONFIG, snr_db=5.0)
     noisy = loaded(Tones(), training=False, config=config)
     again = loaded(Tones(), training=False, config=config, epoch=3)
     assert all(torch.equal(one.inputs, two.inputs) for one, two in zip(noisy, again, strict=True))
     assert not torch.allclose(noisy[0].inputs, loaded(Tones(), training=False)[0].inputs, atol=0.1)
     with pytest.raises(SitusError, match="no background noise"):
-        pipeline(Tones(), training=False, config=config)
+        pipeline(Tones(), config=config)
 
 
 def test_levels() -> None:
@@ -127,26 +136,39 @@ def test_levels() -> None:
     torch.testing.assert_close(rms.square().mean(1).sqrt(), torch.tensor([0.1, 0.1, 0.0]))
 
 
-def test_a_picture_is_the_frames_turned() -> None:
-    source = Tones()
-    config = AudioConfig(clip=CONFIG.clip, features=CONFIG.features, layout="picture")
-    pictures = loaded(source, training=False, config=config)[0].inputs
-    assert pictures.shape == (8, 1, 12, 18)
-    assert torch.equal(pictures[:, 0].transpose(1, 2), loaded(source, training=False)[0].inputs)
+def test_labels_are_smoothed_in_training_alone() -> None:
+    source, ids = Tones(4), torch.arange(4)
+    soft = pipeline(source, replace(heard(), label_smoothing=0.2), noise_bank=bank())
+    values = soft.collate(0, [0, 1, 2, 3], [source.read(row) for row in range(4)])
+    found = soft.finish(values, ids, soft.noise(ids, 0)).targets["label"]
+    torch.testing.assert_close(found, torch.tensor([[0.9, 0.1], [0.1, 0.9]] * 2))
+    assert pipeline(source).finish(values, ids, {}).targets["label"].tolist() == [0, 1, 0, 1]
+
+
+def test_sixteen_bits_are_exact_for_what_has_no_more() -> None:
+    whole = torch.arange(-32_768, 32_768, dtype=torch.int32)
+    assert torch.equal(to_bits(whole.float() / 32_768).int(), whole)
+    assert torch.equal(from_bits(whole.to(torch.int16)), whole.float() / 32_768)
+    assert to_bits(torch.tensor([-1.5, 1.0, 1.5])).tolist() == [-32_768, 32_767, 32_767]
+
+
+def test_a_picture_shows_the_mean_as_grey() -> None:
+    inputs = torch.tensor([-9.0, -3.0, 0.0, 1.5, 3.0, 9.0]).view(1, 1, 2, 3)
+    assert pipeline(Tones()).shown(inputs).flatten().tolist() == [0.0, 0.0, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_workers_are_not_sent_the_noise() -> None:
-    made = pipeline(Tones(), noise_bank=bank())
+    made = pipeline(Tones(), heard(), noise_bank=bank())
     assert pickle.loads(pickle.dumps(made)).bank is None
     moved = made.to(torch.device("cpu"))
     assert moved.bank is not None and made.bank is not None and moved is not made
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(SitusError, match="8,000 samples a second of the clips"):
-        AudioConfig(clip=ClipConfig(rate=8000))
     with pytest.raises(SitusError, match="must fill a frame"):
-        AudioConfig(clip=ClipConfig(seconds=0.01))
+        AudioConfig(seconds=0.01)
+    with pytest.raises(SitusError, match=r"operations=2: is for images; clips take label_smoothing"):
+        pipeline(Tones(), RECIPES["deit"])
     with pytest.raises(SitusError, match="none of its 3 clips"):
         measure_scale(Tones(3, broken=(0, 1, 2)), CONFIG)
     assert isinstance(measure_scale(Tones(3, broken=(0,)), CONFIG), Scale)

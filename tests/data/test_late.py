@@ -12,9 +12,10 @@ from torch.nn import functional as F
 
 from situs.data import late
 from situs.data.augment.recipes import AugmentConfig
+from situs.data.config import DataConfig
 from situs.data.image_pipeline import ImagePipeline
 from situs.data.late import crop_resized, weights
-from situs.data.loader import DataConfig, make_loader
+from situs.data.loader import make_loader
 from situs.data.sources import open_source
 from situs.data.sources.images import decode
 from situs.data.sources.subset import Rows

@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 
 from situs.data.augment.recipes import AugmentConfig, recipe
-from situs.data.loader import DataConfig, ResidentLoader, StreamLoader, default_batch, make_loader
+from situs.data.config import DataConfig
+from situs.data.loader import ResidentLoader, StreamLoader, default_batch, make_loader
 from situs.data.sampler import epoch_order, sample_of
 from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
@@ -138,7 +139,7 @@ def test_images_of_many_sizes_are_streamed_and_broken_ones_counted(photographs):
     assert len(join(evaluation)[1]) == 29
     held = make_loader(replace(config, resident="always"), recipe("crop"))
     assert isinstance(held, ResidentLoader)
-    assert held.held.images.shape == (29, 3, 18, 18)
+    assert held.held.samples.shape == (29, 3, 18, 18)
     # Held or streamed, an image has the number it has in the set, whatever is broken before it.
     for resident in ("always", "never"):
         seen = make_loader(replace(config, split="train", resident=resident, workers=0), None)

@@ -31,7 +31,7 @@ def test_it_holds_what_the_source_reads_in_the_same_order(folder):
     held = load_resident(source, threads=3, progress=lambda done, total: seen.append((done, total)))
     for index in (0, 1, 255, 256, 599):
         image, label = source.read(index).values()
-        assert torch.equal(held.images[index], image)
+        assert torch.equal(held.samples[index], image)
         assert held.labels is not None
         assert int(held.labels[index]) == label
     assert seen == [(256, 600), (512, 600), (600, 600), (600, 600)]
@@ -43,9 +43,9 @@ def test_broken_images_are_skipped_counted_and_reported(folder):
     (folder / "dog/300.png").write_bytes((folder / "dog/302.png").read_bytes()[:50])
     source = open_source(folder)
     held = load_resident(source)
-    assert len(held.images) == 598
+    assert len(held.samples) == 598
     assert [entry.index for entry in source.skipped] == [0, 300 + 150]
-    assert torch.equal(held.images[0], source.read(1)["image"])
+    assert torch.equal(held.samples[0], source.read(1)["image"])
     assert held.index[0] == 1
     report = source.skip_report()
     assert report is not None
@@ -66,20 +66,20 @@ def test_sizes_that_differ_need_a_size(folder):
     Image.new("RGB", (12, 8)).save(folder / "dog/600.png")
     with pytest.raises(SitusError, match="image 600 is 8 × 12 and the first is 4 × 6"):
         load_resident(open_source(folder))
-    assert load_resident(open_source(folder), size=(4, 4)).images.shape == (601, 3, 4, 4)
+    assert load_resident(open_source(folder), size=(4, 4)).samples.shape == (601, 3, 4, 4)
 
 
 def test_channels_that_differ_need_a_number(folder):
     Image.new("L", (6, 4)).save(folder / "dog/600.png")
     with pytest.raises(SitusError, match=r"image 600 has 1 channels, the first has 3; "):
         load_resident(open_source(folder))
-    assert load_resident(open_source(folder, channels=3)).images.shape == (601, 3, 4, 6)
+    assert load_resident(open_source(folder, channels=3)).samples.shape == (601, 3, 4, 6)
 
 
 def test_too_large_a_set_is_refused_before_it_is_decoded(folder):
     with pytest.raises(SitusError, match=r"600 images take 0\.0 GiB .*stream them"):
         load_resident(open_source(folder), max_bytes=600 * 72 - 1)
-    assert load_resident(open_source(folder), max_bytes=600 * 72).images.nbytes == 600 * 72
+    assert load_resident(open_source(folder), max_bytes=600 * 72).samples.nbytes == 600 * 72
 
 
 def test_deep_images_stay_deep(tmp_path):
@@ -89,17 +89,17 @@ def test_deep_images_stay_deep(tmp_path):
         Image.fromarray(deep).save(buffer, "PNG")
         (tmp_path / f"{number}.png").write_bytes(buffer.getvalue())
     held = load_resident(open_source(tmp_path))
-    assert held.images.dtype == torch.float32
-    assert torch.allclose(held.images[1, 0], torch.from_numpy(deep.astype(np.float32)) / 65535)
+    assert held.samples.dtype == torch.float32
+    assert torch.allclose(held.samples[1, 0], torch.from_numpy(deep.astype(np.float32)) / 65535)
     assert held.labels is None
 
 
 def test_tensors_need_no_decoding():
     images = torch.randint(0, 256, (5, 1, 4, 4), dtype=torch.uint8)
     source = TensorSource(images, torch.arange(5), tuple("abcde"))
-    assert load_resident(source).images is images
+    assert load_resident(source).samples is images
     three = load_resident(TensorSource(images, None, None, channels=3), size=(2, 2))
-    assert three.images.shape == (5, 3, 2, 2)
+    assert three.samples.shape == (5, 3, 2, 2)
     with pytest.raises(SitusError, match=r"must be \[5\]"):
         TensorSource(images, torch.arange(4), None)
     with pytest.raises(SitusError, match=r"must be \[n, C, H, W\]"):
@@ -110,9 +110,9 @@ def test_tensors_need_no_decoding():
 @pytest.mark.shared_data
 def test_the_whole_of_cifar100(shared_data):
     held = load_resident(open_source(shared_data / "cifar100"))
-    assert held.images.shape == (50000, 3, 32, 32)
+    assert held.samples.shape == (50000, 3, 32, 32)
     assert held.labels is not None
     assert torch.bincount(held.labels).tolist() == [500] * 100
     # The published channel means of the training set.
-    mean = held.images.double().mean((0, 2, 3)) / 255
+    mean = held.samples.double().mean((0, 2, 3)) / 255
     assert torch.allclose(mean, torch.tensor([0.5071, 0.4865, 0.4409]).double(), atol=1e-4)

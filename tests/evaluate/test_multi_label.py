@@ -19,7 +19,8 @@ from torch import Tensor
 
 from situs.backbones import BackboneConfig
 from situs.data.augment.recipes import AugmentConfig
-from situs.data.loader import DataConfig, make_loader
+from situs.data.config import DataConfig
+from situs.data.loader import make_loader
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
 from situs.evaluate import evaluate_accuracy, evaluate_consistency, evaluate_ensemble, evaluate_knn, evaluate_probe

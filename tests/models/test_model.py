@@ -9,7 +9,7 @@ import torch
 from builders import small_method, small_vit
 from torch import nn
 
-from situs.data.loader import DataConfig
+from situs.data.config import DataConfig
 from situs.errors import SitusError
 from situs.methods import Batch
 from situs.models.model import Model, check_classifier, folder_name, identity_of, puzzle_method

@@ -11,7 +11,7 @@ from builders import small_vit
 from safetensors.torch import save_file
 
 from situs.backbones import create_backbone
-from situs.data.loader import DataConfig
+from situs.data.config import DataConfig
 from situs.methods import Supervised, SupervisedConfig
 from situs.models import Model, open_model
 from situs.train.export import ModelProvenance, write_export

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from situs.backbones import BackboneConfig
-from situs.data.loader import DataConfig
+from situs.data.config import DataConfig
 from situs.methods.supervised import SupervisedConfig
 from situs.split.server import Server
 from situs.split.serving import make_server

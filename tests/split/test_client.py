@@ -12,7 +12,8 @@ from served import on_a_socket
 from wired import OPTIM, TRAIN, Loader, Pair, Words, farthest, method_of, train_locally, vit
 
 from situs.data.augment.recipes import AugmentConfig
-from situs.data.loader import DataConfig, make_loader
+from situs.data.config import DataConfig
+from situs.data.loader import make_loader
 from situs.errors import SitusError
 from situs.locks.features import Defence
 from situs.locks.key import Key

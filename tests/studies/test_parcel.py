@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from situs.backbones import BackboneConfig
 from situs.cli.main import main
-from situs.data.loader import DataConfig
+from situs.data.config import DataConfig
 from situs.errors import SitusError
 from situs.methods import METHODS
 from situs.models import open_model

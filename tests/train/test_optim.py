@@ -156,6 +156,18 @@ def test_schedule_is_the_slow_formula(kind: str, total: int, warmup: int) -> Non
     assert fast == pytest.approx(slow_rates(kind, total, warmup, 2e-3, 1e-5), rel=1e-9)
 
 
+def test_the_papers_schedule_of_speech_update_by_update() -> None:
+    """MP3, section 4.3: 500 updates at 1e-4, then 1e-3, halved every 10 k; whatever the run's length is."""
+    config = OptimConfig(lr=1e-3, schedule="halving", warmup_steps=500, warmup_lr=1e-4, min_lr=0.0)
+    for total in (12_000, 50_000):
+        warmup = warmup_steps(config, 86, total)
+        rates = [rate_at(step, total, warmup, peak_rate(config, 256), config) for step in range(total)]
+        assert rates[:500] == [1e-4] * 500 and set(rates[500:10_000]) == {1e-3}
+        assert set(rates[10_000:20_000]) == {5e-4}
+        assert len(set(rates)) == 1 + (total + 9_999) // 10_000
+    assert rate_at(45_000, 50_000, 500, 1e-3, dataclasses.replace(config, min_lr=2e-4)) == 2e-4
+
+
 def test_peak_scales_with_the_global_batch() -> None:
     assert peak_rate(OptimConfig(base_lr=1.5e-4, lr_reference=256), 1024) == pytest.approx(6e-4)
     assert peak_rate(OptimConfig(lr=0.1), 1024) == 0.1

@@ -17,7 +17,6 @@ from torch import Tensor
 from situs.backbones.attention_maps import See, check_attention_maps, has_cls, watch_attention
 from situs.backbones.base import Backbone
 from situs.core.position import distances, relative_index
-from situs.data.augment.recipes import denormalise
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.limits import check_value
@@ -210,7 +209,7 @@ def analyze_attention(
     found = survey(backbone, loader, positions=positions)
     first = next(iter(loader)).inputs[:show]
     maps = image_maps(backbone, first, depth, positions=positions)
-    pictures = denormalise(first, loader.mean, loader.std).cpu()
+    pictures = loader.shown(first).cpu()
     shown = Shown(pictures, maps, depth, has_cls(backbone), positions)
     return Attention(found, shown, provenance=made_with(model, loader, seed))
 

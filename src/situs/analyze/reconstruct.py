@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar, NamedTuple, Unpack
 
 import torch
@@ -21,7 +20,6 @@ from situs.core.permutation import random_permutation
 from situs.core.position import distances
 from situs.core.random import uniform
 from situs.core.tokens import mask_of, patchify, put_at, take, unpatchify
-from situs.data.augment.recipes import denormalise
 from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.limits import check_value, check_values
@@ -275,8 +273,7 @@ def analyze_reconstruct(
     settings = settings_of(method, ratios, position_ratios)
     chosen.setdefault("count", 64)
     loader = load_set(model, data, **chosen)
-    look = partial(denormalise, mean=loader.mean, std=loader.std)
-    found = study(method, loader, settings, look, show=show, pairs=pairs, seed=seed)
+    found = study(method, loader, settings, loader.shown, show=show, pairs=pairs, seed=seed)
     assert model.method is not None
     return replace(found, told=model.method.told, provenance=made_with(model, loader, seed))
 
@@ -293,7 +290,7 @@ def study(
 ) -> Reconstruction:
     """Solves every image at every setting, in one pass, and keeps the first `show` to be seen.
 
-    look: a model's images as a person sees them (`denormalise`). pairs: how many pairs of the images are mixed.
+    look: a model's inputs as a person sees them (`Loader.shown`). pairs: how many pairs of the images are mixed.
     """
     sums = {setting: torch.zeros(5, dtype=torch.float64) for setting in settings}
     kept: dict[PuzzleRatios, list[Puzzle]] = {setting: [] for setting in settings}

@@ -19,11 +19,11 @@ class BackboneConfig(Checked):
     """A timm model name, or a folder with a timm or transformers config.json (an export)."""
 
     img_size: int | tuple[int, int] | None = None
-    """Side of the square images, or their height and width; of a clip its frames and the coefficients of each."""
+    """Side of the square images, or their height and width; of a clip the coefficients of a frame and its frames."""
 
     patch_size: int | tuple[int, int] | None = None
     """Side of a patch in pixels (ViT-S/4 on 32 px is vit_small_patch16_224 with patch_size 4), or its height and width:
-    (1, 40) makes each frame of 40 coefficients a token."""
+    (40, 1) makes each frame of 40 coefficients a token."""
 
     in_chans: int = 3
     """Channels of the images."""

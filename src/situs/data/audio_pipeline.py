@@ -1,59 +1,37 @@
-"""The way of a clip: decoded in a worker; level, shift, noise, spectrogram and SpecAugment in batches on the device."""
+"""The way of a clip: decoded in a worker; level, shift, noise, spectrogram and SpecAugment in batches on the device.
+
+A batch is [B, 1, numbers of a frame, frames]: a picture of the sound, time from left to right. A transformer over
+frames takes patches of a whole frame (40 × 1), one of spectrogram patches squares.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from dataclasses import fields
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from situs.config import Checked
 from situs.core.random import uniform
-from situs.data.augment.audio import AudioAugment, add_noise, gain_at, mask_frames, shift
+from situs.data.audio import AudioConfig
+from situs.data.augment.audio import add_noise, gain_at, mask_frames, shift
+from situs.data.augment.mix import soft_labels
+from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
 from situs.data.pipeline import Noise, Pipeline
-from situs.data.sources.audio import ClipConfig, NoiseBank
+from situs.data.sources.audio import NoiseBank
 from situs.data.sources.base import Source
 from situs.data.sources.images import BrokenImageError
 from situs.data.sources.subset import Subset
-from situs.data.spectrogram import SpectrogramConfig, spectrogram
+from situs.data.spectrogram import spectrogram
 from situs.errors import SitusError
 
 _LEAST = 1e-5  # the level below which a clip is left as it is
-
-
-@dataclass(frozen=True, kw_only=True)
-class AudioConfig(Checked):
-    """What a model is given of a clip."""
-
-    clip: ClipConfig = field(default_factory=ClipConfig)
-    """What every clip is brought to."""
-
-    features: SpectrogramConfig = field(default_factory=SpectrogramConfig)
-    """What becomes of its wave."""
-
-    level: Literal["as_is", "peak", "rms"] = "as_is"
-    """Each clip at its own level, or brought to a peak of 1, or to a root mean square of 0.1."""
-
-    layout: Literal["frames", "picture"] = "frames"
-    """[frames, width], a frame a token; or [1, width, frames], for a transformer of spectrogram patches."""
-
-    snr_db: float | None = None
-    """Evaluation with background noise so many decibels below each clip; none: clean."""
-
-    def check(self) -> None:
-        if self.clip.rate != self.features.rate:
-            allowed = f"the {self.clip.rate:,} samples a second of the clips"
-            raise SitusError(field="features.rate", value=self.features.rate, allowed=allowed)
-        self.features.frames(self.clip.samples)
-
-    @property
-    def frames(self) -> int:
-        """Frames of a clip."""
-        return self.features.frames(self.clip.samples)
+_FULL = 32768.0
+_OF_CLIPS = {"audio", "label_smoothing", "repeated"}
+_SHOWN = 3.0  # deviations from the mean that are black and white in a picture
 
 
 class Scale(NamedTuple):
@@ -65,7 +43,7 @@ class Scale(NamedTuple):
 
 def measure_scale(source: Source, config: AudioConfig, count: int = 1000) -> Scale:
     """Mean and deviation of each number of a frame, over a random choice of `count` clips, broken ones aside."""
-    total = squares = torch.zeros(config.features.width, dtype=torch.float64)
+    total = squares = torch.zeros(config.width, dtype=torch.float64)
     seen = 0
     part = Subset(source, count)
     for index in range(len(part)):
@@ -73,8 +51,8 @@ def measure_scale(source: Source, config: AudioConfig, count: int = 1000) -> Sca
             wave = part.read(index)["wave"]
         except BrokenImageError:
             continue
-        frames = spectrogram(set_level(wave[None], config.level), config.features)[0].double()
-        total, squares, seen = total + frames.sum(0), squares + frames.square().sum(0), seen + len(frames)
+        frames = spectrogram(set_level(from_bits(to_bits(wave[None])), config.level), config)[0].double()
+        total, squares, seen = total + frames.sum(1), squares + frames.square().sum(1), seen + frames.shape[1]
     if not seen:
         raise SitusError(f"{source.name}: none of its {len(source)} clips can be read", field="data")
     mean = total / seen
@@ -90,10 +68,30 @@ def set_level(waves: Tensor, level: str) -> Tensor:
     return waves * torch.where(own > _LEAST, wanted / own.clamp(min=_LEAST), 1.0)[:, None]
 
 
+def to_bits(wave: Tensor) -> Tensor:
+    """A wave of 16 bits a sample: a 16-bit file at its own rate is the same to the bit, all else is rounded."""
+    return (wave * _FULL).round_().clamp_(-_FULL, _FULL - 1).to(torch.int16)
+
+
+def from_bits(waves: Tensor) -> Tensor:
+    """The same as floats in [-1, 1)."""
+    return waves.float().div_(_FULL)
+
+
+def check_augment(augment: AugmentConfig) -> None:
+    """Refuses what is done to images alone."""
+    for each in fields(augment):
+        value = getattr(augment, each.name)
+        if each.name not in _OF_CLIPS and value != each.default:
+            said = "is for images; clips take label_smoothing, repeated and what stands under audio"
+            raise SitusError(f"{each.name}={value}: {said}", field=f"augment.{each.name}")
+
+
 class AudioPipeline(Pipeline):
     """A source of clips ("wave", and "label" where there is one) to batches of features.
 
-    scale: of the training set. noise_bank: what background noise is cut from; none: no noise is added.
+    scale: of the training set. augment: None for evaluation. noise_bank: what background noise is cut from; none: no
+    noise is added.
     """
 
     def __init__(
@@ -102,17 +100,19 @@ class AudioPipeline(Pipeline):
         config: AudioConfig,
         scale: Scale,
         *,
-        training: bool,
-        augment: AudioAugment | None = None,
+        augment: AugmentConfig | None = None,
         noise_bank: NoiseBank | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(source, training=training)
-        if config.snr_db is not None and noise_bank is None:
-            raise SitusError(f"{source.name}: has no background noise to add", field="snr_db", value=config.snr_db)
-        self.config, self.scale, self.bank, self.seed = config, scale, noise_bank, seed
-        self.augment = (augment or AudioAugment()) if training else None
-        self.row_bytes = 4 * config.clip.samples
+        super().__init__(source, training=augment is not None)
+        if augment is None and config.snr_db is not None and noise_bank is None:
+            raise SitusError(
+                f"{source.name}: has no background noise to add", field="audio.snr_db", value=config.snr_db
+            )
+        if augment is not None:
+            check_augment(augment)
+        self.config, self.scale, self.bank, self.seed, self.augment = config, scale, noise_bank, seed, augment
+        self.row_bytes = 2 * config.samples
 
     def to(self, device: torch.device) -> Self:
         """A copy whose scale and noise lie on the device."""
@@ -125,8 +125,8 @@ class AudioPipeline(Pipeline):
         return self.__dict__ | {"bank": None}  # workers only read: the noise stays with the loader
 
     def collate(self, epoch: int, draws: list[int], samples: list[dict[str, Any]]) -> dict[str, Tensor]:  # noqa: ARG002
-        """[b, T], and the labels."""
-        values = {"wave": torch.stack([sample["wave"] for sample in samples])}
+        """[b, T] int16, and the labels."""
+        values = {"wave": torch.stack([to_bits(sample["wave"]) for sample in samples])}
         if "label" in samples[0]:
             values["label"] = torch.tensor([sample["label"] for sample in samples])
         return values
@@ -140,28 +140,45 @@ class AudioPipeline(Pipeline):
             "cut": uniform(self.seed, epoch, ids, "audio.cut", (2,)),
             "level": uniform(self.seed, epoch, ids, "audio.level", (2,)),
         }
-        if self.augment.masks:
-            found["masks"] = uniform(self.seed, epoch, ids, "audio.masks", (self.augment.masks, 2))
+        if masks := self.augment.audio.masks:
+            found["masks"] = uniform(self.seed, epoch, ids, "audio.masks", (masks, 2))
         return found
 
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
-        """Features [B, N, C] or [B, 1, C, N], of mean 0 and deviation 1 over the training set."""
-        waves = self._heard(set_level(values["wave"], self.config.level), noise)
-        frames = (spectrogram(waves, self.config.features) - self.scale.mean) / self.scale.std
-        if self.augment is not None and self.augment.masks:
-            frames = mask_frames(frames, noise["masks"], self.augment)
-        inputs = frames if self.config.layout == "frames" else frames.transpose(1, 2)[:, None].contiguous()
-        return Batch(inputs, ids, {"label": values["label"]} if "label" in values else {})
+        targets = {"label": values["label"]} if "label" in values else {}
+        return self.mix(Batch(self.view(values["wave"], noise), ids, targets), noise)
+
+    def view(self, samples: Tensor, noise: Noise) -> Tensor:
+        """Features [B, 1, width, frames] of waves [B, T] int16, of mean 0 and deviation 1 over the training set."""
+        waves = self._heard(set_level(from_bits(samples), self.config.level), noise)
+        mean, std = self.scale
+        frames = (spectrogram(waves, self.config) - mean[:, None]) / std[:, None]
+        if "masks" in noise and self.augment is not None:
+            frames = mask_frames(frames, noise["masks"], self.augment.audio)
+        return frames[:, None].contiguous()
+
+    def mix(self, batch: Batch, noise: Noise) -> Batch:  # noqa: ARG002
+        """Label smoothing."""
+        if self.augment is None or not self.augment.label_smoothing or "label" not in batch.targets:
+            return batch
+        assert self.source.classes is not None, "labels come with classes"
+        soft = soft_labels(batch.targets["label"], len(self.source.classes), self.augment.label_smoothing)
+        return batch._replace(targets={"label": soft})
+
+    def shown(self, inputs: Tensor) -> Tensor:
+        """Grey levels [B, 1, width, frames] in [0, 1]: three deviations below the mean are 0, three above are 1."""
+        return (inputs / (2 * _SHOWN) + 0.5).clamp(0.0, 1.0)
 
     def _heard(self, waves: Tensor, noise: Noise) -> Tensor:
         """Shifted and with noise, as training or the wish for a noisy evaluation asks."""
         samples = waves.shape[1]
         if self.augment is not None:
-            waves = shift(waves, noise["shift"], round(self.augment.shift_ms * self.config.clip.rate / 1000))
+            audio = self.augment.audio
+            waves = shift(waves, noise["shift"], round(audio.shift_ms * self.config.rate / 1000))
             if self.bank is None:
                 return waves
-            loud = noise["level"][:, 0] * self.augment.noise_level
-            gain = torch.where(noise["level"][:, 1] < self.augment.noise_share, loud, 0.0)
+            loud = noise["level"][:, 0] * audio.noise_level
+            gain = torch.where(noise["level"][:, 1] < audio.noise_share, loud, 0.0)
             return add_noise(waves, self.bank.cut(noise["cut"], samples), gain)
         if self.config.snr_db is None or self.bank is None:
             return waves

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from situs.core.random import uniform
 from situs.data.augment.geometry import CROP_NOISE, resized_crop_boxes
-from situs.data.augment.recipes import NONE, AugmentConfig, apply, apply_mix, as_floats, draw, normalise
+from situs.data.augment.recipes import NONE, AugmentConfig, apply, apply_mix, as_floats, denormalise, draw, normalise
 from situs.data.batch import Batch
 from situs.data.late import beside, crop_resized, decode_on, pad, resize_padded
 from situs.data.pipeline import Noise, Pipeline
@@ -60,7 +60,7 @@ class ImagePipeline(Pipeline):
         # The worker has made the resized crop; a shift is made on the device.
         cropped = not held and augment is not None and augment.crop == "resized"
         self.rest = replace(augment, crop="none") if augment is not None and cropped else augment
-        self._apply = apply
+        self._apply, self.held = apply, held
         apart = cropped and len(source) > 0 and isinstance(source.origin(0)[0], EncodedSource)
         self.scaled, self.late = decoder == "scaled" and apart, decoder == "gpu" and apart and source.channels == 3
         self.by_rows, self.cuts = not self.late, resizer == "device" and cropped
@@ -232,11 +232,16 @@ class ImagePipeline(Pipeline):
         targets = {self.source.target: values["label"]} if "label" in values else {}
         return self.mix(Batch(self.view(values["image"], noise), ids, targets), noise)
 
-    def view(self, images: Tensor, noise: Noise) -> Tensor:
+    def view(self, samples: Tensor, noise: Noise) -> Tensor:
         """Normalised images, augmented in training; each by itself."""
         if self.rest is None:
-            return normalise(as_floats(images), self.mean, self.std)
-        return self._apply(images, noise, self.rest, self.size, self.mean, self.std)
+            if self.held:
+                samples = centre_crop(samples, self.size, self.crop_share)
+            return normalise(as_floats(samples), self.mean, self.std)
+        return self._apply(samples, noise, self.rest, self.size, self.mean, self.std)
+
+    def shown(self, inputs: Tensor) -> Tensor:
+        return denormalise(inputs, self.mean, self.std)
 
     def mix(self, batch: Batch, noise: Noise) -> Batch:
         """MixUp, CutMix and label smoothing, which look at two samples of a batch."""

@@ -5,129 +5,36 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from situs.config import Checked
+from situs.data.audio_pipeline import AudioPipeline, Scale, measure_scale
 from situs.data.augment.recipes import AugmentConfig
 from situs.data.batch import Batch
 from situs.data.blocks import BlockOrder, block_order
-from situs.data.image_pipeline import Decoder, ImagePipeline, Resizer, centre_crop
+from situs.data.config import BATCH, NO_DATA, DataConfig
+from situs.data.image_pipeline import ImagePipeline
 from situs.data.pipeline import Pipeline
 from situs.data.resident import Progress, Resident, load_resident
 from situs.data.sampler import BatchPlan, batches_for, sample_of
-from situs.data.sources import open_source
+from situs.data.sources import SAMPLES, kind_of, open_source
+from situs.data.sources.audio import noise_folder, read_noise
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.images import BrokenImageError
+from situs.data.sources.speech import part_of
 from situs.data.sources.subset import Subset
 from situs.data.streaming import WorkerStream
 from situs.errors import SitusError
-from situs.limits import Count, Natural, Positive, Within
 
-_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # On a GPU, batches smaller than this many numbers are augmented several at a time: a sample's view does not depend on
 # its batch, and a small batch costs the launching of its kernels, not their work.
 _AT_ONCE = 1 << 24
 _PROBES = 16
 _LARGEST = 8  # times the size the model sees
-BATCH = 256
-NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of clothes"
-
-
-@dataclass(frozen=True)
-class DataConfig(Checked):
-    """Where the images are and how they come to the model."""
-
-    path: str = ""
-    """Image folder, folder of parquet or tar files, CIFAR batches, or "samples" for the embedded set."""
-
-    split: str | None = None
-    """train, val or test; by default the training split where there is one, and val for evaluation."""
-
-    multi_label: bool = False
-    """Whether an image has any number of the classes: by a table among the files, or by a list or 0/1 columns of
-    parquet files. By default it has one."""
-
-    held_out: Annotated[float, Within("[0, 1)")] = 0.0
-    """Share of data without a val or test split that is held out as both, by the images' names; train is the rest."""
-
-    img_size: Count | tuple[Count, Count] | None = None
-    """Side of the square, or height and width, that the model sees; by default the model's own."""
-
-    channels: Count = 3
-    """Channels the model sees: grey is repeated to 3, RGB weighed to 1, others must match."""
-
-    count: Count | None = None
-    """Train on at most so many of the images, chosen at random and the same every time; by default on all."""
-
-    batch: Count | None = None
-    """Images a step over all ranks; by default 256, or all of a smaller set."""
-
-    workers: Natural = 4
-    """Processes that decode a streamed set, at most one a core; 0 decodes in the main process."""
-
-    decode: Decoder = "auto"
-    """How a streamed JPEG is read for training. cpu: whole. scaled: at 1/2, 1/4 or 1/8 of its sides where its crop asks
-    for no more, which saves time on large photographs and changes their pixels a little. gpu: by nvJPEG on the device,
-    whose pixels differ from libjpeg's by a level or two; for hosts with few cores. auto: cpu."""
-
-    resize: Resizer = "worker"
-    """Who brings the random crops of a streamed set to their size: the workers, or the device, to the same bits; for
-    hosts whose cores cannot keep up."""
-
-    resident: Literal["auto", "always", "never"] = "auto"
-    """Whether the set is decoded once and kept on the device; auto: small images of one size that fit."""
-
-    resident_gib: Positive = 4.0
-    """Memory that a resident set may take."""
-
-    order: Literal["auto", "exact", "blocks"] = "auto"
-    """How a streamed set is shuffled: any sample anywhere, or mixed within a window of blocks, each read once; auto:
-    blocks for parquet files that memory does not hold, and for remote shards of more than 64 GiB."""
-
-    window_gib: Positive = 2.0
-    """Memory of the blocks that are mixed at a time, over all workers and ranks."""
-
-    crop_share: Annotated[float, Within("(0, 1]")] = 1.0
-    """Evaluation: share of the image's shorter side that the centre crop keeps (ImageNet: 0.875)."""
-
-    mean: tuple[float, ...] = ()
-    """Mean of each channel, subtracted; default: ImageNet's for three channels, else 0.5."""
-
-    std: tuple[Positive, ...] = ()
-    """Deviation of each channel, divided by; default: ImageNet's for three channels, else 0.25."""
-
-    seed: int = 0
-    """Seed of order and augmentation."""
-
-    strict: bool = False
-    """Stop at a broken image instead of skipping it."""
-
-    def check(self) -> None:
-        for name in ("mean", "std"):
-            if len(getattr(self, name)) not in {0, self.channels}:
-                allowed = f"{self.channels} numbers, one a channel"
-                raise SitusError(field=(name, "channels"), value=getattr(self, name), allowed=allowed)
-
-    def wanted(self) -> dict[str, Any]:
-        """How the set is asked for, by the arguments of `open_source`."""
-        return {name: getattr(self, name) for name in ("channels", "strict", "held_out", "multi_label")}
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """Height and width that the model sees."""
-        if self.img_size is None:
-            raise SitusError("img_size: must be given where no model says it", field="img_size")
-        return (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
-
-    @property
-    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean and deviation of each channel, with the defaults filled in."""
-        mean, std = _IMAGENET if self.channels == 3 else ((0.5,) * self.channels, (0.25,) * self.channels)
-        return self.mean or mean, self.std or std
 
 
 class Loader(ABC):
@@ -156,6 +63,10 @@ class Loader(ABC):
         return (
             f"{self.plan.n} samples {f'in blocks ({order.mark})' if isinstance(order, BlockOrder) else 'in any order'}"
         )
+
+    def shown(self, inputs: Tensor) -> Tensor:
+        """Its inputs as pictures for people, [B, C, H, W] in [0, 1]."""
+        return self.pipeline.shown(inputs)
 
     @property
     def mean(self) -> Tensor:
@@ -190,12 +101,10 @@ class Loader(ABC):
 
 
 class ResidentLoader(Loader):
-    """The whole set of images on the device; a batch is an index into it."""
+    """The whole set on the device, images or clips; a batch is an index into it."""
 
-    pipeline: ImagePipeline
-
-    def __init__(self, pipeline: ImagePipeline, plan: BatchPlan, held: Resident) -> None:
-        super().__init__(pipeline, plan, held.images.device)
+    def __init__(self, pipeline: Pipeline, plan: BatchPlan, held: Resident) -> None:
+        super().__init__(pipeline, plan, held.samples.device)
         self.held = held
 
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]:
@@ -212,21 +121,17 @@ class ResidentLoader(Loader):
     def _steps_at_once(self) -> int:
         if self.device.type == "cpu" or not self.pipeline.training:
             return 1
-        height, width = self.pipeline.size
         share = self.plan.batch // self.plan.world
-        return max(1, _AT_ONCE // (share * self.held.images.shape[1] * height * width))
+        return max(1, _AT_ONCE // (share * self.pipeline.row_bytes))
 
     def _augmented(self, steps: list[Tensor], epoch: int) -> Iterator[Batch]:
         ids, pipeline = torch.cat(steps), self.pipeline
         rows = sample_of(ids)
-        if len(self.held.images) < len(self.source):  # a broken image must not give its number to the next
+        if len(self.held.samples) < len(self.source):  # a broken one must not give its number to the next
             ids = ids - rows + self.held.index[rows]
-        images = self.held.images[rows]
         targets = {} if self.held.labels is None else {self.source.target: self.held.labels[rows]}
-        if not pipeline.training:
-            images = centre_crop(images, pipeline.size, pipeline.crop_share)
         noise = pipeline.noise(ids, epoch)
-        together = Batch(pipeline.view(images, noise), ids, targets)
+        together = Batch(pipeline.view(self.held.samples[rows], noise), ids, targets)
         # Pairs stay within their batch where batches are even, so that all of them are mixed at once.
         even = all(len(part) % 2 == 0 for part in steps)
         if even:
@@ -239,9 +144,9 @@ class ResidentLoader(Loader):
 
     def describe(self) -> str:
         """Count, size and memory."""
-        count, channels, height, width = self.held.images.shape
-        mib = self.held.images.nbytes / 2**20
-        held = f"{count} images of {channels} × {height} × {width} on {self.device}, {mib:.0f} MiB"
+        count, *sides = self.held.samples.shape
+        mib, size = self.held.samples.nbytes / 2**20, " × ".join(map(str, sides)) + " samples" * (len(sides) == 1)
+        held = f"{count} {self.source.things} of {size} on {self.device}, {mib:.0f} MiB"
         return "\n".join([f"{self.source.name}: {held}", *self.source.notes])
 
 
@@ -269,7 +174,7 @@ class StreamLoader(Loader):
         """Count and workers."""
         count = self.stream.workers
         by = f"by {count} worker{'s' if count > 1 else ''}" if count else "without workers"
-        said = f"{self.source.name}: {len(self.source)} images streamed {by}{self.order}"
+        said = f"{self.source.name}: {len(self.source)} {self.source.things} streamed {by}{self.order}"
         return "\n".join([said, *self.source.notes])
 
 
@@ -292,16 +197,18 @@ def make_loader(
     if source is None:
         if not config.path:
             raise SitusError(NO_DATA, field="data")
+        config = settle(config)
         split = config.split or (None if augment is not None else "val")
         source = open_source(config.path, split, **config.wanted())
     if augment is not None and config.count is not None:
         source = Subset(source, config.count)
-    size = _resident_size(source, config)
+    clips = config.kind == "audio"
+    size = None if clips else _resident_size(source, config)
     held = None
-    if size is not None:
+    if size is not None or (clips and _holds_clips(source, config)):
         held = load_resident(source, device, size, max_bytes=int(config.resident_gib * 2**30), progress=progress)
     training = augment is not None
-    count = len(source) if held is None else len(held.images)
+    count = len(source) if held is None else len(held.samples)
     plan = BatchPlan(
         count,
         config.batch or default_batch(count, world, training=training),
@@ -312,23 +219,58 @@ def make_loader(
         shuffle=training,
         drop_last=training,
     )
-    pipeline = ImagePipeline(
-        source,
-        config.size,
-        config.seed,
-        augment,
-        crop_share=config.crop_share,
-        normalisation=config.normalisation,
-        held=held is not None,
-        decoder=config.decode,
-        resizer=config.resize,
-    )
+    pipeline = (_clips if clips else _images)(source, config, augment, held=held is not None)
     if held is not None:
         return ResidentLoader(pipeline, plan, held)
     if config.decode == "gpu" and device.type != "cuda":
         raise SitusError(field="decode", value="gpu", allowed="auto, cpu or scaled without a CUDA device")
     plan, said = with_order(plan, source, config) if training else (plan, "")
     return StreamLoader(pipeline, plan, device, config.workers, said)
+
+
+def settle(config: DataConfig) -> DataConfig:
+    """The config with what its data says: that it is clips, of one channel, and the mean and deviation of their frames.
+
+    The same data always gives the same config. Images are left as they are.
+    """
+    if not config.path or config.path == SAMPLES or (config.kind or kind_of(config.path)) == "image":
+        return config
+    # The size is checked by the config itself, and the channels of clips are no choice.
+    config = replace(config, kind="audio", channels=1, img_size=config.img_size or config.audio.size)
+    if config.mean and config.std:
+        return config
+    scale = measure_scale(open_source(config.path, config.split, **config.wanted()), config.audio)
+    mean, std = (tuple(round(value, 4) for value in part.tolist()) for part in scale)
+    return replace(config, mean=config.mean or mean, std=config.std or std)
+
+
+def _images(source: Source, config: DataConfig, augment: AugmentConfig | None, *, held: bool) -> Pipeline:
+    return ImagePipeline(
+        source,
+        config.size,
+        config.seed,
+        augment,
+        crop_share=config.crop_share,
+        normalisation=config.normalisation,
+        held=held,
+        decoder=config.decode,
+        resizer=config.resize,
+    )
+
+
+def _clips(source: Source, config: DataConfig, augment: AugmentConfig | None, *, held: bool) -> Pipeline:  # noqa: ARG001
+    """Noise is read where training or the evaluation mixes some in; a split has its own part of it."""
+    bank, noisy = None, config.audio.snr_db is not None
+    if augment is not None:
+        noisy = augment.audio.noise_share > 0 and augment.audio.noise_level > 0
+    if noisy and (config.path or config.audio.noise):
+        folder = noise_folder(Path(config.path).expanduser(), config.audio)
+        bank, notes = read_noise(folder, part_of(config.split or ("val" if augment is None else None)), config.audio)
+        source.notes += notes
+        if bank is None:
+            source.notes.append(f"{source.name}: has no background noise, so that none is mixed in")
+    scale = Scale(*(torch.tensor(part) for part in config.normalisation))
+    return AudioPipeline(source, config.audio, scale, augment=augment, noise_bank=bank, seed=config.seed)
 
 
 def with_order(plan: BatchPlan, source: Source, config: DataConfig) -> tuple[BatchPlan, str]:
@@ -350,6 +292,12 @@ def default_batch(count: int, world: int, *, training: bool) -> int:
     """Images a step where nobody said how many: 256, or for training all of a smaller set; a multiple of the ranks."""
     batch = min(BATCH, count) if training else BATCH
     return max(world, batch - batch % world)
+
+
+def _holds_clips(source: Source, config: DataConfig) -> bool:
+    """Whether clips are decoded once: decoding a second of sound costs more than training a small model on it."""
+    fits = len(source) * 2 * config.audio.samples <= config.resident_gib * 2**30
+    return config.resident == "always" or (config.resident == "auto" and fits)
 
 
 def _resident_size(source: Source, config: DataConfig) -> tuple[int, int] | None:

@@ -86,7 +86,9 @@ class Pipeline(ABC):
                 if blocks and offset:
                     self._release_other(row, index)
         if self.training:
-            raise SitusError(f"{self.source.name}: none of its {count} images can be read; {broken[-1][1]}")
+            raise SitusError(
+                f"{self.source.name}: none of its {count} {self.source.things} can be read; {broken[-1][1]}"
+            )
         return None
 
     def _release_other(self, row: int, index: int) -> None:
@@ -125,3 +127,15 @@ class Pipeline(ABC):
     @abstractmethod
     def finish(self, values: Mapping[str, Tensor], ids: Tensor, noise: Noise) -> Batch:
         """The batch that a method sees."""
+
+    def view(self, samples: Tensor, noise: Noise) -> Tensor:
+        """Of a modality that can be held on the device: what samples [B, …] held there become, each by itself."""
+        raise NotImplementedError
+
+    def mix(self, batch: Batch, noise: Noise) -> Batch:  # noqa: ARG002  (those who look at pairs use it)
+        """What comes after `view` and looks at the labels, or at two samples of a batch."""
+        return batch
+
+    def shown(self, inputs: Tensor) -> Tensor:
+        """A model's inputs as pictures for people, [B, C, H, W] in [0, 1]."""
+        raise NotImplementedError

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from situs.data.audio_pipeline import to_bits
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.images import BrokenImageError, centre_fit, to_channels
 from situs.errors import SitusError
@@ -21,9 +22,12 @@ Progress = Callable[[int, int], None]
 
 
 class Resident(NamedTuple):
-    """images: [n, C, H, W] uint8, or float32 in [0, 1]. labels: [n] int64, or [n, K] int8. index: [n] source's rows."""
+    """samples: [n, C, H, W] uint8, or float32 in [0, 1]; of clips [n, T] int16. labels: [n] int64, or [n, K] int8.
 
-    images: Tensor
+    index: [n] source's rows.
+    """
+
+    samples: Tensor
     labels: Tensor | None
     index: Tensor
 
@@ -37,13 +41,13 @@ def load_resident(
     threads: int | None = None,
     progress: Progress | None = None,
 ) -> Resident:
-    """Every readable image of `source` as one tensor on `device`.
+    """Every readable image or clip of `source` as one tensor on `device`.
 
     size:     (height, width) that each image is resized and centre-cropped to; None keeps the images'
               own size, and then all must have the same.
-    progress: called with (images done, images in all) as the decoding goes on.
+    progress: called with (samples done, samples in all) as the decoding goes on.
 
-    Broken images are left out and noted in `source.skipped`, unless the source is strict.
+    Broken ones are left out and noted in `source.skipped`, unless the source is strict.
     """
     if isinstance(source, TensorSource):
         images, labels, index = _from_tensor(source, size, max_bytes)
@@ -60,7 +64,7 @@ def _check_bytes(source: Source, shape: tuple[int, ...], dtype: torch.dtype, max
         needed *= side
     if needed > max_bytes:
         raise SitusError(
-            f"{source.name}: {len(source)} images take {needed / 2**30:.1f} GiB and "
+            f"{source.name}: {len(source)} {source.things} take {needed / 2**30:.1f} GiB and "
             f"{max_bytes / 2**30:.1f} GiB are allowed; "
             "allow more or stream them (resident: never)",
             field=("resident_gib", "resident"),
@@ -88,8 +92,8 @@ def _decode_all(
     progress: Progress | None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     count = len(source)
-    first = _first_readable(source)
-    shape = (first.shape[0], *(size or first.shape[1:]))
+    first = _first_readable(source, size)
+    shape = tuple(first.shape)
     _check_bytes(source, shape, first.dtype, max_bytes)
     images = torch.empty((count, *shape), dtype=first.dtype)
     labels = None
@@ -108,8 +112,8 @@ def _decode_all(
                     raise
                 broken.append((index, str(error)))
                 continue
-            image = sample["image"] if size is None else centre_fit(sample["image"], *size)
-            images[index] = _same_form(image, images, index, source)
+            held = _held(sample, size)
+            images[index] = held if "wave" in sample else _same_form(held, images, index, source)
             if labels is not None and "label" in sample:
                 labels[index] = sample["label"]
             good[index] = True
@@ -127,16 +131,23 @@ def _decode_all(
     return images[index], None if labels is None else labels[index], index
 
 
-def _first_readable(source: Source) -> Tensor:
+def _held(sample: dict[str, Any], size: tuple[int, int] | None) -> Tensor:
+    """A sample as it is held: a clip in 16 bits, an image at the wanted size."""
+    if "wave" in sample:
+        return to_bits(sample["wave"])
+    return sample["image"] if size is None else centre_fit(sample["image"], *size)
+
+
+def _first_readable(source: Source, size: tuple[int, int] | None) -> Tensor:
     reason = "it is empty"
     for index in range(len(source)):
         try:
-            return source.read(index)["image"]
+            return _held(source.read(index), size)
         except BrokenImageError as error:
             if source.strict:
                 raise
             reason = str(error)
-    raise SitusError(f"{source.name}: none of its {len(source)} images can be read; the last: {reason}")
+    raise SitusError(f"{source.name}: none of its {len(source)} {source.things} can be read; the last: {reason}")
 
 
 def _same_form(image: Tensor, images: Tensor, index: int, source: Source) -> Tensor:

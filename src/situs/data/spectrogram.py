@@ -116,7 +116,7 @@ class SpectrogramConfig(Checked):
 
 
 def spectrogram(waves: Tensor, config: SpectrogramConfig) -> Tensor:
-    """waves: [B, T] float in [-1, 1]. The features of each frame, [B, frames, width], in decibels or MFCCs of them."""
+    """waves: [B, T] float in [-1, 1]. Their features, [B, width, frames]: decibels, or MFCCs of them."""
     config.frames(waves.shape[-1])  # refuses a wave that fills no frame
     tables = _tables(config, waves.dtype, waves.device)
     if config.centred:
@@ -127,11 +127,11 @@ def spectrogram(waves: Tensor, config: SpectrogramConfig) -> Tensor:
     levels = 10 * (power @ tables.mels).clamp(min=_LEAST_POWER).log10()
     if config.range_db is not None:
         levels = torch.maximum(levels, levels.amax((-2, -1), keepdim=True) - config.range_db)
-    return levels if tables.cosines is None else levels @ tables.cosines
+    return levels.mT if tables.cosines is None else tables.cosines @ levels.mT
 
 
 class _Tables(NamedTuple):
-    """window: [n]. mels: [n // 2 + 1, M]. cosines: [M, C], of MFCCs."""
+    """window: [n]. mels: [n // 2 + 1, M]. cosines: [C, M], of MFCCs."""
 
     window: Tensor
     mels: Tensor
@@ -144,7 +144,7 @@ def _tables(config: SpectrogramConfig, dtype: torch.dtype, device: torch.device)
     spare = config.transform - config.window
     window = torch.hann_window(config.window, dtype=torch.float64)
     window = F.pad(window, (spare // 2, spare - spare // 2))
-    cosines = _cosines(config.mels)[:, : config.coefficients] if config.kind == "mfcc" else None
+    cosines = _cosines(config.mels)[: config.coefficients] if config.kind == "mfcc" else None
     return _Tables(
         window.to(device, dtype),
         _mel_bank(config).to(device, dtype),
@@ -171,8 +171,8 @@ def _hertz(mels: Tensor) -> Tensor:
 
 
 def _cosines(count: int) -> Tensor:
-    """[M, M] float64: the orthonormal cosine transform (DCT-II), a column a coefficient."""
+    """[M, M] float64: the orthonormal cosine transform (DCT-II), a row a coefficient."""
     places = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)
-    table = torch.cos(places[:, None] * torch.arange(count, dtype=torch.float64)) * math.sqrt(2 / count)
-    table[:, 0] /= math.sqrt(2)
+    table = torch.cos(torch.arange(count, dtype=torch.float64)[:, None] * places) * math.sqrt(2 / count)
+    table[0] /= math.sqrt(2)
     return table

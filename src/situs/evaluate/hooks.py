@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from situs.data.loader import BATCH, Loader, make_loader
+from situs.data.config import BATCH
+from situs.data.loader import Loader, make_loader
 from situs.data.sources import open_source
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError

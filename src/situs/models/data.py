@@ -13,7 +13,6 @@ from typing import TypedDict
 
 from torch import Tensor, nn
 
-from situs.data.augment.recipes import denormalise
 from situs.data.loader import Loader, make_loader
 from situs.data.sources import judged_split, open_source
 from situs.data.sources.base import Source
@@ -90,7 +89,7 @@ def load_set(
     elif data or config.path:
         path = str(data or config.path)
         config = replace(config, path=path)
-        chosen = split or judged_split(path, config.held_out, multi_label=config.multi_label)
+        chosen = split or judged_split(path, config.held_out, multi_label=config.multi_label, kind=config.kind)
         source = open_source(path, chosen, **config.wanted())
         if chosen is None:
             told = ", those of the training too" if data is None else ""
@@ -183,7 +182,7 @@ def examples(loader: Loader, count: int) -> Tensor:
     batch = next(iter(loader), None)
     if batch is None:
         raise SitusError(f"{loader.source.name}: has no {loader.source.things}", field="data")
-    return denormalise(batch.inputs[:count], loader.mean, loader.std).cpu()
+    return loader.shown(batch.inputs[:count]).cpu()
 
 
 def made_with(

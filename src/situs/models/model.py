@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from situs.backbones.base import Backbone
-from situs.data.loader import DataConfig
+from situs.data.config import DataConfig
 from situs.errors import SitusError
 from situs.methods.base import Method
 from situs.results import Origin, percent

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from situs.backbones.base import Backbone
-from situs.data.loader import DataConfig
+from situs.data.config import DataConfig
 from situs.files import read_json
 from situs.train.export import MULTI_LABEL, PREPARED
 

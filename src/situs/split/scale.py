@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from situs.backbones.base import Backbone
-from situs.data.loader import DataConfig, make_loader
+from situs.data.config import DataConfig
+from situs.data.loader import make_loader
 from situs.data.sources.base import Source
 from situs.data.sources.subset import Subset
 

@@ -29,7 +29,7 @@ from situs.train.contract import Hook, RunState, TrainLoader, TrainResult
 from situs.train.interrupt import Interrupt
 from situs.train.log import TRACKERS, Log, machine, memory_gib
 from situs.train.nan import FiniteCheck, save_bad_step
-from situs.train.optim import OptimConfig, peak_rate, rate_at, warmup_steps
+from situs.train.optim import OptimConfig, asked_warmup, peak_rate, rate_at, warmup_steps
 from situs.train.step import Moment, Stepper, Update
 
 Tracker = Annotated[str, Rule(f"one of {', '.join(sorted(TRACKERS))}", TRACKERS.__contains__)]
@@ -175,10 +175,12 @@ class _Loop:
         if not held:
             seed_generators(config.seed, self.step)
         self.log = Log(run, self.step, self.total, config.trackers, Console(quiet=True) if quiet else None)
-        if (warmup := warmup_steps(optim, self.per_epoch, self.total)) < round(optim.warmup_epochs * self.per_epoch):
+        if (warmup := warmup_steps(optim, self.per_epoch, self.total)) < asked_warmup(optim, self.per_epoch):
+            by_steps = optim.warmup_steps is not None
+            asked = f"{optim.warmup_steps} steps" if by_steps else f"{optim.warmup_epochs:g} epochs"
             run.notes.append(
-                f"the warm-up of {optim.warmup_epochs:g} epochs does not end within the run: it is shortened to "
-                f"{warmup} of the {self.total} steps (optim.warmup_epochs)"
+                f"the warm-up of {asked} does not end within the run: it is shortened to {warmup} of the {self.total} "
+                f"steps (optim.warmup_{'steps' if by_steps else 'epochs'})"
             )
         for note in run.notes:
             self.log.say(note)

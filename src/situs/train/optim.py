@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from situs.config import Checked
 from situs.errors import SitusError
-from situs.limits import Count, NotNegative, Positive, Within
+from situs.limits import Count, Natural, NotNegative, Positive, Within
 from situs.methods.base import Method
 
 _torch: Any = torch  # its stubs do not export the foreach kernels
@@ -47,11 +47,20 @@ class OptimConfig(Checked):
     eps: Positive = 1e-8
     """Added to the root of the second moment."""
 
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the rate falls from its peak to `min_lr` after the warm-up."""
+    schedule: Literal["cosine", "linear", "constant", "halving"] = "cosine"
+    """How the rate falls from its peak to `min_lr` after the warm-up; halving: by half after every `halve_every`."""
+
+    halve_every: Count = 10_000
+    """halving: updates between two halvings, counted from the run's first."""
 
     warmup_epochs: NotNegative = 5.0
     """Epochs over which the rate rises linearly from 0, step by step."""
+
+    warmup_steps: Natural | None = None
+    """Updates of the warm-up, in place of `warmup_epochs`."""
+
+    warmup_lr: Positive | None = None
+    """One rate for the whole warm-up, which then does not rise; None: it rises from 0."""
 
     min_lr: NotNegative = 1e-6
     """Where the rate ends."""
@@ -85,16 +94,23 @@ def peak_rate(config: OptimConfig, global_batch: int) -> float:
     return config.lr if config.lr is not None else config.base_lr * global_batch / config.lr_reference
 
 
+def asked_warmup(config: OptimConfig, steps_per_epoch: int) -> int:
+    """The updates of the warm-up that the config asks for."""
+    return round(config.warmup_epochs * steps_per_epoch) if config.warmup_steps is None else config.warmup_steps
+
+
 def warmup_steps(config: OptimConfig, steps_per_epoch: int, total: int) -> int:
     """How many of a run's `total` steps the rate rises for: a tenth where the warm-up would not end within the run."""
-    asked = round(config.warmup_epochs * steps_per_epoch)
+    asked = asked_warmup(config, steps_per_epoch)
     return asked if asked < total else total // 10
 
 
 def rate_at(step: int, total: int, warmup: int, peak: float, config: OptimConfig) -> float:
     """The rate of the update number `step` (the first is 0) of `total`, of which the first `warmup` rise."""
     if step < warmup:
-        return peak * (step + 1) / warmup
+        return peak * (step + 1) / warmup if config.warmup_lr is None else config.warmup_lr
+    if config.schedule == "halving":
+        return max(min(config.min_lr, peak), peak * 0.5 ** (step // config.halve_every))
     share = (step - warmup) / max(1, total - warmup)
     low = min(config.min_lr, peak)
     return low + (peak - low) * RATES[config.schedule](min(1.0, share))

@@ -1,8 +1,8 @@
 """A whole run from one config: backbone, data, method, optimiser, loop, folder.
 
-The config holds what the user chose, with paths that hold from anywhere and the size of the images, which is the
-model's own unless it is given (`settled`). What else follows (the model's channels from the data's, the classes from
-the labels) is computed here and never written back.
+The config holds what the user chose, with paths that hold from anywhere, the size of the images, which is the model's
+own unless it is given, and the mean and deviation of clips (`settled`). What else follows (the model's channels from
+the data's, the classes from the labels) is computed here and never written back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from situs.backbones.lora import merge_lora
 from situs.backbones.shapes import shapes_alone
 from situs.config import Checked, choice, choices_of, from_dict
 from situs.data.augment.recipes import AugmentConfig
-from situs.data.loader import BATCH, NO_DATA, DataConfig, Loader, make_loader
+from situs.data.config import BATCH, NO_DATA, DataConfig
+from situs.data.loader import Loader, make_loader, settle
 from situs.data.sources import SAMPLES
 from situs.errors import SitusError
 from situs.files import cache_folder
@@ -50,10 +51,10 @@ class RunConfig(Checked):
     """The model. Its image size, channels and classes follow from the data."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    """The images."""
+    """The images, or clips of sound."""
 
     augment: AugmentConfig = field(default_factory=AugmentConfig)
-    """What happens to a training image."""
+    """What happens to a training image or clip."""
 
     optim: OptimConfig = field(default_factory=OptimConfig)
     """How the weights move."""
@@ -87,6 +88,9 @@ def settled(config: RunConfig) -> RunConfig:
         raise SitusError(NO_DATA, field="data")
     if data.path != SAMPLES:
         data = replace(data, path=_absolute(data.path))
+    if data.audio.noise is not None:
+        data = replace(data, audio=replace(data.audio, noise=_absolute(data.audio.noise)))
+    data = settle(data)
     if init is not None:
         init = _absolute(init)
     name, mark = backbone.name.removeprefix("hf:"), "hf:" if backbone.name.startswith("hf:") else ""
@@ -232,7 +236,7 @@ def train_run(
         loader = make_training_loader(config, ranks)
         speak(loader.describe())
         if config.data.batch is None and loader.global_batch < BATCH:
-            speak(f"batch {loader.global_batch}: the set has no more images for a step")
+            speak(f"batch {loader.global_batch}: the set has no more {loader.source.things} for a step")
         told = _tell_skipped(loader, 0, speak)
         method = make_method(config, loader.classes)
         if config.init is not None and fresh:
@@ -290,7 +294,7 @@ def _begins(run: RunFolder | None, start_over: bool, ranks: distributed.Ranks) -
 
 
 def _tell_skipped(loader: Loader, told: int, speak: Callable[[str], None]) -> int:
-    """Says how many images were broken, where they are more than `told`; gives their number."""
+    """Says how many samples were broken, where they are more than `told`; gives their number."""
     found = len(loader.source.skipped)
     if found > told:
         speak(str(loader.source.skip_report()))

@@ -42,7 +42,7 @@ def test_noise_lies_so_many_decibels_below() -> None:
 
 def test_masks_as_one_draws_them_by_hand() -> None:
     augment = AudioAugment(time_masks=2, time_width=5, band_masks=1, band_width=30)
-    frames = normal(0, 0, IDS, "frames", (12, 8)) + 9
+    frames = normal(0, 0, IDS, "frames", (8, 12)) + 9
     numbers = uniform(1, 0, IDS, "masks", (augment.masks, 2))
     masked = mask_frames(frames, numbers, augment)
     widths = set()
@@ -52,9 +52,9 @@ def test_masks_as_one_draws_them_by_hand() -> None:
             width = int(numbers[row, number, 0] * (widest + 1))
             start = int(numbers[row, number, 1] * (size - width + 1))
             if number < 2:
-                wanted[start : start + width] = 0
-            else:
                 wanted[:, start : start + width] = 0
+            else:
+                wanted[start : start + width] = 0
             widths.add((number, width))
         assert torch.equal(masked[row], wanted)
     assert {width for number, width in widths if number < 2} == set(range(6))

@@ -23,7 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from situs.data.loader import DataConfig, make_loader
+from situs.data.config import DataConfig
+from situs.data.loader import make_loader
 from situs.data.sources import open_source
 from situs.errors import SitusError
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from situs.data.sources.audio import ClipConfig, ClipFiles, NoiseBank, decode_wave, fit, read_noise, resample
+from situs.data.audio import AudioConfig
+from situs.data.sources.audio import ClipFiles, NoiseBank, decode_wave, fit, read_noise, resample
 from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 
@@ -83,7 +84,7 @@ class TestDecoding:
         (folder / "README.md").write_text("of the noise")
         parts = {}
         for split, low, high in (("train", 0.0, 0.8), ("val", 0.8, 0.9), ("test", 0.9, 1.0)):
-            bank, notes = read_noise(tmp_path, split)
+            bank, notes = read_noise(tmp_path / "_background_noise_", split)
             assert bank is not None
             assert len(bank.starts) == 1
             assert any("c.wav" in note for note in notes) and any("a.wav" in note for note in notes)
@@ -118,7 +119,7 @@ def test_shorter_and_longer_clips() -> None:
     wave = torch.arange(1.0, 6.0)
     assert fit(wave, 3).tolist() == [1, 2, 3]
     assert fit(wave, 7).tolist() == [1, 2, 3, 4, 5, 0, 0]
-    assert ClipConfig(seconds=0.5, rate=8000).samples == 4000
+    assert AudioConfig(seconds=0.5, rate=8000, mels=20, coefficients=20).samples == 4000
 
 
 def test_a_cut_never_leaves_its_file() -> None:

@@ -15,7 +15,8 @@ import torch
 from PIL import Image
 
 from situs.data.augment.recipes import RECIPES
-from situs.data.loader import DataConfig, make_loader
+from situs.data.config import DataConfig
+from situs.data.loader import make_loader
 from situs.data.sampler import sample_of
 from situs.data.sources import open_source, parquet
 from situs.data.sources.images import BrokenImageError

@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from situs.data.audio import AudioConfig
 from situs.data.sources.images import BrokenImageError
 from situs.data.sources.speech import SILENCE, UNKNOWN, WORDS, Commands, hashed_split, open_speech, part_of
 from situs.errors import SitusError
 
+COMMANDS, EMPTY = AudioConfig(task="commands"), AudioConfig(task="commands", silence="empty")
 pytest.importorskip("soundfile", reason="the extra `audio` is not installed")
 
 RATE = 16_000
@@ -94,7 +96,7 @@ def test_without_lists_the_official_hash(folder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("split", "words"), [("train", 90), ("val", 20), ("test", 10)])
 def test_the_task_of_twelve_classes(folder: Path, split: str, words: int) -> None:
-    source = open_speech(folder, split, task="commands")
+    source = open_speech(folder, split, audio=COMMANDS)
     assert isinstance(source, Commands)
     assert source.classes == (SILENCE, UNKNOWN, *WORDS)
     share = words // 10
@@ -103,11 +105,11 @@ def test_the_task_of_twelve_classes(folder: Path, split: str, words: int) -> Non
     for index, label in enumerate(labels):
         word = source.key(index).partition("/")[0]
         assert source.classes[label] == (word if word in WORDS or word == SILENCE else UNKNOWN)
-    again = open_speech(folder, split, task="commands")
+    again = open_speech(folder, split, audio=COMMANDS)
     assert all(torch.equal(source.read(i)["wave"], again.read(i)["wave"]) for i in range(len(source)))
     silent = [source.read(index)["wave"] for index in range(len(source)) if labels[index] == 0]
     assert all(0 < float(wave.abs().max()) <= 0.5 for wave in silent)
-    empty = open_speech(folder, split, task="commands", silence="empty")
+    empty = open_speech(folder, split, audio=EMPTY)
     assert not empty.read(len(empty) - 1)["wave"].any() and empty.read(len(empty) - 1)["label"] == 0
 
 
@@ -117,9 +119,9 @@ def test_too_few_unknown_words_are_told(folder: Path, tmp_path: Path) -> None:
         for file in (folder / word).glob("*" if word != "bed" else "0000000b*"):
             (tmp_path / word / file.name).hardlink_to(file)
     (tmp_path / "validation_list.txt").write_text("")
-    with pytest.raises(SitusError, match="no _background_noise_ to cut silence from"):
-        open_speech(tmp_path, "train", task="commands")
-    source = open_speech(tmp_path, "train", task="commands", silence="empty")
+    with pytest.raises(SitusError, match="_background_noise_: no noise to cut silence from"):
+        open_speech(tmp_path, "train", audio=COMMANDS)
+    source = open_speech(tmp_path, "train", audio=EMPTY)
     assert len(source) == 120 + 1 + 12
     assert any("1 clips of unknown words, where the task takes 12" in note for note in source.notes)
 
@@ -183,7 +185,7 @@ def test_parquet_with_an_audio_column(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(source.read(0)["wave"], direct.read(0)["wave"])
     with pytest.raises(BrokenImageError, match="row 2 of row group 0"):
         source.read(2)
-    commands = open_speech(tmp_path, "train", task="commands")
+    commands = open_speech(tmp_path, "train", audio=COMMANDS)
     assert np.bincount(commands.labels, minlength=12).tolist() == [0, 12, *[12] * 10] and commands.silent == 12
     pq.write_table(pa.table({"image": rows}), tmp_path / "train-0.parquet")
     with pytest.raises(SitusError, match="has no audio column, one of audio"):
@@ -200,7 +202,7 @@ def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
         open_speech(tmp_path / "a.txt")
     write(tmp_path / "a" / "1.wav", tone(0, 0))
     with pytest.raises(SitusError, match="has no clips of yes, no, up"):
-        open_speech(tmp_path, "train", task="commands", silence="empty")
+        open_speech(tmp_path, "train", audio=EMPTY)
     with pytest.raises(SitusError, match="one of train, val, test"):
         open_speech(tmp_path, "tset")
     assert [part_of(name) for name in (None, "training", "valid", "validation", "test")] == [
@@ -223,7 +225,7 @@ def test_the_published_splits_follow_the_hash(shared_data: Path) -> None:
 @pytest.mark.shared_data
 def test_the_papers_counts(shared_data: Path) -> None:
     for split, words, unknown in (("train", 18_538, 1_800), ("val", 2_577, 258), ("test", 2_567, 257)):
-        source = open_speech(shared_data / "speech_commands", split, task="commands")
+        source = open_speech(shared_data / "speech_commands", split, audio=COMMANDS)
         counts = np.bincount(source.labels, minlength=12)
         assert (counts[2:].sum(), counts[1]) == (words, unknown)
         assert source.silent == -(-words // 10)

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from situs.data.loader import DataConfig, make_loader
+from situs.data.config import DataConfig
+from situs.data.loader import make_loader
 from situs.data.sources import judged_split, open_source, splits_at
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.images import BrokenImageError

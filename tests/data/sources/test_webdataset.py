@@ -14,7 +14,8 @@ from PIL import Image
 
 from situs.data.augment.recipes import RECIPES
 from situs.data.blocks import BlockOrder
-from situs.data.loader import DataConfig, Loader, make_loader, with_order
+from situs.data.config import DataConfig
+from situs.data.loader import Loader, make_loader, with_order
 from situs.data.sampler import BatchPlan, batches_for, exact_order
 from situs.data.sources import open_source, webdataset
 from situs.data.sources.images import BrokenImageError

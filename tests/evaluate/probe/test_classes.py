@@ -9,7 +9,7 @@ import torch
 from builders import small_vit
 
 from situs.backbones import create_backbone
-from situs.data.loader import DataConfig
+from situs.data.config import DataConfig
 from situs.errors import SitusError
 from situs.evaluate.probe.classes import evaluate_probe, probe_class
 from situs.methods import Batch

@@ -11,7 +11,8 @@ from builders import small_vit
 from PIL import Image
 from torch import Tensor
 
-from situs.data.loader import DataConfig, Loader, make_loader
+from situs.data.config import DataConfig
+from situs.data.loader import Loader, make_loader
 from situs.data.sources.base import TensorSource
 from situs.data.sources.samples import load_samples
 from situs.data.sources.subset import Subset

@@ -12,7 +12,8 @@ import torch
 from situs.backbones import BackboneConfig
 from situs.backbones.weights import HEADS
 from situs.data.augment.recipes import AugmentConfig
-from situs.data.loader import DataConfig, make_loader
+from situs.data.config import DataConfig
+from situs.data.loader import make_loader
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
 from situs.locks.groups import invert_keys, permute_state, random_keys, residual_only

@@ -68,9 +68,9 @@ def gain_at(waves: Tensor, pieces: Tensor, decibels: float) -> Tensor:
 
 
 def mask_frames(frames: Tensor, numbers: Tensor, augment: AudioAugment) -> Tensor:
-    """frames [B, N, C] of mean 0 with some stretches and bands at 0. numbers: [B, masks, 2], for width and place."""
+    """frames [B, C, N] of mean 0 with some stretches and bands at 0. numbers: [B, masks, 2], for width and place."""
     keep = torch.ones_like(frames, dtype=torch.bool)
-    kinds = [(1, augment.time_width)] * augment.time_masks + [(2, augment.band_width)] * augment.band_masks
+    kinds = [(2, augment.time_width)] * augment.time_masks + [(1, augment.band_width)] * augment.band_masks
     for number, (side, widest) in enumerate(kinds):
         size = frames.shape[side]
         width = (numbers[:, number, 0] * (min(widest, size) + 1)).floor()

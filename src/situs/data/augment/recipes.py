@@ -7,7 +7,7 @@ and CutMix look at a second sample (`situs.data.augment.mix`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 from situs.config import Checked
 from situs.core.random import uniform
 from situs.data.augment import colour, erasing, geometry, mix, randaugment
+from situs.data.augment.audio import AudioAugment
 from situs.errors import unknown_name
 from situs.limits import Count, Natural, NotNegative, Positive, Rule, Share, Within
 
@@ -24,7 +25,7 @@ _RISING = Rule("two rising numbers in (0, 1]", lambda pair: 0 < pair[0] <= pair[
 
 @dataclass(frozen=True)
 class AugmentConfig(Checked):
-    """What happens to a training image between the disk and the model. `RECIPES` names the usual ones."""
+    """What happens to a training sample between the disk and the model. `RECIPES` names the usual ones of images."""
 
     crop: Literal["none", "resized", "pad"] = "resized"
     """resized: a random box brought to the model's size. pad: a shift by up to `pad` pixels. none: the whole image."""
@@ -89,6 +90,9 @@ class AugmentConfig(Checked):
 
     repeated: Count = 1
     """Repeated augmentation: differently augmented copies of a sample in one batch."""
+
+    audio: AudioAugment = field(default_factory=AudioAugment)
+    """What happens to a clip, of which label smoothing and repeated augmentation are true too."""
 
     @property
     def mixes(self) -> bool:

@@ -5,45 +5,24 @@ from __future__ import annotations
 import io
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from situs.config import Checked
+from situs.data.audio import AUDIO, AudioConfig
 from situs.data.sources.base import EncodedSource, Wanted
 from situs.data.sources.folder import FileSource
 from situs.data.sources.images import BrokenImageError
 from situs.data.sources.parquet import ParquetSource
-from situs.errors import missing_extra
-from situs.limits import Positive, Within
+from situs.errors import SitusError, missing_extra
 
 AUDIO_SUFFIXES = frozenset({".wav", ".flac", ".ogg", ".oga", ".opus"})
 NOISE_FOLDER = "_background_noise_"
 # Each split cuts from its own part of every noise file, so that no clip of a test was heard in training.
 _SHARES = {"train": (0.0, 0.8), "val": (0.8, 0.9), "test": (0.9, 1.0)}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClipConfig(Checked):
-    """What every clip is brought to."""
-
-    rate: Annotated[int, Within("[1000, 192000]")] = 16_000
-    """Samples a second; a file of another rate is resampled."""
-
-    seconds: Positive = 1.0
-    """Length. A shorter clip is filled up with silence behind it, of a longer one the beginning is kept."""
-
-    @property
-    def samples(self) -> int:
-        """Samples of a clip."""
-        return max(1, round(self.rate * self.seconds))
-
-
-CLIP = ClipConfig()
 
 
 def need_soundfile() -> None:
@@ -90,7 +69,8 @@ def fit(wave: Tensor, samples: int) -> Tensor:
 class ClipReader(EncodedSource):
     """`read` of encoded clips: "wave" [samples] float32, and "label" where there is one."""
 
-    clip: ClipConfig
+    clip: AudioConfig
+    things = "clips"
 
     def read(self, index: int) -> dict[str, Any]:
         wave = fit(decode_wave(self.payload(index), self.entry(index), self.clip.rate), self.clip.samples)
@@ -103,7 +83,7 @@ class ClipFiles(ClipReader, FileSource):
 
     def __init__(
         self, name: str, root: Path, files: list[str], labels: list[int] | None, classes: tuple[str, ...] | None,
-        clip: ClipConfig = CLIP, *, strict: bool = False,
+        clip: AudioConfig = AUDIO, *, strict: bool = False,
     ) -> None:  # fmt: skip
         need_soundfile()
         self.root, self._files, self._labels, self.clip = root, files, labels, clip
@@ -113,7 +93,7 @@ class ClipFiles(ClipReader, FileSource):
 class ClipRows(ClipReader, ParquetSource):
     """Rows of parquet files with a column `audio: {bytes, path}`."""
 
-    def __init__(self, path: Path, wanted: Wanted, clip: ClipConfig = CLIP) -> None:
+    def __init__(self, path: Path, wanted: Wanted, clip: AudioConfig = AUDIO) -> None:
         need_soundfile()
         self.clip = clip
         super().__init__(path, wanted._replace(kind="audio"))
@@ -132,11 +112,16 @@ def walk_audio(root: Path) -> FoundAudio:
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name != NOISE_FOLDER]
         for name in names:
-            if Path(name).suffix.lower() in AUDIO_SUFFIXES and not name.startswith("."):
+            if Path(name).suffix.lower() in AUDIO_SUFFIXES and not name.startswith(".") and _regular(folder, name):
                 files.append((Path(folder) / name).relative_to(root).as_posix())
             else:
                 others += 1
     return FoundAudio(sorted(files), others)
+
+
+def _regular(folder: str, name: str) -> bool:
+    """No pipe, which would be waited for, and no link to nothing."""
+    return (Path(folder) / name).is_file()
 
 
 class NoiseBank(NamedTuple):
@@ -158,16 +143,24 @@ class NoiseBank(NamedTuple):
         return self.waves[start[:, None] + torch.arange(samples, device=numbers.device)]
 
 
-def read_noise(path: Path, split: str, clip: ClipConfig = CLIP) -> tuple[NoiseBank | None, list[str]]:
-    """The noise files of a set that a split may cut from, and a sentence on each that was left out.
+def noise_folder(path: Path, clip: AudioConfig = AUDIO) -> Path:
+    """Where the background noise of the set at `path` lies: where the config says, else beside its clips."""
+    if clip.noise is None:
+        return (path if path.is_dir() else path.parent) / NOISE_FOLDER
+    if not (folder := Path(clip.noise).expanduser()).is_dir():
+        raise SitusError(f"{folder}: no such folder of background noise", field="audio.noise")
+    return folder
 
-    split: train, val or test. None where the set has no noise that is long enough.
+
+def read_noise(folder: Path, split: str, clip: AudioConfig = AUDIO) -> tuple[NoiseBank | None, list[str]]:
+    """What a split may cut from the noise files in a folder, and a sentence on each that was left out.
+
+    split: train, val or test. None where there is no noise that is long enough.
     """
     low, high = _SHARES[split]
     waves, starts, lengths, notes, total = [], [], [], [], 0
-    found = walk_audio(path / NOISE_FOLDER).files if (path / NOISE_FOLDER).is_dir() else []
-    for name in found:
-        file = path / NOISE_FOLDER / name
+    for name in walk_audio(folder).files if folder.is_dir() else []:
+        file = folder / name
         try:
             wave = decode_wave(file.read_bytes(), str(file), clip.rate)
         except (BrokenImageError, OSError) as error:

@@ -28,6 +28,10 @@ SPLIT_WORDS = ("train", "training", "val", "validation", "valid", "test")
 _MOST_CLASSES = 1_000_000
 
 
+Kind = Literal["image", "audio"]
+"""What a set holds."""
+
+
 class Skipped(NamedTuple):
     """One image that was left out, and why."""
 
@@ -43,7 +47,7 @@ class Wanted(NamedTuple):
     channels: int | None = None
     strict: bool = False
     multi_label: bool = False
-    kind: Literal["image", "audio"] = "image"
+    kind: Kind = "image"
 
 
 ANY = Wanted()

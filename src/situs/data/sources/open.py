@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from situs.data.sources.base import SPLITS, Source, TensorSource, Wanted, choose_split, list_shards, splits_of
+from situs.data.audio import AUDIO, AudioConfig
+from situs.data.sources.audio import AUDIO_SUFFIXES, NOISE_FOLDER
+from situs.data.sources.base import SPLITS, Kind, Source, TensorSource, Wanted, choose_split, list_shards, splits_of
 from situs.data.sources.cifar import find_cifar, open_cifar
 from situs.data.sources.folder import TABLES, FolderSource, split_folders
-from situs.data.sources.parquet import ParquetSource
+from situs.data.sources.images import IMAGE_SUFFIXES
+from situs.data.sources.parquet import ParquetSource, column_kind
 from situs.data.sources.remote import is_remote, mount
 from situs.data.sources.samples import load_samples
+from situs.data.sources.speech import open_speech, speech_splits
 from situs.data.sources.subset import hold_out
 from situs.data.sources.table import SUFFIXES, TableSource, has_table, table_splits
 from situs.data.sources.webdataset import TarSource
@@ -29,8 +34,10 @@ def open_source(
     strict: bool = False,
     held_out: float = 0.0,
     multi_label: bool = False,
+    kind: Kind | None = None,
+    audio: AudioConfig = AUDIO,
 ) -> Source:
-    """The images at `path`: image folder, Hugging Face parquet, WebDataset tars, CIFAR batches or "samples".
+    """The samples at `path`: image folder, Hugging Face parquet, WebDataset tars, CIFAR batches, "samples", or clips.
 
     With `multi_label` an image folder with a table of labels, that table (csv), or parquet.
 
@@ -43,17 +50,19 @@ def open_source(
     strict:   a broken image is an error for the loaders, not skipped.
     held_out: share of data without a val or test split that is held out as both; train is the rest.
     multi_label: read the labels as any number of classes an image.
+    kind:     images or audio; None looks at the path. audio: how clips are read (`situs.data.sources.speech`).
     """
     if channels is not None and channels < 1:
         raise SitusError(field="channels", value=channels, allowed="at least 1")
     if not 0 <= held_out < 1:
         raise SitusError(field="held_out", value=held_out, allowed="in [0, 1)")
     with _told(path):
-        wanted = Wanted(split, labels, channels, strict, multi_label)
-        if not held_out or splits_at(path, multi_label=multi_label) & {*SPLITS["val"], *SPLITS["test"]}:
-            return _open(path, wanted)
+        wanted = Wanted(split, labels, channels, strict, multi_label, kind or kind_of(path))
+        told = {"multi_label": multi_label, "kind": wanted.kind}
+        if not held_out or splits_at(path, **told) & {*SPLITS["val"], *SPLITS["test"]}:
+            return _open(path, wanted, audio)
         choose_split(SPLITS, split, str(path))  # refuses a name that means no split
-        whole = _open(path, wanted._replace(split=None))
+        whole = _open(path, wanted._replace(split=None), audio)
     return hold_out(whole, held_out, held=split in {*SPLITS["val"], *SPLITS["test"]})
 
 
@@ -66,17 +75,40 @@ def _told(path: str | Path) -> Iterator[None]:
         raise SitusError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})", field="data") from error
 
 
-def judged_split(path: str | Path, held_out: float = 0.0, *, multi_label: bool = False) -> str | None:
+def judged_split(
+    path: str | Path, held_out: float = 0.0, *, multi_label: bool = False, kind: Kind | None = None
+) -> str | None:
     """The split that an evaluation takes where none is named: val; None, for all of it, where the data is not split."""
-    return "val" if held_out or splits_at(path, multi_label=multi_label) else None
+    return "val" if held_out or splits_at(path, multi_label=multi_label, kind=kind) else None
 
 
-def splits_at(path: str | Path, *, multi_label: bool = False) -> set[str]:
+def kind_of(path: str | Path) -> Kind:
+    """What the set at `path` holds: audio where the column or the first file that could be either says so."""
+    if str(path) == SAMPLES or is_remote(path):
+        return "image"
+    path = _existing(path)
+    if shards := list_shards(path, ".parquet") if path.is_dir() else [path] * (path.suffix == ".parquet"):
+        return column_kind(shards[0])
+    if not path.is_dir():
+        return "image"
+    if (path / NOISE_FOLDER).is_dir():
+        return "audio"
+    for _, folders, names in os.walk(path):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for suffix in (Path(name).suffix.lower() for name in names):
+            if suffix in AUDIO_SUFFIXES or suffix in IMAGE_SUFFIXES:
+                return "audio" if suffix in AUDIO_SUFFIXES else "image"
+    return "image"
+
+
+def splits_at(path: str | Path, *, multi_label: bool = False, kind: Kind | None = None) -> set[str]:
     """The splits that the data at `path` is divided into; none for one that is not."""
     if str(path) == SAMPLES:
         return {"train", "test"}
     with _told(path):
-        path = _existing(path)
+        path, kind = _existing(path), kind or kind_of(path)
+        if kind == "audio":
+            return speech_splits(path)
         if _has_table(path, multi_label):
             return table_splits(path)
         for suffix in (".parquet", ".tar"):
@@ -104,7 +136,11 @@ def _existing(path: str | Path) -> Path:
     return path
 
 
-def _open(path: str | Path, wanted: Wanted) -> Source:
+def _open(path: str | Path, wanted: Wanted, audio: AudioConfig) -> Source:
+    if wanted.kind == "audio":
+        if wanted.multi_label:
+            raise SitusError(f"{path}: clips have one class each, and not any number of them", field="multi_label")
+        return open_speech(_existing(path), wanted.split, labels=wanted.labels, strict=wanted.strict, audio=audio)
     if str(path) == SAMPLES and not wanted.multi_label:
         chosen = choose_split(("train", "test"), wanted.split, SAMPLES)
         images, labels, classes = load_samples("test" if chosen == "test" else "train")

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ from situs.data.sources.base import (
     ANY,
     Blocks,
     EncodedSource,
+    Kind,
     Wanted,
     check_state,
     find_shards,
@@ -33,7 +34,10 @@ from situs.data.sources.remote import is_kept, opened
 from situs.data.sources.table import LISTS
 from situs.errors import SitusError
 
-_COLUMNS = {"image": ("image", "img", "jpg", "png", "webp"), "audio": ("audio", "wav", "flac", "ogg", "opus")}
+_COLUMNS: dict[Kind, tuple[str, ...]] = {
+    "image": ("image", "img", "jpg", "png", "webp"),
+    "audio": ("audio", "wav", "flac", "ogg", "opus"),
+}
 _LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
 # Sets up to this size are held in memory, encoded. Of a larger one a row group is read where one of its images is asked
 # for. In training the order is one in which each is read once and held until it is released (`situs.data.blocks`).
@@ -194,6 +198,15 @@ class ParquetSource(EncodedSource):
         file, _ = self._file(self._place(index)[0])
         first = self._first[file]
         return f"{self._files[file].name}/{index - (self._ends[first - 1] if first else 0)}"
+
+
+def column_kind(file: Path) -> Kind:
+    """Whether a file's rows hold images or sound, by its columns' names; one that cannot be read says it later."""
+    with suppress(SitusError):
+        names = _open(file).schema_arrow.names
+        if not any(name in names for name in _COLUMNS["image"]) and any(name in names for name in _COLUMNS["audio"]):
+            return "audio"
+    return "image"
 
 
 @contextmanager

@@ -10,24 +10,23 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from situs.core.random import uniform
+from situs.data.audio import AUDIO, AudioConfig
 from situs.data.sources.audio import (
-    CLIP,
-    NOISE_FOLDER,
-    ClipConfig,
     ClipFiles,
     ClipReader,
     ClipRows,
     NoiseBank,
+    noise_folder,
     read_noise,
     walk_audio,
 )
-from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_shards
+from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_shards, splits_of
 from situs.data.sources.folder import split_folders
 from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
@@ -37,9 +36,6 @@ SILENCE, UNKNOWN = "_silence_", "_unknown_"
 LISTS = {"val": "validation_list.txt", "test": "testing_list.txt"}
 _SHARE = 0.1  # of validation and of test by the hash, and of unknown and silence beside the ten words
 _MOST = (1 << 27) - 1
-
-Task = Literal["all", "commands"]
-Silence = Literal["noise", "empty"]
 
 
 def hashed_split(name: str) -> str:
@@ -51,35 +47,42 @@ def hashed_split(name: str) -> str:
 
 
 def open_speech(
-    path: str | Path, split: str | None = None, *, task: Task = "all", labels: bool = True, strict: bool = False,
-    silence: Silence = "noise", clip: ClipConfig = CLIP,
-) -> Source:  # fmt: skip
+    path: str | Path, split: str | None = None, *, labels: bool = True, strict: bool = False, audio: AudioConfig = AUDIO
+) -> Source:
     """The clips at `path`: `label/file.wav` with or without lists, train/ and test/ of these, flat files, or parquet.
 
-    split:   train, val or test; without one the training split, and of a flat folder all of it.
-    task:    every word a class, or `commands`: ten words, unknown and silence.
-    labels:  False reads any layout as a flat set.
-    strict:  a broken clip is an error for the loaders, not skipped.
-    silence: cut from the noise at a random level, or empty, as TensorFlow's recipe evaluates it.
+    split:  train, val or test; without one the training split, and of a flat folder all of it.
+    labels: False reads any layout as a flat set.
+    strict: a broken clip is an error for the loaders, not skipped.
     """
     path = Path(path).expanduser()
     if not path.exists():
         raise SitusError(f"{path}: no such folder or file", field="data")
     part = part_of(split)
     if path.suffix == ".parquet" or (path.is_dir() and list_shards(path, ".parquet")):
-        source: ClipReader = ClipRows(path, Wanted(split, labels, None, strict), clip)
+        source: ClipReader = ClipRows(path, Wanted(split, labels, None, strict), audio)
     elif path.is_dir():
-        source = _open_folder(path, split, labels=labels, strict=strict, clip=clip)
+        source = _open_folder(path, split, labels=labels, strict=strict, clip=audio)
     else:
         raise SitusError(f"{path}: must be a folder of audio files, or parquet with an audio column", field="data")
-    if task == "all" or not labels:
+    if audio.task == "all" or not labels:
         return source
-    noise, notes = read_noise(path if path.is_dir() else path.parent, part, clip)
-    if noise is None and silence == "noise":
-        raise SitusError(f"{path}: has no {NOISE_FOLDER} to cut silence from; silence can be empty", field="silence")
-    commands = Commands(source, noise if silence == "noise" else None, clip)
+    noise, notes = read_noise(folder := noise_folder(path, audio), part, audio)
+    if noise is None and audio.silence == "noise":
+        raise SitusError(f"{folder}: no noise to cut silence from; silence can be empty", field="audio.silence")
+    commands = Commands(source, noise if audio.silence == "noise" else None, audio)
     commands.notes += notes
     return commands
+
+
+def speech_splits(path: Path) -> set[str]:
+    """The splits of a set of clips: by its shards, its folders, its lists, or the official rule for named words."""
+    if shards := list_shards(path, ".parquet"):
+        return splits_of(shards)
+    if folders := split_folders(path):
+        return set(folders)
+    files = walk_audio(path).files if path.is_dir() else []
+    return set() if not files or any("/" not in file for file in files) else {"train", "val", "test"}
 
 
 def part_of(split: str | None) -> str:
@@ -90,7 +93,7 @@ def part_of(split: str | None) -> str:
     return "test" if split == "test" else "val"
 
 
-def _open_folder(path: Path, split: str | None, *, labels: bool, strict: bool, clip: ClipConfig) -> ClipFiles:
+def _open_folder(path: Path, split: str | None, *, labels: bool, strict: bool, clip: AudioConfig) -> ClipFiles:
     folders = split_folders(path)
     chosen = choose_split(folders, split, str(path)) if folders else None
     root = path / chosen if chosen else path
@@ -142,7 +145,9 @@ class Commands(Source):
     noise: what silence is cut from, at a level uniform in [0, 1); without it silence is empty.
     """
 
-    def __init__(self, source: ClipReader, noise: NoiseBank | None, clip: ClipConfig = CLIP) -> None:
+    things = "clips"
+
+    def __init__(self, source: ClipReader, noise: NoiseBank | None, clip: AudioConfig = AUDIO) -> None:
         if source.classes is None:
             raise SitusError(f"{source.name}: has no labels, and the task of commands needs them", field="data")
         missing = [word for word in WORDS if word not in source.classes]

@@ -72,9 +72,9 @@ def hold_out(source: Source, share: float, *, held: bool) -> Rows:
     bound = int(share * 2**64)
     rows = np.fromiter((index for index in range(len(source)) if (_hash(source.key(index)) < bound) is held), np.int64)
     if not len(rows):
-        rest = "no image is held out" if held else "every image is held out"
+        rest = "none is held out" if held else "every one is held out"
         raise SitusError(
-            f"held_out={share:g}: of the {len(source)} images of {source.name} {rest}; choose another share",
+            f"held_out={share:g}: of the {len(source)} {source.things} of {source.name} {rest}; choose another share",
             field="held_out",
         )
     said = f"the {share:.3g} held out" if held else f"without the {share:.3g} held out"

@@ -28,7 +28,8 @@ from situs.backbones.layout import Group
 from situs.backbones.weights import HEADS
 from situs.config import Checked
 from situs.data.augment.recipes import AugmentConfig
-from situs.data.loader import DataConfig, Loader, make_loader
+from situs.data.config import DataConfig
+from situs.data.loader import Loader, make_loader
 from situs.data.sources import open_source
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.samples import load_samples

@@ -292,7 +292,8 @@ def test_four_cifar_images_of_one_batch(shared_data: Any) -> None:
     from situs.audit.cases import Step, TestSet
     from situs.audit.gradients import attack_gradients
     from situs.audit.scores.metrics import means_of
-    from situs.data.loader import DataConfig, make_loader
+    from situs.data.config import DataConfig
+    from situs.data.loader import make_loader
 
     torch.manual_seed(0)
     victim = small_vit(32, width=192, heads=6, num_classes=100)

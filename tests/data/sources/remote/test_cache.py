@@ -16,7 +16,8 @@ from PIL import Image
 
 from situs.data.augment.recipes import RECIPES
 from situs.data.check import check
-from situs.data.loader import DataConfig, make_loader
+from situs.data.config import DataConfig
+from situs.data.loader import make_loader
 from situs.data.pack import PackConfig, pack
 from situs.data.sources import open_source, splits_at, webdataset
 from situs.data.sources.base import Wanted

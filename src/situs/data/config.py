@@ -1,0 +1,134 @@
+"""Where samples lie and how they come to a model: the config that every loader is made by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from situs.config import Checked
+from situs.data.audio import AudioConfig
+from situs.data.image_pipeline import Decoder, Resizer
+from situs.data.sources.base import Kind
+from situs.errors import SitusError
+from situs.limits import Count, Natural, Positive, Within
+
+_IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+BATCH = 256
+_OF_IMAGES = ("multi_label", "decode", "resize", "crop_share")
+NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of clothes"
+
+
+@dataclass(frozen=True)
+class DataConfig(Checked):
+    """Where the samples are and how they come to the model."""
+
+    path: str = ""
+    """Image folder, folder of parquet or tar files, CIFAR batches, "samples" for the embedded set; or clips of sound in
+    folders, as Speech Commands has them, or parquet."""
+
+    kind: Kind | None = None
+    """image or audio; by default what lies at the path."""
+
+    split: str | None = None
+    """train, val or test; by default the training split where there is one, and val for evaluation."""
+
+    multi_label: bool = False
+    """Whether an image has any number of the classes: by a table among the files, or by a list or 0/1 columns of
+    parquet files. By default it has one."""
+
+    held_out: Annotated[float, Within("[0, 1)")] = 0.0
+    """Share of data without a val or test split that is held out as both, by the images' names; train is the rest."""
+
+    img_size: Count | tuple[Count, Count] | None = None
+    """Side of the square, or height and width, that the model sees; by default the model's own. Of clips the numbers of
+    a frame and the frames, which follow from `audio`."""
+
+    channels: Count = 3
+    """Channels the model sees: grey is repeated to 3, RGB weighed to 1, others must match. Of clips always 1."""
+
+    count: Count | None = None
+    """Train on at most so many of the images, chosen at random and the same every time; by default on all."""
+
+    batch: Count | None = None
+    """Images a step over all ranks; by default 256, or all of a smaller set."""
+
+    workers: Natural = 4
+    """Processes that decode a streamed set, at most one a core; 0 decodes in the main process."""
+
+    decode: Decoder = "auto"
+    """How a streamed JPEG is read for training. cpu: whole. scaled: at 1/2, 1/4 or 1/8 of its sides where its crop asks
+    for no more, which saves time on large photographs and changes their pixels a little. gpu: by nvJPEG on the device,
+    whose pixels differ from libjpeg's by a level or two; for hosts with few cores. auto: cpu."""
+
+    resize: Resizer = "worker"
+    """Who brings the random crops of a streamed set to their size: the workers, or the device, to the same bits; for
+    hosts whose cores cannot keep up."""
+
+    resident: Literal["auto", "always", "never"] = "auto"
+    """Whether the set is decoded once and kept on the device; auto: small images of one size that fit."""
+
+    resident_gib: Positive = 4.0
+    """Memory that a resident set may take."""
+
+    order: Literal["auto", "exact", "blocks"] = "auto"
+    """How a streamed set is shuffled: any sample anywhere, or mixed within a window of blocks, each read once; auto:
+    blocks for parquet files that memory does not hold, and for remote shards of more than 64 GiB."""
+
+    window_gib: Positive = 2.0
+    """Memory of the blocks that are mixed at a time, over all workers and ranks."""
+
+    crop_share: Annotated[float, Within("(0, 1]")] = 1.0
+    """Evaluation: share of the image's shorter side that the centre crop keeps (ImageNet: 0.875)."""
+
+    mean: tuple[float, ...] = ()
+    """Mean of each channel, subtracted; default: ImageNet's for three channels, else 0.5. Of clips the mean of each
+    number of a frame; default: measured on the training split."""
+
+    std: tuple[Positive, ...] = ()
+    """Deviation of each channel, divided by; default: ImageNet's for three channels, else 0.25. Of clips likewise."""
+
+    seed: int = 0
+    """Seed of order and augmentation."""
+
+    strict: bool = False
+    """Stop at a broken image instead of skipping it."""
+
+    audio: AudioConfig = field(default_factory=AudioConfig)
+    """Clips of sound: their length, their classes and their features."""
+
+    def check(self) -> None:
+        clips = self.kind == "audio"
+        count, each = (self.audio.width, "number of a frame") if clips else (self.channels, "channel")
+        for name in ("mean", "std"):
+            if len(getattr(self, name)) not in {0, count}:
+                allowed = f"{count} numbers, one a {each}"
+                raise SitusError(field=(name, "channels"), value=getattr(self, name), allowed=allowed)
+        plain = DataConfig.__dataclass_fields__
+        for name in _OF_IMAGES if clips else ():
+            if (value := getattr(self, name)) != plain[name].default:
+                raise SitusError(f"{name}={value}: is for images, and {self.path or 'the set'} holds clips", field=name)
+        if clips and self.img_size not in (None, self.audio.size):
+            allowed = f"{self.audio.size[0]},{self.audio.size[1]}, which the clips' features have"
+            raise SitusError(field="img_size", value=self.img_size, allowed=allowed)
+
+    def wanted(self) -> dict[str, Any]:
+        """How the set is asked for, by the arguments of `open_source`."""
+        names = ("channels", "strict", "held_out", "multi_label", "kind", "audio")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width that the model sees."""
+        if self.kind == "audio":
+            return self.audio.size
+        if self.img_size is None:
+            raise SitusError("img_size: must be given where no model says it", field="img_size")
+        return (self.img_size, self.img_size) if isinstance(self.img_size, int) else self.img_size
+
+    @property
+    def normalisation(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean and deviation of each channel, with the defaults filled in; of clips of each number of a frame."""
+        if self.kind == "audio":
+            return self.mean or (0.0,) * self.audio.width, self.std or (1.0,) * self.audio.width
+        mean, std = _IMAGENET if self.channels == 3 else ((0.5,) * self.channels, (0.25,) * self.channels)
+        return self.mean or mean, self.std or std
