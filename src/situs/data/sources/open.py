@@ -86,7 +86,7 @@ def kind_of(path: str | Path) -> Kind:
     """What the set at `path` holds: audio where the column or the first file that could be either says so."""
     if str(path) == SAMPLES or is_remote(path):
         return "image"
-    path = _existing(path)
+    path = Path(path).expanduser()  # where nothing is, the reader says so
     if shards := list_shards(path, ".parquet") if path.is_dir() else [path] * (path.suffix == ".parquet"):
         return column_kind(shards[0])
     if not path.is_dir():
