@@ -1,0 +1,47 @@
+"""Which fields of a set's config belong to images and which to clips, and what follows from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from situs.config import from_dict, to_dict
+from situs.data.audio import AudioConfig
+from situs.data.config import DataConfig
+from situs.errors import SitusError
+
+CLIPS: dict[str, Any] = {"kind": "audio", "channels": 1}
+
+
+def test_the_size_of_clips_follows_from_their_features() -> None:
+    assert DataConfig(**CLIPS).size == (40, 98)
+    halves = DataConfig(**CLIPS, audio=AudioConfig(kind="logmel", mels=20, seconds=0.5, centred=True))
+    assert halves.size == (20, 51)
+    assert halves.normalisation == ((0.0,) * 20, (1.0,) * 20)
+    assert DataConfig(**CLIPS, img_size=(40, 98)).size == (40, 98)
+    assert from_dict(DataConfig, to_dict(halves)) == halves
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"decode": "scaled"}, "decode=scaled: is for images, and words holds clips"),
+        ({"resize": "device"}, "resize=device: is for images"),
+        ({"crop_share": 0.9}, r"crop_share=0\.9: is for images"),
+        ({"multi_label": True}, "multi_label=True: is for images"),
+        ({"img_size": (98, 40)}, r"must be 40,98, which the clips' features have"),
+        ({"mean": (0.5,)}, "must be 40 numbers, one a number of a frame"),
+    ],
+)
+def test_what_is_for_images_is_refused_of_clips(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(SitusError, match=said):
+        DataConfig(path="words", **CLIPS, **wrong)
+
+
+def test_images_keep_their_channels() -> None:
+    with pytest.raises(SitusError, match="must be 3 numbers, one a channel"):
+        DataConfig(mean=(0.5,))
+    with pytest.raises(SitusError, match="img_size: must be given"):
+        _ = DataConfig().size
+    assert DataConfig(channels=1).normalisation == ((0.5,), (0.25,))
