@@ -112,7 +112,7 @@ def test_a_held_out_share_is_a_partition_and_stays_when_images_come_and_go() -> 
 def test_a_share_that_leaves_a_side_empty_is_refused() -> None:
     with pytest.raises(SitusError, match=r"held_out=1e-09: of the 3 images of named none is held out"):
         hold_out(Named(["a", "b", "c"]), 1e-9, held=True)
-    with pytest.raises(SitusError, match=r"every image is held out; choose another share"):
+    with pytest.raises(SitusError, match=r"every one is held out; choose another share"):
         hold_out(Named(["a"]), 1 - 1e-9, held=False)
 
 
