@@ -167,8 +167,8 @@ class NoPositionGradient(Defence):
     name: ClassVar[str] = "no-pe-gradient"
     about: ClassVar[str] = "the gradients of the parameters that hold positions are not sent"
     known: ClassVar[str] = (
-        "which names are missing; the closed forms of this audit then have nothing to solve with, which is no proof: "
-        "the patches stand in the gradients of the first block as well"
+        "which names are missing: the patches stand in the gradients of the first block as well (tokens), so that "
+        "this defends nothing by itself"
     )
 
     def refuses(self, backbone: Backbone) -> str | None:

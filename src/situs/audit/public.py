@@ -29,7 +29,7 @@ from situs.limits import Count
 from situs.methods.base import Method
 from situs.results import Provenance
 
-ATTACKED = ("patchembed", "april")
+ATTACKED = ("patchembed", "april", "tokens")
 """The attacks where none are named: closed forms, which take seconds."""
 
 AUTO, DEFENDED, AS_IT_IS = ("auto",), ("none", "noise", "clip", "no-pe-gradient"), ("none",)

@@ -42,16 +42,16 @@ CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 """The metrics of the table of means, and of the one with intervals: all of them in one are too wide for a page."""
 
 NO_REMEDY = f"""
-Keeping back the gradient of the position table, freezing it, and fixed (sin-cos) or rotary positions are no remedies.
-They take away what the closed forms of this audit read; the patches stand in the gradients of the first block as well,
-and attacks that read them there are known. This audit does not have them yet: where it says "{REFUSED}", nothing is
-known.
+Keeping back the gradient of the position table, freezing it, and fixed (sin-cos) or rotary positions are no remedies:
+the patches stand in the gradients of the first block as well, and the attack tokens reads them there. Where this page
+says "{REFUSED}", nothing is known.
 """
 
 REMEDIES = """
-Aggregate securely over many images, so that only sums over a batch are seen: the closed forms of this audit fail from
-two images on, gradient matching does not, and gets harder with every image. That says nothing of other attacks. A batch
-of one is always exposed, and several local steps on one image do not help.
+Aggregate securely over many images, so that only sums over a large batch are seen. patchembed and april fail from two
+images on, but a small batch is no remedy: with fewer tokens than channels the gradients of the first block still hold
+every patch, and gradient matching takes any batch and only gets harder with every image. A batch of one is always
+exposed, and several local steps on one image do not help.
 
 Train with differential privacy and a noise multiplier that means something (0.5 and more), not with clipping alone:
 clipping multiplies all gradients of a step on one image by one number, and the solution does not change.

@@ -74,7 +74,9 @@ class Span:
         # A unit that is nearly dead says nothing, and dividing by its size would let it speak loudest.
         column = column.clamp(min=1e-2 * float(column.square().mean().sqrt()))
         self.column = torch.ones_like(column) if even else 1 / column
-        _, values, vectors = svd(g * self.column)
+        g = g * self.column
+        # A tall one's directions stand in its triangle as well.
+        _, values, vectors = svd(torch.linalg.qr(g, mode="r")[1] if g.shape[0] > g.shape[1] else g)
         self.rank = rank_of(values, *g.shape) if rank is None else rank
         free = (g.shape[0] - self.rank) * (g.shape[1] - self.rank)
         noise = (values[self.rank :].square().sum() / max(free, 1)).sqrt()
@@ -137,6 +139,11 @@ class Norm(NamedTuple):
         """s of tokens z [..., D]: [..., 1]."""
         away = z - z.mean(dim=-1, keepdim=True) if self.centred else z
         return (away.square().mean(dim=-1, keepdim=True) + self.eps).sqrt()
+
+    def apply(self, z: Tensor) -> Tensor:
+        """norm(z)."""
+        normed = self.form(z) / self.size(z)
+        return normed if self.bias is None else normed + self.bias
 
     def undo(self, normed: Tensor) -> Tensor:
         """(z - mean z) / s of what the norm gave [..., D]; channels whose weight is 0 come out as 0."""

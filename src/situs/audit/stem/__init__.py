@@ -95,28 +95,44 @@ def find_stem(backbone: Backbone) -> Stem | str:
     """The names, or the reason why pixels cannot be solved for: one sentence for a reader."""
     if isinstance(backbone, StemBackbone):
         return backbone.stem
-    if "tokens" in backbone.refusals:
-        return f"{backbone.refusals['tokens']}, so there is no patch embedding to solve for"
-    if backbone.input.shape is None or not backbone.input.channels:
-        return "it takes no images"
-    assert backbone.input.patch is not None
-    size = pair(backbone.input.patch)
+    if reason := _no_patches(backbone):
+        return reason
     table = _find_table(backbone)
     if isinstance(table, str):
         return table
+    found = find_embedding(backbone)
+    if isinstance(found, str):
+        return found
+    if not dict(backbone.named_parameters())[found.weight].requires_grad:
+        return f"its patch embedding ({found.weight}) is frozen, so its gradient is neither computed nor sent"
+    if not _is_additive(backbone):
+        return "its position table is not simply added to the patch tokens"
+    return replace(found, table=table[0], first=table[1])
+
+
+def find_embedding(backbone: Backbone) -> Stem | str:
+    """The patch embedding alone, whatever the positions are and whether or not it is trained (its `table` is ""); else
+    the reason."""
+    if reason := _no_patches(backbone):
+        return reason
+    assert backbone.input.patch is not None
+    size = pair(backbone.input.patch)
     weight = _find_weight(backbone, size)
     if weight is None:
         return (
             "its patch embedding is not one linear map of each patch (a norm, overlapping patches or several layers), "
             "so the gradient of its weight is not a product with the pixels"
         )
-    parameters = dict(backbone.named_parameters())
-    if not parameters[weight].requires_grad:
-        return f"its patch embedding ({weight}) is frozen, so its gradient is neither computed nor sent"
-    if not _is_additive(backbone):
-        return "its position table is not simply added to the patch tokens"
     bias = f"{weight.removesuffix('weight')}bias"
-    return Stem(weight, bias if bias in parameters else None, table[0], table[1], size)
+    return Stem(weight, bias if bias in dict(backbone.named_parameters()) else None, "", 0, size)
+
+
+def _no_patches(backbone: Backbone) -> str | None:
+    if "tokens" in backbone.refusals:
+        return f"{backbone.refusals['tokens']}, so there is no patch embedding to solve for"
+    if backbone.input.shape is None or not backbone.input.channels:
+        return "it takes no images"
+    return None
 
 
 _POSITIONAL = re.compile(r"(^|[._])((abs_|rel_)?pos(ition(s|al)?)?(_|$|\.)|relative_|rope|rotary)")

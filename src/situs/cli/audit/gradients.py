@@ -28,7 +28,7 @@ class Args(ModelArgs, AuditConfig):
     data: Annotated[str, Parameter(metavar="PATH")]
     """Images to attack, as training reads them."""
 
-    attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = ("patchembed", "april")
+    attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = ("patchembed", "april", "tokens")
     """Apart by commas; matching, april-optimisation, adaptive-mjp take minutes."""
 
     defences: Annotated[tuple[str, ...], Parameter(name="--defence", metavar="NAMES")] = ("auto",)

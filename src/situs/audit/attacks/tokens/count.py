@@ -1,0 +1,100 @@
+"""How far linear equations go: ranks of the first block's gradients and the dimensions that they leave open.
+
+N patches and p prefix tokens an image, B images, n = B (N + p) tokens, D channels, K values a patch. A token at place i
+is E x + base_i with x in the span S_x of the patches, k = min(K, BN) wide. All ranks follow from those numbers and from
+r_PE, the rank of the base vectors modulo E S_x: in float32 they cannot be read off the gradients, whose weakest
+directions drown in rounding.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from situs.audit.attacks.patchembed.equations import svd
+from situs.audit.attacks.spans import Norm
+from situs.audit.attacks.tokens.block import Block
+
+
+class Counts(NamedTuple):
+    """Ranks by layer (x: the patch embedding's), r_PE as `table`, and the numbers of open directions.
+
+    informs: whether the span of queries, keys and values says more than the weights do. structural: combinations of
+    tokens whose places add up to one place pass every linear test. general: unknowns beyond the equations.
+    """
+
+    x: int
+    qkv: int
+    proj: int
+    fc1: int
+    fc2: int
+    table: int
+    informs: bool
+    full: str
+    structural: int
+    general: int
+
+    @property
+    def open(self) -> int:
+        """f, the predicted dimension of what each place leaves open."""
+        return max(self.structural, self.general, 0)
+
+    @property
+    def reason(self) -> str:
+        """Why so many directions are open: one sentence; "" where none are."""
+        if not self.open:
+            return ""
+        if self.structural >= self.general:
+            return (
+                f"{self.open} directions of each token are open to linear equations: the positions span "
+                f"{self.table} directions beside the pixels, and sums of other tokens at the same place pass as one"
+            )
+        return f"{self.open} directions of each token are open: there are so many more unknowns than linear equations"
+
+
+def count(block: Block, batch: int, patches_sent: bool = True) -> Counts:
+    """The ranks and open directions of a batch. patches_sent: whether the patch embedding's gradient is sent."""
+    places, prefix = block.places, len(block.prefix)
+    dim, values = block.weight.shape
+    width, hidden = block.into.shape[0], block.late(block.base[:1]).shape[-1]
+    tokens = batch * (places + prefix)
+    k = min(values, batch * places) if patches_sent else values
+    table = table_rank(block, k)
+    distinct, weights_alone = batch * places + prefix, k + table + prefix + block.norm1.biased
+    bound = _space(block.norm1, dim)
+    qkv = min(distinct, weights_alone, bound)
+    proj, fc1, fc2 = min(tokens, width), min(tokens, _space(block.norm2, dim)), min(tokens, hidden)
+    informs = qkv < min(weights_alone, bound)
+    first = _equations(block.norm1, dim, qkv) if informs else 0
+    general = k + proj - first - _equations(block.norm2, dim, fc1)
+    full = f"{tokens} tokens are not fewer than {dim} channels, so that every input fits" if tokens >= dim else ""
+    ranks = (k, qkv, proj, fc1, fc2, table)
+    return Counts(*ranks, informs, full, tokens - table - prefix, general)
+
+
+def table_rank(block: Block, k: int) -> int:
+    """r_PE: the rank of the base vectors modulo what k directions of patches make."""
+    dim, values = block.weight.shape
+    rows = block.base
+    if k == values:
+        inside = svd(block.weight)[0]
+        rows = rows - (rows @ inside) @ inside.T
+    return min(_rank(rows, block.base), dim - k if dim > k else 0)
+
+
+def _rank(rows: Tensor, whole: Tensor) -> int:
+    values = svd(rows)[1]
+    size = float(torch.linalg.matrix_norm(whole, 2))
+    return int((values > 1e-6 * size).sum())
+
+
+def _space(norm: Norm, dim: int) -> int:
+    """The dimension of what the norm can give."""
+    return dim - norm.centred + (norm.centred and norm.biased)
+
+
+def _equations(norm: Norm, dim: int, rank: int) -> int:
+    """Equations on a token that the span behind a norm gives, less the unknown scale."""
+    return max(dim - rank - (norm.centred or norm.biased), 0)

@@ -1,0 +1,93 @@
+"""The attack on tokens from what a client sends in float32, without a gradient of positions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from victims import vit
+
+from situs.audit import Knowledge, create_attack
+from situs.audit.attacks.base import Ready, Recovery, Refused
+from situs.audit.client import victim_gradients
+from situs.audit.defences import Clip, Defence, MaskedJigsaw, NoDefence, Noise, NoPositionGradient
+
+
+def photographs(count: int = 1, size: int = 16) -> torch.Tensor:
+    """Smooth pictures with some grain, normalised, [count, 3, size, size]."""
+    chance = torch.Generator().manual_seed(5)
+    coarse = torch.rand(count, 3, 5, 5, generator=chance)
+    smooth = torch.nn.functional.interpolate(coarse, size=size, mode="bicubic").clamp(0, 1)
+    return (smooth + 0.05 * torch.rand(count, 3, size, size, generator=chance) - 0.5) / 0.5
+
+
+def attacked(backbone: Any, x: torch.Tensor, defence: Defence, **fields: Any) -> Recovery:
+    sent = victim_gradients(backbone, x, torch.arange(len(x)), defence=defence, **fields)
+    known = Knowledge(defence, len(x), local_steps=fields.get("local_steps", 1))
+    attack = create_attack("tokens")
+    ready = attack.prepare(backbone, sent, known)
+    assert isinstance(ready, Ready), ready
+    assert ready.reads is not None
+    return attack.recover(backbone, [{name: sent[name] for name in ready.reads}], known)
+
+
+def psnr(found: torch.Tensor, x: torch.Tensor) -> float:
+    return float(-10 * ((found - x) / 2).square().mean().log10())
+
+
+@pytest.mark.parametrize("defence", [NoDefence(), NoPositionGradient(), Clip(0.1, 0.0)], ids=lambda each: each.label)
+def test_one_photograph_comes_back_without_the_positions_gradient(defence: Defence) -> None:
+    backbone, x = vit().float(), photographs()
+    found = attacked(backbone, x, defence)
+    assert psnr(found.images, x) > 60
+    [fact] = found.facts
+    assert fact["fits"] is True and fact["open_directions"] == 0 and fact["patches_that_fit"] == 16
+    assert fact["proof"] and fact["verdict"] is None
+
+
+def test_a_frozen_table_is_no_defence() -> None:
+    backbone, x = vit().float(), photographs()
+    backbone.model.pos_embed.requires_grad_(False)
+    assert psnr(attacked(backbone, x, NoDefence()).images, x) > 60
+
+
+def test_noise_that_drowns_the_spans_is_no_fit() -> None:
+    backbone, x = vit().float(), photographs()
+    quiet, loud = attacked(backbone, x, Noise(1e-9)), attacked(backbone, x, Noise(1e-2))
+    assert psnr(quiet.images, x) > 40 > 20 > psnr(loud.images, x)
+    assert loud.facts[0]["fits"] is False and "nothing" in str(loud.facts[0]["verdict"])
+
+
+def test_gradients_of_nothing_fit_nothing() -> None:
+    backbone = vit().float()
+    chance = torch.Generator().manual_seed(3)
+    sent = {name: torch.randn(p.shape, generator=chance) for name, p in backbone.named_parameters()}
+    [fact] = create_attack("tokens").recover(backbone, [sent]).facts
+    assert fact["fits"] is False
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    attack, backbone = create_attack("tokens"), vit().float()
+    names = {name for name, _ in backbone.named_parameters()}
+
+    def reason(model: Any = backbone, sent: set[str] = names, **fields: Any) -> str:
+        found = attack.prepare(model, sent, Knowledge(**fields))
+        assert isinstance(found, Refused)
+        return found.reason
+
+    assert "adaptive-mjp" in reason(defence=MaskedJigsaw())
+    assert "blocks.0.attn.proj.weight is not sent" in reason(sent={n for n in names if "attn.proj" not in n})
+    assert "not fewer than 32 channels" in reason(vit(size=24, width=32))
+    steps = attack.prepare(backbone, names, Knowledge(local_steps=3))
+    assert isinstance(steps, Ready) and "3 local steps" in str(steps.caveat)
+
+
+def test_weights_that_changed_are_read_again() -> None:
+    backbone, x = vit().float(), photographs()
+    attack = create_attack("tokens")
+    for _ in range(2):
+        sent = victim_gradients(backbone, x, torch.tensor([0]))
+        assert psnr(attack.recover(backbone, [sent]).images, x) > 60
+        with torch.no_grad():
+            backbone.model.pos_embed.add_(torch.randn_like(backbone.model.pos_embed))

@@ -1,0 +1,65 @@
+"""One image by linear equations alone: exact in float64, and judged without the truth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from victims import LEARNED, vit
+
+from situs.audit.attacks.spans import SOLVED
+from situs.audit.attacks.tokens.attack import solve
+from situs.audit.attacks.tokens.block import Block
+from situs.audit.attacks.tokens.count import count
+from situs.audit.attacks.tokens.linear import Spans, Tokens, misfit, read_spans
+from situs.audit.client import victim_gradients
+from situs.core.tokens import patchify
+
+
+def scene(backbone: Any, noise: float = 0.0) -> tuple[Block, Any, Spans, torch.Tensor]:
+    x = torch.randn(1, 3, 16, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    upload = victim_gradients(backbone, x, torch.tensor([1]), dtype=torch.float64)
+    chance = torch.Generator().manual_seed(2)
+    for name, g in upload.items():
+        upload[name] = g * (1 + noise * torch.randn(g.shape, generator=chance, dtype=torch.float64))
+    with torch.no_grad():
+        block = Block(backbone.requires_grad_(False))
+        counts = count(block, 1)
+    return block, counts, read_spans(block, upload, counts), patchify(x, (4, 4))[0]
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_pixels_are_exact_in_float64(name: str) -> None:
+    block, counts, spans, patches = scene(LEARNED[name]())
+    assert counts.open == 0
+    with torch.no_grad():
+        found = solve(block, spans, counts).fixed
+        torch.testing.assert_close(found.x, patches, rtol=1e-6, atol=1e-6)
+        tokens = patches @ block.weight.T + block.base
+        torch.testing.assert_close(found.z, tokens, rtol=1e-6, atol=1e-6)
+        m, o = block.middle((patches @ block.weight.T + _bias(block)).unsqueeze(0), block.backbone.positions())
+        first = block.backbone.num_prefix
+        torch.testing.assert_close(found.m, m[0, first:], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found.o, o[0, first:], rtol=1e-4, atol=1e-5)
+        assert float(misfit(block, spans, found).worst.max()) < SOLVED
+
+
+def _bias(block: Block) -> torch.Tensor:
+    own = dict(block.backbone.named_parameters())
+    return torch.zeros(()) if block.stem.bias is None else own[block.stem.bias]
+
+
+def test_rounding_is_expected_where_it_is_and_others_do_not_fit() -> None:
+    block, counts, spans, patches = scene(vit(), noise=1e-5)
+    with torch.no_grad():
+        found = solve(block, spans, counts).fixed
+        told = misfit(block, spans, found)
+        assert 0.2 < float(told.worst.median()) < 2  # as large as it is expected
+        assert 1e-6 < float((found.x - patches).square().mean().sqrt()) < 0.05
+        wrong = torch.randn_like(found.x)
+        away = (wrong - found.x) @ block.weight.T
+        other = misfit(block, spans, Tokens(wrong, found.o, found.z + away, found.m + away))
+        assert float(other.worst.min()) > 10 * SOLVED
+        moved = misfit(block, spans, found.at(torch.arange(len(patches)).roll(1)))
+        torch.testing.assert_close(moved.worst, told.worst.roll(1))
