@@ -24,7 +24,7 @@ else
   VENV := .venv
 endif
 BIN := $(VENV)/bin
-EVERYDAY := '.[audio,dev,hf,locks,remote,split]'
+EVERYDAY := '.[audio,dev,dp,hf,locks,remote,split]'
 
 # $(call install,ENVIRONMENT,WHAT): by uv, or by pip where uv cannot be had or cannot reach what pip can.
 install = $(BIN)/python -m uv pip install --quiet --system-certs --python $(1)/bin/python $(2) || { \

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from situs.config import choices_of, from_dict, merge, tables_of, unknown_key
 from situs.errors import SitusError
@@ -43,7 +43,13 @@ SHORT = {
 }
 """Everyday names, each for fields of a run's config."""
 
-NAMED = {"method": "method.name", "backbone": "backbone.name", "data": "data.path", "train": "tuning.parts"}
+NAMED = {
+    "method": "method.name",
+    "backbone": "backbone.name",
+    "data": "data.path",
+    "train": "tuning.parts",
+    "dp": "dp.epsilon",
+}
 """Names of tables for which one word may stand, each for a field of a run's config."""
 
 VALIDATED = 5
@@ -64,7 +70,9 @@ class Options(TypedDict, total=False):
     parallel: str
     augment: Table
     optim: Table
-    train: Table
+    train: Table | Literal["all", "head", "lora"]
+    tuning: Table
+    dp: Table | float
     init: str
     init_positions: bool
     probe_every: int
@@ -133,7 +141,8 @@ def finetune(
     (NAME=FILE, NAME=pretrained). data: images in a folder a class; by default the run's own. out: a new folder for the
     run, or resume: one to go on with. positions: learned, sincos, learned_sincos, relative or none; by default the
     model's own, and learned after MP3. validate_every: epochs between two looks at the validation split, by default 5;
-    0 for data without one.
+    0 for data without one. train: "head" or "lora" trains the classifier alone, or with LoRA's products (tuning=
+    {"rank": 8, "targets": ["qkv"]}); dp: an ε, trains with differential privacy (the extra dp).
 
     preset, epochs, batch, seed and further options are those of `pretrain`.
 
@@ -314,9 +323,11 @@ def _asked(
     from_dict(cls, layers, where=" + ".join(sources))  # a mistake in a file is told with its name
     each: list[tuple[str, str, Any]] = []
     for name, value in asked.items():
-        word = name in NAMED and isinstance(value, (str, Path))
+        word = name in NAMED and isinstance(value, (str, Path, int, float))
         each += (
-            [(name, NAMED[name], str(value))] if word else [(name, path, value) for path in SHORT.get(name, (name,))]
+            [(name, NAMED[name], str(value) if isinstance(value, Path) else value)]
+            if word
+            else [(name, path, value) for path in SHORT.get(name, (name,))]
         )
     return from_dict(cls, merge(layers, tables_of(each), choices_of(cls))), place
 

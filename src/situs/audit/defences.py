@@ -161,6 +161,24 @@ class Clip(Defence):
 
 
 @dataclass(frozen=True)
+class OwnDp(Clip):
+    """What a run of DP-SGD does in each of its steps, with what the whole run promises."""
+
+    promise: str = ""
+    """ε at δ, for a reader."""
+
+    name: ClassVar[str] = "dp-sgd"
+    about: ClassVar[str] = (
+        "the run's own step: each sample's gradient clipped to norm C, then noise of deviation multiplier · C on their "
+        "sum. Over a batch smaller than the run's the noise counts for more"
+    )
+
+    @property
+    def label(self) -> str:
+        return f"dp-sgd C={self.norm:g}, noise {self.multiplier:.3g}·C, {self.promise}"
+
+
+@dataclass(frozen=True)
 class NoPositionGradient(Defence):
     """The gradients of everything that holds positions stay with the client."""
 

@@ -112,11 +112,14 @@ def audit_gradients(
     """
     config, asked = _config(options)
     limit = None if config.fail_above is None else parse_limit(config.fail_above)
-    if tuple(defences) == AUTO:
+    auto = tuple(defences) == AUTO
+    if auto:
         defences = DEFENDED if limit is None else AS_IT_IS
     defended = [create_defence(each) for each in _each("defences", defences)]
     opened = _open(model, data, attacks, config, asked)
     victim, test = opened.victim, opened.test
+    if auto and (own := victim.own_defence) is not None:  # a gate judges what would be sent
+        defended = [own] if limit is not None else [own, *defended]
     if limit is not None and limit.metric == "reidentified" and len(test) < 2:
         said = f"fail_above={limit}: one image is always the nearest; give two or more"
         raise SitusError(said, field=("fail_above", "count"))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from situs.audit.adapter import adapt
 from situs.audit.cases import TestSet
+from situs.audit.defences import Defence, OwnDp
 from situs.audit.stem import StemBackbone
 from situs.backbones.base import Backbone
 from situs.data.loader import make_loader
@@ -33,6 +34,15 @@ class Victim:
     trains: Backbone | Method
     epoch: int = 0
     notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def own_defence(self) -> Defence | None:
+        """What the run itself does to its gradients; None where they are sent as they are."""
+        spent = self.model.spent
+        if spent is None:
+            return None
+        promise = "ε not known" if spent.epsilon is None else f"ε = {spent.epsilon:.3g} at δ = {spent.delta:g}"
+        return OwnDp(spent.clip, spent.noise, promise)
 
 
 def open_victim(source: Any, *, classes: int = 1000, **asked: Any) -> Victim:
@@ -64,6 +74,8 @@ def open_victim(source: Any, *, classes: int = 1000, **asked: Any) -> Victim:
     notes["trained by"] = (
         f"the run's own method, {name}, with what it trained: {describe(model.tuning)}; defences stand on top of it"
     )
+    if model.spent is not None:
+        notes["differential privacy"] = str(model.spent)
     return Victim(model, method, model.epoch, notes)
 
 

@@ -34,7 +34,10 @@ class Args(Training):
     """Epochs between two looks at the validation split, by default 5; 0: none, for data without one."""
 
     config: FinetuneConfig = configured(
-        FinetuneConfig, images_of, {**EVERYDAY, "train": (NAMED["train"],)}, without=("probe_every",)
+        FinetuneConfig,
+        images_of,
+        {**EVERYDAY, **{name: (NAMED[name],) for name in ("train", "dp")}},
+        without=("probe_every",),
     )
 
 

@@ -20,7 +20,7 @@ from situs.data.config import BATCH, NO_DATA, DataConfig
 from situs.data.image_pipeline import ImagePipeline
 from situs.data.pipeline import Pipeline
 from situs.data.resident import Progress, Resident, load_resident
-from situs.data.sampler import BatchPlan, batches_for, sample_of
+from situs.data.sampler import BatchPlan, Drawn, batches_for, sample_of
 from situs.data.sources import SAMPLES, kind_of, open_source
 from situs.data.sources.audio import noise_folder, read_noise
 from situs.data.sources.base import Source, TensorSource
@@ -60,6 +60,8 @@ class Loader(ABC):
     def mark(self) -> str:
         """How many samples there are and how they are shuffled; where it is another, so are the batches."""
         order = self.plan.order
+        if self.plan.drawn is not None:
+            return f"{self.plan.n} samples, each step by chance"
         return (
             f"{self.plan.n} samples {f'in blocks ({order.mark})' if isinstance(order, BlockOrder) else 'in any order'}"
         )
@@ -187,11 +189,13 @@ def make_loader(
     world: int = 1,
     source: Source | None = None,
     progress: Progress | None = None,
+    drawn: Drawn | None = None,
 ) -> Loader:
     """A loader for training, with augmentation, or with `augment=None` for evaluation.
 
     Evaluation keeps the set's order and its last, smaller batch, and crops the centre. source: images that are open
-    already, such as a `TensorSource`; else those at `config.path`.
+    already, such as a `TensorSource`; else those at `config.path`. drawn: which samples a step takes, where that is not
+    an order of theirs.
     """
     device = torch.device(device)
     if source is None:
@@ -218,13 +222,14 @@ def make_loader(
         augment.repeated if augment is not None else 1,
         shuffle=training,
         drop_last=training,
+        drawn=drawn,
     )
     pipeline = (_clips if clips else _images)(source, config, augment, held=held is not None)
     if held is not None:
         return ResidentLoader(pipeline, plan, held)
     if config.decode == "gpu" and device.type != "cuda":
         raise SitusError(field="decode", value="gpu", allowed="auto, cpu or scaled without a CUDA device")
-    plan, said = with_order(plan, source, config) if training else (plan, "")
+    plan, said = with_order(plan, source, config) if training and drawn is None else (plan, "")
     return StreamLoader(pipeline, plan, device, config.workers, said)
 
 

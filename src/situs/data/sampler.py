@@ -42,6 +42,9 @@ class Permutation(Protocol):
 Order = Callable[[int, int, int, "torch.device | str"], Permutation]
 """(seed, epoch, n, device) -> a permutation of range(n)."""
 
+Drawn = Callable[[int, int, int], Tensor]
+"""(step of the run, n, batch) -> the samples of that step, [b] int64, `batch` of them on average."""
+
 MOST_SORTED = 1 << 27
 """Sets up to this size are shuffled by sorting a random word a sample: for a moment 5 GiB, and some 20 s an epoch."""
 
@@ -142,6 +145,9 @@ class BatchPlan:
     order: Order = exact_order
     """Which order each epoch has, where they are shuffled: a pure function, the same on every rank."""
 
+    drawn: Drawn | None = None
+    """Instead of an order: which samples each step takes, on one rank."""
+
     def __post_init__(self) -> None:
         if self.batch < 1 or self.batch % self.world:
             raise SitusError(field="batch", value=self.batch, allowed=f"a multiple of the {self.world} ranks")
@@ -181,6 +187,10 @@ def batches_for(
     known already.
     """
     n, batch = plan.n, plan.batch
+    if plan.drawn is not None:
+        for step in range(start_step, plan.steps):
+            yield plan.drawn(epoch * plan.steps + step, n, batch).to(device)
+        return
     order = plan.order_of(epoch, device) if order is None else order
     for step in range(start_step, plan.steps):
         size = min(batch, n - step * batch)

@@ -15,6 +15,7 @@ from situs.data.config import DataConfig
 from situs.errors import SitusError
 from situs.methods.base import Method
 from situs.results import Origin, percent
+from situs.train.private.accounting import Spent
 from situs.train.tuning import TuningConfig
 
 
@@ -29,6 +30,7 @@ class Model:
     key. identity: a hash of where it was opened from, by which one model's results are told from another's. home: the
     folder it lies in, or its weights, which tells it from another of its name. notes: what a reader of its results must
     know, by name. epoch: a run's last, where its method's schedules stand. tuning: which of its weights a run trained.
+    spent: what a run of DP-SGD promises.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Model:
     notes: dict[str, str] = field(default_factory=dict)
     epoch: int = 0
     tuning: TuningConfig = field(default_factory=TuningConfig)
+    spent: Spent | None = None
 
     @property
     def data(self) -> DataConfig:

@@ -29,7 +29,8 @@ from situs.models.model import Model, folder_name, identity_of
 from situs.models.module import OwnModule, in_float32, make_module, names_module, wrap_module
 from situs.models.prepared import class_names, described, images_for, is_multi_label, read_prepared
 from situs.train.export import last_name
-from situs.train.run import is_run, load_run
+from situs.train.private.accounting import Spent, epsilon_of
+from situs.train.run import Loaded, is_run, load_run
 
 PUBLISHED, RANDOM = "pretrained", "random"
 """Values of `weights` that are no file: those timm publishes, and none."""
@@ -161,7 +162,24 @@ def _open_run(source: str, device: torch.device | str, **asked: Any) -> Model:
         positions=method.sees_positions,
         epoch=max(0, state["step"] - 1) // state["steps_per_epoch"] if state else 0,
         tuning=loaded.config.tuning,
+        spent=_spent(loaded),
     )
+
+
+def _spent(loaded: Loaded) -> Spent | None:
+    """What a run of DP-SGD promises at the step of its weights: as its log has it, or computed where it ends before."""
+    dp, step = loaded.config.dp, loaded.checkpoint.step
+    told = [each for each in loaded.run.records() if "epsilon" in each and each["step"] <= step]
+    if not told:  # it is written from the first step on
+        return None
+    last = told[-1]
+    noise, rate, found = last["noise_multiplier"], last["sampling_rate"], last["epsilon"]
+    if last["step"] < step:
+        try:
+            found = epsilon_of(noise, rate, step, dp.delta)
+        except SitusError:  # without the extra it is not known here
+            found = None
+    return Spent(found, dp.delta, noise, dp.clip, step)
 
 
 def _open_locked(folder: Path, unlock: Unlock | None, fields: dict[str, Any], device: torch.device | str) -> Model:

@@ -36,6 +36,9 @@ from situs.train.contract import Hook, TrainResult
 from situs.train.export.write import load_checkpoint
 from situs.train.loop import TrainConfig, fit
 from situs.train.optim import OptimConfig
+from situs.train.private.accounting import DpConfig
+from situs.train.private.run import Private
+from situs.train.private.secret import FILE as SECRET
 from situs.train.tuning import TuningConfig, attach, freeze
 from situs.train.tuning import describe as described
 
@@ -64,6 +67,9 @@ class RunConfig(Checked):
 
     tuning: TuningConfig = field(default_factory=TuningConfig)
     """Which weights are trained, where it starts from others."""
+
+    dp: DpConfig = field(default_factory=DpConfig)
+    """Differential privacy, where its epsilon or noise is given."""
 
     init: str | None = None
     """Weights to start from: a run, an export, a weight file (timm, DINOv2, MAE, DropPos), a timm name, or any other
@@ -163,9 +169,11 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     return create_method(config.method_name, backbone, config.method)
 
 
-def make_training_loader(config: RunConfig, ranks: distributed.Ranks) -> Loader:
+def make_training_loader(config: RunConfig, ranks: distributed.Ranks, private: Private | None = None) -> Loader:
     """This rank's part of the augmented training set; its augmentation is compiled where the method is."""
-    loader = make_loader(config.data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world)
+    data = config.data if private is None else replace(config.data, strict=True)  # another in its place came twice
+    drawn = None if private is None else private.draws
+    loader = make_loader(data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world, drawn=drawn)
     wanted = "label" in METHODS[config.method_name].needs_targets
     if wanted and loader.source.multi_label and not loader.source.label_known():
         said = f"none of the {len(loader.source):,} images of {loader.source.name} has a label that is known"
@@ -216,10 +224,7 @@ def train_run(
     with the same tensors. say: receives a few lines. quiet: the loop says nothing.
     """
     _check_place(out, resume, start_over)
-    if config.tuning.parts != "all" and config.init is None:
-        said = f"tuning.parts={config.tuning.parts}: leaves the other weights as they are, and none were trained before"
-        raise SitusError(said, field=("tuning.parts", "init"))
-    config = settled(config)
+    config, private = settled(config), _private(config)
     ranks = distributed.start(device)
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -233,7 +238,7 @@ def train_run(
         if run is not None:
             held.enter_context(run.hold())
         fresh = _begins(run, start_over, ranks)
-        loader = make_training_loader(config, ranks)
+        loader = make_training_loader(config, ranks, private)
         speak(loader.describe())
         if config.data.batch is None and loader.global_batch < BATCH:
             speak(f"batch {loader.global_batch}: the set has no more {loader.source.things} for a step")
@@ -242,8 +247,7 @@ def train_run(
         if config.init is not None and fresh:
             for line in start(config, method.backbone):
                 speak(line)
-        attach(method, config.tuning)
-        freeze(method, config.tuning, new_positions=not config.init_positions)
+        freeze(attach(method, config.tuning), config.tuning, new_positions=not config.init_positions)
         method = adapt(method.to(ranks.device), loader)
         watching = () if hooks is None else hooks(config, loader, ranks.device)
         speak(describe(config, method, ranks))
@@ -252,17 +256,36 @@ def train_run(
             if ranks.main:
                 restart.mark(Path(out))
             run = RunFolder.create(out, config, classes=loader.classes, writer=ranks.main)
+        asked: dict[str, Any] = {"hooks": watching, "quiet": quiet}
         try:
-            result = fit(method, loader, config.train, config.optim, run, hooks=watching, quiet=quiet)
+            if private is not None:
+                total = config.train.total_steps(loader.steps_per_epoch)
+                asked["stepper"], ledger = private.open(run, method, loader, total, speak)
+                asked["hooks"] = (*watching, ledger)
+            result = fit(method, loader, config.train, config.optim, run, **asked)
         except BaseException:
             if ranks.main and not run.resumed:
                 _withdraw(run)
             raise
+        if private is not None and result.step == result.total:
+            private.close(run)
         _tell_skipped(loader, told, speak)  # a streamed set is read while it is trained on
         return result
     finally:
         held.close()
         distributed.stop()
+
+
+def _private(config: RunConfig) -> Private | None:
+    """What makes it a run of DP-SGD; refuses a recipe that cannot be one, or has nothing to leave as it is."""
+    if config.tuning.parts != "all" and config.init is None:
+        said = f"tuning.parts={config.tuning.parts}: leaves the other weights as they are, and none were trained before"
+        raise SitusError(said, field=("tuning.parts", "init"))
+    if not config.dp.on:
+        return None
+    private = Private(config.dp)
+    private.check(config.method_name, config.augment)
+    return private
 
 
 def _check_place(out: str | Path | None, resume: str | Path | None, start_over: bool) -> None:
@@ -305,7 +328,7 @@ def _withdraw(run: RunFolder) -> None:
     """Takes a new run's folder away where nothing was done in it yet, so that the same command can be given again."""
     done = (run.metrics, run.path / "nan", *run.checkpoints.glob("*"))
     if not any(path.exists() for path in done):
-        for name in ("config.json", CLASSES, MARK):
+        for name in ("config.json", CLASSES, MARK, SECRET):
             (run.path / name).unlink(missing_ok=True)
         for folder in (run.checkpoints, run.path):
             with contextlib.suppress(OSError):

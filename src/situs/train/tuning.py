@@ -38,10 +38,11 @@ class TuningConfig(Checked):
             raise SitusError(field="targets", value="", allowed="one or more of them")
 
 
-def attach(method: Method, config: TuningConfig) -> None:
+def attach(method: Method, config: TuningConfig) -> Method:
     """Puts the products where the config asks for them: after the pretrained weights are in, before a checkpoint's."""
     if config.parts == "lora":
         add_lora(method.backbone, config.rank, config.alpha, config.targets)
+    return method
 
 
 def freeze(method: Method, config: TuningConfig, *, new_positions: bool) -> None:

@@ -33,7 +33,8 @@ class Args(ModelArgs, AuditConfig):
 
     defences: Annotated[tuple[str, ...], Parameter(name="--defence", metavar="NAMES")] = ("auto",)
     """Apart by commas, settings behind "=": noise=1e-4, clip=0.5, mjp=0.27; for a run of MJP none is its own
-    method. auto: none,noise,clip,no-pe-gradient, for a gate none."""
+    method. auto: none,noise,clip,no-pe-gradient, for a gate none; of a run of DP-SGD its own first, for a gate
+    alone."""
 
     settings: Annotated[tuple[str, ...], Parameter(name="--setting", metavar="a,b,c")] = ()
     """Table 5 of MJP, by who knows MJP and who does not: attack x, compare with x (a); attack shuffled x̃,

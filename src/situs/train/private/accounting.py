@@ -1,0 +1,103 @@
+"""How much a training with DP-SGD promises: ε at a δ, by the PRV accountant of Opacus (the extra `dp`).
+
+The accountant assumes what the training does: a step takes each sample with probability q by itself (Poisson), clips
+the gradient of each to norm C, and adds Gaussian noise of deviation noise · C to their sum. Neighbours differ by one
+sample that is there or not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from situs.config import Checked
+from situs.errors import SitusError, missing_extra
+from situs.limits import Positive, Within
+
+EXTRA = "dp"
+NOT_COVERED = (
+    "ε covers the weights, their mean (EMA) and all that is computed from them. It does not cover the training loss "
+    "and accuracy in the log, the images of the validation split, the choice of settings or of a checkpoint by what "
+    "was measured, nor the data that the first weights come from; rounding in floating point is taken for exact"
+)
+"""What a reader must know of every ε."""
+
+
+@dataclass(frozen=True)
+class DpConfig(Checked):
+    """DP-SGD (the extra `dp`), where one of epsilon and noise is given."""
+
+    epsilon: Positive | None = None
+    """ε that the whole run may spend: the noise follows from it, the batch, the images and the steps."""
+
+    noise: Positive | None = None
+    """Instead: deviation of the noise on the sum of gradients, in units of `clip`; ε follows."""
+
+    clip: Positive = 1.0
+    """Largest norm of a sample's gradient, over all that is trained."""
+
+    delta: Annotated[float, Within("(0, 1)")] = 1e-5
+    """δ at which ε holds; well below 1 / images."""
+
+    def check(self) -> None:
+        if self.epsilon is not None and self.noise is not None:
+            said = f"epsilon={self.epsilon} and noise={self.noise}: one follows from the other; give one"
+            raise SitusError(said, field=("epsilon", "noise"))
+
+    @property
+    def on(self) -> bool:
+        return self.epsilon is not None or self.noise is not None
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a run has promised so far: ε at δ after some steps, with the noise and the clipping behind it.
+
+    epsilon: None where it is not known here.
+    """
+
+    epsilon: float | None
+    delta: float
+    noise: float
+    clip: float
+    steps: int
+
+    def __str__(self) -> str:
+        found = "ε is not known here" if self.epsilon is None else f"ε = {self.epsilon:.3g}"
+        made = f"{self.steps:,} steps of DP-SGD, noise {self.noise:.3g} · C, C = {self.clip:g} (PRV accountant)"
+        return f"{found} at δ = {self.delta:g} after {made}. {NOT_COVERED}"
+
+
+def epsilon_of(noise: float, rate: float, steps: int, delta: float) -> float:
+    """ε after so many steps; an upper bound. rate: the chance that a step takes a given sample."""
+    if steps == 0:
+        return 0.0
+    accountant = opacus("accountants").PRVAccountant()
+    accountant.history = [(noise, rate, steps)]
+    with warnings.catch_warnings():  # of the range of orders that bounds its grid, no part of what it gives
+        warnings.simplefilter("ignore")
+        return float(accountant.get_epsilon(delta))
+
+
+def noise_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
+    """The least noise, to a hundredth of ε, under which so many steps spend no more than ε."""
+    found = opacus("accountants.utils").get_noise_multiplier
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        asked = {"target_epsilon": epsilon, "target_delta": delta, "sample_rate": rate, "steps": steps}
+        try:
+            return float(found(**asked, accountant="prv"))
+        except ValueError as error:
+            raise SitusError(
+                f"epsilon={epsilon}: no noise gives it for {steps} steps: {error}", field="dp.epsilon"
+            ) from None
+
+
+def opacus(module: str) -> Any:
+    """A module of the package; a clear sentence where it is not installed."""
+    try:
+        return importlib.import_module(f"opacus.{module}")
+    except ImportError:
+        raise missing_extra("opacus", EXTRA, "training with differential privacy") from None

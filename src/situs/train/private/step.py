@@ -1,0 +1,111 @@
+"""One update of DP-SGD: a gradient for each sample, each clipped by Opacus, noise on their sum, AdamW as ever.
+
+The gradients of single samples come from torch.func over the method itself, which Opacus calls its no-op mode: its
+hooks know layers, and a transformer's tokens and tables are in none. What AdamW and the mean make of the noisy sum is
+covered by the same ε.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call, grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from situs.errors import SitusError
+from situs.methods.base import Batch, Method
+from situs.train import distributed
+from situs.train.optim import OptimConfig
+from situs.train.private.accounting import opacus
+from situs.train.private.secret import Secret
+from situs.train.step import MicroBatch, Moment, Stepper, Update, autocast
+
+HELD = 2**31
+"""Bytes of single samples' gradients that are held at a time."""
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """noise: of the sum, in units of clip. batch: samples a step on average, by which the sum is divided."""
+
+    secret: Secret
+    noise: float
+    clip: float
+    batch: int
+
+
+class PrivateStepper(Stepper):
+    """The same as `Stepper`, with the gradient made as the mechanism says; without graphs and compilation."""
+
+    def __init__(self, method: Method, optim: OptimConfig, *, mechanism: Mechanism, **given: Any) -> None:
+        if given["precision"] == "fp16":
+            raise SitusError(field=("train.precision", "dp"), value="fp16", allowed="bf16 or fp32 with dp")
+        if distributed.world() > 1:
+            raise SitusError("dp: trains on one rank, and there are more", field="dp")
+        super().__init__(method, optim, **{**given, "compiled": False, "graph": False})
+        self.mechanism, self.moment = mechanism, Moment(0, 0, 0.0)
+        names = {id(p): name for name, p in method.named_parameters()}
+        self.trained = {names[id(p)]: p for p in self.parameters}
+        self.private = opacus("optimizers").DPOptimizer(
+            self.optimizer,
+            noise_multiplier=mechanism.noise,
+            max_grad_norm=mechanism.clip,
+            expected_batch_size=mechanism.batch,
+        )
+        numbers = sum(p.numel() for p in self.parameters)
+        self.at_once = max(1, HELD // (4 * numbers))
+
+    def update(self, batch: Batch, moment: Moment, rate: float, ragged: bool) -> Update:
+        self.moment = moment
+        return super().update(batch, moment, rate, ragged)
+
+    def _compute(self, parts: list[MicroBatch]) -> Tensor:
+        self.private.zero_grad(set_to_none=True)
+        total, count = None, 0
+        for part in parts:
+            for at in range(0, len(part.batch.ids), self.at_once):
+                found = self._accumulate(part.batch.part(slice(at, at + self.at_once)))
+                total = found if total is None else total + found
+            count += len(part.batch.ids)
+        assert total is not None, "a step without samples"
+        self._add_noise()
+        values = total / count
+        norm = self._move(values[0])
+        return torch.cat([values, norm.float()[None]])
+
+    def _accumulate(self, batch: Batch) -> Tensor:
+        """Adds the clipped gradients of some samples to their sum; gives the sums of loss and metrics."""
+        weights = {name: p.detach() for name, p in self.trained.items()}
+
+        def loss(weights: dict[str, Tensor], *sample: Any) -> tuple[Tensor, Tensor]:
+            inputs, ids, targets, mask = sample
+            own = {name: target[None] for name, target in targets.items()}
+            alone = Batch(inputs[None], ids[None], own, None if mask is None else mask[None])
+            output = functional_call(self.method, weights, (alone, {}))
+            return output.loss, self._values(output)
+
+        # On a CPU the fused attention has no form for single samples.
+        plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
+        with plain, autocast(self.device, self.precision):
+            axes = (None, 0, 0, 0, None if batch.mask is None else 0)
+            each = vmap(grad_and_value(loss, has_aux=True), in_dims=axes, randomness="different")
+            gradients, (_, values) = each(weights, batch.inputs, batch.ids, dict(batch.targets), batch.mask)
+        for name, parameter in self.trained.items():
+            parameter.grad_sample = gradients[name]  # pyright: ignore[reportAttributeAccessIssue]
+        self.private.clip_and_accumulate()
+        for parameter in self.parameters:
+            parameter.grad_sample = None  # pyright: ignore[reportAttributeAccessIssue]
+        return values.sum(dim=0)
+
+    @torch.no_grad()
+    def _add_noise(self) -> None:
+        """Makes of the sum what the optimiser sees: with secret noise on it, over the samples a step has on average."""
+        mechanism = self.mechanism
+        for name, parameter in self.trained.items():
+            summed: Any = getattr(parameter, "summed_grad")  # noqa: B009  (Opacus hangs it there)
+            noise = mechanism.secret.normal(self.moment.step, name, parameter) * (mechanism.noise * mechanism.clip)
+            parameter.grad = ((summed.double() + noise) / mechanism.batch).to(parameter.dtype)
