@@ -24,6 +24,7 @@ from situs.audit.defences import (
     create_defence,
 )
 from situs.audit.public import AuditConfig, audit_gradients, audit_settings
+from situs.audit.watch import Guard, LeakError, guard
 
 __all__ = [
     "ATTACKS",
@@ -38,7 +39,9 @@ __all__ = [
     "Deadline",
     "Defence",
     "Gradients",
+    "Guard",
     "Knowledge",
+    "LeakError",
     "MaskedJigsaw",
     "Matching",
     "MatchingConfig",
@@ -52,5 +55,6 @@ __all__ = [
     "audit_settings",
     "create_attack",
     "create_defence",
+    "guard",
     "victim_gradients",
 ]

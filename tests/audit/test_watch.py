@@ -1,0 +1,129 @@
+"""`guard` in loops of one's own: it sees what is about to be sent, disturbs nothing, and no silence is safety."""
+
+from __future__ import annotations
+
+import logging
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from situs import audit
+from situs.audit.watch import Guard, LeakError
+from situs.errors import SitusError
+
+
+class Own(nn.Module):
+    """A module that nobody knows: linear patches, a table, one attention, with dropout."""
+
+    def __init__(self, learned: bool = True) -> None:
+        super().__init__()
+        self.patches = nn.Linear(3 * 16, 48)
+        self.positions = nn.Parameter(torch.randn(16, 48) * 0.2, requires_grad=learned)
+        self.mix = nn.TransformerEncoderLayer(48, 4, 96, dropout=0.1, batch_first=True, norm_first=True)
+        self.head = nn.Linear(48, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        cut = images.unfold(2, 4, 4).unfold(3, 4, 4).permute(0, 2, 3, 1, 4, 5).flatten(3).flatten(1, 2)
+        return self.head(self.mix(self.patches(cut) + self.positions).mean(dim=1))
+
+
+def made(kind: str = "own", **asked: Any) -> nn.Module:
+    torch.manual_seed(0)
+    if kind == "own":
+        return Own(**asked)
+    shape = {"img_size": 16, "patch_size": 4, "embed_dim": 48, "depth": 2, "num_heads": 2}
+    return timm.create_model("vit_tiny_patch16_224", **shape, num_classes=5)
+
+
+def batches(count: int, size: int = 1) -> list[tuple[Tensor, Tensor]]:
+    chance = torch.Generator().manual_seed(1)
+    pixels = torch.randint(0, 256, (count, size, 3, 16, 16), generator=chance) / 255
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+    return [((x - mean) / std, torch.arange(size) % 5) for x in pixels]
+
+
+def loop(module: nn.Module, optimizer: torch.optim.Optimizer, data: list[tuple[Tensor, Tensor]]) -> None:
+    module.train()
+    torch.manual_seed(3)  # dropout draws from here
+    for images, labels in data:
+        optimizer.zero_grad()
+        F.cross_entropy(module(images), labels).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["own", "timm"])
+def test_an_image_that_can_be_had_back_raises_before_the_step_is_made(kind: str) -> None:
+    module = made(kind)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    watch = audit.guard(module, optimizer, **({"img_size": 16} if kind == "own" else {}))
+    assert isinstance(watch, Guard) and module.training
+    before = deepcopy(module.state_dict())
+    with pytest.raises(LeakError, match=r"step 0: .* above \(psnr \d+.*limit 20; by patchembed\)") as error:
+        loop(module, optimizer, batches(1))
+    assert error.value.look.value is not None and error.value.look.value > 60  # it truly came back
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+def test_a_guarded_loop_takes_the_same_steps_and_is_looked_at_every_so_many() -> None:
+    found, plain, guarded = [], made(), made()
+    for module in (plain, guarded):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        if module is guarded:
+            watch = audit.guard(module, optimizer, img_size=16, every=3, act=found.append)
+        loop(module, optimizer, batches(7))
+    assert [look.step for look in found] == [0, 3, 6] == [look.step for look in watch.looks]
+    assert all(look.answer == "above" and look.seconds > 0 for look in found)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), guarded.parameters(), strict=True))
+    watch.close()
+    loop(guarded, torch.optim.SGD(guarded.parameters(), lr=0.1), batches(1))
+    assert len(found) == 3 and not guarded._forward_pre_hooks
+
+
+def test_where_nothing_applies_or_proves_anything_it_is_not_judged_and_said_aloud(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for module, size in ((made(learned=False), 1), (made(), 2)):
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        watch = audit.guard(module, optimizer, img_size=16, attacks=["patchembed"])
+        with caplog.at_level(logging.WARNING, "situs.audit.guard"):
+            loop(module, optimizer, batches(1, size))
+        assert watch.looks[0].answer == "not judged"
+        assert "not judged, which is no pass" in caplog.records[-1].message
+
+
+def test_noise_that_the_attackers_know_is_below_the_limit_only_where_their_equations_hold() -> None:
+    module, found = made(), []
+    watch = audit.guard(module, img_size=16, act=found.append, attacks=["patchembed"], defence="noise=10")
+    [(images, labels)] = batches(1)
+    F.cross_entropy(module(images), labels).backward()
+    for parameter in module.parameters():
+        parameter.grad += 10 * torch.randn(parameter.shape)
+    assert watch.look(images).answer == "below"
+    for parameter in module.parameters():
+        parameter.grad = torch.randn(parameter.shape) * 1e3  # not what was stated
+    assert watch.look(images).answer == "not judged"
+
+
+def test_a_client_of_federated_averaging_gives_its_update_by_hand() -> None:
+    module = made("timm").eval()
+    [(images, labels)] = batches(1)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    watch = audit.guard(module, act="log")
+    moved = deepcopy(module)
+    optimizer = torch.optim.SGD(moved.parameters(), lr=0.01)
+    F.cross_entropy(moved(images), labels).backward()
+    optimizer.step()
+    update = {name: (before[name] - p.detach()) / 0.01 for name, p in moved.named_parameters()}
+    look = watch.look(images, update)
+    assert look.answer == "above" and look.value is not None and look.value > 30
+    sent = {name: g for name, g in update.items() if name != "pos_embed"}
+    assert watch.look(images, sent).answer in ("above", "not judged")  # never below: nothing of this was proved
+    with pytest.raises(SitusError, match="nope is no parameter"):
+        watch.look(images, {"nope": torch.zeros(1)})
+    with pytest.raises(SitusError, match="float32"):
+        audit.guard(made("timm").bfloat16())
