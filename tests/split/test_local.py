@@ -20,7 +20,7 @@ from situs.methods.mp3 import MP3Config
 from situs.methods.supervised import SupervisedConfig
 from situs.models import open_model
 from situs.models.data import load_set
-from situs.split.local import Defended, evaluate_defended, train_defended
+from situs.split.local import Defended, evaluate_defended, infer_defended, train_defended
 from situs.train.run import train_run
 
 DEFENCES = ("noise=0.5", "lowpass=0.3", "batch-shuffle=3", "batch-shuffle")
@@ -56,6 +56,25 @@ def test_a_defended_training_is_the_split_one(tmp_path, text, monkeypatch) -> No
         Defended(vit(torch.float64), SupervisedConfig(), parse_defence("none"), 1.0), Loader(), tmp_path / "none", train
     )
     assert farthest(plain, split) > 1e-4  # the defence was there
+
+
+@pytest.mark.parametrize("text", ["none", "noise=0.5", "batch-shuffle=3"])
+def test_permuted_rows_train_to_the_same_weights(tmp_path, text) -> None:
+    """The blocks are given every sample's rows in another order, prefix tokens among them, and nothing comes of it."""
+    trained, given = {}, {}
+    for rows in (False, True):
+        method = Defended(vit(torch.float64), SupervisedConfig(), parse_defence(text), 1.0, rows=rows)
+        plain, seen = method.backbone.run_layers, given.setdefault(rows, [])
+        method.backbone.run_layers = lambda stream, keys, taps=(), plain=plain, seen=seen: (
+            seen.append(stream.z.detach()) or plain(stream, keys, taps)
+        )
+        trained[rows] = train_locally(method, Loader(), tmp_path / str(rows), TRAIN)
+    assert farthest(trained[False], trained[True]) < 1e-9
+    one, two = given[False][0], given[True][0]
+    assert not torch.allclose(one, two)
+    moved = [[int((row == a).all(-1).nonzero()) for row in b] for a, b in zip(one, two, strict=True)]
+    assert all(sorted(order) == list(range(len(order))) for order in moved)
+    assert len({tuple(order) for order in moved}) == len(moved)  # each sample has its own
 
 
 def test_draws_are_new_in_every_epoch_and_for_every_sample() -> None:
@@ -116,5 +135,13 @@ def test_a_run_without_a_defence_is_the_ordinary_run_and_others_are_evaluated_un
     facts.write_text(json.dumps({"defence": "noise=3", "scale": 2 * scale}))
     again = evaluate_defended(tmp_path / "noise=3", count=40, train_count=32, k=5, device="cpu")
     assert parse_defence(again.now).strength == pytest.approx(2 * now, rel=1e-4)
+    bare = {name: evaluate_accuracy(tmp_path / name, count=40).accuracy.loss for name in ("plain", "noise=3")}
+    for rows in ((), ("rows",)):
+        plain = infer_defended(tmp_path / "plain", permute=rows, count=40, device="cpu")
+        assert (plain.accuracy.top1, plain.accuracy.loss) == (found.top1, pytest.approx(bare["plain"], abs=1e-5))
+    noise = [infer_defended(tmp_path / "noise=3", count=40, device="cpu").accuracy.loss for _ in range(2)]
+    assert noise[0] == noise[1] and abs(noise[0] - bare["noise=3"]) > 5e-5
+    with pytest.raises(SitusError, match="permute=columns: is nothing where no server is"):
+        train_defended(config, "none", tmp_path / "no", permute=("columns",))
     with pytest.raises(SitusError, match="is supervised"):
         train_defended(replace(CONFIG, method=MP3Config()), "none", tmp_path / "no")

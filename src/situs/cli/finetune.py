@@ -44,4 +44,4 @@ class Args(Training):
 def run(args: Args) -> int:
     """Fine-tunes; the log holds val_top1 and val_top5, or val_map and val_accuracy of multi-label data."""
     asked = {"source": args.source, "positions": args.positions, "validate_every": args.validate_every}
-    return tell(args, args.config, train_finetuning(args.config, **asked, **args.place()))
+    return tell(args.out or args.resume, args.config, train_finetuning(args.config, **asked, **args.place()))

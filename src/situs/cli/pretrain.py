@@ -63,15 +63,14 @@ class Args(Training):
 
 def run(args: Args) -> int:
     """Trains; exit status 130 where it was interrupted (and can be resumed)."""
-    return tell(args, args.config, train_pretraining(args.config, **args.place()))
+    return tell(args.out or args.resume, args.config, train_pretraining(args.config, **args.place()))
 
 
-def tell(args: Training, config: RunConfig, result: TrainResult) -> int:
+def tell(run: Path | None, config: RunConfig, result: TrainResult) -> int:
     """Says what was reached and what can be done with it; gives the exit status."""
     if result.interrupted:
         return 130
     if os.environ.get("RANK", "0") == "0":
-        run = args.out or args.resume
         told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
         facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
         labelled = "label" in METHODS[config.method_name].needs_targets

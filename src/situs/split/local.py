@@ -1,13 +1,15 @@
 """A defence in a training on one machine: what split training gives, at the speed of any other training here.
 
-Permutations of rows and columns change no number of a training, so the defence of the patch tokens is all that is left
-of a view. Here it stands between the embedding and the blocks of a model that is trained as ever: its random numbers
-are drawn before the step, by sample and epoch, and the step may be compiled and recorded. Nothing is sent and no key
-is needed; how much a defence costs is learned here, and what it hides is learned by an audit.
+Permutations of rows and columns change no number of a training but by rounding, so the defence of the patch tokens is
+all that is left of a view; rows may be permuted here too, to see that. Both stand between the embedding and the blocks
+of a model that is trained as ever: random numbers are drawn before the step, by sample and epoch, and the step may be
+compiled and recorded. Nothing is sent and no key is needed; how much a defence costs is learned here, and what it hides
+is learned by an audit.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,38 +19,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from situs.backbones.base import Backbone, Features
+from situs.backbones.base import Backbone, Features, Stream, Taps
+from situs.core.permutation import invert
 from situs.core.random import bits
+from situs.core.tokens import take
 from situs.data.batch import Batch
 from situs.errors import SitusError
-from situs.evaluate.accuracy import hard, labels_of
+from situs.evaluate.accuracy import ClassAccuracy, evaluate_accuracy, hard, labels_of
 from situs.evaluate.knn import knn_accuracy
+from situs.evaluate.multi_label import LabelAccuracy
 from situs.files import read_json, write_text
-from situs.locks.features import Defence, Words, apply_defence, draw_defence, parse_defence
+from situs.locks.features import Defence, Words, apply_defence, draw_defence, parse_defence, row_orders
+from situs.locks.key import SEED_BYTES, Key
 from situs.methods.base import Draws, Method, Output
 from situs.methods.supervised import Supervised, SupervisedConfig, label_loss
 from situs.models import open_model
 from situs.models.data import load_bank
 from situs.models.inference import evaluating
 from situs.split.scale import noise_scale
+from situs.split.view import make_view
 from situs.train.contract import RunState, TrainResult
-from situs.train.run import RunConfig, train_run
+from situs.train.run import RunConfig, Start, cannot_start, train_run
 
 FACTS = "defence.json"
 
 
 class Defended(Supervised):
-    """Supervised training whose blocks are given defended tokens. scale: what a σ of noise is a multiple of."""
+    """Supervised training whose blocks are given defended tokens. scale: what a σ of noise is a multiple of.
 
-    def __init__(self, backbone: Backbone, config: SupervisedConfig, defence: Defence, scale: float) -> None:
+    rows: whether all p + N rows of a sample are given in an order of its own, new in every epoch.
+    """
+
+    def __init__(
+        self, backbone: Backbone, config: SupervisedConfig, defence: Defence, scale: float, *, rows: bool = False
+    ) -> None:
         super().__init__(backbone, config)
-        self.defence, self.scale = defence, scale
+        self.defence, self.scale, self.rows = defence, scale, rows
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:  # noqa: ARG002
         self.refuse_padding(batch)
         shape = len(batch.ids), self.backbone.num_tokens, self.backbone.dim
-        given = draw_defence(self.defence, self.words(batch, seed, epoch), shape, self.backbone.grid)
-        return {} if given is None else {"defence": given.to(batch.ids.device)}
+        words = self.words(batch, seed, epoch)
+        given = draw_defence(self.defence, words, shape, self.backbone.grid)
+        draws = {} if given is None else {"defence": given.to(batch.ids.device)}
+        if self.rows:
+            orders = row_orders(words, len(batch.ids), self.backbone.num_prefix + self.backbone.num_tokens)
+            draws["rows"] = orders.to(batch.ids.device)
+        return draws
 
     def words(self, batch: Batch, seed: int, epoch: int) -> Words:
         """Words for a batch's samples, new in every epoch."""
@@ -60,7 +77,9 @@ class Defended(Supervised):
         backbone, given = self.backbone, draws.get("defence")
         stream = backbone.assemble(backbone.embed(images), backbone.positions())
         z, back = apply_defence(stream.z, self.defence, given, prefix=stream.prefix, scale=self.scale)
-        return backbone.finish(replace(stream, z=back(backbone.blocks(replace(stream, z=z)).z)))
+        order = draws.get("rows")
+        out = backbone.blocks(replace(stream, z=z if order is None else take(z, order))).z
+        return backbone.finish(replace(stream, z=back(out if order is None else take(out, invert(order)))))
 
     def forward(self, batch: Batch, draws: Draws) -> Output:
         logits = self.backbone.head(self.defended(batch.inputs, draws))
@@ -69,31 +88,54 @@ class Defended(Supervised):
 
 
 def train_defended(
-    config: RunConfig, defence: str, out: str | Path, *, resume: bool = False, device: str | None = None,
-    say: Callable[[str], None] = lambda _: None, quiet: bool = False,
+    config: RunConfig, defence: str | None, out: str | Path, *, permute: tuple[str, ...] = (), resume: bool = False,
+    start: Start = cannot_start, device: str | None = None, say: Callable[[str], None] = lambda _: None,
+    quiet: bool = False,
 ) -> TrainResult:  # fmt: skip
     """Trains a classifier under a feature defence; `out` is an ordinary run that also says what the defence was.
 
-    resume: goes on with what has begun there. A σ is a multiple of what it was at the first step, which is measured
-    again with the same first weights.
+    permute: ("rows",) for rows in a new order in every epoch. resume: goes on with what has begun there, and None for
+    its defence and permutation. A σ is a multiple of what it was at the first step, which is measured again with the
+    same first weights. start: see `train_run`.
     """
     if config.method_name != "supervised":
         said = f"method={config.method_name}: a split training is supervised: its labels stay with the client"
         raise SitusError(said, field="method")
-    told, facts = parse_defence(defence), Path(out) / FACTS
-    used: dict[str, Any] = {"defence": str(told), "scale": 1.0}
-    if resume and facts.exists() and (before := read_json(facts)["defence"]) != str(told):
-        raise SitusError(field="defence", value=str(told), allowed=f"{before}, which {out} was trained under so far")
+    facts = Path(out) / FACTS
+    before = _used(Path(out)) if resume and facts.exists() else None
+    if defence is None and before is not None:
+        defence, permute = before["defence"], (*before["permute"],)
+    told = parse_defence(defence or "none")
+    used: dict[str, Any] = {"defence": str(told), "scale": 1.0, "permute": _rows_alone(permute)}
+    for name in ("defence", "permute"):
+        if before is not None and before[name] != used[name]:
+            allowed = f"{before[name]}, which {out} was trained under so far"
+            raise SitusError(field=name, value=used[name], allowed=allowed)
 
     def adapt(method: Method, loader: Any) -> Method:
         device = next(method.parameters()).device
+        make_view(method.backbone, permute, told, key=Key(bytes(SEED_BYTES)))  # refuses what this model cannot do
         if told.kind == "noise":
             used["scale"] = noise_scale(method.backbone, loader.source, config.data, device)
-        return Defended(method.backbone, method.config, told, used["scale"])
+        return Defended(method.backbone, method.config, told, used["scale"], rows=bool(permute))
 
     place: dict[str, Any] = {"resume" if resume else "out": out}
     note = _Noting(facts, used)
-    return train_run(config, **place, device=device, hooks=lambda *_: [note], adapt=adapt, say=say, quiet=quiet)
+    own: dict[str, Any] = {"start": start, "device": device, "say": say, "quiet": quiet}
+    return train_run(config, **place, hooks=lambda *_: [note], adapt=adapt, **own)
+
+
+def _rows_alone(permute: tuple[str, ...]) -> list[str]:
+    if {*permute} - {"rows"}:
+        said = "permute=columns: is nothing where no server is; columns change no number of a training"
+        raise SitusError(said, field="permute")
+    return list(permute)
+
+
+def _used(run: Path) -> dict[str, Any]:
+    """What a run was trained under; nothing of one that `train_defended` has not made."""
+    nothing = {"defence": "none", "scale": 1.0, "permute": []}
+    return {**nothing, **(read_json(run / FACTS) if (run / FACTS).is_file() else {})}
 
 
 @dataclass(frozen=True)
@@ -128,12 +170,36 @@ class DefendedScores:
     bank: int
 
 
+def infer_defended(
+    run: str | Path, data: str | Path | None = None, *, permute: tuple[str, ...] | None = None,
+    count: int | None = None, device: str | None = None,
+) -> ClassAccuracy | LabelAccuracy:  # fmt: skip
+    """Accuracy of a run whose blocks are given what a server would be: under its defence, its rows permuted as in its
+    training, or as `permute` says. Of an ordinary run, which has no defence, rows alone."""
+    used = _used(Path(run))
+    asked = (*used["permute"],) if permute is None else permute
+    model = open_model(run, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    _rows_alone(asked)
+    told, secret = parse_defence(used["defence"]), Key(bytes(SEED_BYTES))
+    view = make_view(model.backbone, asked, told, key=secret, scale=used["scale"])
+    backbone, numbers = model.backbone, itertools.count()
+    plain = backbone.run_layers
+
+    def shown(stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
+        at = ("infer", str(next(numbers)))
+        z, mask, back = view.show(stream.z, stream.mask, prefix=stream.prefix, grid=backbone.grid, at=at)
+        return back(plain(replace(stream, z=z, mask=mask), keys, taps))
+
+    backbone.run_layers = shown  # the one way into its blocks
+    return evaluate_accuracy(model, data, count=count)
+
+
 def evaluate_defended(
     run: str | Path, data: str | Path | None = None, *, count: int | None = None, train_count: int | None = None,
     batch: int = 256, k: int = 20, device: str | None = None,
 ) -> DefendedScores:  # fmt: skip
     """Accuracy and nearest neighbours of a run of `train_defended`, every image under its defence, the bank's too."""
-    used = read_json(Path(run) / FACTS)
+    used = _used(Path(run))
     defence = parse_defence(used["defence"])
     model = open_model(run, device=device or ("cuda" if torch.cuda.is_available() else "cpu"))
     method = Defended(model.backbone, SupervisedConfig(), defence, used["scale"])

@@ -197,7 +197,8 @@ Start = Callable[[RunConfig, Backbone], Sequence[str]]
 """Puts the tensors that `RunConfig.init` names into a new backbone; gives what a user should know, a line each."""
 
 
-def _cannot_start(config: RunConfig, backbone: Backbone) -> Sequence[str]:
+def cannot_start(config: RunConfig, backbone: Backbone) -> Sequence[str]:
+    """A `Start` that reads nothing."""
     raise SitusError(f"init={config.init}: nothing was given that reads it for {backbone.name}", field="start")
 
 
@@ -209,7 +210,7 @@ def train_run(
     device: str | None = None,
     start_over: bool = False,
     hooks: Hooks | None = None,
-    start: Start = _cannot_start,
+    start: Start = cannot_start,
     adapt: Adapt = lambda method, _: method,
     say: Callable[[str], None] = lambda _: None,
     quiet: bool = False,

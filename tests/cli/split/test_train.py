@@ -88,6 +88,23 @@ def test_train_infer_and_merge(tmp_path, certs, capsys) -> None:
         assert "permute=rows" in told and "(--permute)" in told and not (tmp_path / "no2").exists()
 
 
+def test_without_a_server_it_is_an_ordinary_run(tmp_path, capsys) -> None:
+    run, where = str(tmp_path / "run"), ("--server", "local")
+    hide = ("--permute", "rows", "--defence", "noise=1")
+    told = said(capsys, "split", "train", *where, *FLAGS, *hide, "--out", run)
+    assert "done: 2 steps" in told and f"situs evaluate accuracy {run}" in told
+    assert "done: 3 steps" in said(capsys, "split", "train", *where, "--resume", run, "--steps", "3")
+    told = said(capsys, "split", "train", *where, "--resume", run, "--steps", "4", "--defence", "none", status=2)
+    assert "defence='none': must be noise=1" in told and "(--defence)" in told
+    assert "recognises" in said(capsys, "split", "infer", run, *where, "--count", "50", "--out", str(tmp_path / "page"))
+    assert "top1" in (tmp_path / "page" / "accuracy.json").read_text()
+    no = ("--out", str(tmp_path / "no"))
+    told = said(capsys, "split", "train", *where, *FLAGS, "--permute", "columns", *no, status=2)
+    assert "columns change no number" in told and "(--permute)" in told and not (tmp_path / "no").exists()
+    told = said(capsys, "split", "train", *where, *FLAGS, status=2)
+    assert "give a new folder or a run to go on with" in told
+
+
 def test_serve_says_what_is_wrong_and_stops_when_asked(tmp_path, certs, capsys, monkeypatch) -> None:
     out = ("--out", str(tmp_path / "server"))
     told = said(capsys, "split", "serve", *FLAGS, *out, status=2)

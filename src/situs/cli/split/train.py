@@ -4,7 +4,8 @@ For example: situs split train --server HOST:7443 --tls certs/ --preset cifar100
 --permute rows,columns --out runs/split
 
 Without permutations the result is local training's to the bit. After a crash of either side it goes on (--resume) from
-the newest checkpoint that both have; situs split merge joins both parts.
+the newest checkpoint that both have; situs split merge joins both parts. With --server local there is no server, and
+the run is an ordinary one whose blocks were given what a server would be given.
 """
 
 from __future__ import annotations
@@ -12,13 +13,18 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
 from situs.cli.parser.arguments import Recipe, configured
-from situs.cli.split.wire import ONE_RANK, ClientArgs
+from situs.cli.pretrain import tell
+from situs.cli.split.wire import LOCAL, ONE_RANK, ClientArgs
+from situs.errors import SitusError
 from situs.evaluate.finetune import FinetuneConfig
+
+if TYPE_CHECKING:
+    from situs.train.run import Start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,8 +46,9 @@ class Args(Recipe, ClientArgs):
     permute: Annotated[tuple[Literal["rows", "columns"], ...], Parameter(metavar="WHAT")] = ()
     """rows: tokens in a new order each step. columns: channels by the key."""
 
-    defence: Annotated[str, Parameter(metavar="WHAT")] = "none"
-    """noise=σ (of the tokens' deviation), lowpass=r (share of frequencies kept), batch-shuffle or batch-shuffle=B."""
+    defence: Annotated[str, Parameter(metavar="WHAT")] = ""
+    """none (by default), noise=σ (of the tokens' deviation), lowpass=r (share of frequencies kept), batch-shuffle or
+    batch-shuffle=B."""
 
     wire: Literal["own", "bf16"] = "own"
     """bf16: rounded, in half the bytes."""
@@ -62,7 +69,9 @@ def run(args: Args) -> int:
     config = args.config if args.source is None else dataclasses.replace(args.config, init=args.source)
     key = None if args.key is None else read_key(args.key)
     start = starting(None if config.init is None else unlock_of(config.init, key, args.withheld))
-    hide = Hide(args.permute, args.defence, args.wire)
+    if args.server == LOCAL:
+        return _alone(args, config, start)
+    hide = Hide(args.permute, args.defence or "none", args.wire)
     with args.connect() as call:
         result = train_split(
             config, call, hide, out=args.out, resume=args.resume, key=key, start=start, device=args.device, say=_say
@@ -77,6 +86,17 @@ def run(args: Args) -> int:
     _say(f"done: {result.step} steps{facts}; the client's part is in {folder}")
     _say(f"next: situs split infer {folder} …, or situs split merge {folder} SERVER --out DIR")
     return 0
+
+
+def _alone(args: Args, config: FinetuneConfig, start: Start) -> int:
+    """Without a server: an ordinary run, whose blocks were given what a server would have been given."""
+    from situs.split.local import train_defended
+
+    folder = args.out or args.resume
+    if folder is None or (args.out is not None and args.resume is not None):
+        raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
+    how = {"permute": args.permute, "resume": args.resume is not None, "start": start, "device": args.device}
+    return tell(folder, config, train_defended(config, args.defence or None, folder, **how, say=_say))
 
 
 def _say(line: str) -> None:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from situs.split.transport.connect import Connection
 
 
+LOCAL = "local"
+"""In the place of a server: none."""
+
 ONE_RANK = {name: paths for name, paths in EVERYDAY.items() if name != "parallel"}
 """Everyday flags of a training on one rank."""
 
@@ -47,8 +50,8 @@ class WireArgs:
 class ClientArgs(WireArgs):
     """Where a client finds its server."""
 
-    server: Annotated[str, Parameter(metavar="HOST:PORT")]
-    """The server."""
+    server: Annotated[str, Parameter(metavar="HOST:PORT|local")]
+    """The server; local: none, the same in this process, to learn what rows and a defence change."""
 
     name: Annotated[str, Parameter(metavar="NAME")] = "client"
     """Whose pair this client shows: NAME.pem and NAME.key."""
