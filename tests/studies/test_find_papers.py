@@ -38,6 +38,7 @@ RESULTS = {
     "audit positions": ["PositionAudit"],
     "audit split": ["SplitAudit"],
     "bench step": ["StepTable"],
+    "split infer": ["ClassAccuracy", "LabelAccuracy"],
     "verify": ["Verification"],
 }
 """What a verb gives, by the names of tests/pages/test_init.py."""

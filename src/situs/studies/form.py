@@ -27,7 +27,7 @@ class Verb(NamedTuple):
 
     trains: it makes a run, which is gone on with where it was cut. data, seed: whether it takes them. word: an option
     that is given without a flag. partly: where it fails in part it says so by its status, and its numbers hold. bare:
-    it may go without a model.
+    it may go without a model. again: options that it is given when it goes on, too.
     """
 
     model: str = "word"
@@ -37,6 +37,7 @@ class Verb(NamedTuple):
     word: str = ""
     partly: bool = False
     bare: bool = False
+    again: tuple[str, ...] = ()
 
 
 VERBS = {
@@ -62,6 +63,8 @@ VERBS = {
     "key new": Verb(model="", data=False),
     "lock": Verb(data=False),
     "bench step": Verb(model="", data=False, word="cases", partly=True),
+    "split train": Verb(model="from", trains=True, seed=True, bare=True, again=("server",)),
+    "split infer": Verb(),
     "verify": Verb(data=False),
 }
 """What a job may do."""

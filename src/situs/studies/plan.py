@@ -188,7 +188,7 @@ def check_configs(jobs: Jobs) -> None:
     for name, job in jobs.items():
         if not VERBS[job.verb].trains:
             continue
-        cls = FinetuneConfig if job.verb == "finetune" else RunConfig
+        cls = FinetuneConfig if job.verb in ("finetune", "split train") else RunConfig
         try:
             tables = recipe_of(job, cls)
         except SitusError as error:

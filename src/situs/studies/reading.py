@@ -86,11 +86,9 @@ def _drawn(curves: Curves, line: Line, lookup: Lookup) -> Drawn:
     if line.over:
         job, figure = point_of(line, 0)
         (xs, _), (ys, why) = lookup(job, line.over, True), lookup(job, figure, True)
-        by_seed = {
-            seed: dict(zip(xs[seed], y, strict=True)) for seed, y in ys.items() if len(xs.get(seed, ())) == len(y)
-        }
-        for x in sorted({x for held in by_seed.values() for x in held}):  # a seed may have fewer of them
-            values = {seed: times * held[x] for seed, held in by_seed.items() if x in held}
+        of = {seed: dict(zip(xs[seed], y, strict=True)) for seed, y in ys.items() if len(xs.get(seed, ())) == len(y)}
+        for x in sorted({x for axis in xs.values() for x in axis}):  # a seed may have fewer of them
+            values = {seed: times * held[x] for seed, held in of.items() if x in held}
             points.append((x, Cell(job, "", values, curves.digits, 0.0, why)))
         return Drawn(line.name, tuple(points))
     for index, x in enumerate(line.at):

@@ -44,7 +44,8 @@ def words_of(folder: StudyFolder, task: Task, data: Mapping[str, str]) -> list[s
     own = data_of(folder.study, job)[:1] if how.data else ()
     given = {"data": data[own[0]]} if own else {}
     if task.begun:
-        return [*job.verb.split(), *flags({"resume": str(task.folder), **given})]
+        kept = {name: job.options[name] for name in how.again if name in job.options}
+        return [*job.verb.split(), *flags({"resume": str(task.folder), **kept, **given})]
     models = {name: str(folder.tasks[needed].folder) for name, needed in task.needs.items()}
     known = {**models, **{f"data.{name}": path for name, path in data.items()}, "seed": task.seed}
     options = {**put(job.options, known), **given, **({"seed": task.seed} if how.seed else {})}
