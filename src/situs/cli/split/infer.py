@@ -1,6 +1,8 @@
 """Accuracy of a split training with the server still at work: features are hidden as they were in training.
 
 For example: situs split infer runs/split --server HOST:7443 --tls certs/
+
+With --server local there is none: a run's own blocks are given what a server's would be.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ For example: situs split train --server HOST:7443 --tls certs/ --preset cifar100
 --permute rows,columns --out runs/split
 
 Without permutations the result is local training's to the bit. After a crash of either side it goes on (--resume) from
-the newest checkpoint that both have; situs split merge joins both parts. With --server local there is no server, and
-the run is an ordinary one whose blocks were given what a server would be given.
+the newest checkpoint that both have; situs split merge joins both parts.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class ClientArgs(WireArgs):
     """Where a client finds its server."""
 
     server: Annotated[str, Parameter(metavar="HOST:PORT|local")]
-    """The server; local: none, the same in this process, to learn what rows and a defence change."""
+    """The server; local: none, all in this process."""
 
     name: Annotated[str, Parameter(metavar="NAME")] = "client"
     """Whose pair this client shows: NAME.pem and NAME.key."""
