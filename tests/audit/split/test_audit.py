@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from builders import small_vit
+from safetensors.torch import save_file
 from sent import CLASSES, classifier, pictures
 
 from situs.audit.deadline import Deadline
 from situs.audit.split.attackers import attack
 from situs.audit.split.audit import CURVE, audit_split, settings_of
+from situs.backbones import BackboneConfig, create_backbone
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
 from situs.pages import make_page
@@ -102,7 +105,49 @@ def test_labels_of_other_classes_are_not_compared() -> None:
     assert audit.settings[0].readings[0].reason == "the images have none"
     several = TensorSource(unlabelled.images, torch.ones(12, 2, dtype=torch.int8), ("a", "b"), "waves")
     audit = audit_split(model(), several, defences=("none",), attacks=("labels",), count=4, public=8)
-    assert audit.settings[0].readings[0].reason == "the data has any number of classes an image"
+    assert "has no trained classifier for them" in audit.settings[0].readings[0].reason
+
+
+def test_any_number_of_labels_is_read_beside_what_the_commonest_come_to() -> None:
+    generator = torch.Generator().manual_seed(0)
+    labels = (torch.rand(40, CLASSES, generator=generator) < 0.2).to(torch.int8)
+    labels[::3, 1] = -1
+    several = TensorSource((pictures(40) * 255).byte(), labels, tuple("abcd"), "waves")
+    asked: dict[str, Any] = {"attacks": ("labels",), "count": 12, "public": 28}
+    audit = audit_split(model(), several, defences=("none", "batch-shuffle=4"), **asked)
+    assert all(found.readings[0].scores == {"labels": 1} for found in audit.settings)
+    assert audit.settings[0].kept.knn is None
+    guess = audit.blind["commonest labels"]["labels"]
+    assert 0.6 < guess < 0.95
+    assert f"100.0 % ({100 * guess:.1f} % by a guess that saw no gradient)." in audit.summary().sentence
+    make_page(audit)
+    unknown = TensorSource(several.images, torch.full_like(labels, -1), tuple("abcd"), "waves")
+    audit = audit_split(model(), unknown, defences=("none",), **asked)
+    assert audit.settings[0].readings[0].reason == "no label of the images that are attacked is known"
+    many = TensorSource(
+        several.images, torch.zeros(40, 23, dtype=torch.int8), tuple("abcdefghijklmnopqrstuvw"), "waves"
+    )
+    audit = audit_split(model(num_classes=23), many, defences=("none",), **asked)
+    assert audit.settings[0].readings[0].reason == "23 classes are too many for 24 channels"
+
+
+def test_a_base_is_opened_for_the_same_images_and_one_of_another_shape_refused(tmp_path: Path) -> None:
+    """A name is made for images of its own size."""
+    asked: dict[str, Any] = {"defences": ("none",), "permute": ("rows",), "attacks": ("old-embedding",)}
+    asked |= {"count": 8, "public": 30}
+    name = "vit_tiny_patch16_224"
+    torch.manual_seed(0)
+    tuned = create_backbone(BackboneConfig(name, img_size=32)).model.eval()
+    save_file(tuned.state_dict(), tmp_path / "base.safetensors")
+    images = (pictures(40).repeat_interleave(2, 2).repeat_interleave(2, 3) * 255).byte()
+    audit = audit_split(
+        tuned, TensorSource(images, None, None, "waves"), base=f"{name}={tmp_path}/base.safetensors", **asked
+    )
+    assert audit.settings[1].readings[0].status == "done"
+    with pytest.raises(
+        SitusError, match=r"vit_tiny_patch16_224: has a grid of \(1, 1\), 1 prefix tokens and 192 .*, and"
+    ):
+        audit_split(model(), source(), base=f"{name}=random", **asked)
 
 
 def test_labels_of_classes_that_the_model_does_not_know_still_have_neighbours() -> None:

@@ -17,6 +17,7 @@ from situs.audit.split.labels import (
     place_rows,
     read_rows,
     regroup,
+    several_with_head,
     share_up_to_names,
 )
 from situs.audit.split.linkage import average, company, found_again, link
@@ -140,10 +141,15 @@ def repeats(scene: Scene) -> Found:
 
 
 def labels(scene: Scene) -> Found:
-    """Reads the class off the gradient that comes back to the blocks' output, with the head and without."""
+    """Reads the class off the gradient that comes back to the blocks' output, with the head and without.
+
+    Of any number of classes an image each one by least squares, with the head alone.
+    """
     stage, truth, device = scene.stage, scene.view.truth, scene.stage.model.device
     if stage.labels is None or stage.unlabelled is not None:
         raise NotTriedError(stage.unlabelled or "the images have none")
+    if stage.several and stage.labels.shape[1] > scene.view.seen.shape[2] - 2:
+        raise NotTriedError(f"{stage.labels.shape[1]} classes are too many for {scene.view.seen.shape[2]} channels")
     back = stage.returned(scene.setting.defence)
     out, gradient = (each[truth.sample, truth.row][..., truth.channels] for each in back)
     if scene.setting.columns:
@@ -156,6 +162,10 @@ def labels(scene: Scene) -> Found:
         index = torch.arange(read.numel() * len(out)).view(len(out), -1).gather(1, place_rows(gradient, read).cpu())
     wanted = stage.labels[truth.sample.flatten()[index][:, read].mode(dim=1).values]
     out, gradient = (each.flatten(0, 1)[index] for each in (out, gradient))
+    if stage.several:
+        known = wanted >= 0
+        named = several_with_head(stage.backbone, out.to(device), gradient.to(device))
+        return Found({"labels": float((named == wanted)[known].double().mean())})
     named = labels_with_head(stage.backbone, out.to(device), gradient.to(device)).cpu()
     scores = {"labels": float((named == wanted).double().mean())}
     if 1 < (classes := len(stage.labels.unique())) < len(stage.labels):

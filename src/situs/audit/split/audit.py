@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Unpack
 
 import torch
@@ -15,12 +16,15 @@ from situs.audit.split.found import SettingFound
 from situs.audit.split.result import SplitAudit
 from situs.audit.split.stage import Scene, Stage
 from situs.audit.split.view import Setting, check_places
+from situs.data.loader import Loader
 from situs.data.sampler import epoch_order
 from situs.errors import SitusError, unknown_name
 from situs.limits import check_value
 from situs.locks.features import parse_defence
+from situs.models import Model, open_model
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened, top1_reason
 from situs.results import Provenance
+from situs.train.run import is_run
 
 SAMPLES, PUBLIC = 64, 300
 """Images that are attacked, and images that the attacker has of its own, from the same source."""
@@ -93,6 +97,8 @@ def audit_split(
     keep = chosen.pop("keep", lambda _: None)
     stage, made = _stage(model, data, base, count, public, seed, chosen)
     blind = {name: stage.scores(guess) for name, guess in baselines(stage.pictures).items()}
+    if common := stage.commonest():
+        blind["commonest labels"] = common
     shown = stage.pictures.float() if pictures else None
     found: list[SettingFound] = []
 
@@ -163,7 +169,7 @@ def _stage(
     if len(model.backbone.grid) != 2:
         raise SitusError(f"{model.name}: takes no images, and it is images that the attackers put together")
     loader = load_set(model, data, **{**chosen, "count": count + public})
-    given = [(batch.inputs, batch.targets.get("label")) for batch in loader]
+    given = [(batch.inputs, batch.targets.get(loader.source.target)) for batch in loader]
     inputs, mixed = torch.cat([each for each, _ in given]), epoch_order(seed, 0, sum(len(each) for each, _ in given))
     if len(inputs) < public + 2:
         raise SitusError(
@@ -173,10 +179,32 @@ def _stage(
         )
     labels = [label for _, label in given if label is not None]
     named = torch.cat(labels)[mixed] if labels else None
-    reason = None if loader.classes is None else top1_reason(model, loader)  # of a multi-label set too
-    old = None if base is None else opened(base, seed)
+    reason = None if loader.classes is None else _unnamed(model, loader)
+    old = None if base is None else _opened_base(base, model, seed)
     stage = Stage(
         model, inputs[mixed], public, loader.mean, loader.std, old=old, labels=named, unnamed=reason, seed=seed
     )
     attacked = {"samples attacked": str(len(stage.z)), "public images": str(public)}
     return stage, made_with(model, loader, seed, more=attacked)
+
+
+def _unnamed(model: Model, loader: Loader) -> str | None:
+    """Why the data's labels are not what the classifier tells, or None where they are."""
+    if loader.source.multi_label and (model.classes is None or model.multi_label):
+        return None if model.classes in (None, loader.classes) else "the model was trained on other classes"
+    if model.multi_label:
+        return "the model tells any number of classes an image, and the data has one"
+    return top1_reason(model, loader)
+
+
+def _opened_base(base: AnyModel, model: Model, seed: int) -> Model:
+    """The model before fine-tuning, for images of the same size; refused where it cannot be that."""
+    sized = isinstance(base, str | Path) and not is_run(base)
+    old = open_model(base, img_size=model.data.size, seed=seed, device=model.device) if sized else opened(base, seed)
+    ours, theirs = ((each.backbone.grid, each.backbone.num_prefix, each.backbone.dim) for each in (model, old))
+    if ours != theirs:
+        said = "a grid of {}, {} prefix tokens and {} channels".format
+        raise SitusError(
+            f"{old.name}: has {said(*theirs)}, and {model.name}, which is to come from it, {said(*ours)}", field="base"
+        )
+    return old

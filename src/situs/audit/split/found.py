@@ -21,7 +21,7 @@ SCORES: dict[str, tuple[Callable[[float], str], str]] = {
     "channels": (percent, "the share of the key that was found, where columns are permuted"),
     "samples": (percent, "patches given to the right sample, where a batch exchanges them"),
     "linked": (percent, "samples found again among all when they were sent once more"),
-    "labels": (percent, "labels read off the gradients that come back, with the head"),
+    "labels": (percent, "labels read off the gradients that come back, with the head; of several an image those known"),
     "unnamed labels": (percent, "the same without the head, up to the names of the classes"),
     "psnr": (_decibels, "mean PSNR of the pictures that were made"),
     "best psnr": (_decibels, "of the sample that came back best"),

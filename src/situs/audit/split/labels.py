@@ -9,6 +9,9 @@ from torch import Tensor
 
 from situs.backbones.base import Backbone, Stream
 
+PIECE = 400_000
+"""Numbers of what the blocks gave that are looked at at once; each class takes as many again."""
+
 
 def labels_with_head(backbone: Backbone, out: Tensor, gradient: Tensor) -> Tensor:
     """[n]: the class whose gradient is the one that came back, for a server that knows the final norm and the head.
@@ -26,6 +29,26 @@ def labels_with_head(backbone: Backbone, out: Tensor, gradient: Tensor) -> Tenso
         [found] = torch.autograd.grad(logits, out, wanted, retain_graph=True)
         alike.append(torch.cosine_similarity(found.flatten(1).double(), came))
     return torch.stack(alike).argmax(dim=0)
+
+
+def several_with_head(backbone: Backbone, out: Tensor, gradient: Tensor) -> Tensor:
+    """[n, K], 1 or 0: which classes each sample has, where it has any number, for a server as above.
+
+    The gradient is that of the mean binary cross entropy over all n · K labels. It is a sum over the classes of what
+    each one's output sends back, weighted by (answer - label) / (n · K): least squares gives the weights, and the
+    server's own answers then give the labels. K must be less than D - 1: a norm sends nothing back in two directions.
+    """
+    count, rows, width = out.shape
+    found = []
+    for some, came in zip(*(each.split(max(1, PIECE // (rows * width))) for each in (out, gradient)), strict=True):
+        some = some.detach().requires_grad_()
+        logits = _logits(backbone, some)
+        units = torch.eye(logits.shape[1]).to(logits)
+        back = [torch.autograd.grad(logits, some, each.expand_as(logits), retain_graph=True)[0] for each in units]
+        sent = torch.stack(back, dim=-1).double().flatten(1, 2).cpu()  # [b, R · D, K]
+        weights = torch.linalg.lstsq(sent, came.double().flatten(1).cpu()[..., None], driver="gelsd").solution[..., 0]
+        found.append(logits.detach().double().sigmoid().cpu() - weights * count * logits.shape[1] > 0.5)
+    return torch.cat(found).long()
 
 
 def labels_without_head(gradient: Tensor, classes: int, seed: int = 0) -> Tensor:

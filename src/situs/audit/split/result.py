@@ -39,7 +39,8 @@ THREAT = {
     "TLS": "keeps others out, not the server",
     "no claim": "nothing here is cryptography or differential privacy; an attack that was not tried is no protection",
     "not attacked here": "a server that departs from the protocol; the key, by who has the locked blocks and no "
-    "embedding (`situs audit lock` tries); pictures, by who has no embedding; a decoder that learns to re-order",
+    "embedding (`situs audit lock` tries); pictures, by who has no embedding; a decoder that learns to re-order; "
+    "labels by who has no head, where an image has any number of classes",
 }
 
 
@@ -143,7 +144,9 @@ def verdict(audit: SplitAudit) -> str:
         ("unnamed labels", "up to names, without the head"),
     ):
         if shares := _span(audit.settings, score, percent):
-            said.append(f"{what}: {shares}.")
+            guess = max((each[score] for each in audit.blind.values() if score in each), default=None)
+            blind = "" if guess is None else f" ({percent(guess)} by a guess that saw no gradient)"
+            said.append(f"{what}: {shares}{blind}.")
     return " ".join(each[0].upper() + each[1:] for each in said)
 
 

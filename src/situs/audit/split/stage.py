@@ -20,6 +20,7 @@ from situs.backbones.base import Stream
 from situs.core.tokens import patchify
 from situs.data.sampler import epoch_order
 from situs.locks.features import Defence, defend
+from situs.methods.supervised import multi_label_loss
 from situs.models import Model
 
 LOOKED_AT = 24
@@ -34,8 +35,9 @@ DECODING = 1000
 class Stage:
     """Private and public images, and what is computed of them once. The attacker has the public ones.
 
-    z: [n, R, D] private streams. pictures: [n, C, H, W] in [0, 1]. patches: [m, N, P], the public images. labels: [n]
-    or None; `unnamed` says why they are not the classifier's, where they are not.
+    z: [n, R, D] private streams. pictures: [n, C, H, W] in [0, 1]. patches: [m, N, P], the public images. labels: [n],
+    [n, K] of 1, 0 and -1 (nobody knows) where an image has any number of classes, or None; `unnamed` says why they are
+    not the classifier's, where they are not.
     """
 
     def __init__(
@@ -121,11 +123,30 @@ class Stage:
         return self.backbone.head(self.backbone.finish(Stream(out.to(self.model.device), self.backbone.num_prefix)))
 
     @property
+    def several(self) -> bool:
+        """Whether an image has any number of the classes."""
+        return self.labels is not None and self.labels.dim() == 2
+
+    def commonest(self) -> dict[str, float]:
+        """What the commonest of public labels, said of every image, come to where an image has any number of them."""
+        if self.unlabelled is not None or not self.several:
+            return {}
+        assert self.labels is not None
+        assert self.public_labels is not None
+        guess = (self.public_labels > 0).sum(dim=0) > (self.public_labels == 0).sum(dim=0)
+        known = self.labels >= 0
+        return {"labels": float((guess.expand_as(known) == (self.labels > 0))[known].double().mean())}
+
+    @property
     def unlabelled(self) -> str | None:
         """Why nothing can be said of labels, or None."""
         if self.labels is None or self.unnamed is not None:
             return self.unnamed or "the images have none"
-        if not self.model.classifier or int(self.labels.max()) >= self.backbone.num_classes:
+        count = self.labels.shape[1] if self.several else int(self.labels.max()) + 1
+        fits = count == self.backbone.num_classes if self.several else count <= self.backbone.num_classes
+        if self.several and not bool((self.labels >= 0).any()):
+            return "no label of the images that are attacked is known"
+        if not (self.model.classifier and fits):
             return f"{self.model.name} has no trained classifier for them"
         return None
 
@@ -135,11 +156,11 @@ class Stage:
         out = self.through(defence)
         found, plain = self.pooled(out), self.pooled(self.through(NONE))
         kept = Kept(cosine(found, plain), neighbours(found, plain))
-        if self.labels is None or self.public_labels is None:
+        if self.labels is None or self.public_labels is None or self.several:
             return kept
-        every = torch.cat([self.pooled(self.through(defence, public=True)), found])
         labels = torch.cat([self.public_labels, self.labels])
         if int(labels.bincount().max()) > 1:  # one image a class has no neighbour to be named by
+            every = torch.cat([self.pooled(self.through(defence, public=True)), found])
             kept = replace(kept, knn=leave_one_out_knn(every, labels), probe=leave_one_out_probe(every, labels))
         if self.unlabelled is not None:
             return kept
@@ -149,7 +170,9 @@ class Stage:
         """(what the blocks gave, the gradient that comes back to it) [n, R, D], rows where they belong."""
         assert self.labels is not None
         out = self.through(defence).clone().requires_grad_()
-        [gradient] = torch.autograd.grad(cross_entropy(self.logits(out), self.labels.to(self.model.device)), out)
+        logits, labels = self.logits(out), self.labels.to(self.model.device)
+        loss = multi_label_loss(logits, labels, 0.0)[0] if self.several else cross_entropy(logits, labels)
+        [gradient] = torch.autograd.grad(loss, out)
         return out.detach(), gradient
 
     def scores(self, images: Tensor) -> dict[str, float]:
