@@ -7,6 +7,7 @@ round otherwise than libjpeg's, so that pixels differ by a level or two.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -89,11 +90,11 @@ def _resize(padded: Tensor, lengths: Tensor, size: int, mode: str, side: int) ->
     """One direction, as whole numbers from 0 to 255."""
     # Up to there the weights have 15 bits at most (a test counts them), and float32 adds their products exactly.
     dtype = torch.float32 if 2 * int(lengths.max()) <= 3 * size else torch.float64
-    taken, bits = weights(lengths.to(padded.device, non_blocking=True), size, padded.shape[side], mode)
-    taken, unit = taken.to(dtype)[:, None], (2.0**bits).to(dtype).view(-1, 1, 1, 1)
+    taken, _ = weights(lengths.to(padded.device, non_blocking=True), size, padded.shape[side], mode)
+    taken = taken.to(dtype)[:, None]
     with full_float32():
         sums = padded.to(dtype) @ taken.transpose(-1, -2) if side == -1 else taken @ padded.to(dtype)
-    return sums.add_(unit / 2).div_(unit).floor_().clamp_(0, 255)
+    return sums.add_(0.5).floor_().clamp_(0, 255)
 
 
 def _spans(boxes: Tensor) -> Iterator[tuple[int, int]]:
@@ -109,15 +110,18 @@ def _spans(boxes: Tensor) -> Iterator[tuple[int, int]]:
 
 
 def weights(lengths: Tensor, size: int, most: int, mode: str) -> tuple[Tensor, Tensor]:
-    """What each of `size` new pixels takes of the old ones, [n, size, most] whole numbers in units of 1 / 2^bits, [n].
+    """What each of `size` new pixels takes of the old ones, [n, size, most]: whole numbers over 2^bits, [n].
 
     The antialiased filters of Pillow and torch, with the bits that torch takes: as many as 16 hold with a sign.
     lengths: [n] how many old pixels there are, at most `most`, on the device that computes; those behind weigh nothing.
     """
+    radius = 1 if mode == "bilinear" else 2
+    taken = math.ceil(2 * radius * max(1.0, most / size)) + 1  # all that a filter may reach; the rest weighs nothing
     scale = lengths.double().view(-1, 1, 1) / size
-    centre = (torch.arange(size, device=lengths.device).view(1, -1, 1) + 0.5) * scale
-    place = torch.arange(most, device=lengths.device).view(1, 1, -1)
-    x = ((place + 0.5 - centre) / scale.clamp(min=1.0)).abs()
+    centre, wide = (torch.arange(size, device=lengths.device).view(1, -1, 1) + 0.5) * scale, scale.clamp(min=1.0)
+    first = (centre - radius * wide - 0.5).ceil().clamp_(min=0)
+    place = first + torch.arange(taken, device=lengths.device)
+    x = ((place + 0.5 - centre) / wide).abs()
     if mode == "bilinear":
         made = (1 - x).clamp(min=0)
     else:  # bicubic, a = −½
@@ -127,5 +131,8 @@ def weights(lengths: Tensor, size: int, most: int, mode: str) -> tuple[Tensor, T
     made /= made.sum(-1, keepdim=True)
     units = 2.0 ** torch.arange(23, dtype=torch.float64, device=lengths.device)
     bits = ((made.amax((1, 2))[:, None] * units[1:] + 0.5).floor() < 2**15).sum(-1)
-    made *= units[bits].view(-1, 1, 1)
-    return torch.where(made < 0, (made - 0.5).ceil(), (made + 0.5).floor()), bits
+    unit = units[bits].view(-1, 1, 1)
+    made *= unit
+    made = torch.where(made < 0, (made - 0.5).ceil(), (made + 0.5).floor()) / unit
+    whole = made.new_zeros(len(lengths), size, most + taken)
+    return whole.scatter_(-1, place.long(), made)[..., :most], bits

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from situs.data.sources import images
 from situs.data.sources.images import BrokenImageError, centre_fit, decode, to_channels
 from situs.errors import SitusError
 
@@ -120,6 +121,40 @@ def test_broken_images_name_the_file(data):
         decode(data, "folder/one.jpg")
     assert "\n" not in str(caught.value)
     assert " at 0x" not in str(caught.value)
+
+
+def damaged(chance: np.random.Generator) -> bytes:
+    """A JPEG of some kind, often with a wrong byte, a piece of zeros, or its end too early."""
+    image = Image.fromarray(chance.integers(0, 256, (21, 34, 3), dtype=np.uint8).repeat(2, 0))
+    image = image.convert("L") if chance.random() < 0.2 else image
+    options = {"subsampling": int(chance.integers(3))} if image.mode == "RGB" else {}
+    data = bytearray(encoded(image, "JPEG", progressive=bool(chance.random() < 0.3), **options))
+    place = int(chance.integers(len(data)))
+    match int(chance.integers(4)):
+        case 0:
+            data[place] = int(chance.integers(256))
+        case 1:
+            data[place : place + 20] = bytes(20)
+        case 2:
+            data = data[:place] + b"\xff\xd9"
+    return bytes(data)
+
+
+def test_a_plain_jpeg_is_what_pillow_makes_of_it_whole_or_damaged(monkeypatch, capfd):
+    chance, fast = np.random.default_rng(5), 0
+    for _ in range(200):
+        data, made = damaged(chance), []
+        for decoder in (None, images._jpeg_decoder()):
+            with monkeypatch.context() as patched:
+                patched.setattr(images, "_jpeg_decoder", lambda decoder=decoder: decoder)
+                try:
+                    made.append(decode(data, "x"))
+                except BrokenImageError as error:
+                    made.append(str(error))
+        assert torch.equal(*made) if isinstance(made[0], torch.Tensor) else made[0] == made[1]
+        fast += images._decode_plain(data) is not None
+    assert fast > 80
+    capfd.readouterr()  # libjpeg tells of damage on the screen
 
 
 def test_an_array_with_a_pickle_inside_is_not_loaded():
