@@ -58,6 +58,16 @@ def test_variables_make_a_job_a_value_and_keep_their_types() -> None:
     check_configs(jobs)
 
 
+def test_a_job_starts_from_a_checkpoint_of_another() -> None:
+    """The job that wrote it comes first, also where the path goes on behind its name."""
+    job = {"verb": "finetune", "model": "{pre-0.5}/checkpoints/step-00000{steps}000", "each": {"steps": [1, 5]}}
+    jobs = planned(study(jobs={"from-{steps}": job, **FILE["jobs"]}))
+    assert jobs["from-5"].model == "{pre-0.5}/checkpoints/step-000005000"
+    assert needs(jobs["from-5"]) == ("pre-0.5",)
+    with pytest.raises(SitusError, match="jobs.from-1.after: unknown job 'pre-7'"):
+        planned(study(jobs={"from-{steps}": {**job, "model": "{pre-7}/checkpoints/x"}, **FILE["jobs"]}))
+
+
 def test_a_scale_is_laid_over_and_leaves_out_what_rests_on_what_it_leaves_out() -> None:
     jobs = planned(study(), "quick")
     assert [*jobs] == ["pre-0.5", "tuned-0.5", "look"]

@@ -84,7 +84,8 @@ class Job(Checked):
     """The job, or the jobs in order, whose model the verb takes."""
 
     model: str = ""
-    """A model of your own or of a library instead: a folder, NAME=FILE, NAME=pretrained."""
+    """A model of your own or of a library instead: a folder, NAME=FILE, NAME=pretrained; or a checkpoint of another
+    job, {JOB}/checkpoints/step-00001000."""
 
     preset: str = ""
     """For a training: the recipe below `change`."""

@@ -97,9 +97,9 @@ def word(value: Any) -> str:
 
 
 def needs(job: Job) -> tuple[str, ...]:
-    """The jobs that must be done first: those it starts after, and those its options name as {JOB}."""
+    """The jobs that must be done first: those it starts after, and those its options or its model name as {JOB}."""
     texts = [text for text in flat({"": job.options, "model": job.model}).values() if isinstance(text, str)]
-    named = [text[1:-1] for text in texts if text.startswith("{") and text.endswith("}")]
+    named = [name for text in texts for name in re.findall(r"\{([^{}]+)\}", text)]
     return (*job.models, *(name for name in named if name != "seed" and not name.startswith("data.")))
 
 
