@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
@@ -64,9 +64,11 @@ class Step:
 
 @dataclass(frozen=True)
 class TestSet:
-    """The images under attack. pixels: x, [n, C, H, W], normalised by `normalisation`. labels: [n].
+    """The images under attack, or spectrograms. pixels: x, [n, C, H, W], normalised by `normalisation`. labels: [n].
 
-    names: for a reader, their files where they have some. left_out: what could not be read. shuffled: x̃, like pixels,
+    names: for a reader, their files where they have some. left_out: what could not be read. stored: whether the numbers
+    are pixels, which were bytes; else an attacker knows no values that they must have. things: what they are called.
+    notes: what a reader must know of them, by name. shuffled: x̃, like pixels,
     where cases ask for it; mask: [n, N], the patches that it shuffles.
     """
 
@@ -79,6 +81,9 @@ class TestSet:
     shuffled: Tensor | None = None
     mask: Tensor | None = None
     left_out: tuple[str, ...] = ()
+    stored: bool = True
+    things: str = "images"
+    notes: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         named = [*self.names, *(str(i) for i in range(len(self.names), len(self.pixels)))]
@@ -107,7 +112,9 @@ class TestSet:
     def whole_batches(self, batch: int) -> int:
         """How many batches the images make."""
         if len(self) % batch:
-            raise SitusError(f"{len(self)} images do not make whole batches of {batch}", field=("count", "batch"))
+            raise SitusError(
+                f"{len(self)} {self.things} do not make whole batches of {batch}", field=("count", "batch")
+            )
         return len(self) // batch
 
 

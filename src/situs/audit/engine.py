@@ -93,7 +93,8 @@ class _Client:
         """What an attacker is told of `count` uploads from number `first` on."""
         step, (height, width) = self.step, self.pixels.shape[2:]
         labels = self.test.labels.view(-1, step.batch)[first : first + count] if step.labels_known else None
-        plain = {"size": (height, width), "normalisation": self.test.normalisation, "first": first}
+        plain = {"size": (height, width), "normalisation": self.test.normalisation if self.test.stored else None}
+        plain["first"] = first
         if not informed:
             return Knowledge(batch=step.batch, labels=labels, local_steps=step.local_steps, **plain)
         fields = (labels, self.method, step.local_steps, step.epoch)

@@ -76,7 +76,8 @@ class Audit(Leak):
         """The verdict, the pairs and the reasons; below them what the gate says."""
         tables = []
         if self.attacked:
-            title = f"{self.model}, {self.provenance.facts.get('images', f'{len(self.names)} images')}"
+            things = self.provenance.things
+            title = f"{self.model}, {self.provenance.facts.get('images', f'{len(self.names)} {things}')}"
             tables.append(Table(title, *table(self, ("psnr", "ssim", "order_accuracy", "reidentified"))))
         if said := reasons(self):
             tables.append(Table("Does not apply, or is not exact", (), said))
@@ -176,7 +177,7 @@ def findings(audit: Audit) -> dict[str, str]:
         left = any(other == defence for _, other in audit.undone)
         best = max(tried, key=strength, default=None)
         refused = "not attacked before the stop." if left else "not attacked here: no attack of this audit applies."
-        found[defence] = refused if best is None else _finding(best, audit.step)
+        found[defence] = refused if best is None else _finding(best, audit.step, audit.provenance.things)
     guesses = [f"{name} {mean_of(s['psnr'] or [0.0]).mean:.1f} dB" for name, s in audit.baselines.items()]
     return {**found, "Without any gradient": f"{', '.join(guesses)}."}
 
@@ -198,9 +199,9 @@ def seen(pair: Outcome) -> str:
     return found if known is None else f"{found}, {sum(known):.0f} of {pair.count} re-identified"
 
 
-def _finding(best: Outcome, step: Step) -> str:
+def _finding(best: Outcome, step: Step, things: str) -> str:
     found = "at least " * best.lower_bound
-    found += f"{best.exact} of {best.count} images recovered exactly from {steps_of(step)}"
+    found += f"{best.exact} of {best.count} {things} recovered exactly from {steps_of(step)}"
     found += f", every pixel of {best.to_the_byte} read to its exact byte" if best.to_the_byte else ""
     open_end = "; a lower bound, see below" * best.lower_bound
     open_end += "" if best.partial is None else f"; stopped after {best.partial}"

@@ -144,8 +144,8 @@ def audit_gradients(
         deadline=deadline,
         keep=keep,
         limit=limit,
-        notes=victim.notes,
-        provenance=Provenance(origin, left_out=test.left_out),
+        notes={**victim.notes, **test.notes},
+        provenance=Provenance(origin, left_out=test.left_out, things=test.things),
     )
 
 
@@ -189,8 +189,10 @@ def audit_settings(
         lpips=opened.lpips,
         deadline=deadline,
         keep=keep,
-        notes=opened.victim.notes,
-        provenance=Provenance({**opened.origin, "model": name, **facts}, left_out=opened.test.left_out),
+        notes={**opened.victim.notes, **opened.test.notes},
+        provenance=Provenance(
+            {**opened.origin, "model": name, **facts}, left_out=opened.test.left_out, things=opened.test.things
+        ),
     )
 
 
@@ -234,7 +236,7 @@ def _open(
     height, width = test.pixels.shape[2:]
     origin = {
         "weights": str(opened.facts.get("weights", opened.facts["kind"])),
-        "images": f"{len(test)} of {Path(data).name}, {height} × {width} pixels",
+        "images": f"{len(test)} of {Path(data).name}, {height} × {width} {'pixels' if test.stored else 'numbers'}",
         "seed": config.seed,
         **evidence(victim.trains, asked.get("weights")),
     }

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from situs.audit.adapter import adapt
 from situs.audit.cases import TestSet
-from situs.audit.defences import Defence, OwnDp
+from situs.audit.defences import THREAT, Defence, OwnDp
 from situs.audit.stem import StemBackbone
 from situs.backbones.base import Backbone
-from situs.data.loader import make_loader
-from situs.data.sources import open_source
+from situs.data.config import DataConfig
+from situs.data.loader import Loader, make_loader, settle
+from situs.data.sources import kind_of, open_source
 from situs.errors import SitusError
 from situs.locks.manifest import read_manifest
 from situs.methods.base import Method
@@ -108,18 +109,48 @@ def labels_for(model: Model, labels: Tensor | None, count: int) -> Tensor:
 def load_test_set(
     victim: Victim, data: str | Path, count: int = 12, split: str | None = None, device: torch.device | str = "cpu"
 ) -> TestSet:
-    """The first images that can be read, prepared as the model sees them; named by their files where they have some."""
-    source = open_source(data, split, channels=victim.model.data.channels)
-    config = replace(victim.model.data, path=str(data), batch=1, workers=0, resident="never")
+    """The first images or clips that can be read, as the model sees them; named by their files where they have some."""
+    config = _prepared(victim.model.data, str(data))
+    clips = {"kind": config.kind, "audio": config.audio} if config.kind == "audio" else {}
+    source = open_source(data, split, channels=config.channels, **clips)
+    loader = make_loader(replace(config, batch=1, workers=0, resident="never"), None, device, source=source)
     # One by one: in the place of a broken image comes the next.
-    found = list(islice(make_loader(config, None, device, source=source), count))
+    found = list(islice(loader, count))
     left_out = source.left_out()
     if not found:
         why = "; ".join(left_out) or "it is empty"
-        raise SitusError(f"{data}: holds no image that can be read: {why}", field="data")
+        raise SitusError(f"{data}: holds no {source.things} that can be read: {why}", field="data")
     told = [batch.targets["label"] for batch in found if "label" in batch.targets]
     labels = labels_for(victim.model, torch.cat(told) if told else None, len(found))
     numbers = [int(batch.ids) for batch in found]
     names = [f"{source.name} {i}" if source.key(i) == str(i) else source.key(i) for i in numbers]
     pixels = torch.cat([batch.inputs for batch in found])
-    return TestSet(pixels, labels, victim.model.data.normalisation, names, left_out=tuple(left_out))
+    made = TestSet(pixels, labels, config.normalisation, names, left_out=tuple(left_out))
+    return _spectrograms(made, loader) if clips else made
+
+
+def _prepared(config: DataConfig, data: str) -> DataConfig:
+    """How the model sees the samples at `data`: clips as its run did, or as they are by themselves for any other."""
+    if config.kind != "audio" and kind_of(data) == "audio":
+        return settle(DataConfig(data, kind="audio", img_size=config.img_size))
+    return settle(replace(config, path=data))
+
+
+def _spectrograms(test: TestSet, loader: Loader) -> TestSet:
+    """The set of clips with its own range: pictures and scores are of what `Loader.shown` draws."""
+    zero, one = (float(loader.shown(torch.full((1, 1, 1, 1), value))) for value in (0.0, 1.0))
+    peak, (numbers, frames) = 1 / (one - zero), test.pixels.shape[2:]
+    notes = {
+        "knows": THREAT["knows"].replace("images", "spectrograms"),
+        "does not know": THREAT["does not know"].replace(
+            "the images; all it takes for granted is that they are pictures, stored as bytes",
+            "the clips, of whose spectrograms it takes nothing for granted, neither a range nor values",
+        ),
+        "does": THREAT["does"].replace("images", "spectrograms"),
+        "images": f"spectrograms of clips, as the model sees them: {numbers} numbers of each of {frames} frames, of "
+        "mean 0 and deviation 1 over the training set",
+        "range": f"black is {zero * peak:g} deviations below the mean and white as many above it; what lies beyond is "
+        f"cut off. PSNR is 10 log10(1 / MSE) in this range, so that its peak is {peak:g} deviations, and a grey level "
+        f"of 255 is {peak / 255:.3f} of one",
+    }
+    return replace(test, normalisation=((zero,), (one - zero,)), stored=False, things="clips", notes=notes)

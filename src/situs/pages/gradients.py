@@ -38,6 +38,8 @@ GATE = (
 
 BRIEF = ("psnr", "ssim", "mse", "fft2d", "lpips")
 
+TIME = " Time runs from left to right, and the numbers of a frame from the bottom up."
+
 CERTAIN = ("psnr", "patch_psnr", "order_accuracy", "reidentified")
 """The metrics of the table of means, and of the one with intervals: all of them in one are too wide for a page."""
 
@@ -61,7 +63,8 @@ clipping multiplies all gradients of a step on one image by one number, and the 
 
 def page(audit: Audit) -> Page:
     """The page, with the images and what was recovered of them where the audit has them."""
-    lead = "What someone who sees this model's training gradients can see of the images behind them."
+    behind = f"the {audit.provenance.things} behind them"
+    lead = f"What someone who sees this model's training gradients can see of {behind}."
     page = Page(f"Gradient audit of {audit.model}", lead)
     defences = {f"defence {name}": said for name, said in audit.about.items()}
     attacks = dict.fromkeys(outcome.attack for outcome in audit.outcomes)
@@ -93,11 +96,12 @@ def made(result: Leak, without: Sequence[str] = ()) -> dict[str, Cell]:
 def _headline(audit: Audit) -> str:
     """The worst that was found, in one sentence. No defence is added where a run brings its own method, too."""
     worst = max((pair for pair in audit.pairs if pair.reason is None), key=strength)
-    found = f"{worst.exact} of {worst.count} images recovered exactly from {steps_of(audit.step)}"
+    things = audit.provenance.things
+    found = f"{worst.exact} of {worst.count} {things} recovered exactly from {steps_of(audit.step)}"
     if worst.to_the_byte:
         found += f", {'all' if worst.to_the_byte == worst.count else worst.to_the_byte} to the last byte"
     if not worst.exact:
-        found = f"no image recovered exactly from {steps_of(audit.step)}; {seen(worst)}"
+        found = f"no {things.removesuffix('s')} recovered exactly from {steps_of(audit.step)}; {seen(worst)}"
     defence = "no defence added" if worst.defence == "none" else f"against {worst.defence}"
     return f"The worst that was found: {found} ({worst.attack}, {defence})."
 
@@ -180,15 +184,20 @@ def _pictures(page: Page, audit: Audit, most: int = 4) -> None:
         if pair.pictures is None:
             continue
         values = (pair.scores["psnr"] or [])[:most]
-        real, found = audit.images[: len(values)], pair.pictures[: len(values)]
+        real, found = (seen_from(part[: len(values)], audit) for part in (audit.images, pair.pictures))
         titles = ["no error" if value >= BEST_PSNR else f"{value:.1f} dB" for value in values]
         strips = [("original", real), ("recovered", found), ("difference", (real - found).abs())]
         section.figure(
             picture_rows(strips, len(values), titles),
             f"{pair.attack} against {pair.defence}: originals, what was recovered from the gradients, and the absolute "
-            "difference (black: none); over each its PSNR."
+            f"difference (black: none); over each its PSNR.{TIME * (audit.provenance.things == 'clips')}"
             f"{'' if pair.partial is None else f' Stopped after {pair.partial}.'}",
         )
+
+
+def seen_from(pictures: Tensor, audit: Leak) -> Tensor:
+    """Pictures [n, C, H, W] as people look at them: spectrograms with their low numbers at the bottom."""
+    return pictures.flip(-2) if audit.provenance.things == "clips" else pictures
 
 
 def picture_rows(strips: Sequence[tuple[str, Tensor]], count: int, titles: Sequence[str] = ()) -> Figure:

@@ -7,6 +7,7 @@ on the CPU will do. A place counts the grid (h, w) row by row.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,9 +67,11 @@ def image_grid(
         raise SitusError("image_grid: no images to draw")
     columns = min(columns, count)
     rows = -(-count // columns)
-    cell = min(1.6, (PAGE_WIDTH - 0.9 * bool(row_titles)) / columns)
+    shape = max(0.25, min(1.0, images[0].shape[-2] / images[0].shape[-1]))  # wide ones are as high as their squares
+    cell = min(1.6 / math.sqrt(shape), (PAGE_WIDTH - 0.9 * bool(row_titles)) / columns)
     head = 0.3 * (rows if len(titles) > columns else bool(titles))
-    figure, axes = canvas(rows, columns, cell * columns + 0.9 * bool(row_titles), cell * rows + head)
+    high = (cell * shape + 0.2 * (shape < 1)) * rows + head
+    figure, axes = canvas(rows, columns, cell * columns + 0.9 * bool(row_titles), high)
     for index, axis in enumerate(axes):
         axis.set_axis_off()
         if index >= count:
