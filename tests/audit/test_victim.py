@@ -7,18 +7,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from builders import small_vit
 from outcomes import reason
 from PIL import Image
 
-from situs.audit import PatchEmbedding
-from situs.audit.victim import open_victim
+from situs.audit import PatchEmbedding, audit_gradients
+from situs.audit.victim import load_test_set, open_victim
 from situs.config import from_dict
 from situs.errors import SitusError
 from situs.locks import lock, new_key
 from situs.models import open_model
+from situs.pages import publish
 from situs.train.run import RunConfig, train_run
 
 MODULE = """
@@ -128,3 +130,57 @@ def test_a_run_stands_at_the_epoch_of_its_last_step(train: dict[str, Any], epoch
     )  # fmt: skip
     train_run(config, out=tmp_path / "run", device="cpu")
     assert open_victim(str(tmp_path / "run")).epoch == epoch
+
+
+@pytest.fixture(scope="module")
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three tones of two words, one of them silent for a while."""
+    import soundfile
+
+    root, chance = tmp_path_factory.mktemp("clips"), np.random.default_rng(0)
+    for number, (word, pitch) in enumerate((("yes", 300), ("no", 900), ("no", 2500))):
+        wave = 0.4 * np.sin(2 * np.pi * pitch * np.arange(16000) / 16000) + 0.05 * chance.standard_normal(16000)
+        wave[: 3000 * number] = 0.0
+        (root / word).mkdir(exist_ok=True)
+        soundfile.write(root / word / f"{number:08x}_nohash_0.wav", wave, 16000)
+    (root / "testing_list.txt").write_text("")
+    return root
+
+
+def test_spectrograms_come_back_in_the_range_that_is_stated(clips: Path, tmp_path: Path) -> None:
+    """A ViT on a rectangular grid: exact, without bytes to read, and scored in deviations, not in grey levels."""
+    torch.manual_seed(0)
+    victim = small_vit((40, 98), patch_size=(8, 14), in_chans=1, width=48, depth=1, num_classes=4)
+    audit = audit_gradients(victim, clips, count=3, attacks=["patchembed"], defences=["none", "noise=1e-4"])
+    exact, noisy = audit.pairs
+    assert (exact.exact, exact.to_the_byte) == (3, 0) and "clips recovered exactly" in audit.summary().sentence
+    assert all("bytes" not in fact for fact in exact.facts)
+    test = load_test_set(open_victim(victim), clips, 3)
+    assert (test.stored, test.things, len(test), test.names[0]) == (False, "clips", 3, "no/00000001_nohash_0.wav")
+    cut = test.pixels.double().clamp(-3, 3)
+    assert torch.allclose(6 * audit.images.double() - 3, cut, atol=1e-6)
+    assert abs(float(test.pixels.mean())) < 0.02  # normalised by the set's own mean
+    found = 6 * noisy.pictures.double() - 3
+    by_hand = 10 * (36 / (found - cut).square().mean(dim=(1, 2, 3))).log10()
+    assert torch.allclose(torch.tensor(noisy.scores["psnr"]).double(), by_hand, atol=1e-3)
+    page = publish(audit, tmp_path).read_text()
+    assert "its peak is 6 deviations" in page and "neither a range nor values" in page and "stored as bytes" not in page
+    assert "can see of the clips behind them" in page and "how spectrograms are normalised" in page
+    assert "Time runs from left to right" in page
+    assert (
+        "no clip recovered exactly"
+        in publish(
+            replace(audit, outcomes=[each for each in audit.outcomes if each.defence != "none"]), tmp_path / "noisy"
+        ).read_text()
+    )
+
+
+def test_the_paper_s_model_over_frames_says_why_it_is_not_solved(clips: Path) -> None:
+    torch.manual_seed(0)
+    frames = {"patch_size": (40, 1), "in_chans": 1, "num_classes": 4, "depth": 1}
+    fixed = small_vit((40, 98), positions="sincos", width=32, **frames)
+    audit = audit_gradients(fixed, clips, count=2, attacks=["patchembed"], defences=["none"])
+    assert "its position table is fixed or frozen" in str(audit.pairs[0].reason)
+    wide = small_vit((40, 98), positions="learned", width=112, **frames)  # more channels than frames
+    found = audit_gradients(wide, clips, count=2, attacks=["patchembed"], defences=["none"]).pairs[0]
+    assert found.exact == 2

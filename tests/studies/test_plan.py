@@ -64,7 +64,7 @@ def test_a_job_starts_from_a_checkpoint_of_another() -> None:
     jobs = planned(study(jobs={"from-{steps}": job, **FILE["jobs"]}))
     assert jobs["from-5"].model == "{pre-0.5}/checkpoints/step-000005000"
     assert needs(jobs["from-5"]) == ("pre-0.5",)
-    with pytest.raises(SitusError, match="jobs.from-1.after: unknown job 'pre-7'"):
+    with pytest.raises(SitusError, match=r"jobs\.from-1.after: unknown job 'pre-7'"):
         planned(study(jobs={"from-{steps}": {**job, "model": "{pre-7}/checkpoints/x"}, **FILE["jobs"]}))
 
 
