@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
 
 from situs.cli.parser.model_args import DataArgs, ImageArgs, LookArgs, check_folder, open_from, open_one_of
 from situs.cli.tables import print_table
@@ -28,6 +30,9 @@ class MeasureArgs(ImageArgs):
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the forward."""
+
+    snr_db: Annotated[float | None, Parameter(metavar="DECIBELS")] = None
+    """For clips: background noise so many decibels below each, cut from the split's own part of the noise."""
 
 
 def asked(args: DataArgs, **instead: Any) -> dict[str, Any]:

@@ -114,6 +114,11 @@ class AudioPipeline(Pipeline):
         self.config, self.scale, self.bank, self.seed, self.augment = config, scale, noise_bank, seed, augment
         self.row_bytes = 2 * config.samples
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The noise of an evaluation."""
+        return {} if self.training or self.config.snr_db is None else {"snr_db": self.config.snr_db}
+
     def to(self, device: torch.device) -> Self:
         """A copy whose scale and noise lie on the device."""
         moved = copy.copy(self)

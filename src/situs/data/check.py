@@ -16,12 +16,12 @@ import numpy as np
 
 from situs.data.sources.base import SPLIT_WORDS, Source
 from situs.data.sources.manifest import MANIFEST, check_shard, read_manifest
-from situs.data.sources.open import open_source, splits_at, unread_labels
+from situs.data.sources.open import kind_of, open_source, splits_at, unread_labels
 from situs.data.sources.remote.names import is_remote
 from situs.data.sources.walk import plain
 from situs.data.survey import BROKEN, CMYK, DEEP, GREY, TURNED, row_of, survey
 from situs.data.work import in_order
-from situs.errors import unknown_name
+from situs.errors import SitusError, unknown_name
 from situs.results import Provenance, Result, Summary, Table
 
 Progress = Callable[[int, int, str], None]
@@ -132,6 +132,9 @@ def check(
     decode_pixels: whether every image is decoded; without it headers and bytes alone are looked at.
     huge_mpx:      millions of pixels above which an image counts as huge.
     """
+    if kind_of(path) == "audio":
+        said = "holds clips, and the check looks at images; a training names the clips that cannot be read"
+        raise SitusError(f"{path}: {said}", field="data")
     tell = progress or (lambda *_: None)
     gather = _Gathering(huge_mpx * 1e6, decode_pixels)
     folder = Path(path).expanduser()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from situs.config import Checked
+from situs.config import Checked, from_dict, to_dict
 from situs.data.audio import AudioConfig
 from situs.data.image_pipeline import Decoder, Resizer
 from situs.data.sources.base import Kind
@@ -115,6 +116,24 @@ class DataConfig(Checked):
         """How the set is asked for, by the arguments of `open_source`."""
         names = ("channels", "strict", "held_out", "multi_label", "kind", "audio")
         return {name: getattr(self, name) for name in names}
+
+    def told(self) -> dict[str, Any]:
+        """How a model's samples are prepared, as an export of it tells: no places on any machine.
+
+        Of images mean, std and crop; of clips "audio", with their mean and deviation in it.
+        """
+        mean, std = self.normalisation
+        if self.kind != "audio":
+            return {"mean": mean, "std": std, "crop": self.crop_share}
+        return {"audio": to_dict(replace(self.audio, noise=None, snr_db=None)) | {"mean": mean, "std": std}}
+
+    @staticmethod
+    def of_clips(told: Mapping[str, Any], path: str = "") -> DataConfig:
+        """The config of clips that `told` says under "audio"."""
+        own = {name: value for name, value in told.items() if name not in ("mean", "std")}
+        audio = from_dict(AudioConfig, own, where="audio")
+        mean, std = tuple(told["mean"]), tuple(told["std"])
+        return DataConfig(path, kind="audio", img_size=audio.size, channels=1, audio=audio, mean=mean, std=std)
 
     @property
     def size(self) -> tuple[int, int]:

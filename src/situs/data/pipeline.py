@@ -51,6 +51,11 @@ class Pipeline(ABC):
     by_rows = True
     row_bytes = 0
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a result must say of how its samples were prepared, beside what its model says."""
+        return {}
+
     def __init__(self, source: Source, *, training: bool) -> None:
         self.source, self.training = source, training
 

@@ -13,12 +13,14 @@ from situs.methods import METHODS
 from situs.models import PUBLISHED, RANDOM, Model, open_model
 from situs.models.module import names_module
 from situs.models.open import is_locked, model_folder
-from situs.train.checkpoint import read_config
+from situs.train.checkpoint import read_config, run_and_step
 from situs.train.export import POSITIONS, TRAINING_ONLY
 from situs.train.run import RunConfig, is_run
 
 SAME_IMAGES = (
     "path",
+    "kind",
+    "audio",
     "multi_label",
     "held_out",
     "img_size",
@@ -64,7 +66,7 @@ def beginning(source: str | Path) -> Beginning:
     """
     source = str(source)
     if is_run(source):
-        config = from_dict(RunConfig, read_config(Path(source)), where=f"{source}/config.json")
+        config = from_dict(RunConfig, read_config(run_and_step(source)[0]), where=f"{source}/config.json")
         data = to_dict(config.data)
         sees = METHODS[config.method_name].uses_positions(config.method)
         return Beginning(replace(config.backbone, weights=None), source, {n: data[n] for n in SAME_IMAGES}, sees)
@@ -81,7 +83,7 @@ def beginning(source: str | Path) -> Beginning:
     # The shapes tell all; the weights are read when the training starts.
     model = open_model(folder or name, any_weights=True, device="meta")
     data = to_dict(model.data)
-    images = {name: data[name] for name in ("img_size", "channels", "mean", "std", "crop_share")}
+    images = {name: data[name] for name in ("kind", "audio", "img_size", "channels", "mean", "std", "crop_share")}
     if folder is None:
         return Beginning(BackboneConfig(name), name if weights == PUBLISHED else weights, images, True, named=True)
     return Beginning(_described(model, folder), str(folder), images, model.positions)

@@ -139,9 +139,7 @@ def write_model(source: Backbone | Model, folder: Path) -> None:
             write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
         return
     assert data is not None  # all of timm's take images
-    mean, std = data.normalisation
-    shown = {"mean": mean, "std": std, "crop": data.crop_share}
-    told = ModelProvenance("", **shown, classes=classes, multi_label=data.multi_label)
+    told = ModelProvenance("", **data.told(), classes=classes, multi_label=data.multi_label)
     config = timm_config(backbone, model.num_classes, told)
     write_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
     state = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in model.state_dict().items()}

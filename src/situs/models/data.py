@@ -38,6 +38,7 @@ class Chosen(TypedDict, total=False):
     held_out: float | None
     count: int | None
     batch: int
+    snr_db: float | None
 
 
 def opened(model: AnyModel, seed: int = 0) -> Model:
@@ -71,19 +72,25 @@ def load_set(
     held_out: float | None = None,
     count: int | None = None,
     batch: int = 256,
+    snr_db: float | None = None,
     shared: bool = False,
 ) -> Loader:
-    """The images at `data` as the model was trained to see them, on its device: not augmented, in their own order.
+    """The samples at `data` as the model was trained to see them, on its device: not augmented, in their own order.
 
     split: where none is named, val, or the share that the model's data holds out; all of data that is not split.
     held_out: that share, where it is not the model's own. count: at most so many over all ranks, a uniform choice that
-    is the same every time. batch: so many at a time. shared: only this rank's part of them, for an evaluation that sums
-    over the ranks; else each rank has them all.
+    is the same every time. batch: so many at a time. snr_db: with background noise so many decibels below each clip,
+    cut from the split's own part of the noise and the same every time. shared: only this rank's part of them, for an
+    evaluation that sums over the ranks; else each rank has them all.
     """
     rank, world = (distributed.rank(), distributed.world()) if shared else (0, 1)
     if world > 1:  # each rank takes the same share of a batch
         batch = max(world, batch - batch % world)
     config = replace(model.holding_out(held_out).data, split=split, batch=batch)
+    if snr_db is not None:
+        if config.kind != "audio":
+            raise SitusError(f"snr_db={snr_db:g}: is for clips, and {model.name} takes images", field="snr_db")
+        config = replace(config, audio=replace(config.audio, snr_db=snr_db))
     if isinstance(data, Source):
         source = data
     elif data or config.path:
@@ -114,6 +121,7 @@ def load_bank(
     held_out: float | None = None,
     count: int | None = None,
     batch: int = 256,
+    snr_db: float | None = None,
 ) -> tuple[Loader, Loader]:
     """The training split to learn from, at most `train_count` images of it, and another split to be judged on.
 
@@ -131,7 +139,7 @@ def load_bank(
         check_value("train_count", train_count, ">= 1")
     model = model.holding_out(held_out)
     bank = load_set(model, data, split="train", count=train_count, batch=batch)
-    test = load_set(model, data, split=split or "val", count=count, batch=batch)
+    test = load_set(model, data, split=split or "val", count=count, batch=batch, snr_db=snr_db)
     if bank.classes != test.classes:
         raise SitusError(f"{test.source.name}: its classes are not those of the training split", field="data")
     return bank, test
@@ -205,5 +213,8 @@ def made_with(
     said = tuple(dict.fromkeys(text for each in (*beside, loader) for text in each.source.left_out()))
     left = {"left out": " ".join(said)} if said else {}
     return Provenance(
-        {"name": model.name, **model.facts, **made, **left, **(more or {})}, (model.origin,), said, loader.source.things
+        {"name": model.name, **model.facts, **made, **loader.pipeline.facts, **left, **(more or {})},
+        (model.origin,),
+        said,
+        loader.source.things,
     )

@@ -20,7 +20,6 @@ def export_run(source: str | Path, to: str | Path, *, ema: bool | None = None, f
     if not is_run(source):
         raise SitusError(f"{source}: holds no run; {_instead(str(source))}")
     config, method, folder, classes, checkpoint, averaged = load_run(source, ema=ema)
-    mean, std = config.data.normalisation
     provenance = ModelProvenance(
         method=config.method_name,
         data=config.data.path,
@@ -28,11 +27,9 @@ def export_run(source: str | Path, to: str | Path, *, ema: bool | None = None, f
         metrics=last_metrics(folder.records(), checkpoint.step),
         step=checkpoint.step,
         ema=averaged,
-        mean=mean,
-        std=std,
-        crop=config.data.crop_share,
         classes=classes,
         multi_label=config.data.multi_label,
+        **config.data.told(),
     )
     return write_export(method, to, provenance, force=force)
 

@@ -15,7 +15,7 @@ from situs.backbones.weights import load_into, load_weights, read_state_dict
 from situs.core.position import resample_table
 from situs.models.module import make_module, names_module
 from situs.models.open import PUBLISHED, Unlock, is_locked, open_whole
-from situs.train.checkpoint import RunFolder
+from situs.train.checkpoint import RunFolder, run_and_step
 from situs.train.export import POSITIONS
 from situs.train.run import RunConfig, Start, is_run
 
@@ -112,7 +112,8 @@ def _read(source: str, unlock: Unlock | None) -> tuple[dict[str, Tensor], dict[s
     """The model's tensors at `source`, and those of positions that stand beside the model."""
     path = Path(source).expanduser()
     if is_run(path):
-        checkpoint = RunFolder.open(path, writer=False).newest()
+        run, step = run_and_step(path)
+        checkpoint = RunFolder.open(run, writer=False).chosen(step)
         tensors = {**checkpoint.tensors("model"), **checkpoint.tensors("ema")}
         own = {n.removeprefix(BACKBONE): v for n, v in tensors.items() if n.startswith(BACKBONE)}
         return _apart(merged_state(own))

@@ -28,6 +28,7 @@ from situs.files import read_json
 from situs.models.model import Model, folder_name, identity_of
 from situs.models.module import OwnModule, in_float32, make_module, names_module, wrap_module
 from situs.models.prepared import class_names, described, images_for, is_multi_label, read_prepared
+from situs.train.checkpoint import run_and_step
 from situs.train.export import last_name
 from situs.train.private.accounting import Spent, epsilon_of
 from situs.train.run import Loaded, is_run, load_run
@@ -150,9 +151,9 @@ def _open_run(source: str, device: torch.device | str, **asked: Any) -> Model:
         "step": loaded.checkpoint.step,
         "ema": loaded.ema,
     }
-    state, method = loaded.run.facts(), loaded.method
+    state, method = loaded.checkpoint.state, loaded.method
     return Model(
-        folder_name(source),
+        folder_name(run_and_step(source)[0]),
         method.backbone,
         method,
         loaded.config.data,
@@ -160,7 +161,7 @@ def _open_run(source: str, device: torch.device | str, **asked: Any) -> Model:
         facts,
         classifier="label" in method.needs_targets,
         positions=method.sees_positions,
-        epoch=max(0, state["step"] - 1) // state["steps_per_epoch"] if state else 0,
+        epoch=max(0, state["step"] - 1) // state["steps_per_epoch"] if "steps_per_epoch" in state else 0,
         tuning=loaded.config.tuning,
         spent=_spent(loaded),
     )
@@ -214,7 +215,7 @@ def _open_folder(folder: Path, fields: dict[str, Any], device: torch.device | st
         folder_name(folder),
         backbone,
         None,
-        images_for(backbone, told.get("pretrained_cfg", {}), multi_label=is_multi_label(told)),
+        images_for(backbone, told.get("pretrained_cfg", {}), multi_label=is_multi_label(told), audio=ours.get("audio")),
         class_names(told),
         {"kind": "export", "model": backbone.source["architecture"], "method": ours.get("method")},
         classifier=told.get("num_classes", 1) > 0,

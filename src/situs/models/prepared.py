@@ -39,12 +39,22 @@ def is_multi_label(described: Mapping[str, Any]) -> bool:
 
 
 def images_for(
-    backbone: Backbone, described: Mapping[str, Any], path: str = "", *, multi_label: bool = False
+    backbone: Backbone,
+    described: Mapping[str, Any],
+    path: str = "",
+    *,
+    multi_label: bool = False,
+    audio: Mapping[str, Any] | None = None,
 ) -> DataConfig | None:
-    """How the model's images are prepared, by timm's description of it; None for one that takes none."""
+    """How the model's images are prepared, by timm's description of it; None for one that takes none.
+
+    audio: of a model of clips, what Situs wrote of them beside that.
+    """
     channels = backbone.input.channels
     if not channels:
         return None
+    if audio is not None:
+        return DataConfig.of_clips(audio, path)
     size = backbone.input.shape or tuple(described.get("input_size", (3, 224, 224))[1:])
     mean, std = (tuple(described.get(key, ())) for key in ("mean", "std"))
     fits = len(mean) == len(std) == channels

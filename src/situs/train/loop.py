@@ -35,6 +35,10 @@ from situs.train.step import Moment, Stepper, Update
 Tracker = Annotated[str, Rule(f"one of {', '.join(sorted(TRACKERS))}", TRACKERS.__contains__)]
 
 
+BEST_BY = ("val_top1", "val_map", "val_accuracy")
+"""Numbers of a validation by which one model is better than another; the first that there is decides."""
+
+
 @dataclass(frozen=True)
 class TrainConfig(Checked):
     """How long a run goes, in which precision, on how many ranks, and how often it speaks and saves."""
@@ -76,6 +80,12 @@ class TrainConfig(Checked):
 
     keep: Count = 2
     """How many of the newest checkpoints stay."""
+
+    keep_at: tuple[Count, ...] = ()
+    """Updates after which a checkpoint is written that stays."""
+
+    keep_best: bool = False
+    """Keep the checkpoint of the best validation too, and take it for the run's model: early stopping by choice."""
 
     trackers: tuple[Tracker, ...] = ()
     """Where the log also goes: tensorboard, wandb, trackio (the extra `track`)."""
@@ -168,6 +178,7 @@ class _Loop:
         self.step, self.stop, self.compiling = 0, False, self.stepper.compiled
         self.metrics: dict[str, float] = {}
         self.saved: Path | None = None
+        self.best: dict[str, Any] | None = None
         self.samples, self.aside, self.before = 0, 0.0, 0.0
         if config.parallel == "fsdp" and distributed.world() > 1:
             run.check_shared(device)
@@ -207,6 +218,9 @@ class _Loop:
                         "the data gave fewer samples than it announced"
                     )
         complete = self.step == self.total
+        if complete and self.best is not None:
+            found = f"{self.best['by'].replace('_', ' ')} {self.best['value']:.4f}"
+            self.log.say(f"best {found} after step {self.best['step']}, whose checkpoint is the run's model")
         # Asked in or after the last step, too: who waits for this run, a script say, must not go on as if nothing was.
         asked = torch.tensor([float(self.interrupt.asked)], device=self.stepper.device)
         interrupted = not complete or bool(distributed.most(asked))
@@ -226,16 +240,16 @@ class _Loop:
         self.window.add(done)
         self._check_finite(*self.watch.look_back(done))
         last = self.step == self.total
-        save = last or self.step % self.config.save_every == 0
+        save = last or self.step % self.config.save_every == 0 or self.step in self.config.keep_at
         if speak := last or self.step % self.config.log_every == 0:
             self._check_finite(*self.watch.settle())
             self._log(rate, epoch)
         else:
             self.log.pulse(self.step, self._so_far)
         started = time.perf_counter()
-        self._call_hooks(epoch)
+        better = self._call_hooks(epoch)
         self._check_interrupt()
-        if save or self.stop:
+        if save or better or self.stop:
             if not speak:
                 self._check_finite(*self.watch.settle())
             self._save(wait=last or self.stop)
@@ -294,9 +308,10 @@ class _Loop:
         self.log.step(record)
         self.samples, self.aside, self.mark, self.waited = 0, 0.0, now, self.loader.data_wait
 
-    def _call_hooks(self, epoch: int) -> None:
+    def _call_hooks(self, epoch: int) -> bool:
+        """Whether they found the best model so far, where that is kept."""
         if not self.hooks:
-            return
+            return False
         numbers: dict[str, float] = {}
         state = RunState(
             self.method, self.stepper.ema, self.step, epoch, self.total, self.per_epoch, numbers.update, self.log.say
@@ -314,6 +329,15 @@ class _Loop:
                 f"step {self.step}: " + ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in numbers.items())
             )
             self.metrics = self.metrics | numbers
+        return self.config.keep_best and self._is_best(numbers)
+
+    def _is_best(self, numbers: dict[str, float]) -> bool:
+        """Notes a better validation than any before; of equal ones the first stays."""
+        name = next((name for name in BEST_BY if name in numbers), None)
+        if name is None or (self.best is not None and numbers[name] <= self.best["value"]):
+            return False
+        self.best = {"step": self.step, "by": name, "value": numbers[name]}
+        return True
 
     def _save(self, wait: bool) -> None:
         """Begins to write a checkpoint, once the one before it is on the disk. wait: until this one is, too."""
@@ -331,7 +355,11 @@ class _Loop:
             "log": {"names": stepper.names, "steps": self.window.steps, "images": self.samples},
             "scaler": None if stepper.scaler is None else stepper.scaler.state_dict(),
         }  # fmt: skip
-        self.run.begin(self.step, files, state, self.config.keep)
+        stay = set(self.config.keep_at)
+        if self.best is not None:
+            state["best"] = self.best
+            stay.add(self.best["step"])
+        self.run.begin(self.step, files, state, self.config.keep, stay)
         if wait:
             self.saved = self.run.settle()
 
@@ -352,6 +380,7 @@ class _Loop:
             found = self.run.checkpoint(state)
         held = restore(found, self.method, stepper.optimizer, stepper.ema, device)
         self.step, self.before, self.saved = state["step"], state["seconds"], found.path if found else None
+        self.best = state.get("best")
         stepper.names = tuple(state["log"]["names"])
         if (log := state["log"])["steps"]:
             self.window.sums = torch.zeros(len(log["names"]) + 1, device=device)

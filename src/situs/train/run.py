@@ -31,7 +31,7 @@ from situs.limits import Natural
 from situs.methods import METHODS, create_method
 from situs.methods.base import Method
 from situs.train import distributed, restart
-from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, check_target, read_config
+from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, check_target, read_config, run_and_step
 from situs.train.contract import Hook, TrainResult
 from situs.train.export.write import load_checkpoint
 from situs.train.loop import TrainConfig, fit
@@ -354,17 +354,19 @@ def describe(config: RunConfig, method: Method, ranks: distributed.Ranks) -> str
 def load_run(
     path: str | Path, device: torch.device | str = "cpu", *, ema: bool | None = None, as_trained: bool = False
 ) -> Loaded:
-    """A trained run: its method with the newest valid checkpoint's weights, in eval mode.
+    """A trained run: its method with the weights of its newest checkpoint, or its best where that stays, in eval mode.
+
+    path: the run's folder, or one of its checkpoints.
 
     ema: the mean of the weights; None takes it where there is one. as_trained: LoRA's products stay apart and what was
     frozen is frozen, as in the run's own steps; else it is an ordinary model.
     """
-    path = Path(path)
     if not is_run(path):
         raise SitusError(f"{path}: holds no run, there is no config.json with checkpoints beside it")
+    path, step = run_and_step(path)
     config = from_dict(RunConfig, read_config(path), where=f"{path}/config.json")
     run = RunFolder.open(path, writer=False)
-    checkpoint = run.newest()
+    checkpoint = run.chosen(step)
     classes = run.classes()
     # The weights are the checkpoint's: the files that the run once started from may be gone.
     bare = replace(
@@ -396,5 +398,6 @@ def _bare_name(config: RunConfig) -> str:
 
 
 def is_run(path: str | Path) -> bool:
-    """Whether a path is a run folder (and not an export, a file or a name)."""
+    """Whether a path is a run folder or one of its checkpoints (and not an export, a file or a name)."""
+    path = run_and_step(path)[0] if Path(path).is_dir() else Path(path)
     return (Path(path) / "config.json").is_file() and (Path(path) / "checkpoints").is_dir()

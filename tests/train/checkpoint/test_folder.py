@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from situs.errors import SitusError
-from situs.train.checkpoint import RunFolder, read_config, writing
+from situs.train.checkpoint import RunFolder, read_config, run_and_step, writing
 from situs.train.checkpoint.storage import read_folder, sealed
 
 CONFIG = {"train": {"epochs": 10, "seed": 0, "log_every": 50}, "optim": {"lr": 1e-3, "betas": [0.9, 0.95]}, "out": "a"}
@@ -46,6 +46,29 @@ def test_only_the_newest_are_kept(run: RunFolder) -> None:
         run.save(step, files(step), {}, keep=2)
     assert sorted(run.steps()) == [100, 1000]
     assert sorted(p.name for p in run.checkpoints.iterdir()) == ["step-00000100", "step-00001000"]
+
+
+def test_checkpoints_that_are_to_stay_outlive_the_newest(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "run", {"seed": 1})
+    for step in range(1, 8):
+        run.begin(step, files(step), {}, 2, {3, 99})
+    run.settle()
+    assert sorted(run.steps()) == [3, 6, 7]
+    assert run.chosen().step == 7
+    assert torch.equal(run.chosen(3).tensors("model")["w"], files(3)["model"]["w"])
+    with pytest.raises(SitusError, match="has no checkpoint of step 5, only of 3, 6, 7"):
+        run.chosen(5)
+    assert run_and_step(tmp_path / "run") == (tmp_path / "run", None)
+    assert run_and_step(tmp_path / "run" / "checkpoints" / "step-00000003") == (tmp_path / "run", 3)
+
+
+def test_the_best_is_the_runs_model_where_it_is_kept(tmp_path: Path) -> None:
+    for keep_best, wanted in ((True, 2), (False, 4)):
+        run = RunFolder.create(tmp_path / str(keep_best), {"train": {"keep_best": keep_best}})
+        for step in range(1, 5):
+            run.begin(step, files(step), {"best": {"step": min(step, 2), "by": "val_top1", "value": 0.5}}, 1, {2})
+        run.settle()
+        assert run.chosen().step == wanted and run.newest().step == 4
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "delete", "state", "empty"])

@@ -67,6 +67,8 @@ def open_speech(
         raise SitusError(f"{path}: must be a folder of audio files, or parquet with an audio column", field="data")
     if audio.task == "all" or not labels:
         return source
+    if source.classes is None:
+        raise SitusError(f"{source.name}: has no labels, and the task of commands needs them", field="audio.task")
     noise, notes = read_noise(folder := noise_folder(path, audio), part, audio)
     if noise is None and audio.silence == "noise":
         raise SitusError(f"{folder}: no noise to cut silence from; silence can be empty", field="audio.silence")
@@ -148,8 +150,7 @@ class Commands(Source):
     things = "clips"
 
     def __init__(self, source: ClipReader, noise: NoiseBank | None, clip: AudioConfig = AUDIO) -> None:
-        if source.classes is None:
-            raise SitusError(f"{source.name}: has no labels, and the task of commands needs them", field="data")
+        assert source.classes is not None
         missing = [word for word in WORDS if word not in source.classes]
         if missing:
             raise SitusError(f"{source.name}: has no clips of {', '.join(missing)}, of the ten words", field="data")

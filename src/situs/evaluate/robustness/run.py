@@ -81,6 +81,9 @@ def evaluate_robustness(
     names = None if sets.class_list is None else read_class_list(sets.class_list)
     model = opened(model, seed)
     check_classifier(model)
+    if model.data.kind == "audio":
+        said = "takes clips, and the corruptions are of images; accuracy can be measured with background noise"
+        raise SitusError(f"{model.name}: {said}", field="model")
     if (count := images.get("count")) is not None:
         check_value("count", count, ">= 1")
     if not chosen and sets.imagenet_a is None and sets.imagenet_o is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from situs.train.checkpoint.writing import Background, write_checkpoint
 MAY_CHANGE = frozenset(
     {
         *("epochs", "max_steps", "workers", "log_every", "save_every", "keep", "probe_every", "trackers"),
+        *("keep_at", "keep_best"),
         *("out", "resume", "path"),  # data that moved; the loop checks that it is as much as it was
     }
 )
@@ -29,7 +30,7 @@ MAY_CHANGE = frozenset(
 PARALLEL = "train.parallel"
 """May change too, but checkpoints' hashes of their config have it in them."""
 
-_NAME = re.compile(r"step-([0-9]{8,})")
+NAME = re.compile(r"step-([0-9]{8,})")
 
 
 def may_change(name: str) -> bool:
@@ -80,10 +81,17 @@ class Checkpoints:
         assert saved is not None
         return saved
 
-    def begin(self, step: int, files: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any], keep: int) -> None:
+    def begin(
+        self,
+        step: int,
+        files: Mapping[str, Mapping[str, Tensor]],
+        state: Mapping[str, Any],
+        keep: int,
+        stay: Collection[int] = (),
+    ) -> None:
         """Holds the tensors as they are now and writes them in the background; waits for the write before this one.
 
-        All ranks call it. The log counts up to its present end.
+        All ranks call it. The log counts up to its present end. stay: steps whose checkpoints are not dropped either.
         """
         if self._background is None:
             self._background = Background()
@@ -93,7 +101,7 @@ class Checkpoints:
             self._spare = max(map(spare_of, held), default=0)
         snapshot = Snapshot(files, self._spare)
         size = self.metrics.stat().st_size if self.metrics.is_file() else 0
-        self._background.begin(lambda: self._write(step, snapshot, state, size, keep))
+        self._background.begin(lambda: self._write(step, snapshot, state, size, keep, stay))
 
     def settle(self) -> Path | None:
         """Waits for the write that is under way, and raises what went wrong with it; None where none was."""
@@ -114,7 +122,9 @@ class Checkpoints:
         if self._background is not None:
             self._background.close(at_once)
 
-    def _write(self, step: int, snapshot: Snapshot, state: Mapping[str, Any], size: int, keep: int) -> Path:
+    def _write(
+        self, step: int, snapshot: Snapshot, state: Mapping[str, Any], size: int, keep: int, stay: Collection[int]
+    ) -> Path:
         """The background's work: the files aside, the name, and the end of older checkpoints."""
         final = self._at(step)
 
@@ -129,8 +139,9 @@ class Checkpoints:
         if self.writer:
             # Newer ones than this were torn, or the run would have gone on from them.
             others = sorted(self.steps(), reverse=True)
-            kept = [other for other in others if other <= step][:keep]
-            for other in set(others) - set(kept):
+            older = [other for other in others if other <= step]
+            kept = {*older[:keep], *(other for other in older if other in stay)}
+            for other in set(others) - kept:
                 remove(self._at(other))
         return final
 
@@ -158,7 +169,7 @@ class Checkpoints:
         """The steps of which a checkpoint lies here, whole or torn; one that is being written is waited for."""
         if self._background is not None:
             self._background.join()
-        found = [int(m[1]) for path in self.checkpoints.glob("step-*") if (m := _NAME.fullmatch(path.name))]
+        found = [int(m[1]) for path in self.checkpoints.glob("step-*") if (m := NAME.fullmatch(path.name))]
         return [step for step in found if self._at(step).exists()]
 
     def checkpoint(self, state: Mapping[str, Any]) -> Checkpoint:
@@ -187,6 +198,21 @@ class Checkpoints:
         if (found := self.latest()) is None:
             said = f"no whole checkpoint: {self.notes[-1]}" if self.steps() else "no checkpoint yet"
             raise SitusError(f"{self.path}: the run has {said}")
+        return found
+
+    def chosen(self, step: int | None = None) -> Checkpoint:
+        """The checkpoint that is the run's model: of this step, or of the best validation where that was kept, or the
+        newest."""
+        best = self.facts().get("best") if step is None and self.config.get("train", {}).get("keep_best") else None
+        if step is None and best is None:
+            return self.newest()
+        wanted = best["step"] if step is None and best is not None else step
+        assert wanted is not None
+        if wanted not in (there := sorted(self.steps())):
+            told = ", ".join(map(str, there)) or "none"
+            raise SitusError(f"{self.path}: has no checkpoint of step {wanted}, only of {told}")
+        if (found := self.whole(wanted)) is None:
+            raise SitusError(f"{self.path}: {self.notes[-1].removesuffix(' and was passed over')}")
         return found
 
     def facts(self) -> dict[str, Any]:

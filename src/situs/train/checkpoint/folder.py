@@ -32,7 +32,7 @@ from situs.files import write_text
 from situs.hold import NAME as LOCK
 from situs.hold import only_one
 from situs.train import distributed
-from situs.train.checkpoint.checkpoints import Checkpoint, Checkpoints, may_change
+from situs.train.checkpoint.checkpoints import NAME, Checkpoint, Checkpoints, may_change
 from situs.train.checkpoint.records import check_log, cut_log, read_metrics
 from situs.train.checkpoint.storage import delete, read_sealed, reason, sealed
 
@@ -210,6 +210,13 @@ class RunFolder(Checkpoints):
         if state and self.metrics.exists():
             check_log(self.metrics, state["step"], state["metrics"])
         return read_metrics(self.metrics)
+
+
+def run_and_step(path: str | os.PathLike[str]) -> tuple[Path, int | None]:
+    """The run folder that a path names; with the step, where it is one of the checkpoints in it."""
+    path = Path(path)
+    match = NAME.fullmatch(path.name)
+    return (path.parent.parent, int(match[1])) if match and path.parent.name == "checkpoints" else (path, None)
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -18,7 +18,8 @@ class ModelProvenance:
     method: its name. data: what the set is called. recipe: the run's config as plain tables. metrics: the last
     numbers of its log. step: updates made. ema: whether the weights are the mean of the run's. mean, std, crop: how
     its images were normalised, and the share of their shorter side that the centre crop keeps. classes: their names.
-    multi_label: whether an image has any number of them.
+    multi_label: whether an image has any number of them. audio: of a model of clips, in place of mean, std and crop,
+    what `situs.data.config.DataConfig.told` says.
     """
 
     method: str
@@ -32,6 +33,7 @@ class ModelProvenance:
     crop: float = 1.0
     classes: Sequence[str] | None = None
     multi_label: bool = False
+    audio: Mapping[str, Any] | None = None
 
 
 _UNTOLD = frozenset({"step", "epoch", "lr", "seconds", "images_per_second", "data_wait", "memory_gib", "loss_scale"})
@@ -70,7 +72,13 @@ def card(backbone: Backbone, provenance: ModelProvenance, notes: Sequence[str]) 
 def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
     count = sum(parameter.numel() for parameter in backbone.model.parameters())
     facts = [f"- Parameters: {count:,}"]
-    if backbone.input.shape is not None:
+    if provenance.audio is not None and backbone.input.shape is not None:
+        clip, (numbers_of_one, frames) = provenance.audio, backbone.input.shape
+        what = "MFCCs" if clip["kind"] == "mfcc" else "log-mels"
+        facts.append(f"- Clips: {clip['seconds']:g} s at {clip['rate']:,} samples a second, {clip['level']} in level")
+        facts.append(f"- Features: {numbers_of_one} {what} of each of {frames} frames, [1, {numbers_of_one}, {frames}]")
+        facts.append("- Normalised by the mean and deviation of each, which config.json holds under situs.audio")
+    elif backbone.input.shape is not None:
         height, width = backbone.input.shape
         facts.append(f"- Images: {backbone.input.channels} channels, {height} × {width} pixels")
     if provenance.mean is not None and provenance.std is not None:

@@ -141,7 +141,7 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: Mo
         classes = 0
         notes.append("It has no classifier: none was trained.")
     config = timm_config(backbone, classes, provenance)
-    config["situs"] = {"version": __version__, "method": provenance.method, "positions": method.sees_positions}
+    config["situs"] = _made_by(method, provenance)
     write_text(folder / CONFIG, json.dumps(config, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     _save(folder / WEIGHTS, state)
     own = {name: tensor for name, tensor in backbone.state_dict().items() if not name.startswith("model.")}
@@ -152,6 +152,12 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: Mo
             "timm does not read and Situs does, so timm's features are those of the model without it."
         )
     return notes
+
+
+def _made_by(method: Method, provenance: ModelProvenance) -> dict[str, Any]:
+    """What Situs alone reads of a config.json."""
+    own = {"version": __version__, "method": provenance.method, "positions": method.sees_positions}
+    return own if provenance.audio is None else own | {"audio": dict(provenance.audio)}
 
 
 def timm_config(backbone: Backbone, classes: int, provenance: ModelProvenance) -> dict[str, Any]:
@@ -182,6 +188,8 @@ def timm_config(backbone: Backbone, classes: int, provenance: ModelProvenance) -
         config["label_names"] = list(provenance.classes)
     if classes and provenance.multi_label:
         config |= MULTI_LABEL
+    if provenance.audio is not None:
+        config["situs"] = {"audio": provenance.audio}
     try:
         return json.loads(json.dumps(config))
     except TypeError as error:
@@ -202,7 +210,7 @@ def _write_transformers(folder: Path, backbone: Backbone, method: Method, proven
 
     model = backbone.model if "label" in method.needs_targets else backbone.model.base_model
     backbone.source = {**backbone.source, "architecture": type(model).__name__}
-    model.config.situs = {"version": __version__, "method": provenance.method, "positions": method.sees_positions}
+    model.config.situs = _made_by(method, provenance)
     if "label" in method.needs_targets and provenance.classes is not None:
         model.config.id2label = dict(enumerate(provenance.classes))
         model.config.label2id = {name: number for number, name in enumerate(provenance.classes)}
