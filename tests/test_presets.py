@@ -14,7 +14,7 @@ from situs.cli.parser.arguments import parse
 from situs.config import choices_of, from_dict, to_dict
 from situs.methods import METHODS
 from situs.presets import load_preset, preset_header, preset_names
-from situs.train.loop import TrainConfig
+from situs.train.config import TrainConfig
 from situs.train.run import RunConfig, make_method
 
 NAMES = preset_names()

@@ -127,6 +127,7 @@ COVERED = {
     "situs.train.export.card": "test_write",
     "situs.train.checkpoint.checkpoints": "test_folder",
     "situs.train.checkpoint.records": "test_folder",
+    "situs.train.config": "test_loop",
     "situs.train.contract": "test_loop",
     "situs.train.graph": "test_loop_gpu",
 }

@@ -27,7 +27,8 @@ from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
 from situs.train.checkpoint import RunFolder
-from situs.train.loop import TrainConfig, fit
+from situs.train.config import TrainConfig
+from situs.train.loop import fit
 from situs.train.optim import OptimConfig
 
 LONGEST, NOTES = 9, 12

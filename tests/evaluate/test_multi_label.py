@@ -34,7 +34,7 @@ from situs.models import open_model
 from situs.models.export import export_run
 from situs.models.initialise import starting
 from situs.train.checkpoint import RunFolder
-from situs.train.loop import TrainConfig
+from situs.train.config import TrainConfig
 from situs.train.optim import OptimConfig
 from situs.train.run import RunConfig, load_run, train_run
 

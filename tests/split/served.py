@@ -20,7 +20,7 @@ from situs.split.server import Server
 from situs.split.serving import make_server
 from situs.split.transport.certificates import Credentials
 from situs.split.transport.serve import Service, run_server
-from situs.train.loop import TrainConfig
+from situs.train.config import TrainConfig
 from situs.train.optim import OptimConfig
 from situs.train.run import RunConfig
 

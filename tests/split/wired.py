@@ -28,7 +28,8 @@ from situs.split.remote import SplitStepper, attach
 from situs.split.server import Limits, Server, agreed
 from situs.split.view import column_permutations, make_view
 from situs.train.checkpoint import RunFolder
-from situs.train.loop import TrainConfig, fit
+from situs.train.config import TrainConfig
+from situs.train.loop import fit
 from situs.train.optim import BACKBONE, OptimConfig
 
 KEY = Key(bytes(range(32)))

@@ -21,7 +21,7 @@ from situs.studies.folder import DONE, StudyFolder
 from situs.studies.load import load_study
 from situs.studies.parcel import pack_study, unpack_study
 from situs.studies.reading import read_study
-from situs.train.loop import TrainConfig
+from situs.train.config import TrainConfig
 from situs.train.run import RunConfig, train_run
 
 STUDY = """

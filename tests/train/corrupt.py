@@ -26,8 +26,9 @@ from toy import ToyLoader, toy
 from situs.analyze.runs import read_runs
 from situs.errors import SitusError
 from situs.train.checkpoint import RunFolder
+from situs.train.config import TrainConfig
 from situs.train.contract import RunState
-from situs.train.loop import TrainConfig, fit
+from situs.train.loop import fit
 from situs.train.optim import OptimConfig
 
 TRAIN = TrainConfig(epochs=2, precision="fp32", log_every=2, save_every=3, keep=2)

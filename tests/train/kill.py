@@ -27,7 +27,8 @@ from toy import ToyLoader, toy
 
 from situs.train.checkpoint import RunFolder, checkpoints
 from situs.train.checkpoint.writing import Background
-from situs.train.loop import TrainConfig, fit
+from situs.train.config import TrainConfig
+from situs.train.loop import fit
 from situs.train.optim import OptimConfig
 
 TRAIN = TrainConfig(precision="fp32", log_every=5, save_every=4, keep=2, accumulate=2)

@@ -26,7 +26,8 @@ from situs.backbones.timm import attention
 from situs.methods import MP3, MP3Config
 from situs.train import distributed, loop
 from situs.train.checkpoint import RunFolder
-from situs.train.loop import TrainConfig, fit
+from situs.train.config import TrainConfig
+from situs.train.loop import fit
 from situs.train.nan import NotFiniteError
 from situs.train.optim import OptimConfig
 from situs.train.step import Stepper

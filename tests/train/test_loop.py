@@ -15,8 +15,9 @@ from toy import ToyLoader, ToyMethod, toy
 from situs.errors import SitusError
 from situs.methods.base import Batch
 from situs.train.checkpoint import RunFolder, read_config
+from situs.train.config import TrainConfig
 from situs.train.contract import RunState, TrainResult
-from situs.train.loop import TrainConfig, fit
+from situs.train.loop import fit
 from situs.train.optim import OptimConfig, rate_at
 
 TRAIN = TrainConfig(epochs=4, precision="fp32", log_every=3, save_every=4, keep=3)

@@ -11,8 +11,9 @@ import torch
 from toy import ToyLoader, ToyMethod, toy
 
 from situs.train.checkpoint import RunFolder
+from situs.train.config import TrainConfig
 from situs.train.contract import TrainResult
-from situs.train.loop import TrainConfig, fit
+from situs.train.loop import fit
 from situs.train.nan import NotFiniteError, replay
 from situs.train.optim import OptimConfig
 

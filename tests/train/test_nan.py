@@ -13,7 +13,8 @@ from situs.data.batch import Batch
 from situs.errors import SitusError
 from situs.train.checkpoint import RunFolder
 from situs.train.checkpoint.tensors import read_tensors
-from situs.train.loop import TrainConfig, fit
+from situs.train.config import TrainConfig
+from situs.train.loop import fit
 from situs.train.nan import NotFiniteError, _pack, _unpack, replay
 from situs.train.optim import OptimConfig
 from situs.train.step import MicroBatch, Moment, Update

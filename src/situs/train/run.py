@@ -32,9 +32,10 @@ from situs.methods import METHODS, create_method
 from situs.methods.base import Method
 from situs.train import distributed, restart
 from situs.train.checkpoint import CLASSES, MARK, Checkpoint, RunFolder, check_target, read_config, run_and_step
+from situs.train.config import TrainConfig
 from situs.train.contract import Hook, TrainResult
 from situs.train.export.write import load_checkpoint
-from situs.train.loop import TrainConfig, fit
+from situs.train.loop import fit
 from situs.train.optim import OptimConfig
 from situs.train.private.accounting import DpConfig
 from situs.train.private.run import Private

@@ -16,7 +16,8 @@ from toy import ToyLoader, toy
 from situs.errors import SitusError
 from situs.train.checkpoint import RunFolder, writing
 from situs.train.checkpoint.writing import Background
-from situs.train.loop import TrainConfig, fit
+from situs.train.config import TrainConfig
+from situs.train.loop import fit
 from situs.train.optim import OptimConfig
 
 TRAIN = TrainConfig(epochs=4, precision="fp32", log_every=3, save_every=4, keep=3)

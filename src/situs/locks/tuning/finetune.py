@@ -44,8 +44,9 @@ from situs.methods.base import Method
 from situs.models.inference import evaluating
 from situs.results import Result, Summary, Table, percent
 from situs.train.checkpoint import RunFolder
+from situs.train.config import TrainConfig
 from situs.train.contract import RunState
-from situs.train.loop import TrainConfig, fit
+from situs.train.loop import fit
 from situs.train.optim import OptimConfig
 from situs.train.run import RunConfig, load_run, make_method
 
