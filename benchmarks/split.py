@@ -1,46 +1,40 @@
 """What a step of split training costs beside a local one: steps a second, bytes a sample, the share of the wire.
 
     python benchmarks/split.py --steps 10     # ViT-S/4 on 32 px, batch 32, on the CPU; the server in a second process
-    python benchmarks/split.py --memory       # what a step holds, with permutations and without
     python benchmarks/split.py --delay 0.05 --accumulate 4     # over a slow link: micro-batches one behind the other
 
 Each row trains the same model on the same random batch. Wire: the time a client waits that the server does not compute,
 over all time. CPU: seconds of all threads of both processes a step, which other work on the machine does not change
 much; local over it is the share of local steps that is possible where the processor is all that is waited for.
-Raw: features of the same size sent there and back with nothing computed. Operations and bytes a step with and without
-permutations are the fourth paper's Fig. 8; its dense products of matrices are gathers here.
+Raw: features of the same size sent there and back with nothing computed. Operations, bytes and memory with and without
+permutations are counted by `situs split cost`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
 import multiprocessing
 import os
 import queue
-import resource
 import socket
 import tempfile
 import threading
 import time
-from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
-from situs.backbones import BackboneConfig
 from situs.data.batch import Batch
-from situs.data.config import DataConfig
 from situs.locks.features import Defence
 from situs.locks.key import Key
 from situs.methods.base import Method
-from situs.methods.supervised import SupervisedConfig
 from situs.split import remote
 from situs.split.client import Client
+from situs.split.cost import CostConfig, random_batch, stepper_of
 from situs.split.message import Expected, Message
 from situs.split.parts import cut, layout, own_names, trained_order
 from situs.split.remote import SplitStepper, attach
@@ -50,8 +44,6 @@ from situs.split.transport.certificates import make_certificates, read_credentia
 from situs.split.transport.connect import Connection
 from situs.split.transport.serve import run_server
 from situs.split.view import make_view
-from situs.train.config import TrainConfig
-from situs.train.optim import OptimConfig
 from situs.train.run import RunConfig, make_method
 from situs.train.step import Moment, Stepper
 
@@ -165,14 +157,6 @@ def timed(
     return {"steps_s": steps / spent, "wire": wire, "seconds": spent, "cpu": cpu}
 
 
-def stepper_of(kind: Any, method: Method, config: RunConfig, device: str) -> Stepper:
-    precision, accumulate = config.train.precision_on(torch.device(device)), config.train.accumulate
-    return kind(
-        method, config.optim, seed=0, precision=precision, accumulate=accumulate, parallel="ddp", compiled=False,
-        graph=False,
-    )  # fmt: skip
-
-
 def split_row(
     args: Any, config: RunConfig, out: Path, certs: Path | None, batch: Batch, permute: Any, wire: Any
 ) -> Any:
@@ -227,78 +211,10 @@ def permuting(method: Method, z: torch.Tensor) -> float:
     return sorted(spent)[len(spent) // 2]
 
 
-def both_sides(config: RunConfig, permute: Any, out: Path, device: str) -> tuple[Stepper, Client]:
-    """A client that trains with its server in one process."""
-    server = make_server(config, out, device=device)
-    method = make_method(config, CLASSES).to(device).train()
-    order, served = trained_order(method, config.optim), own_names(method, "server")
-    client = Client(lambda message, _: server.answer("me", message), "0" * 32)
-    view = make_view(method.backbone, permute, Defence(), key=Key(bytes(32)), run=client.session)
-    client.hello(layout(method.backbone), agreed(config.optim, server.precision), [])
-    cut(method, "client")
-    attach(method.backbone, client, view, sum(name in served for name in order))
-    return stepper_of(partial(SplitStepper, client=client, order=order), method, config, device), client
-
-
-def work(config: RunConfig, batch: Batch, permute: Any, out: Path) -> tuple[float, float]:
-    """Floating point operations and bytes on the wire of one step of both sides, in one process."""
-    stepper, client = both_sides(config, permute, out, str(batch.inputs.device))
-    with FlopCounterMode(display=False) as counted:
-        stepper.update(batch, Moment(0, 0, 0.0), 1e-4, False)
-    return counted.get_total_flops(), client.sent
-
-
-def remember(config: RunConfig, permute: Any, out: str, device: str) -> tuple[int, int]:
-    """Of two steps in this process: the bytes that the second keeps for its backward pass, and the most ever held.
-
-    permute: None trains locally. The most held is the device's, or what the process has in memory on the CPU.
-    """
-    batch = random_batch(config.data.batch or 1, device)
-    if permute is None:
-        stepper = stepper_of(Stepper, make_method(config, CLASSES).to(device).train(), config, device)
-    else:
-        stepper, _ = both_sides(config, permute, Path(out), device)
-    kept: dict[int, int] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    stepper.update(batch, Moment(0, 0, 0.0), 1e-4, False)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        stepper.update(batch, Moment(1, 0, 0.0), 1e-4, False)
-    for weight in (each for each in gc.get_objects() if type(each) is torch.nn.Parameter):
-        kept.pop(weight.untyped_storage().data_ptr(), None)  # is there without a step
-    here = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
-    return sum(kept.values()), torch.cuda.max_memory_allocated() if device.startswith("cuda") else here
-
-
-def memory(config: RunConfig, permute: Any, out: Path, device: str) -> tuple[int, int]:
-    """`remember` in a process of its own, which has held nothing before."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
-        return fresh.submit(remember, config, permute, str(out), device).result()
-
-
-def random_batch(count: int, device: str) -> Batch:
-    chance = torch.Generator().manual_seed(0)
-    images = torch.randn(count, 3, 32, 32, generator=chance).to(device)
-    labels = torch.randint(100, (count,), generator=chance).to(device)
-    return Batch(images, torch.arange(count, device=device), {"label": labels})
-
-
 def tell(name: str, row: dict[str, float], local: dict[str, float]) -> None:
     cpu = f"{row['cpu']:9.2f}{local['cpu'] / row['cpu'] if row['cpu'] else 0.0:8.1%}"
     more = f"{row['bytes'] / 1024:12.1f}{row['wire']:8.1%}{row['mib_s']:9.0f}" if "bytes" in row else ""
     print(f"  {name:28}{row['steps_s']:9.3f}{row['steps_s'] / local['steps_s']:10.1%}{cpu}{more}", flush=True)
-
-
-def tell_memory(config: RunConfig, args: Any) -> None:
-    print(f"{args.model}, {args.batch} samples a step, {args.device}, torch {torch.__version__}")
-    print(f"  {'both sides in one process':28}{'kept for backward':>20}{'most held':>12}   MiB")
-    with tempfile.TemporaryDirectory() as place:
-        for name, permute in (("local", None), ("split", ()), ("split, rows + columns", ("rows", "columns"))):
-            kept, most = memory(config, permute, Path(place) / name.replace(", ", "-"), args.device)
-            print(f"  {name:28}{kept / MIB:20.1f}{most / MIB:12.1f}", flush=True)
 
 
 def main() -> None:
@@ -310,24 +226,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--memory", action="store_true", help="only what a step holds in memory")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches a step")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds that the link takes each way: that row alone")
     args = parser.parse_args()
-    shape = {} if args.depth is None else {"depth": args.depth}
-    config = RunConfig(
-        method=SupervisedConfig(),
-        backbone=BackboneConfig(
-            args.model, patch_size=args.patch_size, drop_path=0.1, num_classes=100, model_args=shape
-        ),
-        data=DataConfig(path="samples", img_size=32, batch=args.batch),
-        optim=OptimConfig(lr=1e-4, clip=1.0),
-        train=TrainConfig(epochs=1, precision="auto", accumulate=args.accumulate),
-    )
-    batch = random_batch(args.batch, args.device)
-    if args.memory:
-        tell_memory(config, args)
-        return
+    asked = CostConfig(args.model, 32, args.patch_size, args.depth, args.batch, len(CLASSES))
+    config, batch = asked.run(), random_batch(asked, args.device)
+    config = replace(config, train=replace(config.train, accumulate=args.accumulate))
     method = make_method(config, CLASSES).to(args.device).train()
     threads = f"{torch.get_num_threads()} threads, torch {torch.__version__}"
     print(f"{args.model}, {args.batch} samples a step, {args.device}, {threads}")
@@ -351,14 +255,11 @@ def main() -> None:
         ):
             row = rows[name] = split_row(args, config, Path(place) / name, where, batch, permute, wire)
             tell(name, row, rows["local"])
-        works = [work(config, batch, permute, Path(place) / f"work{len(permute)}") for permute in ((), both)]
         raw = {
             name: raw_rate(config, Path(place) / f"raw {name}", where, z)
             for name, where in (("plaintext", None), ("TLS", certs))
         }
     print(f"raw: {', '.join(f'{name} {rate:.0f} MiB/s' for name, rate in raw.items())}")
-    for (flops, sent), name in zip(works, ("as they are", "rows + columns"), strict=True):
-        print(f"both sides, {name}: {flops / 1e9:.3f} GFLOP and {sent / MIB:.2f} MiB a step")
     print(f"rows and columns take {1e3 * moving:.2f} ms a step, {moving * rows['local']['steps_s']:.2%} of a local one")
 
 

@@ -61,6 +61,7 @@ from situs.locks.tuning.finetune import WAYS, Curve, LockTuning, TuningConfig
 from situs.locks.tuning.paper import RuleCheck
 from situs.pages import PAGES, make_page, publish, write_numbers
 from situs.results import Origin, Provenance, Result, show
+from situs.split.cost import CostConfig, SplitCost, StepCost
 from situs.studies.form import Study as StudyForm
 from situs.studies.result import Cell as StudyCell
 from situs.studies.result import Drawn, Ended, StudyResult
@@ -252,6 +253,12 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Robustness": (_robustness, {"accuracy", "severity", "corruptions"}),
     "Runs": (_runs, {"curves"}),
     "SplitAudit": (_split_audit, {"pictures", "psnr", "places"}),
+    "SplitCost": (
+        lambda: SplitCost(
+            {name: StepCost(1.0, 2.0, 3.0, 4.0) for name in ("split", "split, rows + columns")}, CostConfig(), "cpu"
+        ),
+        set(),
+    ),
     "StepComparison": (_comparison_of_steps, set()),
     "StepTable": (_steps, set()),
     "StudyResult": (_study_result, {"curves"}),

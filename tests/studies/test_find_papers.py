@@ -38,6 +38,7 @@ RESULTS = {
     "audit positions": ["PositionAudit"],
     "audit split": ["SplitAudit"],
     "bench step": ["StepTable"],
+    "split cost": ["SplitCost"],
     "split infer": ["ClassAccuracy", "LabelAccuracy"],
     "verify": ["Verification"],
 }

@@ -24,3 +24,9 @@ def test_of_one_paper_with_its_numbers() -> None:
     assert all(name.startswith("mjp-") for name in found.studies)
     tables = {table.title.partition(":")[0]: table for table in found.tables()}
     assert "80.5" in str(tables["mjp-table4"])
+
+
+def test_the_range_is_that_of_the_first_column_or_figure_alone() -> None:
+    rows = {str(row[0]): row for row in list_studies("st").table().rows}
+    assert rows["st-figure7"][5] == "12; accuracy 85.6 to 90.2 %"
+    assert rows["st-table6"][5] == "28; accuracy 88.8 to 91.9 %"

@@ -46,6 +46,7 @@ PAGES = {
     "Robustness": "robustness.page",
     "Runs": "runs.page",
     "SplitAudit": "split.page",
+    "SplitCost": "bench.split",
     "StepComparison": "bench.comparison",
     "StepTable": "bench.steps",
     "StudyResult": "study.page",

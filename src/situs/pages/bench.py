@@ -7,6 +7,7 @@ from situs.bench.cost import AXES, CostCurves
 from situs.bench.step import StepTable
 from situs.report.figures import curves
 from situs.report.html import Page
+from situs.split.cost import SplitCost
 
 MEANING = """
 A step is all that a run does but its data: draws, forward, backward, clipping, the optimiser. The ceiling is the rate
@@ -29,6 +30,15 @@ def steps(found: StepTable) -> Page:
     for each in kernels:
         page.section(each.title).table(each.header, each.rows)
     return page.end({**found.provenance.facts, **found.machine})
+
+
+def split(found: SplitCost) -> Page:
+    """The table alone."""
+    said = found.summary()
+    page = Page("What a step of split training costs", lead=said.sentence)
+    for table in said.tables:
+        page.section("Steps").table(table.header, table.rows, table.title)
+    return page.end(found.provenance.facts)
 
 
 def comparison(found: StepComparison) -> Page:

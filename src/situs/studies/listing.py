@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from situs.results import Table
 from situs.studies.form import PAPER, Study
 from situs.studies.load import study_names
 from situs.studies.reading import read_study
-from situs.studies.result import StudyResult
+from situs.studies.result import Cell, StudyResult
 
 
 @dataclass(frozen=True)
@@ -58,33 +58,31 @@ def _row(found: StudyResult) -> list[str | None]:
     study = found.study
     missing = "; ".join(dict.fromkeys(f"{each.package}: {each.why}" for each in study.missing))
     where = f"{study.place}: {study.title}" if study.paper else study.title
-    ours = _told([(where, cell.mean) for where, cell in found.cells()], found)
+    ours = _told(found, lambda cell: cell.mean)
     if ours and study.measured and study.measured.scale != PAPER:
         ours += f" (scale {study.measured.scale})"
-    paper = _told(
-        [(where, None if isinstance(cell.paper, str) else cell.paper) for where, cell in found.cells()], found
-    )
+    paper = _told(found, lambda cell: None if isinstance(cell.paper, str) else cell.paper)
     return [where, ", ".join(study.data) or "none", *_hours(study), paper, ours, missing or None]
 
 
-def _told(values: list[tuple[str, float | None]], found: StudyResult) -> str | None:
+def _told(found: StudyResult, number: Callable[[Cell], float | None]) -> str | None:
     """How many numbers, and of the first column or figure their range: "18; CIFAR-100 64.6 to 84.5 %"."""
-    known = [(where, value) for where, value in values if value is not None]
-    if not known:
+    count = sum(number(cell) is not None for _, cell in found.cells())
+    if not count:
         return None
     study = found.study
     if study.tables:
-        column = study.tables[0].columns[0]
-        name, unit, digits, end = column.name, column.unit, column.digits, f", {column.name}"
-        other = tuple(f"{row.name}, " for row in study.tables[0].rows if row.unit not in (None, unit))
+        first = study.tables[0].columns[0]
+        rows = zip(study.tables[0].rows, found.rows[0], strict=True)
+        name, cells = first.name, [cells[0] for row, cells in rows if row.unit in (None, first.unit)]
     else:
-        curves = study.curves[0]
-        name, unit, digits, end, other = curves.y, curves.unit, curves.digits, "", ()
-    shown = [value for where, value in known if where.endswith(end) and not where.startswith(other)]
+        first = study.curves[0]
+        name, cells = first.y, [cell for line in found.lines[0] for _, cell in line.points]
+    shown = [value for cell in cells if (value := number(cell)) is not None]
     if not shown:
-        return f"{len(known)}"
-    ends = " to ".join(dict.fromkeys(f"{value:.{digits}f}" for value in (min(shown), max(shown))))
-    return f"{len(known)}; {name} {ends} {unit}".rstrip()
+        return f"{count}"
+    ends = " to ".join(dict.fromkeys(f"{value:.{first.digits}f}" for value in (min(shown), max(shown))))
+    return f"{count}; {name} {ends} {first.unit}".rstrip()
 
 
 def _hours(study: Study) -> tuple[str | None, str | None]:

@@ -50,7 +50,7 @@ class WireArgs:
 class ClientArgs(WireArgs):
     """Where a client finds its server."""
 
-    server: Annotated[str, Parameter(metavar="HOST:PORT|local")]
+    server: Annotated[str, Parameter(metavar="HOST:PORT")]
     """The server; local: none, all in this process."""
 
     name: Annotated[str, Parameter(metavar="NAME")] = "client"
