@@ -61,7 +61,7 @@ from situs.locks.tuning.finetune import WAYS, Curve, LockTuning, TuningConfig
 from situs.locks.tuning.paper import RuleCheck
 from situs.pages import PAGES, make_page, publish, write_numbers
 from situs.results import Origin, Provenance, Result, show
-from situs.split.cost import CostConfig, SplitCost, StepCost
+from situs.split.cost import CASES, CostConfig, SplitCost, StepCost
 from situs.studies.form import Study as StudyForm
 from situs.studies.result import Cell as StudyCell
 from situs.studies.result import Drawn, Ended, StudyResult
@@ -254,9 +254,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Runs": (_runs, {"curves"}),
     "SplitAudit": (_split_audit, {"pictures", "psnr", "places"}),
     "SplitCost": (
-        lambda: SplitCost(
-            {name: StepCost(1.0, 2.0, 3.0, 4.0) for name in ("split", "split, rows + columns")}, CostConfig(), "cpu"
-        ),
+        lambda: SplitCost(dict.fromkeys(CASES, StepCost(1.0, 2.0, 3.0, 4.0)), CostConfig(), "cpu"),
         set(),
     ),
     "StepComparison": (_comparison_of_steps, set()),
