@@ -89,21 +89,29 @@ def test_draws_are_new_in_every_epoch_and_for_every_sample() -> None:
 
 
 def test_a_training_that_was_stopped_goes_on_to_the_same_weights_under_its_own_defence(tmp_path, monkeypatch) -> None:
-    config, drawn, draw = steps(4), [], Defended.draw
-    train_defended(config, "noise=3", tmp_path / "whole", device="cpu", quiet=True)
+    """It starts from weights of its own, which a resumed run does not read again."""
+    config, drawn, draw = replace(steps(4), init="mine"), [], Defended.draw
 
-    def stopping(self, *args, **given):
+    def start(_, backbone):
+        with torch.no_grad():
+            backbone.model.patch_embed.proj.weight.mul_(5)
+        return ()
+
+    given = {"start": start, "device": "cpu", "quiet": True}
+    train_defended(config, "noise=3", tmp_path / "whole", **given)
+
+    def stopping(self, *args, **more):
         drawn.append(self.scale)
         if len(drawn) == 2:
             signal.raise_signal(signal.SIGINT)
-        return draw(self, *args, **given)
+        return draw(self, *args, **more)
 
     monkeypatch.setattr(Defended, "draw", stopping)
-    done = train_defended(config, "noise=3", tmp_path / "cut", device="cpu", quiet=True)
+    done = train_defended(config, "noise=3", tmp_path / "cut", **given)
     assert (done.interrupted, done.step) == (True, 2)
     with pytest.raises(SitusError, match="defence='noise=2': must be noise=3, which"):
-        train_defended(config, "noise=2", tmp_path / "cut", resume=True, device="cpu", quiet=True)
-    assert train_defended(config, "noise=3", tmp_path / "cut", resume=True, device="cpu", quiet=True).step == 4
+        train_defended(config, "noise=2", tmp_path / "cut", resume=True, **given)
+    assert train_defended(config, "noise=3", tmp_path / "cut", resume=True, **given).step == 4
     assert len(drawn) == 4
     assert len(set(drawn)) == 1  # the first weights' deviation, not that of the weights so far
     one, two = (open_model(tmp_path / name).backbone.state_dict() for name in ("whole", "cut"))
@@ -131,6 +139,7 @@ def test_a_run_without_a_defence_is_the_ordinary_run_and_others_are_evaluated_un
     deviation = token_scale(noisy.backbone.embed(next(iter(load_set(noisy, count=40))).inputs) + places)
     facts = tmp_path / "noise=3" / "defence.json"
     scale = json.loads(facts.read_text())["scale"]
+    assert (noisy.facts["defence"], noisy.facts["defence_scale"]) == ("noise=3", scale)
     assert (began, now * deviation) == (3, pytest.approx(3 * scale, rel=0.05))  # the noise itself stays
     facts.write_text(json.dumps({"defence": "noise=3", "scale": 2 * scale}))
     again = evaluate_defended(tmp_path / "noise=3", count=40, train_count=32, k=5, device="cpu")

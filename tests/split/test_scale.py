@@ -10,9 +10,11 @@ from served import CONFIG, steps
 
 from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
+from situs.models.defended import trained_under
 from situs.split.run import Hide, read_hiding, train_split
 from situs.split.scale import SAMPLES, noise_scale
 from situs.split.serving import make_server
+from situs.split.whole import merge
 from situs.train.run import make_method
 
 
@@ -46,5 +48,7 @@ def test_a_run_keeps_its_scale_and_tells_nobody(tmp_path) -> None:
         longer = replace(config, train=replace(config.train, max_steps=3))
         train_split(longer, call, resume=out, device="cpu", quiet=True)
         scales.add(read_hiding(out).scale)
+        merge(out, tmp_path / f"server{batch}", tmp_path / f"whole{batch}")
+        assert trained_under(tmp_path / f"whole{batch}") == ("noise=0.5", read_hiding(out).scale)
     assert len(scales) == 1 and scales != {1.0}
     assert not any(repr(scale)[:8] in line for scale in scales for line in told)

@@ -25,6 +25,7 @@ from situs.backbones.weights import load_weights
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
 from situs.files import read_json
+from situs.models.defended import trained_under
 from situs.models.model import Model, folder_name, identity_of
 from situs.models.module import OwnModule, in_float32, make_module, names_module, wrap_module
 from situs.models.prepared import class_names, described, images_for, is_multi_label, read_prepared
@@ -151,6 +152,8 @@ def _open_run(source: str, device: torch.device | str, **asked: Any) -> Model:
         "step": loaded.checkpoint.step,
         "ema": loaded.ema,
     }
+    if (under := trained_under(run_and_step(source)[0])) is not None:
+        facts |= {"defence": under.defence, "defence_scale": under.scale}
     state, method = loaded.checkpoint.state, loaded.method
     return Model(
         folder_name(run_and_step(source)[0]),

@@ -35,13 +35,12 @@ from situs.methods.base import Draws, Method, Output
 from situs.methods.supervised import Supervised, SupervisedConfig, label_loss
 from situs.models import open_model
 from situs.models.data import load_bank
+from situs.models.defended import FILE as FACTS
 from situs.models.inference import evaluating
 from situs.split.scale import noise_scale
 from situs.split.view import make_view
 from situs.train.contract import RunState, TrainResult
 from situs.train.run import RunConfig, Start, cannot_start, train_run
-
-FACTS = "defence.json"
 
 
 class Defended(Supervised):
@@ -95,8 +94,7 @@ def train_defended(
     """Trains a classifier under a feature defence; `out` is an ordinary run that also says what the defence was.
 
     permute: ("rows",) for rows in a new order in every epoch. resume: goes on with what has begun there, and None for
-    its defence and permutation. A σ is a multiple of what it was at the first step, which is measured again with the
-    same first weights. start: see `train_run`.
+    its defence and permutation. A σ is a multiple of what it was at the first step. start: see `train_run`.
     """
     if config.method_name != "supervised":
         said = f"method={config.method_name}: a split training is supervised: its labels stay with the client"
@@ -115,7 +113,9 @@ def train_defended(
     def adapt(method: Method, loader: Any) -> Method:
         device = next(method.parameters()).device
         make_view(method.backbone, permute, told, key=Key(bytes(SEED_BYTES)))  # refuses what this model cannot do
-        if told.kind == "noise":
+        if before is not None:
+            used["scale"] = before["scale"]
+        elif told.kind == "noise":
             used["scale"] = noise_scale(method.backbone, loader.source, config.data, device)
         return Defended(method.backbone, method.config, told, used["scale"], rows=bool(permute))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ from torch import Tensor
 
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
-from situs.files import write_bytes
+from situs.files import write_bytes, write_text
 from situs.hold import only_one
 from situs.locks.folder import new_folder
 from situs.locks.groups import invert_keys, permute_state, residual_only
 from situs.locks.key import AnyKey, Key
+from situs.models.defended import FILE
 from situs.models.export import export_run
 from situs.models.model import Model, folder_name, identity_of
 from situs.models.open import MANIFEST
@@ -74,6 +76,10 @@ def _join(client: Path, server: Path, out: Path, secret: Key | None) -> int:
         write_bytes(run.metrics, ours.metrics.read_bytes()[:kept])
     own = ("step", "config", "metrics", "files", "format")
     state = {name: value for name, value in mine.state.items() if name not in own}
+    if hiding.defence != "none":
+        rows = [name for name in hiding.permute if name == "rows"]
+        held = {"defence": hiding.defence, "scale": hiding.scale, "permute": rows}
+        write_text(out / FILE, json.dumps(held))
     with run.hold():
         run.save(mine.step, {name: tensors for name, tensors in files.items() if tensors}, state, 1)
     return mine.step

@@ -137,5 +137,15 @@ def test_reasons_that_lie_in_the_model_or_the_samples() -> None:
     assert tried(one, "labels", "none").reason == "the images have none"
 
 
+def test_an_attacker_that_breaks_down_is_not_tried(held: Stage, monkeypatch) -> None:
+    def singular(_: object) -> None:
+        torch.linalg.cholesky(torch.zeros(2, 2))
+
+    monkeypatch.setitem(ATTACKS, "linkage", (singular, "nothing"))
+    found = tried(held, "linkage", "none")
+    assert (found.status, found.scores) == ("not tried", {})
+    assert found.reason.startswith("it broke down: linalg.cholesky")
+
+
 def test_every_attacker_says_what_it_knows() -> None:
     assert all(knows for _, knows in ATTACKS.values())

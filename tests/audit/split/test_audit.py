@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from situs.audit.split.audit import CURVE, audit_split, settings_of
 from situs.backbones import BackboneConfig, create_backbone
 from situs.data.sources.base import TensorSource
 from situs.errors import SitusError
+from situs.locks.features import token_scale
+from situs.models import open_model
 from situs.pages import make_page
 
 
@@ -129,6 +132,30 @@ def test_any_number_of_labels_is_read_beside_what_the_commonest_come_to() -> Non
     )
     audit = audit_split(model(num_classes=23), many, defences=("none",), **asked)
     assert audit.settings[0].readings[0].reason == "23 classes are too many for 24 channels"
+
+
+def test_a_run_is_held_to_the_noise_that_it_was_trained_under_as_its_tokens_are_now() -> None:
+    """Its tokens have grown: half of the deviation that they had is less of the one that they have."""
+    opened = open_model(model(), img_size=16)
+    now = token_scale(opened.backbone.embed(pictures(70).float() * 2 - 1) + opened.backbone.positions().table)
+    run = replace(opened, facts={"defence": "noise=0.5", "defence_scale": now / 4})
+    asked: dict[str, Any] = {
+        "defences": ("noise=0.5",),
+        "permute": (),
+        "attacks": ("linkage",),
+        "count": 8,
+        "public": 60,
+    }
+    found = audit_split(run, source(), **asked)
+    assert found.trained is not None
+    assert found.trained.strength == pytest.approx(0.125, rel=0.05)
+    assert found.summary().notes[0] == (
+        f"This run was trained under what is {found.trained} of its tokens now; its server has seen less noise than "
+        "the strongest here."
+    )
+    other = audit_split(replace(run, facts={"defence": "lowpass=0.3", "defence_scale": 1.0}), source(), **asked)
+    assert other.summary().notes[0].endswith("lowpass=0.3 of its tokens now, which was not audited here.")
+    assert audit_split(opened, source(), **asked).trained is None
 
 
 def test_a_base_is_opened_for_the_same_images_and_one_of_another_shape_refused(tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from situs.audit.split.attackers import ATTACKS, Reading, attack
 from situs.audit.split.found import SettingFound
 from situs.audit.split.result import SplitAudit
 from situs.audit.split.stage import Scene, Stage
-from situs.audit.split.view import Setting, check_places
+from situs.audit.split.view import NONE, Setting, check_places
 from situs.data.loader import Loader
 from situs.data.sampler import epoch_order
 from situs.errors import SitusError, unknown_name
 from situs.limits import check_value
-from situs.locks.features import parse_defence
+from situs.locks.features import Defence, parse_defence
 from situs.models import Model, open_model
 from situs.models.data import AnyData, AnyModel, Chosen, load_set, made_with, opened, top1_reason
 from situs.results import Provenance
@@ -101,10 +101,11 @@ def audit_split(
         blind["commonest labels"] = common
     shown = stage.pictures.float() if pictures else None
     found: list[SettingFound] = []
+    trained = _trained_under(stage)
 
     def so_far(stopped: str | None) -> SplitAudit:
         given = stage.model.name, len(stage.z), public, tuple(found), blind, shown
-        return SplitAudit(*given, stopped=stopped, provenance=made)
+        return SplitAudit(*given, stopped=stopped, trained=trained, provenance=made)
 
     begun = _Begun(stage, attacks, pictures)
     try:
@@ -208,3 +209,11 @@ def _opened_base(base: AnyModel, model: Model, seed: int) -> Model:
             f"{old.name}: has {said(*theirs)}, and {model.name}, which is to come from it, {said(*ours)}", field="base"
         )
     return old
+
+
+def _trained_under(stage: Stage) -> Defence | None:
+    """The defence that a run was trained under, its σ in units of its tokens now: they grow, and noise does not."""
+    facts = stage.model.facts
+    if (defence := parse_defence(facts.get("defence", "none"))).kind != "noise":
+        return None if defence.kind == "none" else defence
+    return replace(defence, strength=defence.strength * facts["defence_scale"] / stage.side(NONE).scale)

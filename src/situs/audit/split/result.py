@@ -11,6 +11,7 @@ from torch import Tensor
 from situs.audit.split.attackers import ATTACKS
 from situs.audit.split.found import UNDOING, SettingFound
 from situs.audit.split.tables import tables
+from situs.locks.features import Defence
 from situs.results import Result, Summary, Table, percent
 
 RECOGNISED = 20.0
@@ -48,7 +49,8 @@ THREAT = {
 class SplitAudit(Result):
     """All settings. blind: what guesses without any token come to. pictures: the samples, where the page shows them.
 
-    stopped: by what and how far it came, None where it is whole.
+    stopped: by what and how far it came, None where it is whole. trained: the defence that a run was trained under, in
+    units of its tokens as they are now.
     """
 
     file: ClassVar[str] = "split-audit"
@@ -60,6 +62,7 @@ class SplitAudit(Result):
     blind: Mapping[str, Mapping[str, float]]
     pictures: Tensor | None = None
     stopped: str | None = None
+    trained: Defence | None = None
 
     @property
     def private(self) -> bool:
@@ -84,10 +87,23 @@ class SplitAudit(Result):
     def summary(self) -> Summary:
         """The verdict, the tables, and what was not tried."""
         notes = [] if self.stopped is None else [AGAIN]
+        notes += [] if self.trained is None else [self._of_training(self.trained)]
         notes += [f"Not tried, which is no protection: {why} ({self._where(at)})." for why, at in self.skipped.items()]
         if self.settings and (unasked := [name for name in ATTACKS if name not in self.asked]):
             notes.append(f"Not asked for, which is no protection: {', '.join(unasked)}.")
         return Summary(verdict(self), self.tables, tuple(notes))
+
+    def _of_training(self, trained: Defence) -> str:
+        """What was sent in training, where something else was audited."""
+        said = f"This run was trained under what is {trained} of its tokens now"
+        beyond = any(
+            each.setting.defence.kind == "noise" == trained.kind
+            and each.setting.defence.strength > 1.01 * trained.strength
+            for each in self.settings
+        )
+        more = "; its server has seen less noise than the strongest here" if beyond else ""
+        missing = all(each.setting.defence.kind != trained.kind for each in self.settings)
+        return f"{said}{', which was not audited here' if missing else more}."
 
     def _where(self, at: list[str]) -> str:
         if len(at) == len(self.settings) > 1:
@@ -104,6 +120,7 @@ class SplitAudit(Result):
         return {
             "threat_model": THREAT,
             "verdict": verdict(self),
+            "trained_under": None if self.trained is None else str(self.trained),
             "partial": self.stopped is not None,
             "stopped": self.stopped,
             "samples": self.samples,

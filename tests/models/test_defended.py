@@ -1,0 +1,18 @@
+"""What a run's folder says of the defence that it was trained under."""
+
+from __future__ import annotations
+
+import pytest
+
+from situs.errors import SitusError
+from situs.models.defended import FILE, trained_under
+
+
+def test_what_was_noted_is_read_and_what_is_damaged_refused(tmp_path) -> None:
+    assert trained_under(tmp_path) is None
+    (tmp_path / FILE).write_text('{"defence": "noise=0.5", "scale": 0.25, "permute": []}')
+    assert trained_under(tmp_path) == ("noise=0.5", 0.25)
+    for damaged in ("{}", '{"defence": "none", "scale": "1"}', '{"defence": 1, "scale": 1.0}', "no"):
+        (tmp_path / FILE).write_text(damaged)
+        with pytest.raises(SitusError, match=FILE):
+            trained_under(tmp_path)
