@@ -81,6 +81,19 @@ def test_a_figure_that_takes_too_long_is_given_up() -> None:
     assert time.perf_counter() - started < 10
 
 
+def test_clips_are_fed_and_their_share_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--presets", "speech-mp3", "--device", "cpu", "--batch", "4", "--count", "8", "--steps", "1"]
+    monkeypatch.setattr(sys, "argv", ["clips.py", *words, "--repeats", "1"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(BENCHMARKS / "clips.py"), run_name="__main__")
+    [row] = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  speech-mp3")]
+    share = float(row[5])
+    assert int(ended.value.code or 0) == int(share < 80)
+    assert [float(figure.replace(",", "")) > 0 for figure in row[1:5]] == [True] * 4
+
+
 def test_without_flower_its_benchmark_is_one_sentence() -> None:
     """In a process of its own, for a benchmark imports its neighbour by name."""
     code = (
