@@ -50,6 +50,9 @@ class DataConfig(Checked):
     count: Count | None = None
     """Train on at most so many of the images, chosen at random and the same every time; by default on all."""
 
+    per_class: Count | None = None
+    """Train on at most so many samples of each class, chosen likewise; by default on all."""
+
     batch: Count | None = None
     """Images a step over all ranks; by default 256, or all of a smaller set."""
 

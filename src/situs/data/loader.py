@@ -26,7 +26,7 @@ from situs.data.sources.audio import noise_folder, read_noise
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.images import BrokenImageError
 from situs.data.sources.speech import part_of
-from situs.data.sources.subset import Subset
+from situs.data.sources.subset import PerClass, Subset
 from situs.data.streaming import WorkerStream
 from situs.errors import SitusError
 
@@ -206,6 +206,8 @@ def make_loader(
         source = open_source(config.path, split, **config.wanted())
     if augment is not None and config.count is not None:
         source = Subset(source, config.count)
+    if augment is not None and config.per_class is not None:
+        source = PerClass(source, config.per_class)
     clips = config.kind == "audio"
     size = None if clips else _resident_size(source, config)
     held = None

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.sources import judged_split, open_source, splits_at
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.images import BrokenImageError
-from situs.data.sources.subset import Subset, hold_out
+from situs.data.sources.subset import PerClass, Subset, hold_out
 from situs.errors import SitusError
 
 
@@ -52,6 +53,36 @@ def test_every_class_is_there_in_either_order(turns: bool) -> None:
 
 def test_more_than_there_are_is_all_of_them() -> None:
     assert rows(Subset(numbered(30, 3, turns=True), 50)) == list(range(30))
+
+
+class Torn(TensorSource):
+    """A set whose third sample has no label that can be read."""
+
+    def label(self, index: int) -> Any:
+        if index == 2:
+            raise BrokenImageError("torn")
+        return super().label(index)
+
+
+@pytest.mark.parametrize("turns", [False, True])
+def test_so_many_of_each_class_are_a_fair_choice_that_grows(turns: bool) -> None:
+    source = numbered(200, 4, turns=turns)
+    few, more = PerClass(source, 5), PerClass(source, 20)
+    for part, count in ((few, 5), (more, 20)):
+        labels = [part.read(index)["label"] for index in range(len(part))]
+        assert sorted(labels) == sorted([*range(4)] * count)
+        assert [part.label(index) for index in range(len(part))] == labels
+        assert part.rows.tolist() == sorted(set(part.rows.tolist()))
+    assert set(few.rows.tolist()) < set(more.rows.tolist())
+    assert max(more.rows) - min(more.rows) > 150  # from all of the set, not its beginning
+    assert len(PerClass(source, 1000)) == 200
+    torn = Torn(source.images, source.labels, source.classes)
+    assert set(range(200)) - set(PerClass(torn, 1000).rows.tolist()) == {2}
+    config = DataConfig("", batch=4, per_class=3, channels=1, img_size=(1, 2))
+    assert len(make_loader(config, AugmentConfig(), source=source).source) == 12
+    assert len(make_loader(config, None, source=source).source) == 200  # what is judged is judged on all
+    with pytest.raises(SitusError, match="has no labels, and so many of each class were asked for"):
+        PerClass(TensorSource(source.images, None, None), 3)
 
 
 def test_a_loader_reads_a_part_and_skips_what_is_broken() -> None:

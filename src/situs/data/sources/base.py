@@ -104,6 +104,10 @@ class Source(ABC):
         the set has labels: the class number, or of a multi-label set [K] int8, 1 for a class that the image has, 0 for
         one that it has not, -1 where nobody knows. Another modality has names of its own, which its pipeline reads."""
 
+    def label(self, index: int) -> Any:
+        """The label as `read` gives it, None where there is none; those who can tell it without the sample do."""
+        return self.read(index).get("label")
+
     @property
     def target(self) -> str:
         """What `Batch.targets` calls the labels, so that nobody takes several classes for one."""
@@ -142,12 +146,7 @@ class Source(ABC):
 
     def label_known(self) -> bool:
         """Whether any label of a multi-label set is known; looks for the first that is."""
-        for index in range(len(self)):
-            source, at = self.origin(index)
-            label = source.label(at) if isinstance(source, EncodedSource) else source.read(at)["label"]
-            if bool((label >= 0).any()):
-                return True
-        return False
+        return any(bool((self.label(index) >= 0).any()) for index in range(len(self)))
 
     def left_out(self) -> list[str]:
         """All that was left out so far, a sentence each: files that are no images, and images that are broken."""

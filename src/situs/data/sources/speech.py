@@ -180,6 +180,10 @@ class Commands(Source):
         """In the set of single words, but for silence."""
         return (self, index) if index >= len(self.rows) else self.source.origin(int(self.rows[index]))
 
+    def label(self, index: int) -> int:
+        """Among the twelve."""
+        return self.labels[index] if index < len(self.rows) else 0
+
     def read(self, index: int) -> dict[str, Any]:
         """Clip `index`: "wave" [samples] and "label"."""
         if index < len(self.rows):

@@ -11,6 +11,7 @@ import torch
 
 from situs.data.sampler import exact_order
 from situs.data.sources.base import Blocks, Source
+from situs.data.sources.images import BrokenImageError
 from situs.errors import SitusError
 
 
@@ -34,6 +35,10 @@ class Rows(Source):
     def read(self, index: int) -> dict[str, Any]:
         """Sample `index` of the part."""
         return self.source.read(int(self.rows[index]))
+
+    def label(self, index: int) -> Any:
+        """Of the source."""
+        return self.source.label(int(self.rows[index]))
 
     def origin(self, index: int) -> tuple[Source, int]:
         """In the source."""
@@ -62,6 +67,30 @@ class Subset(Rows):
     def __init__(self, source: Source, count: int) -> None:
         first = torch.arange(min(count, len(source)))
         super().__init__(source, exact_order(0, 0, len(source), "cpu")[first].sort().values.numpy())
+
+
+class PerClass(Rows):
+    """At most `count` samples of each class of `source`: a random choice, the same every time, in the source's order.
+
+    Of two counts the smaller choice is a part of the larger one. A sample whose label cannot be read is left out.
+    """
+
+    def __init__(self, source: Source, count: int) -> None:
+        if source.classes is None or source.multi_label:
+            said = "any number of classes a sample" if source.multi_label else "no labels"
+            raise SitusError(f"{source.name}: has {said}, and so many of each class were asked for", field="per_class")
+        left, rows = [count] * len(source.classes), []
+        for row in exact_order(0, 0, len(source), "cpu")[torch.arange(len(source))].tolist():
+            try:
+                label = int(source.label(row))
+            except BrokenImageError:
+                continue
+            if left[label]:
+                left[label] -= 1
+                rows.append(row)
+            if not any(left):
+                break
+        super().__init__(source, sorted(rows))
 
 
 def hold_out(source: Source, share: float, *, held: bool) -> Rows:
