@@ -53,6 +53,13 @@ class SitusError(ValueError):
         return f"{self.field}={value}: must be {self.allowed}"
 
 
+class BrokenSampleError(SitusError):
+    """A sample that cannot be read: an image or a clip that cannot be decoded, a row that holds none.
+
+    Loaders skip and count it, or stop at it when they are strict.
+    """
+
+
 def unknown_name(kind: str, name: str, choices: Iterable[str], *, field: str | Iterable[str] = ()) -> SitusError:
     """The error for a name that is in no dict: the choices come from the dict itself, so they cannot go stale."""
     listed = ", ".join(sorted(choices))

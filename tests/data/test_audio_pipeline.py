@@ -20,9 +20,8 @@ from situs.data.loader import StreamLoader
 from situs.data.sampler import BatchPlan
 from situs.data.sources.audio import NoiseBank
 from situs.data.sources.base import Source
-from situs.data.sources.images import BrokenImageError
 from situs.data.spectrogram import spectrogram
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 CONFIG = AudioConfig(seconds=0.2, mels=20, coefficients=12)
 SAMPLES = 3200
@@ -38,7 +37,7 @@ class Tones(Source):
 
     def read(self, index: int) -> dict[str, Any]:
         if index in self.broken:
-            raise BrokenImageError(f"tone {index}: is torn")
+            raise BrokenSampleError(f"tone {index}: is torn")
         pitch = (300 if index % 2 == 0 else 2000) + 10 * index
         return {"wave": 0.3 * torch.sin(2 * torch.pi * pitch * torch.arange(SAMPLES) / 16_000), "label": index % 2}
 

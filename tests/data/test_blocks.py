@@ -19,9 +19,9 @@ from situs.data.blocks import BlockOrder, block_order
 from situs.data.pipeline import Pipeline
 from situs.data.sampler import BatchPlan, batches_for, sample_of
 from situs.data.sources.base import Blocks, Source
-from situs.data.sources.images import BrokenImageError
 from situs.data.sources.subset import Rows, Subset
 from situs.data.streaming import WorkerStream, _Schedule
+from situs.errors import BrokenSampleError
 
 
 class Runs(Source):
@@ -166,7 +166,7 @@ class Torn(Runs):
     def read(self, index: int) -> dict[str, Any]:
         found = super().read(index)
         if index + 1 in self._ends or self.block(index) % 5 == 0:
-            raise BrokenImageError(f"sample {index}")
+            raise BrokenSampleError(f"sample {index}")
         return found
 
 

@@ -14,9 +14,9 @@ from situs.data.image_pipeline import ImagePipeline, centre_crop, random_cuts, r
 from situs.data.sampler import BatchPlan, draw_ids, sample_of
 from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
-from situs.data.sources.images import BrokenImageError, decode
+from situs.data.sources.images import decode
 from situs.data.streaming import WorkerStream
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 CROP = AugmentConfig()
 
@@ -56,14 +56,14 @@ def test_a_broken_image_is_replaced_in_training_and_left_out_in_evaluation(folde
     some = ImagePipeline(source, (8, 8), 0, None).read(0, [3, 4, 6])
     assert (some.ids.tolist(), len(some.values["image"])) == ([3, 6], 2)
     source.strict = True
-    with pytest.raises(BrokenImageError, match=files[4].name):
+    with pytest.raises(BrokenSampleError, match=files[4].name):
         ImagePipeline(source, (8, 8), 0, CROP).read(0, [4])
     # A worker's own sentence, without its traceback.
     for workers in (0, 1):
         stream = WorkerStream(
             ImagePipeline(source, (8, 8), 0, CROP), BatchPlan(len(source), len(source)), workers, pin=False
         )
-        with pytest.raises(BrokenImageError, match=r"^\S+\.png: cannot be decoded as an image \(.*\)$"):
+        with pytest.raises(BrokenSampleError, match=r"^\S+\.png: cannot be decoded as an image \(.*\)$"):
             list(stream.batches(0, 0))
 
 

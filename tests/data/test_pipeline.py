@@ -23,8 +23,7 @@ from situs.data.loader import StreamLoader
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sampler import BatchPlan, LengthBuckets
 from situs.data.sources.base import Source
-from situs.data.sources.images import BrokenImageError
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 from situs.methods import MAE, MP3, MAEConfig, Method, MP3Config, Supervised, SupervisedConfig
 from situs.train.checkpoint import RunFolder
 from situs.train.config import TrainConfig
@@ -49,7 +48,7 @@ class Melodies(Source):
 
     def read(self, index: int) -> dict[str, Any]:
         if index in self.broken:
-            raise BrokenImageError(f"melody {index}: is torn")
+            raise BrokenSampleError(f"melody {index}: is torn")
         steps = torch.arange(int(self.lengths[index])) * (1 + self.labels[index])
         return {"notes": (self.starts[index] + steps) % NOTES, "label": int(self.labels[index])}
 

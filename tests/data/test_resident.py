@@ -10,8 +10,7 @@ from PIL import Image
 from situs.data.resident import load_resident
 from situs.data.sources import open_source
 from situs.data.sources.base import TensorSource
-from situs.data.sources.images import BrokenImageError
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 
 @pytest.fixture
@@ -52,7 +51,7 @@ def test_broken_images_are_skipped_counted_and_reported(folder):
     assert report.startswith(f"2 of 600 images of {folder.name} could not be read and were skipped; the first: ")
     assert "cat/001.png" in report
     strict = open_source(folder, strict=True)
-    with pytest.raises(BrokenImageError, match=r"cat/001\.png"):
+    with pytest.raises(BrokenSampleError, match=r"cat/001\.png"):
         load_resident(strict)
 
 

@@ -23,10 +23,9 @@ from situs.data.batch import Batch
 from situs.data.pipeline import Noise, Pipeline
 from situs.data.sources.audio import NoiseBank
 from situs.data.sources.base import Source
-from situs.data.sources.images import BrokenImageError
 from situs.data.sources.subset import Subset
 from situs.data.spectrogram import spectrogram
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 _LEAST = 1e-5  # the level below which a clip is left as it is
 _FULL = 32768.0
@@ -49,7 +48,7 @@ def measure_scale(source: Source, config: AudioConfig, count: int = 1000) -> Sca
     for index in range(len(part)):
         try:
             wave = part.read(index)["wave"]
-        except BrokenImageError:
+        except BrokenSampleError:
             continue
         frames = spectrogram(set_level(from_bits(to_bits(wave[None])), config.level), config)[0].double()
         total, squares, seen = total + frames.sum(1), squares + frames.square().sum(1), seen + frames.shape[1]

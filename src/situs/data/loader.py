@@ -24,11 +24,10 @@ from situs.data.sampler import BatchPlan, Drawn, batches_for, sample_of
 from situs.data.sources import SAMPLES, kind_of, open_source
 from situs.data.sources.audio import noise_folder, read_noise
 from situs.data.sources.base import Source, TensorSource
-from situs.data.sources.images import BrokenImageError
 from situs.data.sources.speech import part_of
 from situs.data.sources.subset import PerClass, Subset
 from situs.data.streaming import WorkerStream
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 # On a GPU, batches smaller than this many numbers are augmented several at a time: a sample's view does not depend on
 # its batch, and a small batch costs the launching of its kernels, not their work.
@@ -333,6 +332,6 @@ def _probe(source: Source) -> set[tuple[int, int]]:
     for index in range(0, len(source), max(1, len(source) // _PROBES)):
         try:
             found.add(tuple(source.read(index)["image"].shape[1:]))
-        except BrokenImageError:
+        except BrokenSampleError:
             continue
     return found

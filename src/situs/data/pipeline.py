@@ -18,8 +18,7 @@ from torch import Tensor
 from situs.data.batch import Batch
 from situs.data.sampler import sample_of
 from situs.data.sources.base import Source
-from situs.data.sources.images import BrokenImageError
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 Noise = dict[str, Tensor]
 
@@ -83,7 +82,7 @@ class Pipeline(ABC):
             index = (row + offset) % count
             try:
                 return self.fetch(index, epoch, draw)
-            except BrokenImageError as error:
+            except BrokenSampleError as error:
                 if self.source.strict:
                     raise
                 broken.append((index, str(error)))

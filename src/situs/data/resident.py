@@ -12,8 +12,8 @@ from torch import Tensor
 
 from situs.data.audio_pipeline import to_bits
 from situs.data.sources.base import Source, TensorSource
-from situs.data.sources.images import BrokenImageError, centre_fit, to_channels
-from situs.errors import SitusError
+from situs.data.sources.images import centre_fit, to_channels
+from situs.errors import BrokenSampleError, SitusError
 
 DEFAULT_BYTES = 4 << 30
 _AT_ONCE = 256  # images a task: enough to make handing out tasks cheap, few enough for a smooth progress bar
@@ -107,7 +107,7 @@ def _decode_all(
         for index in range(start, min(start + _AT_ONCE, count)):
             try:
                 sample = source.read(index)
-            except BrokenImageError as error:
+            except BrokenSampleError as error:
                 if source.strict:
                     raise
                 broken.append((index, str(error)))
@@ -143,7 +143,7 @@ def _first_readable(source: Source, size: tuple[int, int] | None) -> Tensor:
     for index in range(len(source)):
         try:
             return _held(source.read(index), size)
-        except BrokenImageError as error:
+        except BrokenSampleError as error:
             if source.strict:
                 raise
             reason = str(error)

@@ -11,7 +11,8 @@ from PIL import Image
 
 from situs.data.pack.config import PackConfig
 from situs.data.pack.store import store, store_pixels
-from situs.data.sources.images import BrokenImageError, decode, read_header
+from situs.data.sources.images import decode, read_header
+from situs.errors import BrokenSampleError
 
 RNG = np.random.default_rng(0)
 SMOOTH = np.add.outer(np.arange(60), np.arange(90))[..., None] * np.array([1, 1, 1]) + np.array([0, 30, 60])
@@ -112,5 +113,5 @@ def test_pixels_without_a_file_are_stored_without_loss():
 @pytest.mark.parametrize("short_side", [0, 20, 400])
 def test_what_cannot_be_decoded_is_broken(short_side):
     for data in (b"no image", FILES["jpeg"][:300], b""):
-        with pytest.raises(BrokenImageError, match="its name: cannot be decoded"):
+        with pytest.raises(BrokenSampleError, match="its name: cannot be decoded"):
             store(data, "its name", PackConfig(short_side=short_side))

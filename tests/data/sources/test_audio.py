@@ -12,8 +12,7 @@ import torch
 
 from situs.data.audio import AudioConfig
 from situs.data.sources.audio import ClipFiles, NoiseBank, decode_wave, fit, read_noise, resample
-from situs.data.sources.images import BrokenImageError
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 TIME = np.arange(16_000) / 16_000
 TONE = (0.5 * np.sin(2 * np.pi * 440 * TIME)).astype(np.float32)
@@ -62,16 +61,16 @@ class TestDecoding:
         ],
     )
     def test_what_is_no_audio_is_named(self, data: bytes, said: str) -> None:
-        with pytest.raises(BrokenImageError, match=said) as caught:
+        with pytest.raises(BrokenSampleError, match=said) as caught:
             decode_wave(data, "a.wav", 16_000)
         assert "0x" not in str(caught.value)
 
     def test_no_samples_and_no_numbers_are_named(self) -> None:
-        with pytest.raises(BrokenImageError, match=r"a\.wav: holds no samples"):
+        with pytest.raises(BrokenSampleError, match=r"a\.wav: holds no samples"):
             decode_wave(encoded(TONE[:0]), "a.wav", 16_000)
         broken = TONE.copy()
         broken[7] = np.nan
-        with pytest.raises(BrokenImageError, match=r"a\.wav: holds samples that are no numbers"):
+        with pytest.raises(BrokenSampleError, match=r"a\.wav: holds samples that are no numbers"):
             decode_wave(encoded(broken, subtype="FLOAT"), "a.wav", 16_000)
 
     def test_noise_is_cut_from_the_splits_own_part(self, tmp_path: Path) -> None:
@@ -104,7 +103,7 @@ def test_without_soundfile_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_pat
         ClipFiles("clips", tmp_path, ["a.wav"], None, None)
     with pytest.raises(SitusError, match="'soundfile'") as caught:
         decode_wave(b"", "a.wav", 16_000)
-    assert not isinstance(caught.value, BrokenImageError)  # which a loader would skip
+    assert not isinstance(caught.value, BrokenSampleError)  # which a loader would skip
 
 
 def test_resampling_lets_nothing_alias() -> None:

@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 
 from situs.data.sources import images
-from situs.data.sources.images import BrokenImageError, centre_fit, decode, to_channels
-from situs.errors import SitusError
+from situs.data.sources.images import centre_fit, decode, to_channels
+from situs.errors import BrokenSampleError, SitusError
 
 RNG = np.random.default_rng(0)
 RGB = RNG.integers(0, 256, (9, 13, 3), dtype=np.uint8)
@@ -117,7 +117,7 @@ JPEG = encoded(Image.fromarray(np.kron(RGB, np.ones((8, 8, 1), np.uint8))), "JPE
     ids=["torn jpeg", "empty", "text", "torn png", "4-d array", "nan", "torn array", "complex", "torn header"],
 )
 def test_broken_images_name_the_file(data):
-    with pytest.raises(BrokenImageError, match=r"^folder/one\.jpg: cannot be decoded") as caught:
+    with pytest.raises(BrokenSampleError, match=r"^folder/one\.jpg: cannot be decoded") as caught:
         decode(data, "folder/one.jpg")
     assert "\n" not in str(caught.value)
     assert " at 0x" not in str(caught.value)
@@ -149,7 +149,7 @@ def test_a_plain_jpeg_is_what_pillow_makes_of_it_whole_or_damaged(monkeypatch, c
                 patched.setattr(images, "_jpeg_decoder", lambda decoder=decoder: decoder)
                 try:
                     made.append(decode(data, "x"))
-                except BrokenImageError as error:
+                except BrokenSampleError as error:
                     made.append(str(error))
         assert torch.equal(*made) if isinstance(made[0], torch.Tensor) else made[0] == made[1]
         fast += images._decode_plain(data) is not None
@@ -158,7 +158,7 @@ def test_a_plain_jpeg_is_what_pillow_makes_of_it_whole_or_damaged(monkeypatch, c
 
 
 def test_an_array_with_a_pickle_inside_is_not_loaded():
-    with pytest.raises(BrokenImageError):
+    with pytest.raises(BrokenSampleError):
         decode(npy(np.array([[{"a": 1}]], dtype=object)), "x")
 
 
@@ -171,7 +171,7 @@ def claimed(header: dict[str, object], body: bytes = b"x" * 16) -> bytes:
 @pytest.mark.parametrize("shape", [(10**6, 10**6), (-4, -4), (4, 5), (10**18, 10**18), (0,)])
 def test_an_array_is_never_made_larger_than_its_file(shape, monkeypatch):
     monkeypatch.setattr(np, "load", lambda *_, **__: pytest.fail("makes room for whatever the header claims"))
-    with pytest.raises(BrokenImageError):
+    with pytest.raises(BrokenSampleError):
         decode(claimed({"descr": "|u1", "fortran_order": False, "shape": shape}), "x")
     assert decode(claimed({"descr": "|u1", "fortran_order": True, "shape": (4, 4)}), "x").shape == (1, 4, 4)
 
@@ -184,13 +184,13 @@ def test_arrays_in_fortrans_order_are_the_same_picture():
 def test_an_image_of_too_many_pixels_is_named_before_it_is_unpacked(monkeypatch):
     big = encoded(Image.new("L", (20000, 5000)))
     monkeypatch.setattr(Image.Image, "load", lambda _: pytest.fail("unpacked"))
-    with pytest.raises(BrokenImageError, match=r"20000 × 5000 pixels are more than the 89,478,485"):
+    with pytest.raises(BrokenSampleError, match=r"20000 × 5000 pixels are more than the 89,478,485"):
         decode(big, "x")
 
 
 def test_no_format_that_starts_a_program_is_read():
     postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 5\n%%EndComments\nshowpage\n"
-    with pytest.raises(BrokenImageError, match="no known format"):
+    with pytest.raises(BrokenSampleError, match="no known format"):
         decode(postscript, "x.png")
 
 

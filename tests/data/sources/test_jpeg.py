@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from situs.data.sources.images import BrokenImageError, decode, read_header
+from situs.data.sources.images import decode, read_header
 from situs.data.sources.jpeg import START, read_frame
+from situs.errors import BrokenSampleError
 
 RGB = np.random.default_rng(0).integers(0, 256, (37, 53, 3), dtype=np.uint8)
 
@@ -77,7 +78,7 @@ def test_more_pixels_than_are_read_are_left_to_pillow():
     place = data.index(b"\xff\xc0") + 5
     huge = data[:place] + b"\xff\xff\xff\xff" + data[place + 4 :]
     assert read_frame(huge) == (65535, 65535, False)
-    with pytest.raises(BrokenImageError, match="x: cannot be decoded"):
+    with pytest.raises(BrokenSampleError, match="x: cannot be decoded"):
         decode(huge, "x")
 
 

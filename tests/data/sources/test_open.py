@@ -16,8 +16,7 @@ from PIL import Image
 
 from situs.data.sources import judged_split, open_source
 from situs.data.sources.base import Wanted
-from situs.data.sources.images import BrokenImageError
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 RNG = np.random.default_rng(1)
 
@@ -209,9 +208,9 @@ def test_a_broken_file_is_named_when_it_is_read(tmp_path):
     write(tmp_path / "a/gone.png", png(1))
     source = open_source(tmp_path)
     (tmp_path / "a/gone.png").unlink()
-    with pytest.raises(BrokenImageError, match=r"a/bad\.jpg: cannot be decoded"):
+    with pytest.raises(BrokenSampleError, match=r"a/bad\.jpg: cannot be decoded"):
         source.read(0)
-    with pytest.raises(BrokenImageError, match=r"a/gone\.png: cannot be read"):
+    with pytest.raises(BrokenSampleError, match=r"a/gone\.png: cannot be read"):
         source.read(1)
 
 

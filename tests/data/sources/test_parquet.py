@@ -19,10 +19,9 @@ from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.sampler import sample_of
 from situs.data.sources import open_source, parquet
-from situs.data.sources.images import BrokenImageError
 from situs.data.sources.parquet import ParquetSource
 from situs.data.sources.subset import hold_out
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 
 def png(value: int = 0) -> bytes:
@@ -45,9 +44,9 @@ def test_a_row_without_a_label_is_skipped_and_counted(tmp_path):
     write(tmp_path / "x.parquet", table([0, None, 1, -1]))
     source = open_source(tmp_path)
     assert (source.classes, source.read(2)["label"]) == (("0", "1"), 1)
-    with pytest.raises(BrokenImageError, match=r"row 1 of row group 0: the row has no label"):
+    with pytest.raises(BrokenSampleError, match=r"row 1 of row group 0: the row has no label"):
         source.read(1)
-    with pytest.raises(BrokenImageError, match=r"row 3 of row group 0: the row has the label -1"):
+    with pytest.raises(BrokenSampleError, match=r"row 3 of row group 0: the row has the label -1"):
         source.read(3)
     loader = make_loader(DataConfig(str(tmp_path), split="train", img_size=4, batch=4), None)
     [batch] = loader
@@ -302,7 +301,7 @@ def test_groups_of_one_row_and_empty_ones(tmp_path, rows):
         )
         for index, wanted in enumerate([*range(7), 0, 1, 3]):
             if index in (2, 4):
-                with pytest.raises(BrokenImageError, match="the row holds no image bytes"):
+                with pytest.raises(BrokenSampleError, match="the row holds no image bytes"):
                     source.read(index)
             else:
                 assert (source.payload(index), source.label(index)) == (png(wanted), wanted % 4)

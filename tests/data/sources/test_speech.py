@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from situs.data.audio import AudioConfig
-from situs.data.sources.images import BrokenImageError
 from situs.data.sources.speech import SILENCE, UNKNOWN, WORDS, Commands, hashed_split, open_speech, part_of
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 COMMANDS, EMPTY = AudioConfig(task="commands"), AudioConfig(task="commands", silence="empty")
 pytest.importorskip("soundfile", reason="the extra `audio` is not installed")
@@ -139,7 +138,7 @@ def test_broken_clips_are_named(tmp_path: Path) -> None:
     for index in range(len(source)):
         try:
             found[source.key(index)] = source.read(index)["wave"]
-        except BrokenImageError as error:
+        except BrokenSampleError as error:
             broken[source.key(index)] = str(error)
     assert sorted(found) == ["a/long.ogg", "a/short.flac", "a/slow.wav", "a/stereo.wav"]
     assert all(wave.shape == (RATE,) for wave in found.values())
@@ -183,7 +182,7 @@ def test_parquet_with_an_audio_column(folder: Path, tmp_path: Path) -> None:
     assert source.classes == tuple(words) and len(source) == len(files)
     direct = open_speech(folder, "train")
     assert torch.equal(source.read(0)["wave"], direct.read(0)["wave"])
-    with pytest.raises(BrokenImageError, match="row 2 of row group 0"):
+    with pytest.raises(BrokenSampleError, match="row 2 of row group 0"):
         source.read(2)
     commands = open_speech(tmp_path, "train", audio=COMMANDS)
     assert np.bincount(commands.labels, minlength=12).tolist() == [0, 12, *[12] * 10] and commands.silent == 12

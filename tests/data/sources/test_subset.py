@@ -13,9 +13,8 @@ from situs.data.config import DataConfig
 from situs.data.loader import make_loader
 from situs.data.sources import judged_split, open_source, splits_at
 from situs.data.sources.base import Source, TensorSource
-from situs.data.sources.images import BrokenImageError
 from situs.data.sources.subset import PerClass, Subset, hold_out
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 
 def numbered(count: int, classes: int, *, turns: bool) -> TensorSource:
@@ -60,7 +59,7 @@ class Torn(TensorSource):
 
     def label(self, index: int) -> Any:
         if index == 2:
-            raise BrokenImageError("torn")
+            raise BrokenSampleError("torn")
         return super().label(index)
 
 
@@ -92,7 +91,7 @@ def test_a_loader_reads_a_part_and_skips_what_is_broken() -> None:
 
         def read(self, index: int) -> dict[str, Any]:
             if index % 4 == 0:
-                raise BrokenImageError(f"image {index}")
+                raise BrokenSampleError(f"image {index}")
             return {"image": torch.full((1, 4, 4), index, dtype=torch.uint8), "label": index}
 
     source = Broken("broken", tuple(map(str, range(20))), 1, False)

@@ -10,9 +10,8 @@ import pytest
 from PIL import Image
 
 from situs.data.sources import open_source
-from situs.data.sources.images import BrokenImageError
 from situs.data.sources.walk import plain, walk
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 
 def encoded(kind: str = "PNG", value: int = 7) -> bytes:
@@ -85,7 +84,7 @@ def test_a_file_too_large_for_an_image_is_named_before_it_is_read(tmp_path):
         file.truncate(1 << 40)  # a hole: a terabyte that takes no room
     source = open_source(tmp_path)
     with pytest.raises(
-        BrokenImageError, match=r"b\.png: has 1,099,511,627,776 bytes, and an image at most 1,073,741,824"
+        BrokenSampleError, match=r"b\.png: has 1,099,511,627,776 bytes, and an image at most 1,073,741,824"
     ):
         source.read(1)
     assert source.read(0)["image"].shape == (3, 5, 6)

@@ -18,8 +18,7 @@ from situs.data.config import DataConfig
 from situs.data.loader import Loader, make_loader, with_order
 from situs.data.sampler import BatchPlan, batches_for, exact_order
 from situs.data.sources import open_source, webdataset
-from situs.data.sources.images import BrokenImageError
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 
 def png(value: int) -> bytes:
@@ -88,7 +87,7 @@ def test_a_negative_size_leads_to_no_circle(tmp_path, size):
 def test_a_member_too_large_for_an_image_is_named_before_it_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr("situs.data.sources.images._MOST_BYTES", 50)
     source = open_source(write(tmp_path / "x.tar", WHOLE))
-    with pytest.raises(BrokenImageError, match=r"x\.tar, 0\.png: has [\d,]+ bytes, and an image at most 50"):
+    with pytest.raises(BrokenSampleError, match=r"x\.tar, 0\.png: has [\d,]+ bytes, and an image at most 50"):
         source.read(0)
 
 
@@ -208,11 +207,11 @@ def test_a_shard_that_changes_or_goes_while_it_is_used_stops_the_run(shards, hel
         write(file, other)
         with pytest.raises(SitusError, match=r"b\.tar: was changed since the set was opened; start again") as met:
             source.read(11)
-        assert not isinstance(met.value, BrokenImageError)  # which a loader would pass over
+        assert not isinstance(met.value, BrokenSampleError)  # which a loader would pass over
     file.unlink()
     with pytest.raises(SitusError, match=r"b\.tar: cannot be opened any more \(no such file or directory\)") as met:
         source.read(11)
-    assert not isinstance(met.value, BrokenImageError)
+    assert not isinstance(met.value, BrokenSampleError)
     assert source.read(3)["image"].shape == (3, 5, 6)
 
 

@@ -35,7 +35,7 @@ class Stored(NamedTuple):
 
 
 def store(data: bytes, name: str, how: PackConfig) -> Stored:
-    """An encoded image; raises `BrokenImageError` under `name` where it cannot be decoded."""
+    """An encoded image; raises `BrokenSampleError` under `name` where it cannot be decoded."""
     header = read_header(data, name)
     short = min(header.height, header.width)
     if not how.short_side or short <= how.short_side:

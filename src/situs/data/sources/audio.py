@@ -15,9 +15,8 @@ from torch import Tensor
 from situs.data.audio import AUDIO, AudioConfig
 from situs.data.sources.base import EncodedSource, Wanted
 from situs.data.sources.folder import FileSource
-from situs.data.sources.images import BrokenImageError
 from situs.data.sources.parquet import ParquetSource
-from situs.errors import SitusError, missing_extra
+from situs.errors import BrokenSampleError, SitusError, missing_extra
 
 AUDIO_SUFFIXES = frozenset({".wav", ".flac", ".ogg", ".oga", ".opus"})
 NOISE_FOLDER = "_background_noise_"
@@ -43,11 +42,11 @@ def decode_wave(data: bytes, name: str, rate: int) -> Tensor:
     except (soundfile.SoundFileError, RuntimeError, TypeError, ValueError, MemoryError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0].partition("object at")[0]
         reason = "its format is not recognised" if "BytesIO" in reason else reason
-        raise BrokenImageError(f"{name}: cannot be decoded as audio ({reason[:120]})") from error
+        raise BrokenSampleError(f"{name}: cannot be decoded as audio ({reason[:120]})") from error
     if not len(wave):
-        raise BrokenImageError(f"{name}: holds no samples")
+        raise BrokenSampleError(f"{name}: holds no samples")
     if not np.isfinite(wave).all():
-        raise BrokenImageError(f"{name}: holds samples that are no numbers")
+        raise BrokenSampleError(f"{name}: holds samples that are no numbers")
     return torch.from_numpy(resample(wave.mean(axis=1), own, rate))
 
 
@@ -163,7 +162,7 @@ def read_noise(folder: Path, split: str, clip: AudioConfig = AUDIO) -> tuple[Noi
         file = folder / name
         try:
             wave = decode_wave(file.read_bytes(), str(file), clip.rate)
-        except (BrokenImageError, OSError) as error:
+        except (BrokenSampleError, OSError) as error:
             notes.append(f"{error}; left out of the noise")
             continue
         first, last = round(low * len(wave)), round(high * len(wave))

@@ -67,7 +67,7 @@ class Blocks(NamedTuple):
 
 
 class Source(ABC):
-    """Samples by number. `read` gives what one holds, or raises `BrokenImageError` naming the file.
+    """Samples by number. `read` gives what one holds, or raises `BrokenSampleError` naming the file.
 
     name:         what reports call the set
     classes:      the class names in label order, or None for a set without labels

@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from situs.data.sources.base import ANY, SPLIT_WORDS, EncodedSource, Wanted, choose_split
-from situs.data.sources.images import IMAGE_SUFFIXES, BrokenImageError, check_bytes
+from situs.data.sources.images import IMAGE_SUFFIXES, check_bytes
 from situs.data.sources.walk import plain, walk
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 _TINY_IMAGENET_LABELS = "val_annotations.txt"
 TABLES = ("labels.csv", "list_attr_celeba.txt", "list_attr_celeba.csv")
@@ -33,7 +33,7 @@ class FileSource(EncodedSource):
             check_bytes(file.stat().st_size, lambda: self.entry(index))
             return file.read_bytes()
         except OSError as error:
-            raise BrokenImageError(f"{self.entry(index)}: cannot be read ({error.strerror or error})") from error
+            raise BrokenSampleError(f"{self.entry(index)}: cannot be read ({error.strerror or error})") from error
 
     def label(self, index: int) -> int | Tensor | None:
         return None if self._labels is None else self._labels[index]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from situs.data.sources.jpeg import read_frame
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,10 +47,6 @@ _LONGEST = 8
 LUMA = (0.299, 0.587, 0.114)
 _PILLOW_TYPES = {"I;16": torch.uint16, "I": torch.int32, "F": torch.float32}
 _DEEPEST = {torch.uint16: 65535.0, torch.int32: 65535.0, torch.int16: 32767.0}
-
-
-class BrokenImageError(SitusError):
-    """An image that cannot be decoded; loaders skip and count it, or stop at it when they are strict."""
 
 
 class Header(NamedTuple):
@@ -100,13 +96,13 @@ def _broken(name: str) -> Iterator[None]:
         yield
     except Exception as error:  # each decoder raises classes of its own for each way a file can be damaged
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise BrokenImageError(f"{name}: cannot be decoded as an image ({reason[:120]})") from error
+        raise BrokenSampleError(f"{name}: cannot be decoded as an image ({reason[:120]})") from error
 
 
 def check_bytes(size: int, name: Callable[[], str]) -> None:
     """Refuses a file too large for an image before it is read into memory."""
     if size > _MOST_BYTES:
-        raise BrokenImageError(f"{name()}: has {size:,} bytes, and an image at most {_MOST_BYTES:,}")
+        raise BrokenSampleError(f"{name()}: has {size:,} bytes, and an image at most {_MOST_BYTES:,}")
 
 
 def is_image(start: bytes) -> bool:

@@ -29,10 +29,9 @@ from situs.data.sources.base import (
     split_of,
 )
 from situs.data.sources.columns import classes_in, label_columns, multi_hot
-from situs.data.sources.images import BrokenImageError
 from situs.data.sources.remote import is_kept, opened
 from situs.data.sources.table import LISTS
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 _COLUMNS: dict[Kind, tuple[str, ...]] = {
     "image": ("image", "img", "jpg", "png", "webp"),
@@ -175,7 +174,7 @@ class ParquetSource(EncodedSource):
         group, row = self._place(index)
         data = self._load(group)[0][row].as_py()
         if data is None:
-            raise BrokenImageError(f"{self.entry(index)}: the row holds no image bytes")
+            raise BrokenSampleError(f"{self.entry(index)}: the row holds no image bytes")
         return data
 
     def label(self, index: int) -> int | Tensor | None:
@@ -186,7 +185,7 @@ class ParquetSource(EncodedSource):
         number = labels[row].as_py()
         if number is None or number < 0:
             said = "no label" if number is None else f"the label {number}"
-            raise BrokenImageError(f"{self.entry(index)}: the row has {said}, others have one from 0 on")
+            raise BrokenSampleError(f"{self.entry(index)}: the row has {said}, others have one from 0 on")
         return number
 
     def entry(self, index: int) -> str:
@@ -216,7 +215,7 @@ def _reading(file: Path, part: str = "") -> Iterator[None]:
 
     try:
         yield
-    except (SitusError, BrokenImageError):
+    except (SitusError, BrokenSampleError):
         raise
     except (pa.ArrowException, OSError, ValueError, TypeError, LookupError, OverflowError, MemoryError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]

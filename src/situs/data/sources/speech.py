@@ -28,8 +28,7 @@ from situs.data.sources.audio import (
 )
 from situs.data.sources.base import SPLITS, Source, Wanted, choose_split, list_shards, splits_of
 from situs.data.sources.folder import split_folders
-from situs.data.sources.images import BrokenImageError
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 SILENCE, UNKNOWN = "_silence_", "_unknown_"
@@ -198,7 +197,7 @@ def _label(source: ClipReader, index: int) -> int:
     """Of a row without one -1, which stands for the last class: reading the row names it as broken."""
     try:
         return source.label(index)
-    except BrokenImageError:
+    except BrokenSampleError:
         return -1
 
 

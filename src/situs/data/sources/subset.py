@@ -11,8 +11,7 @@ import torch
 
 from situs.data.sampler import exact_order
 from situs.data.sources.base import Blocks, Source
-from situs.data.sources.images import BrokenImageError
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 
 class Rows(Source):
@@ -83,7 +82,7 @@ class PerClass(Rows):
         for row in exact_order(0, 0, len(source), "cpu")[torch.arange(len(source))].tolist():
             try:
                 label = int(source.label(row))
-            except BrokenImageError:
+            except BrokenSampleError:
                 continue
             if left[label]:
                 left[label] -= 1

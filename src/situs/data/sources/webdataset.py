@@ -24,11 +24,11 @@ from situs.data.sources.base import (
     number_names,
     split_of,
 )
-from situs.data.sources.images import BrokenImageError, check_bytes
+from situs.data.sources.images import check_bytes
 from situs.data.sources.remote import USUAL_BYTES, is_kept, open_shard
 from situs.data.sources.tar_index import open_index
 from situs.data.sources.walk import LeftOut, plain
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 
 _BLOCK = 4 << 20  # bytes: long enough for a disk to read them about as fast as it can
 
@@ -128,7 +128,7 @@ class TarSource(EncodedSource):
             check_state(file, os.fstat(handle), self._index.states[number])
             return os.pread(handle, size, offset)
         except OSError as error:
-            raise BrokenImageError(f"{self.entry(index)}: cannot be read ({error.strerror or error})") from error
+            raise BrokenSampleError(f"{self.entry(index)}: cannot be read ({error.strerror or error})") from error
         finally:
             os.close(handle)
 

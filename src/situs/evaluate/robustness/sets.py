@@ -11,9 +11,8 @@ from torch import Tensor
 
 from situs.data.sources import judged_split, open_source
 from situs.data.sources.base import EncodedSource, Source, TensorSource
-from situs.data.sources.images import BrokenImageError
 from situs.data.sources.subset import Rows
-from situs.errors import SitusError
+from situs.errors import BrokenSampleError, SitusError
 from situs.evaluate.corruptions import GROUPS
 
 _WNID = re.compile(r"n\d{8}")
@@ -43,7 +42,7 @@ def class_numbers(source: Source) -> list[int | None]:
 def _label(source: EncodedSource, index: int) -> int | None:
     try:
         return source.label(index)
-    except BrokenImageError:  # it is skipped and counted when it is read
+    except BrokenSampleError:  # it is skipped and counted when it is read
         return None
 
 
