@@ -34,6 +34,18 @@ def _parse(loads: Callable[[str], Any], failure: type[ValueError], format_name: 
     return tables
 
 
+def read_lines(path: Path, field: str) -> list[str]:
+    """The lines of a text file, without blank ones; field: by what the caller was given it."""
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else "it is no text"
+        raise SitusError(f"{field}={path}: cannot be read: {reason}", field=field) from None
+    if not lines:
+        raise SitusError(f"{field}={path}: holds no text", field=field)
+    return lines
+
+
 def cache_folder(name: str) -> Path:
     """A folder of the user's cache, which outlives a reboot; it may not be there yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "situs" / name

@@ -72,6 +72,17 @@ class Audit(Leak):
         """(attack, defence) never begun."""
         return [(each.attack, each.defence) for each in self.outcomes if each.status == "not_run"]
 
+    def told(self, defence: str, metric: str) -> list[str]:
+        """A line for each attack on a defence: its worst image, or why there is none."""
+        lines = [f"{attack}: not run before the stop" for attack, other in self.undone if other == defence]
+        for pair in self.pairs:
+            if pair.defence != defence:
+                continue
+            values = pair.scores.get(metric)
+            found = f"worst {metric} {max(values):.4g} of {pair.count} images" if values else f"{metric} not defined"
+            lines.append(f"{pair.attack}: {found if pair.reason is None else f'not attacked here: {pair.reason}'}")
+        return lines
+
     def summary(self) -> Summary:
         """The verdict, the pairs and the reasons; below them what the gate says."""
         tables = []

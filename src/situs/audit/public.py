@@ -35,6 +35,9 @@ ATTACKED = ("patchembed", "april", "tokens")
 AUTO, DEFENDED, AS_IT_IS = ("auto",), ("none", "noise", "clip", "no-pe-gradient"), ("none",)
 """The defences where none are named: for a page, and for a gate, which judges what would be sent."""
 
+CLASSES = 1000
+"""Of a model without a classifier, where nothing is said."""
+
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -48,8 +51,8 @@ class AuditConfig(Checked):
     split: str | None = None
     """train, val or test, where images are split; else train."""
 
-    classes: Count = 1000
-    """Of a model that comes without a classifier."""
+    classes: Count | None = None
+    """Of a model that comes without a classifier; 1000 for images, 2 for texts."""
 
     batch: Count = 1
     """Images in the audited step."""
@@ -223,7 +226,7 @@ def _open(
     if config.predictor is not None and not any(attack.Config is AdaptiveConfig for attack in made):
         raise SitusError(f"predictor={config.predictor}: only adaptive-mjp asks it", field=("predictor", "attacks"))
     lpips = None if config.lpips is None else Lpips(config.lpips)
-    victim = open_victim(model, classes=config.classes, seed=config.seed, **asked)
+    victim = open_victim(model, classes=config.classes or CLASSES, seed=config.seed, **asked)
     opened = victim.model
     if config.predictor is not None:
         helper = AdaptiveConfig(predictor=open_predictor(config.predictor, opened.backbone, opened.device))

@@ -50,6 +50,7 @@ PAGES = {
     "StepComparison": "bench.comparison",
     "StepTable": "bench.steps",
     "StudyResult": "study.page",
+    "TextAudit": "texts.page",
     "Verification": "lock.verify_page",
 }
 """The class of a result -> the function of a module here that makes its page; loaded when it is asked for."""
@@ -67,7 +68,7 @@ def make_page(result: Result) -> Page:
         raise SitusError(f"{name}: has no page; those of {', '.join(sorted(PAGES))} have one")
     module, function = PAGES[name].split(".")
     page = getattr(import_module(f"situs.pages.{module}"), function)(result)
-    page.notice = PRIVATE if result.private else page.notice
+    page.notice = page.notice or (PRIVATE if result.private else "")
     return page
 
 

@@ -71,6 +71,10 @@ class Section:
         """Verbatim lines."""
         return self._add("code", code.strip("\n"))
 
+    def words(self, words: Sequence[tuple[str, str]], caption: str) -> Section:
+        """Words in a row, each with its mark: "right", "wrong", "missing", or "" for none."""
+        return self._add("words", words, caption)
+
     def fold(self, summary: str, code: str) -> Section:
         """Verbatim lines that are shown when the reader opens them."""
         return self._add("fold", summary, code.strip("\n"))

@@ -27,6 +27,7 @@ from situs.train.checkpoint.storage import digest
 if TYPE_CHECKING:
     from situs.audit.gradients import Audit
     from situs.audit.settings import Comparison
+    from situs.audit.text.result import TextAudit
 
 SCHEMA, SETTINGS_SCHEMA = "situs-audit-gradients/1", "situs-audit-settings/1"
 """The form of gradients.json and of settings.json."""
@@ -158,7 +159,7 @@ TAGS = {ABOVE: "failure", NOT_JUDGED: "error"}
 """What stands in a test that did not pass."""
 
 
-def junit(audit: Audit, ruling: Ruling) -> bytes:
+def junit(audit: Audit | TextAudit, ruling: Ruling) -> bytes:
     """The file. How the audit was made are the suite's properties, and `made` its time."""
     facts = audit.provenance.facts
     counts = {tag: sum(TAGS.get(each.status) == tag for each in ruling.judgements) for tag in TAGS.values()}
@@ -183,21 +184,9 @@ def junit(audit: Audit, ruling: Ruling) -> bytes:
         if each.status in TAGS:
             told = {"message": _text(each.said), "type": each.outcome}
             ET.SubElement(case, TAGS[each.status], told).text = _text(each.said)
-        ET.SubElement(case, "system-out").text = _text(_attacks(audit, each.defence, ruling.limit.metric))
+        ET.SubElement(case, "system-out").text = _text("\n".join(audit.told(each.defence, ruling.limit.metric)))
     ET.indent(root)
     return ET.tostring(root, encoding="utf-8", xml_declaration=True) + b"\n"
-
-
-def _attacks(audit: Audit, defence: str, metric: str) -> str:
-    """A line for each attack: its worst image, or why there is none."""
-    lines = [f"{attack}: not run before the stop" for attack, other in audit.undone if other == defence]
-    for pair in audit.pairs:
-        if pair.defence != defence:
-            continue
-        values = pair.scores.get(metric)
-        found = f"worst {metric} {max(values):.4g} of {pair.count} images" if values else f"{metric} not defined"
-        lines.append(f"{pair.attack}: {found if pair.reason is None else f'not attacked here: {pair.reason}'}")
-    return "\n".join(lines)
 
 
 def _text(value: object) -> str:

@@ -7,8 +7,9 @@ Their tokens are all ordinary: [CLS] is one of the input ids, so there are no pr
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,27 @@ CAUSAL = {
 
 FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")
 """Kinds of RoPE whose angles depend on the place alone, not on how long the sentence is."""
+
+
+class Linear(NamedTuple):
+    """A linear layer's tensors: [out, in] and [out]."""
+
+    weight: Tensor
+    bias: Tensor
+
+
+class EncoderLayer(NamedTuple):
+    """A block with its norms behind: norm(z + out(o)), and MLP(·) of it with the activation `act` behind `fc1`."""
+
+    query: Linear
+    key: Linear
+    value: Linear
+    out: Linear
+    fc1: Linear
+    norm: nn.LayerNorm
+    act: Callable[[Tensor], Tensor]
+    heads: int
+    scale: float
 
 
 class TextBackbone(HFBackbone):
@@ -103,6 +125,23 @@ class BertBackbone(TextBackbone, EncoderBackbone):
         embeddings = self.inner.embeddings
         return embeddings.dropout(embeddings.LayerNorm(z))
 
+    def first_layer(self) -> EncoderLayer:
+        """The first block's own tensors."""
+        layer = self.layers()[0]
+        attn, norm = layer.attention.self, layer.attention.output.LayerNorm
+        parts = (attn.query, attn.key, attn.value, layer.attention.output.dense, layer.intermediate.dense)
+        linears = [Linear(part.weight.detach(), part.bias.detach()) for part in parts]
+        act = layer.intermediate.intermediate_act_fn
+        scale = (linears[0].weight.shape[0] // attn.num_attention_heads) ** -0.5
+        return EncoderLayer(*linears, norm, act, attn.num_attention_heads, scale)
+
+    def word_head(self) -> tuple[nn.Module, Callable[[Tensor], Tensor]] | None:
+        """The last layer before the words of a masked model, and what is done between; None for another head."""
+        if type(self.model).__name__ != "BertForMaskedLM":
+            return None
+        change = self.model.cls.predictions.transform
+        return change.dense, lambda x: change.LayerNorm(change.transform_act_fn(x))
+
 
 class DecoderBackbone(TextBackbone):
     """A causal model. It is never asked for a context, so its layers run through transformers' own code."""
@@ -129,18 +168,33 @@ class DecoderBackbone(TextBackbone):
         """Which layers see only a window of the tokens before them."""
         return [False] * self.depth
 
-    def _given(self, stream: Stream) -> dict[str, Any]:  # noqa: ARG002  (a model that rotates uses it)
+    def given(self, stream: Stream) -> dict[str, Any]:  # noqa: ARG002  (a model that rotates uses it)
         """What every layer is given beside the tokens and the mask."""
         return {}
 
     def run_layers(self, stream: Stream, keys: int | None, taps: Taps = ()) -> Tensor:
         assert keys is None  # `blocks` has refused a context
-        z, masks, given = stream.z, self._masks(stream), self._given(stream)
+        z, masks, given = stream.z, self._masks(stream), self.given(stream)
         for number, (layer, sliding) in enumerate(zip(self.layers(), self._sliding(), strict=True), start=1):
             z = layer(z, attention_mask=masks[sliding], **given)
             for tap in taps:
                 tap(number, z)
         return z
+
+    def branches(self, prefix: Tensor, words: Tensor) -> Tensor:
+        """What the first block makes of each of `words` [m] behind the sentence `prefix` [t], [m, D].
+
+        As one sequence: all stand at place t and see the prefix and themselves.
+        """
+        t, m = len(prefix), len(words)
+        index = torch.cat([torch.arange(t), torch.full((m,), t)]).to(words.device)
+        places = self.positions((t + 1,)).take(index.unsqueeze(0))
+        tokens = self.inner.get_input_embeddings()(torch.cat([prefix, words]).unsqueeze(0))
+        stream = self.assemble(tokens, places)
+        seen = torch.eye(t + m, dtype=torch.bool, device=words.device)
+        seen[:, :t] = torch.ones_like(seen[:, :t]).tril()
+        mask = torch.zeros_like(seen, dtype=stream.z.dtype).masked_fill(~seen, torch.finfo(stream.z.dtype).min)
+        return self.layers()[0](stream.z, attention_mask=mask[None, None], **self.given(stream))[0, t:]
 
 
 class GPT2Backbone(DecoderBackbone):
@@ -194,7 +248,7 @@ class LlamaBackbone(DecoderBackbone):
         cosine, sine = self.inner.rotary_emb(weight, places)
         return Positions(rotary=torch.cat([sine, cosine], dim=-1)[None, :, None] / self._factor)
 
-    def _given(self, stream: Stream) -> dict[str, Any]:
+    def given(self, stream: Stream) -> dict[str, Any]:
         return {"position_embeddings": self._rotation(stream)}
 
     def _rotation(self, stream: Stream) -> tuple[Tensor, Tensor]:
@@ -255,15 +309,19 @@ def next_words(model: Any, features: Features) -> Tensor:
 TOKENISERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model")
 
 
-def token_ids(folder: Path, texts: list[str], longest: int) -> list[list[int]]:
-    """Each text as the ids of its tokens, those that a model's input begins and ends with among them."""
+def open_tokeniser(folder: Path) -> Any:
+    """transformers' tokeniser of a model's folder; nothing is fetched."""
     from transformers import AutoTokenizer
 
     if not any((folder / name).is_file() for name in TOKENISERS):
         raise SitusError(f"{folder}: holds no tokeniser, so texts cannot be turned into its words", field="texts")
     try:
-        words = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # a damaged tokeniser fails in as many ways as there are kinds of them
         reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
         raise SitusError(f"{folder}: its tokeniser cannot be read: {reason}", field="texts") from error
-    return words(texts, truncation=True, max_length=longest)["input_ids"]
+
+
+def token_ids(folder: Path, texts: list[str], longest: int) -> list[list[int]]:
+    """Each text as the ids of its tokens, those that a model's input begins and ends with among them."""
+    return open_tokeniser(folder)(texts, truncation=True, max_length=longest)["input_ids"]

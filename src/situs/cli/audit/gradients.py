@@ -1,4 +1,4 @@
-"""What a model's gradients give away of your images: attacks against defences, a page, a gate for CI."""
+"""What a model's gradients give away of your images or texts: attacks against defences, a page, a gate for CI."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from situs.audit import ATTACKS, AuditConfig, Deadline, audit_gradients, audit_s
 from situs.audit.deadline import first_ctrl_c
 from situs.audit.judge.gate import ABOVE
 from situs.audit.judge.record import junit
+from situs.audit.text.audit import TextConfig, audit_texts
 from situs.cli.audit.evidence import command_of
 from situs.cli.parser.model_args import ModelArgs, asked_of, check_folder
 from situs.cli.result import INTERRUPTED, present
@@ -25,8 +26,12 @@ from situs.pages import write_numbers
 class Args(ModelArgs, AuditConfig):
     """What a model's gradients give away; a timm name without weights gets random ones."""
 
-    data: Annotated[str, Parameter(metavar="PATH")]
+    data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Images to attack, as training reads them."""
+
+    texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
+    """Instead, for a folder of a model of words: sentences, one a line; --defence none, noise=σ or clip=C, a gate by
+    words, tokens or sentences (shares)."""
 
     attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = ("patchembed", "april", "tokens")
     """Apart by commas; matching, april-optimisation, adaptive-mjp take minutes."""
@@ -55,10 +60,10 @@ class Args(ModelArgs, AuditConfig):
 
 def run(args: Args) -> int:
     """Audits, prints the table, writes the files, and says by its status whether the gate is passed."""
-    _check(args)
+    data = _check(args)
 
     def say(line: str) -> None:
-        if args.settings or args.fail_above or any(ATTACKS[name].slow for name in args.attacks):
+        if args.texts or args.settings or args.fail_above or any(ATTACKS[name].slow for name in args.attacks):
             print(line, file=sys.stderr, flush=True)
 
     deadline = Deadline(say, args.time_limit)
@@ -71,21 +76,44 @@ def run(args: Args) -> int:
         "keep": lambda result: write_numbers(result, args.out),
     }
     with first_ctrl_c(deadline):
-        if args.settings:
-            found = audit_settings(args.model, args.data, args.settings, defences=args.defences, **given)
+        if args.texts is not None:
+            found = audit_texts(args.model, args.texts, **texts_given(args, given))
+            ruling = found.ruling
+        elif args.settings:
+            found = audit_settings(args.model, data, args.settings, defences=args.defences, **given)
             ruling = None
         else:
-            found = audit_gradients(args.model, args.data, defences=args.defences, **given)
+            found = audit_gradients(args.model, data, defences=args.defences, **given)
             ruling = found.ruling
-            if args.junit is not None and ruling is not None:
-                write_result(args.junit, junit(found, ruling), field="junit")
+        if args.junit is not None and ruling is not None:
+            write_result(args.junit, junit(found, ruling), field="junit")
         present(found if args.pictures else found.without_pictures(), args.out)
     status = 0 if ruling is None else ruling.status
     return INTERRUPTED if deadline.interrupted and status != ABOVE else status
 
 
-def _check(args: Args) -> None:
-    """Refuses what would only show when the audit is over."""
+def texts_given(args: Args, given: dict[str, Any]) -> dict[str, Any]:
+    """What of the flags is for sentences; what is for images alone is refused."""
+    mine = {each.name for each in fields(TextConfig)}
+    for flag in (*(each for each in fields(AuditConfig) if each.name not in mine), *_IMAGES):
+        value = getattr(args, flag.name)
+        if value != flag.default:
+            said = f"{flag.name}={value}: has no part in an audit of texts; leave it out"
+            raise SitusError(said, field=(flag.name, "texts"))
+    kept = {name: value for name, value in given.items() if name in mine and value is not None}
+    others = {name: given[name] for name in ("unlock", "device", "facts", "deadline", "keep")}
+    return {**kept, **others, "defences": ("none",) if args.defences == ("auto",) else args.defences}
+
+
+_IMAGES = [each for each in fields(Args) if each.name in ("attacks", "settings", "weights", "img_size", "patch_size")]
+"""Flags that say something of images, beside those of `AuditConfig`."""
+
+
+def _check(args: Args) -> str:
+    """Refuses what would only show when the audit is over; gives where the images are, "" for texts."""
+    if (args.data is None) == (args.texts is None):
+        said = "give images" if args.data is None else f"texts={args.texts}: and images are given; give images"
+        raise SitusError(f"{said} or a file of sentences to attack, one of them", field=("data", "texts"))
     check_folder(args.out)
     if args.junit is not None and args.fail_above is None:
         raise SitusError(
@@ -93,3 +121,4 @@ def _check(args: Args) -> None:
         )
     if args.junit is not None and (args.junit.is_dir() or args.junit.parent.is_file()):
         raise SitusError(field="junit", value=args.junit, allowed="a file that can be written")
+    return args.data or ""

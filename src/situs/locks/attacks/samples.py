@@ -16,6 +16,7 @@ from situs.data.sampler import epoch_order
 from situs.data.sources import open_source
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
+from situs.files import read_lines
 from situs.locks.attacks.grams import shifted
 from situs.models.prepared import described, images_for
 
@@ -59,13 +60,7 @@ def _images(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples
 def _texts(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
     from situs.backbones.hf.text import token_ids  # transformers is an extra
 
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror.lower() if isinstance(error, OSError) and error.strerror else "it is no text"
-        raise SitusError(f"texts={path}: cannot be read: {reason}", field="texts") from None
-    if not lines:
-        raise SitusError(f"texts={path}: holds no text", field="texts")
+    lines = read_lines(path, "texts")
     chosen = [lines[row] for row in epoch_order(0, 0, len(lines))[:count].sort().values.tolist()]
     longest = min(LONGEST_TEXT, backbone.num_tokens)
     coded = token_ids(folder, chosen, longest)

@@ -1,0 +1,75 @@
+"""The attack `sentences` on one upload: which of its forms applies, and with which words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from situs.audit.deadline import Deadline
+from situs.audit.defences import Gradients
+from situs.audit.text.causal import causal_sentences
+from situs.audit.text.encoder import encoder_sentences
+from situs.audit.text.found import Found
+from situs.audit.text.layers import qkv_weights
+from situs.audit.text.learned import masked_words
+from situs.audit.text.victim import is_tied, word_weight
+from situs.backbones.hf.text import BertBackbone, DecoderBackbone, TextBackbone
+
+NAME = "sentences"
+
+
+def refusal(backbone: TextBackbone, sent: set[str]) -> str | None:
+    """Why the attack cannot be made of gradients of these names; None where it can. It says nothing about privacy."""
+    if backbone.depth < 2:
+        return "it holds what it finds against the second block, and the model has one"
+    if lacking := [name for depth in (1, 2) for name in qkv_weights(backbone, depth) if name not in sent]:
+        return f"the gradient of {lacking[0]} is not sent, so there is nothing to hold words against"
+    return None
+
+
+def find_sentences(
+    backbone: TextBackbone,
+    upload: Gradients,
+    batch: int,
+    *,
+    noise: float = 0.0,
+    hidden: int | None = None,
+    deadline: Deadline | None = None,
+) -> Found:
+    """What one who knows the weights and the size of the batch reads off an upload.
+
+    noise: deviation of the noise that was added, which he knows. hidden: the id that stands for masked words.
+    """
+    deadline = deadline or Deadline()
+    if said := refusal(backbone, set(upload)):
+        return Found(reason=said)
+    words = usable_words(backbone, upload, noise)
+    if isinstance(backbone, DecoderBackbone):
+        return causal_sentences(backbone, upload, batch, words, deadline, even=noise > 0)
+    assert isinstance(backbone, BertBackbone)
+    found = encoder_sentences(backbone, upload, batch, words, deadline, even=noise > 0)
+    if hidden is None:
+        return found
+    named = masked_words(backbone, upload, found.sentences, hidden)
+    return replace(found, sentences=tuple(named), words=found.words | {word for sentence in named for word in sentence})
+
+
+def usable_words(backbone: TextBackbone, upload: Gradients, noise: float = 0.0) -> torch.Tensor:
+    """The words that may be in the batch: those with a row in the word embedding's gradient that is not zero.
+
+    All of them where it is not sent, where the head has the same weight and names every word, or where noise or a
+    number too small for its type may have changed what is zero.
+    """
+    weight = word_weight(backbone)
+    size = backbone.inner.get_input_embeddings().weight.shape[0]
+    every = torch.arange(size, device=backbone.inner.get_input_embeddings().weight.device)
+    if not reads_embedding(backbone, upload) or noise > 0:
+        return every
+    return every[(upload[weight] != 0).any(dim=1)]
+
+
+def reads_embedding(backbone: TextBackbone, upload: Gradients) -> bool:
+    """Whether the word embedding's gradient is sent and says more than the others."""
+    weight = word_weight(backbone)
+    return weight in upload and not is_tied(backbone) and upload[weight].dtype != torch.float16

@@ -1,0 +1,267 @@
+"""Audits of gradients from a model of words and a file of sentences: what Python users and the command line call."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from situs.audit.client import DTYPES
+from situs.audit.deadline import Deadline
+from situs.audit.defences import DEFENCES, Defence, Gradients, create_defence
+from situs.audit.judge.record import evidence
+from situs.audit.text.attack import find_sentences, reads_embedding, refusal
+from situs.audit.text.found import UNNAMED, Found
+from situs.audit.text.result import Row, TextAudit, parse_text_limit
+from situs.audit.text.scoring import score
+from situs.audit.text.victim import Sentence, TextVictim, open_text_victim, text_gradients, word_weight
+from situs.config import Checked
+from situs.errors import SitusError
+from situs.files import read_lines
+from situs.limits import Count
+from situs.results import Provenance
+
+SENT, WITHHELD = "word gradient sent", "word gradient withheld"
+"""The two rows of every text audit: whether the gradient of the word embedding is among what is sent."""
+
+ABOUT = {
+    SENT: "the gradient of the word embedding is sent with all others; where the head does not share its weight, the "
+    "rows that are not zero are the words of the batch",
+    WITHHELD: "the gradient of the word embedding stays with the client, and all others are sent",
+}
+
+TEXT_DEFENCES = ("clip", "noise", "none")
+"""The defences that a client of a model of words may have; the others are about places of patches."""
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class TextConfig(Checked):
+    """Which sentences, how the audited step is made, and what a gate allows."""
+
+    count: Count = 12
+    """Sentences: the first of the file."""
+
+    classes: Count = 2
+    """Of an encoder that comes without a head."""
+
+    batch: Count = 1
+    """Sentences in the audited step."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """The type gradients are sent in."""
+
+    fail_above: str | None = None
+    """A gate, as tokens=0.2. Exit status 3: some sentence is above; 4: not judged, which is no pass."""
+
+    seed: int = 0
+    """Of a new head, of masked words and of noise."""
+
+
+class _Part(NamedTuple):
+    """One row: what is done, and whether the word embedding's gradient is sent."""
+
+    label: str
+    defence: Defence
+    sent: bool
+
+
+def audit_texts(
+    model: Any,
+    texts: str | Path,
+    *,
+    defences: Sequence[str | Defence] = ("none",),
+    deadline: Deadline | None = None,
+    keep: Callable[[TextAudit], Any] | None = None,
+    facts: Mapping[str, Any] = NOTHING,
+    **options: Any,
+) -> TextAudit:
+    """What a model's training gradients give away of sentences, with the word embedding's gradient and without it.
+
+        audit = audit_texts("minilm/", "sentences.txt", batch=4, count=8)
+        situs.pages.publish(audit, "audit")
+        assert not audit.judge(tokens=0.2).passed
+
+    model: a folder of transformers with its tokeniser (BERT, GPT-2, Llama and its like). texts: a file with one
+    sentence a line. defences: none, noise=σ, clip=C. options: fields of `TextConfig`, and what `open_model` is asked.
+    When the deadline's time is over, or on Ctrl-C, what is there is returned and says so. keep: is given the audit
+    after every batch. facts: more of them for its files.
+    """
+    names = {field.name for field in fields(TextConfig)}
+    config = TextConfig(**{name: value for name, value in options.items() if name in names})
+    limit = None if config.fail_above is None else parse_text_limit(config.fail_above)
+    parts = _parts(defences)
+    if config.count % config.batch:
+        said = f"{config.count} sentences do not make whole batches of {config.batch}"
+        raise SitusError(said, field=("count", "batch"))
+    lines = read_lines(Path(texts), "texts")
+    if len(lines) < config.count:
+        raise SitusError(
+            f"texts={texts}: holds {len(lines)} sentences, and {config.count} are asked for", field="count"
+        )
+    asked = {name: value for name, value in options.items() if name not in names}
+    victim = open_text_victim(model, classes=config.classes, seed=config.seed, **asked)
+    sentences = victim.coded(lines[: config.count])
+    origin = {
+        "model": victim.backbone.name,
+        "texts": f"{config.count} of {Path(texts).name}",
+        "learned": victim.task,
+        "gradients": f"{config.precision}, batch {config.batch}",
+        "seed": config.seed,
+        **evidence(victim.backbone),
+        **facts,
+    }
+    start = TextAudit(
+        victim.backbone.name,
+        [Row(part.label) for part in parts],
+        {part.label: _about(part) for part in parts},
+        [f"sentence {number + 1}" for number in range(config.count)],
+        config.batch,
+        {},
+        limit=limit,
+        notes={"what is learned": victim.task, **victim.notes},
+        provenance=Provenance(origin),
+    )
+    return _Run(victim, sentences, parts, config, deadline or Deadline(), keep).go(start)
+
+
+def _parts(defences: Sequence[str | Defence]) -> list[_Part]:
+    made = [create_defence(each) for each in dict.fromkeys(defences)]
+    if not made:
+        raise SitusError(field="defences", value="", allowed="one or more of them")
+    for defence in made:
+        if defence.name not in TEXT_DEFENCES:
+            known = ", ".join(name for name in DEFENCES if name in TEXT_DEFENCES)
+            raise SitusError(field="defences", value=defence.name, allowed=f"one of {known} for texts")
+    rows = [(defence, sent) for defence in made for sent in (True, False)]
+    name = {True: SENT, False: WITHHELD}
+    return [
+        _Part(name[sent] if defence.name == "none" else f"{defence.label}, {name[sent]}", defence, sent)
+        for defence, sent in rows
+    ]
+
+
+def _about(part: _Part) -> str:
+    added = "" if part.defence.name == "none" else f"{part.defence.about}; the attacker knows its settings. "
+    return f"{added}{ABOUT[SENT if part.sent else WITHHELD]}"
+
+
+class _Run:
+    """All rows on the first batch, then all on the second, until all is done or the time is over."""
+
+    def __init__(
+        self,
+        victim: TextVictim,
+        sentences: Sequence[Sentence],
+        parts: Sequence[_Part],
+        config: TextConfig,
+        deadline: Deadline,
+        keep: Callable[[TextAudit], Any] | None,
+    ) -> None:
+        self.victim, self.sentences, self.parts = victim, sentences, parts
+        self.config, self.deadline, self.keep = config, deadline, keep
+
+    def go(self, audit: TextAudit) -> TextAudit:
+        batch, count = self.config.batch, self.config.count // self.config.batch
+        try:
+            for number in range(count):
+                span = slice(number * batch, (number + 1) * batch)
+                for at, part in enumerate(self.parts):
+                    if self.deadline.spent():
+                        return self._ended(audit)
+                    self.deadline.begin((count - number) * len(self.parts) - at)
+                    audit = self._add(audit, at, part, span)
+                if self.keep is not None:
+                    self.keep(audit)
+            self.deadline.closed = True
+        except KeyboardInterrupt:
+            self.deadline.interrupt()
+            self.deadline.closed = True
+        return self._ended(audit)
+
+    def _ended(self, audit: TextAudit) -> TextAudit:
+        rows = [
+            replace(row, status="stopped", partial=row.partial or f"{len(row.reads)} of {len(audit.names)} sentences")
+            if row.reads and (row.partial is not None or len(row.reads) < len(audit.names))
+            else row
+            for row in audit.rows
+        ]
+        cut = any(row.status in ("not_run", "stopped") for row in rows)
+        audit = replace(audit, rows=rows, stopped=self.deadline.reason if cut else None)
+        if self.keep is not None:
+            self.keep(audit)
+        return audit
+
+    def _add(self, audit: TextAudit, at: int, part: _Part, span: slice) -> TextAudit:
+        """The audit with one more batch of one row."""
+        truth, before = self.sentences[span], audit.rows[at]
+        labels = [number % max(self._classes(), 1) for number in range(span.start, span.stop)]
+        self.deadline.say(f"{part.label}: gradients of {', '.join(audit.names[span][:1])} and the batch behind it")
+        upload = self._upload(part, truth, labels, span.start)
+        if said := refusal(self.victim.backbone, set(upload)):
+            row = replace(before, status="refused", reasons=[said])
+            return replace(audit, rows=[*audit.rows[:at], row, *audit.rows[at + 1 :]])
+        begun, twin = time.monotonic(), self._twin(part, upload)
+        found = self._last[1] if twin else self._find(part, upload)
+        self._last = (part.defence, found)
+        reads = score(audit.names[span], truth, found)
+        took = time.monotonic() - begun
+        row = replace(
+            before,
+            status="done",
+            reads=[*before.reads, *reads],
+            facts=[*before.facts, dict(found.facts)],
+            reasons=[*before.reasons, *([found.reason] if found.reason else [])],
+            partial=before.partial or found.partial,
+            seconds=None if twin or before.seconds is None else before.seconds + took,
+        )
+        ids = {word for sentence in (*truth, *found.sentences) for word in sentence} - {UNNAMED}
+        shown = dict(zip(sorted(ids), self.victim.shown(sorted(ids)), strict=True))
+        return replace(audit, rows=[*audit.rows[:at], row, *audit.rows[at + 1 :]], shown={**audit.shown, **shown})
+
+    _last: tuple[Defence, Found]
+
+    def _twin(self, part: _Part, upload: Gradients) -> bool:
+        """Whether a row has just been attacked with the very numbers that this attack reads of this one.
+
+        It then reads nothing of the word embedding's gradient, sent or not.
+        """
+        if part.sent:
+            self._read = reads_embedding(self.victim.backbone, upload) and not part.defence.noise_level(1)
+            return False
+        return not self._read
+
+    def _find(self, part: _Part, upload: Gradients) -> Found:
+        hidden = self.victim.tokeniser.mask_token_id if self.victim.task == "masked words" else None
+        noise = part.defence.noise_level(self.config.batch)
+        return find_sentences(
+            self.victim.backbone, upload, self.config.batch, noise=noise, hidden=hidden, deadline=self.deadline
+        )
+
+    def _upload(self, part: _Part, truth: Sequence[Sentence], labels: Sequence[int], first: int) -> Gradients:
+        """What is sent; made once for both rows of a defence."""
+        key = (part.defence, first)
+        if self._held is None or self._held[0] != key:
+            self._held = None  # before the next is made: whole gradients fill any memory
+            sent = text_gradients(
+                self.victim,
+                truth,
+                labels=labels,
+                defence=part.defence,
+                dtype=DTYPES[self.config.precision],
+                seed=self.config.seed + first,
+            )
+            self._held = (key, sent)
+        sent = self._held[1]
+        withheld = word_weight(self.victim.backbone)
+        return sent if part.sent else {name: g for name, g in sent.items() if name != withheld}
+
+    _held: tuple[Any, Gradients] | None = None
+    _read = False
+
+    def _classes(self) -> int:
+        return int(getattr(self.victim.backbone.model.config, "num_labels", 0))

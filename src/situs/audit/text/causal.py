@@ -1,0 +1,111 @@
+"""Sentences from the gradients of a causal model: the words first, then their order, word by word from the left.
+
+What enters the first block's attention is one of V vectors (times the places of a table), so a span test names the
+words. What enters the second block's at a place hangs on the words up to there alone: a beginning that is right passes
+its span test, and any other word behind it, or the right one behind another beginning, fails. The last word of a
+sentence is learned and never read, so it is in neither span: it is read off what its place learns (`learned`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from situs.audit.attacks.spans import Span
+from situs.audit.deadline import Deadline
+from situs.audit.defences import Gradients
+from situs.audit.text.found import UNNAMED, Found
+from situs.audit.text.layers import entering, qkv_weights, span_of, words_at
+from situs.audit.text.learned import endings
+from situs.audit.text.victim import Sentence
+from situs.backbones.base import Stream
+from situs.backbones.hf.text import DecoderBackbone
+
+REPEATED = 8
+"""How often a first word is repeated at most, where no table tells its places apart."""
+
+
+@torch.no_grad()
+def causal_sentences(
+    backbone: DecoderBackbone, upload: Gradients, batch: int, words: Tensor, deadline: Deadline, even: bool = False
+) -> Found:
+    """The sentences behind an upload of `batch` of them. words: those that may be in it. even: noise was added."""
+    first, second = (qkv_weights(backbone, depth) for depth in (1, 2))
+    one, two = (span_of(backbone, upload, names, even) for names in (first, second))
+    facts = {"rank": one.rank, "rank_of_second": two.rank, "channels": backbone.dim}
+    if reason := full(one, backbone.dim) or full(two, backbone.dim):
+        return Found(facts=facts, reason=reason)
+    table = backbone.positions((1,)).table is not None
+    named: set[int] = set()
+    inside, nodes = Tensor(), list[Sentence]()
+    level: list[Sentence] = [()]
+    for place in range(backbone.num_tokens):
+        if table or place == 0:
+            inside = words_at(backbone, one, words, place)
+            named.update(inside.tolist())
+        deadline.say(f"place {place + 1}: {len(level)} beginnings, {len(inside)} words")
+        longer = []
+        for prefix in level:
+            if deadline.over():
+                said = f"{len(nodes)} of about {two.rank} beginnings of sentences"
+                return Found(frozenset(named), tuple(_ends(nodes)), facts, partial=said)
+            longer += [(*prefix, word) for word in _next(backbone, two, second[0], prefix, inside)]
+        level = [node for node in longer if table or len(node) <= REPEATED or not _repeats(node)]
+        nodes += level
+        if not level or len(nodes) > 2 * two.rank + REPEATED * batch:
+            break
+    nodes = _pruned(nodes) if not table else nodes
+    count = sum(table or not _repeats(node) for node in nodes)
+    facts |= {"beginnings": count}
+    if count > two.rank:
+        said = "more beginnings of sentences pass the second block's test than there are tokens: noise hides the rest"
+        return Found(frozenset(named), (), facts, reason=said)
+    whole = endings(backbone, upload, nodes, batch)
+    reason = None
+    if count < two.rank:
+        reason = f"{two.rank - count} of {two.rank} tokens are behind no beginning that passes the test"
+    elif len(whole) != batch or any(UNNAMED in sentence for sentence in whole):
+        reason = "the last words of some sentences cannot be told"
+    named.update(word for sentence in whole for word in sentence if word != UNNAMED)
+    return Found(frozenset(named), tuple(whole), facts, reason=reason)
+
+
+def full(span: Span, channels: int) -> str | None:
+    """Why a span says nothing: it has as many directions as the layer has channels, or none."""
+    if span.rank == 0:
+        return f"no direction stands out: noise hides them, or the batch has as many tokens as channels ({channels})"
+    if span.rank >= channels - 4:
+        return f"the batch has as many tokens as the model has channels ({channels}), so every word passes the test"
+    return None
+
+
+def _next(backbone: DecoderBackbone, span: Span, weight: str, prefix: Sentence, words: Tensor) -> list[int]:
+    """Those of `words` that make `prefix` one word longer and pass the second block's test."""
+    if not len(words):
+        return []
+    z = backbone.branches(torch.tensor(prefix, dtype=torch.long, device=words.device), words).unsqueeze(1)
+    rotary = backbone.positions((1,)).rotary
+    stream = Stream(z, 0, rotary, None, None)
+    inputs = entering(backbone, weight, lambda: _second(backbone, stream))[:, 0]
+    return words[span.holds(inputs.double())].tolist()
+
+
+def _second(backbone: DecoderBackbone, stream: Stream) -> None:
+    backbone.layers()[1](stream.z, attention_mask=None, **backbone.given(stream))
+
+
+def _repeats(node: Sentence) -> bool:
+    """Whether it is one word several times: without a table such a token has the vector of the first in every block."""
+    return len(node) > 1 and len(set(node)) == 1
+
+
+def _pruned(nodes: list[Sentence]) -> list[Sentence]:
+    """Without the repetitions of a first word that no other word follows: nothing says that they are there."""
+    others = [node for node in nodes if len(set(node)) > 1]
+    return [node for node in nodes if not _repeats(node) or any(one[: len(node)] == node for one in others)]
+
+
+def _ends(nodes: list[Sentence]) -> list[Sentence]:
+    """Beginnings that are part of no longer one, with a last word that is not known."""
+    inner = {node[:-1] for node in nodes}
+    return [(*node, UNNAMED) for node in nodes if node not in inner]

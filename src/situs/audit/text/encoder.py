@@ -1,0 +1,165 @@
+"""Sentences from the gradients of an encoder with a table of positions (BERT): words at places, then who is with whom.
+
+A word at a place is a candidate if its vector lies in the span of the first block's gradients. That span cannot tell
+the pairs that are there from the closure of the graph of words and places: the MLP can (`roots`), and gives the
+attention's output o of a token. All of a sentence share one attention: Σ_s w_s e_s (v_s - o) = 0, where
+e_s = exp(q·k_s/√d) is known for every candidate s, and w_s is 1 for those of its sentence and 0 for all others. What
+comes of one token is a whole sentence, which the second block's span then tells right or wrong; so one token of each
+sentence is enough.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from scipy.optimize import nnls
+from torch import Tensor
+
+from situs.audit.attacks.spans import Span
+from situs.audit.deadline import Deadline
+from situs.audit.defences import Gradients
+from situs.audit.text.causal import full
+from situs.audit.text.found import Found
+from situs.audit.text.layers import entering, qkv_weights, span_of, word_inputs, words_at
+from situs.audit.text.roots import FirstBlock
+from situs.audit.text.victim import Sentence
+from situs.backbones.hf.text import BertBackbone
+
+TOGETHER, UNKNOWNS, STARTS = 32, 2048, 3
+"""Candidates that are searched together, fewer where that is more unknowns, and from how many starts."""
+
+
+class Candidates(NamedTuple):
+    """words, places: [C]. vectors: what enters the first block, [C, D] in float64."""
+
+    words: Tensor
+    places: Tensor
+    vectors: Tensor
+
+
+@torch.no_grad()
+def encoder_sentences(
+    backbone: BertBackbone, upload: Gradients, batch: int, words: Tensor, deadline: Deadline, even: bool = False
+) -> Found:
+    """The sentences behind an upload of `batch` of them. words: those that may be in it. even: noise was added."""
+    first, second = (qkv_weights(backbone, depth) for depth in (1, 2))
+    one, two = (span_of(backbone, upload, names, even) for names in (first, second))
+    block = FirstBlock(backbone, upload, even)
+    facts = {"rank": one.rank, "tokens": block.fc1.rank, "channels": backbone.dim, "free": len(block.free)}
+    if reason := full(one, backbone.dim) or full(two, backbone.dim) or full(block.fc1, backbone.dim):
+        return Found(facts=facts, reason=reason)
+    able = candidates(backbone, one, words, deadline)
+    named = frozenset(able.words.tolist())
+    facts |= {"candidates": len(able.words)}
+    if not len(able.words):
+        return Found(facts=facts, reason="no word of the vocabulary lies in the span: noise hides them")
+    search = _Search(backbone, block, able, two, second[0])
+    partial = search.run(batch, deadline)
+    found, reason = tuple(search.sentences), None
+    if partial is None and len(found) < batch:
+        reason = f"{len(found)} of {batch} sentences were found; equal ones cannot be told apart"
+    facts |= {"searched": len(search.tried), "roots": search.roots}
+    return Found(named, found, facts, reason, partial)
+
+
+def candidates(backbone: BertBackbone, span: Span, words: Tensor, deadline: Deadline) -> Candidates:
+    """Every word at every place that passes the first block's test, place by place until none does."""
+    found, places, vectors = [], [], []
+    for place in range(backbone.num_tokens):
+        if place % 8 == 0:
+            deadline.say(f"place {place + 1} and on: {len(words)} words against the first block's gradients")
+        some = words_at(backbone, span, words, place)
+        if not len(some) or deadline.over():
+            break
+        found.append(some)
+        places.append(torch.full_like(some, place))
+        vectors.append(word_inputs(backbone, some, place).double())
+    if not found:
+        return Candidates(words[:0], words[:0], torch.zeros(0, backbone.dim, dtype=torch.float64))
+    return Candidates(torch.cat(found), torch.cat(places), torch.cat(vectors))
+
+
+class _Search:
+    """Root after root, until every word is in a sentence and there are as many sentences as the batch has."""
+
+    def __init__(self, backbone: BertBackbone, block: FirstBlock, able: Candidates, two: Span, weight: str) -> None:
+        self.backbone, self.block, self.able, self.two, self.weight = backbone, block, able, two, weight
+        layer = backbone.first_layer()
+        parts = [able.vectors @ part.weight.double().T + part.bias.double() for part in layer[:3]]
+        self.q, self.k, self.v = (part.unflatten(1, (layer.heads, -1)) for part in parts)
+        self.scale = layer.scale
+        self.sentences: list[Sentence] = []
+        self.tried: set[tuple[int, int]] = set()
+        self.refuted: set[Sentence] = set()
+        self.roots = 0
+
+    def run(self, batch: int, deadline: Deadline) -> str | None:
+        """Fills `sentences`; how far it came where it was stopped."""
+        for start in range(STARTS):
+            while len(self.sentences) < batch and (rows := self._next(start)):
+                if deadline.over():
+                    return f"{len(self.sentences)} of {batch} sentences"
+                said = f"{len(self.sentences)} of {batch} sentences, {len(self.tried)} of {len(self.able.words)} pairs"
+                deadline.say(f"{said} searched, {self.roots} roots")
+                self._try(rows, start)
+            if not len(self.block.free):
+                break  # a linear solution does not hang on where it starts
+        return None
+
+    def _next(self, start: int) -> list[int]:
+        """The candidates to look at now: those of words in no sentence yet that have the fewest places, then others."""
+        covered = {word for sentence in self.sentences for word in sentence}
+        pairs = {(word, place) for sentence in self.sentences for place, word in enumerate(sentence)}
+        words, places = self.able.words.tolist(), self.able.places.tolist()
+        count = {word: words.count(word) for word in set(words)}
+        rows = [
+            row
+            for row, pair in enumerate(zip(words, places, strict=True))
+            if (row, start) not in self.tried and pair not in pairs
+        ]
+        return sorted(rows, key=lambda row: (words[row] in covered, count[words[row]], words[row]))[: self._together()]
+
+    def _together(self) -> int:
+        return max(4, min(TOGETHER, UNKNOWNS // max(len(self.block.free), 1)))
+
+    def _try(self, rows: list[int], start: int) -> None:
+        self.tried.update((row, start) for row in rows)
+        z = self.able.vectors[rows]
+        x = self.block.start(z)
+        if start and len(self.block.free):
+            chance = torch.Generator().manual_seed(start)
+            moved = torch.randn(len(z), len(self.block.free), generator=chance, dtype=torch.float64)
+            size = x[:, :-1].norm(dim=1, keepdim=True) / len(self.block.free) ** 0.5
+            x = x + moved.to(z.device) @ self.block.free * size
+        roots = self.block.search(z, x)
+        self.roots += int(roots.found.sum())
+        for number in roots.found.nonzero()[:, 0].tolist():
+            sentence = self._sentence(rows[number], roots.outputs[number])
+            if sentence not in self.sentences and sentence not in self.refuted:
+                (self.sentences.append if self.holds(sentence) else self.refuted.add)(sentence)
+
+    def _sentence(self, row: int, output: Tensor) -> Sentence:
+        """Who stands with candidate `row`, whose attention gave `output` [D]."""
+        heads = output.unflatten(0, (self.v.shape[1], -1))
+        logits = torch.einsum("hd,chd->ch", self.q[row], self.k) * self.scale
+        e = (logits - logits.amax(dim=0)).exp()
+        parts = (e.unsqueeze(2) * (self.v - heads)).flatten(1)
+        others = [at for at in range(len(parts)) if at != row]
+        weights = np.ones(len(parts))
+        weights[others] = nnls(parts[others].T.cpu().numpy(), -parts[row].cpu().numpy(), maxiter=20 * len(parts))[0]
+        words, places = self.able.words.tolist(), self.able.places.tolist()
+        best: dict[int, tuple[float, int]] = {}
+        for word, place, weight in zip(words, places, weights.tolist(), strict=True):
+            if weight > 0.5:
+                best[place] = max(best.get(place, (0.0, 0)), (weight, word))
+        return tuple(best[place][1] for place in range(len(best)) if place in best)
+
+    def holds(self, sentence: Sentence) -> bool:
+        """Whether all of a sentence lies in the span of the second block's gradients."""
+        if not sentence:
+            return False
+        ids = torch.tensor([sentence], device=self.able.words.device)
+        inputs = entering(self.backbone, self.weight, lambda: self.backbone(ids))
+        return bool(self.two.holds(inputs[0].double()).all())

@@ -1,0 +1,87 @@
+"""Layers of a model of words, by the names of their weights: what enters them, and the spans of their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from situs.audit.attacks.spans import Span
+from situs.audit.defences import Gradients
+from situs.audit.stem.products import EnoughError
+from situs.backbones.base import Backbone
+from situs.backbones.hf.text import TextBackbone
+from situs.backbones.layout import LayoutBuilder
+from situs.core.position import Positions
+
+CHUNK = 8192
+"""Words that are looked at together."""
+
+LOOSE = 0.05
+"""Share of a word that may stick out where the arithmetic is too coarse to tell more; the rest are looked at again."""
+
+
+def qkv_weights(backbone: Backbone, depth: int) -> list[str]:
+    """Names of the matrices that make queries, keys and values in block `depth`, counted from 1."""
+    roles = backbone.roles()
+    own = [name for name, p in backbone.named_parameters() if p.dim() == 2]
+    return [name for name in own if roles[name].part == "qkv" and roles[name].depth == depth]
+
+
+def module_of(backbone: Backbone, weight: str) -> Any:
+    """The layer that has this weight."""
+    return backbone.get_submodule(weight.rpartition(".")[0])
+
+
+def as_rows(backbone: Backbone, weight: str, gradient: Tensor) -> Tensor:
+    """A weight, or its gradient, as [out, in]."""
+    return gradient if LayoutBuilder(backbone).projection(module_of(backbone, weight)).into == 1 else gradient.T
+
+
+def span_of(backbone: Backbone, upload: Gradients, weights: Sequence[str], even: bool = False) -> Span:
+    """The span of what enters layers that are all given the same; even: noise of one deviation was added."""
+    return Span(torch.cat([as_rows(backbone, name, upload[name]) for name in weights]), even=even)
+
+
+def entering(backbone: Backbone, weight: str, run: Callable[[], Any], *, on: bool = False) -> Tensor:
+    """What enters the layer of a weight while `run` goes through the model; it ends there unless it must go `on`."""
+    seen: list[Tensor] = []
+
+    def look(_: Any, given: tuple[Any, ...]) -> None:
+        seen.append(given[0].detach())
+        if not on:
+            raise EnoughError
+
+    handle = module_of(backbone, weight).register_forward_pre_hook(look)
+    try:
+        run()
+    except EnoughError:
+        pass
+    finally:
+        handle.remove()
+    return seen[0]
+
+
+@torch.no_grad()
+def word_inputs(backbone: TextBackbone, words: Tensor, place: int) -> Tensor:
+    """What enters the first block's attention where each of `words` [m] stands at a place, [m, D]."""
+    every = backbone.positions((place + 1,))
+    table = None if every.table is None else every.table[place:]
+    rotary = None if every.rotary is None else every.rotary[..., place:, :]
+    stream = backbone.assemble(backbone.embed(words.unsqueeze(1)), Positions(table=table, rotary=rotary))
+    return entering(backbone, qkv_weights(backbone, 1)[0], lambda: backbone.blocks(stream))[:, 0]
+
+
+def words_at(backbone: TextBackbone, span: Span, words: Tensor, place: int) -> Tensor:
+    """Those of `words` whose vector at a place lies in the span of the first block's gradients."""
+    found = []
+    column, inside = span.column.to(words.device), span.inside.to(words.device)
+    for some in words.split(CHUNK):
+        inputs = word_inputs(backbone, some, place)
+        scaled = inputs * column.to(inputs.dtype)
+        within = (scaled @ inside.T.to(inputs.dtype)).square().sum(dim=-1) / scaled.square().sum(dim=-1)
+        near = within > 1 - LOOSE**2
+        found.append(some[near][span.holds(inputs[near].double())])
+    return torch.cat(found)

@@ -1,0 +1,155 @@
+"""The victim of a text audit: a model of words, its tokeniser, its loss, and the gradients that a client would send."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from situs.audit.defences import Defence, Gradients, NoDefence
+from situs.backbones.hf.text import TextBackbone, open_tokeniser
+from situs.core.precision import full_float32
+from situs.errors import SitusError
+from situs.models import open_model
+
+Task = Literal["classes", "next words", "masked words"]
+"""What a client learns: a class of the sentence, or its words."""
+
+IGNORED = -100
+"""The target of a place at which nothing is learned."""
+
+MASKED = 0.15
+"""Share of a sentence's words that a masked model must guess, one at least."""
+
+Sentence = tuple[int, ...]
+"""A sentence as the ids of its tokens, those that the tokeniser adds among them."""
+
+
+@dataclass(frozen=True)
+class TextVictim:
+    """A model of words as a client trains it. tokeniser: the folder's own. notes: what a reader must know, by name."""
+
+    backbone: TextBackbone
+    tokeniser: Any
+    task: Task
+    name: str
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def coded(self, texts: Sequence[str]) -> list[Sentence]:
+        """The texts as ids, cut to the model's length; a sentence with nothing to learn from is refused."""
+        found = self.tokeniser(list(texts), truncation=True, max_length=self.backbone.num_tokens)["input_ids"]
+        least = 2 if self.task == "next words" else 1
+        for text, ids in zip(texts, found, strict=True):
+            if len(ids) < least:
+                raise SitusError(f"{text!r}: is {len(ids)} tokens long, and a step needs {least}", field="texts")
+        return [tuple(ids) for ids in found]
+
+    def shown(self, ids: Sequence[int]) -> list[str]:
+        """Each token as the tokeniser writes it."""
+        return [str(token) for token in self.tokeniser.convert_ids_to_tokens(list(ids))]
+
+
+def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVictim:
+    """The victim in a folder of transformers that holds a tokeniser too, by `open_model` and what it is asked.
+
+    classes: of the new classifier that an encoder without a head gets, because a client's loss needs one.
+    """
+    model = open_model(source, **asked)
+    if not isinstance(model.backbone, TextBackbone):
+        raise SitusError(f"{model.name}: takes images, not texts", field="texts")
+    kind, notes = type(model.backbone.model).__name__, dict(model.notes)
+    if kind == "BertModel":
+        model = open_model(source, num_classes=classes, **asked)
+        notes["classifier"] = f"the folder has none: a new one with {classes} classes, which the attacker has as well"
+    elif not kind.endswith(("LMHeadModel", "ForCausalLM", "ForMaskedLM", "ForSequenceClassification")):
+        raise SitusError(f"{model.name}: {kind} has no head, so a client has nothing to learn with it")
+    task: Task = "classes"
+    if kind.endswith(("LMHeadModel", "ForCausalLM")):
+        task = "next words"
+    elif kind.endswith("ForMaskedLM"):
+        task = "masked words"
+    if not any(parameter.requires_grad for parameter in model.backbone.parameters()):
+        raise SitusError(f"{model.name}: has no parameters to train, so there is no gradient to audit")
+    backbone = model.backbone
+    assert isinstance(backbone, TextBackbone)
+    return TextVictim(backbone, open_tokeniser(Path(str(source).removeprefix("hf:"))), task, model.name, notes)
+
+
+def word_weight(backbone: TextBackbone) -> str:
+    """The name of the word embedding's weight."""
+    weight = backbone.inner.get_input_embeddings().weight
+    return next(name for name, parameter in backbone.named_parameters() if parameter is weight)
+
+
+def is_tied(backbone: TextBackbone) -> bool:
+    """Whether the head that names words has the same weight: every row of its gradient is then non-zero."""
+    head = backbone.model.get_output_embeddings()
+    return head is not None and head.weight is backbone.inner.get_input_embeddings().weight
+
+
+def padded(sentences: Sequence[Sentence], fill: int = 0, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
+    """Sentences as ids [B, N], filled up behind their ends, and the mask [B, N], False for what was filled up."""
+    longest = max(map(len, sentences))
+    ids = torch.tensor([[*ids, *[fill] * (longest - len(ids))] for ids in sentences], device=device)
+    mask = torch.tensor([[place < len(ids) for place in range(longest)] for ids in sentences], device=device)
+    return ids, mask
+
+
+def text_gradients(
+    victim: TextVictim,
+    sentences: Sequence[Sentence],
+    *,
+    labels: Sequence[int] = (),
+    defence: Defence | None = None,
+    withheld: Sequence[str] = (),
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Gradients:
+    """What a client sends for one batch of sentences: the mean gradient of its loss, by parameter name.
+
+    labels: of the sentences, where classes are learned. withheld: names that stay with the client. The step is made
+    without dropout.
+    """
+    defence = NoDefence() if defence is None else defence
+    size = 1 if defence.per_sample else len(sentences)
+    named = {name: p for name, p in victim.backbone.named_parameters() if p.requires_grad}
+    total: Gradients = {}
+    parts = range(0, len(sentences), size)
+    for at in parts:
+        with torch.enable_grad(), full_float32():
+            loss = _loss(victim, sentences[at : at + size], labels[at : at + size], seed + at)
+            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        held = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
+        total = {n: g + total[n] if total else g for n, g in defence.bound(held).items()}
+    sent = {name: g / len(parts) for name, g in total.items() if name not in withheld}
+    chance = torch.Generator().manual_seed(seed)
+    return {name: g.to(dtype) for name, g in defence.upload(sent, len(sentences), chance).items()}
+
+
+def _loss(victim: TextVictim, sentences: Sequence[Sentence], labels: Sequence[int], seed: int) -> Tensor:
+    device = next(victim.backbone.parameters()).device
+    ids, mask = padded(sentences, device=device)
+    if victim.task == "classes":
+        return F.cross_entropy(victim.backbone(ids, mask), torch.tensor(list(labels), device=device))
+    if victim.task == "next words":
+        targets = F.pad(ids, (0, 1))[:, 1:].masked_fill(~F.pad(mask, (0, 1))[:, 1:], IGNORED)
+    else:
+        chosen = [masked_places(victim, sentence, seed + number) for number, sentence in enumerate(sentences)]
+        hidden = torch.zeros_like(mask)
+        for row, places in enumerate(chosen):
+            hidden[row, places] = True
+        targets = ids.masked_fill(~hidden, IGNORED)
+        ids = ids.masked_fill(hidden, victim.tokeniser.mask_token_id)
+    return F.cross_entropy(victim.backbone(ids, mask).flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def masked_places(victim: TextVictim, sentence: Sentence, seed: int) -> list[int]:
+    """The places whose words a masked model must guess: a share of those that the tokeniser did not add itself."""
+    own = [place for place, word in enumerate(sentence) if word not in victim.tokeniser.all_special_ids]
+    order = torch.randperm(len(own), generator=torch.Generator().manual_seed(seed)).tolist()
+    return sorted(own[at] for at in order[: max(1, round(MASKED * len(own)))])

@@ -1,0 +1,77 @@
+"""Causal models: every sentence comes back whole, from the left, the last word from what is learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_texts import WORDS, sentences, victim
+
+from situs.audit.deadline import Deadline
+from situs.audit.text.causal import causal_sentences
+from situs.audit.text.found import UNNAMED, Found
+from situs.audit.text.victim import TextVictim, text_gradients
+from situs.backbones.hf.text import DecoderBackbone
+
+HARD = ("3 7 1 9", "3 7 8 2", "4 3 7 1", "3 7 8", "20 21 22 23 24 25")
+"""Shared beginnings, a sentence that is the beginning of another, words at several places."""
+
+
+def attack(made: TextVictim, *texts: str, deadline: Deadline | None = None, batch: int = 0) -> Found:
+    truth = sentences(made, *texts)
+    upload = text_gradients(made, truth, dtype=torch.float64)
+    assert isinstance(made.backbone, DecoderBackbone)
+    words = torch.arange(len(WORDS))
+    return causal_sentences(made.backbone, upload, batch or len(truth), words, deadline or Deadline())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "untied"])
+def test_every_sentence_comes_back_whole(kind: str, tmp_path: Path) -> None:
+    fields = {"tie_word_embeddings": False, "num_key_value_heads": 2} if kind == "untied" else {}
+    made = victim(tmp_path, "llama" if kind == "untied" else kind, **fields)
+    found = attack(made, *HARD)
+    truth = sentences(made, *HARD)
+    assert sorted(found.sentences) == sorted(truth) and found.reason is None and found.partial is None
+    assert found.words == {word for sentence in truth for word in sentence}
+    assert found.facts["beginnings"] == len({one[:end] for one in truth for end in range(1, len(one))})
+
+
+def test_a_first_word_that_is_repeated_and_equal_sentences(tmp_path: Path) -> None:
+    made = victim(tmp_path, "llama")
+    # Without a table (w5 w5) has the vector of (w5) in every block: only what follows tells them apart.
+    texts = ("5 5 8 2", "5 9 1")
+    assert sorted(attack(made, *texts).sentences) == sorted(sentences(made, *texts))
+    twice = ("3 7 1 9", "3 7 1 9")
+    assert list(attack(made, *twice).sentences) == sentences(made, *twice)
+
+
+def test_stopped_it_says_how_far_it_came(tmp_path: Path) -> None:
+    made = victim(tmp_path, "gpt2")
+    clock = iter(range(1000))
+    found = attack(made, *HARD, deadline=Deadline(seconds=8, clock=lambda: float(next(clock))))
+    assert found.partial is not None and "beginnings of sentences" in found.partial
+    assert all(sentence[-1] == UNNAMED for sentence in found.sentences)
+    truth = {one[:end] for one in sentences(made, *HARD) for end in range(1, len(one))}
+    assert all(sentence[:-1] in truth for sentence in found.sentences)
+
+
+def test_as_many_tokens_as_channels_is_a_reason_and_no_pass(tmp_path: Path) -> None:
+    made = victim(tmp_path, "llama", width=8)
+    found = attack(made, *HARD)
+    assert found.sentences == () and found.reason is not None and "as many tokens" in found.reason
+
+
+def test_branches_are_the_models_own_first_block(tmp_path: Path) -> None:
+    for kind in ("gpt2", "llama"):
+        made = victim(tmp_path / kind, kind)
+        backbone, prefix, words = made.backbone, torch.tensor([7, 9, 7]), torch.tensor([5, 7, 30])
+        assert isinstance(backbone, DecoderBackbone)
+        with torch.no_grad():
+            found = backbone.branches(prefix, words)
+            for word, z in zip(words, found, strict=True):
+                ids = torch.cat([prefix, word[None]])[None]
+                seen: list[torch.Tensor] = []
+                stream = backbone.assemble(backbone.embed(ids), backbone.positions((4,)))
+                backbone.run_layers(stream, None, [lambda number, out, seen=seen: seen.append(out)])
+                assert torch.allclose(seen[0][0, -1], z, atol=1e-12)

@@ -1,0 +1,52 @@
+"""Encoders: every sentence of a batch comes back, false pairs or not; what does not hold is no sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_texts import WORDS, sentences, victim
+
+from situs.audit.deadline import Deadline
+from situs.audit.text.encoder import encoder_sentences
+from situs.audit.text.found import Found
+from situs.audit.text.victim import TextVictim, text_gradients
+from situs.backbones.hf.text import BertBackbone
+
+HARD = ("3 7 1 9", "4 3 8 2 9", "11 7 13 1 3", "30 31")
+
+
+def attack(made: TextVictim, *texts: str, deadline: Deadline | None = None) -> Found:
+    truth = sentences(made, *texts)
+    upload = text_gradients(made, truth, labels=[row % 2 for row in range(len(truth))], dtype=torch.float64)
+    assert isinstance(made.backbone, BertBackbone)
+    return encoder_sentences(made.backbone, upload, len(truth), torch.arange(len(WORDS)), deadline or Deadline())
+
+
+@pytest.mark.parametrize("texts", [HARD[:1], HARD, ("3 7 1", "3 7 2", "4 7 1")])
+def test_every_sentence_comes_back_whole(texts: tuple[str, ...], tmp_path: Path) -> None:
+    made = victim(tmp_path, "bert", width=64)
+    found, truth = attack(made, *texts), sentences(made, *texts)
+    assert sorted(found.sentences) == sorted(truth) and found.reason is None and found.partial is None
+    assert found.words == {word for sentence in truth for word in sentence}
+    pairs = {(word, place) for sentence in truth for place, word in enumerate(sentence)}
+    candidates = found.facts["candidates"]
+    assert isinstance(candidates, int) and candidates >= len(pairs)
+    if texts == HARD:
+        assert candidates > len(pairs)  # false ones were among them
+
+
+def test_equal_sentences_are_found_once_and_that_is_said(tmp_path: Path) -> None:
+    made = victim(tmp_path, "bert")
+    found = attack(made, "3 7 1", "3 7 1")
+    assert list(found.sentences) == sentences(made, "3 7 1")
+    assert found.reason == "1 of 2 sentences were found; equal ones cannot be told apart"
+
+
+def test_stopped_and_too_many_tokens(tmp_path: Path) -> None:
+    made = victim(tmp_path / "wide", "bert")
+    over = attack(made, *HARD, deadline=Deadline(seconds=4, clock=iter(range(1000)).__next__))
+    assert over.partial is not None and over.reason is None
+    small = attack(victim(tmp_path / "small", "bert", width=8), *HARD)
+    assert small.sentences == () and small.reason is not None and "as many tokens" in small.reason

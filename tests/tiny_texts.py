@@ -1,0 +1,60 @@
+"""Tiny models of words with a tokeniser of few words, in float64, for tests of text audits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from situs.audit.text.victim import Sentence, TextVictim, open_text_victim
+
+SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+WORDS = [*SPECIAL, *(f"w{number}" for number in range(55))]
+"""The vocabulary: w0 has the id 5, and so on."""
+
+SIZES = {"bert": "Bert", "masked": "Bert", "gpt2": "GPT2", "llama": "Llama"}
+
+
+def write_folder(folder: Path, kind: str, *, width: int = 48, seed: int = 0, **fields: Any) -> Path:
+    """A folder of transformers with fresh weights, large enough that attention tells words apart."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    words = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if SIZES[kind] == "Bert":
+        ends = [("[CLS]", 2), ("[SEP]", 3)]
+        words.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    names = {f"{name.strip('[]').lower()}_token": name for name in SPECIAL}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **names).save_pretrained(folder)
+    sizes = {"hidden_size": width, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 4 * width}
+    if kind == "gpt2":
+        sizes = {"n_embd": width, "n_layer": 2, "n_head": 4, "n_positions": 16}
+    else:
+        sizes["max_position_embeddings"] = 16
+    special = {} if SIZES[kind] == "Bert" else {"bos_token_id": None, "eos_token_id": None}
+    made = getattr(transformers, f"{SIZES[kind]}Config")(
+        vocab_size=len(WORDS), initializer_range=0.3, **{**sizes, **special, **fields}
+    )
+    heads = {"bert": "BertForSequenceClassification", "masked": "BertForMaskedLM", "gpt2": "GPT2LMHeadModel"}
+    torch.manual_seed(seed)
+    model = getattr(transformers, heads.get(kind, "LlamaForCausalLM"))(made)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1:  # fresh norms and biases are trivial, and hide mistakes
+            parameter.data += 0.1 * torch.randn(parameter.shape)
+        assert torch.isfinite(parameter).all(), name
+    model.save_pretrained(folder)
+    return folder
+
+
+def victim(folder: Path, kind: str, **fields: Any) -> TextVictim:
+    """The same, opened, in float64."""
+    made = open_text_victim(write_folder(folder, kind, **fields))
+    made.backbone.double()
+    return made
+
+
+def sentences(made: TextVictim, *texts: str) -> list[Sentence]:
+    """ "3 7 1" stands for w3 w7 w1."""
+    return made.coded([" ".join(f"w{word}" for word in text.split()) for text in texts])
