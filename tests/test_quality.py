@@ -55,6 +55,7 @@ COVERED = {
     "situs.audit.collect": "test_public",
     "situs.audit.defences": "test_client",
     "situs.audit.tables": "test_settings",
+    "situs.audit.text.found": "test_scoring",
     "situs.backbones.config": "test_create",
     "situs.backbones.hf.image": "test_create",
     "situs.backbones.hf.layers": "test_create",

@@ -11,6 +11,7 @@
     unlock             Opens a locked folder into the new folder `out`: the files that were locked, bit for bit.
     audit_lock         Attacks a locked folder as somebody without its key would, and says what is left of the lock.
     audit_gradients    What a model's training gradients give away of images: every attack against every defence.
+    audit_texts        What a model's training gradients give away of sentences, with or without the words' own.
     publish            Writes the numbers, the pictures and the page, the page last; gives its path.
 
 A mistake in what you give is a `SitusError`, a `ValueError` of one sentence. All else lives in the packages below, such
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from situs.api import open_model as open_model
     from situs.api import pretrain as pretrain
     from situs.audit import audit_gradients as audit_gradients
+    from situs.audit import audit_texts as audit_texts
     from situs.errors import SitusError as SitusError
     from situs.evaluate import evaluate_accuracy as evaluate_accuracy
     from situs.locks import audit_lock as audit_lock
@@ -53,6 +55,7 @@ _HOMES = {
     "unlock": "situs.locks",
     "audit_lock": "situs.locks",
     "audit_gradients": "situs.audit",
+    "audit_texts": "situs.audit",
     "publish": "situs.pages",
     "SitusError": "situs.errors",
 }

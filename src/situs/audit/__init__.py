@@ -24,6 +24,7 @@ from situs.audit.defences import (
     create_defence,
 )
 from situs.audit.public import AuditConfig, audit_gradients, audit_settings
+from situs.audit.text.audit import TextConfig, audit_texts
 from situs.audit.watch import Guard, LeakError, guard
 
 __all__ = [
@@ -50,9 +51,11 @@ __all__ = [
     "Noise",
     "PatchEmbedding",
     "Recovery",
+    "TextConfig",
     "adapt",
     "audit_gradients",
     "audit_settings",
+    "audit_texts",
     "create_attack",
     "create_defence",
     "guard",

@@ -80,7 +80,7 @@ def audit_texts(
     facts: Mapping[str, Any] = NOTHING,
     **options: Any,
 ) -> TextAudit:
-    """What a model's training gradients give away of sentences, with the word embedding's gradient and without it.
+    """What a model's training gradients give away of sentences, with or without the words' own.
 
         audit = audit_texts("minilm/", "sentences.txt", batch=4, count=8)
         situs.pages.publish(audit, "audit")

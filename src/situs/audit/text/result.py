@@ -224,7 +224,7 @@ def _numbers(row: Row) -> dict[str, Any]:
         "defence": row.defence,
         "status": row.status,
         "tokens": row.tokens,
-        **row.shares,
+        "shares": row.shares,
         "whole": row.whole,
         "reasons": list(dict.fromkeys(row.reasons)),
         "partial": row.partial,

@@ -130,10 +130,10 @@ class BertBackbone(TextBackbone, EncoderBackbone):
         layer = self.layers()[0]
         attn, norm = layer.attention.self, layer.attention.output.LayerNorm
         parts = (attn.query, attn.key, attn.value, layer.attention.output.dense, layer.intermediate.dense)
-        linears = [Linear(part.weight.detach(), part.bias.detach()) for part in parts]
+        q, k, v, out, fc1 = (Linear(part.weight.detach(), part.bias.detach()) for part in parts)
         act = layer.intermediate.intermediate_act_fn
-        scale = (linears[0].weight.shape[0] // attn.num_attention_heads) ** -0.5
-        return EncoderLayer(*linears, norm, act, attn.num_attention_heads, scale)
+        scale = (q.weight.shape[0] // attn.num_attention_heads) ** -0.5
+        return EncoderLayer(q, k, v, out, fc1, norm, act, attn.num_attention_heads, scale)
 
     def word_head(self) -> tuple[nn.Module, Callable[[Tensor], Tensor]] | None:
         """The last layer before the words of a masked model, and what is done between; None for another head."""

@@ -13,6 +13,7 @@ from situs.audit import ATTACKS, AuditConfig, Deadline, audit_gradients, audit_s
 from situs.audit.deadline import first_ctrl_c
 from situs.audit.judge.gate import ABOVE
 from situs.audit.judge.record import junit
+from situs.audit.settings import Comparison
 from situs.audit.text.audit import TextConfig, audit_texts
 from situs.cli.audit.evidence import command_of
 from situs.cli.parser.model_args import ModelArgs, asked_of, check_folder
@@ -85,7 +86,7 @@ def run(args: Args) -> int:
         else:
             found = audit_gradients(args.model, data, defences=args.defences, **given)
             ruling = found.ruling
-        if args.junit is not None and ruling is not None:
+        if args.junit is not None and ruling is not None and not isinstance(found, Comparison):
             write_result(args.junit, junit(found, ruling), field="junit")
         present(found if args.pictures else found.without_pictures(), args.out)
     status = 0 if ruling is None else ruling.status

@@ -1,0 +1,61 @@
+"""Which words may be in a batch, and when the attack cannot be made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from tiny_texts import WORDS, sentences, victim
+
+from situs.audit.defences import Noise
+from situs.audit.text.attack import find_sentences, reads_embedding, refusal, usable_words
+from situs.audit.text.layers import qkv_weights
+from situs.audit.text.victim import text_gradients, word_weight
+
+TEXTS = ("3 7 1 9", "4 3 8 2")
+
+
+def test_the_embedding_names_the_words_where_nothing_hides_them(tmp_path: Path) -> None:
+    made = victim(tmp_path / "bert", "bert")
+    batch, weight = sentences(made, *TEXTS), word_weight(made.backbone)
+    upload = text_gradients(made, batch, labels=[0, 1])
+    assert set(usable_words(made.backbone, upload).tolist()) == {word for one in batch for word in one}
+    every = list(range(len(WORDS)))
+    kept = {name: g for name, g in upload.items() if name != weight}
+    assert usable_words(made.backbone, kept).tolist() == every
+    assert usable_words(made.backbone, upload, noise=1e-3).tolist() == every
+    half = {name: g.half() for name, g in upload.items()}  # small numbers may have become zeros
+    assert not reads_embedding(made.backbone, half) and usable_words(made.backbone, half).tolist() == every
+    tied = victim(tmp_path / "llama", "llama", tie_word_embeddings=True)
+    assert not reads_embedding(tied.backbone, text_gradients(tied, sentences(tied, *TEXTS)))
+
+
+def test_masked_sentences_come_back_with_their_words(tmp_path: Path) -> None:
+    made = victim(tmp_path, "masked")
+    batch = sentences(made, *TEXTS)
+    upload = text_gradients(made, batch, dtype=torch.float64, seed=1)
+    hidden = made.tokeniser.mask_token_id
+    seen = find_sentences(made.backbone, upload, 2)
+    assert all(hidden in one for one in seen.sentences)
+    found = find_sentences(made.backbone, upload, 2, hidden=hidden)
+    assert sorted(found.sentences) == sorted(batch) and found.words >= {word for one in batch for word in one}
+
+
+def test_what_cannot_be_attacked_is_a_reason(tmp_path: Path) -> None:
+    made = victim(tmp_path / "one", "llama", num_hidden_layers=1)
+    upload = text_gradients(made, sentences(made, *TEXTS))
+    found = find_sentences(made.backbone, upload, 2)
+    assert found.sentences == () and found.reason is not None and "second block" in found.reason
+    two = victim(tmp_path / "two", "gpt2")
+    upload = text_gradients(two, sentences(two, *TEXTS))
+    assert refusal(two.backbone, set(upload)) is None
+    [name] = qkv_weights(two.backbone, 2)
+    said = refusal(two.backbone, set(upload) - {name})
+    assert said is not None and name in said and "not sent" in said
+
+
+def test_much_noise_is_no_sentence_and_a_reason(tmp_path: Path) -> None:
+    made = victim(tmp_path, "llama")
+    batch = sentences(made, *TEXTS)
+    found = find_sentences(made.backbone, text_gradients(made, batch, defence=Noise(10.0)), 2, noise=10.0)
+    assert found.sentences == () and found.reason is not None

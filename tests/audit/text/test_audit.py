@@ -1,0 +1,88 @@
+"""A text audit from a folder and a file: two rows always, everything comes back, and a stop is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_texts import write_folder
+
+from situs.audit.deadline import Deadline
+from situs.audit.judge.gate import ABOVE, NOT_JUDGED
+from situs.audit.text.audit import SENT, WITHHELD, audit_texts
+from situs.errors import SitusError
+
+LINES = ("w3 w7 w1 w9", "w4 w3 w8 w2", "w11 w12 w13", "w20 w21 w3 w7 w30")
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("bert"), "bert", width=64)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("llama"), "llama", tie_word_embeddings=True)
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    file = tmp_path / "lines.txt"
+    file.write_text("\n".join(LINES) + "\n\n")
+    return file
+
+
+def test_both_rows_of_an_encoder_come_back_whole(bert: Path, texts: Path) -> None:
+    kept: list[Any] = []
+    audit = audit_texts(bert, texts, batch=2, count=4, keep=kept.append, fail_above="sentences=0")
+    assert [row.defence for row in audit.rows] == [SENT, WITHHELD] and audit.stopped is None
+    for row in audit.rows:
+        assert row.status == "done" and row.whole == 4 and row.shares == dict.fromkeys(row.shares, 1.0)
+        assert row.seconds is not None and row.seconds > 0 and len(row.facts) == 2
+    assert audit.ruling is not None and audit.ruling.status == ABOVE
+    assert len(kept) == 3 and len(kept[0].rows[0].reads) == 2
+    assert audit.shown[8] == "w3" and audit.provenance.facts["texts"] == "4 of lines.txt"
+    assert str(texts.parent) not in str(audit.to_json())
+
+
+def test_a_tied_embedding_says_no_more_and_is_not_attacked_twice(llama: Path, texts: Path) -> None:
+    audit = audit_texts(llama, texts, batch=4, count=4)
+    assert [row.whole for row in audit.rows] == [4, 4]
+    assert audit.rows[0].seconds is not None and audit.rows[1].seconds is None
+
+
+def test_rounding_and_noise_are_attacked_too(llama: Path, texts: Path) -> None:
+    audit = audit_texts(
+        llama, texts, batch=2, count=2, defences=["none", "noise=5"], precision="bf16", fail_above="tokens=0"
+    )
+    assert [row.defence for row in audit.rows][2:] == [f"noise σ=5, {SENT}", f"noise σ=5, {WITHHELD}"]
+    assert all(row.status == "done" and len(row.reads) == 2 for row in audit.rows)
+    noisy = audit.rows[2]
+    assert noisy.whole == 0 and noisy.reasons
+    assert audit.ruling is not None and audit.ruling.judgements[2].status == NOT_JUDGED
+    assert "the attacker knows its settings" in audit.about[noisy.defence]
+
+
+def test_a_stop_is_told_and_is_no_pass(llama: Path, texts: Path) -> None:
+    clock = iter(range(10_000))
+    deadline = Deadline(seconds=30, clock=lambda: float(next(clock)))
+    audit = audit_texts(llama, texts, batch=1, count=4, deadline=deadline, fail_above="words=0.99")
+    assert audit.stopped == "the time limit of 30 s" and any(row.partial for row in audit.rows)
+    assert audit.ruling is not None and not audit.ruling.passed
+
+
+def test_wrong_calls_are_one_sentence(llama: Path, texts: Path) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"count": 5}, "holds 4 sentences, and 5 are asked for"),
+        ({"count": 4, "batch": 3}, "4 sentences do not make whole batches of 3"),
+        ({"count": 4, "defences": ["mjp"]}, "one of clip, noise, none for texts"),
+        ({"count": 4, "defences": []}, "one or more"),
+        ({"count": 4, "fail_above": "psnr=20"}, "unknown metric"),
+    ]
+    for given, said in cases:
+        with pytest.raises(SitusError) as caught:
+            audit_texts(llama, texts, **given)
+        assert said in str(caught.value)
+    with pytest.raises(SitusError, match="takes images, not texts"):
+        audit_texts("test_vit", texts, count=2, weights="random")

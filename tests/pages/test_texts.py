@@ -1,0 +1,48 @@
+"""The page of a text audit: threat model first, every word marked, and no word where they are not to be shown."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from situs.audit.judge.gate import Limit
+from situs.audit.text.result import Row, TextAudit
+from situs.audit.text.scoring import Read
+from situs.pages import make_page, publish
+from situs.pages.texts import PRIVATE, marked
+
+READ = Read("sentence 1", (2, 6, 7, 3), (2, 9), (True, False, True, True))
+ROW = Row(
+    "word gradient sent", "done", [READ], [{"rank": 4, "tokens": 5, "channels": 8}], ["one is missing"], None, 2.0
+)
+TWIN = replace(ROW, defence="word gradient withheld", seconds=None)
+SHOWN = {2: "[CLS]", 3: "[SEP]", 6: "<sea>", 7: "calm", 9: "wind"}
+AUDIT = TextAudit(
+    "a-model", [ROW, TWIN], {"word gradient sent": "all of it"}, ["sentence 1"], 1, SHOWN, limit=Limit("tokens", 0.2)
+)
+
+
+def test_every_word_has_its_mark() -> None:
+    assert marked(READ, AUDIT) == [
+        ("[CLS]", "right"),
+        ("<sea>", "wrong"),
+        ("→ wind", ""),
+        ("(calm)", "missing"),
+        ("([SEP])", "missing"),
+    ]
+
+
+def test_the_page_begins_with_the_threat_model(tmp_path: Path) -> None:
+    whole = make_page(AUDIT).render()
+    headings = re.findall(r"<h2[^>]*>(.*?)</h2>", whole)
+    assert headings[:3] == ["Threat model", "Verdict", "What was recovered"] and "Sentences" in headings
+    assert whole.index(PRIVATE) < whole.index("Threat model")
+    assert '<mark class="wrong" title="wrong">&lt;sea&gt;</mark>' in whole and "one is missing" in whole
+    assert "not passed" in whole and whole.count('class="words"') == 1  # a row with the same numbers is not shown again
+    bare = make_page(AUDIT.without_pictures()).render()
+    assert PRIVATE not in bare and "calm" not in bare and "Sentences" not in re.findall(r"<h2[^>]*>(.*?)</h2>", bare)
+    path = publish(AUDIT, tmp_path)
+    assert path.name == "report.html" and path.stat().st_mode & 0o777 == 0o600
+    assert json.loads((tmp_path / "texts.json").read_text())["defences"][0]["tokens"] == 4
