@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 import tomllib
@@ -41,6 +42,8 @@ def train(verb: str, given: dict[str, str]) -> int:
     if isinstance(config["data"], dict):
         print("situs: no room for a batch of 13")
         return 2
+    if "FAKE_CHILD" in os.environ:
+        (folder / "child").write_text(str(subprocess.Popen(["sleep", "600"]).pid))
     log = folder / "metrics.jsonl"
     saved = sorted(folder.glob("checkpoints/step-*"))
     lines = log.read_text().splitlines()[: int(saved[-1].name[5:])] if saved else []

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,31 @@ running.run_study({str(study)!r}, "samples", out={str(tmp_path / "out")!r}, how=
     shutil.copytree(tmp_path / "out", moved, ignore=shutil.ignore_patterns(".lock"))
     assert same(run(study, moved)) == same(peace), "in another place"
     assert same(run(study, tmp_path / "out")) == same(peace)
+
+
+def test_what_does_not_end_is_ended_with_all_that_it_has_started(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "PATIENCE", 0.3)
+    monkeypatch.setenv("FAKE_STEP", "600")
+    monkeypatch.setenv("FAKE_CHILD", "1")
+    said: list[str] = []
+    child = tmp_path / "out" / "jobs" / "pre-0" / "child"
+    stop = threading.Thread(target=lambda: (_until(child.is_file), os.kill(os.getpid(), signal.SIGINT)))
+    stop.start()
+    with pytest.raises(KeyboardInterrupt):
+        run(study, tmp_path / "out", say=said.append)
+    stop.join()
+    assert any("ended by force before it had saved itself" in line for line in said)
+    status = Path(f"/proc/{child.read_text()}/stat")
+    _until(lambda: not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def _until(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.05)
 
 
 def test_other_data_at_the_same_path_is_noticed(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ and the end of the time allowed ask the jobs to save themselves; the same call g
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -275,7 +276,8 @@ class _Runner:
                 time.sleep(0.05)
         finally:
             for each in self.running.values():
-                each.process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(each.process.pid, signal.SIGKILL)  # its own session: with the processes it has started
                 each.process.wait()
             self._reap(asked=True)
 
