@@ -190,15 +190,19 @@ class _RuleError(SitusError):
 
 def _union(kind: Any, value: Any, path: str) -> Any:
     """The first member that holds the value as it is, or else the first that it can be made to fit."""
+    members = get_args(kind)
+    if type(value) in members and type(value) in _EXACT:  # as most do, and an error of each other member takes long
+        return value
     fits, reasons = [], []
-    for member in get_args(kind):
+    for member in members:
         try:
-            fits.append(convert(member, value, path))
+            fit = convert(member, value, path)
         except SitusError as error:
             reasons.append((member, error))
-    for fit in fits:
+            continue
         if type(fit) is type(value) and fit == value:
             return fit
+        fits.append(fit)
     if fits:
         return fits[0]
     if value == "none" and types.NoneType in get_args(kind):
@@ -226,6 +230,7 @@ def _exactly(*kinds: type[Any]) -> Callable[[Any], Any]:
     return lambda value: value if type(value) in kinds else MISSING
 
 
+_EXACT = (bool, int, str, types.NoneType)
 _SCALARS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
     bool: ("true or false", _exactly(bool)),
     int: ("an integer", _exactly(int)),

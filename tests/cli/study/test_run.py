@@ -81,13 +81,13 @@ def test_mistakes_are_one_sentence(study: Path, tmp_path: Path, capsys: pytest.C
 def test_every_command_of_every_study_is_one_of_the_command_line(name: str) -> None:
     study = load_study(name, configs=False)
     for scale in study.scale_names() if study.runs else ():
-        check_words(name, scale)
+        check_words(study, name, scale)
 
 
 def test_an_option_that_a_verb_does_not_take_names_job_and_file(study: Path) -> None:
     study.write_text(study.read_text() + '[jobs.x]\nverb = "evaluate knn"\nafter = "mp3"\noptions.neighbours = 3\n')
     with pytest.raises(SitusError, match=r"mine\.toml: jobs\.x\.options: .*--neighbours"):
-        check_words(study, "paper")
+        check_words(load_study(study), study, "paper")
 
 
 def test_keys_locks_and_exports_are_jobs_too(study: Path) -> None:
@@ -99,7 +99,7 @@ def test_keys_locks_and_exports_are_jobs_too(study: Path) -> None:
     }
     text = "".join(f'[jobs.{n}]\nverb = "{v}"\n' + (f'after = "{a}"\n' if a else "") for n, (v, a) in jobs.items())
     study.write_text(study.read_text() + text.replace('after = "small"\n', 'after = "small"\noptions.key = "{key}"\n'))
-    check_words(study, "paper")
+    check_words(load_study(study), study, "paper")
     folder = StudyFolder(Path("out"), load_study(study), "mine", "paper", 1)
     place = "out/jobs"
     words = ["lock", f"{place}/small-0", "--key", f"{place}/key-0", "--out", f"{place}/locked-0"]
@@ -110,7 +110,7 @@ def test_keys_locks_and_exports_are_jobs_too(study: Path) -> None:
 def test_a_value_that_an_option_cannot_have_is_refused_before_anything_runs(study: Path, tmp_path: Path) -> None:
     study.write_text(study.read_text() + '[jobs.x]\nverb = "evaluate knn"\nafter = "mp3"\noptions.count = "many"\n')
     with pytest.raises(SitusError, match=r"jobs.x.options: count='many': must be an integer"):
-        check_words(study, "paper")
+        check_words(load_study(study), study, "paper")
 
 
 @pytest.mark.parametrize(

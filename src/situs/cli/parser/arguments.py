@@ -100,11 +100,18 @@ class Given(NamedTuple):
 def words_of(flags: Sequence[Flag], argv: Sequence[str], prog: str) -> list[Given]:
     """The flags that `argv` gives, with their values as they would stand in a TOML file."""
     try:
-        _, bound, _ = app_of(flags, prog).parse_args(list(argv), exit_on_error=False, print_error=False)
+        _, bound, _ = app_of(_asked(flags, argv), prog).parse_args([*argv], exit_on_error=False, print_error=False)
     except CycloptsError as error:
         raise SitusError(f"{sentence(error, prog)} (see {prog} --help)") from None
     by_name = {identifier(flag): flag for flag in flags}
     return [Given(by_name[name], _value(by_name[name], text)) for name, text in bound.arguments.items()]
+
+
+def _asked(flags: Sequence[Flag], argv: Sequence[str]) -> Sequence[Flag]:
+    """The flags that a parser of these words needs: a hundred cost most of a start. All, where one is not known."""
+    named = {word.partition("=")[0] for word in argv if word.startswith("-")}
+    few = [flag for flag in flags if flag.positional or flag.required or flag.name in named]
+    return few if named <= {flag.name for flag in few} else flags
 
 
 def _value(flag: Flag, given: Any) -> Any:

@@ -53,8 +53,9 @@ def run(args: Args) -> int:
     from situs.pages import publish
     from situs.studies import run_study
     from situs.studies.folder import StudyFolder
+    from situs.studies.load import load_study
 
-    check_words(args.study, args.scale)
+    check_words(load_study(args.study), args.study, args.scale)
     found = run_study(
         args.study,
         _paths(args.data),

@@ -15,26 +15,24 @@ from situs.errors import SitusError
 from situs.studies.plan import recipe_of
 
 if TYPE_CHECKING:
-    from situs.studies.form import Job
+    from situs.studies.form import Job, Study
 
 
-def check_words(study: str | Path, scale: str) -> None:
+def check_words(study: Study, name: str | Path, scale: str) -> None:
     """Refuses a study in which a job has an option that its verb does not take, with the job's name."""
     from situs.studies.folder import StudyFolder
-    from situs.studies.load import load_study
     from situs.studies.words import words_of as command_of
 
-    loaded = load_study(study)
     nowhere = Path(f".study-{uuid4().hex}")  # where nothing was begun
-    folder = StudyFolder(nowhere, loaded, str(study), scale, 1)
+    folder = StudyFolder(nowhere, study, str(name), scale, 1)
     seen: set[tuple[str, ...]] = set()
     for task in folder.tasks.values():
         if (kind := alike(task.job)) not in seen:
             seen.add(kind)
             try:
-                check_command(task.job, command_of(folder, task, dict.fromkeys(loaded.data, "data")))
+                check_command(task.job, command_of(folder, task, dict.fromkeys(study.data, "data")))
             except SitusError as error:
-                raise error.said_of(f"{study}: jobs.{task.of}.options") from None
+                raise error.said_of(f"{name}: jobs.{task.of}.options") from None
 
 
 def check_command(job: Job, words: Sequence[str]) -> None:
