@@ -57,6 +57,7 @@ def pytest_collection() -> Iterator[Any]:
     finally:
         gc.collect()
         gc.freeze()
+        gc.set_threshold(10_000, 10, 10)
         gc.enable()
 
 
