@@ -107,6 +107,23 @@ def test_cls_is_a_key_never_or_as_it_is_drawn(eta: float) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "name", ["vit_tiny_patch16_224", "vit_small_patch14_reg4_dinov2", "vit_small_patch16_rope_224"]
+)
+def test_prefix_tokens_that_are_never_keys_change_no_patch(name: str) -> None:
+    """Whatever they hold, and by slices as by masks; rotary models go by masks where places are told."""
+    torch.manual_seed(0)
+    backbone = small_vit((8, 12), name=name).double().eval()
+    method = MP3(backbone, MP3Config(mask_ratio=0.5, cls="never", anchor_ratio=0.4)).double()
+    draws = method.draw(batch(), seed=3, epoch=7)
+    one = method(batch(), draws).extras["logits"]
+    told = batch()._replace(mask=torch.ones(3, 6, dtype=torch.bool))  # by masks
+    assert torch.allclose(method(told, draws).extras["logits"], one, atol=1e-12)
+    backbone.model.cls_token.normal_()
+    assert torch.allclose(method(batch(), draws).extras["logits"], one, atol=1e-12)
+
+
+@torch.no_grad()
 def test_cls_is_drawn_as_often_as_a_patch() -> None:
     """Of the 7 tokens 4 are keys, each as often as the others, over many samples."""
     method = make(0.5, cls="drawn")

@@ -96,8 +96,7 @@ class MP3(Method):
 
     def place_logits(self, inputs: Tensor) -> Tensor:
         tokens = self.backbone.embed(inputs)
-        seen = self._prefix_alone(tokens) if self.config.cls == "never" else None
-        return self.position_head(self._encode(tokens, None, None, None, seen).patches)
+        return self.position_head(self._encode(tokens, None, None).patches)
 
     def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
         """order: [B, N], the context's places first. anchors: [B, N] bool in that order, where anchors are used.
@@ -133,24 +132,29 @@ class MP3(Method):
         if "prefix" in draws:  # as many patches fewer
             slots = torch.arange(order.shape[1], device=order.device)
             keys = slots < self._drawn(batch) - draws["prefix"].sum(dim=1, keepdim=True)
-        seen = draws.get("prefix", self._prefix_alone(tokens) if self.config.cls == "never" else None)
-        features = self._encode(tokens, places, self.context, keys, seen)
+        features = self._encode(tokens, places, self.context, keys, draws.get("prefix"))
         logits = self.position_head(features.patches)
         metrics = {"position_accuracy": position_accuracy(logits, order, real)}
         return Output(position_loss(logits, order, real), metrics, {"logits": logits.detach(), "places": order})
 
     def _encode(
-        self, tokens: Tensor, places: Positions | None, context: int | None, keys: Tensor | None, seen: Tensor | None
-    ) -> Features:
-        """`Backbone.encode`; seen: [B, p] bool, which prefix tokens serve as keys, where not all do."""
+        self, tokens: Tensor, places: Positions | None, context: int | None, keys: Tensor | None = None,
+        drawn: Tensor | None = None,
+    ) -> Features:  # fmt: skip
+        """`Backbone.encode`, with prefix tokens among the keys as the config says, or as they are drawn [B, p]."""
         stream = self.backbone.assemble(tokens, places, keys)
-        if seen is not None:
+        p, count = stream.prefix, tokens.shape[1]
+        if self.config.cls == "never" and keys is None and stream.rotary is None and stream.bias is None:
+            # Behind the patches they are outside of the slice of keys; a mask would rule out the fastest kernels.
+            z = torch.cat([stream.z[:, p:], stream.z[:, :p]], dim=1)
+            z = self.backbone.blocks(replace(stream, z=z, prefix=0), count if context is None else context).z
+            return self.backbone.finish(replace(stream, z=torch.cat([z[:, count:], z[:, :count]], dim=1)))
+        if self.config.cls == "never":
+            drawn = stream.z.new_zeros(len(tokens), p, dtype=torch.bool)
+        if drawn is not None:
             own = stream.z.new_ones(tokens.shape[:2], dtype=torch.bool) if keys is None else keys
-            stream = replace(stream, mask=torch.cat([seen, own], dim=1))
+            stream = replace(stream, mask=torch.cat([drawn, own], dim=1))
         return self.backbone.finish(self.backbone.blocks(stream, context))
-
-    def _prefix_alone(self, tokens: Tensor) -> Tensor:
-        return torch.zeros(tokens.shape[0], self.backbone.num_prefix, dtype=torch.bool, device=tokens.device)
 
     def _drawn(self, batch: Batch) -> Tensor | int:
         """How many of a sample's tokens serve as keys, where prefix tokens are drawn with its patches; [B, 1]."""
