@@ -97,14 +97,19 @@ def _systems(audit: TextAudit) -> list[list[str | int | float | None]]:
 
 
 def _gate(section: Section, ruling: Ruling) -> None:
-    section.note(ruling.sentence).table(*judged(ruling), GATE)
+    header, rows = judged(ruling)
+    header = ["sentence" if name == "image" else name for name in header]
+    section.note(ruling.sentence).table(header, rows, GATE)
     section.text(f"`{ruling.limit.metric}` is {METRICS[ruling.limit.metric]}.")
 
 
 def _sentences(page: Page, audit: TextAudit) -> None:
     section = page.section("Sentences").text(MARKS)
-    for row in audit.rows:
-        if row.reads and row.seconds is not None:
+    for number, row in enumerate(audit.rows):
+        same = [other.defence for other in audit.rows[:number] if other.reads == row.reads]
+        if row.reads and same:
+            section.text(f"{row.defence}: the same as {same[0]}.")
+        elif row.reads:
             section.text(f"{row.defence}:")
             for read in row.reads[:SHOWN]:
                 section.words(marked(read, audit), f"{read.name}, {read.right} of {read.tokens} tokens")

@@ -15,7 +15,7 @@ from situs.audit.attacks.spans import Span
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.text.found import UNNAMED, Found
-from situs.audit.text.layers import entering, qkv_weights, span_of, words_at
+from situs.audit.text.layers import entering, qkv_weights, span_of, tells, words_at
 from situs.audit.text.learned import endings
 from situs.audit.text.victim import Sentence
 from situs.backbones.base import Stream
@@ -71,12 +71,12 @@ def causal_sentences(
 
 
 def full(span: Span, channels: int) -> str | None:
-    """Why a span says nothing: it has as many directions as the layer has channels, or none."""
+    """Why a span says nothing: it has as many directions as the layer has channels, or none; None where it does."""
+    if tells(span):
+        return None
     if span.rank == 0:
         return f"no direction stands out: noise hides them, or the batch has as many tokens as channels ({channels})"
-    if span.rank >= channels - 4:
-        return f"the batch has as many tokens as the model has channels ({channels}), so every word passes the test"
-    return None
+    return f"the batch has as many tokens as the model has channels ({channels}), so every word passes the test"
 
 
 def _next(backbone: DecoderBackbone, span: Span, weight: str, prefix: Sentence, words: Tensor) -> list[int]:

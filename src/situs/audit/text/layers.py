@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.spans import Span
+from situs.audit.attacks.spans import SPARE, Span
 from situs.audit.defences import Gradients
 from situs.audit.stem.products import EnoughError
 from situs.backbones.base import Backbone
@@ -41,8 +41,19 @@ def as_rows(backbone: Backbone, weight: str, gradient: Tensor) -> Tensor:
 
 
 def span_of(backbone: Backbone, upload: Gradients, weights: Sequence[str], even: bool = False) -> Span:
-    """The span of what enters layers that are all given the same; even: noise of one deviation was added."""
-    return Span(torch.cat([as_rows(backbone, name, upload[name]) for name in weights]), even=even)
+    """The span of what enters layers that are all given the same; even: noise of one deviation was added.
+
+    Of all their gradients together; where those seem to have no noise to stand out of, of the first alone that has.
+    """
+    parts = [as_rows(backbone, name, upload[name]) for name in weights]
+    spans = (Span(part, even=even) for part in [torch.cat(parts), *parts])
+    whole = next(spans)
+    return whole if tells(whole) else next((span for span in spans if tells(span)), whole)
+
+
+def tells(span: Span) -> bool:
+    """Whether a span leaves enough directions for what does not lie in it."""
+    return 0 < span.rank < len(span.column) - SPARE
 
 
 def entering(backbone: Backbone, weight: str, run: Callable[[], Any], *, on: bool = False) -> Tensor:
