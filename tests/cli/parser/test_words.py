@@ -16,7 +16,6 @@ GRADIENTS = "audit gradients x --data y"
         (f"{GRADIENTS} --labels", "--labels: needs a value"),
         (f"{GRADIENTS} --img-size 3 4", "4: more than situs audit gradients takes; a list is one word"),
         (f"{GRADIENTS} z", "z: more than situs audit gradients takes"),
-        ("audit gradients x", "give images or a file of sentences to attack, one of them (--data, --texts)"),
         ("evaluate accuracy", "MODEL: must be given"),
         ("pretrain --epoch 3", "--epoch: situs pretrain has no such flag; perhaps --epochs ("),
         ("pretrain --optim.lx=3", "--optim.lx: situs pretrain has no such flag; perhaps --optim.lr ("),
@@ -37,6 +36,7 @@ def test_one_sentence(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("audit gradients x", "give images or a file of sentences to attack, one of them (--data, --texts)"),
         (f"{GRADIENTS} --count 1.5", "count=1.5: must be an integer (--count)"),
         (f"{GRADIENTS} --count=many --seed 3", "count='many': must be an integer (--count)"),
         (
