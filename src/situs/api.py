@@ -148,10 +148,10 @@ def finetune(
 
     >>> tuned = situs.finetune("runs/mp3", data="photos/", out="runs/ft")
     """
-    from situs.evaluate.finetune import FinetuneConfig, images_of
+    from situs.evaluate.finetune import FinetuneConfig, data_as_seen
 
     given = {"out": out, "data": data, "preset": preset, "epochs": epochs, "batch": batch, "seed": seed}
-    ground = {} if source is None else images_of(source)
+    ground = {} if source is None else data_as_seen(source)
     config, place = _asked(FinetuneConfig, given, options, ground)
     found = train_finetuning(config, source=source, positions=positions, validate_every=validate_every, **place)
     return _folder_of(found, place)

@@ -10,7 +10,7 @@ import torch
 
 from situs.config import from_dict, merge
 from situs.errors import SitusError
-from situs.evaluate.finetune import FinetuneConfig, finetune_config, images_of
+from situs.evaluate.finetune import FinetuneConfig, data_as_seen, finetune_config
 from situs.models.initialise import initialise, starting
 from situs.train.checkpoint import RunFolder
 from situs.train.run import RunConfig, load_run, make_eval_loader, make_method, train_run
@@ -47,7 +47,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def tables(run: Path, **over: Any) -> FinetuneConfig:
     """As the command line lays them: the run's images, then the user's own."""
-    return from_dict(FinetuneConfig, merge(images_of(run), over, {"method"}))
+    return from_dict(FinetuneConfig, merge(data_as_seen(run), over, {"method"}))
 
 
 def test_the_default_method_is_supervised_and_one_without_labels_is_refused(runs: dict[str, Path]) -> None:

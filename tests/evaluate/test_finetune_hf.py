@@ -18,7 +18,7 @@ from situs.cli.main import main
 from situs.config import from_dict, merge
 from situs.core.position import resample_table, sincos
 from situs.errors import SitusError
-from situs.evaluate.finetune import FinetuneConfig, finetune_config, images_of
+from situs.evaluate.finetune import FinetuneConfig, data_as_seen, finetune_config
 from situs.models import open_model
 from situs.models.initialise import initialise
 from situs.models.model import check_classifier
@@ -90,7 +90,7 @@ def features(backbone: Backbone, *, places: bool = True) -> Tensor:
 
 def started(run: Path, positions: Any = None, **over: Any) -> Backbone:
     """The backbone with which `situs finetune` begins."""
-    config = from_dict(FinetuneConfig, merge(images_of(run), over, {"method"}))
+    config = from_dict(FinetuneConfig, merge(data_as_seen(run), over, {"method"}))
     config = finetune_config(config, run, positions)
     method = make_method(config, tuple("abcde"))
     assert config.init is not None

@@ -16,7 +16,7 @@ from situs.api import NAMED, train_finetuning
 from situs.backbones.config import PositionKind
 from situs.cli.parser.arguments import configured
 from situs.cli.pretrain import EVERYDAY, Training, tell
-from situs.evaluate.finetune import FinetuneConfig, images_of
+from situs.evaluate.finetune import FinetuneConfig, data_as_seen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Args(Training):
 
     config: FinetuneConfig = configured(
         FinetuneConfig,
-        images_of,
+        data_as_seen,
         {**EVERYDAY, **{name: (NAMED[name],) for name in ("train", "dp")}},
         without=("probe_every",),
     )

@@ -113,7 +113,7 @@ class ConsistencyCurve(Result):
     """Every γ, told and not told. reads: F, the vector that the head reads, in words.
 
     unknown: what a masked place gets when the mask is told, untellable: why it cannot be told; one of the two is None.
-    no_top1: why there is no top-1. grid, seed: of the masks. example: an image [C, H, W] in [0, 1] to show them on.
+    no_top1: why there is no top-1. grid, seed: of the masks. example: a picture [C, H, W] in [0, 1] to show them on.
     """
 
     file: ClassVar[str] = "consistency"

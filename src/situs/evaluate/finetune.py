@@ -17,7 +17,7 @@ from situs.train.checkpoint import read_config, run_and_step
 from situs.train.export import POSITIONS, TRAINING_ONLY
 from situs.train.run import RunConfig, is_run
 
-SAME_IMAGES = (
+SAME_DATA = (
     "path",
     "kind",
     "audio",
@@ -47,14 +47,14 @@ class FinetuneConfig(RunConfig):
 class Beginning:
     """What a fine-tuning starts from.
 
-    backbone: how its model is made again. init: where its weights are, for `RunConfig.init`. images: how its images are
+    backbone: how its model is made again. init: where its weights are, for `RunConfig.init`. data: how its samples are
     prepared, and of a run where they are. sees: whether its positions took part in its training. named: whether it is
     a name alone, whose patch size and channels are those of the weights, which the user knows.
     """
 
     backbone: BackboneConfig
     init: str
-    images: dict[str, Any]
+    data: dict[str, Any]
     sees: bool
     named: bool = False
 
@@ -69,7 +69,7 @@ def beginning(source: str | Path) -> Beginning:
         config = from_dict(RunConfig, read_config(run_and_step(source)[0]), where=f"{source}/config.json")
         data = to_dict(config.data)
         sees = METHODS[config.method_name].uses_positions(config.method)
-        return Beginning(replace(config.backbone, weights=None), source, {n: data[n] for n in SAME_IMAGES}, sees)
+        return Beginning(replace(config.backbone, weights=None), source, {n: data[n] for n in SAME_DATA}, sees)
     if names_module(source):
         raise SitusError(f"{source}: is your own module, which a run cannot make again by itself", field="source")
     folder = model_folder(source)
@@ -83,10 +83,10 @@ def beginning(source: str | Path) -> Beginning:
     # The shapes tell all; the weights are read when the training starts.
     model = open_model(folder or name, any_weights=True, device="meta")
     data = to_dict(model.data)
-    images = {name: data[name] for name in ("kind", "audio", "img_size", "channels", "mean", "std", "crop_share")}
+    seen = {name: data[name] for name in ("kind", "audio", "img_size", "channels", "mean", "std", "crop_share")}
     if folder is None:
-        return Beginning(BackboneConfig(name), name if weights == PUBLISHED else weights, images, True, named=True)
-    return Beginning(_described(model, folder), str(folder), images, model.positions)
+        return Beginning(BackboneConfig(name), name if weights == PUBLISHED else weights, seen, True, named=True)
+    return Beginning(_described(model, folder), str(folder), seen, model.positions)
 
 
 def _described(model: Model, folder: Path) -> BackboneConfig:
@@ -120,7 +120,7 @@ def finetune_config(config: RunConfig, source: str | Path, positions: PositionKi
     if begun.named:
         backbone = replace(backbone, patch_size=config.backbone.patch_size)
     else:
-        data = replace(data, channels=begun.images["channels"])
+        data = replace(data, channels=begun.data["channels"])
     return replace(config, backbone=backbone, data=data, init=begun.init, init_positions=positions is None)
 
 
@@ -130,6 +130,6 @@ def check_labelled(config: RunConfig) -> None:
         raise SitusError(f"method={config.method_name}: fine-tuning needs a method with labels", field="method")
 
 
-def images_of(source: str | Path) -> dict[str, Any]:
-    """The tables that a fine-tuning starts from, below any preset: the images as the model at `source` saw them."""
-    return {"data": beginning(source).images}
+def data_as_seen(source: str | Path) -> dict[str, Any]:
+    """The tables that a fine-tuning starts from, below any preset: the samples as the model at `source` saw them."""
+    return {"data": beginning(source).data}

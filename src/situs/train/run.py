@@ -1,6 +1,6 @@
 """A whole run from one config: backbone, data, method, optimiser, loop, folder.
 
-The config holds what the user chose, with paths that hold from anywhere, the size of the images, which is the model's
+The config holds what the user chose, with paths that hold from anywhere, the size of its inputs, which is the model's
 own unless it is given, and the mean and deviation of clips (`settled`). What else follows (the model's channels from
 the data's, the classes from the labels) is computed here and never written back.
 """
@@ -52,7 +52,7 @@ class RunConfig(Checked):
     """What is learned."""
 
     backbone: BackboneConfig = field(default_factory=BackboneConfig)
-    """The model. Its image size, channels and classes follow from the data."""
+    """The model. Its input's size, channels and classes follow from the data."""
 
     data: DataConfig = field(default_factory=DataConfig)
     """The images, or clips of sound."""
@@ -89,7 +89,7 @@ class RunConfig(Checked):
 
 
 def settled(config: RunConfig) -> RunConfig:
-    """The config with absolute paths, so that a run is found again from anywhere, and with the size of its images."""
+    """The config with absolute paths, so that a run is found again from anywhere, and with the size of its inputs."""
     backbone, data, init = config.backbone, config.data, config.init
     if not data.path:
         raise SitusError(NO_DATA, field="data")
@@ -117,7 +117,7 @@ def _absolute(text: str) -> str:
 
 
 def own_size(config: BackboneConfig) -> tuple[int, int]:
-    """Height and width of the images that a model is made for."""
+    """Height and width of the inputs that a model is made for."""
     bare = replace(config, img_size=None, weights=None, num_classes=0)
     try:
         with shapes_alone():
@@ -177,8 +177,8 @@ def make_training_loader(config: RunConfig, ranks: distributed.Ranks, private: P
     loader = make_loader(data, config.augment, ranks.device, rank=ranks.rank, world=ranks.world, drawn=drawn)
     wanted = "label" in METHODS[config.method_name].needs_targets
     if wanted and loader.source.multi_label and not loader.source.label_known():
-        said = f"none of the {len(loader.source):,} images of {loader.source.name} has a label that is known"
-        raise SitusError(f"{said}, so there is nothing to learn", field="data")
+        said = f"none of the {len(loader.source):,} {loader.source.things} of {loader.source.name} has a label"
+        raise SitusError(f"{said} that is known, so there is nothing to learn", field="data")
     return loader.compile() if config.train.compile and ranks.device.type == "cuda" else loader
 
 

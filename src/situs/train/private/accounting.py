@@ -19,7 +19,7 @@ from situs.limits import Positive, Within
 EXTRA = "dp"
 NOT_COVERED = (
     "ε covers the weights, their mean (EMA) and all that is computed from them. It does not cover the training loss "
-    "and accuracy in the log, the images of the validation split, the choice of settings or of a checkpoint by what "
+    "and accuracy in the log, the samples of the validation split, the choice of settings or of a checkpoint by what "
     "was measured, nor the data that the first weights come from; rounding in floating point is taken for exact"
 )
 """What a reader must know of every ε."""
@@ -30,7 +30,7 @@ class DpConfig(Checked):
     """DP-SGD (the extra `dp`), where one of epsilon and noise is given."""
 
     epsilon: Positive | None = None
-    """ε that the whole run may spend: the noise follows from it, the batch, the images and the steps."""
+    """ε that the whole run may spend: the noise follows from it, the batch, the samples and the steps."""
 
     noise: Positive | None = None
     """Instead: deviation of the noise on the sum of gradients, in units of `clip`; ε follows."""
@@ -39,7 +39,7 @@ class DpConfig(Checked):
     """Largest norm of a sample's gradient, over all that is trained."""
 
     delta: Annotated[float, Within("(0, 1)")] = 1e-5
-    """δ at which ε holds; well below 1 / images."""
+    """δ at which ε holds; well below 1 / samples."""
 
     def check(self) -> None:
         if self.epsilon is not None and self.noise is not None:

@@ -76,7 +76,7 @@ class Private:
             speak("the secret of the noise is gone: what is drawn from here on is drawn anew")
         spent = epsilon_of(noise, rate, total, dp.delta)
         speak(
-            f"DP-SGD: each of {count:,} images with chance {rate:.3g} a step, gradients clipped to {dp.clip:g}, noise "
+            f"DP-SGD: each of {count:,} samples with chance {rate:.3g} a step, gradients clipped to {dp.clip:g}, noise "
             f"{noise:.4g} · {dp.clip:g}; ε = {spent:.3g} at δ = {dp.delta:g} after {total:,} steps. {NOT_COVERED}"
         )
         mechanism = Mechanism(self.draws.secret, noise, dp.clip, batch)
