@@ -25,7 +25,7 @@ SMALL_AT_224 = 11000 / 3874
 
 IMAGES = {"cifar10": 50_000, "cars": 8_144, "celeba": 162_770, "tiny-imagenet": 100_000, "cifar100": 50_000}
 ELSE = ("mjp-table2", "mjp-table5", "mjp-table10", "mp3-table5", "mp3-table6", "st-")
-"""Where evaluations, or attacks on a CPU, take as long as the trainings, and models of speech, which have other rates."""
+"""Where evaluations, or attacks on a CPU, take as long as the trainings; and models of speech, of other rates."""
 
 
 def rate(config: RunConfig) -> float:
