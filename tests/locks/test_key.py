@@ -295,7 +295,7 @@ def test_codes_are_hmac_of_kind_name_and_bytes():
 
 
 @given(st.integers(1, 300), st.text(max_size=20))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_derived_are_permutations(size, name):
     assert sorted(derive(KEY, [G(name, size)], "", "")[name].tolist()) == list(range(size))
 

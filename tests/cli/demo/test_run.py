@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from situs.cli.demo import learned
 from situs.cli.demo import run as demo
 from situs.cli.demo.learned import _followed
 from situs.cli.demo.sections import Stage
@@ -32,7 +34,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory, undrawing: Callable[[pytest.Mo
     said, complained = io.StringIO(), io.StringIO()
     with redirect_stdout(said), redirect_stderr(complained), pytest.MonkeyPatch.context() as patch:
         undrawing(patch)
-        # The classifiers are asked about a few of the test images alone.
+        # A few of the test images are enough here, for the classifiers and for every section.
+        patch.setattr(learned, "QUICK", replace(learned.QUICK, looked_at=16))
         patch.setattr(hooks, "measure_accuracy", lambda model, images, **how: _measure(model, islice(images, 3), **how))
         assert main(["demo", "--quick", "--out", str(out)]) == 0
     assert complained.getvalue() == ""
