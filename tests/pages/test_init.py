@@ -24,8 +24,11 @@ from situs.analyze.tables import PositionTable
 from situs.audit import April, NoDefence, PatchEmbedding
 from situs.audit.cases import Case, Outcome, Step
 from situs.audit.gradients import Audit
+from situs.audit.judge.gate import parse_limit
 from situs.audit.position.audit import PositionAudit
 from situs.audit.position.probe import OWN, PlaceReading, Probed
+from situs.audit.remedies.ladders import Cost
+from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.audit.scores.metrics import measure_all
 from situs.audit.settings import Comparison
 from situs.audit.split.attackers import Reading
@@ -100,6 +103,12 @@ def _reconstruction() -> Reconstruction:
     puzzle = Puzzle(places, places.flip(1), 2, 0, (2, 2))
     setting = PuzzleRatios(0.5)
     return Reconstruction(torch.rand(1, 3, 8, 8), {setting: puzzle}, {setting: PuzzleScores(1, 0.5, 1.0, 0.0)}, setting)
+
+
+def _remedies() -> Remedies:
+    trial = Trial(NAME, "above", 30.0, "patchembed", NAME, 2)
+    named = Remedy("noise", NAME, NAME, trial, trial, trial, None, Cost(0.5, 1.0, None, NAME), (trial,))
+    return Remedies(NAME, parse_limit("psnr=20"), (named, Remedy("clip", None, NAME)), 2, 2, ("patchembed",))
 
 
 def _robustness() -> Robustness:
@@ -250,6 +259,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "PositionProbes": (lambda: _probes("position"), {"accuracy", "places"}),
     "PositionTables": (_positions, {"pca-2d", "pca-3d", "cosine", "energy", "guesses"}),
     "Reconstruction": (_reconstruction, {"one", "placed"}),
+    "Remedies": (_remedies, set()),
     "Robustness": (_robustness, {"accuracy", "severity", "corruptions"}),
     "Runs": (_runs, {"curves"}),
     "SplitAudit": (_split_audit, {"pictures", "psnr", "places"}),

@@ -341,10 +341,14 @@ def test_a_server_that_is_gone_for_good_ends_the_run_in_one_sentence_and_loses_n
 
 def test_what_a_split_training_refuses(tmp_path) -> None:
     from situs.methods.mae import MAEConfig
+    from situs.train.private.accounting import DpConfig
+    from situs.train.tuning import TuningConfig
 
     for config, reason in (
         (replace(CONFIG, method=MAEConfig()), "a split training is supervised"),
         (steps(2, precision="fp16"), "fp16"),
+        (replace(CONFIG, dp=DpConfig(noise=1.0)), "dp: split training trains every weight, and without DP-SGD"),
+        (replace(CONFIG, tuning=TuningConfig("head")), "tuning.parts: split training trains every weight"),
     ):
         with pytest.raises(SitusError, match=reason):
             train_split(config, None, out=tmp_path / "no", device="cpu")

@@ -92,3 +92,24 @@ def test_the_flag_stands_beside_the_table_of_the_same_name_and_a_start_is_needed
     with pytest.raises(SitusError, match=r"half.*'all', 'head', 'lora'"):
         tune(base, tmp_path / "run", "half")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")
+def test_a_recorded_step_of_lora_is_the_step(base: Path, tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"data": IMAGES, "batch": 16, "optim": OPTIM, "validate_every": 0, "quiet": True}
+    runs = [
+        situs.finetune(
+            base,
+            out=tmp_path / str(graph),
+            tuning={"parts": "lora"},
+            train={"graph": graph},
+            steps=9,
+            device="cuda",
+            **asked,
+        )
+        for graph in (False, True)
+    ]
+    plain, recorded = map(weights, runs)
+    assert all(torch.equal(value, recorded[name]) for name, value in plain.items())

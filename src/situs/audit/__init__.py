@@ -24,6 +24,7 @@ from situs.audit.defences import (
     create_defence,
 )
 from situs.audit.public import AuditConfig, audit_gradients, audit_settings
+from situs.audit.remedies.find import find_defences
 from situs.audit.text.audit import TextConfig, audit_texts
 from situs.audit.watch import Guard, LeakError, guard
 
@@ -58,6 +59,7 @@ __all__ = [
     "audit_texts",
     "create_attack",
     "create_defence",
+    "find_defences",
     "guard",
     "victim_gradients",
 ]

@@ -199,6 +199,40 @@ class NoPositionGradient(Defence):
 
 
 @dataclass(frozen=True)
+class Withhold(Defence):
+    """The gradients of the embedding, of all that holds positions and of the first blocks stay with the client."""
+
+    depth: float = 0
+    """How many blocks; 0: the embedding and the positions alone."""
+
+    name: ClassVar[str] = "withhold"
+    about: ClassVar[str] = "the gradients of the embedding, the positions and the first blocks are not sent"
+    known: ClassVar[str] = "which names are missing; later blocks have gradients of their own"
+
+    def __post_init__(self) -> None:
+        if not (self.depth >= 0 and self.depth % 1 == 0):
+            said = "a whole number of blocks, 0 or more"
+            raise SitusError(
+                f"withhold={self.depth:g}: must be {said}", field="defences", value=self.depth, allowed=said
+            )
+
+    @property
+    def label(self) -> str:
+        return "withhold the embedding" + f" and {self.depth:g} block{'s' * (self.depth > 1)}" * (self.depth > 0)
+
+    def refuses(self, backbone: Backbone) -> str | None:
+        if "tokens" in backbone.refusals or not backbone.block_modules():
+            return f"which gradients of {backbone.name} belong to its first blocks is not known"
+        if self.depth > len(backbone.block_modules()):
+            return f"{backbone.name} has {len(backbone.block_modules())} blocks"
+        return None
+
+    def withheld(self, backbone: Backbone) -> set[str]:
+        first = {name for name, role in backbone.roles().items() if role.depth <= self.depth}
+        return {*first, *position_names(backbone), UNKNOWN}
+
+
+@dataclass(frozen=True)
 class MaskedJigsaw(Defence):
     """MJP's training step: shuffled patches lose their places, and DAL regresses places from the table."""
 
@@ -273,6 +307,7 @@ DEFENCES: dict[str, type[Defence]] = {
     "no-pe-gradient": NoPositionGradient,
     "noise": Noise,
     "none": NoDefence,
+    "withhold": Withhold,
 }
 """Every defence by name; `create_defence("noise=1e-4")` sets its first setting."""
 

@@ -113,13 +113,13 @@ def audit_gradients(
     When the deadline's time is over, or on Ctrl-C, what is there is returned and says so (`Audit.stopped`). keep: is
     given the audit now and then while it grows, and at its end. facts: more of them for its files.
     """
-    config, asked = _config(options)
+    config, asked = config_from(options)
     limit = None if config.fail_above is None else parse_limit(config.fail_above)
     auto = tuple(defences) == AUTO
     if auto:
         defences = DEFENDED if limit is None else AS_IT_IS
     defended = [create_defence(each) for each in _each("defences", defences)]
-    opened = _open(model, data, attacks, config, asked)
+    opened = open_audit(model, data, attacks, config, asked)
     victim, test = opened.victim, opened.test
     if auto and (own := victim.own_defence) is not None:  # a gate judges what would be sent
         defended = [own] if limit is not None else [own, *defended]
@@ -179,8 +179,8 @@ def audit_settings(
     if len(made) > 1 or len(shares) < len(made):
         labels = ", ".join(defence.label for defence in made)
         raise SitusError(field=("defences", "settings"), value=labels, allowed="mjp=γ alone in the settings of Table 5")
-    config, asked = _config(options)
-    opened = _open(model, data, attacks, config, asked)
+    config, asked = config_from(options)
+    opened = open_audit(model, data, attacks, config, asked)
     name = opened.victim.model.name
     return compare_settings(
         contestants(name, opened.victim.trains),
@@ -199,7 +199,7 @@ def audit_settings(
     )
 
 
-class _Opened(NamedTuple):
+class Opened(NamedTuple):
     """All that an audit needs. origin: where the model and the images come from, and what makes it evidence."""
 
     victim: Victim
@@ -210,17 +210,23 @@ class _Opened(NamedTuple):
     origin: dict[str, Any]
 
 
-def _config(options: Mapping[str, Any]) -> tuple[AuditConfig, dict[str, Any]]:
+def config_from(options: Mapping[str, Any]) -> tuple[AuditConfig, dict[str, Any]]:
     """The options that are fields of the config, and the others, which are for `open_model`."""
     known = {field.name for field in fields(AuditConfig)}
     config = AuditConfig(**{name: value for name, value in options.items() if name in known})
     return config, {name: value for name, value in options.items() if name not in known}
 
 
-def _open(
-    model: Any, data: str | Path, attacks: Sequence[str | Attack], config: AuditConfig, asked: Mapping[str, Any]
-) -> _Opened:
-    """Names are looked up before anything is opened."""
+def open_audit(
+    model: Any,
+    data: str | Path,
+    attacks: Sequence[str | Attack],
+    config: AuditConfig,
+    asked: Mapping[str, Any],
+    count: int | None = None,
+) -> Opened:
+    """The model, the images and the attacks; names are looked up before anything is opened. count: of the images,
+    where it is not the config's."""
     search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
     made = [create_attack(attack, search) for attack in _each("attacks", attacks)]
     if config.predictor is not None and not any(attack.Config is AdaptiveConfig for attack in made):
@@ -231,7 +237,7 @@ def _open(
     if config.predictor is not None:
         helper = AdaptiveConfig(predictor=open_predictor(config.predictor, opened.backbone, opened.device))
         made = [create_attack(attack, search, helper) for attack in _each("attacks", attacks)]
-    test = load_test_set(victim, data, config.count, config.split, opened.device)
+    test = load_test_set(victim, data, count or config.count, config.split, opened.device)
     if opened.tuning.parts != "all" and isinstance(victim.trains, Method):
         victim = replace(victim, notes={**victim.notes, **what_is_left(victim.trains, test)})
     if lpips is not None:
@@ -243,7 +249,7 @@ def _open(
         "seed": config.seed,
         **evidence(victim.trains, asked.get("weights")),
     }
-    return _Opened(victim, test, made, search, lpips, origin)
+    return Opened(victim, test, made, search, lpips, origin)
 
 
 def _each(field: str, given: Sequence[Any]) -> list[Any]:

@@ -43,6 +43,7 @@ PAGES = {
     "PositionProbes": "evaluate.position_probe",
     "PositionTables": "positions.page",
     "Reconstruction": "reconstruct.page",
+    "Remedies": "remedies.page",
     "Robustness": "robustness.page",
     "Runs": "runs.page",
     "SplitAudit": "split.page",

@@ -219,6 +219,9 @@ def _check(config: RunConfig) -> None:
     if config.method_name != "supervised":
         said = f"method={config.method_name}: a split training is supervised: its labels stay with the client"
         raise SitusError(said, field="method")
+    if config.tuning.parts != "all" or config.dp.on:  # said, since nobody may believe in a promise that is not kept
+        field = "dp" if config.dp.on else "tuning.parts"
+        raise SitusError(f"{field}: split training trains every weight, and without DP-SGD; leave it out", field=field)
     if config.train.precision == "fp16":
         raise SitusError("precision='fp16': split training takes bf16 or fp32", field="train.precision")
     if distributed.world() > 1:

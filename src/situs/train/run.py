@@ -38,9 +38,9 @@ from situs.train.export.write import load_checkpoint
 from situs.train.loop import fit
 from situs.train.optim import OptimConfig
 from situs.train.private.accounting import DpConfig
-from situs.train.private.run import Private
+from situs.train.private.run import Private, private_of
 from situs.train.private.secret import FILE as SECRET
-from situs.train.tuning import TuningConfig, attach, freeze
+from situs.train.tuning import TuningConfig, attach, check_start, freeze
 from situs.train.tuning import describe as described
 
 
@@ -225,8 +225,8 @@ def train_run(
     `config.init` into a new backbone (`situs.models.initialise.starting`). adapt: the method that is trained instead,
     with the same tensors. say: receives a few lines. quiet: the loop says nothing.
     """
-    _check_place(out, resume, start_over)
-    config, private = settled(config), _private(config)
+    _check_place(config, out, resume, start_over)
+    config, private = settled(config), private_of(config.dp, config.method_name, config.augment)
     ranks = distributed.start(device)
     if ranks.device.type == "cuda":
         torch.set_float32_matmul_precision("high")
@@ -278,20 +278,9 @@ def train_run(
         distributed.stop()
 
 
-def _private(config: RunConfig) -> Private | None:
-    """What makes it a run of DP-SGD; refuses a recipe that cannot be one, or has nothing to leave as it is."""
-    if config.tuning.parts != "all" and config.init is None:
-        said = f"tuning.parts={config.tuning.parts}: leaves the other weights as they are, and none were trained before"
-        raise SitusError(said, field=("tuning.parts", "init"))
-    if not config.dp.on:
-        return None
-    private = Private(config.dp)
-    private.check(config.method_name, config.augment)
-    return private
-
-
-def _check_place(out: str | Path | None, resume: str | Path | None, start_over: bool) -> None:
-    """Refuses a place for a run that is none, or two, or taken."""
+def _check_place(config: RunConfig, out: str | Path | None, resume: str | Path | None, start_over: bool) -> None:
+    """Refuses a start from nothing where there must be one, and a place for a run that is none, or two, or taken."""
+    check_start(config.tuning, config.init)
     if (out is None) == (resume is None):
         raise SitusError("give a new folder or a run to go on with, and not both", field=("out", "resume"))
     if out is not None:

@@ -38,6 +38,13 @@ class TuningConfig(Checked):
             raise SitusError(field="targets", value="", allowed="one or more of them")
 
 
+def check_start(config: TuningConfig, init: str | None) -> None:
+    """Refuses to leave weights as they are that were never trained."""
+    if config.parts != "all" and init is None:
+        said = f"tuning.parts={config.parts}: leaves the other weights as they are, and none were trained before"
+        raise SitusError(said, field=("tuning.parts", "init"))
+
+
 def attach(method: Method, config: TuningConfig) -> Method:
     """Puts the products where the config asks for them: after the pretrained weights are in, before a checkpoint's."""
     if config.parts == "lora":

@@ -188,6 +188,9 @@ def test_a_run_and_its_labels(trained: Any, tmp_path: Path, capsys: pytest.Captu
         (["--count", "0"], "--count"),
         (["--data", "absent"], "absent: no such folder or file (--data)"),
         (["--setting", "a", "--fail-above", "psnr=20"], "(--fail-above, --setting)"),
+        (["--find-defence", "psnr=20", "--fail-above", "psnr=20"], "(--find-defence, --fail-above)"),
+        (["--find-defence", "psnr=20", "--defence", "noise"], "(--find-defence, --defence)"),
+        (["--find-defence", "beauty=3"], "(--find-defence)"),
         (["--setting", "a", "--batch", "2"], "(--batch, --setting)"),
         (["--junit", "x.xml"], "there is none (--junit, --fail-above)"),
         (["--fail-above", "psnr=20", "--junit", "."], "must be a file that can be written (--junit)"),
@@ -647,3 +650,15 @@ def test_no_pictures_where_none_are_wanted(photographs: Path, tmp_path: Path) ->
     assert "<img" not in page and "private images" not in page
     told = json.loads((tmp_path / "settings.json").read_text())
     assert [row["images"][0]["reidentified"] for row in told["rows"]] == [None] * 4
+
+
+def test_remedies_are_searched_and_written_beside_their_page(photographs: Path, tmp_path: Path) -> None:
+    out = tmp_path / "found"
+    words = ["audit", "gradients", NAME, "--data", str(photographs), "--img-size", "32", "--out", str(out)]
+    assert main([*words, "--count", "1", "--attack", "april", "--find-defence", "psnr=20"]) == 4  # it proves nothing
+    told = json.loads((out / "defences.json").read_text())
+    assert told["schema"] == "situs-audit-defences/1" and (told["searched"], told["held_out"]) == (1, 1)
+    assert [each["named"] for each in told["defences"]] == [None] * 5
+    assert all("no pass" in each["said"] for each in told["defences"])
+    page = (out / "defences.html").read_text()
+    assert "No setting that was tried keeps the gate psnr=20" in page and "that is no remedy" in page

@@ -117,29 +117,29 @@ class Ruling:
         }
 
 
-def parse_limit(text: str) -> Limit:
-    """ "psnr=20" as a limit."""
+def parse_limit(text: str, asked: str = "fail_above") -> Limit:
+    """ "psnr=20" as a limit. asked: the field that holds it."""
     name, _, number = text.partition("=")
     if name in LOWER_IS_CLOSER:
         rising = ", ".join(sorted(HIGHER_IS_CLOSER))
         raise SitusError(
-            f"fail_above={text}: {name} falls as an image leaks, so this gate would pass the worst; choose one of: "
+            f"{asked}={text}: {name} falls as an image leaks, so this gate would pass the worst; choose one of: "
             f"{rising}",
-            field="fail_above",
+            field=asked,
         )
     if name not in HIGHER_IS_CLOSER:
-        raise unknown_name("metric of a gate", name, HIGHER_IS_CLOSER, field="fail_above")
+        raise unknown_name("metric of a gate", name, HIGHER_IS_CLOSER, field=asked)
     try:
         bound = float(number)
     except ValueError:
         bound = math.nan
     if not math.isfinite(bound):
-        raise SitusError(field="fail_above", value=text, allowed="METRIC=NUMBER, as psnr=20")
+        raise SitusError(field=asked, value=text, allowed="METRIC=NUMBER, as psnr=20")
     most = BEST_PSNR if name.endswith("psnr") else 1.0
     if bound >= most:
         raise SitusError(
-            f"fail_above={text}: {name} is at most {most:g}, so this gate would pass a perfect copy; give less",
-            field="fail_above",
+            f"{asked}={text}: {name} is at most {most:g}, so this gate would pass a perfect copy; give less",
+            field=asked,
         )
     return Limit(name, bound)
 

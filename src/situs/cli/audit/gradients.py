@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from cyclopts import Parameter
 
-from situs.audit import ATTACKS, AuditConfig, Deadline, audit_gradients, audit_settings
+from situs.audit import ATTACKS, AuditConfig, Deadline, audit_gradients, audit_settings, find_defences
 from situs.audit.deadline import first_ctrl_c
-from situs.audit.judge.gate import ABOVE
+from situs.audit.judge.gate import ABOVE, NOT_JUDGED
 from situs.audit.judge.record import junit
 from situs.audit.settings import Comparison
 from situs.audit.text.audit import TextConfig, audit_texts
@@ -46,6 +46,16 @@ class Args(ModelArgs, AuditConfig):
     """Table 5 of MJP, by who knows MJP and who does not: attack x, compare with x (a); attack shuffled x̃,
     compare with x̃ (b), with x (c); γ by --defence mjp=γ."""
 
+    find_defence: Annotated[str | None, Parameter(metavar="METRIC=NUMBER")] = None
+    """Instead of an audit: the weakest setting of each defence under which every attacker that knows it stays at or
+    below this, as psnr=20, with its cost; searched on --count images and held to as many others."""
+
+    private_images: Annotated[int, Parameter(metavar="N")] = 50_000
+    """--find-defence: images of the training whose ε is said, at δ = 1e-5 (the extra dp)."""
+
+    private_epochs: Annotated[int, Parameter(metavar="N")] = 10
+    """--find-defence: and its epochs."""
+
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
     """For all attacks together, in even shares."""
 
@@ -64,7 +74,8 @@ def run(args: Args) -> int:
     data = _check(args)
 
     def say(line: str) -> None:
-        if args.texts or args.settings or args.fail_above or any(ATTACKS[name].slow for name in args.attacks):
+        loud = args.texts or args.settings or args.fail_above or args.find_defence
+        if loud or any(ATTACKS[name].slow for name in args.attacks):
             print(line, file=sys.stderr, flush=True)
 
     deadline = Deadline(say, args.time_limit)
@@ -76,6 +87,8 @@ def run(args: Args) -> int:
         "deadline": deadline,
         "keep": lambda result: write_numbers(result, args.out),
     }
+    if args.find_defence is not None:
+        return _find(args, data, given, deadline)
     with first_ctrl_c(deadline):
         if args.texts is not None:
             found = audit_texts(args.model, args.texts, **texts_given(args, given))
@@ -91,6 +104,16 @@ def run(args: Args) -> int:
         present(found if args.pictures else found.without_pictures(), args.out)
     status = 0 if ruling is None else ruling.status
     return INTERRUPTED if deadline.interrupted and status != ABOVE else status
+
+
+def _find(args: Args, data: str, given: dict[str, Any], deadline: Deadline) -> int:
+    """Looks for remedies; the status is 0 where some setting is named, and that of "not judged" where none is."""
+    assert args.find_defence is not None
+    trained = {"images": args.private_images, "epochs": args.private_epochs}
+    with first_ctrl_c(deadline):
+        found = find_defences(args.model, data, args.find_defence, **trained, **given)
+        present(found, args.out)
+    return INTERRUPTED if deadline.interrupted else 0 if found.found else NOT_JUDGED
 
 
 def texts_given(args: Args, given: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +139,13 @@ def _check(args: Args) -> str:
         said = "give images" if args.data is None else f"texts={args.texts}: and images are given; give images"
         raise SitusError(f"{said} or a file of sentences to attack, one of them", field=("data", "texts"))
     check_folder(args.out)
+    others = {"texts": args.texts, "settings": args.settings, "fail_above": args.fail_above, "junit": args.junit}
+    for name, value in (others | {"defences": args.defences != ("auto",)}).items() if args.find_defence else ():
+        if value:
+            raise SitusError(
+                f"find_defence={args.find_defence}: tries every defence by itself; leave {name} out",
+                field=("find_defence", name),
+            )
     if args.junit is not None and args.fail_above is None:
         raise SitusError(
             f"junit={args.junit}: holds what a gate says, and there is none", field=("junit", "fail_above")

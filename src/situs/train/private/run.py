@@ -87,6 +87,15 @@ class Private:
         forget(run.path)
 
 
+def private_of(config: DpConfig, method: str, augment: AugmentConfig) -> Private | None:
+    """What makes it a run of DP-SGD, where the config asks for one; refuses a recipe that cannot be one."""
+    if not config.on:
+        return None
+    private = Private(config)
+    private.check(method, augment)
+    return private
+
+
 @dataclass(frozen=True)
 class Ledger:
     """Writes what has been spent to the log, after the first step, each epoch and the last step."""

@@ -67,6 +67,8 @@ class PrivateStepper(Stepper):
         self.private.zero_grad(set_to_none=True)
         total, count = None, 0
         for part in parts:
+            if part.draws:
+                raise SitusError("dp: the method draws for itself, and single samples have no draws here", field="dp")
             for at in range(0, len(part.batch.ids), self.at_once):
                 found = self._accumulate(part.batch.part(slice(at, at + self.at_once)))
                 total = found if total is None else total + found

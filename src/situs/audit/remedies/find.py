@@ -1,0 +1,180 @@
+"""The search: each defence's ladder climbed on some images, what is named tried on others, and its cost.
+
+Only attacks decide. A setting is named where the gate of an audit (`judge.gate`) passes it: a closed form that knows
+the defence solved all images, its equations fit, and none is above the limit. Where no attack applies there is no pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from situs.audit.attacks.base import Attack
+from situs.audit.cases import Step, TestSet
+from situs.audit.client import DTYPES
+from situs.audit.deadline import Deadline
+from situs.audit.gradients import attack_gradients
+from situs.audit.judge.gate import Judgement, Limit, parse_limit
+from situs.audit.public import ATTACKED, NOTHING, config_from, open_audit
+from situs.audit.remedies.bisect import Answer, climb
+from situs.audit.remedies.ladders import Rung, cost_of, ladders
+from situs.audit.remedies.result import Remedies, Remedy, Trial
+from situs.backbones.base import Backbone
+from situs.errors import SitusError
+from situs.limits import check_value
+from situs.methods.base import Method
+from situs.results import Provenance
+
+ROUNDS = 3
+"""Times that a setting may fail on images it had not seen and the next stronger one be tried on others."""
+
+ANSWERS: dict[str, Answer] = {"above": "above", "passed": "passed"}
+
+
+class _StoppedError(Exception):
+    """The time is over, or Ctrl-C was pressed."""
+
+
+@dataclass
+class Search:
+    """One victim, its attackers and a limit. trials: all that was tried."""
+
+    victim: Backbone | Method
+    attacks: Sequence[Attack]
+    limit: Limit
+    deadline: Deadline
+    trials: list[Trial] = field(default_factory=list)
+
+    def ask(self, rung: Rung, test: TestSet, *, unseen: bool = False) -> Trial:
+        """What the gate says of a setting on these images; of a batch, on as many as make whole ones."""
+        if self.deadline.spent():
+            raise _StoppedError
+        self.deadline.say(f"{rung.label}: {len(test)} images{' that the search has not seen' * unseen}")
+        part = part_of(test, slice(0, len(test) // rung.step.batch * rung.step.batch))
+        judged = self._judge(rung, part, self.attacks[:1])
+        if judged.answer != "above" and len(self.attacks) > 1:  # who is above is above whatever the others get
+            judged = self._judge(rung, part, self.attacks)
+        value, by = (None, "") if judged.worst is None else (judged.worst.value, judged.worst.attack)
+        answer = ANSWERS.get(judged.answer, "not judged")
+        trial = Trial(rung.label, answer, value, by, judged.said, len(part), unseen)
+        self.trials.append(trial)
+        return trial
+
+    def _judge(self, rung: Rung, test: TestSet, attacks: Sequence[Attack]) -> Judgement:
+        self.deadline.closed = False  # an audit closes it at its end, and there is another behind it
+        given = {"step": rung.step, "deadline": self.deadline, "limit": self.limit}
+        audit = attack_gradients(self.victim, test, attacks, [rung.defence], **given)
+        if audit.stopped is not None:
+            raise _StoppedError
+        assert audit.ruling is not None
+        [judged] = audit.ruling.judgements
+        return judged
+
+    def remedy(self, name: str, rungs: Sequence[Rung], searched: TestSet, others: Sequence[TestSet]) -> Remedy:
+        """Climbs one ladder, and holds what it names to images that it has not seen."""
+        seen: dict[int, Trial] = {}
+
+        def ask(rung: int) -> Answer:
+            seen[rung] = self.ask(rungs[rung], searched)
+            return seen[rung].answer
+
+        found = climb(len(rungs), ask)
+        if found.named is None:
+            return Remedy(name, None, _why(found.first_kept, rungs, seen), tried=tuple(seen.values()))
+        named, failed = found.named, list[Trial]()
+        for fresh in others:
+            if len(fresh) < rungs[named].step.batch:
+                continue
+            trial = self.ask(rungs[named], fresh, unseen=True)
+            if trial.answer == "passed" and (named in seen or ask(named) == "passed"):
+                weaker = seen.get(named - 1) or (failed[-1] if failed else None)
+                below = self.ask(rungs[named - 1], fresh, unseen=True) if named else None
+                said = "" if named else "the weakest that was tried"
+                if weaker is not None and weaker.answer == "not judged":
+                    said = "the next weaker one is not above, but nothing proves it"
+                tried = (*seen.values(), *failed)
+                own = seen.get(named)
+                return Remedy(name, rungs[named].label, said, own, trial, weaker, below, tried=tried)
+            failed.append(trial)
+            if named + 1 == len(rungs):
+                break
+            named += 1
+        where = f"{failed[0].setting} passed in the search and not on images it had not seen" if failed else ""
+        said = where or "there are no images left that the search has not seen"
+        return Remedy(name, None, said, tried=(*seen.values(), *failed))
+
+
+def _why(kept: int | None, rungs: Sequence[Rung], seen: Mapping[int, Trial]) -> str:
+    if kept is None:
+        return f"images are above the limit up to the strongest setting, {rungs[-1].label}"
+    said = f"not judged from {rungs[kept].label} on, which is no pass: {seen[kept].said}"
+    return said if kept == 0 else f"above the limit up to {rungs[kept - 1].label}; {said}"
+
+
+def part_of(test: TestSet, span: slice) -> TestSet:
+    """Some of the images."""
+    return TestSet(test.pixels[span], test.labels[span], test.normalisation, test.names[span])
+
+
+def find_defences(
+    model: Any,
+    data: str | Path,
+    limit: str = "psnr=20",
+    *,
+    attacks: Sequence[str | Attack] = ATTACKED,
+    images: int = 50_000,
+    epochs: int = 10,
+    deadline: Deadline | None = None,
+    keep: Callable[[Remedies], Any] | None = None,
+    facts: Mapping[str, Any] = NOTHING,
+    **options: Any,
+) -> Remedies:
+    """The weakest setting of each defence under which every attack stays at or below a limit, and what it costs.
+
+    Defences: noise, clipping with noise (DP-SGD's form), batch size, names withheld, precision. limit: as psnr=20, for
+    the image that comes back best. options: as of `audit_gradients`; `count` images are searched on, and as many others
+    decide whether what was found holds. images, epochs: of the training whose ε is said. Where the deadline ends it,
+    what is there is returned and says so.
+    """
+    for name, value in (("images", images), ("epochs", epochs)):
+        check_value(name, value, ">= 1")
+    config, asked = config_from(options)
+    bound = parse_limit(limit, "find_defence")
+    wanted = config.count
+    opened = open_audit(model, data, attacks, config, asked, count=wanted * (1 + ROUNDS))
+    victim, test = opened.victim, opened.test
+    if len(test) < 2:
+        raise SitusError(
+            "one image: half of them must be kept from the search; give two or more", field=("data", "count")
+        )
+    size = min(wanted, len(test) // 2)
+    searched, rest = part_of(test, slice(0, size)), part_of(test, slice(size, None))
+    others = [part_of(rest, slice(at, at + size)) for at in range(0, len(rest) - size + 1, size)]
+    step = Step(config.batch, config.local_steps, DTYPES[config.precision], config.seed, epoch=victim.epoch)
+    search = Search(victim.trains, opened.attacks, bound, deadline or Deadline())
+    found: list[Remedy] = []
+    names = [attack.name for attack in opened.attacks]
+    stopped = None
+
+    def result() -> Remedies:
+        provenance = Provenance({**opened.origin, "model": victim.model.backbone.name, **facts}, left_out=test.left_out)
+        held = (victim.model.backbone.name, bound, tuple(found), size, size, names)
+        return Remedies(*held, stopped=stopped, notes=victim.notes, provenance=provenance)
+
+    try:
+        for name, rungs in ladders(victim.trains, searched, step).items():
+            each = search.remedy(name, rungs, searched, others)
+            if each.named is not None:
+                rung = next(rung for rung in rungs if rung.label == each.named)
+                each = replace(each, cost=cost_of(victim.trains, rung, searched, images, epochs))
+            found.append(each)
+            if keep is not None:
+                keep(result())
+    except (_StoppedError, KeyboardInterrupt) as error:
+        if isinstance(error, KeyboardInterrupt):
+            search.deadline.interrupt()
+        search.deadline.closed = True
+        stopped = f"{search.deadline.reason}, with {len(found)} defences finished"
+    return result()

@@ -1,0 +1,147 @@
+"""The settings of each defence, from weak to strong, and what one of them costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from situs.audit.cases import Step, TestSet
+from situs.audit.client import DTYPES, names_sent, parameter_names, victim_gradients
+from situs.audit.defences import Clip, Defence, NoDefence, Noise, Withhold, method_of
+from situs.backbones.base import Backbone
+from situs.errors import SitusError
+from situs.methods.base import Method
+from situs.train.private.accounting import epsilon_of
+
+A_DECADE = 4
+"""Rungs for a factor of ten in the noise."""
+
+WEAK, STRONG = -8, 3
+"""The decades of noise that are searched, in units of the gradient's own size."""
+
+LEAST_NOISE = 0.3
+"""Noise multiplier below which ε says nothing any more, and takes its accountant forever."""
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One setting: what is done to the gradients, and how the step is made."""
+
+    label: str
+    defence: Defence
+    step: Step
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the gradients of the images are: root mean square of a number, and median norm of an image's."""
+
+    rms: float
+    norm: float
+
+
+def scale_of(victim: Backbone | Method, test: TestSet, step: Step, count: int = 4) -> Scale:
+    """From a few images, without a defence."""
+    norms, size = [], 1
+    for i in range(min(count, len(test))):
+        sent = victim_gradients(
+            victim, test.pixels[i : i + 1], test.labels[i : i + 1], seed=step.seed, epoch=step.epoch
+        )
+        flat = torch.cat([g.double().flatten() for g in sent.values()])
+        norms.append(float(flat.norm()))
+        size = flat.numel()
+    middle = sorted(norms)[len(norms) // 2]
+    return Scale(middle / math.sqrt(size), middle)
+
+
+def ladders(victim: Backbone | Method, test: TestSet, step: Step) -> dict[str, list[Rung]]:
+    """Every ladder by its defence's name; each opens with the weakest setting."""
+    scale = scale_of(victim, test, step)
+    powers = [10 ** (k / A_DECADE) for k in range(WEAK * A_DECADE, STRONG * A_DECADE + 1)]
+    noises = [Noise(_round(scale.rms * power)) for power in powers]
+    # Of m · C on the sum each number gets m · C / batch: the same range of noise on a number.
+    norm = _round(scale.norm)
+    clips = [Clip(norm, _round(scale.rms * power * step.batch / norm)) for power in powers]
+    backbone = victim if isinstance(victim, Backbone) else victim.backbone
+    found = {
+        "noise": [Rung(each.label, each, step) for each in noises],
+        "clip": [Rung(each.label, each, step) for each in clips],
+        "batch": [
+            Rung(f"batch {size}", NoDefence(), replace(step, batch=size))
+            for size in (2**k for k in range(len(test).bit_length()))
+            if step.batch <= size <= len(test)
+        ],
+        "withhold": [
+            Rung(each.label, each, step)
+            for each in (Withhold(depth) for depth in range(len(_blocks(backbone)) + 1))
+            if each.refuses(backbone) is None
+        ],
+        "precision": [Rung(name, NoDefence(), replace(step, dtype=DTYPES[name])) for name in ("fp32", "fp16", "bf16")],
+    }
+    return {name: rungs for name, rungs in found.items() if rungs}
+
+
+def _blocks(backbone: Backbone) -> Sequence[object]:
+    return () if "tokens" in backbone.refusals else backbone.block_modules()
+
+
+def _round(value: float) -> float:
+    """Three digits, so that what is printed is what was tried."""
+    return float(f"{value:.3g}")
+
+
+# --- what it costs ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """cosine: of what is sent with the gradient itself, the mean over some images. share: of the numbers that are sent.
+    epsilon: of DP-SGD with this noise, where it is one; promise: the same in words."""
+
+    cosine: float
+    share: float
+    epsilon: float | None
+    promise: str
+
+
+def cost_of(
+    victim: Backbone | Method, rung: Rung, test: TestSet, images: int, epochs: int, delta: float = 1e-5
+) -> Cost:
+    """What a setting takes from the training, and promises. images, epochs: of the training that ε is said of."""
+    step, defence, batch = rung.step, rung.defence, rung.step.batch
+    method = method_of(defence, victim, step.seed)
+    sizes, whole = names_sent(method, defence), parameter_names(method)
+    cosines = []
+    for number in range(max(1, min(4, len(test) // batch))):
+        span = slice(number * batch, (number + 1) * batch)
+        ids = torch.arange(span.start, span.stop)
+        fields = {"local_steps": step.local_steps, "seed": step.seed, "epoch": step.epoch, "ids": ids}
+        x, y = test.pixels[span], test.labels[span]
+        sent = victim_gradients(victim, x, y, defence=defence, dtype=step.dtype, **fields)
+        own = victim_gradients(victim, x, y, **fields)
+        one = torch.cat(
+            [(sent[name] if name in sent else torch.zeros_like(g)).double().flatten() for name, g in own.items()]
+        )
+        other = torch.cat([g.double().flatten() for g in own.values()])
+        cosines.append(float(torch.nn.functional.cosine_similarity(one, other, dim=0)))
+    share = sum(sizes.values()) / sum(p.numel() for p in whole.values())
+    epsilon, promise = _promised(defence, batch, images, epochs, delta)
+    return Cost(sum(cosines) / len(cosines), share, epsilon, promise)
+
+
+def _promised(defence: Defence, batch: int, images: int, epochs: int, delta: float) -> tuple[float | None, str]:
+    """ε at δ for a training on so many images, by batches of this size."""
+    if not isinstance(defence, Clip):
+        return None, "none: no gradient is bounded" if isinstance(defence, Noise) else "none"
+    if defence.multiplier < LEAST_NOISE:
+        return None, f"none worth its name: noise of {defence.multiplier:.3g} · C"
+    steps = max(1, epochs * images // batch)
+    said = f"n = {images:,}, batch {batch}, {epochs} epochs, δ = {delta:g}"
+    try:
+        found = epsilon_of(defence.multiplier, batch / images, steps, delta)
+    except SitusError as error:
+        return None, f"not computed: {error}"
+    return found, f"ε = {found:.3g} ({said})"

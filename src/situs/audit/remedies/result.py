@@ -1,0 +1,118 @@
+"""What a search for remedies comes to: for each defence the setting that it names, what was tried, and its cost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, ClassVar
+
+from situs.audit.judge.gate import Limit
+from situs.audit.remedies.bisect import Answer
+from situs.audit.remedies.ladders import Cost
+from situs.results import Cell, Result, Summary, Table
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One setting against the attackers. worst: of the image that came back best, by the limit's metric; None where
+    nothing was tried. said: the gate's reason. unseen: whether the search had not seen these images."""
+
+    setting: str
+    answer: Answer
+    worst: float | None
+    by: str
+    said: str
+    images: int
+    unseen: bool = False
+
+    @property
+    def cell(self) -> str:
+        value = "" if self.worst is None else f", {self.worst:.3g} by {self.by}"
+        return f"{self.answer}{value}"
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """One defence. named: its weakest setting that passed, also on images that the search had not seen; None where
+    there is none, and `said` why. seen, unseen: what the gate said of it; weaker, weaker_unseen: of the next weaker
+    one."""
+
+    defence: str
+    named: str | None
+    said: str
+    seen: Trial | None = None
+    unseen: Trial | None = None
+    weaker: Trial | None = None
+    weaker_unseen: Trial | None = None
+    cost: Cost | None = None
+    tried: Sequence[Trial] = ()
+
+
+@dataclass(frozen=True)
+class Remedies(Result):
+    """All defences. searched, held_out: images that the search saw, and those it did not."""
+
+    file: ClassVar[str] = "defences"
+
+    model: str
+    limit: Limit
+    remedies: Sequence[Remedy]
+    searched: int
+    held_out: int
+    attacks: Sequence[str]
+    stopped: str | None = field(default=None, kw_only=True)
+    notes: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+
+    @property
+    def found(self) -> list[Remedy]:
+        """Those that name a setting."""
+        return [each for each in self.remedies if each.named is not None]
+
+    def summary(self) -> Summary:
+        """The table of settings, and the sentence."""
+        title = f"{self.model}: weakest settings under which {', '.join(self.attacks)} stay at {self.limit} or below"
+        table = Table(title, *remedy_table(self))
+        return Summary(verdict(self), (table,), () if self.stopped is None else (f"Stopped by {self.stopped}.",))
+
+    def numbers(self) -> dict[str, Any]:
+        """Every trial."""
+        return {
+            "schema": "situs-audit-defences/1",
+            "model": self.model,
+            "limit": str(self.limit),
+            "attacks": list(self.attacks),
+            "searched": self.searched,
+            "held_out": self.held_out,
+            "stopped": self.stopped,
+            "verdict": verdict(self),
+            "defences": [asdict(each) for each in self.remedies],
+            "notes": dict(self.notes),
+        }
+
+
+def remedy_table(found: Remedies) -> tuple[list[str], list[list[Cell]]]:
+    """A row for each defence."""
+    rows: list[list[Cell]] = []
+    for each in found.remedies:
+        cost = each.cost
+        paid = [None, None, None] if cost is None else [f"{cost.cosine:.3f}", f"{100 * cost.share:.3g} %", cost.promise]
+        shown = [None if trial is None else trial.cell for trial in (each.unseen, each.weaker, each.weaker_unseen)]
+        rows.append([each.defence, each.named, *shown, *paid, each.said])
+    header = ["defence", "weakest that passes", "on unseen images", "next weaker", "the same on unseen images"]
+    return [*header, "cosine with the gradient", "sent", "promise", "remark"], rows
+
+
+def verdict(found: Remedies) -> str:
+    """What a reader needs first."""
+    if not found.found:
+        return (
+            f"No setting that was tried keeps the gate {found.limit} against attackers that know it. Where nothing "
+            "applies, nothing is known: that is no remedy."
+        )
+    named = "; ".join(str(each.named) for each in found.found)
+    others = [each.defence for each in found.remedies if each.named is None]
+    left = f" None was found for {', '.join(others)}." if others else ""
+    return (
+        f"The gate {found.limit} is kept under: {named}. Each passed on {found.held_out} images that the search had "
+        f"not seen, against {', '.join(found.attacks)}; an attack that is not among these may do better.{left}"
+    )

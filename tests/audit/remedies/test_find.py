@@ -1,0 +1,140 @@
+"""The search for remedies on a small victim: what it names passes on other images, and the rung below does not."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from situs.audit import Deadline, audit_gradients, create_defence, find_defences
+from situs.audit.cases import Step, TestSet
+from situs.audit.client import victim_gradients
+from situs.audit.defences import Clip, NoDefence, Noise, Withhold
+from situs.audit.remedies.find import Search, part_of
+from situs.audit.remedies.ladders import Rung, cost_of, ladders, scale_of
+from situs.audit.remedies.result import Remedies
+from situs.backbones import create_backbone
+from situs.backbones.base import Backbone
+from situs.errors import SitusError
+from situs.pages import make_page
+
+
+@pytest.fixture(scope="module")
+def victim() -> Backbone:
+    torch.manual_seed(0)
+    args = {"depth": 2, "embed_dim": 48, "num_heads": 2}
+    asked = {"img_size": 28, "patch_size": 7, "in_chans": 1, "num_classes": 5, "model_args": args}
+    return create_backbone("vit_tiny_patch16_224", **asked).eval()
+
+
+@pytest.fixture(scope="module")
+def found(victim: Backbone) -> Remedies:
+    return find_defences(victim, "samples", "psnr=20", attacks=["patchembed"], count=4)
+
+
+def test_what_it_names_passes_on_images_it_did_not_see_and_the_next_weaker_one_fails(
+    found: Remedies, victim: Backbone
+) -> None:
+    by = {each.defence: each for each in found.remedies}
+    assert [*by] == ["noise", "clip", "batch", "withhold", "precision"]
+    for name in ("noise", "clip"):
+        each = by[name]
+        assert each.named is not None and each.unseen is not None and each.weaker is not None
+        assert (each.unseen.answer, each.unseen.unseen) == ("passed", True)
+        assert each.unseen.worst is not None and each.unseen.worst <= 20
+        assert each.weaker.answer == "above" and each.weaker.worst is not None and each.weaker.worst > 20
+    # By an audit of its own, on the same images: the first four.
+    weaker = next(d for d in _noises(victim) if d.label == by["noise"].weaker.setting)
+    named = next(d for d in _noises(victim) if d.label == by["noise"].named)
+    assert named.sigma / weaker.sigma == pytest.approx(10**0.25, rel=0.01)
+    asked = {"attacks": ["patchembed"], "defences": [weaker, named]}
+    seen = audit_gradients(victim, "samples", count=4, fail_above="psnr=20", **asked).ruling
+    assert seen is not None
+    assert [each.answer for each in seen.judgements] == ["above", "passed"]
+
+
+def _noises(victim: Backbone) -> list[Noise]:
+    from situs.audit.public import AuditConfig, open_audit
+
+    test = open_audit(victim, "samples", ["patchembed"], AuditConfig(count=4), {}).test
+    rungs = ladders(victim, test, Step())["noise"]
+    return [rung.defence for rung in rungs if isinstance(rung.defence, Noise)]
+
+
+def test_where_no_attack_applies_nothing_is_named_and_the_reason_is_given(found: Remedies) -> None:
+    by = {each.defence: each for each in found.remedies}
+    for name in ("batch", "withhold"):
+        assert by[name].named is None and "no pass" in by[name].said, name
+    assert by["precision"].named is None and "up to the strongest setting, bf16" in by["precision"].said
+    assert "Where nothing" not in found.summary().sentence
+    assert "None was found for batch, withhold, precision" in found.summary().sentence
+    numbers = found.to_json()
+    assert [each["named"] for each in numbers["defences"]][2:] == [None] * 3
+    assert "no pass" in make_page(found).render()
+
+
+def test_a_setting_that_fails_on_other_images_gives_way_to_a_stronger_one(
+    victim: Backbone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from situs.audit.remedies.result import Trial
+
+    test = TestSet(torch.zeros(6, 1, 28, 28), torch.zeros(6, dtype=torch.int64), ([0.5], [0.5]))
+    rungs = [Rung(str(i), NoDefence(), Step()) for i in range(6)]
+    parts = [part_of(test, slice(at, at + 2)) for at in (0, 2, 4)]
+    search = Search(victim, (), None, Deadline())  # pyright: ignore[reportArgumentType]
+    passes = {"0": 3, "2": 4, "4": 4}  # the weakest rung that passes on each part, by the name of its first image
+
+    def ask(rung: Rung, part: TestSet, *, unseen: bool = False) -> Trial:
+        answer = "passed" if int(rung.label) >= passes[part.names[0]] else "above"
+        return Trial(rung.label, answer, 1.0, "x", "", 2, unseen)
+
+    monkeypatch.setattr(search, "ask", ask)
+    each = search.remedy("noise", rungs, parts[0], parts[1:])
+    assert each.named == "4" and each.unseen is not None and each.unseen.answer == "passed"
+    assert each.weaker_unseen is not None and each.weaker_unseen.answer == "above"
+    passes |= {"2": 9, "4": 9}
+    none = search.remedy("noise", rungs, parts[0], parts[1:])
+    assert none.named is None and "3 passed in the search and not on images" in none.said
+
+
+def test_the_cost_is_the_cosine_with_the_gradient_what_is_sent_and_what_is_promised(victim: Backbone) -> None:
+    chance = torch.Generator().manual_seed(0)
+    test = TestSet(torch.randn(2, 1, 28, 28, generator=chance), torch.tensor([0, 1]), ([0.5], [0.5]))
+    step = Step()
+    free = cost_of(victim, Rung("none", NoDefence(), step), test, 100, 1)
+    assert free.cosine == pytest.approx(1) and free.share == 1 and free.epsilon is None
+    scale = scale_of(victim, test, step)
+    noisy = cost_of(victim, Rung("n", Noise(scale.rms), step), test, 100, 1)
+    assert noisy.cosine == pytest.approx(1 / math.sqrt(2), abs=0.05)  # as much noise as gradient
+    withheld = Withhold(2)
+    cost = cost_of(victim, Rung("w", withheld, step), test, 100, 1)
+    sent = victim_gradients(victim, test.pixels[:1], test.labels[:1], defence=withheld)
+    assert {name.split(".")[1] for name in sent} == {"norm", "head"}
+    assert cost.share == sum(g.numel() for g in sent.values()) / sum(p.numel() for p in victim.parameters())
+    assert "worth its name" in cost_of(victim, Rung("c", Clip(1.0, 0.01), step), test, 100, 1).promise
+
+
+def test_epsilon_is_that_of_the_training_that_is_named(victim: Backbone) -> None:
+    pytest.importorskip("opacus")
+    from situs.train.private.accounting import epsilon_of
+
+    test = TestSet(torch.zeros(2, 1, 28, 28), torch.tensor([0, 1]), ([0.5], [0.5]))
+    cost = cost_of(victim, Rung("c", Clip(1.0, 1.0), Step(batch=2)), test, 1000, 2)
+    assert cost.epsilon == pytest.approx(epsilon_of(1.0, 2 / 1000, 1000, 1e-5))
+    assert cost.promise.endswith("(n = 1,000, batch 2, 2 epochs, δ = 1e-05)")
+
+
+def test_a_search_that_is_stopped_says_how_far_it_came(victim: Backbone, tmp_path: Path) -> None:
+    stopped = find_defences(
+        victim, "samples", "psnr=20", attacks=["patchembed"], count=2, deadline=Deadline(seconds=1e-6)
+    )
+    assert stopped.stopped is not None and not stopped.found
+    assert "0 defences finished" in str(stopped)
+    with pytest.raises(SitusError, match="mse falls as an image leaks") as error:
+        find_defences(victim, "samples", "mse=1", attacks=["patchembed"])
+    assert error.value.field == "find_defence"
+    for text in ("withhold=1.5", "withhold=-1"):
+        with pytest.raises(SitusError, match="whole number of blocks"):
+            create_defence(text)
