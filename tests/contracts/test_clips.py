@@ -11,9 +11,13 @@ import pytest
 import torch
 
 from situs.cli.main import main
+from situs.data.audio import AudioConfig
+from situs.data.augment.recipes import AugmentConfig
 from situs.data.config import DataConfig
+from situs.data.loader import make_loader
 from situs.data.sources import judged_split, kind_of, open_source, splits_at
 from situs.data.sources.speech import WORDS
+from situs.errors import SitusError
 from situs.models import Model, open_model
 from situs.models.data import load_set
 from situs.train.checkpoint import RunFolder
@@ -252,6 +256,23 @@ def test_what_is_for_images_is_one_sentence(
     look = ["--device", "cpu", "--out", str(tmp_path / "look")]
     assert "corruptions are of images" in refused(["evaluate", "robustness", str(tuned), *look], capsys)
     assert not (tmp_path / "run").exists() and not (tmp_path / "packed").exists()
+
+
+def test_few_labels_of_each_word(clips: Path) -> None:
+    config = AudioConfig(task="commands", seconds=0.2, mels=12, coefficients=12)
+    data = DataConfig(str(clips), kind="audio", audio=config, per_class=2, batch=8)
+    found = make_loader(data, AugmentConfig())
+    assert len(found.source) == 24
+    labels = torch.cat([batch.targets["label"] for batch in found])
+    assert labels.bincount(minlength=12).tolist() == [2] * 12
+
+
+def test_a_model_of_images_is_not_given_clips(tuned: Path, clips: Path) -> None:
+    loader = load_set(open_model(tuned), clips)
+    with pytest.raises(SitusError, match="holds clips, and this looks at pixels"):
+        _ = loader.mean
+    with pytest.raises(SitusError, match="holds clips, and images are asked for"):
+        make_loader(DataConfig(img_size=8), None, source=loader.source)
 
 
 def test_a_flat_folder_is_pretrained_on_and_needs_no_noise(

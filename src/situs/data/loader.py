@@ -72,12 +72,17 @@ class Loader(ABC):
     @property
     def mean(self) -> Tensor:
         """Of images: what was subtracted from each channel."""
-        return self.pipeline.mean
+        return self._pixels().mean
 
     @property
     def std(self) -> Tensor:
         """Of images: what each channel was divided by."""
-        return self.pipeline.std
+        return self._pixels().std
+
+    def _pixels(self) -> ImagePipeline:
+        if not isinstance(self.pipeline, ImagePipeline):
+            raise SitusError(f"{self.source.name}: holds {self.source.things}, and this looks at pixels", field="data")
+        return self.pipeline
 
     @abstractmethod
     def _batches(self, epoch: int, start_step: int) -> Iterator[Batch]: ...
@@ -208,6 +213,8 @@ def make_loader(
     if augment is not None and config.per_class is not None:
         source = PerClass(source, config.per_class)
     clips = config.kind == "audio"
+    if not clips and source.things == "clips":
+        raise SitusError(f"{source.name}: holds clips, and images are asked for", field="data")
     size = None if clips else _resident_size(source, config)
     held = None
     if size is not None or (clips and _holds_clips(source, config)):

@@ -77,6 +77,7 @@ def _as_timm_says(backbone: Backbone, prepared: Mapping[str, Any]) -> dict[str, 
     share = kept / shown if prepared.get("do_center_crop", True) and shown and kept else 1.0
     images = {"mean": prepared.get("image_mean") or (), "std": prepared.get("image_std") or (), "crop_pct": share}
     told = {"num_classes": backbone.num_classes, "pretrained_cfg": images, "problem_type": config.problem_type}
+    told["situs"] = getattr(config, "situs", {})
     names = [config.id2label[number] for number in sorted(config.id2label)]
     if names == [f"LABEL_{number}" for number in range(len(names))]:
         return told

@@ -47,11 +47,12 @@ def read_samples(folder: Path, backbone: Backbone, given: Mapping[str, Path], co
 
 def _images(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
     assert backbone.input.patch is not None
-    source = Subset(open_source(str(path), labels=False, channels=backbone.input.channels), count)
+    told = described(folder, backbone)
+    data = images_for(backbone, told.get("pretrained_cfg", {}), str(path), audio=told.get("situs", {}).get("audio"))
+    assert data is not None  # it has channels
+    source = Subset(open_source(str(path), labels=False, **data.wanted()), count)
     if not len(source):
         raise SitusError(f"images={path}: holds no images", field="images")
-    data = images_for(backbone, described(folder, backbone).get("pretrained_cfg", {}), str(path))
-    assert data is not None  # it has channels
     data = replace(data, crop_share=1.0, batch=min(count, 64), workers=0)  # all that there is to see
     whole = torch.cat([batch.inputs for batch in make_loader(data, None, source=source)])
     return Samples(shifted(whole, pair(backbone.input.patch)), whole.split(1), f"{len(whole)} unlabelled images")
