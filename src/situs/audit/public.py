@@ -12,6 +12,7 @@ from situs.audit.attacks import create_attack
 from situs.audit.attacks.adaptive.attack import AdaptiveConfig
 from situs.audit.attacks.base import Attack
 from situs.audit.attacks.matching.search import MatchingConfig
+from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.cases import SETTINGS, Step, TestSet
 from situs.audit.client import DTYPES
 from situs.audit.deadline import Deadline
@@ -25,12 +26,12 @@ from situs.audit.settings import RATIO, Comparison, compare_settings, contestant
 from situs.audit.victim import Victim, load_test_set, open_predictor, open_victim
 from situs.config import Checked
 from situs.errors import SitusError
-from situs.limits import Count
+from situs.limits import Count, Positive
 from situs.methods.base import Method
 from situs.results import Provenance
 
 ATTACKED = ("patchembed", "april", "tokens")
-"""The attacks where none are named: closed forms, which take seconds."""
+"""The attacks where none are named: closed forms, which take seconds where no search is left to make."""
 
 AUTO, DEFENDED, AS_IT_IS = ("auto",), ("none", "noise", "clip", "no-pe-gradient"), ("none",)
 """The defences where none are named: for a page, and for a gate, which judges what would be sent."""
@@ -74,6 +75,9 @@ class AuditConfig(Checked):
 
     restarts: Count = 1
     """matching: starts; the best match is kept."""
+
+    search_seconds: Positive = TokensConfig.seconds
+    """tokens: of search for one upload, at most."""
 
     predictor: str | None = None
     """adaptive-mjp: a run of MP3 that orders hidden patches."""
@@ -228,7 +232,8 @@ def open_audit(
     """The model, the images and the attacks; names are looked up before anything is opened. count: of the images,
     where it is not the config's."""
     search = MatchingConfig(distance=config.distance, iterations=config.iterations, restarts=config.restarts)
-    made = [create_attack(attack, search) for attack in _each("attacks", attacks)]
+    configs = [search, TokensConfig(seconds=config.search_seconds)]
+    made = [create_attack(attack, *configs) for attack in _each("attacks", attacks)]
     if config.predictor is not None and not any(attack.Config is AdaptiveConfig for attack in made):
         raise SitusError(f"predictor={config.predictor}: only adaptive-mjp asks it", field=("predictor", "attacks"))
     lpips = None if config.lpips is None else Lpips(config.lpips)
@@ -236,7 +241,7 @@ def open_audit(
     opened = victim.model
     if config.predictor is not None:
         helper = AdaptiveConfig(predictor=open_predictor(config.predictor, opened.backbone, opened.device))
-        made = [create_attack(attack, search, helper) for attack in _each("attacks", attacks)]
+        made = [create_attack(attack, *configs, helper) for attack in _each("attacks", attacks)]
     test = load_test_set(victim, data, count or config.count, config.split, opened.device)
     if opened.tuning.parts != "all" and isinstance(victim.trains, Method):
         victim = replace(victim, notes={**victim.notes, **what_is_left(victim.trains, test)})

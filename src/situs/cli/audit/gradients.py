@@ -35,7 +35,7 @@ class Args(ModelArgs, AuditConfig):
     words, tokens or sentences (shares)."""
 
     attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = ("patchembed", "april", "tokens")
-    """Apart by commas; matching, april-optimisation, adaptive-mjp take minutes."""
+    """Apart by commas; matching, april-optimisation, adaptive-mjp take minutes, tokens where it must search."""
 
     defences: Annotated[tuple[str, ...], Parameter(name="--defence", metavar="NAMES")] = ("auto",)
     """Apart by commas, settings behind "=": noise=1e-4, clip=0.5, mjp=0.27; for a run of MJP none is its own

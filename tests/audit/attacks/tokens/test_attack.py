@@ -11,7 +11,9 @@ from victims import vit
 from situs.audit import Knowledge, create_attack
 from situs.audit.attacks.base import Ready, Recovery, Refused
 from situs.audit.client import victim_gradients
+from situs.audit.deadline import Deadline
 from situs.audit.defences import Clip, Defence, MaskedJigsaw, NoDefence, Noise, NoPositionGradient
+from situs.backbones import create_backbone
 
 
 def photographs(count: int = 1, size: int = 16) -> torch.Tensor:
@@ -79,6 +81,8 @@ def test_what_it_cannot_do_is_said() -> None:
     assert "adaptive-mjp" in reason(defence=MaskedJigsaw())
     assert "blocks.0.attn.proj.weight is not sent" in reason(sent={n for n in names if "attn.proj" not in n})
     assert "not fewer than 32 channels" in reason(vit(size=24, width=32))
+    large = create_backbone("vit_small_patch16_224", positions="none", model_args={"depth": 1}).eval()
+    assert "a round of search for them takes about" in reason(large)
     steps = attack.prepare(backbone, names, Knowledge(local_steps=3))
     assert isinstance(steps, Ready) and "3 local steps" in str(steps.caveat)
 
@@ -91,3 +95,31 @@ def test_weights_that_changed_are_read_again() -> None:
         assert psnr(attack.recover(backbone, [sent]).images, x) > 60
         with torch.no_grad():
             backbone.model.pos_embed.add_(torch.randn_like(backbone.model.pos_embed))
+
+
+def test_a_fixed_table_of_sines_is_no_defence() -> None:
+    backbone, x = vit(size=12, positions="sincos").float(), photographs(size=12)
+    found = attacked(backbone, x, NoDefence())
+    assert psnr(found.images, x) > 54
+    [fact] = found.facts
+    assert fact["fits"] is True and int(fact["open_directions"] or 0) > 0 and "hidden" not in fact
+
+
+def test_a_batch_of_two_comes_apart() -> None:
+    backbone, x = vit(size=8).float(), photographs(2, size=8)
+    found = attacked(backbone, x, NoPositionGradient())
+    assert found.images.shape == x.shape
+    best = max(psnr(found.images, x), psnr(found.images.flip(0), x))
+    assert best > 54
+    assert found.facts[0]["fits"] is True and found.facts[0]["patches_that_fit"] == 8
+
+
+def test_time_that_is_over_is_told_as_a_part() -> None:
+    backbone, x = vit(size=12, positions="sincos").float(), photographs(size=12)
+    sent = victim_gradients(backbone, x, torch.tensor([0]))
+    clock = iter(range(10_000))
+    deadline = Deadline(seconds=1.0, clock=lambda: float(next(clock)))
+    found = create_attack("tokens").recover(backbone, [sent], Knowledge(), deadline)
+    assert found.partial == "a part of the last image's search"
+    assert found.facts[0]["fits"] is False and "not every patch is proved" in str(found.facts[0]["verdict"])
+    assert found.images.isfinite().all()

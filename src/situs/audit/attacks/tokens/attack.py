@@ -1,31 +1,54 @@
-"""The attack on tokens: exact pixels without a gradient of positions.
+"""The attack on tokens: exact pixels without a gradient of positions, from batches and without a table.
 
 What enters the layers of the first block lies in the row spaces of their gradients. For one image and a table that
 tells every place apart that is one linear solve (`linear`); attention, labels and loss do not matter, nor whether the
-table is trained, sent or fixed. How much stays open is counted beforehand (`count`) and told.
+table is trained, sent or fixed. How much stays open is counted beforehand (`count`) and told; the MLP's activation
+tells that apart, token by token (`search`, `roots`), and what attention gave the tokens which of them are one image
+(`images`).
 """
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Collection, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent
-from situs.audit.attacks.spans import SOLVED, TELLING
+from situs.audit.attacks.spans import SOLVED, TELLING, Span
 from situs.audit.attacks.tokens.block import Block, NoBlockError
 from situs.audit.attacks.tokens.count import Counts, count
+from situs.audit.attacks.tokens.images import TOGETHER, disagreement, make_images
 from situs.audit.attacks.tokens.linear import Family, Misfit, Spans, family_of, misfit, read_spans, weigh
+from situs.audit.attacks.tokens.roots import find_roots
+from situs.audit.attacks.tokens.search import Effort, Range, Search
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.stem import to_images
 from situs.backbones.base import Backbone
 
 BLURRED = "rounding and noise blur the row spaces so far that a wrong token passes like a right one: nothing is proved"
+
+PROOF = "every token lies in the row spaces of the first block's gradients up to rounding"
+
+SPEED = (5e9, 1e12)
+"""Products in float64 a second on one core, and on a device."""
+
+LONG = 4.0
+"""A search is begun if one round of it takes no longer than this many times the seconds it is given."""
+
+
+@dataclass(frozen=True)
+class TokensConfig(Effort):
+    """How long it searches where linear equations leave something open."""
+
+    seconds: float = 60.0
+    """For one upload, at most. A search that needs far longer on this device is not begun, which is said."""
 
 
 class TokenSpans(Attack):
@@ -37,6 +60,9 @@ class TokenSpans(Attack):
         "not matter whether they are learned or fixed"
     )
     closed_form: ClassVar[bool] = True
+    slow: ClassVar[bool] = True
+    Config: ClassVar[type[TokensConfig]] = TokensConfig
+    config: TokensConfig
 
     def __init__(self, config: object = None) -> None:
         super().__init__(config)
@@ -49,16 +75,18 @@ class TokenSpans(Attack):
         if known.trained(backbone).hidden_share is not None:
             return Refused("patches whose places are hidden are what adaptive-mjp separates")
         layers, stem = block.layers, block.stem
-        reads = (*layers.qkv, layers.proj, *layers.fc1)
         patches = (stem.weight,) if stem.weight in sent else ()
-        if refused := absent(sent, reads):
-            return refused
         counts = count(block, known.batch, bool(patches))
         if counts.full:
             return Refused(counts.full)
-        if counts.open:
-            return Refused(counts.reason)
-        return Ready((*patches, *reads), _caveat(known))
+        reads = (*layers.qkv, layers.proj, *layers.fc1, *([layers.fc2] if counts.open else []))
+        cost = counts.work * self.config.steps / SPEED[block.weight.device.type != "cpu"]
+        if counts.open and cost > LONG * self.config.seconds:
+            return Refused(
+                f"{counts.reason}; a round of search for them takes about {cost / 60:.0f} min on this device, and "
+                f"{self.config.seconds:g} s were given for one upload"
+            )
+        return absent(sent, reads) or Ready((*patches, *reads), _caveat(known))
 
     @torch.no_grad()
     def recover(
@@ -77,11 +105,57 @@ class TokenSpans(Attack):
             if images and deadline.over():
                 break
             counts = count(block, known.batch, block.stem.weight in upload)
-            spans = read_spans(block, upload, counts, known.defence.noise_level(known.batch) > 0)
-            found = solve(block, spans, counts)
-            images.append(to_images(found.fixed.x.unsqueeze(0), block.backbone, block.stem)[0])
-            facts.append(_facts(counts, misfit(block, spans, found.fixed)))
-        return Recovery(torch.stack(images).float(), facts)
+            even = known.defence.noise_level(known.batch) > 0
+            spans = read_spans(block, upload, counts, even)
+            if counts.open:
+                late = Span(upload[block.layers.fc2], counts.fc2, even)
+                patches, fact = self._searched(block, spans, late, counts, known, deadline)
+            else:
+                found = solve(block, spans, counts)
+                patches, fact = found.fixed.x.unsqueeze(0), _facts(counts, misfit(block, spans, found.fixed))
+            images.append(to_images(patches, block.backbone, block.stem))
+            facts.append(fact)
+        cut = deadline.over() and facts[-1]["fits"] is not True and facts[-1]["open_directions"] != 0
+        return Recovery(torch.cat(images).float(), facts, partial="a part of the last image's search" if cut else None)
+
+    def _searched(
+        self, block: Block, spans: Spans, late: Span, counts: Counts, known: Knowledge, deadline: Deadline
+    ) -> tuple[Tensor, dict[str, Fact]]:
+        """The images [B, N, K] of one upload, and what the attacker can say of them."""
+        end = time.monotonic() + self.config.seconds
+        family = family_of(block, spans, counts.open + self.config.loose)
+        search = Search(
+            block,
+            spans,
+            late,
+            family,
+            _pixels(block, known),
+            self.config,
+            lambda: deadline.over() or time.monotonic() > end,
+            deadline.say,
+        )
+        roots = find_roots(search, known.batch)
+        tokens = search.tokens(roots.place, roots.phi)
+        patches, proved = make_images(block, tokens, roots, known.batch)
+        solved = bool(proved.all())
+        told: dict[str, Fact] = {
+            "open_directions": counts.open,
+            "patches_that_fit": int((roots.fit <= SOLVED).sum()),
+            "patches": int(roots.wanted.sum()),
+            "residual": float(roots.fit.max()) if bool(roots.fit.isfinite().all()) else None,
+            "expected_residual": 1.0,
+            "proof": None,
+            "verdict": f"not every patch is proved by the gradients of the first block: {counts.reason}",
+        }
+        together = solved and disagreement(block, patches, tokens) <= TOGETHER
+        if together:
+            told |= {"proof": PROOF, "verdict": None}
+        elif solved:
+            told["verdict"] = "every patch is proved, but not which of them are one image, or in which order they stand"
+        places = block.backbone.positions()
+        if int(roots.wanted.max()) > known.batch and not (together and (places.rotary is not None or places.bias)):
+            told["hidden"] = block.places  # nothing in these gradients tells the order
+        return patches, {**told, "fits": together}
 
     def _block(self, backbone: Backbone) -> Block | str:
         """What the weights tell, or the reason why nothing; read once for as long as they stay."""
@@ -102,6 +176,17 @@ def solve(block: Block, spans: Spans, counts: Counts) -> Family:
     return family_of(block, spans, counts.open, weigh(block, spans, found.fixed))
 
 
+def _pixels(block: Block, known: Knowledge) -> Range:
+    """What a value of a patch can be: black to white; twice a deviation where the normalisation is not known."""
+    values, channels = block.weight.shape[1], block.backbone.input.channels
+    mean, std = known.normalisation or ([0.0] * channels, [0.5] * channels)
+    low, high = ([(end - m) / s for m, s in zip(mean, std, strict=True)] for end in (0.0, 1.0))
+    if known.normalisation is None:
+        low = [-end for end in high]
+    rows = [torch.tensor(ends, dtype=torch.float64).repeat(values // channels).to(block.weight) for ends in (low, high)]
+    return Range(*rows)
+
+
 def _caveat(known: Knowledge) -> str | None:
     if known.local_steps > 1:
         return (
@@ -120,6 +205,6 @@ def _facts(counts: Counts, found: Misfit) -> dict[str, Fact]:
         "residual": ratio,
         "expected_residual": 1.0,
         "fits": fits,
-        "proof": "every token lies in the row spaces of the first block's gradients up to rounding" if fits else None,
+        "proof": PROOF if fits else None,
         "verdict": None if fits else BLURRED if ratio <= SOLVED else FAILED,
     }

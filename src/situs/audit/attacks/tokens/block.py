@@ -43,14 +43,21 @@ class _Call(NamedTuple):
 
 
 class _Calls(TorchFunctionMode):
-    """Notes the products of one forward pass; those whose number is in `instead` are given other inputs.
+    """Notes the products of one forward pass; those whose number is in `instead` are given other inputs, and those in
+    `outcome` give other outputs.
 
     until: the number of the last product that is needed.
     """
 
-    def __init__(self, names: Mapping[int, str], until: int | None, instead: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self,
+        names: Mapping[int, str],
+        until: int | None,
+        instead: Mapping[int, Tensor],
+        outcome: Mapping[int, Tensor],
+    ) -> None:
         super().__init__()
-        self.names, self.until, self.instead = names, until, instead
+        self.names, self.until, self.instead, self.outcome = names, until, instead, outcome
         self.seen: list[_Call] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,12 +65,13 @@ class _Calls(TorchFunctionMode):
         name = self._name(args[1]) if func is F.linear and len(args) > 1 else None
         if name is None:
             return func(*args, **kwargs)
-        args = (self.instead.get(len(self.seen), args[0]), *args[1:])
+        number = len(self.seen)
+        args = (self.instead.get(number, args[0]), *args[1:])
         self.seen.append(_Call(name, args[0]))
         unseen = set(self.names.values()) - {call.name for call in self.seen}
-        if len(self.seen) - 1 == self.until or not unseen:
+        if number == self.until or not unseen:
             raise EnoughError
-        return func(*args, **kwargs)
+        return self.outcome[number] if number in self.outcome else func(*args, **kwargs)
 
     def _name(self, weight: Tensor) -> str | None:
         # A fused weight may be used slice by slice: a slice knows what it was cut from.
@@ -108,9 +116,25 @@ class Block:
 
     def late(self, m: Tensor) -> Tensor:
         """What enters the MLP's last layer for streams m [..., D]: [..., H]."""
-        h = self.norm2.apply(m).reshape(1, -1, m.shape[-1])
-        calls = self._run(self._any(1), dict.fromkeys(range(self._fc1, self._fc2), h), self._fc2)
-        return calls[-1].inputs.reshape(*m.shape[:-1], calls[-1].inputs.shape[-1])
+        weight, bias = self.entry()
+        return self.tail(self.norm2.apply(m) @ weight.T + bias)
+
+    def entry(self) -> tuple[Tensor, Tensor]:
+        """Weight [H', D] and bias [H'] of the MLP's first layers, one below the other."""
+        own = dict(self.backbone.named_parameters())
+        weights: list[Tensor] = [own[name] for name in self.layers.fc1]
+        biases = [own.get(f"{name.removesuffix('weight')}bias") for name in self.layers.fc1]
+        pairs = zip(weights, biases, strict=True)
+        return torch.cat(weights), torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
+
+    def tail(self, entered: Tensor) -> Tensor:
+        """What enters the MLP's last layer for what its first layers gave [..., H']: [..., H]."""
+        sizes = [len(weight) for name, weight in self.backbone.named_parameters() if name in self.layers.fc1]
+        parts = entered.reshape(1, -1, entered.shape[-1]).split(sizes, dim=-1)
+        given = dict(zip(range(self._fc1, self._fc2), parts, strict=True))
+        nothing = self.weight.new_zeros(1, 1, self.backbone.dim)
+        calls = self._run(nothing, {}, self._fc2, outcome=given)
+        return calls[-1].inputs.reshape(*entered.shape[:-1], calls[-1].inputs.shape[-1])
 
     def middle(self, z: Tensor, positions: Any) -> tuple[Tensor, Tensor]:
         """m and o of all tokens of images [B, p + N, ·], with the attention that they pay to each other; z: their
@@ -149,8 +173,8 @@ class Block:
         if len(groups) < 4:
             raise NoBlockError("its first block is not attention and an MLP of two layers, one behind the other")
         qkv, proj, fc1 = groups[0], groups[1], groups[2]
-        self._fc1, self._fc2 = fc1[0], len(calls) - 1
-        if len(proj) > 1 or self._fc2 <= fc1[-1]:
+        self._fc1, self._fc2 = fc1[0], fc1[-1] + 1
+        if len(proj) > 1 or self._fc2 != len(calls) - 1:
             raise NoBlockError("its first block is not attention and an MLP of two layers, one behind the other")
         named = [calls[number].name for number in range(len(calls))]
         self.layers = Layers(
@@ -205,9 +229,16 @@ class Block:
     def _device(self) -> torch.device:
         return next(self.backbone.parameters()).device
 
-    def _run(self, z: Tensor, instead: Mapping[int, Tensor], until: int | None, positions: Any = None) -> list[_Call]:
+    def _run(
+        self,
+        z: Tensor,
+        instead: Mapping[int, Tensor],
+        until: int | None,
+        positions: Any = None,
+        outcome: Mapping[int, Tensor] | None = None,
+    ) -> list[_Call]:
         """The products of a forward pass over tokens z [B, Q, D], without places unless they are given."""
-        calls = _Calls(self._names, until, instead)
+        calls = _Calls(self._names, until, instead, outcome or {})
         try:
             with calls:
                 self.backbone.blocks(self.backbone.assemble(z, positions))

@@ -22,7 +22,8 @@ class Counts(NamedTuple):
     """Ranks by layer (x: the patch embedding's), r_PE as `table`, and the numbers of open directions.
 
     informs: whether the span of queries, keys and values says more than the weights do. structural: combinations of
-    tokens whose places add up to one place pass every linear test. general: unknowns beyond the equations.
+    tokens whose places add up to one place pass every linear test. general: unknowns beyond the equations. work:
+    products of one step of a search at all places.
     """
 
     x: int
@@ -35,6 +36,7 @@ class Counts(NamedTuple):
     full: str
     structural: int
     general: int
+    work: float
 
     @property
     def open(self) -> int:
@@ -71,7 +73,10 @@ def count(block: Block, batch: int, patches_sent: bool = True) -> Counts:
     general = k + proj - first - _equations(block.norm2, dim, fc1)
     full = f"{tokens} tokens are not fewer than {dim} channels, so that every input fits" if tokens >= dim else ""
     ranks = (k, qkv, proj, fc1, fc2, table)
-    return Counts(*ranks, informs, full, tokens - table - prefix, general)
+    structural = tokens - table - prefix
+    free = max(structural, general, 0)
+    work = float(places * free * hidden * (4 * fc2 + free))
+    return Counts(*ranks, informs, full, structural, general, work)
 
 
 def table_rank(block: Block, k: int) -> int:

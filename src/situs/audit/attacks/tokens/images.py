@@ -1,0 +1,112 @@
+"""From tokens to images: which tokens are of one image, and where each stands.
+
+What a token's attention gave it, o, is a mean over the tokens of its own image, so that those of one image are alike:
+every place gives each image one token, by the means of those it has (`_part`). Places that no vector tells apart are
+put in order by their borders.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from situs.audit.attacks.adaptive.ordering import order_hidden
+from situs.audit.attacks.spans import SOLVED
+from situs.audit.attacks.tokens.block import Block
+from situs.audit.attacks.tokens.linear import Tokens
+from situs.audit.attacks.tokens.roots import Roots, shared_places
+
+TOGETHER = 1e-2
+"""Tokens are of one image if its attention gives them their streams up to this share."""
+
+PASSES = 10
+"""Times that every place is given to the images anew, at most."""
+
+SEEDS = 8
+"""Places whose tokens are tried as the first of each image."""
+
+
+def make_images(block: Block, tokens: Tokens, roots: Roots, batch: int) -> tuple[Tensor, Tensor]:
+    """Patches [B, N, K] and whether each is proved [B, N]; what is missing is grey, 0."""
+    first = shared_places(block.base)
+    owner = _part(tokens.o, roots, batch)
+    patches = tokens.x.new_zeros(batch, block.places, tokens.x.shape[1])
+    proved = torch.zeros(batch, block.places, dtype=torch.bool, device=first.device)
+    for image in range(batch):
+        free = torch.ones_like(first, dtype=torch.bool)
+        for number in (owner == image).nonzero()[:, 0].tolist():
+            here = ((first == roots.place[number]) & free).nonzero()[:, 0]
+            if not len(here):
+                continue
+            free[here[0]] = False
+            patches[image, here[0]], proved[image, here[0]] = tokens.x[number], bool(roots.fit[number] <= SOLVED)
+        loose = torch.bincount(first, minlength=len(first))[first] > 1
+        if bool(loose.any()):
+            patches[image] = order_hidden(patches[image], loose, block.backbone.grid, block.stem.patch_size)
+            proved[image] &= bool(proved[image].all())  # the order of those that are missing is not known
+    return _copied(patches, proved, batch)
+
+
+def disagreement(block: Block, patches: Tensor, tokens: Tokens) -> float:
+    """How far the streams of images [B, N, K] behind the block's own attention are from those of their tokens, relative
+    to them, at the worst place: right images, in the right order where attention knows one, have next to nothing."""
+    own, backbone = dict(block.backbone.named_parameters()), block.backbone
+    embedded = patches @ block.weight.T
+    embedded = embedded if block.stem.bias is None else embedded + own[block.stem.bias]
+    streams = block.middle(embedded, backbone.positions())[0][:, backbone.num_prefix :].flatten(0, 1)
+    held = tokens.m[torch.cdist(patches.flatten(0, 1), tokens.x).argmin(dim=1)]
+    return float(((streams - held).norm(dim=1) / held.norm(dim=1)).max())
+
+
+def _copied(patches: Tensor, proved: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """Images that are alike at a place have one root there: the copy is the best guess, and unproved."""
+    if batch > 1:
+        for place in range(patches.shape[1]):
+            there = proved[:, place]
+            if bool(there.any()) and not bool(there.all()):
+                patches[~there, place] = patches[there, place][0]
+    return patches, proved
+
+
+def _part(o: Tensor, roots: Roots, batch: int) -> Tensor:
+    """The image of each token, [T]: one of each place for every image, so that the o of an image are alike."""
+    if batch == 1:
+        return torch.zeros_like(roots.place)
+    best, least = torch.zeros_like(roots.place), torch.inf
+    sure = roots.fit <= SOLVED
+    counts = torch.bincount(roots.place[sure], minlength=len(roots.wanted))
+    whole = (counts == roots.wanted).nonzero()[:, 0]
+    whole = whole[roots.wanted[whole] > 0] if len(whole) else counts.argmax().view(1)
+    away = o - o[sure].mean(dim=0)
+    # The strongest directions alone: what a token's own query adds is noise here.
+    _, _, axes = torch.linalg.svd(away[sure], full_matrices=False)
+    points = away @ axes[: max(batch - 1, 1) * 2].T
+    for seed in whole[torch.linspace(0, len(whole) - 1, min(SEEDS, len(whole))).long()].tolist():
+        owner, cost = _cluster(points, roots, batch, roots.at(seed)[:batch])
+        if cost < least:
+            best, least = owner, cost
+    return best
+
+
+def _cluster(points: Tensor, roots: Roots, batch: int, seeds: Tensor) -> tuple[Tensor, float]:
+    from scipy.optimize import linear_sum_assignment
+
+    centres = points[seeds]
+    if len(centres) < batch:
+        centres = torch.cat([centres, points[: batch - len(centres)]])
+    owner, cost = torch.zeros_like(roots.place), torch.inf
+    for _ in range(PASSES):
+        new, cost = torch.full_like(owner, -1), 0.0
+        for place in roots.place.unique().tolist():
+            here = roots.at(place)
+            away = torch.cdist(points[here], centres)
+            slots = max(1, int(roots.wanted[place]) // batch)
+            wide = away.repeat_interleave(slots, dim=1).square()
+            rows, columns = linear_sum_assignment(wide.cpu().numpy())
+            new[here[torch.from_numpy(rows)]] = torch.from_numpy(columns).to(new) // slots
+            cost += float(wide[torch.from_numpy(rows), torch.from_numpy(columns)].sum())
+        if torch.equal(new, owner):
+            break
+        owner = new
+        centres = torch.stack([points[owner == image].mean(dim=0) for image in range(batch)])
+    return owner, cost

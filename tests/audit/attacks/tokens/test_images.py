@@ -1,0 +1,60 @@
+"""Which tokens are one image: parted by what attention gave them, and held to the block's own forward pass."""
+
+from __future__ import annotations
+
+import torch
+from victims import vit
+
+from situs.audit.attacks.tokens.block import Block
+from situs.audit.attacks.tokens.images import TOGETHER, disagreement, make_images
+from situs.audit.attacks.tokens.linear import Tokens
+from situs.audit.attacks.tokens.roots import Roots
+from situs.core.tokens import patchify
+
+
+@torch.no_grad()
+def scene(batch: int) -> tuple[Block, Tokens, Roots, torch.Tensor]:
+    """True tokens of a batch in any order."""
+    block = Block(vit().requires_grad_(False))
+    chance = torch.Generator().manual_seed(2)
+    x = torch.rand(batch, 3, 1, 1, generator=chance, dtype=torch.float64) * 2 - 1
+    x = x + 0.3 * torch.randn(batch, 3, 16, 16, generator=chance, dtype=torch.float64)
+    patches = patchify(x, (4, 4))
+    m, o = (part[:, 1:].flatten(0, 1) for part in block.middle(block.backbone.embed(x), block.backbone.positions()))
+    flat = patches.flatten(0, 1)
+    order = torch.randperm(len(flat), generator=chance)
+    tokens = Tokens(flat, o, flat @ block.weight.T + block.base.repeat(batch, 1), m).at(order)
+    place = torch.arange(16).repeat(batch)[order]
+    wanted = torch.full((16,), batch)
+    return block, tokens, Roots(place, flat[order][:, :1], torch.ones(len(flat)).double(), wanted), patches
+
+
+@torch.no_grad()
+def test_tokens_of_three_images_come_together() -> None:
+    block, tokens, roots, patches = scene(3)
+    found, proved = make_images(block, tokens, roots, 3)
+    assert bool(proved.all())
+    for image in patches:
+        assert float((found - image).flatten(1).norm(dim=1).min()) < 1e-9
+    assert disagreement(block, found, tokens) < 1e-9
+
+
+@torch.no_grad()
+def test_a_wrong_parting_does_not_agree() -> None:
+    block, tokens, _, patches = scene(2)
+    wrong = patches.clone()
+    wrong[0, :8], wrong[1, :8] = patches[1, :8], patches[0, :8]
+    assert disagreement(block, wrong, tokens) > TOGETHER
+
+
+@torch.no_grad()
+def test_what_was_not_found_is_not_proved() -> None:
+    block, tokens, roots, patches = scene(2)
+    keep = torch.arange(len(roots.place)) != 5
+    fewer = Roots(roots.place[keep], roots.phi[keep], roots.fit[keep], roots.wanted)
+    found, proved = make_images(block, tokens.at(keep.nonzero()[:, 0]), fewer, 2)
+    assert int((~proved).sum()) == 1
+    [[image, place]] = (~proved).nonzero().tolist()
+    torch.testing.assert_close(found[image, place], found[1 - image, place])  # for want of better: images may be alike
+    same = (found[:, None] - patches[None]).norm(dim=-1) < 1e-9
+    assert int(same.any(dim=1).sum()) == 32 and int(same.sum(dim=-1).amax(dim=1).sum()) == 31
