@@ -51,6 +51,7 @@ COVERED = {
     "situs.audit.attacks": "test_attacks",
     "situs.audit.attacks.adaptive.search": "test_solve",
     "situs.audit.attacks.base": "test_attacks",
+    "situs.audit.attacks.tokens.roots": "test_search",
     "situs.audit.cases": "test_settings",
     "situs.audit.collect": "test_public",
     "situs.audit.defences": "test_client",
