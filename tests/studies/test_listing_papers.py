@@ -6,12 +6,15 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from situs.cli.study.words import alike, check_command
+from situs.config import from_dict
+from situs.evaluate.finetune import FinetuneConfig
 from situs.studies.folder import StudyFolder
 from situs.studies.form import PAPERS
 from situs.studies.listing import list_studies
 from situs.studies.load import load_study, study_names
-from situs.studies.plan import planned
+from situs.studies.plan import planned, recipe_of
 from situs.studies.words import words_of
+from situs.train.run import RunConfig
 
 METHOD = "a drawing of the method, without data"
 
@@ -173,3 +176,30 @@ def test_every_command_at_every_scale_is_one_of_the_command_line() -> None:
                     seen.add(kind)
                     check_command(task.job, words_of(folder, task, dict.fromkeys(study.data, "data")))
     assert len(seen) > 50
+
+
+def test_the_checkpoints_that_speech_is_tuned_from_are_kept() -> None:
+    """At every scale Table 6 starts from updates after which its one pretraining keeps a checkpoint."""
+    study = load_study("mp3-table6", configs=False)
+    for scale, count in (("paper", 5), ("quick", 1)):
+        jobs = planned(study, scale)
+        made = from_dict(RunConfig, recipe_of(jobs["mp3"], RunConfig)).train
+        steps = [int(job.model.rpartition("step-")[2]) for job in jobs.values() if job.verb == "finetune"]
+        assert steps and len(steps) == count
+        assert {*steps} == {*made.keep_at} and max(steps) == made.max_steps
+
+
+def test_speech_is_chosen_on_validation_and_judged_on_test() -> None:
+    jobs = planned(load_study("mp3-table5", configs=False))
+    judged = [job for job in jobs.values() if job.verb == "evaluate accuracy"]
+    assert len(judged) == 14 and {job.options["split"] for job in judged} == {"test"}
+    for job in judged:
+        trained = jobs[job.models[0]]
+        cls = FinetuneConfig if trained.verb == "finetune" else RunConfig
+        assert from_dict(cls, recipe_of(trained, cls)).train.keep_best
+    noisy = [job for job in judged if "snr_db" in job.options]
+    assert [job.options["snr_db"] for job in noisy] == [5] * 4
+    few = {jobs[name].change["data"]["per_class"] for name in jobs if name.startswith("few-") and "test" not in name}
+    assert few == {10, 50, 200}
+    asked = {name: job.options["anchor_ratio"] for name, job in jobs.items() if job.verb == "evaluate position"}
+    assert {name.rpartition("-")[2]: share for name, share in asked.items()} == {"hinted": 0.05, "unhinted": 0}
