@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from situs.core.random import uniform
-from situs.data.spectrogram import SpectrogramConfig, spectrogram
+from situs.data.spectrogram import SpectrogramConfig, _whole_floats, spectrogram
 from situs.errors import SitusError
 
 STORED = Path(__file__).parent / "librosa.npz"
@@ -114,6 +114,17 @@ def test_a_frame_sees_its_own_samples() -> None:
 def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(SitusError, match=said):
         SpectrogramConfig(**(asdict(SpectrogramConfig()) | wrong))
+
+
+def test_a_gpu_multiplies_whole_floats_and_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", told.append)
+    with _whole_floats(torch.device("cuda")):
+        assert told == ["highest"]
+    assert told == ["highest", "high"]
+    with _whole_floats(torch.device("cpu")):
+        assert told == ["highest", "high"]
 
 
 def test_a_wave_shorter_than_a_frame_is_refused() -> None:

@@ -8,6 +8,8 @@ librosa: in float64 within 1e-9, in float32 within 2e-3 (the values are decibels
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Literal, NamedTuple
@@ -118,6 +120,11 @@ class SpectrogramConfig(Checked):
 def spectrogram(waves: Tensor, config: SpectrogramConfig) -> Tensor:
     """waves: [B, T] float in [-1, 1]. Their features, [B, width, frames]: decibels, or MFCCs of them."""
     config.frames(waves.shape[-1])  # refuses a wave that fills no frame
+    with _whole_floats(waves.device):
+        return _features(waves, config)
+
+
+def _features(waves: Tensor, config: SpectrogramConfig) -> Tensor:
     tables = _tables(config, waves.dtype, waves.device)
     if config.centred:
         waves = F.pad(waves, 2 * (config.transform // 2,))
@@ -128,6 +135,20 @@ def spectrogram(waves: Tensor, config: SpectrogramConfig) -> Tensor:
     if config.range_db is not None:
         levels = torch.maximum(levels, levels.amax((-2, -1), keepdim=True) - config.range_db)
     return levels.mT if tables.cosines is None else tables.cosines @ levels.mT
+
+
+@contextmanager
+def _whole_floats(device: torch.device) -> Iterator[None]:
+    """On a GPU without TF32, which a training allows: its 10 bits would be a tenth of a decibel."""
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class _Tables(NamedTuple):
