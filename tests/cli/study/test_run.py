@@ -107,6 +107,19 @@ def test_keys_locks_and_exports_are_jobs_too(study: Path) -> None:
     assert words_of(folder, folder.tasks["key-0"], {})[2:] == ["--out", f"{place}/key-0"]
 
 
+def test_a_training_without_a_server_is_told_so_again_when_it_goes_on(study: Path, tmp_path: Path) -> None:
+    text = '[jobs.x]\nverb = "split train"\npreset = "samples-mp3"\nchange.method = { name = "supervised" }\n'
+    study.write_text(study.read_text() + text + 'options = { server = "local", permute = ["rows"] }\n')
+    check_words(load_study(study), study, "paper")
+    folder = StudyFolder(tmp_path / "out", load_study(study), "mine", "paper", 1)
+    task, data = folder.tasks["x-0"], {"images": "samples"}
+    begins = words_of(folder, task, data)
+    assert begins[:6] == ["split", "train", "--server", "local", "--permute", "rows"]
+    (task.folder / "checkpoints" / "step-00000001").mkdir(parents=True)
+    goes_on = ["split", "train", "--resume", str(task.folder), "--server", "local", "--data", "samples"]
+    assert words_of(folder, task, data) == goes_on
+
+
 def test_a_value_that_an_option_cannot_have_is_refused_before_anything_runs(study: Path, tmp_path: Path) -> None:
     study.write_text(study.read_text() + '[jobs.x]\nverb = "evaluate knn"\nafter = "mp3"\noptions.count = "many"\n')
     with pytest.raises(SitusError, match=r"jobs.x.options: count='many': must be an integer"):
