@@ -198,7 +198,7 @@ def attack(name: str, scene: Scene) -> Reading:
         scores, pictures = attacker(scene)
     except NotTriedError as why:
         return Reading(name, knows, "not tried", reason=str(why))
-    except torch.linalg.LinAlgError as why:  # images that are all alike leave nothing to solve
+    except torch.linalg.LinAlgError as why:  # pyright: ignore[reportPrivateImportUsage]  # images that are all alike
         return Reading(name, knows, "not tried", reason=f"it broke down: {str(why).splitlines()[0][:80]}")
     seen = {} if pictures is None else scene.stage.scores(pictures)
     return Reading(name, knows, "done", {**scores, **seen}, images=pictures)

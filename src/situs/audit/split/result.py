@@ -41,7 +41,8 @@ THREAT = {
     "no claim": "nothing here is cryptography or differential privacy; an attack that was not tried is no protection",
     "not attacked here": "a server that departs from the protocol; the key, by who has the locked blocks and no "
     "embedding (`situs audit lock` tries); pictures, by who has no embedding; a decoder that learns to re-order; "
-    "labels by who has no head, where an image has any number of classes",
+    "labels by who has no head, where an image has any number of classes; "
+    "pixels behind an old embedding, by who allows for its drift (old-embedding reads them as if there were none)",
 }
 
 
