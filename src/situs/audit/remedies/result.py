@@ -105,6 +105,8 @@ def remedy_table(found: Remedies) -> tuple[list[str], list[list[Cell]]]:
 def verdict(found: Remedies) -> str:
     """What a reader needs first."""
     if not found.found:
+        if found.stopped is not None:
+            return f"Stopped by {found.stopped}, before a setting was found: this says nothing about any defence."
         return (
             f"No setting that was tried keeps the gate {found.limit} against attackers that know it. Where nothing "
             "applies, nothing is known: that is no remedy."

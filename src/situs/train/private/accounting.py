@@ -17,6 +17,12 @@ from situs.errors import SitusError, missing_extra
 from situs.limits import Positive, Within
 
 EXTRA = "dp"
+ROUGH = 0.1
+"""Error of a first ε."""
+
+STRIDE, MOST_NOISE = 1.5, 1e4
+"""The factor between two noises that are tried for an ε, and where that ends."""
+
 NOT_COVERED = (
     "ε covers the weights, their mean (EMA) and all that is computed from them. It does not cover the training loss "
     "and accuracy in the log, the samples of the validation split, the choice of settings or of a checkpoint by what "
@@ -78,21 +84,32 @@ def epsilon_of(noise: float, rate: float, steps: int, delta: float) -> float:
     accountant.history = [(noise, rate, steps)]
     with warnings.catch_warnings():  # of the range of orders that bounds its grid, no part of what it gives
         warnings.simplefilter("ignore")
-        return float(accountant.get_epsilon(delta))
+        # Its grid grows with ε over the error, to minutes: a large ε is known to a hundredth of itself.
+        rough = float(accountant.get_epsilon(delta, eps_error=ROUGH))
+        return rough if rough > 100 * ROUGH else float(accountant.get_epsilon(delta))
 
 
 def noise_for(epsilon: float, rate: float, steps: int, delta: float) -> float:
-    """The least noise, to a hundredth of ε, under which so many steps spend no more than ε."""
-    found = opacus("accountants.utils").get_noise_multiplier
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        asked = {"target_epsilon": epsilon, "target_delta": delta, "sample_rate": rate, "steps": steps}
-        try:
-            return float(found(**asked, accountant="prv"))
-        except ValueError as error:
-            raise SitusError(
-                f"epsilon={epsilon}: no noise gives it for {steps} steps: {error}", field="dp.epsilon"
-            ) from None
+    """The least noise, to a hundredth of ε, under which so many steps spend no more than ε.
+
+    From 1 up or down: Opacus' own search begins at noise so small that its accountant takes minutes.
+    """
+    high = 1.0
+    while epsilon_of(high, rate, steps, delta) > epsilon:
+        high *= STRIDE
+        if high > MOST_NOISE:
+            raise SitusError(f"epsilon={epsilon}: no noise gives it for {steps} steps", field="dp.epsilon")
+    low = high / STRIDE
+    while (spent := epsilon_of(low, rate, steps, delta)) <= epsilon:
+        if spent > 0.99 * epsilon:
+            return low
+        high, low = low, low / STRIDE
+    while True:
+        middle = (low + high) / 2
+        spent = epsilon_of(middle, rate, steps, delta)
+        if 0.99 * epsilon < spent <= epsilon or high - low < 1e-4 * high:
+            return middle if spent <= epsilon else high
+        low, high = (low, middle) if spent <= epsilon else (middle, high)
 
 
 def opacus(module: str) -> Any:
