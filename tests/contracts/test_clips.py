@@ -155,7 +155,9 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(clips: Path, mp3: Path, small
     assert streamed.keys() == once.keys()  # a stand-in takes a broken clip's place there, so the batches are others
 
 
-def test_named_checkpoints_stay_and_can_be_started_from(mp3: Path, small: list[str], tmp_path: Path) -> None:
+def test_named_checkpoints_stay_and_can_be_started_from(
+    mp3: Path, small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert sorted(each.name for each in (mp3 / "checkpoints").iterdir()) == [
         "step-00000002",
         "step-00000004",
@@ -166,6 +168,7 @@ def test_named_checkpoints_stay_and_can_be_started_from(mp3: Path, small: list[s
     words = ["--from", str(mp3 / "checkpoints" / "step-00000002"), "--steps", "1", "--optim.lr", "1e-9"]
     words += ["--validate-every", "0", "--optim.warmup-lr", "1e-9", "--out", str(tmp_path / "run")]
     assert main(["finetune", "--preset", "speech-supervised", *small, *words]) == 0
+    assert "nothing is validated, so that the newest checkpoint is the run's model" in capsys.readouterr().err
     begun, own = open_model(tmp_path / "run").backbone.state_dict(), early.backbone.state_dict()
     block = "model.blocks.0.attn.qkv.weight"
     assert torch.allclose(begun[block], own[block], atol=1e-6)
@@ -256,6 +259,22 @@ def test_what_is_for_images_is_one_sentence(
     look = ["--device", "cpu", "--out", str(tmp_path / "look")]
     assert "corruptions are of images" in refused(["evaluate", "robustness", str(tuned), *look], capsys)
     assert not (tmp_path / "run").exists() and not (tmp_path / "packed").exists()
+
+
+def test_spectrogram_patches_of_transformers_are_trained_and_come_back(clips: Path, tmp_path: Path) -> None:
+    transformers: Any = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    patches = {"patch_size": 4, "frequency_stride": 4, "time_stride": 4, "max_length": 16, "num_mel_bins": 12}
+    config = transformers.ASTConfig(**shape, **patches, architectures=["ASTForAudioClassification"])
+    config.save_pretrained(tmp_path / "ast")
+    words = ["--method", "supervised", "--backbone.name", str(tmp_path / "ast" / "config.json"), "--data", str(clips)]
+    words += ["--data.audio.kind", "logmel", "--data.audio.mels", "12", "--data.audio.seconds", "0.18", "--batch", "16"]
+    words += ["--steps", "2", "--device", "cpu", "--out", str(tmp_path / "run")]
+    assert main(["pretrain", *words]) == 0
+    assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "export")]) == 0
+    run, export = open_model(tmp_path / "run"), open_model(tmp_path / "export")
+    assert run.backbone.grid == (3, 4) and export.data.audio == run.data.audio and export.data.mean == run.data.mean
+    assert torch.equal(logits(run, clips, split="test"), logits(export, clips, split="test"))
 
 
 def test_few_labels_of_each_word(clips: Path) -> None:

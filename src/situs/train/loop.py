@@ -122,6 +122,8 @@ class _Loop:
                 f"the warm-up of {asked} does not end within the run: it is shortened to {warmup} of the {self.total} "
                 f"steps (optim.warmup_{'steps' if by_steps else 'epochs'})"
             )
+        if config.keep_best and not hooks:
+            run.notes.append("nothing is validated, so that the newest checkpoint is the run's model (train.keep_best)")
         for note in run.notes:
             self.log.say(note)
         self.began = self.mark = time.perf_counter()
