@@ -322,3 +322,11 @@ def test_tables_write_every_number_in_its_cell() -> None:
     assert [label.get_text() for label in axis.get_yticklabels()] == ["1", "2", "3"]
     assert (axis.get_xlabel(), axis.get_ylabel()) == ("head", "layer")
     assert {axis.get_ylabel() for axis in figure.axes} >= {"nats", "patches"}
+
+
+def test_rows_of_wide_pictures_are_as_high_as_they_are() -> None:
+    """Spectrograms of 40 by 98 stand close to one another, and are drawn wider than squares are."""
+    square, wide = (figures.image_grid([np.zeros((1, 40, width))] * 4, columns=2) for width in (40, 98))
+    (across, high), (more, less) = square.get_size_inches(), wide.get_size_inches()
+    assert more > 1.4 * across and less < high
+    assert less / more == pytest.approx(40 / 98, abs=0.15)
