@@ -104,6 +104,22 @@ def test_without_models_what_needs_them_waits(begun: Path, tmp_path: Path, capsy
     assert (task.state, task.why) == ("waits", "the model of pre-1 is on another machine")
 
 
+def test_models_of_some_jobs_alone_go_along_and_figures_in_any_case(begun: Path, tmp_path: Path) -> None:
+    study = tmp_path / "study"
+    shutil.copytree(begun, study)
+    (study / "jobs" / "tuned-0.json").unlink()  # open again, so that both pretrainings are needed
+    assert main(["study", "pack", str(study), "--out", str(tmp_path / "parts"), "--only", "pre-1"]) == 0
+    unpack_study(tmp_path / "parts", tmp_path / "there")
+    folder = StudyFolder.open(tmp_path / "there")
+    assert [folder.model_here(folder.tasks[name]) for name in ("pre-0", "pre-1")] == [False, True]
+    pack_study(tmp_path / "there", tmp_path / "again", models=False)  # of an export too
+    unpack_study(tmp_path / "again", tmp_path / "third")
+    assert not (tmp_path / "third" / "jobs" / "pre-1" / "model.safetensors").exists()
+    assert read_study(tmp_path / "third").rows[0][0] == read_study(study).rows[0][0]
+    with pytest.raises(SitusError, match="unknown job 'prae'"):
+        pack_study(study, tmp_path / "no", only=["prae"])
+
+
 def test_what_came_back_is_laid_over_what_was_left(begun: Path, tmp_path: Path) -> None:
     """The other machine made one job more: only that one is new here."""
     there = tmp_path / "there"

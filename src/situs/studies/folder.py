@@ -120,15 +120,18 @@ class StudyFolder:
             for seed in range(1 if job.once else self.seeds)
         ]
 
-    def chosen(self, only: Sequence[str]) -> dict[str, Task]:
-        """The tasks of the jobs whose names fit one of the patterns, and what they need; all for none."""
+    def chosen(self, only: Sequence[str], *, needed: bool = True) -> dict[str, Task]:
+        """The tasks of the jobs whose names fit one of the patterns, and what they need; all for none.
+
+        needed: False leaves out what they need.
+        """
         if not only:
             return dict(self.tasks)
         for pattern in only:
             if not any(fnmatchcase(task.of, pattern) or task.name == pattern for task in self.tasks.values()):
                 raise unknown_name("job", pattern, self.jobs, field="only")
         names = [t.name for t in self.tasks.values() if any(fnmatchcase(t.of, p) or t.name == p for p in only)]
-        for name in names:  # it grows while it is walked
+        for name in names if needed else ():  # it grows while it is walked
             names += [each for each in self.tasks[name].needs.values() if each not in names]
         return {name: task for name, task in self.tasks.items() if name in names}
 

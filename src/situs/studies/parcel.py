@@ -10,24 +10,26 @@ import io
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from situs.errors import SitusError
 from situs.files import write_result
 from situs.hold import NAME as LOCK
 from situs.hold import only_one
-from situs.studies.folder import DONE, SETTINGS, STUDY, StudyFolder, Task
+from situs.studies.folder import SETTINGS, STUDY, StudyFolder, Task
 from situs.studies.form import VERBS
 
 MIB = 1024 * 1024
 PARTS = "study.tar.*"
 
 
-def pack_study(folder: str | Path, out: str | Path, *, mib: int = 15, models: bool = True) -> list[Path]:
+def pack_study(
+    folder: str | Path, out: str | Path, *, mib: int = 15, models: bool = True, only: Sequence[str] = ()
+) -> list[Path]:
     """Writes the study as files of at most so many MiB into a new folder; gives them in order.
 
-    models: those that jobs which are not done yet start from go along.
+    models: those that jobs which are not done yet start from go along. only: of these jobs alone, by name or pattern.
     """
     study, out = StudyFolder.open(Path(folder)), Path(out)
     if mib < 1:
@@ -36,7 +38,8 @@ def pack_study(folder: str | Path, out: str | Path, *, mib: int = 15, models: bo
         raise SitusError(f"{out}: holds a packed study already, or is a file", field="out")
     whole = io.BytesIO()
     with tempfile.TemporaryDirectory() as place, tarfile.open(fileobj=whole, mode="w") as tar:
-        for path, name in _contents(study, Path(place), models):
+        taken = {*study.chosen(only, needed=False)} if models else set()
+        for path, name in _contents(study, Path(place), taken):
             tar.add(path, name, recursive=False)
     data, size = whole.getbuffer(), mib * MIB
     chunks = [bytes(data[start : start + size]) for start in range(0, len(data), size)]
@@ -44,8 +47,8 @@ def pack_study(folder: str | Path, out: str | Path, *, mib: int = 15, models: bo
     return [write_result(path, chunk) for path, chunk in zip(names, chunks, strict=True)]
 
 
-def _contents(study: StudyFolder, place: Path, models: bool) -> Iterator[tuple[Path, str]]:
-    """The files that go along, and their names in the study's folder."""
+def _contents(study: StudyFolder, place: Path, taken: set[str]) -> Iterator[tuple[Path, str]]:
+    """The files that go along, and their names in the study's folder. taken: tasks whose models may."""
     for name in (STUDY, SETTINGS):
         yield study.path / name, name
     waiting = {needed for task in study.tasks.values() if not study.done(task) for needed in task.needs.values()}
@@ -54,17 +57,24 @@ def _contents(study: StudyFolder, place: Path, models: bool) -> Iterator[tuple[P
         for kind in ("toml", "json", "log"):
             if state and task.file(kind).is_file():
                 yield task.file(kind), f"jobs/{task.name}.{kind}"
-        folder = task.folder
-        if state == DONE and VERBS[task.job.verb].trains and (folder / "checkpoints").is_dir():
-            if (folder / "metrics.jsonl").is_file():
-                yield folder / "metrics.jsonl", f"jobs/{task.name}/metrics.jsonl"
-            if not (models and task.name in waiting):
-                continue
+        folder, trained = task.folder, VERBS[task.job.verb].trains
+        if not study.done(task):
+            continue
+        if trained and task.name not in waiting & taken:
+            yield from _log(task)
+            continue
+        if trained and (folder / "checkpoints").is_dir():
+            yield from _log(task)
             folder = _exported(task, place / task.name)
-        if study.done(task) and (models or not VERBS[task.job.verb].trains):
-            held = folder.rglob("*") if folder.is_dir() else [folder]  # a key is a file
-            for file in sorted(path for path in held if path.is_file() and path.name != LOCK):
-                yield file, (Path("jobs") / task.name / file.relative_to(folder)).as_posix()
+        held = folder.rglob("*") if folder.is_dir() else [folder]  # a key is a file
+        for file in sorted(path for path in held if path.is_file() and path.name != LOCK):
+            yield file, (Path("jobs") / task.name / file.relative_to(folder)).as_posix()
+
+
+def _log(task: Task) -> Iterator[tuple[Path, str]]:
+    """The figures of a training, which go along in any case."""
+    if (file := task.folder / "metrics.jsonl").is_file():
+        yield file, f"jobs/{task.name}/{file.name}"
 
 
 def _exported(task: Task, place: Path) -> Path:

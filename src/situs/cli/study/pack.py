@@ -33,10 +33,13 @@ class Args:
     encoders: bool = True
     """Take the models along that jobs which are not done start from."""
 
+    only: Annotated[tuple[str, ...], Parameter(metavar="JOB,…")] = ()
+    """The models of these jobs alone, by name or pattern."""
+
 
 def run(args: Args) -> None:
     """Writes the files and says which."""
     from situs.studies import pack_study
 
-    for path in pack_study(args.folder, args.out, mib=args.mib, models=args.encoders):
+    for path in pack_study(args.folder, args.out, mib=args.mib, models=args.encoders, only=args.only):
         print(f"{path} ({path.stat().st_size / 1024**2:.1f} MiB)")
