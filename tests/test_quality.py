@@ -109,6 +109,7 @@ COVERED = {
     "situs.pages.settings": "test_init",
     "situs.report.canvas": "test_figures",
     "situs.cli.split.certs": "test_train",
+    "situs.cli.split.cost": "test_cost",
     "situs.cli.split.infer": "test_train",
     "situs.cli.split.merge": "test_train",
     "situs.cli.split.serve": "test_train",
