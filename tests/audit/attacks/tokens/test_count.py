@@ -20,6 +20,7 @@ CASES: dict[str, tuple[Any, int]] = {
     "sin-cos": (partial(vit, positions="sincos"), 1),
     "no table": (partial(vit, positions="none"), 1),
     "no table, batch 2": (partial(vit, positions="none"), 2),
+    "rotary": (partial(vit, name="vit_small_patch16_rope_224"), 1),
     "relative": (partial(vit, positions="relative"), 1),
     "more patches than equations": (partial(vit, size=24, width=64), 1),
 }

@@ -6,7 +6,7 @@ import torch
 from victims import vit
 
 from situs.audit.attacks.tokens.block import Block
-from situs.audit.attacks.tokens.images import TOGETHER, disagreement, make_images
+from situs.audit.attacks.tokens.images import agree, make_images
 from situs.audit.attacks.tokens.linear import Tokens
 from situs.audit.attacks.tokens.roots import Roots
 from situs.core.tokens import patchify
@@ -36,15 +36,20 @@ def test_tokens_of_three_images_come_together() -> None:
     assert bool(proved.all())
     for image in patches:
         assert float((found - image).flatten(1).norm(dim=1).min()) < 1e-9
-    assert disagreement(block, found, tokens) < 1e-9
+    assert agree(block, found, tokens)
 
 
 @torch.no_grad()
 def test_a_wrong_parting_does_not_agree() -> None:
     block, tokens, _, patches = scene(2)
-    wrong = patches.clone()
-    wrong[0, :8], wrong[1, :8] = patches[1, :8], patches[0, :8]
-    assert disagreement(block, wrong, tokens) > TOGETHER
+    assert agree(block, patches, tokens)
+    for count in (1, 8):
+        wrong = patches.clone()
+        wrong[0, :count], wrong[1, :count] = patches[1, :count], patches[0, :count]
+        assert not agree(block, wrong, tokens)
+    block.into.mul_(1e-9)  # attention that says next to nothing, and noise beside it
+    noisy = tokens._replace(m=tokens.m * (1 + 1e-3 * torch.randn_like(tokens.m)))
+    assert not agree(block, patches, noisy)
 
 
 @torch.no_grad()

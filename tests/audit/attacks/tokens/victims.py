@@ -34,7 +34,7 @@ def as_trained(backbone: Any) -> Any:
                 parameter.normal_(std=0.1)
             if name.endswith(("norm1.weight", "norm2.weight")):
                 parameter.uniform_(0.5, 1.5)
-            if name.endswith("gamma"):
+            if name.endswith(("gamma", "gamma_1", "gamma_2")):
                 parameter.uniform_(0.1, 1.0)
     return backbone
 

@@ -23,7 +23,7 @@ from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Rec
 from situs.audit.attacks.spans import SOLVED, TELLING, Span
 from situs.audit.attacks.tokens.block import Block, NoBlockError
 from situs.audit.attacks.tokens.count import Counts, count
-from situs.audit.attacks.tokens.images import TOGETHER, disagreement, make_images
+from situs.audit.attacks.tokens.images import agree, make_images
 from situs.audit.attacks.tokens.linear import Family, Misfit, Spans, family_of, misfit, read_spans, weigh
 from situs.audit.attacks.tokens.roots import find_roots
 from situs.audit.attacks.tokens.search import Effort, Range, Search
@@ -147,14 +147,13 @@ class TokenSpans(Attack):
             "proof": None,
             "verdict": f"not every patch is proved by the gradients of the first block: {counts.reason}",
         }
-        together = solved and disagreement(block, patches, tokens) <= TOGETHER
+        together = solved and agree(block, patches, tokens)
         if together:
             told |= {"proof": PROOF, "verdict": None}
         elif solved:
             told["verdict"] = "every patch is proved, but not which of them are one image, or in which order they stand"
-        places = block.backbone.positions()
-        if int(roots.wanted.max()) > known.batch and not (together and (places.rotary is not None or places.bias)):
-            told["hidden"] = block.places  # nothing in these gradients tells the order
+        if int(roots.wanted.max()) > known.batch:
+            told["hidden"] = block.places  # the order was solved by borders, and nothing proves it
         return patches, {**told, "fits": together}
 
     def _block(self, backbone: Backbone) -> Block | str:

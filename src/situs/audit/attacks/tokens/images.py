@@ -19,6 +19,8 @@ from situs.audit.attacks.tokens.roots import Roots, shared_places
 TOGETHER = 1e-2
 """Tokens are of one image if its attention gives them their streams up to this share."""
 
+NEARER = 3.0
+
 PASSES = 10
 """Times that every place is given to the images anew, at most."""
 
@@ -47,15 +49,20 @@ def make_images(block: Block, tokens: Tokens, roots: Roots, batch: int) -> tuple
     return _copied(patches, proved, batch)
 
 
-def disagreement(block: Block, patches: Tensor, tokens: Tokens) -> float:
-    """How far the streams of images [B, N, K] behind the block's own attention are from those of their tokens, relative
-    to them, at the worst place: right images, in the right order where attention knows one, have next to nothing."""
-    own, backbone = dict(block.backbone.named_parameters()), block.backbone
+def agree(block: Block, patches: Tensor, tokens: Tokens) -> bool:
+    """Whether the block's own attention gives the tokens of images [B, N, K] their streams, and nearer by `NEARER` than
+    the attention of any other image would."""
+    own, backbone, batch = dict(block.backbone.named_parameters()), block.backbone, len(patches)
     embedded = patches @ block.weight.T
     embedded = embedded if block.stem.bias is None else embedded + own[block.stem.bias]
-    streams = block.middle(embedded, backbone.positions())[0][:, backbone.num_prefix :].flatten(0, 1)
-    held = tokens.m[torch.cdist(patches.flatten(0, 1), tokens.x).argmin(dim=1)]
-    return float(((streams - held).norm(dim=1) / held.norm(dim=1)).max())
+    streams, given = (part[:, backbone.num_prefix :] for part in block.middle(embedded, backbone.positions()))
+    held = tokens.at(torch.cdist(patches.flatten(0, 1), tokens.x).argmin(dim=1))
+    off = (streams.flatten(0, 1) - held.m).norm(dim=1)
+    right = off <= TOGETHER * held.m.norm(dim=1)
+    for step in range(1, batch):
+        other = (given.roll(step, dims=0).flatten(0, 1) - held.o) @ block.into
+        right &= NEARER * off <= other.norm(dim=1)
+    return bool(right.all())
 
 
 def _copied(patches: Tensor, proved: Tensor, batch: int) -> tuple[Tensor, Tensor]:
