@@ -7,7 +7,6 @@ covered by the same ε.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,9 +89,8 @@ class PrivateStepper(Stepper):
             output = functional_call(self.method, weights, (alone, {}))
             return output.loss, self._values(output)
 
-        # On a CPU the fused attention has no form for single samples.
-        plain = sdpa_kernel(SDPBackend.MATH) if self.device.type == "cpu" else nullcontext()
-        with plain, autocast(self.device, self.precision):
+        # Fused attention has no form for the gradients of single samples: torch would go through them one by one.
+        with sdpa_kernel(SDPBackend.MATH), autocast(self.device, self.precision):
             axes = (None, 0, 0, 0, None if batch.mask is None else 0)
             each = vmap(grad_and_value(loss, has_aux=True), in_dims=axes, randomness="different")
             gradients, (_, values) = each(weights, batch.inputs, batch.ids, dict(batch.targets), batch.mask)
