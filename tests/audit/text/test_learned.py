@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from tiny_texts import sentences, victim
 
+from situs.audit.defences import Clip
 from situs.audit.text.found import UNNAMED
 from situs.audit.text.learned import Head, Place, endings, masked_words
 from situs.audit.text.victim import masked_places, text_gradients, word_weight
@@ -45,6 +46,15 @@ def test_last_words_and_how_often_a_beginning_is_there(tmp_path: Path) -> None:
     found = endings(made.backbone, upload, nodes, len(truth))
     assert {one[:-1] for one in found} == {(8, 12, 6), (8, 12, 13), (9, 10, 11, 12)}
     assert all(one[-1] == UNNAMED for one in found)
+
+
+def test_sentences_of_different_weight(tmp_path: Path) -> None:
+    made = victim(tmp_path, "llama")
+    truth = sentences(made, "3 7 1 9", "3 8 2 5 6 7", "4 5 6 7 8")
+    assert isinstance(made.backbone, DecoderBackbone)
+    upload = text_gradients(made, truth, dtype=torch.float64, defence=Clip(0.05, 0.0))  # each by its own factor
+    nodes = sorted({one[:end] for one in truth for end in range(1, len(one))})
+    assert sorted(endings(made.backbone, upload, nodes, len(truth))) == sorted(truth)
 
 
 def test_masked_words_come_back(tmp_path: Path) -> None:

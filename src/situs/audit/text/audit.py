@@ -164,6 +164,8 @@ class _Run:
     ) -> None:
         self.victim, self.sentences, self.parts = victim, sentences, parts
         self.config, self.deadline, self.keep = config, deadline, keep
+        self._held: tuple[Any, Gradients] | None = None
+        self._last, self._read = Found(), False
 
     def go(self, audit: TextAudit) -> TextAudit:
         batch, count = self.config.batch, self.config.count // self.config.batch
@@ -206,8 +208,8 @@ class _Run:
             row = replace(before, status="refused", reasons=[said])
             return replace(audit, rows=[*audit.rows[:at], row, *audit.rows[at + 1 :]])
         begun, twin = time.monotonic(), self._twin(part, upload)
-        found = self._last[1] if twin else self._find(part, upload)
-        self._last = (part.defence, found)
+        found = self._last if twin else self._find(part, upload)
+        self._last = found
         reads = score(audit.names[span], truth, found)
         took = time.monotonic() - begun
         row = replace(
@@ -222,8 +224,6 @@ class _Run:
         ids = {word for sentence in (*truth, *found.sentences) for word in sentence} - {UNNAMED}
         shown = dict(zip(sorted(ids), self.victim.shown(sorted(ids)), strict=True))
         return replace(audit, rows=[*audit.rows[:at], row, *audit.rows[at + 1 :]], shown={**audit.shown, **shown})
-
-    _last: tuple[Defence, Found]
 
     def _twin(self, part: _Part, upload: Gradients) -> bool:
         """Whether a row has just been attacked with the very numbers that this attack reads of this one.
@@ -259,9 +259,6 @@ class _Run:
         sent = self._held[1]
         withheld = word_weight(self.victim.backbone)
         return sent if part.sent else {name: g for name, g in sent.items() if name != withheld}
-
-    _held: tuple[Any, Gradients] | None = None
-    _read = False
 
     def _classes(self) -> int:
         return int(getattr(self.victim.backbone.model.config, "num_labels", 0))

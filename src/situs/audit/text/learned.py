@@ -25,12 +25,12 @@ from situs.backbones.hf.text import BertBackbone, DecoderBackbone
 SKETCH, NEAR = 64, 32
 """Directions in which all words are compared first, and how many of the nearest are then compared in all."""
 
+WHOLE = 0.05
+"""How far a number of equal sentences may be from a whole one."""
+
 
 class Place(NamedTuple):
-    """What a place learned. delta: δ_t [D]. tail: what stands between there and the head, for its input `at` [D].
-
-    likely: p [V].
-    """
+    """What a place learned. delta: δ_t [D]. at: the stream there, [D]. likely: p [V]."""
 
     delta: Tensor
     at: Tensor
@@ -103,17 +103,23 @@ def endings(backbone: DecoderBackbone, upload: Gradients, nodes: Sequence[Senten
     if not factors:
         return [(*node, UNNAMED) for node in nodes if node not in inner]
     unit = min(factors)  # 1 / tokens of the batch: what one sentence at one place adds
-    found, times = list[Sentence](), dict[Sentence, int]()
+    found, weights = list[Sentence](), dict[Sentence, float]()
     for node in sorted(nodes, key=len, reverse=True):
-        own = [child for child in times if child[:-1] == node]
+        own = [child for child in weights if child[:-1] == node]
+        weights[node] = sum(weights[child] for child in own)
+        word, factor, left = fits.get(node, (UNNAMED, 0.0, 1.0))
+        if left < TELLING:  # one sentence, the same several times, or one whose gradient was clipped
+            weights[node] = factor / unit
+            times = round(weights[node])
+            found += [(*node, word)] * (times if abs(weights[node] - times) < WHOLE else 1)
+            continue
         rest = heads[node].delta / unit
         for child in own:
-            rest = rest - times[child] * heads[node].step([child[-1]])[0]
-        ended = _ended(heads[node], rest, batch - sum(times[child] for child in own), inner=bool(own))
+            rest = rest - weights[child] * heads[node].step([child[-1]])[0]
+        ended = _ended(heads[node], rest, batch, inner=bool(own))
         found += [(*node, word) for word in ended]
-        times[node] = sum(times[child] for child in own) + len(ended)
-    total = sum(times[node] for node in nodes if len(node) == 1)
-    return found * (batch // total) if total and batch % total == 0 else found
+        weights[node] += len(ended)
+    return found * (batch // len(found)) if found and batch % len(found) == 0 else found
 
 
 @torch.no_grad()
@@ -155,8 +161,7 @@ def _deltas(inputs: Tensor, gradient: Tensor) -> Tensor | None:
 
 def _ended(head: Head, rest: Tensor, most: int, inner: bool) -> list[int]:
     """The last words of the sentences that end here; at the end of a branch there is one at least."""
-    size = float(head.delta.norm()) * float(rest.norm() / head.delta.norm().clamp(min=1e-300))
-    scale = max(size, float(head.mean.norm()))
+    scale = max(float(rest.norm()), float(head.mean.norm()))
     found = []
     while len(found) < most and float(rest.norm()) > TELLING * scale * (10 if inner and not found else 1):
         word, left = head.nearest(rest)
