@@ -181,6 +181,9 @@ def test_the_paper_s_model_over_frames_says_why_it_is_not_solved(clips: Path) ->
     fixed = small_vit((40, 98), positions="sincos", width=32, **frames)
     audit = audit_gradients(fixed, clips, count=2, attacks=["patchembed"], defences=["none"])
     assert "its position table is fixed or frozen" in str(audit.pairs[0].reason)
+    loose = small_vit((40, 98), positions="learned", width=32, **frames)
+    found = audit_gradients(loose, clips, count=1, attacks=["patchembed"], defences=["none"]).pairs[0]
+    assert found.exact == 0 and str(found.caveat).endswith("of all its solutions the one of least norm is shown")
     wide = small_vit((40, 98), positions="learned", width=112, **frames)  # more channels than frames
     found = audit_gradients(wide, clips, count=2, attacks=["patchembed"], defences=["none"]).pairs[0]
     assert found.exact == 2

@@ -58,17 +58,19 @@ def _said(fact: dict[str, Fact], eps: float, exact: bool) -> str | None:
     return None
 
 
-def _caveat(backbone: Backbone, stem: Stem, batch: int) -> str | None:
-    if batch > 1:
+def _caveat(backbone: Backbone, stem: Stem, known: Knowledge) -> str | None:
+    if known.batch > 1:
         return (
-            f"a batch of {batch}: the rows of the table's gradient are sums over the images, and no linear system "
+            f"a batch of {known.batch}: the rows of the table's gradient are sums over the images, and no linear system "
             "takes them apart; the one solution stands for every image of the batch"
         )
     patches = patch_count(backbone, stem)
     if patches > backbone.dim:
         return (
             f"{patches} patches are more than {backbone.dim} channels: the system is under-determined, "
-            "and of all its solutions the one of least norm is shown, unless just one consists of bytes"
+            "and of all its solutions the one of least norm is shown"
+            + ", unless just one consists of bytes"
+            * (known.normalisation is not None)
         )
     return None
 
@@ -85,7 +87,7 @@ class PatchEmbedding(Attack):
         if isinstance(stem, str):
             return Refused(stem)
         bias = () if stem.bias is None else (stem.bias,)
-        ready = Ready((stem.weight, stem.table, *bias, UNKNOWN), _caveat(backbone, stem, known.batch))
+        ready = Ready((stem.weight, stem.table, *bias, UNKNOWN), _caveat(backbone, stem, known))
         return absent(sent, (stem.weight, stem.table)) or ready
 
     def recover(
@@ -116,7 +118,7 @@ class PatchEmbedding(Attack):
             images = to_images(patches, backbone, stem)
         else:
             found, facts, images = solve_through(view, system, normalisation)
-        exact = _caveat(backbone, stem, known.batch) is None
+        exact = _caveat(backbone, stem, known) is None
         told: list[dict[str, Fact]] = []
         for index, more in enumerate(facts):
             fact = facts_of(found, index, table.shape[1]) | more
