@@ -61,8 +61,8 @@ def _said(fact: dict[str, Fact], eps: float, exact: bool) -> str | None:
 def _caveat(backbone: Backbone, stem: Stem, known: Knowledge) -> str | None:
     if known.batch > 1:
         return (
-            f"a batch of {known.batch}: the rows of the table's gradient are sums over the images, and no linear system "
-            "takes them apart; the one solution stands for every image of the batch"
+            f"a batch of {known.batch}: the rows of the table's gradient are sums over the images, and no linear "
+            "system takes them apart; the one solution stands for every image of the batch"
         )
     patches = patch_count(backbone, stem)
     if patches > backbone.dim:
