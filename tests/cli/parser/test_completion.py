@@ -35,7 +35,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("situs ev", {"evaluate"}),
         ("situs evaluate kn", {"knn"}),
-        ("situs pretrain --optim.warm", {"--optim.warmup-epochs"}),
+        ("situs pretrain --optim.warmup-e", {"--optim.warmup-epochs"}),
         ("situs pretrain --method.dal-w", {"--method.dal-weight", "--method.dal-warmup"}),
         ("situs evaluate probe --kind ", {"position", "class"}),
     ],
