@@ -46,8 +46,9 @@ def test_a_first_word_that_is_repeated_and_equal_sentences(tmp_path: Path) -> No
     assert list(attack(made, *twice).sentences) == sentences(made, *twice)
 
 
-def test_stopped_it_says_how_far_it_came(tmp_path: Path) -> None:
-    made = victim(tmp_path, "gpt2")
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_stopped_it_says_how_far_it_came_and_claims_no_more(kind: str, tmp_path: Path) -> None:
+    made = victim(tmp_path, kind)
     clock = iter(range(1000))
     found = attack(made, *HARD, deadline=Deadline(seconds=8, clock=lambda: float(next(clock))))
     assert found.partial is not None and "beginnings of sentences" in found.partial

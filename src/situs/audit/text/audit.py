@@ -17,7 +17,7 @@ from situs.audit.text.attack import find_sentences, reads_embedding, refusal
 from situs.audit.text.found import UNNAMED, Found
 from situs.audit.text.result import Row, TextAudit, parse_text_limit
 from situs.audit.text.scoring import score
-from situs.audit.text.victim import Sentence, TextVictim, open_text_victim, text_gradients, word_weight
+from situs.audit.text.victim import Sentence, TextVictim, is_tied, open_text_victim, text_gradients, word_weight
 from situs.config import Checked
 from situs.errors import SitusError
 from situs.files import read_lines
@@ -165,7 +165,7 @@ class _Run:
         self.victim, self.sentences, self.parts = victim, sentences, parts
         self.config, self.deadline, self.keep = config, deadline, keep
         self._held: tuple[Any, Gradients] | None = None
-        self._last, self._read = Found(), False
+        self._last, self._read = Found(), not is_tied(victim.backbone)
 
     def go(self, audit: TextAudit) -> TextAudit:
         batch, count = self.config.batch, self.config.count // self.config.batch
@@ -175,7 +175,9 @@ class _Run:
                 for at, part in enumerate(self.parts):
                     if self.deadline.spent():
                         return self._ended(audit)
-                    self.deadline.begin((count - number) * len(self.parts) - at)
+                    left = sum(other.sent or self._read for other in self.parts)  # a twin takes no time
+                    here = sum(other.sent or self._read for other in self.parts[at:])
+                    self.deadline.begin(max((count - number - 1) * left + here, 1))
                     audit = self._add(audit, at, part, span)
                 if self.keep is not None:
                     self.keep(audit)

@@ -47,6 +47,7 @@ def causal_sentences(
         longer = []
         for prefix in level:
             if deadline.over():
+                nodes = nodes if table else _pruned(nodes)
                 said = f"{len(nodes)} of about {two.rank} beginnings of sentences"
                 return Found(frozenset(named), tuple(_ends(nodes)), facts, partial=said)
             longer += [(*prefix, word) for word in _next(backbone, two, second[0], prefix, inside)]
