@@ -53,7 +53,7 @@ class AuditConfig(Checked):
     """train, val or test, where images are split; else train."""
 
     classes: Count | None = None
-    """Of a model that comes without a classifier; 1000 for images, 2 for texts."""
+    """Of a model without a classifier; else 1000, of texts 2."""
 
     batch: Count = 1
     """Images in the audited step."""

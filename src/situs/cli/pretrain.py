@@ -35,7 +35,7 @@ class Training(Recipe):
     """A run to go on with, after a crash, a Ctrl-C or a full disk; --epochs or --steps makes it longer."""
 
     start_over: bool = False
-    """With --resume, where no checkpoint is whole: begin again, the rest set aside."""
+    """With --resume, where no checkpoint is whole: begin again."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The key of a locked folder that the training starts from."""

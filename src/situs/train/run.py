@@ -73,14 +73,13 @@ class RunConfig(Checked):
     """Differential privacy, where its epsilon or noise is given."""
 
     init: str | None = None
-    """Weights to start from: a run, an export, a weight file (timm, DINOv2, MAE, DropPos), a timm name, or any other
-    model."""
+    """Weights to start from: a run, an export, a weight file or a timm name."""
 
     init_positions: bool = True
-    """Whether positions are taken from `init` too, where both have the kind; no: they stay as the model is made."""
+    """Whether positions are taken from `init` too, where both have the kind."""
 
     probe_every: Natural = 0
-    """Epochs between two looks at kNN and position accuracy during training; 0: none."""
+    """Epochs between two looks at kNN and positions; 0: none."""
 
     @property
     def method_name(self) -> str:

@@ -20,8 +20,7 @@ class TuningConfig(Checked):
     """What of a model is trained, and how large LoRA's products are."""
 
     parts: Literal["all", "head", "lora"] = "all"
-    """all: every weight. head: the classifier alone. lora: the classifier, and a product of low rank beside the
-    matrices of `targets`. Positions that are new are trained in any case."""
+    """Every weight, the classifier alone, or that and LoRA's products; positions that are new in any case."""
 
     rank: Count = 8
     """lora: inner width of each product."""

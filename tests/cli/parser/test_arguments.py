@@ -285,7 +285,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "audit.positions": {"count": 64, "ratios": (0.15, 0.5, 0.9), "equivariance": True},
     "audit.gradients": {
         "count": 12,
-        "attacks": ("patchembed", "april"),
+        "attacks": ("patchembed", "april", "tokens"),
         "batch": 1,
         "local_steps": 1,
         "labels": "inferred",

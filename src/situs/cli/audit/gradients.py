@@ -31,27 +31,24 @@ class Args(ModelArgs, AuditConfig):
     """Images to attack, as training reads them."""
 
     texts: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """Instead, for a folder of a model of words: sentences, one a line; --defence none, noise=σ or clip=C, a gate by
-    words, tokens or sentences (shares)."""
+    """Instead, for a model of words: sentences, one a line; its gates are words, tokens or sentences (shares)."""
 
     attacks: Annotated[tuple[str, ...], Parameter(name="--attack", metavar="NAMES")] = ("patchembed", "april", "tokens")
     """Apart by commas; matching, april-optimisation, adaptive-mjp take minutes, tokens where it must search."""
 
     defences: Annotated[tuple[str, ...], Parameter(name="--defence", metavar="NAMES")] = ("auto",)
-    """Apart by commas, settings behind "=": noise=1e-4, clip=0.5, mjp=0.27; for a run of MJP none is its own
-    method. auto: none,noise,clip,no-pe-gradient, for a gate none; of a run of DP-SGD its own first, for a gate
-    alone."""
+    """Apart by commas: noise=1e-4, clip=0.5, mjp=0.27 …; for a run of MJP none is its own method. auto:
+    none,noise,clip,no-pe-gradient, for a gate none; of a DP run its own."""
 
     settings: Annotated[tuple[str, ...], Parameter(name="--setting", metavar="a,b,c")] = ()
     """Table 5 of MJP, by who knows MJP and who does not: attack x, compare with x (a); attack shuffled x̃,
     compare with x̃ (b), with x (c); γ by --defence mjp=γ."""
 
     find_defence: Annotated[str | None, Parameter(metavar="METRIC=NUMBER")] = None
-    """Instead of an audit: the weakest setting of each defence under which every attacker that knows it stays at or
-    below this, as psnr=20, with its cost; searched on --count images and held to as many others."""
+    """Instead: the weakest setting of each defence that keeps this, as psnr=20, against attackers who know it."""
 
     private_images: Annotated[int, Parameter(metavar="N")] = 50_000
-    """--find-defence: images of the training whose ε is said, at δ = 1e-5 (the extra dp)."""
+    """--find-defence: of the training for ε."""
 
     private_epochs: Annotated[int, Parameter(metavar="N")] = 10
     """--find-defence: and its epochs."""

@@ -102,7 +102,7 @@ def _choices(start: Any) -> Iterator[Flag]:
         held = start
         for key in path.split("."):
             held = getattr(held, key)
-        text = f"{', '.join(sorted(chosen.options))}; --help {path} shows the flags of the one chosen."
+        text = f"{', '.join(sorted(chosen.options))}; --help {path} shows its flags."
         kind = Literal[tuple(sorted(chosen.options))]  # pyright: ignore[reportInvalidTypeForm]
         yield Flag(flag_name(path), (f"{path}.name",), kind, chosen.name_of(held), text, "NAME")
 

@@ -56,13 +56,20 @@ def other_flags(flags: Sequence[Flag], groups: Sequence[str], prog: str) -> str:
     told += ["--help presets the recipes."]
     column = max(map(len, groups)) + 4
     for group in groups:
-        names = [flag.name.removeprefix(f"--{group}.") for flag in flags if flag.group == group]
+        names = [_short(flag.name.removeprefix(f"--{group}.")) for flag in flags if flag.group == group]
+        names = list(dict.fromkeys(names))
         names[:1] = [f"--{group}.{name}" for name in names[:1]]
         lead = f"  {group:<{column - 2}}"
         told += textwrap.wrap(
             ", ".join(names) or "none", _width(), initial_indent=lead, subsequent_indent=" " * column, **_WHOLE
         )
     return "\n".join(told)
+
+
+def _short(name: str) -> str:
+    """A flag of a table within a group by the table alone, unless that takes any key."""
+    table, dot, key = name.partition(".")
+    return name if not dot or key == "KEY" else f"{table}.…"
 
 
 def presets_text(preset: str | None) -> str:

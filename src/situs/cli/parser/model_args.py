@@ -21,22 +21,22 @@ class ShapeArgs:
     """How a model is made where its name or its code alone is given."""
 
     weights: Annotated[str | None, Parameter(metavar="FILE|pretrained|random")] = None
-    """For a timm name: a weight file, the weights that timm publishes, or random ones."""
+    """For a timm name: a file, what timm publishes, or random."""
 
     img_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """Image size in pixels, where it differs from the model's own; your own module needs it."""
+    """In pixels, where not the model's own; own modules need it."""
 
     patch_size: Annotated[int | tuple[int, int] | None, Parameter(metavar="SIDE|HEIGHT,WIDTH")] = None
-    """For a timm name: patch size in pixels, where it differs from the model's own."""
+    """For a timm name: in pixels, where not the model's own."""
 
     in_chans: Annotated[int | None, Parameter(metavar="CHANNELS")] = None
-    """For a timm name or your own module: channels of an image; by default 3."""
+    """Of an image, for a timm name or your own module; else 3."""
 
     model_args: dict[str, Any] = field(default_factory=dict)
     """Arguments for a timm model or your own."""
 
     ema: bool = True
-    """For a run: the mean of the weights where there is one, or the weights themselves."""
+    """For a run: the mean of its weights."""
 
     def shape(self) -> dict[str, Any]:
         """What is asked of a model that is made, by the arguments of `open_model`."""
@@ -49,10 +49,10 @@ class OpenArgs(ShapeArgs):
     """How models are opened."""
 
     key: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For a locked folder: the key it was locked with; without it the model is opened scrambled, as it lies there."""
+    """For a locked folder; without it the model is scrambled."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """For a locked folder from which parts were withheld: the owner's second file, beside --key."""
+    """For a locked folder: the owner's second file, beside --key."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,7 +36,7 @@ class DpConfig(Checked):
     """DP-SGD (the extra `dp`), where one of epsilon and noise is given."""
 
     epsilon: Positive | None = None
-    """ε that the whole run may spend: the noise follows from it, the batch, the samples and the steps."""
+    """ε that the whole run may spend; the noise follows."""
 
     noise: Positive | None = None
     """Instead: deviation of the noise on the sum of gradients, in units of `clip`; ε follows."""
