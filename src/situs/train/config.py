@@ -47,7 +47,7 @@ class TrainConfig(Checked):
     """How torchrun's ranks share the model: a copy on each, or sharded (FSDP2)."""
 
     seed: Natural = 0
-    """Of the draws, the order of the data and drop path."""
+    """Of all draws and of the data's order."""
 
     log_every: Count = 50
     """Steps between two lines of the log; the device is waited for only there."""
