@@ -52,8 +52,8 @@ def _with_key(flag: Flag) -> Flag:
 
 def other_flags(flags: Sequence[Flag], groups: Sequence[str], prog: str) -> str:
     """The names of the flags in groups, and how to read on."""
-    told = [f"{prog} --help GROUP explains the flags of a group below, --help all every flag,"]
-    told += ["--help presets the recipes."]
+    topics = f"{prog} --help GROUP explains a group below, --help all every flag, --help presets the recipes."
+    told = textwrap.wrap(topics, _width(), **_WHOLE)
     column = max(map(len, groups)) + 4
     for group in groups:
         names = [_short(flag.name.removeprefix(f"--{group}.")) for flag in flags if flag.group == group]
