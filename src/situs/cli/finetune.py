@@ -24,8 +24,8 @@ class Args(Training):
     """Fine-tune a pretrained model with labels."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """The pretrained model: a run, an export, another model's folder, a locked folder with its --key, or a timm name
-    (NAME=FILE, NAME=pretrained)."""
+    """The pretrained model: a run, an export, a model's folder, a locked one with its --key, or a timm name (NAME=FILE,
+    NAME=pretrained)."""
 
     positions: Annotated[PositionKind | None, Parameter(metavar="KIND")] = None
     """learned, sincos, learned_sincos, relative or none; by default the run's own, and learned after MP3."""

@@ -37,7 +37,7 @@ class Args(Recipe, ClientArgs):
     """A run to go on with."""
 
     source: Annotated[str | None, Parameter(name="--from", metavar="MODEL")] = None
-    """Weights to start from, the server's too; a locked folder with its --key."""
+    """Weights to start from, the server's too (locked ones with --key)."""
 
     withheld: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """The owner's second file, where parts of that folder were withheld."""
