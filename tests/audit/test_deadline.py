@@ -47,7 +47,8 @@ def test_a_turn_may_have_a_limit_of_its_own() -> None:
     clock.now += 2.5
     assert free.progress() == 0.5 and not free.over()
     clock.now += 2.5
-    assert free.over() and not free.spent()
+    assert free.over() and not free.spent() and free.taken == 5
+    assert free.reason == "the 5 s that a search may take"
     free.begin(1)
     clock.now += 1e6
     assert not free.over()

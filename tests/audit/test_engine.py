@@ -141,6 +141,18 @@ def test_a_stop_leaves_every_case_the_first_images(backbone: Any) -> None:
     ]
 
 
+def test_an_attack_with_seconds_for_all_images_has_turns_until_they_are_gone(backbone: Any) -> None:
+    class Limited(Ticking):
+        def prepare(self, *args: Any) -> Ready:
+            return Ready(None, seconds=5.0)
+
+    deadline = Deadline(clock=lambda: Ticking.now)
+    cases = [Case("m", backbone, NoDefence(), attack) for attack in (Limited(), Ticking())]
+    found = run(cases, images(40), Step(), deadline)
+    assert [(o.status, o.partial) for o in found.values()] == [("stopped", "24 of 40 images"), ("done", None)]
+    assert deadline.reason == "the 5 s that a search may take"
+
+
 def test_an_attack_that_came_short_goes_on_where_it_stopped(backbone: Any) -> None:
     slow, quick = Spy(most=3), Spy()
     found = run([Case("m", backbone, NoDefence(), attack) for attack in (slow, quick)])

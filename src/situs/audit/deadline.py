@@ -36,13 +36,14 @@ class Deadline:
         self.say, self.seconds, self.interrupted, self.closed = say, seconds, False, False
         self._clock = clock
         self._end = clock() + (math.inf if seconds is None else seconds)
-        self._begun, self._turn = clock(), self._end
+        self._begun, self._turn, self._most = clock(), self._end, 0.0
 
     def begin(self, left: int, most: float | None = None) -> None:
         """Opens a turn: one of `left` that are still to come, itself among them. most: seconds it may take at most."""
         now = self._begun = self._clock()
         share = max(0.0, self._end - now) / left
         self._turn = now + (share if most is None else min(share, most))
+        self._most = max(self._most, most or 0.0)
 
     def over(self) -> bool:
         """Whether the turn is over; an attack asks this as often as it can."""
@@ -50,7 +51,12 @@ class Deadline:
 
     def progress(self) -> float:
         """The share of the turn's time that is gone; 0 without a time limit."""
-        return (self._clock() - self._begun) / max(1e-9, self._turn - self._begun)
+        return self.taken / max(1e-9, self._turn - self._begun)
+
+    @property
+    def taken(self) -> float:
+        """Seconds since the turn began."""
+        return self._clock() - self._begun
 
     def spent(self) -> bool:
         """Whether the whole audit must stop."""
@@ -63,7 +69,10 @@ class Deadline:
     @property
     def reason(self) -> str:
         """What made an attack or the audit stop, for a reader."""
-        return "Ctrl-C" if self.interrupted else f"the time limit of {self.seconds or 0:g} s"
+        if self.interrupted:
+            return "Ctrl-C"
+        own = f"the {self._most:g} s that a search may take"
+        return own if self.seconds is None else f"the time limit of {self.seconds:g} s"
 
 
 @contextmanager

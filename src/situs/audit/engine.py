@@ -66,10 +66,10 @@ def run(
                         break
                     deadline.say(f"{trial.cases[0].defence.label}: gradients of batch {upload + 1} of {total}")
                     sent.append(trial.client.upload(upload))
-            deadline.begin(len(trials) - number, trial.cases[0].seconds)
+            deadline.begin(len(trials) - number, trial.seconds)
             yield from trial.attack(sent, span.start, deadline)
-        # One whose own time is limited has one turn.
-        trials = [each for each in trials if each.at < each.images // step.batch and each.cases[0].seconds is None]
+            trial.taken += deadline.taken
+        trials = [each for each in trials if each.at < each.images // step.batch and not each.ended]
 
 
 @dataclass
@@ -119,7 +119,7 @@ class _Client:
 class _Trial:
     """One attacker on one client: his cases share what he recovers, and differ in what it is compared with.
 
-    at: uploads that are behind him.
+    at: uploads that are behind him. taken: seconds.
     """
 
     cases: list[Case]
@@ -127,11 +127,23 @@ class _Trial:
     ready: Ready
     lpips: Lpips | None
     at: int = 0
+    taken: float = 0.0
     partial: str | None = None
     facts: list[dict[str, Fact]] = field(default_factory=list)
     scores: dict[int, Scores] = field(default_factory=dict)
     pictures: list[Tensor] = field(default_factory=list)
     control: list[dict[str, Fact]] | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        """How long his next turn may take, where that is limited."""
+        left = None if self.ready.seconds is None else max(0.0, self.ready.seconds - self.taken)
+        return min((each for each in (self.cases[0].seconds, left) if each is not None), default=None)
+
+    @property
+    def ended(self) -> bool:
+        """Whether he has no further turn: a case whose time is limited has one."""
+        return self.cases[0].seconds is not None or self.seconds == 0.0
 
     @property
     def images(self) -> int:

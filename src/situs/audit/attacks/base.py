@@ -69,10 +69,12 @@ class Recovery:
 @dataclass(frozen=True)
 class Ready:
     """An attack that can be made. reads: names of the gradients it uses, None for all that are sent. caveat: why the
-    solution is not exact here; it is made all the same and its figure is reported."""
+    solution is not exact here; it is made all the same and its figure is reported. seconds: it takes for all images
+    together, at most."""
 
     reads: tuple[str, ...] | None
     caveat: str | None = None
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)

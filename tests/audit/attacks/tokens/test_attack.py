@@ -10,6 +10,7 @@ from victims import vit
 
 from situs.audit import Knowledge, create_attack
 from situs.audit.attacks.base import Ready, Recovery, Refused
+from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Clip, Defence, MaskedJigsaw, NoDefence, Noise, NoPositionGradient
@@ -103,6 +104,15 @@ def test_a_fixed_table_of_sines_is_no_defence() -> None:
     assert psnr(found.images, x) > 54
     [fact] = found.facts
     assert fact["fits"] is True and int(fact["open_directions"] or 0) > 0 and "hidden" not in fact
+
+
+def test_only_a_search_has_limited_time_for_all_uploads() -> None:
+    for positions, seconds in (("learned", None), ("sincos", 14.0)):
+        backbone = vit(size=12, positions=positions).float()
+        ready = create_attack("tokens", TokensConfig(seconds=7.0)).prepare(
+            backbone, dict(backbone.named_parameters()), Knowledge()
+        )
+        assert isinstance(ready, Ready) and ready.seconds == seconds
 
 
 def test_a_batch_of_two_comes_apart() -> None:

@@ -51,6 +51,10 @@ class TokensConfig(Effort):
     """For one upload, at most. A search that needs far longer on this device is not begun, which is said."""
 
 
+TURN = 2.0
+"""All uploads of one client together are searched no longer than this many times the seconds of one."""
+
+
 class TokenSpans(Attack):
     """The tokens of the first block, from the row spaces of its gradients."""
 
@@ -86,7 +90,8 @@ class TokenSpans(Attack):
                 f"{counts.reason}; a round of search for them takes about {cost / 60:.0f} min on this device, and "
                 f"{self.config.seconds:g} s were given for one upload"
             )
-        return absent(sent, reads) or Ready((*patches, *reads), _caveat(known))
+        limit = TURN * self.config.seconds if counts.open else None
+        return absent(sent, reads) or Ready((*patches, *reads), _caveat(known), limit)
 
     @torch.no_grad()
     def recover(
