@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_a_first_run_says_what_it_does_and_what_comes_next(
     assert lines[1].startswith("mp3 on vit_tiny_patch16_224: 4 x 4 patches, 0.0 M trained parameters, fp32, cpu")
     assert re.fullmatch(rf"done: 2 steps, loss [\d.]+, position accuracy [\d.]+; the run is in {out}", lines[2])
     assert lines[3] == f"next: situs finetune --from {out} --data PATH --out DIR, or situs export {out} --out DIR"
-    assert re.search(r"step 2/2 · epoch 0.00 · loss .* img/s · data-wait \d+ %", printed.err)
+    assert re.search(r"step 2/2 · epoch 0.00 · loss .* samples/s · data-wait \d+ %", printed.err)
 
 
 def test_flags_go_before_the_file_and_the_file_before_the_preset(small: list[str], tmp_path: Path) -> None:
@@ -107,12 +108,22 @@ def test_help_is_short_and_names_every_flag_once(
     ):
         assert flag in text
     below = text[text.index("--help GROUP") :]
-    for group in ("method", "backbone", "data", "augment", "optim", "train"):
+    for group in ("method", "backbone", "data", "augment", "optim", "train", "tuning", "dp"):
         named = re.search(rf" {group} --{group}\.(.*?)(?= [a-z]+ --|$)", below)
         assert named is not None
         flags = {name.strip().replace("-", "_") for name in named[1].split(",")}
         held = getattr(RunConfig(), group)
-        assert flags == {f.name if f.name != "model_args" else "model_args.KEY" for f in fields(held)}
+        tables = {f.name: f"{f.name}.…" for f in fields(held) if is_dataclass(getattr(held, f.name))}
+        tables["model_args"] = "model_args.KEY"
+        assert flags == {tables.get(f.name, f.name) for f in fields(held)}
+
+
+def _keys(config: Any) -> Iterator[str]:
+    for field in fields(config):
+        if is_dataclass(value := getattr(config, field.name)):
+            yield from (f"{field.name}.{key}" for key in _keys(value))
+        else:
+            yield field.name
 
 
 def test_help_of_each_group_is_in_help_all(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,12 +132,12 @@ def test_help_of_each_group_is_in_help_all(capsys: pytest.CaptureFixture[str], m
     assert main(["pretrain", "--help", "all"]) == 0
     flags = set(re.findall(r"(?m)^[ │]{2}(--[a-z][\w.-]*)", capsys.readouterr().out))
     found = set()
-    for group in ("method", "backbone", "data", "augment", "optim", "train"):
+    for group in ("method", "backbone", "data", "augment", "optim", "train", "tuning", "dp"):
         assert main(["pretrain", "--help", group]) == 0
         shown = capsys.readouterr().out
         own = set(re.findall(r"(?m)^[ │]{2}(--[a-z][\w.-]*)", shown))
         assert all(flag.startswith(f"--{group}.") for flag in own)
-        names = {f.name for f in fields(getattr(RunConfig(), group))} - {"model_args"}
+        names = set(_keys(getattr(RunConfig(), group))) - {"model_args"}
         assert own - {"--backbone.model-args.KEY"} == {f"--{group}.{name.replace('_', '-')}" for name in names}
         assert ("--backbone.model-args.KEY" in shown) == (group == "backbone")
         found |= own

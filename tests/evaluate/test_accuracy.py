@@ -182,10 +182,10 @@ def test_any_model_and_any_data_are_evaluated(tmp_path: Path) -> None:
 
 
 def test_the_source_says_what_its_samples_are_called() -> None:
-    class Clips(TensorSource):
-        things = "clips"
+    class Maps(TensorSource):
+        things = "maps"
 
-    source = Clips(torch.rand(6, 3, 4, 4), torch.arange(6) % 3, ("a", "b", "c"), "heard")
+    source = Maps(torch.rand(6, 3, 4, 4), torch.arange(6) % 3, ("a", "b", "c"), "seen")
     said = evaluate_accuracy(open_model(Model(3), img_size=4), source, count=4).summary()
-    assert "of 4 clips of 3 classes" in said.sentence
-    assert said.tables[0].title == "heard, 4 clips"
+    assert "of 4 maps of 3 classes" in said.sentence
+    assert said.tables[0].title == "seen, 4 maps"

@@ -35,6 +35,8 @@ from situs.audit.split.attackers import Reading
 from situs.audit.split.result import SettingFound, SplitAudit
 from situs.audit.split.utility import Kept
 from situs.audit.split.view import Setting
+from situs.audit.text.result import Row, TextAudit
+from situs.audit.text.scoring import Read
 from situs.bench.cases import StepCase, Timing
 from situs.bench.clock import Times
 from situs.bench.compare import StepComparison, compare_steps
@@ -222,6 +224,12 @@ def _study_result() -> StudyResult:
     return StudyResult("mine", study, "paper", 2, ended, (((cells[0],),),), lines)
 
 
+def _text_audit() -> TextAudit:
+    read = Read("sentence 1", (2, 6), (2, 9), (True, False))
+    row = Row("word gradient sent", "done", [read], [{"rank": 4}], [NAME], None, 2.0)
+    return TextAudit(NAME, [row], {row.defence: NAME}, ["sentence 1"], 1, {2: "[CLS]", 6: NAME, 9: "b"})
+
+
 RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "Attention": (_attention, {"images", "heads", "relative"}),
     "Audit": (_audit, set()),
@@ -270,6 +278,7 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     "StepComparison": (_comparison_of_steps, set()),
     "StepTable": (_steps, set()),
     "StudyResult": (_study_result, {"curves"}),
+    "TextAudit": (_text_audit, set()),
     "Verification": (_verification, set()),
 }
 """The class of a result -> a small one, and the pictures of its page."""

@@ -142,6 +142,8 @@ class MP3(Method):
         drawn: Tensor | None = None,
     ) -> Features:  # fmt: skip
         """`Backbone.encode`, with prefix tokens among the keys as the config says, or as they are drawn [B, p]."""
+        if self.config.cls == "always":
+            return self.backbone.encode(tokens, places, context, keys)
         stream = self.backbone.assemble(tokens, places, keys)
         p, count = stream.prefix, tokens.shape[1]
         if self.config.cls == "never" and keys is None and stream.rotary is None and stream.bias is None:

@@ -197,8 +197,8 @@ def test_a_predictor_decides_where_borders_say_nothing() -> None:
     mixed[mask] = real[mask].flip(0)
     place_of = {round(float(value), 6): place for place, value in enumerate(real[:, 0])}
 
-    def encode(tokens: torch.Tensor, places: object, context: object = None) -> Any:
-        del places, context
+    def encode(tokens: torch.Tensor, places: object, context: object = None, mask: object = None) -> Any:
+        del places, context, mask
         greys = mixed[:, 0]
         logits = torch.zeros(1, 16, 16)
         for index, value in enumerate(greys):
