@@ -245,7 +245,12 @@ def doubt_of(caveat: str | None, facts: Facts, noise: float, control: Callable[[
 
 
 def _is_unique(fact: dict[str, Fact]) -> bool:
-    """Whether a linear system has as many directions as unknowns; where none was solved there is none to miss."""
+    """Whether a linear system has as many directions as unknowns; where none was solved there is none to miss.
+
+    sharp: of an attack that does not count them, whether rounding leaves its solution in one place.
+    """
+    if fact.get("sharp") is False:
+        return False
     return "rank" not in fact or _number(fact, "rank") >= _number(fact, "unknowns")
 
 

@@ -14,6 +14,7 @@ from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Clip, Defence, MaskedJigsaw, NoDefence, Noise, NoPositionGradient
+from situs.audit.judge.gate import doubt_of
 from situs.backbones import create_backbone
 
 
@@ -133,3 +134,18 @@ def test_time_that_is_over_is_told_as_a_part() -> None:
     assert found.partial == "a part of the last image's search"
     assert found.facts[0]["fits"] is False and "not every patch is proved" in str(found.facts[0]["verdict"])
     assert found.images.isfinite().all()
+
+
+def test_a_table_that_hardly_tells_places_apart_blurs_pixels_and_passes_no_gate() -> None:
+    backbone, x = vit(trained=False, heads=3).float(), photographs()
+    table = backbone.model.pos_embed
+    sharp = attacked(backbone, x, NoPositionGradient())
+    assert sharp.facts[0]["proof"] and doubt_of(None, sharp.facts, 0.0, None) is None
+    with torch.no_grad():  # its last directions are more than none, and too little for float32
+        left, _, right = torch.linalg.svd(torch.randn(table.shape[1:], generator=torch.Generator().manual_seed(1)))
+        fall = 10 ** (-5.5 * torch.arange(len(left)) / (len(left) - 1))
+        table.copy_(left * fall @ right[: len(left)])
+    found = attacked(backbone, x, NoPositionGradient())
+    assert found.facts[0]["fits"] is True and psnr(found.images, x) < 30 < 100 < psnr(sharp.images, x)
+    assert found.facts[0]["proof"] is None  # every equation holds, of other pictures too
+    assert "more than one solution" in str(doubt_of(None, found.facts, 0.0, None))

@@ -19,14 +19,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent
+from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
 from situs.audit.attacks.spans import SOLVED, TELLING, Span
 from situs.audit.attacks.tokens.block import Block, NoBlockError
 from situs.audit.attacks.tokens.count import Counts, count
 from situs.audit.attacks.tokens.images import agree, make_images
-from situs.audit.attacks.tokens.linear import Family, Misfit, Spans, family_of, misfit, read_spans, weigh
+from situs.audit.attacks.tokens.linear import Family, Misfit, Spans, Tokens, family_of, misfit, read_spans, weigh
 from situs.audit.attacks.tokens.roots import find_roots
-from situs.audit.attacks.tokens.search import Effort, Range, Search
+from situs.audit.attacks.tokens.search import SHARP, Effort, Range, Search
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.stem import to_images
@@ -116,8 +116,10 @@ class TokenSpans(Attack):
                 late = Span(upload[block.layers.fc2], counts.fc2, even)
                 patches, fact = self._searched(block, spans, late, counts, known, deadline)
             else:
-                found = solve(block, spans, counts)
-                patches, fact = found.fixed.x.unsqueeze(0), _facts(counts, misfit(block, spans, found.fixed))
+                found = solve(block, spans, counts).fixed
+                patches, fact = found.x.unsqueeze(0), _facts(counts, misfit(block, spans, found))
+                if not even:  # noise that was stated may well move pixels, and rounding may not
+                    fact |= _sharpness(block, upload, spans, counts, found, _pixels(block, known).width)
             images.append(to_images(patches, block.backbone, block.stem))
             facts.append(fact)
         cut = deadline.over() and facts[-1]["fits"] is not True and facts[-1]["open_directions"] != 0
@@ -178,6 +180,25 @@ def solve(block: Block, spans: Spans, counts: Counts) -> Family:
     """The tokens of all places, solved twice: the first time tells what the equations are worth beside each other."""
     found = family_of(block, spans, counts.open)
     return family_of(block, spans, counts.open, weigh(block, spans, found.fixed))
+
+
+def _sharpness(
+    block: Block, upload: Gradients, spans: Spans, counts: Counts, found: Tokens, width: float
+) -> dict[str, Fact]:
+    """sharp: whether rounding leaves the patches where they are; where it does not, others fit as well as these."""
+    again = solve(block, read_spans(block, _shaken(block, upload, spans), counts), counts).fixed
+    sharp = float((again.x - found.x).square().mean().sqrt()) <= SHARP * width
+    return {"sharp": True} if sharp else {"sharp": False, "proof": None}
+
+
+def _shaken(block: Block, upload: Gradients, spans: Spans) -> Gradients:
+    """The upload with as much more rounding as a solution may have that fits: what moves then is not known."""
+    layers, chance = block.layers, torch.Generator().manual_seed(0)
+    groups = zip(((block.stem.weight,), layers.qkv, (layers.proj,), layers.fc1), spans, strict=True)
+    sizes = {name: SOLVED * float(span.noise) for names, span in groups if span is not None for name in names}
+    drawn = {name: torch.randn(upload[name].shape, generator=chance, dtype=torch.float64) for name in sizes}
+    grown = {name: 1 + size * drawn[name].to(block.weight) for name, size in sizes.items()}
+    return {**upload, **{name: known_numbers(upload[name]) * factor for name, factor in grown.items()}}
 
 
 def _pixels(block: Block, known: Knowledge) -> Range:

@@ -48,6 +48,11 @@ class Range(NamedTuple):
     low: Tensor
     high: Tensor
 
+    @property
+    def width(self) -> float:
+        """From the least to the most, the mean."""
+        return float((self.high - self.low).mean())
+
 
 class Found(NamedTuple):
     """φ [Q, f] and fit [Q]: how many times more of a token sticks out than noise explains."""
@@ -183,7 +188,7 @@ class Search:
         expected = (self.span.expected(a).square() + linear.second_expected.square()).sqrt()
         fit = (residual / expected).nan_to_num(torch.inf)
         over = torch.maximum(tokens.x - self.pixels.high, self.pixels.low - tokens.x).amax(dim=1)
-        span = (self.pixels.high - self.pixels.low).mean()
+        span = self.pixels.width
         proves = (residual <= TELLING) & (over <= span / 4) & (self._blur(expected, normal) <= SHARP * span)
         return torch.where(proves, fit, SOLVED * (2 + fit))
 
