@@ -50,3 +50,20 @@ def test_stopped_and_too_many_tokens(tmp_path: Path) -> None:
     assert over.partial is not None and over.reason is None
     small = attack(victim(tmp_path / "small", "bert", width=8), *HARD)
     assert small.sentences == () and small.reason is not None and "as many tokens" in small.reason
+
+
+def test_a_stop_before_the_first_word_is_no_noise(tmp_path: Path) -> None:
+    clock = iter([0.0, 0.0, *[9.0] * 99])
+    found = attack(
+        victim(tmp_path, "bert", width=64), *HARD[:1], deadline=Deadline(seconds=1, clock=lambda: next(clock))
+    )
+    assert found.partial == "0 of 1 sentences" and found.reason is None
+
+
+def test_an_order_that_does_not_settle_is_no_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsettled(*_: object, **__: object) -> None:
+        raise RuntimeError("Maximum number of iterations reached.")
+
+    monkeypatch.setattr("situs.audit.text.encoder.nnls", unsettled)
+    found = attack(victim(tmp_path, "bert", width=64), *HARD[:1])
+    assert found.sentences == () and "0 of 1 sentences were found" in str(found.reason)

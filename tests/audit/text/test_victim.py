@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -108,3 +109,21 @@ def test_too_short_a_sentence_is_one_sentence(tmp_path: Path) -> None:
         sentences(made, "3 4", "1")
     assert len(sentences(made, " ".join(["7"] * 40))[0]) == 16  # cut to the model's length
     assert made.shown([5, 6]) == ["w0", "w1"]
+
+
+def test_what_the_model_cannot_learn_from_is_one_sentence(tmp_path: Path) -> None:
+    masked = victim(tmp_path / "masked", "masked")
+    with pytest.raises(SitusError, match=r"'zzz qqq': has no word that its tokeniser knows and could mask"):
+        masked.coded(["w3 w4", "zzz qqq"])
+    for kind in ("masked", "llama"):
+        made = victim(tmp_path / kind, kind)
+        made.tokeniser.add_tokens(["unheard"])
+        with pytest.raises(SitusError, match=r"'unheard' is token 60 of the tokeniser, and the model has 60 of them"):
+            made.coded(["w3 w4", "w3 unheard"])
+    with pytest.raises(SitusError, match="one output is no choice between classes"):
+        victim(tmp_path / "regression", "bert", num_labels=1)
+    folder = write_folder(tmp_path / "maskless", "masked")
+    written = folder / "tokenizer_config.json"
+    written.write_text(json.dumps({**json.loads(written.read_text()), "mask_token": None}))
+    with pytest.raises(SitusError, match="its tokeniser has no mask"):
+        open_text_victim(folder)

@@ -53,6 +53,8 @@ def encoder_sentences(
     able = candidates(backbone, one, words, deadline)
     named = frozenset(able.words.tolist())
     facts |= {"candidates": len(able.words)}
+    if not len(able.words) and deadline.over():
+        return Found(facts=facts, partial=f"0 of {batch} sentences")
     if not len(able.words):
         return Found(facts=facts, reason="no word of the vocabulary lies in the span: noise hides them")
     search = _Search(backbone, block, able, two, second[0])
@@ -148,7 +150,11 @@ class _Search:
         parts = (e.unsqueeze(2) * (self.v - heads)).flatten(1)
         others = [at for at in range(len(parts)) if at != row]
         weights = np.ones(len(parts))
-        weights[others] = nnls(parts[others].T.cpu().numpy(), -parts[row].cpu().numpy(), maxiter=20 * len(parts))[0]
+        system, goal = parts[others].T.cpu().numpy(), -parts[row].cpu().numpy()
+        try:
+            weights[others] = nnls(system, goal, maxiter=20 * len(parts))[0]
+        except RuntimeError:  # it does not settle, and no sentence comes of this root
+            return ()
         words, places = self.able.words.tolist(), self.able.places.tolist()
         best: dict[int, tuple[float, int]] = {}
         for word, place, weight in zip(words, places, weights.tolist(), strict=True):

@@ -44,9 +44,16 @@ class TextVictim:
         """The texts as ids, cut to the model's length; a sentence with nothing to learn from is refused."""
         found = self.tokeniser(list(texts), truncation=True, max_length=self.backbone.num_tokens)["input_ids"]
         least = 2 if self.task == "next words" else 1
+        known = self.backbone.inner.get_input_embeddings().weight.shape[0]
         for text, ids in zip(texts, found, strict=True):
             if len(ids) < least:
-                raise SitusError(f"{text!r}: is {len(ids)} tokens long, and a step needs {least}", field="texts")
+                raise SitusError(f"{text[:60]!r}: is {len(ids)} tokens long, and a step needs {least}", field="texts")
+            if max(ids) >= known:
+                [word] = self.shown([max(ids)])
+                said = f"{word!r} is token {max(ids)} of the tokeniser, and the model has {known} of them"
+                raise SitusError(f"{said}: its embedding must be as large as the tokeniser", field="texts")
+            if self.task == "masked words" and not masked_places(self, tuple(ids), 0):
+                raise SitusError(f"{text[:60]!r}: has no word that its tokeniser knows and could mask", field="texts")
         return [tuple(ids) for ids in found]
 
     def shown(self, ids: Sequence[int]) -> list[str]:
@@ -77,7 +84,13 @@ def open_text_victim(source: Any, *, classes: int = 2, **asked: Any) -> TextVict
         raise SitusError(f"{model.name}: has no parameters to train, so there is no gradient to audit")
     backbone = model.backbone
     assert isinstance(backbone, TextBackbone)
-    return TextVictim(backbone, open_tokeniser(Path(str(source).removeprefix("hf:"))), task, model.name, notes)
+    if task == "classes" and backbone.model.config.num_labels < 2:
+        said = "its one output is no choice between classes, whose gradient is audited"
+        raise SitusError(f"{model.name}: {said}", field="texts")
+    tokeniser = open_tokeniser(Path(str(source).removeprefix("hf:")))
+    if task == "masked words" and tokeniser.mask_token_id is None:
+        raise SitusError(f"{model.name}: learns masked words, and its tokeniser has no mask", field="texts")
+    return TextVictim(backbone, tokeniser, task, model.name, notes)
 
 
 def word_weight(backbone: TextBackbone) -> str:
