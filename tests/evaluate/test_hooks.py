@@ -101,6 +101,25 @@ def test_each_rank_validates_its_own_part() -> None:
     assert sorted(parts[0] + parts[1]) == list(range(2000))
 
 
+@pytest.mark.parametrize(("keep_best", "splits"), [(True, 2), (True, 1), (False, 1)])
+def test_it_is_said_once_where_the_best_is_chosen_by_what_it_is_judged_on(
+    monkeypatch: pytest.MonkeyPatch, keep_best: bool, splits: int
+) -> None:
+    if splits == 2:
+        monkeypatch.setattr("situs.evaluate.hooks.splits_at", lambda *_, **__: {"train", "val", "test"})
+    own = config(train={"keep_best": keep_best})
+    told: list[str] = []
+    [hook] = validation_hooks(1)(own, loader(own), CPU)
+    monkeypatch.setattr(type(hook), "look", lambda *_: {})
+    method = make_method(own, CLASSES)
+    for step in (1, 2):
+        state = RunState(method, None, step, step - 1, 2, 1, lambda _: None, told.append)
+        hook.after_epoch(state)
+    assert [line.startswith("the data has one split beside that") for line in told] == [True] * (
+        keep_best and splits == 1
+    )
+
+
 def test_other_classes_in_validation_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = config()
     train = loader(own)

@@ -150,6 +150,9 @@ def test_a_run_without_a_defence_is_the_ordinary_run_and_others_are_evaluated_un
         assert (plain.accuracy.top1, plain.accuracy.loss) == (found.top1, pytest.approx(bare["plain"], abs=1e-5))
     noise = [infer_defended(tmp_path / "noise=3", count=40, device="cpu").accuracy.loss for _ in range(2)]
     assert noise[0] == noise[1] and abs(noise[0] - bare["noise=3"]) > 5e-5
+    checkpoint = max((tmp_path / "noise=3" / "checkpoints").glob("step-*"))  # is of the run's defence too
+    assert infer_defended(checkpoint, count=40, device="cpu").accuracy.loss == noise[0]
+    assert evaluate_defended(checkpoint, count=40, train_count=32, k=5, device="cpu") == again
     with pytest.raises(SitusError, match="permute=columns: is nothing where no server is"):
         train_defended(config, "none", tmp_path / "no", permute=("columns",))
     with pytest.raises(SitusError, match="is supervised"):

@@ -11,7 +11,8 @@ import torch
 
 from situs.data.config import BATCH
 from situs.data.loader import Loader, make_loader
-from situs.data.sources import open_source
+from situs.data.sources import open_source, splits_at
+from situs.data.sources.base import SPLITS
 from situs.data.sources.subset import Subset
 from situs.errors import SitusError
 from situs.evaluate.accuracy import hard, measure_accuracy, measure_labels
@@ -25,6 +26,10 @@ from situs.models.inference import evaluating
 from situs.train.contract import Hook, RunState
 from situs.train.run import Hooks, RunConfig, make_eval_loader
 
+FLATTERED = (
+    "the data has one split beside that of the training, so that the best is chosen by what an evaluation judges it "
+    "on, where its accuracy is flattered (train.keep_best)"
+)
 PROBED = {"train": 10_000, "val": 2_000}
 """split -> how many of its samples a probe looks at."""
 
@@ -84,11 +89,20 @@ class OnlineProbe(_Looks):
 
 
 class Validation(_Looks):
-    """Top-1, top-5 and loss on the validation set; of a multi-label one mean average precision, accuracy and loss."""
+    """Top-1, top-5 and loss on the validation set; of a multi-label one mean average precision, accuracy and loss.
 
-    def __init__(self, loader: Loader, every: int, precision: str) -> None:
+    note: said at the first look.
+    """
+
+    def __init__(self, loader: Loader, every: int, precision: str, note: str = "") -> None:
         super().__init__(every, precision)
-        self.loader = loader
+        self.loader, self.note = loader, note
+
+    def _log(self, state: RunState) -> None:
+        if self.note:
+            state.say(self.note)
+            self.note = ""
+        super()._log(state)
 
     def look(self, method: Method) -> dict[str, float]:
         """The accuracy over the validation set of all ranks."""
@@ -116,9 +130,15 @@ def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
             raise SitusError(f"{error}; {field}=0 trains without validation", field=(*error.fields, field)) from None
         if held.classes != loader.classes:
             raise SitusError(f"{config.data.path}: training and validation split have different classes", field="data")
-        return [Validation(held, every, _precision(config, device))]
+        return [Validation(held, every, _precision(config, device), FLATTERED if _judged_alike(config) else "")]
 
     return make
+
+
+def _judged_alike(config: RunConfig) -> bool:
+    """Whether the best is kept, and chosen by the samples that test means too."""
+    told = {"multi_label": config.data.multi_label, "kind": config.data.kind}
+    return config.train.keep_best and len(splits_at(config.data.path, **told) - {*SPLITS["train"]}) < 2
 
 
 def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook]:

@@ -155,6 +155,8 @@ def _open_run(source: str, device: torch.device | str, **asked: Any) -> Model:
     if (under := trained_under(run_and_step(source)[0])) is not None:
         facts |= {"defence": under.defence, "defence_scale": under.scale}
     state, method = loaded.checkpoint.state, loaded.method
+    if loaded.config.train.keep_best and (best := state.get("best", {})).get("step") == loaded.checkpoint.step:
+        facts["best_by"] = best["by"]
     return Model(
         folder_name(run_and_step(source)[0]),
         method.backbone,
@@ -171,8 +173,13 @@ def _open_run(source: str, device: torch.device | str, **asked: Any) -> Model:
 
 
 def _spent(loaded: Loaded) -> Spent | None:
-    """What a run of DP-SGD promises at the step of its weights: as its log has it, or computed where it ends before."""
+    """What a run of DP-SGD promises at the step of its weights: as its log has it, or computed where it ends before.
+
+    The best of a run is chosen in sight of every step, those behind it too.
+    """
     dp, step = loaded.config.dp, loaded.checkpoint.step
+    if loaded.config.train.keep_best:
+        step = max(step, loaded.run.facts().get("step", step))
     told = [each for each in loaded.run.records() if "epsilon" in each and each["step"] <= step]
     if not told:  # it is written from the first step on
         return None

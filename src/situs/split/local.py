@@ -39,6 +39,7 @@ from situs.models.defended import FILE as FACTS
 from situs.models.inference import evaluating
 from situs.split.scale import noise_scale
 from situs.split.view import make_view
+from situs.train.checkpoint import run_and_step
 from situs.train.contract import RunState, TrainResult
 from situs.train.run import RunConfig, Start, cannot_start, train_run
 
@@ -133,9 +134,9 @@ def _rows_alone(permute: tuple[str, ...]) -> list[str]:
 
 
 def _used(run: Path) -> dict[str, Any]:
-    """What a run was trained under; nothing of one that `train_defended` has not made."""
-    nothing = {"defence": "none", "scale": 1.0, "permute": []}
-    return {**nothing, **(read_json(run / FACTS) if (run / FACTS).is_file() else {})}
+    """What a run, or one of its checkpoints, was trained under; nothing of a run that `train_defended` has not made."""
+    nothing, facts = {"defence": "none", "scale": 1.0, "permute": []}, run_and_step(run)[0] / FACTS
+    return {**nothing, **(read_json(facts) if facts.is_file() else {})}
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ from situs.train.step import Moment, Stepper, Update
 BEST_BY = ("val_top1", "val_map", "val_accuracy")
 """Numbers of a validation by which one model is better than another; the first that there is decides."""
 
+NEWEST = "so that the newest checkpoint is the run's model (train.keep_best)"
+
 
 def fit(
     method: Method,
@@ -123,7 +125,7 @@ class _Loop:
                 f"steps (optim.warmup_{'steps' if by_steps else 'epochs'})"
             )
         if config.keep_best and not hooks:
-            run.notes.append("nothing is validated, so that the newest checkpoint is the run's model (train.keep_best)")
+            run.notes.append(f"nothing is validated, {NEWEST}")
         for note in run.notes:
             self.log.say(note)
         self.began = self.mark = time.perf_counter()
@@ -152,6 +154,8 @@ class _Loop:
         if complete and self.best is not None:
             found = f"{self.best['by'].replace('_', ' ')} {self.best['value']:.4f}"
             self.log.say(f"best {found} after step {self.best['step']}, whose checkpoint is the run's model")
+        elif complete and self.config.keep_best and self.hooks:
+            self.log.say(f"no number of a validation was logged, {NEWEST}")
         # Asked in or after the last step, too: who waits for this run, a script say, must not go on as if nothing was.
         asked = torch.tensor([float(self.interrupt.asked)], device=self.stepper.device)
         interrupted = not complete or bool(distributed.most(asked))

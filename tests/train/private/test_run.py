@@ -110,6 +110,34 @@ def test_a_target_sets_the_noise_and_the_run_cannot_be_made_longer(tmp_path: Pat
     assert open_model(run).spent == spent
 
 
+class Judge:
+    """A validation that likes the second step best."""
+
+    def after_step(self, state: RunState) -> None:
+        state.log({"val_top1": 0.9 if state.step == 2 else 0.1})
+
+    def after_epoch(self, state: RunState) -> None:
+        pass
+
+
+def test_the_best_of_a_run_spends_what_all_its_steps_do(tmp_path: Path) -> None:
+    """Which is the best is known by those behind it too."""
+    run = train(config(train={"keep_best": True}), out=tmp_path / "run", hooks=lambda *_: [Judge()])
+    model = open_model(run)
+    assert (model.facts["step"], model.facts["best_by"]) == (2, "val_top1")
+    assert model.spent is not None and model.spent.steps == 4
+    assert model.spent.epsilon == pytest.approx(epsilon_of(1.0, 32 / 96, 4, 1e-5))
+    last = open_model(run / "checkpoints" / "step-00000004")
+    assert "best_by" not in last.facts and last.spent == model.spent
+
+
+def test_a_best_that_nothing_judges_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The ledger of ε looks on too, and is no validation."""
+    train_run(config(train={"keep_best": True}), device="cpu", out=tmp_path / "run")
+    assert "no number of a validation was logged, so that the newest checkpoint is" in capsys.readouterr().err
+    assert open_model(tmp_path / "run").facts["step"] == 4
+
+
 @pytest.mark.parametrize(
     ("over", "said"),
     [

@@ -26,7 +26,8 @@ STRIDE, MOST_NOISE = 1.5, 1e4
 NOT_COVERED = (
     "ε covers the weights, their mean (EMA) and all that is computed from them. It does not cover the training loss "
     "and accuracy in the log, the samples of the validation split, the choice of settings or of a checkpoint by what "
-    "was measured, nor the data that the first weights come from; rounding in floating point is taken for exact"
+    "was measured, the mean and deviation of clips by which they are normalised where those were measured on them, nor "
+    "the data that the first weights come from; rounding in floating point is taken for exact"
 )
 """What a reader must know of every ε."""
 
