@@ -127,3 +127,38 @@ def test_a_client_of_federated_averaging_gives_its_update_by_hand() -> None:
         watch.look(images, {"nope": torch.zeros(1)})
     with pytest.raises(SitusError, match="float32"):
         audit.guard(made("timm").bfloat16())
+
+
+class Named(Own):
+    """Called by names alone, as models of transformers are."""
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return super().forward(pixel_values)
+
+
+def test_images_that_are_given_by_name_are_seen() -> None:
+    torch.manual_seed(0)
+    module = Named()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    audit.guard(module, optimizer, img_size=16, attacks=["patchembed"])
+    [(images, labels)] = batches(1)
+    F.cross_entropy(module.train()(pixel_values=images), labels).backward()
+    with pytest.raises(LeakError, match="above"):
+        optimizer.step()
+
+
+def test_a_step_whose_images_it_has_not_seen_is_not_judged_and_said() -> None:
+    module, found = made().eval(), []
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    audit.guard(module, optimizer, img_size=16, every=1, act=found.append)
+    [(images, labels)] = batches(1)
+    F.cross_entropy(module(images), labels).backward()
+    optimizer.step()
+    assert found[0].answer == "not judged" and "no images went through the module" in found[0].said
+    made_of_two = nn.Sequential(nn.AdaptiveAvgPool2d(16), made())
+    optimizer = torch.optim.SGD(made_of_two.parameters(), lr=0.1)
+    audit.guard(made_of_two, optimizer, img_size=16, act=found.append, attacks=["patchembed"])
+    for size in (16, 32):
+        F.cross_entropy(made_of_two(torch.zeros(1, 3, size, size)), labels).backward()
+    optimizer.step()
+    assert found[1].answer == "not judged" and "of several sizes" in found[1].said

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -103,7 +104,7 @@ class Guard:
         self._hooks: list[Any] = []
         if optimizer is not None:
             self._hooks = [
-                module.register_forward_pre_hook(self._note),
+                module.register_forward_pre_hook(self._note, with_kwargs=True),
                 optimizer.register_step_pre_hook(lambda *_: self._before()),
             ]
 
@@ -132,7 +133,10 @@ class Guard:
         began = time.perf_counter()
         with self._aside():
             answer, value, said = self._attack(upload, images.detach(), local_steps)
-        found = Look(self.step, answer, self.limit.metric, self.limit.bound, value, said, time.perf_counter() - began)
+        return self._tell(answer, value, said, time.perf_counter() - began)
+
+    def _tell(self, answer: Answer, value: float | None, said: str, seconds: float = 0.0) -> Look:
+        found = Look(self.step, answer, self.limit.metric, self.limit.bound, value, said, seconds)
         self.looks.append(found)
         if callable(self.act):
             self.act(found)
@@ -196,17 +200,22 @@ class Guard:
     def _due(self) -> bool:
         return self.step % self.every == 0
 
-    def _note(self, module: nn.Module, given: tuple[Any, ...]) -> None:
-        """Keeps the images of a step that is looked at; of several micro-batches all."""
+    def _note(self, module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Keeps the images of a step that is looked at, the first tensor given; of several micro-batches all."""
         if self._due and module.training and torch.is_grad_enabled() and not self._inside:
-            self._seen.append(given[0].detach())
+            tensors = (each for each in (*given, *named.values()) if isinstance(each, Tensor))
+            self._seen += [each.detach() for each in islice(tensors, 1)]
 
     def _before(self) -> None:
         """Called before the optimiser's step."""
         seen, self._seen = self._seen, []
         try:
-            if self._due and seen:
+            if self._due and len({images.shape[1:] for images in seen}) == 1:
                 self.look(torch.cat(seen))
+            elif self._due:
+                none = "no images went through the module in training mode since the last step"
+                said = "images of several sizes went through the module" if seen else none
+                self._tell("not judged", None, said)
         finally:
             self.step += 1
 
