@@ -115,7 +115,7 @@ def test_a_server_that_cannot_start_is_one_sentence(tmp_path: Path) -> None:
 
 
 STARTED = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 from situs.cli.demo import server, split
 from situs.cli.demo.sections import Stage
@@ -128,6 +128,7 @@ def tell(word):
 
 if __name__ == "__main__":
     import situs.cli.main as cli
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in the background inherit as ignored
     cli._dispatch = lambda words: split.show_split(Stage(0, True, tell, Path(sys.argv[1])))
     split.STEPS = 150
     sys.exit(main([]))

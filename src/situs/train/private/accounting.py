@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any
 
 from situs.config import Checked
@@ -77,8 +78,9 @@ class Spent:
         return f"{found} at δ = {self.delta:g} after {made}. {NOT_COVERED}"
 
 
+@cache
 def epsilon_of(noise: float, rate: float, steps: int, delta: float) -> float:
-    """ε after so many steps; an upper bound. rate: the chance that a step takes a given sample."""
+    """ε after so many steps, an upper bound; takes a second. rate: the chance that a step takes a given sample."""
     if steps == 0:
         return 0.0
     accountant = opacus("accountants").PRVAccountant()
