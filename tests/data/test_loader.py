@@ -7,6 +7,7 @@ import pytest
 import torch
 from PIL import Image
 
+from situs.data.audio import AudioConfig
 from situs.data.augment.recipes import AugmentConfig, recipe
 from situs.data.config import DataConfig
 from situs.data.loader import ResidentLoader, StreamLoader, default_batch, make_loader
@@ -282,3 +283,18 @@ def test_training_on_a_part_of_the_images_and_judging_on_all():
     assert torch.equal(batch.targets["label"], rows % 5)
     assert sorted(rows.tolist()) == chosen.tolist()
     assert sum(len(batch.ids) for batch in make_loader(config, None, source=source)) == 50
+
+
+def test_clips_of_any_split_are_scaled_by_the_training_split(tmp_path) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    for split, level in (("train", 0.5), ("test", 0.001)):
+        for number in range(4):
+            file = tmp_path / split / "ab"[number % 2] / f"{number}.wav"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            wave = level * torch.rand(1600, generator=torch.Generator().manual_seed(number))
+            soundfile.write(file, wave.numpy(), 16_000)
+    config = DataConfig(str(tmp_path), audio=AudioConfig(seconds=0.1))
+    trained = make_loader(config, AugmentConfig()).pipeline.scale
+    judged = make_loader(replace(config, split="test"), None)
+    assert "test" in judged.source.name
+    assert all(torch.equal(one, other) for one, other in zip(judged.pipeline.scale, trained, strict=True))

@@ -205,7 +205,9 @@ def make_loader(
     if source is None:
         if not config.path:
             raise SitusError(NO_DATA, field="data")
-        config = settle(config)
+        # What an evaluation sees is scaled by the training split, whatever split it looks at.
+        settled = settle(config if augment is not None else replace(config, split=None))
+        config = replace(settled, split=config.split)
         split = config.split or (None if augment is not None else "val")
         source = open_source(config.path, split, **config.wanted())
     if augment is not None and config.count is not None:
