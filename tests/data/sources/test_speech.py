@@ -112,6 +112,15 @@ def test_the_task_of_twelve_classes(folder: Path, split: str, words: int) -> Non
     assert not empty.read(len(empty) - 1)["wave"].any() and empty.read(len(empty) - 1)["label"] == 0
 
 
+def test_silence_is_the_same_wherever_the_set_lies(folder: Path, tmp_path: Path) -> None:
+    """Or a run whose data was moved would go on with other clips."""
+    (tmp_path / "moved").symlink_to(folder)
+    for split in ("train", "test"):
+        one, other = (open_speech(path, split, audio=COMMANDS) for path in (folder, tmp_path / "moved"))
+        assert one.name != other.name and one.read(len(one) - 1)["label"] == 0
+        assert torch.equal(one.read(len(one) - 1)["wave"], other.read(len(other) - 1)["wave"])
+
+
 def test_too_few_unknown_words_are_told(folder: Path, tmp_path: Path) -> None:
     for word in (*WORDS, "bed"):
         (tmp_path / word).mkdir()

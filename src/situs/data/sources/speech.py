@@ -71,7 +71,7 @@ def open_speech(
     noise, notes = read_noise(folder := noise_folder(path, audio), part, audio)
     if noise is None and audio.silence == "noise":
         raise SitusError(f"{folder}: no noise to cut silence from; silence can be empty", field="audio.silence")
-    commands = Commands(source, noise if audio.silence == "noise" else None, audio)
+    commands = Commands(source, noise if audio.silence == "noise" else None, part, audio)
     commands.notes += notes
     return commands
 
@@ -143,18 +143,19 @@ class Commands(Source):
     """The 12-class task over a set of single words: silence, unknown, and the ten words in the papers' order.
 
     Clips of the ten words come first, then those of unknown, a choice that never changes, then silence.
-    noise: what silence is cut from, at a level uniform in [0, 1); without it silence is empty.
+    noise: what silence is cut from, at a level uniform in [0, 1); without it silence is empty. part: train, val or
+    test, which has cuts of its own, the same wherever the set lies.
     """
 
     things = "clips"
 
-    def __init__(self, source: ClipReader, noise: NoiseBank | None, clip: AudioConfig = AUDIO) -> None:
+    def __init__(self, source: ClipReader, noise: NoiseBank | None, part: str, clip: AudioConfig = AUDIO) -> None:
         assert source.classes is not None
         missing = [word for word in WORDS if word not in source.classes]
         if missing:
             raise SitusError(f"{source.name}: has no clips of {', '.join(missing)}, of the ten words", field="data")
         super().__init__(source.name, (SILENCE, UNKNOWN, *WORDS), None, source.strict)
-        self.source, self.noise, self.clip = source, noise, clip
+        self.source, self.noise, self.part, self.clip = source, noise, part, clip
         place = {name: number for number, name in enumerate(self.classes or ())}
         own = np.array([place.get(name, place[UNKNOWN]) for name in source.classes])
         labels = own[np.array([_label(source, index) for index in range(len(source))], np.int64)]
@@ -189,7 +190,7 @@ class Commands(Source):
             return self.source.read(int(self.rows[index])) | {"label": self.labels[index]}
         if self.noise is None:
             return {"wave": torch.zeros(self.clip.samples), "label": 0}
-        numbers = uniform(0, 0, torch.tensor([index - len(self.rows)]), f"speech.silence/{self.name}", (3,))
+        numbers = uniform(0, 0, torch.tensor([index - len(self.rows)]), f"speech.silence/{self.part}", (3,))
         return {"wave": self.noise.cut(numbers, self.clip.samples)[0] * numbers[0, 2], "label": 0}
 
 
