@@ -12,6 +12,7 @@ import torch
 from served import CONFIG, steps
 from wired import TRAIN, Loader, Pair, farthest, train_locally, vit
 
+from situs.data.audio import AudioConfig
 from situs.errors import SitusError
 from situs.evaluate.accuracy import evaluate_accuracy
 from situs.evaluate.knn import evaluate_knn
@@ -157,3 +158,21 @@ def test_a_run_without_a_defence_is_the_ordinary_run_and_others_are_evaluated_un
         train_defended(config, "none", tmp_path / "no", permute=("columns",))
     with pytest.raises(SitusError, match="is supervised"):
         train_defended(replace(CONFIG, method=MP3Config()), "none", tmp_path / "no")
+
+
+def test_noise_is_measured_on_clips_as_the_model_is_given_them(tmp_path) -> None:
+    soundfile = pytest.importorskip("soundfile")
+    for number in range(8):
+        file = tmp_path / "clips" / "train" / "ab"[number % 2] / f"{number}.wav"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        soundfile.write(file, torch.rand(1600, generator=torch.Generator().manual_seed(number)).numpy(), 16_000)
+    backbone = replace(CONFIG.backbone, patch_size=(40, 1))
+    data = replace(
+        CONFIG.data, kind="audio", path=str(tmp_path / "clips"), img_size=None, audio=AudioConfig(seconds=0.1)
+    )
+    config = replace(steps(1), backbone=backbone, data=data, optim=replace(CONFIG.optim, lr=1e-12, ema=None))
+    train_defended(config, "noise=1", tmp_path / "run", device="cpu", quiet=True)
+    model = open_model(tmp_path / "run")
+    inputs = torch.cat([batch.inputs for batch in load_set(model, split="train")])
+    deviation = token_scale(model.backbone.embed(inputs) + model.backbone.positions().table)
+    assert model.facts["defence_scale"] == pytest.approx(deviation, rel=1e-3)

@@ -41,7 +41,7 @@ from situs.split.scale import noise_scale
 from situs.split.view import make_view
 from situs.train.checkpoint import run_and_step
 from situs.train.contract import RunState, TrainResult
-from situs.train.run import RunConfig, Start, cannot_start, train_run
+from situs.train.run import RunConfig, Start, cannot_start, settled, train_run
 
 
 class Defended(Supervised):
@@ -100,7 +100,7 @@ def train_defended(
     if config.method_name != "supervised":
         said = f"method={config.method_name}: a split training is supervised: its labels stay with the client"
         raise SitusError(said, field="method")
-    facts = Path(out) / FACTS
+    config, facts = settled(config), Path(out) / FACTS  # a σ is measured on what the model is given
     before = _used(Path(out)) if resume and facts.exists() else None
     if defence is None and before is not None:
         defence, permute = before["defence"], (*before["permute"],)
