@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from situs.audit import Deadline, audit_gradients, create_defence, find_defences
+from situs.audit import Deadline, audit_gradients, create_attack, create_defence, find_defences
+from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.cases import Step, TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.defences import Clip, NoDefence, Noise, Withhold
+from situs.audit.judge.gate import Limit
 from situs.audit.remedies.find import Search, part_of
 from situs.audit.remedies.ladders import Rung, cost_of, ladders, scale_of
-from situs.audit.remedies.result import Remedies
+from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
@@ -78,8 +80,6 @@ def test_where_no_attack_applies_nothing_is_named_and_the_reason_is_given(found:
 def test_a_setting_that_fails_on_other_images_gives_way_to_a_stronger_one(
     victim: Backbone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from situs.audit.remedies.result import Trial
-
     test = TestSet(torch.zeros(6, 1, 28, 28), torch.zeros(6, dtype=torch.int64), ([0.5], [0.5]))
     rungs = [Rung(str(i), NoDefence(), Step()) for i in range(6)]
     parts = [part_of(test, slice(at, at + 2)) for at in (0, 2, 4)]
@@ -138,3 +138,19 @@ def test_a_search_that_is_stopped_says_how_far_it_came(victim: Backbone, tmp_pat
     for text in ("withhold=1.5", "withhold=-1"):
         with pytest.raises(SitusError, match="whole number of blocks"):
             create_defence(text)
+
+
+def test_an_attack_that_used_up_its_own_time_ends_no_search_and_names_nothing(victim: Backbone) -> None:
+    chance = torch.Generator().manual_seed(0)
+    test = TestSet(torch.randn(4, 1, 28, 28, generator=chance), torch.arange(4), ([0.5], [0.5]))
+    attack = create_attack("tokens", TokensConfig(seconds=0.02, steps=1))
+    search = Search(victim, [attack], Limit("psnr", 20.0), Deadline())
+    trial = search.ask(Rung("batch 2", NoDefence(), Step(batch=2)), test)
+    assert trial.answer == "not judged" and "tokens was stopped after" in trial.said
+
+
+def test_the_sentence_says_no_more_unseen_images_than_each_setting_was_tried_on() -> None:
+    tried = [Trial("", "passed", 1.0, "x", "", images, unseen=True) for images in (12, 8)]
+    each = [Remedy(name, name, "", unseen=trial) for name, trial in zip(("noise", "batch 8"), tried, strict=True)]
+    found = Remedies("model", Limit("psnr", 20.0), each, 12, 12, ["x"])
+    assert "Each passed on 8 images or more that the search had not seen" in str(found)

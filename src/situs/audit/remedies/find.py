@@ -66,7 +66,7 @@ class Search:
         self.deadline.closed = False  # an audit closes it at its end, and there is another behind it
         given = {"step": rung.step, "deadline": self.deadline, "limit": self.limit}
         audit = attack_gradients(self.victim, test, attacks, [rung.defence], **given)
-        if audit.stopped is not None:
+        if audit.stopped is not None and self.deadline.spent():  # an attack's own time may be over: it is not judged
             raise _StoppedError
         assert audit.ruling is not None
         [judged] = audit.ruling.judgements

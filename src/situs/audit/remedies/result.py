@@ -112,9 +112,11 @@ def verdict(found: Remedies) -> str:
             "applies, nothing is known: that is no remedy."
         )
     named = "; ".join(str(each.named) for each in found.found)
+    counts = {found.held_out if each.unseen is None else each.unseen.images for each in found.found}  # whole batches
+    unseen = f"{min(counts)} images{' or more' * (len(counts) > 1)}"
     others = [each.defence for each in found.remedies if each.named is None]
     left = f" None was found for {', '.join(others)}." if others else ""
     return (
-        f"The gate {found.limit} is kept under: {named}. Each passed on {found.held_out} images that the search had "
+        f"The gate {found.limit} is kept under: {named}. Each passed on {unseen} that the search had "
         f"not seen, against {', '.join(found.attacks)}; an attack that is not among these may do better.{left}"
     )
