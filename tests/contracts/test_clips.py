@@ -18,6 +18,7 @@ from situs.data.loader import make_loader
 from situs.data.sources import judged_split, kind_of, open_source, splits_at
 from situs.data.sources.speech import WORDS
 from situs.errors import SitusError
+from situs.locks.folder import write_model
 from situs.models import Model, open_model
 from situs.models.data import load_set
 from situs.train.checkpoint import RunFolder
@@ -273,8 +274,12 @@ def test_spectrogram_patches_of_transformers_are_trained_and_come_back(clips: Pa
     assert main(["pretrain", *words]) == 0
     assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / "export")]) == 0
     run, export = open_model(tmp_path / "run"), open_model(tmp_path / "export")
-    assert run.backbone.grid == (3, 4) and export.data.audio == run.data.audio and export.data.mean == run.data.mean
-    assert torch.equal(logits(run, clips, split="test"), logits(export, clips, split="test"))
+    assert run.backbone.grid == (3, 4)
+    (tmp_path / "written").mkdir()
+    write_model(run, tmp_path / "written")  # as a lock does
+    for other in (export, open_model(tmp_path / "written")):
+        assert other.data.audio == run.data.audio and other.data.mean == run.data.mean
+        assert torch.equal(logits(run, clips, split="test"), logits(other, clips, split="test"))
 
 
 def test_few_labels_of_each_word(clips: Path) -> None:

@@ -131,11 +131,14 @@ def write_model(source: Backbone | Model, folder: Path) -> None:
     else:
         data, classes = images_for(backbone, getattr(model, "pretrained_cfg", {})), None
     if library == "transformers":
+        if data is not None and data.kind == "audio":  # no processor of transformers tells of them
+            model.config.situs = {**getattr(model.config, "situs", {}), **data.told()}
         model.save_pretrained(folder)
         if isinstance(source, Model) and data is not None and model.main_input_name == "pixel_values":
             from situs.backbones.hf.image import image_processor
 
-            prepared = image_processor(backbone.input, data.crop_share, *data.normalisation)
+            scale = ((), ()) if data.kind == "audio" else data.normalisation
+            prepared = image_processor(backbone.input, data.crop_share, *scale)
             write_text(folder / PREPARED, json.dumps(prepared, indent=2) + "\n")
         return
     assert data is not None  # all of timm's take images
