@@ -95,3 +95,17 @@ def test_ctrl_c_while_the_result_is_written_takes_nothing_away(capfd: pytest.Cap
         with pytest.raises(KeyboardInterrupt):  # who insists
             signal.raise_signal(signal.SIGINT)
     assert capfd.readouterr().err.encode() == SECOND * 2
+
+
+def test_a_search_that_ended_by_its_own_limit_is_not_laid_to_the_time_limit() -> None:
+    now = [0.0]
+    deadline = Deadline(seconds=600, clock=lambda: now[0])
+    deadline.begin(2, most=3)
+    now[0] = 4
+    assert deadline.over() and deadline.reason == "the 3 s that a search may take"
+    now[0] = 600
+    assert deadline.reason == "the time limit of 600 s"
+    short = Deadline(seconds=4, clock=lambda: now[0])
+    short.begin(2, most=3)  # its even share is less than its own limit
+    now[0] = 603
+    assert short.over() and short.reason == "the time limit of 4 s"

@@ -43,7 +43,8 @@ class Deadline:
         now = self._begun = self._clock()
         share = max(0.0, self._end - now) / left
         self._turn = now + (share if most is None else min(share, most))
-        self._most = max(self._most, most or 0.0)
+        if most is not None and most < share:
+            self._most = max(self._most, most)
 
     def over(self) -> bool:
         """Whether the turn is over; an attack asks this as often as it can."""
@@ -71,8 +72,9 @@ class Deadline:
         """What made an attack or the audit stop, for a reader."""
         if self.interrupted:
             return "Ctrl-C"
-        own = f"the {self._most:g} s that a search may take"
-        return own if self.seconds is None else f"the time limit of {self.seconds:g} s"
+        if self.seconds is None or (self._most and not self.spent()):
+            return f"the {self._most:g} s that a search may take"
+        return f"the time limit of {self.seconds:g} s"
 
 
 @contextmanager
