@@ -106,6 +106,10 @@ def audit_texts(
     asked = {name: value for name, value in options.items() if name not in names}
     victim = open_text_victim(model, classes=config.classes, seed=config.seed, **asked)
     sentences = victim.coded(lines[: config.count])
+    most = victim.backbone.num_tokens
+    full = sum(len(sentence) == most for sentence in sentences)
+    said = f"{full} sentences fill the model's {most} tokens; what is longer is cut, and the rest is not in the step"
+    cut = {"length": said} if full else {}
     origin = {
         "model": victim.backbone.name,
         "texts": f"{config.count} of {Path(texts).name}",
@@ -123,7 +127,7 @@ def audit_texts(
         config.batch,
         {},
         limit=limit,
-        notes={"what is learned": victim.task, **victim.notes},
+        notes={"what is learned": victim.task, **cut, **victim.notes},
         provenance=Provenance(origin),
     )
     return _Run(victim, sentences, parts, config, deadline or Deadline(), keep).go(start)
