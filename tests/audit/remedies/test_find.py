@@ -15,7 +15,7 @@ from situs.audit.client import victim_gradients
 from situs.audit.defences import Clip, NoDefence, Noise, Withhold
 from situs.audit.judge.gate import Limit
 from situs.audit.remedies.find import Search, part_of
-from situs.audit.remedies.ladders import Rung, cost_of, ladders, scale_of
+from situs.audit.remedies.ladders import CostConfig, Rung, cost_of, ladders, scale_of
 from situs.audit.remedies.result import Remedies, Remedy, Trial
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
@@ -94,6 +94,10 @@ def test_a_setting_that_fails_on_other_images_gives_way_to_a_stronger_one(
     each = search.remedy("noise", rungs, parts[0], parts[1:])
     assert each.named == "4" and each.unseen is not None and each.unseen.answer == "passed"
     assert each.weaker_unseen is not None and each.weaker_unseen.answer == "above"
+    assert each.said == "3 passed in the search and not on images it had not seen"
+    passes["2"] = 0
+    easy = search.remedy("noise", rungs, parts[0], parts[1:])
+    assert easy.named == "3" and "only those searched tell the two apart" in easy.said
     passes |= {"2": 9, "4": 9}
     none = search.remedy("noise", rungs, parts[0], parts[1:])
     assert none.named is None and "3 passed in the search and not on images" in none.said
@@ -103,17 +107,17 @@ def test_the_cost_is_the_cosine_with_the_gradient_what_is_sent_and_what_is_promi
     chance = torch.Generator().manual_seed(0)
     test = TestSet(torch.randn(2, 1, 28, 28, generator=chance), torch.tensor([0, 1]), ([0.5], [0.5]))
     step = Step()
-    free = cost_of(victim, Rung("none", NoDefence(), step), test, 100, 1)
+    free = cost_of(victim, Rung("none", NoDefence(), step), test, CostConfig())
     assert free.cosine == pytest.approx(1) and free.share == 1 and free.epsilon is None
     scale = scale_of(victim, test, step)
-    noisy = cost_of(victim, Rung("n", Noise(scale.rms), step), test, 100, 1)
+    noisy = cost_of(victim, Rung("n", Noise(scale.rms), step), test, CostConfig())
     assert noisy.cosine == pytest.approx(1 / math.sqrt(2), abs=0.05)  # as much noise as gradient
     withheld = Withhold(2)
-    cost = cost_of(victim, Rung("w", withheld, step), test, 100, 1)
+    cost = cost_of(victim, Rung("w", withheld, step), test, CostConfig())
     sent = victim_gradients(victim, test.pixels[:1], test.labels[:1], defence=withheld)
     assert {name.split(".")[1] for name in sent} == {"norm", "head"}
     assert cost.share == sum(g.numel() for g in sent.values()) / sum(p.numel() for p in victim.parameters())
-    assert "worth its name" in cost_of(victim, Rung("c", Clip(1.0, 0.01), step), test, 100, 1).promise
+    assert "worth its name" in cost_of(victim, Rung("c", Clip(1.0, 0.01), step), test, CostConfig()).promise
 
 
 def test_epsilon_is_that_of_the_training_that_is_named(victim: Backbone) -> None:
@@ -121,7 +125,9 @@ def test_epsilon_is_that_of_the_training_that_is_named(victim: Backbone) -> None
     from situs.train.private.accounting import epsilon_of
 
     test = TestSet(torch.zeros(2, 1, 28, 28), torch.tensor([0, 1]), ([0.5], [0.5]))
-    cost = cost_of(victim, Rung("c", Clip(1.0, 1.0), Step(batch=2)), test, 1000, 2)
+    cost = cost_of(
+        victim, Rung("c", Clip(1.0, 1.0), Step(batch=2)), test, CostConfig(private_images=1000, private_epochs=2)
+    )
     assert cost.epsilon == pytest.approx(epsilon_of(1.0, 2 / 1000, 1000, 1e-5))
     assert cost.promise.endswith("(n = 1,000, batch 2, 2 epochs, δ = 1e-05)")
 
@@ -154,3 +160,16 @@ def test_the_sentence_says_no_more_unseen_images_than_each_setting_was_tried_on(
     each = [Remedy(name, name, "", unseen=trial) for name, trial in zip(("noise", "batch 8"), tried, strict=True)]
     found = Remedies("model", Limit("psnr", 20.0), each, 12, 12, ["x"])
     assert "Each passed on 8 images or more that the search had not seen" in str(found)
+
+
+def test_all_attacks_together_decide_whichever_is_first(victim: Backbone) -> None:
+    chance = torch.Generator().manual_seed(0)
+    test = TestSet(torch.randn(2, 1, 28, 28, generator=chance), torch.arange(2), ([0.5], [0.5]))
+    both = [create_attack(name) for name in ("patchembed", "april")]
+    for sigma, answer in ((1e-9, "above"), (10.0, "passed")):
+        rung = Rung("noise", Noise(sigma), Step())
+        one, other = (
+            Search(victim, each, Limit("psnr", 20.0), Deadline()).ask(rung, test) for each in (both, both[::-1])
+        )
+        assert one.answer == other.answer == answer
+        assert (one.worst, one.by) == (other.worst, other.by)

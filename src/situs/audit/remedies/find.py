@@ -7,7 +7,7 @@ the defence solved all images, its equations fit, and none is above the limit. W
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,16 @@ from situs.audit.attacks.base import Attack
 from situs.audit.cases import Step, TestSet
 from situs.audit.client import DTYPES
 from situs.audit.deadline import Deadline
-from situs.audit.gradients import attack_gradients
+from situs.audit.defences import NoDefence
+from situs.audit.gradients import Audit, attack_gradients
 from situs.audit.judge.gate import Judgement, Limit, parse_limit
 from situs.audit.public import ATTACKED, NOTHING, config_from, open_audit
 from situs.audit.remedies.bisect import Answer, climb
-from situs.audit.remedies.ladders import Rung, cost_of, ladders
+from situs.audit.remedies.ladders import CostConfig, Rung, cost_of, ladders
 from situs.audit.remedies.result import Remedies, Remedy, Trial
+from situs.audit.remedies.tune import Tuned, Tuning
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
-from situs.limits import check_value
 from situs.methods.base import Method
 from situs.results import Provenance
 
@@ -53,21 +54,26 @@ class Search:
             raise _StoppedError
         self.deadline.say(f"{rung.label}: {len(test)} images{' that the search has not seen' * unseen}")
         part = part_of(test, slice(0, len(test) // rung.step.batch * rung.step.batch))
-        judged = self._judge(rung, part, self.attacks[:1])
+        audit = self._audit(rung, part, self.attacks[:1])
+        judged = self._judge(audit)
         if judged.answer != "above" and len(self.attacks) > 1:  # who is above is above whatever the others get
-            judged = self._judge(rung, part, self.attacks)
+            others = self._audit(rung, part, self.attacks[1:])
+            judged = self._judge(replace(others, outcomes=[*audit.outcomes, *others.outcomes]))
         value, by = (None, "") if judged.worst is None else (judged.worst.value, judged.worst.attack)
         answer = ANSWERS.get(judged.answer, "not judged")
         trial = Trial(rung.label, answer, value, by, judged.said, len(part), unseen)
         self.trials.append(trial)
         return trial
 
-    def _judge(self, rung: Rung, test: TestSet, attacks: Sequence[Attack]) -> Judgement:
+    def _audit(self, rung: Rung, test: TestSet, attacks: Sequence[Attack]) -> Audit:
         self.deadline.closed = False  # an audit closes it at its end, and there is another behind it
         given = {"step": rung.step, "deadline": self.deadline, "limit": self.limit}
         audit = attack_gradients(self.victim, test, attacks, [rung.defence], **given)
         if audit.stopped is not None and self.deadline.spent():  # an attack's own time may be over: it is not judged
             raise _StoppedError
+        return audit
+
+    def _judge(self, audit: Audit) -> Judgement:
         assert audit.ruling is not None
         [judged] = audit.ruling.judgements
         return judged
@@ -91,9 +97,7 @@ class Search:
             if trial.answer == "passed" and (named in seen or ask(named) == "passed"):
                 weaker = seen.get(named - 1) or (failed[-1] if failed else None)
                 below = self.ask(rungs[named - 1], fresh, unseen=True) if named else None
-                said = "" if named else "the weakest that was tried"
-                if weaker is not None and weaker.answer == "not judged":
-                    said = "the next weaker one is not above, but nothing proves it"
+                said = _remark(named, weaker, below, failed)
                 tried = (*seen.values(), *failed)
                 own = seen.get(named)
                 return Remedy(name, rungs[named].label, said, own, trial, weaker, below, tried=tried)
@@ -101,9 +105,34 @@ class Search:
             if named + 1 == len(rungs):
                 break
             named += 1
-        where = f"{failed[0].setting} passed in the search and not on images it had not seen" if failed else ""
-        said = where or "there are no images left that the search has not seen"
+        said = _failed(failed) or "there are no images left that the search has not seen"
         return Remedy(name, None, said, tried=(*seen.values(), *failed))
+
+    def tuned(self, tuning: Tuning, rung: Rung) -> Tuned:
+        """What a short fine-tuning comes to."""
+        self.deadline.say(f"{rung.label}: a short fine-tuning")
+        found = tuning.cost(rung, lambda: not self.deadline.spent())
+        if found is None:
+            raise _StoppedError
+        return found
+
+
+def _failed(trials: Sequence[Trial]) -> str:
+    """Of a setting that the search alone would have named; "" without one."""
+    return f"{trials[0].setting} passed in the search and not on images it had not seen" if trials else ""
+
+
+def _remark(named: int, weaker: Trial | None, below: Trial | None, failed: Sequence[Trial]) -> str:
+    """What a reader must know of a rung that is named."""
+    if not named:
+        return "the weakest that was tried"
+    if failed:
+        return _failed(failed)
+    if weaker is not None and weaker.answer == "not judged":
+        return "the next weaker one is not above, but nothing proves it"
+    if below is not None and below.answer != "above":
+        return "under the next weaker one no unseen image is above either: only those searched tell the two apart"
+    return ""
 
 
 def _why(kept: int | None, rungs: Sequence[Rung], seen: Mapping[int, Trial]) -> str:
@@ -124,8 +153,6 @@ def find_defences(
     limit: str = "psnr=20",
     *,
     attacks: Sequence[str | Attack] = ATTACKED,
-    images: int = 50_000,
-    epochs: int = 10,
     deadline: Deadline | None = None,
     keep: Callable[[Remedies], Any] | None = None,
     facts: Mapping[str, Any] = NOTHING,
@@ -135,11 +162,10 @@ def find_defences(
 
     Defences: noise, clipping with noise (DP-SGD's form), batch size, names withheld, precision. limit: as psnr=20, for
     the image that comes back best. options: as of `audit_gradients`; `count` images are searched on, and as many others
-    decide whether what was found holds. images, epochs: of the training whose ε is said. Where the deadline ends it,
-    what is there is returned and says so.
+    decide whether what was found holds; and fields of `CostConfig`: `tune_data` names labelled images, on which each
+    setting found is fine-tuned shortly. Where the deadline ends it, what is there is returned and says so.
     """
-    for name, value in (("images", images), ("epochs", epochs)):
-        check_value(name, value, ">= 1")
+    costs = CostConfig(**{each.name: options.pop(each.name) for each in fields(CostConfig) if each.name in options})
     config, asked = config_from(options)
     bound = parse_limit(limit, "find_defence")
     wanted = config.count
@@ -153,28 +179,39 @@ def find_defences(
     searched, rest = part_of(test, slice(0, size)), part_of(test, slice(size, None))
     others = [part_of(rest, slice(at, at + size)) for at in range(0, len(rest) - size + 1, size)]
     step = Step(config.batch, config.local_steps, DTYPES[config.precision], config.seed, epoch=victim.epoch)
+    plain = Rung("no defence", NoDefence(), step)
+    tuning = None if costs.tune_data is None else Tuning(victim, costs, plain)
     search = Search(victim.trains, opened.attacks, bound, deadline or Deadline())
     found: list[Remedy] = []
+    settings: dict[str, Rung] = {}
     names = [attack.name for attack in opened.attacks]
     stopped = None
 
     def result() -> Remedies:
         provenance = Provenance({**opened.origin, "model": victim.model.backbone.name, **facts}, left_out=test.left_out)
         held = (victim.model.backbone.name, bound, tuple(found), size, size, names)
-        return Remedies(*held, stopped=stopped, notes=victim.notes, provenance=provenance)
+        return Remedies(*held, tuned=tuning is not None, stopped=stopped, notes=victim.notes, provenance=provenance)
+
+    def add(each: Remedy, at: int) -> None:
+        found[at : at + 1] = [each]
+        if keep is not None:
+            keep(result())
 
     try:
         for name, rungs in ladders(victim.trains, searched, step).items():
             each = search.remedy(name, rungs, searched, others)
             if each.named is not None:
-                rung = next(rung for rung in rungs if rung.label == each.named)
-                each = replace(each, cost=cost_of(victim.trains, rung, searched, images, epochs))
-            found.append(each)
-            if keep is not None:
-                keep(result())
+                settings[name] = rung = next(rung for rung in rungs if rung.label == each.named)
+                each = replace(each, cost=cost_of(victim.trains, rung, searched, costs))
+            add(each, len(found))
+        for at, each in enumerate(list(found)):
+            if tuning is not None and each.named is not None:
+                add(replace(each, tuned=search.tuned(tuning, settings[each.defence])), at)
     except (_StoppedError, KeyboardInterrupt) as error:
         if isinstance(error, KeyboardInterrupt):
             search.deadline.interrupt()
         search.deadline.closed = True
+        told = sum(each.tuned is not None for each in found)
         stopped = f"{search.deadline.reason}, with {len(found)} defences finished"
+        stopped += "" if tuning is None else f" and {told} fine-tuned"
     return result()

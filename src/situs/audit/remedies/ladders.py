@@ -12,7 +12,9 @@ from situs.audit.cases import Step, TestSet
 from situs.audit.client import DTYPES, names_sent, parameter_names, victim_gradients
 from situs.audit.defences import Clip, Defence, NoDefence, Noise, Withhold, method_of
 from situs.backbones.base import Backbone
+from situs.config import Checked
 from situs.errors import SitusError
+from situs.limits import Count, Positive
 from situs.methods.base import Method
 from situs.train.private.accounting import epsilon_of
 
@@ -97,6 +99,29 @@ def _round(value: float) -> float:
 
 
 @dataclass(frozen=True)
+class CostConfig(Checked):
+    """Of which trainings the cost of a setting is said."""
+
+    private_images: Count = 50_000
+    """Finding a defence: images of the training that ε is said of."""
+
+    private_epochs: Count = 10
+    """Finding a defence: and its epochs."""
+
+    tune_data: str | None = None
+    """Finding a defence: labelled images; each setting found is fine-tuned on some, for the accuracy it costs."""
+
+    tune_images: Count = 256
+    """Finding a defence: how many of them it learns from, each once."""
+
+    tune_test: Count = 500
+    """Finding a defence: and how many others it is judged on."""
+
+    tune_lr: Positive = 1e-4
+    """Finding a defence: AdamW's rate then, for the audited batch; it grows with the root of a larger one."""
+
+
+@dataclass(frozen=True)
 class Cost:
     """cosine: of what is sent with the gradient itself, the mean over some images. share: of the numbers that are sent.
     epsilon: of DP-SGD with this noise, where it is one; promise: the same in words."""
@@ -107,10 +132,8 @@ class Cost:
     promise: str
 
 
-def cost_of(
-    victim: Backbone | Method, rung: Rung, test: TestSet, images: int, epochs: int, delta: float = 1e-5
-) -> Cost:
-    """What a setting takes from the training, and promises. images, epochs: of the training that ε is said of."""
+def cost_of(victim: Backbone | Method, rung: Rung, test: TestSet, config: CostConfig) -> Cost:
+    """What a setting takes from the gradient, and promises."""
     step, defence, batch = rung.step, rung.defence, rung.step.batch
     method = method_of(defence, victim, step.seed)
     sizes, whole = names_sent(method, defence), parameter_names(method)
@@ -128,11 +151,11 @@ def cost_of(
         other = torch.cat([g.double().flatten() for g in own.values()])
         cosines.append(float(torch.nn.functional.cosine_similarity(one, other, dim=0)))
     share = sum(sizes.values()) / sum(p.numel() for p in whole.values())
-    epsilon, promise = _promised(defence, batch, images, epochs, delta)
+    epsilon, promise = _promised(defence, batch, config.private_images, config.private_epochs)
     return Cost(sum(cosines) / len(cosines), share, epsilon, promise)
 
 
-def _promised(defence: Defence, batch: int, images: int, epochs: int, delta: float) -> tuple[float | None, str]:
+def _promised(defence: Defence, batch: int, images: int, epochs: int, delta: float = 1e-5) -> tuple[float | None, str]:
     """ε at δ for a training on so many images, by batches of this size."""
     if not isinstance(defence, Clip):
         return None, "none: no gradient is bounded" if isinstance(defence, Noise) else "none"

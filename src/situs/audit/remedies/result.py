@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from situs.audit.judge.gate import Limit
 from situs.audit.remedies.bisect import Answer
 from situs.audit.remedies.ladders import Cost
-from situs.results import Cell, Result, Summary, Table
+from situs.audit.remedies.tune import Tuned
+from situs.results import Cell, Result, Summary, Table, percent
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,14 @@ class Remedy:
     weaker: Trial | None = None
     weaker_unseen: Trial | None = None
     cost: Cost | None = None
+    tuned: Tuned | None = None
     tried: Sequence[Trial] = ()
 
 
 @dataclass(frozen=True)
 class Remedies(Result):
-    """All defences. searched, held_out: images that the search saw, and those it did not."""
+    """All defences. searched, held_out: images that the search saw, and those it did not. tuned: whether there were
+    labelled images to fine-tune on."""
 
     file: ClassVar[str] = "defences"
 
@@ -60,6 +63,7 @@ class Remedies(Result):
     searched: int
     held_out: int
     attacks: Sequence[str]
+    tuned: bool = field(default=False, kw_only=True)
     stopped: str | None = field(default=None, kw_only=True)
     notes: Mapping[str, str] = field(default_factory=dict, kw_only=True)
 
@@ -71,8 +75,11 @@ class Remedies(Result):
     def summary(self) -> Summary:
         """The table of settings, and the sentence."""
         title = f"{self.model}: weakest settings under which {', '.join(self.attacks)} stay at {self.limit} or below"
-        table = Table(title, *remedy_table(self))
-        return Summary(verdict(self), (table,), () if self.stopped is None else (f"Stopped by {self.stopped}.",))
+        tables = [Table(title, *remedy_table(self))]
+        if self.found:
+            tables.append(Table("What they cost", *cost_table(self)))
+        notes = [] if self.stopped is None else [f"Stopped by {self.stopped}."]
+        return Summary(verdict(self), tuple(tables), (*notes, *([] if self.tuned or not self.found else [UNTUNED])))
 
     def numbers(self) -> dict[str, Any]:
         """Every trial."""
@@ -85,21 +92,38 @@ class Remedies(Result):
             "held_out": self.held_out,
             "stopped": self.stopped,
             "verdict": verdict(self),
+            "accuracy": None if self.tuned else UNTUNED,
             "defences": [asdict(each) for each in self.remedies],
             "notes": dict(self.notes),
         }
 
 
+UNTUNED = (
+    "What these settings cost in accuracy was not measured: no labelled images were given to fine-tune on. The cosine "
+    "with the gradient is of one step."
+)
+
+
 def remedy_table(found: Remedies) -> tuple[list[str], list[list[Cell]]]:
-    """A row for each defence."""
+    """A row for each defence: what keeps the limit."""
     rows: list[list[Cell]] = []
     for each in found.remedies:
-        cost = each.cost
-        paid = [None, None, None] if cost is None else [f"{cost.cosine:.3f}", f"{100 * cost.share:.3g} %", cost.promise]
-        shown = [None if trial is None else trial.cell for trial in (each.unseen, each.weaker, each.weaker_unseen)]
-        rows.append([each.defence, each.named, *shown, *paid, each.said])
+        trials = (each.unseen, each.weaker, each.weaker_unseen)
+        rows.append([each.defence, each.named, *(None if t is None else t.cell for t in trials), each.said])
     header = ["defence", "weakest that passes", "on unseen images", "next weaker", "the same on unseen images"]
-    return [*header, "cosine with the gradient", "sent", "promise", "remark"], rows
+    return [*header, "remark"], rows
+
+
+def cost_table(found: Remedies) -> tuple[list[str], list[list[Cell]]]:
+    """A row for each setting that was found."""
+    rows: list[list[Cell]] = []
+    for each in found.found:
+        cost, tuned = each.cost, each.tuned
+        paid = [None] * 3 if cost is None else [f"{cost.cosine:.3f}", f"{100 * cost.share:.3g} %", cost.promise]
+        learned: list[Cell] = ["not measured"] * 2 if tuned is None else [percent(tuned.accuracy, 1), tuned.told]
+        rows.append([each.named, *learned, *paid])
+    header = ["setting", "accuracy", "lost against no defence"]
+    return [*header, "cosine with the gradient", "sent", "promise"], rows
 
 
 def verdict(found: Remedies) -> str:

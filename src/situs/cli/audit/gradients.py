@@ -13,6 +13,7 @@ from situs.audit import ATTACKS, AuditConfig, Deadline, audit_gradients, audit_s
 from situs.audit.deadline import first_ctrl_c
 from situs.audit.judge.gate import ABOVE, NOT_JUDGED
 from situs.audit.judge.record import junit
+from situs.audit.remedies.ladders import CostConfig
 from situs.audit.settings import Comparison
 from situs.audit.text.audit import TextConfig, audit_texts
 from situs.cli.audit.evidence import command_of
@@ -24,7 +25,7 @@ from situs.pages import write_numbers
 
 
 @dataclass(frozen=True, kw_only=True)
-class Args(ModelArgs, AuditConfig):
+class Args(ModelArgs, CostConfig, AuditConfig):
     """What a model's gradients give away; a timm name without weights gets random ones."""
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
@@ -46,12 +47,6 @@ class Args(ModelArgs, AuditConfig):
 
     find_defence: Annotated[str | None, Parameter(metavar="METRIC=NUMBER")] = None
     """Instead: the weakest setting of each defence that keeps this, as psnr=20, against attackers who know it."""
-
-    private_images: Annotated[int, Parameter(metavar="N")] = 50_000
-    """--find-defence: of the training for ε."""
-
-    private_epochs: Annotated[int, Parameter(metavar="N")] = 10
-    """--find-defence: and its epochs."""
 
     time_limit: Annotated[float | None, Parameter(metavar="SECONDS")] = None
     """For all attacks together, in even shares."""
@@ -106,9 +101,9 @@ def run(args: Args) -> int:
 def _find(args: Args, data: str, given: dict[str, Any], deadline: Deadline) -> int:
     """Looks for remedies; the status is 0 where some setting is named, and that of "not judged" where none is."""
     assert args.find_defence is not None
-    trained = {"images": args.private_images, "epochs": args.private_epochs}
+    costs = {each.name: getattr(args, each.name) for each in fields(CostConfig)}
     with first_ctrl_c(deadline):
-        found = find_defences(args.model, data, args.find_defence, **trained, **given)
+        found = find_defences(args.model, data, args.find_defence, **costs, **given)
         present(found, args.out)
     return INTERRUPTED if deadline.interrupted else 0 if found.found else NOT_JUDGED
 
