@@ -105,3 +105,21 @@ def test_the_form_of_a_norm_lies_in_the_span_with_one_scale(kind: str) -> None:
     torch.testing.assert_close(norm.undo(out) * norm.size(z), away, rtol=1e-11, atol=1e-11)
     gradient = torch.randn(40, 6, generator=chance, dtype=torch.float64) @ out
     assert float(Span(gradient).residual(left).max()) < 1e-10
+
+
+def test_directions_that_are_noise_alone_do_not_speak_for_the_others() -> None:
+    """Blank patches: fewer directions than tokens. Wrong inputs have much in the spare ones, real ones have nothing."""
+    chance = torch.Generator().manual_seed(0)
+    h = torch.randn(5, 60, generator=chance, dtype=torch.float64)
+    g = torch.randn(90, 5, generator=chance, dtype=torch.float64) @ h
+    span = Span(g + 1e-7 * torch.randn(g.shape, generator=chance, dtype=torch.float64), 12)
+    assert float(span.expected(torch.randn(9, 60, generator=chance, dtype=torch.float64)).median()) > 1e-2
+    assert span.typical < 1e-6 and float(span.expected(h).max()) < 1e-5
+    # What enters another layer is moved as far as is told: one draw of noise after the other, through a matrix.
+    matrix, into = (torch.randn(*n, generator=chance, dtype=torch.float64) for n in ((40, 60), (40,)))
+    away = []
+    for _ in range(200):
+        noisy = Span(g + 1e-4 * torch.randn(g.shape, generator=chance, dtype=torch.float64), 5, even=True)
+        away.append((noisy.outside(h) @ matrix.T * into).norm(dim=1).square())
+    told = noisy.astray(h) * noisy.carried(matrix, into.abs())
+    torch.testing.assert_close(torch.stack(away).mean(dim=0).sqrt(), told, rtol=0.15, atol=0)

@@ -102,10 +102,24 @@ class Span:
 
         h = Σ_k c_k v_k with ∂W known up to noise η errs outside by η ‖c / σ‖: tokens with weak gradients err most.
         """
-        scaled = inputs * self.column
-        own = (scaled @ self.inside.T / self.values).square().sum(dim=-1)
         outside = self.column.shape[0] - len(self.inside)
-        return (self.noise**2 * own * outside / scaled.square().sum(dim=-1) + FORWARD**2).sqrt()
+        size = (inputs * self.column).square().sum(dim=-1)
+        return (self.astray(inputs).square() * outside / size + FORWARD**2).sqrt()
+
+    @property
+    def typical(self) -> float:
+        """The share that noise makes stick out of an input whose parts are as large as the gradient's own."""
+        outside = self.column.shape[0] - len(self.inside)
+        return float(self.noise * (self.rank * outside) ** 0.5 / self.values.norm())
+
+    def astray(self, inputs: Tensor) -> Tensor:
+        """The deviation of each scaled number outside the span that noise alone makes, [...]: η ‖c / σ‖."""
+        return self.noise * (inputs * self.column @ self.inside.T / self.values).norm(dim=-1)
+
+    def carried(self, matrix: Tensor, into: Tensor) -> Tensor:
+        """How far one unit of `astray` gets through a matrix [out, in] whose outputs are weighed by `into` [out]."""
+        outside = (self.column.shape[0] - len(self.inside)) / self.column.shape[0]
+        return (matrix / self.column * into.unsqueeze(-1)).norm() * outside**0.5
 
     def holds(self, inputs: Tensor) -> Tensor:
         """Whether inputs [..., in] lie in the span as far as its noise lets anyone tell, [...] bool."""

@@ -9,10 +9,9 @@ import torch
 from victims import LEARNED, vit
 
 from situs.audit.attacks.spans import SOLVED
-from situs.audit.attacks.tokens.attack import solve
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.count import count
-from situs.audit.attacks.tokens.linear import Spans, Tokens, misfit, read_spans
+from situs.audit.attacks.tokens.linear import Equations, Spans, Tokens, misfit, read_spans, solve
 from situs.audit.client import victim_gradients
 from situs.core.tokens import patchify
 
@@ -34,7 +33,7 @@ def test_pixels_are_exact_in_float64(name: str) -> None:
     block, counts, spans, patches = scene(LEARNED[name]())
     assert counts.open == 0
     with torch.no_grad():
-        found = solve(block, spans, counts).fixed
+        found = solve(block, spans, counts)
         torch.testing.assert_close(found.x, patches, rtol=1e-6, atol=1e-6)
         tokens = patches @ block.weight.T + block.base
         torch.testing.assert_close(found.z, tokens, rtol=1e-6, atol=1e-6)
@@ -53,7 +52,7 @@ def _bias(block: Block) -> torch.Tensor:
 def test_rounding_is_expected_where_it_is_and_others_do_not_fit() -> None:
     block, counts, spans, patches = scene(vit(), noise=1e-5)
     with torch.no_grad():
-        found = solve(block, spans, counts).fixed
+        found = solve(block, spans, counts)
         told = misfit(block, spans, found)
         assert 0.2 < float(told.worst.median()) < 2  # as large as it is expected
         assert 1e-6 < float((found.x - patches).square().mean().sqrt()) < 0.05
@@ -63,3 +62,40 @@ def test_rounding_is_expected_where_it_is_and_others_do_not_fit() -> None:
         assert float(other.worst.min()) > 10 * SOLVED
         moved = misfit(block, spans, found.at(torch.arange(len(patches)).roll(1)))
         torch.testing.assert_close(moved.worst, told.worst.roll(1))
+
+
+@torch.no_grad()
+def test_norms_divide_by_the_deviations_that_their_tokens_have() -> None:
+    """As unknowns of their own the deviations err: the tokens are then off by more than rounding explains."""
+    backbone = vit()
+    for name, parameter in backbone.named_parameters():
+        if name.endswith(("norm1.bias", "norm2.bias")):
+            parameter.normal_(std=1.0, generator=torch.Generator().manual_seed(7))
+    with torch.enable_grad():
+        block, _, spans, patches = scene(backbone, noise=1e-5)
+    equations = Equations(block, spans)
+    family = equations.family(0)
+    free = family.tokens(torch.arange(16), torch.zeros(16, 0, dtype=torch.float64))
+    tied = equations.tied(free)
+    assert float(misfit(block, spans, tied).worst.max()) < SOLVED
+    assert misfit(block, spans, tied).worst.square().mean() < misfit(block, spans, free).worst.square().mean()
+    errors = [float((found.x - patches).square().mean().sqrt()) for found in (tied, free)]
+    assert errors[0] < errors[1]
+    # Least squares in all unknowns, by another's code: no step makes the sum of squares smaller.
+    y = torch.cat([tied.x @ equations.x.T, tied.o @ equations.o.T], dim=1)
+
+    def squares(content: torch.Tensor) -> torch.Tensor:
+        made = torch.stack([*content[:, : len(equations.x)] @ equations.z + equations.base])
+        m = made + content[:, len(equations.x) :] @ equations.mixing + block.shift
+        parts = [
+            (span.outside(norm.apply(z) * norm.size(z) * span.column)).square().sum(dim=1)
+            for norm, span, z in ((block.norm1, spans.qkv, made), (block.norm2, spans.fc1, m))
+            if span is not None
+        ]
+        return torch.stack(parts).sum(dim=0)
+
+    chance = torch.Generator().manual_seed(4)
+    for _ in range(5):
+        step = 1e-3 * y * torch.randn(y.shape, generator=chance, dtype=torch.float64)
+        there, back = squares(y + step) - squares(y), squares(y - step) - squares(y)
+        assert bool((there + back > 0).all()) and bool(((there - back).abs() < 0.05 * (there + back)).all())

@@ -24,7 +24,7 @@ from situs.audit.attacks.spans import SOLVED, TELLING, Span
 from situs.audit.attacks.tokens.block import Block, NoBlockError
 from situs.audit.attacks.tokens.count import Counts, count
 from situs.audit.attacks.tokens.images import agree, make_images
-from situs.audit.attacks.tokens.linear import Family, Misfit, Spans, Tokens, family_of, misfit, read_spans, weigh
+from situs.audit.attacks.tokens.linear import Misfit, Spans, Tokens, family_of, misfit, read_spans, solve
 from situs.audit.attacks.tokens.roots import find_roots
 from situs.audit.attacks.tokens.search import SHARP, Effort, Range, Search
 from situs.audit.deadline import Deadline
@@ -116,7 +116,7 @@ class TokenSpans(Attack):
                 late = Span(upload[block.layers.fc2], counts.fc2, even)
                 patches, fact = self._searched(block, spans, late, counts, known, deadline)
             else:
-                found = solve(block, spans, counts).fixed
+                found = solve(block, spans, counts)
                 patches, fact = found.x.unsqueeze(0), _facts(counts, misfit(block, spans, found))
                 if not even:  # noise that was stated may well move pixels, and rounding may not
                     fact |= _sharpness(block, upload, spans, counts, found, _pixels(block, known).width)
@@ -176,17 +176,11 @@ class TokenSpans(Attack):
         return self._read[2]
 
 
-def solve(block: Block, spans: Spans, counts: Counts) -> Family:
-    """The tokens of all places, solved twice: the first time tells what the equations are worth beside each other."""
-    found = family_of(block, spans, counts.open)
-    return family_of(block, spans, counts.open, weigh(block, spans, found.fixed))
-
-
 def _sharpness(
     block: Block, upload: Gradients, spans: Spans, counts: Counts, found: Tokens, width: float
 ) -> dict[str, Fact]:
     """sharp: whether rounding leaves the patches where they are; where it does not, others fit as well as these."""
-    again = solve(block, read_spans(block, _shaken(block, upload, spans), counts), counts).fixed
+    again = solve(block, read_spans(block, _shaken(block, upload, spans), counts), counts)
     sharp = float((again.x - found.x).square().mean().sqrt()) <= SHARP * width
     return {"sharp": True} if sharp else {"sharp": False, "proof": None}
 

@@ -96,6 +96,7 @@ class Block:
 
     stem: Stem
     layers: Layers
+    norm0: Norm | None
     norm1: Norm
     norm2: Norm
     into: Tensor
@@ -103,11 +104,15 @@ class Block:
 
     def __init__(self, backbone: Backbone) -> None:
         """Raises `NoBlockError` with the reason where the block is of another form."""
-        self.backbone = backbone
+        self.backbone, self.norm0 = backbone, None
         names = set(first_linears(backbone))
         self._names = {id(p): name for name, p in backbone.named_parameters() if name in names}
         self._read_stem()
         self._read_layers()
+
+    def enter(self, u: Tensor) -> Tensor:
+        """What is linear of what tokens u [..., D] are when they enter the first block."""
+        return u if self.norm0 is None else self.norm0.form(u)
 
     @property
     def places(self) -> int:

@@ -7,10 +7,12 @@ all of them (`family_of`). Where it leaves nothing open, the pixels stand there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.func import jacrev, vmap
 
 from situs.audit.attacks.patchembed.equations import svd
 from situs.audit.attacks.spans import Norm, Span, whole_rows
@@ -18,6 +20,9 @@ from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.count import Counts
 from situs.audit.defences import Gradients
 from situs.audit.stem import flat_weight
+
+STEPS = 3
+"""Of Gauss-Newton: the first solution is near."""
 
 
 class Spans(NamedTuple):
@@ -55,17 +60,24 @@ class Tokens(NamedTuple):
 class Family(NamedTuple):
     """What the linear equations leave at place i: fixed[i] + φ along for φ [f], of every part of `Tokens`.
 
-    values: singular values of the equations, in descending order; the last f of them are left out.
+    values: singular values of the equations, in descending order; the last f of them are left out. scale: [N, 1] and
+    [f, 1], where a norm stands before the first block: o, z and m are then times its deviation, of which that is the
+    family.
     """
 
     fixed: Tokens
     along: Tokens
     values: Tensor
+    scale: tuple[Tensor, Tensor] | None = None
 
     def tokens(self, places: Tensor, phi: Tensor) -> Tokens:
         """The tokens for φ [Q, f] at places [Q]."""
         parts = zip(self.fixed, self.along, strict=True)
-        return Tokens(*(fixed[places] + phi @ along for fixed, along in parts))
+        made = Tokens(*(fixed[places] + phi @ along for fixed, along in parts))
+        if self.scale is None:
+            return made
+        size = self.scale[0][places] + phi @ self.scale[1]
+        return Tokens(made.x, made.o / size, made.z / size, made.m / size)
 
     def phi(self, places: Tensor, x: Tensor) -> Tensor:
         """The φ whose patches are nearest to x [Q, K]; of those with the same patches the shortest."""
@@ -79,38 +91,134 @@ class Weights(NamedTuple):
     second: float = 1.0
 
 
+class Equations:
+    """All linear equations on the tokens of one upload: [unknowns, equations], one row of each unknown.
+
+    The unknowns are coordinates of x and o in their spans, and scales: the deviations of norm1 and norm2 where these
+    have a bias, and that of a norm before the first block, by which o and the other two are then multiplied.
+    """
+
+    def __init__(self, block: Block, spans: Spans, weights: Weights | None = None) -> None:
+        self.block, weights = block, weights or Weights()
+        values = block.weight.shape[1]
+        self.x = torch.eye(values).to(block.weight) if spans.x is None else _basis(spans.x)
+        self.o = _basis(spans.proj)
+        self.first = _Group(block.norm1, spans.qkv, weights.first)
+        self.second = _Group(block.norm2, spans.fc1, weights.second)
+        self.z, self.mixing = block.enter(self.x @ block.weight.T), self.o @ block.into
+        self.base = block.enter(block.base)
+        self.given = self._row(self.base, self.base + (0 if block.norm0 else block.shift))
+        content = [self._row(self.z, self.z), self._row(0 * self.mixing, self.mixing)]
+        self.content = torch.cat(content)
+        nothing = torch.zeros_like(block.shift)
+        added = [
+            (norm.bias if norm.biased and norm.bias is not None else nothing) for norm in (block.norm1, block.norm2)
+        ]
+        rows = [self.first.added(added[0]), self.second.added(added[1])]
+        scales = [torch.cat([rows[0], 0 * rows[1]]), torch.cat([0 * rows[0], rows[1]])]
+        if block.norm0:
+            start = nothing if block.norm0.bias is None else block.norm0.bias
+            scales.append(self._row(start, start + block.shift))
+        self.scales = torch.stack(scales)  # [2 or 3, equations]
+
+    def _row(self, z: Tensor, m: Tensor) -> Tensor:
+        return torch.cat([self.first(z), self.second(m)], dim=-1)
+
+    def family(self, free: int) -> Family:
+        """What they leave with `free` open directions, the scales being unknowns like any other."""
+        told = self.scales.any(dim=1)
+        matrix = torch.cat([self.content, self.scales[told]])
+        size = matrix.norm(dim=1, keepdim=True).clamp(min=1e-300)
+        left, values, right = svd(matrix / size)
+        rank = len(matrix) - free
+        solved = -(self.given @ right[:rank].T / values[:rank]) @ left[:, :rank].T / size.T
+        # More unknowns than equations: what no equation mentions is open as well.
+        flat = svd(matrix / size, full=True)[0][:, rank:] if len(matrix) > len(values) else left[:, rank:]
+        block, first = self.block, len(self.content)
+        fixed, along = (
+            self._made(found[:, :first], found[:, -1:] if block.norm0 else constant, constant)
+            for found, constant in ((solved, 1.0), ((flat / size).T, 0.0))
+        )
+        scale = (solved[:, -1:], (flat / size)[-1:].T) if block.norm0 else None
+        return Family(fixed, along, values, scale)
+
+    def _made(self, content: Tensor, scale: Tensor | float, constant: float) -> Tokens:
+        """Tokens of coordinates; with a norm before the first block times its deviation, which is `scale`."""
+        cx, co = content[..., : len(self.x)], content[..., len(self.x) :]
+        z = cx @ self.z + constant * (self.base if constant else self.base[:1])
+        if (start := self.block.norm0) and start.bias is not None:
+            z = z + scale * start.bias
+        return Tokens(cx @ self.x, co @ self.o, z, z + co @ self.mixing + scale * self.block.shift)
+
+    def tied(self, found: Tokens) -> Tokens:
+        """Tokens [N, ·] near those found whose scales are the deviations that they really have: Gauss-Newton.
+
+        Unknowns of their own, the scales err by themselves, and nothing but rounding holds them. In the coordinates of
+        the decomposition J = 1 + b w^T with as many columns as there are scales: every step is solved exactly.
+        """
+        block, size = self.block, self.content.norm(dim=1).clamp(min=1e-300)
+        left, values, right = svd(self.content / size.unsqueeze(-1))
+        scales = self.scales.T  # [E, T]
+        b, across = right @ scales, scales - right.T @ (right @ scales)
+        cx, co = found.x @ self.x.T, found.o @ self.o.T
+        if block.norm0:
+            co = co * block.norm0.size(found.x @ block.weight.T + block.base)
+        y = torch.cat([cx, co], dim=1)
+        for _ in range(STEPS):
+            s, slope = self._ties(y)  # [N, T], [N, T, U]
+            off = self.given + y @ self.content + s @ self.scales
+            w = (slope / size) @ left / values  # [N, T, U]
+            inside = off @ right.T
+            gram = torch.linalg.inv(w @ w.mT)
+            turn = torch.eye(len(self.scales)).to(b) + w @ b
+            normal = turn.mT @ gram @ turn + across.T @ across
+            wanted = turn.mT @ gram @ (w @ inside.unsqueeze(-1)) + (off @ across).unsqueeze(-1)
+            t = -torch.linalg.lstsq(normal, wanted).solution
+            push = gram @ (turn @ t + w @ inside.unsqueeze(-1))
+            step = (w.mT @ push).squeeze(-1) - (b @ t).squeeze(-1) - inside
+            y = y + (step / values) @ left.T / size
+        scale = self._ties(y)[0][:, -1:] if block.norm0 else 1.0
+        made = self._made(y, scale, 1.0)
+        return Tokens(made.x, made.o / scale, made.z / scale, made.m / scale)
+
+    def _ties(self, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The scales of tokens y [N, U] at their places, [N, T], and their derivatives, [N, T, U]."""
+        with torch.enable_grad():
+
+            def deviations(content: Tensor, base: Tensor) -> Tensor:
+                block, cx = self.block, content[: len(self.x)]
+                start = block.norm0
+                u = base + cx @ self.x @ block.weight.T
+                scale = torch.ones_like(u[:1]) if start is None else start.size(u)
+                z = u if start is None else start.form(u) + (0 if start.bias is None else scale * start.bias)
+                m = z + content[len(self.x) :] @ self.mixing + scale * block.shift
+                sizes = [norm.size(part / scale) * scale for norm, part in ((block.norm1, z), (block.norm2, m))]
+                return torch.cat([*sizes, scale] if start else sizes)
+
+            return vmap(deviations)(y, self.block.base), vmap(jacrev(deviations))(y, self.block.base)
+
+
 def family_of(block: Block, spans: Spans, free: int, weights: Weights | None = None) -> Family:
     """The family with `free` open directions."""
-    weights = weights or Weights()
-    values = block.weight.shape[1]
-    x = torch.eye(values).to(block.weight) if spans.x is None else _basis(spans.x)
-    o = _basis(spans.proj)
-    z, mixing = x @ block.weight.T, o @ block.into
-    first = _Group(block.norm1, spans.qkv, weights.first)
-    second = _Group(block.norm2, spans.fc1, weights.second)
-    rows = [torch.cat([first(z), second(z)], dim=1), torch.cat([0 * first(mixing), second(mixing)], dim=1)]
-    rows += [torch.cat([first.scale, 0 * second.scale]), torch.cat([0 * first.scale, second.scale])]
-    rows = [row.view(-1, rows[0].shape[1]) for row in rows]
-    matrix = torch.cat([row for row in rows if bool(row.any())])
-    size = matrix.norm(dim=1, keepdim=True).clamp(min=1e-300)
-    left, values, right = svd(matrix / size)
-    rank = len(matrix) - free
-    given = torch.cat([first(block.base), second(block.base + block.shift)], dim=1)
-    solved = -(given @ right[:rank].T / values[:rank]) @ left[:, :rank].T / size.T
-    # More unknowns than equations: what no equation mentions is open as well.
-    flat = svd(matrix / size, full=True)[0][:, rank:] if len(matrix) > len(values) else left[:, rank:]
-    k, width = len(x), len(o)
+    return Equations(block, spans, weights).family(free)
 
-    def made(found: Tensor, base: Tensor, streams: Tensor) -> Tokens:
-        cx, co = found[:, :k], found[:, k : k + width]
-        patches, mixed = cx @ x, co @ o
-        token = base + cx @ z
-        return Tokens(patches, mixed, token, streams + cx @ z + co @ mixing)
 
-    none = torch.zeros_like(block.base[:1])
-    along = made((flat / size).T, none, none)
-    # φ in units of patches: the open directions by how far they move one.
-    return Family(made(solved, block.base, block.base + block.shift), along, values)
+def solve(block: Block, spans: Spans, counts: Counts) -> Tokens:
+    """The tokens of all places where nothing is open: the first solution tells what the equations are worth beside each
+    other, the second is the start of the third, whose norms divide by what they really do."""
+    everywhere = torch.arange(block.places, device=block.weight.device)
+
+    def plain(equations: Equations) -> Tokens:
+        family = equations.family(counts.open)
+        return family.tokens(everywhere, family.along.x.new_zeros(block.places, counts.open))
+
+    weights = weigh(block, spans, plain(Equations(block, spans)))
+    equations = Equations(block, spans, weights)
+    found = plain(equations)
+    if not bool(equations.scales.any()):
+        return found
+    better = equations.tied(found)
+    return better if bool(torch.isfinite(better.x).all()) else found
 
 
 class _Group:
@@ -120,18 +228,13 @@ class _Group:
         self.norm, self.span, self.weight = norm, span, weight
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        if self.span is None:
-            return tokens[:, :0]
-        return self.weight * self.span.outside(self.norm.form(tokens) * self.span.column)
+        return self.added(self.norm.form(tokens))
 
-    @property
-    def scale(self) -> Tensor:
-        """What one unit of the norm's deviation adds: its bias, where it has one."""
+    def added(self, formed: Tensor) -> Tensor:
+        """What of vectors [..., D] sticks out, that the norm has weighed already (its bias)."""
         if self.span is None:
-            return torch.zeros(0, dtype=torch.float64)
-        bias = self.norm.bias if self.norm.biased else None
-        bias = torch.zeros_like(self.span.column) if bias is None else bias
-        return self.weight * self.span.outside(bias * self.span.column)
+            return formed[..., :0]
+        return self.weight * self.span.outside(formed * self.span.column)
 
 
 def _basis(span: Span) -> Tensor:
@@ -163,20 +266,36 @@ class Misfit(NamedTuple):
 
 def misfit(block: Block, spans: Spans, tokens: Tokens) -> Misfit:
     """How well tokens meet the linear spans: known without the truth."""
-    patch = torch.zeros_like(tokens.x[:, 0])
-    if spans.x is not None:  # a basis that noise has turned moves the tokens
-        moved = spans.x.expected(tokens.x) * (tokens.x @ block.weight.T).norm(dim=1)
-        patch = moved
-    mixed = spans.proj.expected(tokens.o) * (tokens.o @ block.into).norm(dim=1)
-    nothing = torch.zeros_like(patch)
-    first, first_expected = nothing, torch.ones_like(patch)
-    if spans.qkv is not None:
-        h = block.norm1.apply(tokens.z)
-        away = patch / (block.norm1.size(tokens.z)[:, 0] * tokens.z.shape[1] ** 0.5)
-        first, first_expected = spans.qkv.residual(h), (spans.qkv.expected(h) ** 2 + away**2).sqrt()
-    h = block.norm2.apply(tokens.m)
-    away = (patch**2 + mixed**2).sqrt() / (block.norm2.size(tokens.m)[:, 0] * tokens.m.shape[1] ** 0.5)
-    return Misfit(first, first_expected, spans.fc1.residual(h), (spans.fc1.expected(h) ** 2 + away**2).sqrt())
+    nothing = torch.zeros_like(tokens.x[:, 0])
+    patch = (spans.x, tokens.x, block.weight)
+    if (start := block.norm0) is not None:  # its deviation, from what it gave
+        away = tokens.z if start.bias is None else tokens.z - start.bias
+        size = (tokens.x @ block.weight.T).norm(dim=1, keepdim=True) / away.norm(dim=1, keepdim=True)
+        patch = (
+            spans.x,
+            tokens.x / size,
+            block.weight if start.weight is None else block.weight * start.weight[:, None],
+        )
+    first = _off(block.norm1, spans.qkv, tokens.z, [patch])
+    second = _off(block.norm2, spans.fc1, tokens.m, [patch, (spans.proj, tokens.o, block.into.T)])
+    return Misfit(*(first or (nothing, nothing + 1)), *(second or (nothing, nothing + 1)))
+
+
+def _off(
+    norm: Norm, span: Span | None, z: Tensor, parts: Sequence[tuple[Span | None, Tensor, Tensor]]
+) -> tuple[Tensor, Tensor] | None:
+    """The share of norm(z) that sticks out, and the share that is expected to.
+
+    parts: (span, inputs, matrix) of what z is made of: a basis that noise has turned moves z as well.
+    """
+    if span is None:
+        return None
+    h = norm.apply(z)
+    weight = span.column if norm.weight is None else span.column * norm.weight.abs()
+    moved = [of.astray(given) * of.carried(matrix, weight) for of, given, matrix in parts if of is not None]
+    away = sum((each.square() for each in moved), torch.zeros_like(z[:, 0])).sqrt()
+    away = away / (norm.size(z)[:, 0] * (h * span.column).norm(dim=1))
+    return span.residual(h), (span.expected(h).square() + away.square()).sqrt()
 
 
 def weigh(block: Block, spans: Spans, tokens: Tokens) -> Weights:

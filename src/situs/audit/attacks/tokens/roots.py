@@ -60,7 +60,7 @@ def find_roots(search: Search, batch: int) -> Roots:
     best = Found(roots.phi.new_zeros(block.places, roots.phi.shape[1]), roots.phi.new_full((block.places,), torch.inf))
     idle, everywhere = 0, torch.arange(block.places, device=first.device)
     grey = search.start(everywhere, _starts(search, roots, everywhere, 0))
-    if float(search.span.expected(search.late(everywhere, grey)).median()) > TELLING:
+    if search.span.typical > TELLING:
         return _filled(roots, Found(grey, best.fit.nan_to_num(posinf=1e9)))  # wrong tokens would pass like right ones
     for number in range(effort.rounds):
         lacking = roots.lacking
