@@ -34,6 +34,7 @@ def train(verb: str, given: dict[str, str]) -> int:
         config = {
             "seed": int(given["seed"]),
             "gpu": os.environ.get("CUDA_VISIBLE_DEVICES"),
+            "threads": os.environ.get("OMP_NUM_THREADS"),
             "start": before,
             "data": given.get("data"),
             **changes,

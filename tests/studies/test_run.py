@@ -293,13 +293,20 @@ def test_only_some_jobs_and_those_they_need(study: Path, tmp_path: Path) -> None
         run(study, tmp_path / "out", how=How(only=("nosuch",)))
 
 
-def test_jobs_side_by_side_have_a_gpu_each(study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_side_by_side_have_a_gpu_each_and_share_the_cores(
+    study: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seen(out: str, seed: int) -> tuple[str, str | None]:
+        config = json.loads((tmp_path / f"{out}/jobs/pre-{seed}/config.json").read_text())
+        return config["gpu"], config["threads"]
+
+    monkeypatch.setattr(running, "cores", lambda: 7)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     run(study, tmp_path / "out", how=How(at_once=2))
-    seen = [json.loads((tmp_path / f"out/jobs/pre-{seed}/config.json").read_text())["gpu"] for seed in (0, 1)]
-    assert seen == ["4", "7"]
+    assert [seen("out", seed) for seed in (0, 1)] == [("4", "3"), ("7", "3")]
     run(study, tmp_path / "cpu", seeds=1, how=How(device="cpu"))
-    assert json.loads((tmp_path / "cpu/jobs/pre-0/config.json").read_text())["gpu"] == ""
+    assert seen("cpu", 0) == ("", None), "alone it takes every core"
 
 
 def test_a_folder_keeps_to_its_study(study: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from situs.config import Checked
 from situs.data.sources import SAMPLES
+from situs.data.work import cores
 from situs.errors import SitusError
 from situs.files import read_json, write_text
 from situs.hold import only_one
@@ -217,6 +218,8 @@ class _Runner:
         slot = next(i for i in range(len(self.slots)) if i not in {each.slot for each in self.running.values()})
         visible = self.slots[slot]
         env = {**os.environ, **({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})}
+        if len(self.slots) > 1:  # jobs that each take every core spend their time waiting for one another
+            env.setdefault("OMP_NUM_THREADS", str(max(1, cores() // len(self.slots))))
         command = " ".join(["situs", *words])
         self.say(f"{task.name}: {command}")
         command = self._nameless(command)
