@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import csv
 import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,6 +63,22 @@ def test_they_are_those_of_timms_own_forward(pool: str) -> None:
     assert found.ids.tolist() == list(range(7))
     assert found.labels is not None
     assert found.labels.tolist() == [0, 1, 2, 3, 0, 1, 2]
+
+
+@pytest.mark.parametrize("make_model", [make, small_swin])
+def test_every_patch_is_that_of_the_models_own_forward(make_model: Callable[[], Backbone]) -> None:
+    backbone = make_model().eval()
+    torch.manual_seed(1)
+    images = torch.randn(3, 3, *(backbone.input.shape or (32, 32)))
+    given = [Batch(images[:2], torch.tensor([0, 1])), Batch(images[2:], torch.tensor([2]))]
+    found = extract(backbone, given, tokens="patches").features
+    with torch.no_grad():
+        own = backbone.model.forward_features(images)
+    expected = own.flatten(1, 2) if own.dim() == 4 else own[:, backbone.num_prefix :]
+    assert found.shape == (3, math.prod(backbone.out_grid), backbone.out_dim)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(SitusError, match="tokens='words': must be pooled or patches"):
+        extract(backbone, given, tokens="words")
 
 
 def test_positions_can_be_left_out() -> None:

@@ -1,15 +1,16 @@
-"""Pooled features of a whole set, for neighbours, probes and other people's tools."""
+"""Features of a whole set, pooled or of every patch, for neighbours, probes and other people's tools."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import save
@@ -26,12 +27,15 @@ from situs.models.inference import evaluating
 from situs.train.step import autocast
 
 Pool = Literal["mean", "cls"]
+Tokens = Literal["pooled", "patches"]
+_LARGEST = 32 << 30  # bytes of one file of features
 
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """features: [n, D] float32. ids: [n] int64, the samples' numbers in their set. labels: [n] int64, or of a
-    multi-label set [n, K] int8 (1, 0, and -1 for unknown), or None.
+    """features: [n, D] float32, or of every patch [n, N, D]. ids: [n] int64, the samples' numbers in their set.
+
+    labels: [n] int64, or of a multi-label set [n, K] int8 (1, 0, and -1 for unknown), or None.
 
     names: the samples' own names, n of them, such as their paths below the data's folder. classes: names of the labels.
     facts: what made them. left_out: sentences on the samples that could not be read.
@@ -59,8 +63,11 @@ def pool_features(features: Features, pool: Pool = "mean") -> Tensor:
 
 def pooled(backbone: Backbone, inputs: Tensor, pool: Pool = "mean", *, positions: bool = True) -> Tensor:
     """Inputs [B, …] -> features [B, D]. positions: False leaves every kind of position out (MP3)."""
-    tokens = backbone.embed(inputs)
-    return pool_features(backbone.encode(tokens, backbone.positions() if positions else None), pool)
+    return pool_features(_encoded(backbone, inputs, positions=positions), pool)
+
+
+def _encoded(backbone: Backbone, inputs: Tensor, *, positions: bool) -> Features:
+    return backbone.encode(backbone.embed(inputs), backbone.positions() if positions else None)
 
 
 def layer_features(
@@ -91,13 +98,17 @@ def extract(
     *,
     positions: bool = True,
     precision: str = "fp32",
+    tokens: Tokens = "pooled",
 ) -> FeatureSet:
-    """The pooled features of every sample, on the batches' device."""
+    """The pooled features of every sample, on the batches' device; of every patch on the CPU, where there is room."""
+    if tokens not in get_args(Tokens):
+        raise SitusError(field="tokens", value=tokens, allowed="pooled or patches")
     features, ids, labels = [], [], []
     with evaluating(backbone):
         for batch in batches:
             with autocast(batch.inputs.device, precision):
-                found = pooled(backbone, batch.inputs, pool, positions=positions)
+                encoded = _encoded(backbone, batch.inputs, positions=positions)
+            found = pool_features(encoded, pool) if tokens == "pooled" else encoded.patches.cpu()
             features.append(found.float())
             ids.append(batch.ids)
             labels += [batch.targets[name] for name in ("label", "labels") if name in batch.targets]
@@ -114,22 +125,29 @@ def extract_features(
     held_out: float | None = None,
     count: int | None = None,
     batch: int = 256,
+    tokens: Tokens = "pooled",
     pool: Pool = "mean",
     precision: str = "fp32",
 ) -> FeatureSet:
-    """The pooled features of every sample of a split, with the samples' names and what made them.
+    """The features of every sample of a split, with the samples' names and what made them.
 
-    model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on. The
+    model: whatever `open_model` takes. data: a path or a source; None for the samples that a run was trained on.
+    tokens: one vector a sample, pooled by `pool`, or one a patch, row by row of the grid that `facts` tells. The
     others: see `load_set`.
     """
     model = opened(model)
     loader = load_set(model, data, split=split, held_out=held_out, count=count, batch=batch)
-    found = extract(model.backbone, loader, pool, positions=model.positions, precision=precision)
+    backbone = model.backbone
+    grid = backbone.out_grid if tokens == "patches" else None
+    if grid and (needed := 4 * loader.plan.n * math.prod(grid) * backbone.out_dim) > _LARGEST:
+        told = f"the patches of {loader.plan.n:,} {loader.source.things} take {needed / 2**30:,.0f} GiB"
+        raise SitusError(f"{told}, and at most {_LARGEST >> 30} are written at once; take fewer", field="count")
+    found = extract(backbone, loader, pool, positions=model.positions, precision=precision, tokens=tokens)
     mean, std = model.data.normalisation
     facts = {
         **model.facts,
         "data": loader.source.name,
-        "pool": pool,
+        **({"pool": pool} if grid is None else {"tokens": tokens, "grid": grid}),
         "positions": model.positions,
         "precision": precision,
         "img_size": model.data.size,

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -54,6 +55,21 @@ def test_cls_is_another_pool(trained: Any, tmp_path: Path) -> None:
     mean, cls = (read_features(tmp_path / f"{pool}.safetensors")[0] for pool in ("mean", "cls"))
     assert mean["features"].shape == cls["features"].shape == (24, 16)
     assert not torch.allclose(mean["features"], cls["features"])
+
+
+def test_of_every_patch(
+    trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["features", str(trained.one), "--out", str(tmp_path / "x.npz"), "--tokens", "patches", "--count", "5"]
+    assert main(words) == 0
+    assert "x.npz: 5 features of 4 × 16 numbers" in capsys.readouterr().out
+    with np.load(tmp_path / "x.npz") as file:
+        assert file["features"].shape == (5, 4, 16)
+        facts = json.loads(str(file["metadata"]))
+    assert facts["grid"] == [2, 2] and facts["tokens"] == "patches" and "pool" not in facts
+    monkeypatch.setattr("situs.evaluate.features._LARGEST", 5 * 4 * 16 * 4 - 1)
+    assert main(words) == 2
+    assert "the patches of 5 images take" in (told := capsys.readouterr().err) and "--count" in told
 
 
 def test_of_a_timm_name(trained: Any, tmp_path: Path) -> None:

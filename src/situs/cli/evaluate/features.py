@@ -1,4 +1,4 @@
-"""Pooled features of every image, as one file: features [n, D], ids, labels, what made them; their names beside it."""
+"""Features of every image, as one file: features [n, D] or of its patches [n, N, D], ids, labels, what made them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from situs.cli.result import asked, tell_left_out
 
 @dataclass(frozen=True, kw_only=True)
 class Args(DataArgs):
-    """Pooled features of every image."""
+    """Features of every image, or of its patches."""
 
     out: Annotated[Path, Parameter(metavar="FILE")]
     """The file to write: .safetensors, .npz or .npy. NAME.names.csv beside it says which image each row is."""
@@ -22,8 +22,11 @@ class Args(DataArgs):
     split: str = "train"
     """train, val or test."""
 
+    tokens: Literal["pooled", "patches"] = "pooled"
+    """One vector an image, or one a patch, row by row of the model's grid."""
+
     pool: Literal["mean", "cls"] = "mean"
-    """The mean of the patch tokens, or the CLS token."""
+    """The mean of the patch tokens, or the CLS token, where they are pooled."""
 
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the forward."""
@@ -36,7 +39,7 @@ def run(args: Args) -> None:
     check_form(args.out)
     found = extract_features(open_from(args), **asked(args))
     write_features(args.out, found)
-    count, dim = found.features.shape
+    count, *patches, dim = found.features.shape
     labels = "with labels" if found.labels is not None else "without labels"
-    print(f"{args.out}: {count} features of {dim} numbers, {labels}")
+    print(f"{args.out}: {count} features of {'× '.join(f'{each} ' for each in (*patches, dim))}numbers, {labels}")
     tell_left_out(found.left_out)
