@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from warm import warm
 
 from situs.bench.cases import StepCase, Timing
 from situs.bench.measure import measure_case
@@ -100,8 +100,5 @@ def test_without_flower_its_benchmark_is_one_sentence() -> None:
         "import runpy, sys; sys.modules['flwr'] = None; sys.path.insert(0, sys.argv[1]); "
         "sys.argv = ['flower.py']; runpy.run_path(sys.path[0] + '/flower.py', run_name='__main__')"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(METHODS.parent)], capture_output=True, text=True, check=False
-    )
-    assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "flwr is not installed: pip install flwr, best into an environment of its own\n"
+    said = "flwr is not installed: pip install flwr, best into an environment of its own\n"
+    assert warm("-c", code, METHODS.parent) == (1, "", said)

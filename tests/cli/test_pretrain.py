@@ -7,8 +7,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -18,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from launch import torchrun
+from warm import Warm
 
 from situs.cli.main import main
 from situs.presets import preset_names
@@ -350,8 +349,7 @@ def test_a_full_disk_is_one_sentence_and_the_earlier_checkpoint_is_whole(
 
 def test_ctrl_c_saves_and_the_run_can_be_resumed(small: list[str], tmp_path: Path) -> None:
     out = tmp_path / "run"
-    words = [sys.executable, "-m", "situs", *small, "--steps", "100000", "--train.log-every", "1", "--out", str(out)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with Warm("-m", "situs", *small, "--steps", "100000", "--train.log-every", "1", "--out", out) as process:
         until = time.monotonic() + 120
         while not (out / "metrics.jsonl").exists() and time.monotonic() < until and process.poll() is None:
             time.sleep(0.05)

@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from warm import Warm
 
 from situs.data import streaming
 from situs.data.augment.recipes import AugmentConfig
@@ -155,9 +154,7 @@ if __name__ == "__main__":
 """
     (tmp_path / "script.py").write_text(script)
     (tmp_path / "workers").mkdir()
-    command = [sys.executable, str(tmp_path / "script.py"), str(tmp_path / "workers")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
+    with Warm(tmp_path / "script.py", tmp_path / "workers") as parent:
         assert parent.stdout.readline() == "one\n"
         parent.kill()
     [worker] = [int(path.name) for path in (tmp_path / "workers").iterdir()]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from warm import Warm
 
 from situs.data.work import in_order
 from situs.errors import SitusError
@@ -60,8 +59,7 @@ for _ in in_order(make, range(10_000), workers=1, at_once=1):
     print("one", flush=True)
     time.sleep(100)
 """
-    with subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
+    with Warm("-c", script, tmp_path) as parent:
         assert parent.stdout.readline() == "one\n"
         parent.kill()
     [worker] = [int(path.name) for path in tmp_path.iterdir()]

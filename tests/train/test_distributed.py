@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from toy import ToyLoader, toy
+from warm import warm
 
 from situs.errors import SitusError
 from situs.train import distributed
@@ -37,10 +36,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_ranks(out: Path, scenarios: list[str]) -> Path:
-    command = [sys.executable, Path(__file__).parent / "ranks.py", out, *scenarios]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout.splitlines()[-1])  # before it some versions of gloo tell of their connections
+    status, printed, complaints = warm(Path(__file__).parent / "ranks.py", out, *scenarios)
+    assert status == 0, complaints
+    said = json.loads(printed.splitlines()[-1])  # before it some versions of gloo tell of their connections
     logs = {path.name: path.read_text() for path in out.iterdir() if path.is_file()}
     assert set(said) == {0}, f"{said}\n{logs}"
     return out

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from kill import TIMES
+from warm import warm
 
 from situs.train.checkpoint import RunFolder
 
@@ -25,10 +24,9 @@ GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
     ],
 )
 def test_a_run_killed_often_ends_with_the_same_bits(kills: int, epochs: int, device: str, tmp_path: Path) -> None:
-    command = [sys.executable, Path(__file__).parent / "kill.py", tmp_path, str(kills), str(epochs), device]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    status, printed, complaints = warm(Path(__file__).parent / "kill.py", tmp_path, kills, epochs, device)
+    assert status == 0, complaints
+    said = json.loads(printed)
     assert said["status"] == [0, 0], [path.read_text() for path in tmp_path.glob("*.err")]
     assert len(said["killed"]) == kills
     assert all(0 < step < said["total"] for step in said["killed"])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from warm import Warm
 
 import situs
 from situs.audit.scores.metrics import denormalise
@@ -140,9 +141,7 @@ def test_no_server_is_left_behind(runs: Path, tmp_path: Path, number: signal.Sig
     """Ctrl-C goes to every process of a terminal, and a killed demo says goodbye to nobody."""
     script = tmp_path / "started.py"
     script.write_text(STARTED)
-    words = [sys.executable, str(script), str(runs), "client and server train"]
-    demo = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    assert demo.stdout is not None
+    demo = Warm(script, runs, "client and server train", session=True)
     parent, server = map(int, demo.stdout.readline().split())
     assert parent == demo.pid and Path(f"/proc/{server}").exists()
     time.sleep(0.5)  # it trains

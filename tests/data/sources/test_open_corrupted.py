@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import warm
 
 CORRUPT = Path(__file__).with_name("corrupt.py")
 
 
 def corrupted(seed: int, count: int) -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(CORRUPT), str(seed), str(count)], capture_output=True, text=True, check=False, timeout=900
-    )
-    assert done.returncode == 0, f"ended by {done.returncode} at: {done.stderr[-300:]}"
-    return json.loads(done.stdout)
+    status, printed, complaints = warm(CORRUPT, seed, count, timeout=900)
+    assert status == 0, f"ended by {status} at: {complaints[-300:]}"
+    return json.loads(printed)
 
 
 def check(found: dict[str, Any], count: int) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from builders import small_vit
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from warm import warm
 
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
@@ -74,7 +73,7 @@ import sys, json
 from safetensors.torch import load_file, save_file
 import timm
 found = {}
-for name, (folder, images) in json.loads(sys.stdin.read()).items():
+for name, (folder, images) in json.loads(sys.argv[2]).items():
     model = timm.create_model("local-dir:" + folder, pretrained=True).double().eval()
     x = load_file(images)["images"]
     tokens = model.forward_features(x)
@@ -128,7 +127,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, 
         save_file({"images": images(method.backbone)}, file)
         asked[case] = (str(folder), str(file))
     out = base / "found.safetensors"
-    subprocess.run([sys.executable, "-c", LOADER, str(out)], input=json.dumps(asked), text=True, check=True, cwd=base)
+    status, _, complaints = warm("-c", LOADER, out, json.dumps(asked))
+    assert status == 0, complaints
     found = load_file(out)
     return {
         case: (Path(asked[case][0]), method.double(), found[f"{case}/features"], found[f"{case}/output"])
