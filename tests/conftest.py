@@ -61,6 +61,15 @@ def pytest_collection() -> Iterator[Any]:
         gc.enable()
 
 
+def pytest_collection_finish() -> None:
+    """For devices that are not here torch notes each seed with the whole stack, a hundred times the work of seeding."""
+    import torch
+
+    for kind in (torch.cuda, torch.xpu, torch.mtia):
+        if not kind.is_available():
+            kind.manual_seed_all = lambda seed: None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository's root."""

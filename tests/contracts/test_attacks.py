@@ -12,6 +12,7 @@ from builders import small_vit
 
 from situs.audit import ATTACKS, DEFENCES, Attack, Knowledge, MatchingConfig, create_attack, create_defence
 from situs.audit.attacks.base import Recovery, Refused
+from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.cases import Step, TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.gradients import Audit, attack_gradients, verdict
@@ -20,7 +21,9 @@ from situs.audit.tables import table
 from situs.pages import make_page
 
 NORMALISATION = ((0.5,) * 3, (0.25,) * 3)
-QUICK = MatchingConfig(iterations=2)
+QUICK = (MatchingConfig(iterations=2), TokensConfig(rounds=2, steps=6))
+"""Searches as short as can be: what they must hold to holds however well they end."""
+
 IMAGES = (torch.rand(4, 3, 16, 12, generator=torch.Generator().manual_seed(1)) - 0.5) / 0.25  # 4 x 3 patches
 LABELS = torch.tensor([4, 0, 2, 2])
 
@@ -49,7 +52,7 @@ def recover(backbone: Any, attack: Attack, defence: str, batch: int) -> Recovery
 @pytest.mark.parametrize("name", ATTACKS)
 def test_reason_or_recovery(name: str, defence: str, batch: int, backbone: Any) -> None:
     before = {n: p.clone() for n, p in backbone.named_parameters()}
-    found = recover(backbone, create_attack(name, QUICK), defence, batch)
+    found = recover(backbone, create_attack(name, *QUICK), defence, batch)
     if isinstance(found, str):
         assert found and not found.endswith(".")
         return
@@ -60,7 +63,7 @@ def test_reason_or_recovery(name: str, defence: str, batch: int, backbone: Any) 
     assert not found.images.requires_grad
     assert len(found.facts) == count
     assert found.partial is None
-    again = recover(backbone, create_attack(name, QUICK), defence, batch)
+    again = recover(backbone, create_attack(name, *QUICK), defence, batch)
     assert isinstance(again, Recovery)
     assert torch.equal(found.images, again.images)
     assert found.facts == again.facts
@@ -87,7 +90,7 @@ def test_what_an_attack_is_given(name: str, backbone: Any) -> None:
 def test_other_images_with_the_same_gradients_change_nothing(name: str, backbone: Any) -> None:
     """What comes back depends on what was sent alone: garbage in, the same garbage out, twice."""
     sent = {n: torch.randn(p.shape, generator=torch.Generator().manual_seed(3)) for n, p in backbone.named_parameters()}
-    attack = create_attack(name, QUICK)
+    attack = create_attack(name, *QUICK)
     one, two = (attack.recover(backbone, [sent], Knowledge(normalisation=NORMALISATION)) for _ in range(2))
     assert torch.equal(one.images, two.images)
     assert one.images.isfinite().all()
@@ -98,7 +101,7 @@ def whole(backbone: Any, request: pytest.FixtureRequest) -> Audit:
     return attack_gradients(
         backbone,
         TestSet(IMAGES, LABELS, NORMALISATION),
-        [create_attack(name, QUICK) for name in ATTACKS],
+        [create_attack(name, *QUICK) for name in ATTACKS],
         [create_defence(name) for name in DEFENCES],
         step=Step(batch=request.param),
     )
@@ -130,5 +133,5 @@ def test_half_precision_is_attacked_too(backbone: Any) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         upload = victim_gradients(backbone, IMAGES[:1], LABELS[:1], dtype=dtype)
         for name in ATTACKS:
-            found = create_attack(name, QUICK).recover(backbone, [upload], Knowledge(normalisation=NORMALISATION))
+            found = create_attack(name, *QUICK).recover(backbone, [upload], Knowledge(normalisation=NORMALISATION))
             assert found.images.isfinite().all()

@@ -116,7 +116,7 @@ def test_a_server_that_cannot_start_is_one_sentence(tmp_path: Path) -> None:
 
 
 STARTED = """
-import os, signal, sys
+import multiprocessing, os, signal, sys
 from pathlib import Path
 from situs.cli.demo import server, split
 from situs.cli.demo.sections import Stage
@@ -124,7 +124,6 @@ from situs.cli.main import main
 
 def tell(word):
     if word == sys.argv[2]:
-        import multiprocessing
         print(os.getpid(), *(child.pid for child in multiprocessing.active_children()), flush=True)
 
 if __name__ == "__main__":
@@ -132,6 +131,8 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which tests in the background inherit as ignored
     cli._dispatch = lambda words: split.show_split(Stage(0, True, tell, Path(sys.argv[1])))
     split.STEPS = 150
+    real = multiprocessing.get_context  # a fork starts at once; other tests have the demo start it as it does
+    multiprocessing.get_context = lambda _: real("fork")
     sys.exit(main([]))
 """
 
