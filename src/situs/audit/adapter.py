@@ -5,9 +5,10 @@
 
     situs audit gradients package.module:victim --data FOLDER
 
-Gradient matching needs nothing but the module. The closed forms need a layer that is fed the image and a position table
-that is added behind it: both are found by one backward pass, among all parameters or among those that are named. What
-the module does to an image before that layer, be it a factor or several layers, is undone (`inverse`).
+Gradient matching needs nothing but the module. `patchembed` and `april` need a layer that is fed the image and a
+position table that is added behind it: both are found by one backward pass, among all parameters or among those that
+are named. What the module does to an image before that layer, be it a factor or several layers, is undone (`inverse`).
+`tokens` needs the layer alone, and a first block of attention and MLP with norms before them.
 """
 
 from __future__ import annotations
@@ -62,12 +63,12 @@ def adapt(
     backbone.stem = found = search_stem(backbone, images, *names)
     if isinstance(found, Stem):
         backbone.dim, backbone.num_prefix = parameters[found.table].shape[found.channels], found.first
-        backbone.grid = (h, w) = _grid(found.count, size)
+        backbone.grid = (h, w) = grid_of(found.count, size)
         backbone.input = backbone.input._replace(patch=(size[0] // h, size[1] // w) if h else None)
     return backbone
 
 
-def _grid(count: int, size: tuple[int, int]) -> tuple[int, int]:
+def grid_of(count: int, size: tuple[int, int]) -> tuple[int, int]:
     """Rows and columns of so many patches on an image of a size; (0, 0) where no even cut gives them."""
     able = [(h, count // h) for h in range(1, count + 1) if count % h == 0]
     able = [(h, w) for h, w in able if size[0] % h == 0 and size[1] % w == 0]

@@ -91,6 +91,13 @@ def to_images(patches: Tensor, backbone: Backbone, stem: Stem) -> Tensor:
     return torch.stack([view.image(each.double())[0] for each in patches])
 
 
+def patches_of(images: Tensor, backbone: Backbone, stem: Stem) -> Tensor:
+    """Normalised images [B, C, H, W] -> what the patch embedding is fed of them, [B, N, K]."""
+    if stem.layout == "patches":
+        return patchify(images, stem.patch_size)
+    return Feed(backbone, stem.product)(images.double())
+
+
 def find_stem(backbone: Backbone) -> Stem | str:
     """The names, or the reason why pixels cannot be solved for: one sentence for a reader."""
     if isinstance(backbone, StemBackbone):

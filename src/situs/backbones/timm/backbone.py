@@ -139,6 +139,8 @@ class EvaBackbone(VitBackbone):
 
     def _rotation(self, grid: Grid | None) -> Tensor:
         rope = self.model.rope
+        if self.model.rope_mixed and rope.t_x is not None:  # timm turns them in float32, whatever the model is in
+            rope.t_x, rope.t_y = rope.t_x.float(), rope.t_y.float()
         if grid in (None, self.grid):
             return rope.get_embed(shape=list(self.grid)) if self.model.dynamic_img_size else rope.get_embed()
         if isinstance(rope, RotaryEmbeddingCat) and rope.bands is None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from victims import vit
 
 from situs.audit import Knowledge, create_attack
+from situs.audit.adapter import adapt
 from situs.audit.attacks.base import Ready, Recovery, Refused
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.client import victim_gradients
@@ -16,6 +18,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Clip, Defence, MaskedJigsaw, NoDefence, Noise, NoPositionGradient
 from situs.audit.judge.gate import doubt_of
 from situs.backbones import create_backbone
+from situs.core.tokens import patchify
 
 
 def photographs(count: int = 1, size: int = 16) -> torch.Tensor:
@@ -149,3 +152,30 @@ def test_a_table_that_hardly_tells_places_apart_blurs_pixels_and_passes_no_gate(
     assert found.facts[0]["fits"] is True and psnr(found.images, x) < 30 < 100 < psnr(sharp.images, x)
     assert found.facts[0]["proof"] is None  # every equation holds, of other pictures too
     assert "more than one solution" in str(doubt_of(None, found.facts, 0.0, None))
+
+
+class OwnModule(nn.Module):
+    """As people write them: torch's own encoder, patches by a linear layer, a scale inside, a fixed table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(96, 4, 192, activation="gelu", batch_first=True, norm_first=True)
+        self.embed, self.blocks = nn.Linear(48, 96), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.cls, self.head = nn.Parameter(torch.randn(1, 1, 96)), nn.Linear(96, 5)
+        self.register_buffer("table", 0.3 * torch.randn(1, 17, 96))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.embed(patchify(1.3 * x + 0.2, (4, 4)))
+        z = torch.cat([self.cls.expand(len(x), -1, -1), tokens], dim=1) + self.table
+        return self.head(self.blocks(z)[:, 0])
+
+
+def test_a_users_own_module_is_a_victim_whatever_its_positions_are() -> None:
+    torch.manual_seed(0)
+    backbone, x = adapt(OwnModule(), 16), photographs()
+    found = attacked(backbone, x, NoDefence())
+    assert psnr(found.images, x) > 60 and found.facts[0]["fits"] is True and found.facts[0]["open_directions"] == 0
+    module = OwnModule()
+    module.blocks.layers[0].norm_first = False
+    found = create_attack("tokens").prepare(adapt(module, 16), dict(backbone.named_parameters()), Knowledge())
+    assert isinstance(found, Refused) and "no norm stands before" in found.reason

@@ -17,6 +17,7 @@ from situs.audit.client import victim_gradients
 CASES: dict[str, tuple[Any, int]] = {
     **{name: (make, 1) for name, make in LEARNED.items()},
     "learned, batch 2": (vit, 2),
+    "a norm before, batch 2": (LEARNED["a norm before the first block"], 2),
     "sin-cos": (partial(vit, positions="sincos"), 1),
     "no table": (partial(vit, positions="none"), 1),
     "no table, batch 2": (partial(vit, positions="none"), 2),
@@ -48,6 +49,7 @@ def test_ranks_and_open_directions_are_those_of_real_gradients(name: str) -> Non
     family = family_of(block, read_spans(block, upload, counts), counts.open)
     small = int((family.values < 1e-8 * family.values[0]).sum())
     unknowns = counts.x + counts.proj + block.norm2.biased + (counts.informs and block.norm1.biased)
+    unknowns += block.norm0 is not None
     assert small + unknowns - len(family.values) == counts.open
     assert bool(counts.reason) == (counts.open > 0)
 

@@ -20,7 +20,7 @@ def scene(batch: int) -> tuple[Block, Tokens, Roots, torch.Tensor]:
     x = torch.rand(batch, 3, 1, 1, generator=chance, dtype=torch.float64) * 2 - 1
     x = x + 0.3 * torch.randn(batch, 3, 16, 16, generator=chance, dtype=torch.float64)
     patches = patchify(x, (4, 4))
-    m, o = (part[:, 1:].flatten(0, 1) for part in block.middle(block.backbone.embed(x), block.backbone.positions()))
+    m, o = (part[:, 1:].flatten(0, 1) for part in block.middle(patches))
     flat = patches.flatten(0, 1)
     order = torch.randperm(len(flat), generator=chance)
     tokens = Tokens(flat, o, flat @ block.weight.T + block.base.repeat(batch, 1), m).at(order)

@@ -32,7 +32,7 @@ def as_trained(backbone: Any) -> Any:
         for name, parameter in backbone.named_parameters():
             if name.endswith("bias") or any(part in name for part in ("cls_token", "reg_token")):
                 parameter.normal_(std=0.1)
-            if name.endswith(("norm1.weight", "norm2.weight")):
+            if name.endswith(("norm1.weight", "norm2.weight", "norm_pre.weight")):
                 parameter.uniform_(0.5, 1.5)
             if name.endswith(("gamma", "gamma_1", "gamma_2")):
                 parameter.uniform_(0.1, 1.0)
@@ -74,5 +74,6 @@ LEARNED = {
     "ReLU, no qkv bias": partial(odd, act_layer=nn.ReLU, qkv_bias=False),
     "registers, LayerScale": partial(vit, name="vit_small_patch14_reg4_dinov2"),
     "Hugging Face": hugging_face,
+    "a norm before the first block": partial(vit, name="vit_base_patch16_clip_224"),
 }
 """One image is solved by linear equations alone."""

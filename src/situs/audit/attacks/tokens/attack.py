@@ -21,15 +21,17 @@ from torch import Tensor
 
 from situs.audit.attacks.base import FAILED, Attack, Fact, Knowledge, Ready, Recovery, Refused, absent, known_numbers
 from situs.audit.attacks.spans import SOLVED, TELLING, Span
-from situs.audit.attacks.tokens.block import Block, NoBlockError
+from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.count import Counts, count
 from situs.audit.attacks.tokens.images import agree, make_images
 from situs.audit.attacks.tokens.linear import Misfit, Spans, Tokens, family_of, misfit, read_spans, solve
+from situs.audit.attacks.tokens.order import order_by_attention
 from situs.audit.attacks.tokens.roots import find_roots
+from situs.audit.attacks.tokens.runs import NoBlockError
 from situs.audit.attacks.tokens.search import SHARP, Effort, Range, Search
 from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
-from situs.audit.stem import to_images
+from situs.audit.stem import patches_of, to_images
 from situs.backbones.base import Backbone
 
 BLURRED = "rounding and noise blur the row spaces so far that a wrong token passes like a right one: nothing is proved"
@@ -144,7 +146,15 @@ class TokenSpans(Attack):
         roots = find_roots(search, known.batch)
         tokens = search.tokens(roots.place, roots.phi)
         patches, proved = make_images(block, tokens, roots, known.batch)
-        solved = bool(proved.all())
+        solved, loose = bool(proved.all()), int(roots.wanted.max()) > known.batch
+        ordered = not loose
+        if loose and solved:  # rotary and relative positions stand in attention alone
+            deadline.say("tokens: the order, by attention")
+            ordered = True
+            for number, each in enumerate(patches):
+                held = tokens.at(torch.cdist(each, tokens.x).argmin(dim=1))
+                order = order_by_attention(block, each, held.o, search.stop)
+                patches[number], ordered = each[order.at], ordered and order.proved
         told: dict[str, Fact] = {
             "open_directions": counts.open,
             "patches_that_fit": int((roots.fit <= SOLVED).sum()),
@@ -159,8 +169,9 @@ class TokenSpans(Attack):
             told |= {"proof": PROOF, "verdict": None}
         elif solved:
             told["verdict"] = "every patch is proved, but not which of them are one image, or in which order they stand"
-        if int(roots.wanted.max()) > known.batch:
-            told["hidden"] = block.places  # the order was solved by borders, and nothing proves it
+        if not ordered:
+            told["hidden"] = block.places
+            told["verdict"] = told["verdict"] or "every patch is proved, and their order is a guess by their borders"
         return patches, {**told, "fits": together}
 
     def _block(self, backbone: Backbone) -> Block | str:
@@ -197,13 +208,14 @@ def _shaken(block: Block, upload: Gradients, spans: Spans) -> Gradients:
 
 def _pixels(block: Block, known: Knowledge) -> Range:
     """What a value of a patch can be: black to white; twice a deviation where the normalisation is not known."""
-    values, channels = block.weight.shape[1], block.backbone.input.channels
+    shape, channels = block.backbone.input.shape, block.backbone.input.channels
+    assert shape is not None
     mean, std = known.normalisation or ([0.0] * channels, [0.5] * channels)
-    low, high = ([(end - m) / s for m, s in zip(mean, std, strict=True)] for end in (0.0, 1.0))
-    if known.normalisation is None:
-        low = [-end for end in high]
-    rows = [torch.tensor(ends, dtype=torch.float64).repeat(values // channels).to(block.weight) for ends in (low, high)]
-    return Range(*rows)
+    white = [(1 - m) / s for m, s in zip(mean, std, strict=True)]
+    black = [-m / s for m, s in zip(mean, std, strict=True)] if known.normalisation else [-end for end in white]
+    ends = torch.tensor([black, white], dtype=torch.float64).to(block.weight)
+    rows = patches_of(ends.view(2, channels, 1, 1).expand(-1, -1, *shape), block.backbone, block.stem)
+    return Range(rows.amin(dim=(0, 1)), rows.amax(dim=(0, 1)))
 
 
 def _caveat(known: Knowledge) -> str | None:

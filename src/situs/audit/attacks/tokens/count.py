@@ -64,13 +64,15 @@ def count(block: Block, batch: int, patches_sent: bool = True) -> Counts:
     tokens = batch * (places + prefix)
     k = min(values, batch * places) if patches_sent else values
     table = table_rank(block, k)
-    distinct, weights_alone = batch * places + prefix, k + table + prefix + block.norm1.biased
+    scaled = block.norm0 is not None  # one more unknown, and its bias one more direction
+    added = scaled and block.norm0 is not None and block.norm0.biased
+    distinct, weights_alone = batch * places + prefix, k + table + prefix + block.norm1.biased + added
     bound = _space(block.norm1, dim)
     qkv = min(distinct, weights_alone, bound)
     proj, fc1, fc2 = min(tokens, width), min(tokens, _space(block.norm2, dim)), min(tokens, hidden)
     informs = qkv < min(weights_alone, bound)
     first = _equations(block.norm1, dim, qkv) if informs else 0
-    general = k + proj - first - _equations(block.norm2, dim, fc1)
+    general = k + proj + scaled - first - _equations(block.norm2, dim, fc1)
     full = f"{tokens} tokens are not fewer than {dim} channels, so that every input fits" if tokens >= dim else ""
     ranks = (k, qkv, proj, fc1, fc2, table)
     structural = tokens - table - prefix
@@ -82,11 +84,11 @@ def count(block: Block, batch: int, patches_sent: bool = True) -> Counts:
 def table_rank(block: Block, k: int) -> int:
     """r_PE: the rank of the base vectors modulo what k directions of patches make."""
     dim, values = block.weight.shape
-    rows = block.base
+    rows = whole = block.enter(block.base)
     if k == values:
-        inside = svd(block.weight)[0]
+        inside = svd(block.enter(block.weight.T).T)[0]
         rows = rows - (rows @ inside) @ inside.T
-    return min(_rank(rows, block.base), dim - k if dim > k else 0)
+    return min(_rank(rows, whole), dim - k if dim > k else 0)
 
 
 def _rank(rows: Tensor, whole: Tensor) -> int:

@@ -15,6 +15,8 @@ from situs.audit.attacks.spans import SOLVED
 from situs.audit.attacks.tokens.block import Block
 from situs.audit.attacks.tokens.linear import Tokens
 from situs.audit.attacks.tokens.roots import Roots, shared_places
+from situs.audit.stem import to_images
+from situs.core.tokens import patchify
 
 TOGETHER = 1e-2
 """Tokens are of one image if its attention gives them their streams up to this share."""
@@ -44,18 +46,27 @@ def make_images(block: Block, tokens: Tokens, roots: Roots, batch: int) -> tuple
             patches[image, here[0]], proved[image, here[0]] = tokens.x[number], bool(roots.fit[number] <= SOLVED)
         loose = torch.bincount(first, minlength=len(first))[first] > 1
         if bool(loose.any()):
-            patches[image] = order_hidden(patches[image], loose, block.backbone.grid, block.stem.patch_size)
+            patches[image] = _in_order(block, patches[image], loose)
             proved[image] &= bool(proved[image].all())  # the order of those that are missing is not known
     return _copied(patches, proved, batch)
+
+
+def _in_order(block: Block, patches: Tensor, loose: Tensor) -> Tensor:
+    """Patches [N, K] with the loose ones brought to the places where their borders fit best."""
+    cells, size = patches, block.stem.patch_size
+    if block.stem.layout != "patches":
+        image = to_images(patches.unsqueeze(0), block.backbone, block.stem)
+        size = (image.shape[-2] // block.grid[0], image.shape[-1] // block.grid[1])
+        cells = patchify(image, size)[0]
+    ordered = order_hidden(cells, loose, block.grid, size)
+    return patches[torch.cdist(ordered, cells).argmin(dim=1)]
 
 
 def agree(block: Block, patches: Tensor, tokens: Tokens) -> bool:
     """Whether the block's own attention gives the tokens of images [B, N, K] their streams, and nearer by `NEARER` than
     the attention of any other image would."""
-    own, backbone, batch = dict(block.backbone.named_parameters()), block.backbone, len(patches)
-    embedded = patches @ block.weight.T
-    embedded = embedded if block.stem.bias is None else embedded + own[block.stem.bias]
-    streams, given = (part[:, backbone.num_prefix :] for part in block.middle(embedded, backbone.positions()))
+    batch, first = len(patches), len(block.prefix)
+    streams, given = (part[:, first:] for part in block.middle(patches))
     held = tokens.at(torch.cdist(patches.flatten(0, 1), tokens.x).argmin(dim=1))
     off = (streams.flatten(0, 1) - held.m).norm(dim=1)
     right = off <= TOGETHER * held.m.norm(dim=1)

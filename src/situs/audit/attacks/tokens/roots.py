@@ -101,7 +101,7 @@ def _starts(search: Search, roots: Roots, places: Tensor, number: int) -> Tensor
         return grey + 0.6 * width * (share - 0.5) + 0.1 * noise
     pool = search.tokens(roots.place, roots.phi).x
     one, other = (pool[torch.randint(len(pool), (count,), generator=chance).to(places.device)] for _ in range(2))
-    columns = search.block.backbone.grid[1]
+    columns = search.block.grid[1]
     where = [torch.stack([of // columns, of % columns], dim=1).double() for of in (places, roots.place)]
     nearest = torch.cdist(where[0], where[1]).argsort(dim=1)[:, : min(8, len(pool))]
     pick = torch.randint(nearest.shape[1], (count, 1), generator=chance).to(places.device)
