@@ -13,8 +13,11 @@ from pathlib import Path
 import pytest
 
 import situs
+from situs.audit.judge.gate import ABOVE, NOT_JUDGED
 from situs.cli import main as cli
+from situs.cli.data.check import FOUND
 from situs.cli.main import main
+from situs.cli.result import INTERRUPTED
 
 VERB = '''
 """A verb for tests."""
@@ -191,3 +194,9 @@ def test_a_mistake_in_a_process_has_no_traceback() -> None:
     assert done.returncode == 2
     assert done.stdout == ""
     assert re.fullmatch(r"situs: unknown verb 'nosuchverb'; .*\n", done.stderr)
+
+
+def test_the_page_of_exit_codes_tells_those_that_verbs_give() -> None:
+    page = (Path(__file__).parents[2] / "docs/exit_codes.md").read_text()
+    told = {int(row.split("|")[1]) for row in page.splitlines() if re.match(r"\| \d+ \|", row)}
+    assert told == {0, 1, 2, ABOVE, NOT_JUDGED, INTERRUPTED, 141} and FOUND == ABOVE
