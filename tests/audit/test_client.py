@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -10,8 +11,8 @@ from builders import small_vit
 from torch import nn
 
 from situs.audit import DEFENCES, Clip, MaskedJigsaw, Noise, NoPositionGradient, create_attack, create_defence
-from situs.audit.client import victim_gradients
-from situs.audit.defences import Defence, NoDefence
+from situs.audit.client import rounded, victim_gradients
+from situs.audit.defences import Defence, NoDefence, Together, Training
 from situs.backbones import create_backbone
 from situs.errors import SitusError
 from situs.methods import create_method
@@ -34,7 +35,7 @@ def norm(gradients: dict[str, torch.Tensor]) -> float:
 def test_contract(name: str, backbone: Any) -> None:
     defence = create_defence(name)
     before = {n: p.clone() for n, p in backbone.named_parameters()}
-    one, two = (victim_gradients(backbone, X, Y, defence=defence, seed=1) for _ in range(2))
+    one, two = (victim_gradients(backbone, X[:2], Y[:2], defence=defence, seed=1) for _ in range(2))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[n], two[n]) for n in one)
     shapes = {n: p.shape for n, p in backbone.named_parameters()}
@@ -69,9 +70,7 @@ def test_clipping_is_per_sample(backbone: Any) -> None:
 
 def test_local_steps_are_those_of_sgd(backbone: Any) -> None:
     """The FedAvg update by torch's own SGD on a copy."""
-    from copy import deepcopy
-
-    found = victim_gradients(backbone, X, Y, local_steps=3, lr=0.1)
+    found = victim_gradients(backbone, X, Y, local_steps=3, training=Training(lr=0.1))
     copy = deepcopy(backbone)
     optimiser = torch.optim.SGD(copy.parameters(), lr=0.1)
     for _ in range(3):
@@ -110,7 +109,14 @@ def test_mistakes(backbone: Any, images: torch.Tensor, labels: torch.Tensor, sai
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("fog", "clip, mjp, no-pe-gradient, noise, none"),
+        ("fog", "clip, clip-batch, .*mjp, no-pe-gradient, noise, none"),
+        ("noise=1+fog", "fog"),
+        ("clip=1:2:3", "clip has 2 settings"),
+        ("fedavg=1.5", "fedavg=1.5: must be a whole number"),
+        ("fedavg=2:0", "rate=0.0: must be in"),
+        ("accumulate=0", "accumulate=0: must be a whole number"),
+        ("dropout=1", "dropout=1.0: must be in"),
+        ("int8=3", "has no setting"),
         ("noise=loud", "no number"),
         ("noise=-1", "noise=.*: must be in"),
         ("noise=inf", "noise=inf: must be in"),
@@ -128,6 +134,8 @@ def test_mistakes(backbone: Any, images: torch.Tensor, labels: torch.Tensor, sai
 def test_defences_by_name(text: str, said: str) -> None:
     assert create_defence("noise=1e-4") == Noise(1e-4)
     assert create_defence("clip=0.5").label == "clip C=0.5, noise 0.01·C"
+    assert create_defence("clip=0.5:2") == Clip(0.5, 2.0)
+    assert create_defence("noise=1e+3+none+mjp=0.5") == Together((Noise(1000.0), NoDefence(), MaskedJigsaw(0.5)))
     with pytest.raises(SitusError, match=said) as caught:
         create_defence(text)
     assert caught.value.field == "defences"
@@ -231,3 +239,99 @@ def test_a_parameter_that_takes_no_part_is_sent_as_zeros(backbone: Any) -> None:
     finally:
         del backbone.spare
     assert sent["spare"].tolist() == [0, 0, 0]
+
+
+# --- how a step is made -----------------------------------------------------------------------------------------------
+
+
+def test_local_steps_of_adam_are_torchs_own(backbone: Any) -> None:
+    backbone, x = deepcopy(backbone).double(), X.double()  # a bias of keys has no gradient but rounding
+    found = victim_gradients(backbone, x, Y, defence=create_defence("fedavg-adam=3:0.01"), dtype=torch.float64)
+    copy = deepcopy(backbone)
+    optimiser = torch.optim.Adam(copy.parameters(), lr=0.01)
+    for _ in range(3):
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(copy(x), Y).backward()
+        optimiser.step()
+    for (name, end), start in zip(copy.named_parameters(), backbone.parameters(), strict=True):
+        torch.testing.assert_close(found[name], (start - end) / 0.03, rtol=1e-6, atol=1e-6)
+
+
+def test_batches_that_are_added_up_are_one_batch_and_local_steps_walk_through_them(backbone: Any) -> None:
+    x, y = torch.cat([X, X[:1] + 1]), torch.tensor([0, 4, 2, 1])
+    whole = victim_gradients(backbone, x, y)
+    for name, gradient in victim_gradients(backbone, x, y, defence=create_defence("accumulate=2")).items():
+        torch.testing.assert_close(gradient, whole[name], rtol=1e-4, atol=1e-6)
+    walked = victim_gradients(backbone, x, y, defence=create_defence("fedavg=2:0.1+accumulate=2"))
+    first = victim_gradients(backbone, x[:2], y[:2])
+    moved = deepcopy(backbone)
+    with torch.no_grad():
+        for name, parameter in moved.named_parameters():
+            parameter -= 0.1 * first[name]
+    for name, gradient in victim_gradients(moved, x[2:], y[2:]).items():
+        torch.testing.assert_close(walked[name], (first[name] + gradient) / 2, rtol=1e-4, atol=1e-6)
+    with pytest.raises(SitusError, match="3 samples do not make 2 batches"):
+        victim_gradients(backbone, X, Y, defence=create_defence("accumulate=2"))
+
+
+def test_int8_has_even_steps_and_one_scale_a_tensor(backbone: Any) -> None:
+    clear, found = (victim_gradients(backbone, X, Y, defence=create_defence(name)) for name in ("none", "int8"))
+    for name, gradient in found.items():
+        step = float(clear[name].abs().max()) / 127
+        levels = gradient.double() / step
+        assert float((levels - levels.round()).abs().max()) < 1e-4 and len(gradient.unique()) <= 255
+        assert float((gradient - clear[name]).abs().max()) <= 0.501 * step
+    assert not rounded(torch.zeros(3), torch.int8).any()
+
+
+def test_a_batch_clipped_as_a_whole_keeps_its_direction(backbone: Any) -> None:
+    clear = victim_gradients(backbone, X, Y)
+    found = victim_gradients(backbone, X, Y, defence=create_defence(f"clip-batch={0.5 * norm(clear)}"))
+    for name, gradient in found.items():
+        torch.testing.assert_close(gradient, 0.5 * clear[name])
+
+
+def test_dropout_draws_for_each_sample_and_leaves_the_model_and_torchs_chance(backbone: Any) -> None:
+    clear, state = victim_gradients(backbone, X[:1], Y[:1]), torch.get_rng_state()
+    made = [
+        victim_gradients(backbone, X[:1], Y[:1], defence=create_defence("dropout=0.5"), ids=torch.tensor([i]))
+        for i in (0, 0, 1)
+    ]
+    table = "model.pos_embed"
+    assert torch.equal(made[0][table], made[1][table]) and not torch.equal(made[0][table], made[2][table])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(victim_gradients(backbone, X[:1], Y[:1])[table], clear[table])
+    # pos_drop zeroes half of the stream, and with it the gradients of the table there.
+    assert 0.3 < float((made[0][table] == 0).double().mean()) < 0.7
+    bare = create_backbone("vit_tiny_patch16_224", img_size=16, patch_size=8, model_args={"depth": 1})
+    assert create_defence("dropout").refuses(bare) is None
+    assert create_defence("dropout").refuses(create_backbone("resnet18", img_size=32)) is not None
+
+
+def test_drop_path_never_leaves_out_the_first_block() -> None:
+    """Three blocks at the rate 0.9: the second loses a branch at 0.45, the last at 0.9, the first never."""
+    torch.manual_seed(0)
+    model = small_vit(depth=3, patch_size=8, num_classes=5).eval()
+    lost = torch.zeros(3)
+    for i in range(16):
+        given = {"defence": create_defence("drop-path=0.9"), "ids": torch.tensor([i])}
+        found = victim_gradients(model, X[:1], Y[:1], **given)
+        lost += torch.tensor([float(not found[f"model.blocks.{b}.mlp.fc2.weight"].any()) for b in range(3)])
+    assert lost[0] == 0 and 2 < lost[1] < 13 and lost[2] > 11
+    assert "no place" in str(create_defence("drop-path").refuses(create_backbone("resnet18", img_size=32)))
+
+
+def test_mixed_precision_is_near_and_not_equal(backbone: Any) -> None:
+    clear, found = (victim_gradients(backbone, X, Y, defence=create_defence(name)) for name in ("none", "autocast"))
+    off = norm({name: found[name] - clear[name] for name in clear}) / norm(clear)
+    assert 1e-4 < off < 5e-2 and {g.dtype for g in found.values()} == {torch.float32}
+
+
+def test_defences_at_once_do_what_each_does(backbone: Any) -> None:
+    both = create_defence("clip=0.5:0.2+no-pe-gradient+noise=0.3+bf16")
+    assert both.per_sample and both.noise_level(2) == pytest.approx((0.05**2 + 0.3**2) ** 0.5)
+    assert both.quiet == create_defence("none+no-pe-gradient+none+none") and both.hidden_share is None
+    found = victim_gradients(backbone, X, Y, defence=both)
+    assert "model.pos_embed" not in found and {g.dtype for g in found.values()} == {torch.bfloat16}
+    assert create_defence("int8+mjp=0.5").hidden_share == 0.5
+    assert "The attacker knows" in both.described and " + " in both.label

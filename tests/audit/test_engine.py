@@ -11,12 +11,12 @@ import pytest
 import torch
 from builders import small_vit
 
-from situs.audit import Matching, MatchingConfig, PatchEmbedding, engine
+from situs.audit import Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence, engine
 from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery, Refused
-from situs.audit.cases import Case, Outcome, Step, TestSet
+from situs.audit.cases import Case, Outcome, TestSet
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import NoDefence, Noise, NoPositionGradient
+from situs.audit.defences import NoDefence, Noise, NoPositionGradient, Step
 from situs.audit.scores.scoring import measure
 from situs.errors import SitusError
 
@@ -195,3 +195,23 @@ def test_cases_that_differ_in_the_comparison_alone_are_one_attack(backbone: Any)
 def test_images_must_fill_their_batches(backbone: Any) -> None:
     with pytest.raises(SitusError, match="3 images do not make whole batches of 2"):
         run([Case("m", backbone, NoDefence(), Spy())], images(3), Step(batch=2))
+
+
+def test_what_a_defence_changes_of_the_step_is_told_and_never_passes_for_proof() -> None:
+    """int8 and Adam are solved as far as they let it, dropout spoils what stands behind it; none of that passes."""
+    torch.manual_seed(0)
+    model = small_vit(8, depth=2, width=48, num_classes=5, in_chans=1, patch_size=2).eval()
+    attacks = [create_attack("patchembed"), create_attack("tokens")]
+    named = ["int8", "dropout", "drop-path", "fedavg=3", "fedavg-adam", "clip-batch"]
+    cases = [Case("m", model, create_defence(name), attack) for name in named for attack in attacks]
+    found = {(each.case.defence.name, each.attack): each for each in run(cases, images(2)).values()}
+    solved = ("dropout", "drop-path", "fedavg", "clip-batch")
+    assert all(found[name, "patchembed"].exact == 2 and not found[name, "patchembed"].doubt for name in solved)
+    for name in ("int8", "fedavg-adam"):
+        assert all(found[name, attack.name].doubt and not found[name, attack.name].exact for attack in attacks)
+    assert "dropout of 0.1" in str(found["dropout", "tokens"].doubt)
+    assert found["drop-path", "tokens"].exact == found["clip-batch", "tokens"].exact == 2
+    two, three = (Case("m", model, create_defence(f"accumulate={m}"), attacks[0]) for m in (2, 3))
+    summed = run([two, three], images(2))
+    assert summed[two].count == 2 and "a batch of 2" in str(summed[two].caveat)
+    assert summed[three].reason == "2 images do not make whole batches of 3, so that nothing is sent"

@@ -20,8 +20,9 @@ from situs.audit import (
     create_attack,
     create_defence,
 )
-from situs.audit.cases import Outcome, Step, TestSet
+from situs.audit.cases import Outcome, TestSet
 from situs.audit.deadline import Deadline
+from situs.audit.defences import Step
 from situs.audit.gradients import (
     FALLBACK,
     Audit,

@@ -12,9 +12,9 @@ from builders import small_vit
 
 from situs.audit import AdaptiveConfig, AdaptiveMJP, April, Matching, MatchingConfig, PatchEmbedding, adapt
 from situs.audit.attacks.base import Attack, Knowledge, Ready, Recovery
-from situs.audit.cases import Step, TestSet
+from situs.audit.cases import TestSet
 from situs.audit.deadline import Deadline
-from situs.audit.defences import MaskedJigsaw, NoDefence
+from situs.audit.defences import MaskedJigsaw, NoDefence, Step
 from situs.audit.settings import Comparison, Contestant, compare_settings, contestants, verdict, with_informed
 from situs.audit.tables import glance, settings_table
 from situs.core.jigsaw import move_patches

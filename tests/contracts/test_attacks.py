@@ -13,8 +13,9 @@ from builders import small_vit
 from situs.audit import ATTACKS, DEFENCES, Attack, Knowledge, MatchingConfig, create_attack, create_defence
 from situs.audit.attacks.base import Recovery, Refused
 from situs.audit.attacks.tokens.attack import TokensConfig
-from situs.audit.cases import Step, TestSet
+from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
+from situs.audit.defences import Step
 from situs.audit.gradients import Audit, attack_gradients, verdict
 from situs.audit.judge.gate import Limit, judge
 from situs.audit.tables import table
@@ -42,7 +43,10 @@ def uploads(backbone: Any, defence: str, batch: int) -> list[dict[str, torch.Ten
 def recover(backbone: Any, attack: Attack, defence: str, batch: int) -> Recovery | str:
     """The recovery of what is sent, or the reason why there is none."""
     sent = uploads(backbone, defence, batch)
-    known = Knowledge(create_defence(defence), batch, normalisation=NORMALISATION)
+    step = create_defence(defence).step(Step(batch))
+    given = {"local_steps": step.local_steps, "sent": step.dtype, "training": step.training}
+    known = Knowledge(create_defence(defence), batch, normalisation=NORMALISATION, **given)
+    sent = [known.read(upload) for upload in sent]
     found = attack.prepare(backbone, sent[0], known)
     return found.reason if isinstance(found, Refused) else attack.recover(backbone, sent, known)
 
@@ -51,6 +55,8 @@ def recover(backbone: Any, attack: Attack, defence: str, batch: int) -> Recovery
 @pytest.mark.parametrize("defence", DEFENCES)
 @pytest.mark.parametrize("name", ATTACKS)
 def test_reason_or_recovery(name: str, defence: str, batch: int, backbone: Any) -> None:
+    if (defence, batch) == ("accumulate", 1):
+        pytest.skip("one image is no two batches")
     before = {n: p.clone() for n, p in backbone.named_parameters()}
     found = recover(backbone, create_attack(name, *QUICK), defence, batch)
     if isinstance(found, str):

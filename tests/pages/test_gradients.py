@@ -12,7 +12,8 @@ import pytest
 import torch
 from outcomes import outcome, undone
 
-from situs.audit.cases import Outcome, Step
+from situs.audit.cases import Outcome
+from situs.audit.defences import Step
 from situs.audit.gradients import Audit, verdict
 from situs.audit.judge.gate import Judgement, Limit, Ruling, Worst
 from situs.audit.scores.metrics import measure_all

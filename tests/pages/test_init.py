@@ -22,7 +22,8 @@ from situs.analyze.reconstruct import Puzzle, PuzzleRatios, PuzzleScores, Recons
 from situs.analyze.runs import Run, Runs
 from situs.analyze.tables import PositionTable
 from situs.audit import April, NoDefence, PatchEmbedding
-from situs.audit.cases import Case, Outcome, Step
+from situs.audit.cases import Case, Outcome
+from situs.audit.defences import Step
 from situs.audit.gradients import Audit
 from situs.audit.judge.gate import parse_limit
 from situs.audit.position.audit import PositionAudit

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar, Literal, NamedTuple
 
-import torch
 from torch import Tensor
 
 from situs.audit.attacks.base import Attack, Fact, Normalisation
@@ -16,7 +15,6 @@ from situs.audit.scores.metrics import denormalise, mean_of
 from situs.audit.scores.scoring import Scores
 from situs.backbones.base import Backbone
 from situs.errors import SitusError
-from situs.limits import check_value
 from situs.methods.base import Method
 
 EXACT = 54.15
@@ -41,25 +39,6 @@ SETTINGS = {"a": Setting("x", "x"), "b": Setting("x̃", "x̃"), "c": Setting("x�
 """The settings of MJP's Table 5 by name."""
 
 Status = Literal["done", "stopped", "refused", "not_run"]
-
-
-@dataclass(frozen=True)
-class Step:
-    """How the audited step is made: images in it, local steps, the type of what is sent, and the seed.
-
-    labels_known: whether the attacker is told the labels. epoch: of the run, for its method's draws and schedules.
-    """
-
-    batch: int = 1
-    local_steps: int = 1
-    dtype: torch.dtype = torch.float32
-    seed: int = 0
-    labels_known: bool = False
-    epoch: int = 0
-
-    def __post_init__(self) -> None:
-        check_value("batch", self.batch, ">= 1")
-        check_value("local_steps", self.local_steps, ">= 1")
 
 
 @dataclass(frozen=True)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 
 import torch
 from torch import Tensor, nn
 
-from situs.audit.defences import Defence, Gradients, NoDefence, method_of
+from situs.audit.defences import Defence, Gradients, NoDefence, Step, Training, method_of
+from situs.audit.defences.trained import drop_paths
 from situs.audit.stem import Stem, table_rows
 from situs.backbones.base import Backbone
 from situs.core.precision import full_float32
 from situs.errors import SitusError
-from situs.limits import check_value
 from situs.methods.base import Batch, Method
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8}
 """The types gradients may be sent in. They are computed in float32 and rounded on the way out."""
 
-LOCAL_LR = 0.01
-"""The learning rate of a client's local steps, which the server sets."""
+LEVELS = 127
+"""Steps of int8 on either side of 0: the largest number of a tensor is that many."""
+
+BETAS, EPS = (0.9, 0.999), 1e-8
+"""Adam's constants."""
 
 
 def names_sent(method: Method, defence: Defence) -> dict[str, int]:
@@ -36,7 +42,7 @@ def victim_gradients(
     defence: Defence | None = None,
     dtype: torch.dtype = torch.float32,
     local_steps: int = 1,
-    lr: float = LOCAL_LR,
+    training: Training | None = None,
     seed: int = 0,
     ids: Tensor | None = None,
     epoch: int = 0,
@@ -45,29 +51,88 @@ def victim_gradients(
 
     images: [B, C, H, W] normalised as the model expects. labels: [B]. A backbone is trained as the defence's method
     says (cross entropy, or MJP); a method is trained as it is, or as the defence changes it. local_steps: k > 1 sends a
-    FedAvg update instead, from k steps of plain SGD with `lr` on the same batch, divided by k · lr: the mean of the k
-    gradients. ids: [B], which name the samples' own draws and noise. epoch: of the run, for draws and schedules.
+    FedAvg update instead, from k steps of plain SGD, divided by k · rate: the mean of the k gradients, as it is before
+    the weights are rounded. training: how the step is made. A defence may change all three of these. ids: [B], which
+    name the samples' own draws and noise. epoch: of the run, for draws and schedules.
     """
-    defence = NoDefence() if defence is None else defence
+    defence = defence or NoDefence()
     check_inputs(images, labels)
-    check_value("local_steps", local_steps, ">= 1")
+    asked = defence.step(Step(1, local_steps, dtype, training=training or Training()))
+    local_steps, dtype, training = asked.local_steps, asked.dtype, asked.training
     method = method_of(defence, victim, seed)
     ids = torch.arange(images.shape[0]) if ids is None else ids
-    if local_steps > 1:
-        method = deepcopy(method)
-    total: Gradients = {}
+    if local_steps > 1 or training.dropout or training.drop_path:
+        method = in_training(deepcopy(method), training)
+    parts = _parts(Batch(images, ids.to(images.device), {"label": labels}), training.parts)
+    total, walk = Gradients(), Walk(training)
     for step in range(local_steps):
-        found = _step(method, Batch(images, ids.to(images.device), {"label": labels}), defence, seed, epoch)
-        total = {name: g + total[name] if total else g for name, g in found.items()}
+        here = [parts[step % len(parts)]] if local_steps > 1 else parts
+        found = _mean([_step(method, part, defence, training, seed, epoch, step) for part in here])
+        found = walk(found) if local_steps > 1 or training.adam else found
+        total = _sum(total, found)
         if step + 1 < local_steps:
             with torch.no_grad():
                 for name, parameter in parameter_names(method).items():
-                    parameter -= lr * found[name]
+                    parameter -= training.lr * found[name]
     mean = {name: g / local_steps for name, g in total.items()}
     chance = torch.Generator().manual_seed(seed * 1_000_003 + int(ids[0]))
     withheld = defence.withheld(method.backbone)
     kept = {name: g for name, g in mean.items() if name not in withheld}
-    return {name: g.to(dtype) for name, g in defence.upload(kept, images.shape[0], chance).items()}
+    return {name: rounded(g, dtype) for name, g in defence.upload(kept, images.shape[0], chance).items()}
+
+
+def rounded(gradient: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient as it arrives in a type; in int8 it is the numbers times their scale, in its own type."""
+    if dtype != torch.int8:
+        return gradient.to(dtype)
+    step = gradient.abs().max() / LEVELS
+    return (gradient / step.clamp(min=torch.finfo(gradient.dtype).tiny)).round() * step
+
+
+class Walk:
+    """How a client moves its weights by a gradient, in units of the rate: by the gradient itself, or as Adam does.
+
+    Called once a step, in their order; differentiable."""
+
+    def __init__(self, training: Training) -> None:
+        self.adam, self.count, self.first, self.second = training.adam, 0, Gradients(), Gradients()
+
+    def __call__(self, found: Gradients) -> Gradients:
+        if not self.adam:
+            return found
+        (b1, b2), self.count = BETAS, self.count + 1
+        self.first = {n: (1 - b1) * g + b1 * self.first.get(n, 0 * g) for n, g in found.items()}
+        self.second = {n: (1 - b2) * g * g + b2 * self.second.get(n, 0 * g) for n, g in found.items()}
+        s1, s2 = 1 - b1**self.count, 1 - b2**self.count
+        return {n: m / s1 / ((self.second[n] / s2).sqrt() + EPS) for n, m in self.first.items()}
+
+
+def in_training(method: Method, training: Training) -> Method:
+    """The method, itself, with its dropout layers and its blocks' drop path at the client's rates, in training mode."""
+    if training.dropout or training.drop_path:
+        for part in method.modules():
+            part.training = part.training or not isinstance(part, nn.modules.batchnorm._BatchNorm)
+            if isinstance(part, nn.Dropout):
+                part.p = training.dropout
+        blocks = method.backbone.block_modules()
+        for depth, block in enumerate(blocks):
+            for owner, name in drop_paths(block):
+                setattr(owner, name, LeftOut(training.drop_path * depth / max(len(blocks) - 1, 1)))
+    return method
+
+
+class LeftOut(nn.Module):
+    """A branch that is left out for a share of the samples, and made up for in the others (stochastic depth)."""
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.rate:
+            return x
+        kept = torch.rand(x.shape[0], *[1] * (x.dim() - 1), device=x.device) >= self.rate
+        return x * kept / (1 - self.rate)
 
 
 def known_gradient(method: Method, stem: Stem, gradients: Gradients, seed: int = 0, epoch: int = 0) -> Tensor | None:
@@ -113,18 +178,59 @@ def check_inputs(images: Tensor, labels: Tensor) -> None:
         )
 
 
-def _step(method: Method, batch: Batch, defence: Defence, seed: int, epoch: int) -> Gradients:
+def _parts(batch: Batch, parts: int) -> list[Batch]:
+    """The batches that the samples behind an upload make."""
+    count = len(batch.ids)
+    if count % parts:
+        raise SitusError(f"{count} samples do not make {parts} batches of one size", field=("batch", "defences"))
+    return [batch.part(slice(at, at + count // parts)) for at in range(0, count, count // parts)]
+
+
+def _sum(total: Gradients, more: Gradients) -> Gradients:
+    return {name: g + total[name] if total else g for name, g in more.items()}
+
+
+def _mean(found: list[Gradients]) -> Gradients:
+    total: Gradients = {}
+    for each in found:
+        total = _sum(total, each)
+    return {name: g / len(found) for name, g in total.items()}
+
+
+def _step(
+    method: Method, batch: Batch, defence: Defence, training: Training, seed: int, epoch: int, step: int = 0
+) -> Gradients:
     """The mean gradient over the batch, each sample bounded first where the defence asks for it."""
     count = len(batch.ids)
     size = 1 if defence.per_sample else count
-    parts = [batch.part(slice(at, at + size)) for at in range(0, count, size)]
-    total: Gradients = {}
-    for part in parts:
-        with torch.enable_grad(), full_float32():  # what a GPU rounds off would count as protection
-            loss = method(part, method.draw(part, seed=seed, epoch=epoch)).loss
+    found = []
+    for part in [batch.part(slice(at, at + size)) for at in range(0, count, size)]:
+        with torch.enable_grad(), full_float32(), _by_chance(training, part, seed, step):
+            # full_float32: what a GPU rounds off would count as protection
+            with _mixed(training, part):
+                loss = method(part, method.draw(part, seed=seed, epoch=epoch)).loss
             named = parameter_names(method)
-            found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-        held = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), found, strict=True)}
-        bounded = defence.bound(held)
-        total = {name: g + total[name] if total else g for name, g in bounded.items()}
-    return {name: g / len(parts) for name, g in total.items()}
+            made = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        held = {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(named.items(), made, strict=True)}
+        found.append(defence.bound(held))
+    return _mean(found)
+
+
+@contextmanager
+def _mixed(training: Training, part: Batch) -> Iterator[None]:
+    """bfloat16 where the client computes in it."""
+    with torch.autocast(part.inputs.device.type, torch.bfloat16, enabled=training.autocast), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "mkldnn_matmul failed")  # a CPU without bfloat16 computes it all the same
+        yield
+
+
+@contextmanager
+def _by_chance(training: Training, part: Batch, seed: int, step: int) -> Iterator[None]:
+    """Draws what is dropped the same for a seed, sample and step, and leaves torch's own generator as it is."""
+    if not (training.dropout or training.drop_path):
+        yield
+        return
+    device = part.inputs.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(((seed * 1_000_003 + int(part.ids[0])) * 1009 + step) % 2**63)
+        yield

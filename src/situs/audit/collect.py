@@ -9,8 +9,9 @@ from typing import Self, TypeVar
 
 from torch import Tensor
 
-from situs.audit.cases import Case, Outcome, Step, TestSet
+from situs.audit.cases import Case, Outcome, TestSet
 from situs.audit.deadline import Deadline
+from situs.audit.defences import Step
 from situs.audit.engine import run
 from situs.audit.scores.scoring import Lpips
 from situs.results import Result

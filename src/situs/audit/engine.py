@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from situs.audit.attacks.base import Fact, Knowledge, Ready, Refused
-from situs.audit.cases import Case, Outcome, Step, TestSet
+from situs.audit.cases import Case, Outcome, TestSet
 from situs.audit.client import names_sent, victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Gradients, NoDefence, blurred, method_of
+from situs.audit.defences import Gradients, Step, blurred, method_of
 from situs.audit.judge.gate import doubt_of
 from situs.audit.scores.scoring import Lpips, Scores, extend, facts_of, measure, measure_parts, pictures_of
 from situs.methods.base import Method
@@ -45,7 +45,7 @@ def run(
     keep what it had found.
     """
     step, deadline = step or Step(), deadline or Deadline()
-    total = test.whole_batches(step.batch)
+    test.whole_batches(step.batch)
     trials: list[_Trial] = []
     for found in _prepared(cases, test, step, lpips):
         if isinstance(found, Outcome):
@@ -57,7 +57,7 @@ def run(
         for number, trial in enumerate(trials):
             if deadline.spent():
                 return
-            span = range(trial.at, min(trial.at + group, trial.images // step.batch))
+            span, total = range(trial.at, min(trial.at + group, trial.uploads)), trial.uploads
             if held != (id(trial.client), span):
                 held = (id(trial.client), span)
                 sent.clear()  # whoever still has the list: the others are let go before any is made
@@ -69,7 +69,7 @@ def run(
             deadline.begin(len(trials) - number, trial.seconds)
             yield from trial.attack(sent, span.start, deadline)
             trial.taken += deadline.taken
-        trials = [each for each in trials if each.at < each.images // step.batch and not each.ended]
+        trials = [each for each in trials if each.at < each.uploads and not each.ended]
 
 
 @dataclass
@@ -84,6 +84,7 @@ class _Client:
 
     def __post_init__(self) -> None:
         case = self.case
+        self.asked, self.step = self.step, case.defence.step(self.step)
         self.method: Method = method_of(case.defence, case.model, self.step.seed)
         self.sent = names_sent(self.method, case.defence)
         moves = case.trained_on != "x" and self.method.hidden_share is None
@@ -94,17 +95,18 @@ class _Client:
         step, (height, width) = self.step, self.pixels.shape[2:]
         labels = self.test.labels.view(-1, step.batch)[first : first + count] if step.labels_known else None
         plain = {"size": (height, width), "normalisation": self.test.normalisation if self.test.stored else None}
-        plain["first"] = first
+        plain |= {"first": first, "sent": step.dtype}
         if not informed:
             return Knowledge(batch=step.batch, labels=labels, local_steps=step.local_steps, **plain)
         fields = (labels, self.method, step.local_steps, step.epoch)
-        return Knowledge(self.case.defence, step.batch, step.seed, *fields, **plain)
+        return Knowledge(self.case.defence, step.batch, step.seed, *fields, **plain, training=step.training)
 
     def upload(self, number: int) -> Gradients:
         """What is sent for one batch, of it what is wanted."""
         step, ids = self.step, torch.arange(number * self.step.batch, (number + 1) * self.step.batch)
         span = slice(int(ids[0]), int(ids[-1]) + 1)
         fields = {"dtype": step.dtype, "local_steps": step.local_steps, "seed": step.seed, "epoch": step.epoch}
+        fields["training"] = step.training
         x, y = self.pixels[span], self.test.labels[span]
         found = victim_gradients(self.method, x, y, defence=self.case.defence, ids=ids, **fields)
         return {name: g for name, g in found.items() if self.wanted is None or name in self.wanted}
@@ -152,6 +154,11 @@ class _Trial:
         everything = len(self.client.test)
         return everything if most is None else min(everything, max(batch, most // batch * batch))
 
+    @property
+    def uploads(self) -> int:
+        """How many uploads these make."""
+        return self.images // self.client.step.batch
+
     def attack(self, sent: Sequence[Gradients], first: int, deadline: Deadline) -> Iterator[Outcome]:
         """Recovers what is behind the uploads from number `first` on, and gives the outcome of each case so far."""
         case, test, batch = self.cases[0], self.client.test, self.client.step.batch
@@ -161,7 +168,7 @@ class _Trial:
         through = f"batches {first + 1} to {first + len(sent)}" if len(sent) > 1 else f"batch {first + 1}"
         deadline.say(f"{of}{case.attack.name} against {case.defence.label}: {through}")
         known = self.client.known(case.informed, first, len(sent))
-        found = case.attack.recover(case.backbone, sent, known, deadline)
+        found = case.attack.recover(case.backbone, [known.read(each) for each in sent], known, deadline)
         self.at, self.partial = first + len(found.facts), found.partial or self.partial
         here = slice(first * batch, self.at * batch)
         self.facts += facts_of(found, test.labels[here], batch)
@@ -180,14 +187,15 @@ class _Trial:
         """What came of one of the cases until now."""
         case, step = self.cases[number], self.client.step
         bound = "" if not case.informed or case.attack.separates_hidden else blurred(self.client.method)
-        caveat = "; ".join(filter(None, (case.by_itself, self.ready.caveat, bound))) or None
+        spoiled = case.attack.spoiled(self.client.known(case.informed))
+        caveat = "; ".join(filter(None, (case.by_itself, self.ready.caveat, spoiled, bound))) or None
         count, wanted = len(self.facts), self.images
         fewer = None if count == wanted else f"{count} of {wanted} images"
         partial = ", ".join(filter(None, (self.partial, fewer))) or None
         doubt = None
         if case.attack.closed_form:
             noise = case.defence.noise_level(step.batch)
-            clean = noise == 0 and step.dtype == torch.float32
+            clean = case.defence.quiet == case.defence and step.dtype == torch.float32
             doubt = doubt_of(caveat, self.facts, noise, None if clean else self._control)
         return Outcome(
             case,
@@ -204,12 +212,12 @@ class _Trial:
     def _control(self) -> list[dict[str, Fact]]:
         """The facts of the same attack on the first upload as it is without noise and in float32."""
         if self.control is None:
-            case, step = self.cases[0], replace(self.client.step, dtype=torch.float32)
-            quiet = NoDefence() if case.defence.noise_level(step.batch) else case.defence
-            client = _Client(replace(case, defence=quiet), self.client.test, step, self.client.wanted)
+            case, step = self.cases[0], replace(self.client.asked, dtype=torch.float32)
+            quiet = replace(case, defence=case.defence.quiet)
+            client = _Client(quiet, self.client.test, step, self.client.wanted)
             # Bytes are not read: it is about the equations.
             known = replace(client.known(case.informed), normalisation=None)
-            self.control = case.attack.recover(case.backbone, [client.upload(0)], known).facts
+            self.control = case.attack.recover(case.backbone, [known.read(client.upload(0))], known).facts
         return self.control
 
 
@@ -229,6 +237,12 @@ def _prepared(cases: Sequence[Case], test: TestSet, step: Step, lpips: Lpips | N
                 yield Outcome(case, "refused", reason=reason)
             continue
         client = next((client for client in clients if case.same_upload(client.case)), None)
+        size = case.defence.step(step).batch
+        if len(test) % size:
+            if not case.by_itself:
+                said = f"{len(test)} {test.things} do not make whole batches of {size}, so that nothing is sent"
+                yield Outcome(case, "refused", reason=said)
+            continue
         if client is None:
             clients.append(client := _Client(case, test, step))
         closed = (trial.cases[0].attack.closed_form for trial in trials if trial.client is client)

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 from situs.audit.attacks.base import Attack
 from situs.audit.attacks.matching.attack import Matching
 from situs.audit.attacks.matching.search import MatchingConfig
-from situs.audit.cases import Case, Outcome, Step, TestSet
+from situs.audit.cases import Case, Outcome, TestSet
 from situs.audit.collect import Leak, collect
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence
+from situs.audit.defences import Defence, Step
 from situs.audit.engine import SHOWN
 from situs.audit.judge.gate import Limit, Ruling, judge, parse_limit
 from situs.audit.judge.record import audit_numbers
@@ -121,7 +121,7 @@ def attack_gradients(
     step = step or Step()
     test.whole_batches(step.batch)
     backbone = model if isinstance(model, Backbone) else model.backbone
-    about = {defence.label: f"{defence.about}. The attacker knows: {defence.known}" for defence in defences}
+    about = {defence.label: defence.described for defence in defences}
     guesses: dict[str, Scores] = {}
 
     def make(outcomes: list[Outcome], stopped: str | None) -> Audit:
@@ -193,8 +193,9 @@ def findings(audit: Audit) -> dict[str, str]:
     return {**found, "Without any gradient": f"{', '.join(guesses)}."}
 
 
-def steps_of(step: Step) -> str:
+def steps_of(pair: Outcome, step: Step) -> str:
     """What was sent: "one step", "3 local steps"."""
+    step = pair.case.defence.step(step)
     return "one step" if step.local_steps == 1 else f"{step.local_steps} local steps"
 
 
@@ -212,7 +213,7 @@ def seen(pair: Outcome) -> str:
 
 def _finding(best: Outcome, step: Step, things: str) -> str:
     found = "at least " * best.lower_bound
-    found += f"{best.exact} of {best.count} {things} recovered exactly from {steps_of(step)}"
+    found += f"{best.exact} of {best.count} {things} recovered exactly from {steps_of(best, step)}"
     found += f", every pixel of {best.to_the_byte} read to its exact byte" if best.to_the_byte else ""
     open_end = "; a lower bound, see below" * best.lower_bound
     open_end += "" if best.partial is None else f"; stopped after {best.partial}"

@@ -13,10 +13,10 @@ from situs.audit.attacks.adaptive.attack import AdaptiveConfig
 from situs.audit.attacks.base import Attack
 from situs.audit.attacks.matching.search import MatchingConfig
 from situs.audit.attacks.tokens.attack import TokensConfig
-from situs.audit.cases import SETTINGS, Step, TestSet
+from situs.audit.cases import SETTINGS, TestSet
 from situs.audit.client import DTYPES
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, create_defence
+from situs.audit.defences import Defence, Step, create_defence
 from situs.audit.gradients import Audit, attack_gradients
 from situs.audit.judge.gate import parse_limit
 from situs.audit.judge.record import evidence

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from situs.audit.attacks.adaptive.attack import AdaptiveMJP
 from situs.audit.attacks.base import Attack
-from situs.audit.cases import SETTINGS, Case, Outcome, Step, TestSet
+from situs.audit.cases import SETTINGS, Case, Outcome, TestSet
 from situs.audit.collect import Leak, collect
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, MaskedJigsaw, NoDefence, method_of
+from situs.audit.defences import Defence, MaskedJigsaw, NoDefence, Step, method_of
 from situs.audit.engine import SHOWN
 from situs.audit.judge.record import settings_numbers
 from situs.audit.scores.metrics import means_of

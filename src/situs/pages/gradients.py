@@ -97,11 +97,11 @@ def _headline(audit: Audit) -> str:
     """The worst that was found, in one sentence. No defence is added where a run brings its own method, too."""
     worst = max((pair for pair in audit.pairs if pair.reason is None), key=strength)
     things = audit.provenance.things
-    found = f"{worst.exact} of {worst.count} {things} recovered exactly from {steps_of(audit.step)}"
+    found = f"{worst.exact} of {worst.count} {things} recovered exactly from {steps_of(worst, audit.step)}"
     if worst.to_the_byte:
         found += f", {'all' if worst.to_the_byte == worst.count else worst.to_the_byte} to the last byte"
     if not worst.exact:
-        found = f"no {things.removesuffix('s')} recovered exactly from {steps_of(audit.step)}; {seen(worst)}"
+        found = f"no {things.removesuffix('s')} recovered exactly from {steps_of(worst, audit.step)}; {seen(worst)}"
     defence = "no defence added" if worst.defence == "none" else f"against {worst.defence}"
     return f"The worst that was found: {found} ({worst.attack}, {defence})."
 
@@ -172,7 +172,7 @@ def _results(section: Section, audit: Audit) -> None:
             "solution; the lower its condition, the less rounding spoils it. Least rank, median condition.",
         )
     for pair in audit.pairs:
-        if said := _searched(pair, audit.step.batch):
+        if said := _searched(pair, pair.case.defence.step(audit.step).batch):
             section.text(said)
 
 

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from outcomes import outcome, undone
 
-from situs.audit.cases import Outcome, Step
+from situs.audit.cases import Outcome
+from situs.audit.defences import Step
 from situs.audit.gradients import Audit
 from situs.audit.judge.gate import (
     ABOVE,

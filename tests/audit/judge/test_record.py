@@ -19,8 +19,9 @@ from outcomes import outcome, undone
 from torch import nn
 
 from situs.audit import Matching, MatchingConfig, PatchEmbedding, create_attack, create_defence
-from situs.audit.cases import Step, TestSet
+from situs.audit.cases import TestSet
 from situs.audit.deadline import Deadline
+from situs.audit.defences import Step
 from situs.audit.gradients import Audit, Fallback, attack_gradients
 from situs.audit.judge.gate import Judgement, Limit, Ruling, judge
 from situs.audit.judge.record import SCHEMA, evidence, junit, weights_digest

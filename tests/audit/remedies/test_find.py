@@ -10,9 +10,9 @@ import torch
 
 from situs.audit import Deadline, audit_gradients, create_attack, create_defence, find_defences
 from situs.audit.attacks.tokens.attack import TokensConfig
-from situs.audit.cases import Step, TestSet
+from situs.audit.cases import TestSet
 from situs.audit.client import victim_gradients
-from situs.audit.defences import Clip, NoDefence, Noise, Withhold
+from situs.audit.defences import Clip, NoDefence, Noise, Step, Withhold
 from situs.audit.judge.gate import Limit
 from situs.audit.remedies.find import Search, part_of
 from situs.audit.remedies.ladders import CostConfig, Rung, cost_of, ladders, scale_of

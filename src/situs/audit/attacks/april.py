@@ -85,7 +85,7 @@ class April(Attack):
         names = _first_attention(backbone)
         rows = [{stem.table: table_rows(upload[stem.table], stem, prefix=True)} for upload in uploads]
         table, gradients = stack(rows, stem.table), [stack(uploads, name) for name in names]
-        sent, sigma = uploads[0][stem.table].dtype, known.defence.noise_level(known.batch)
+        sent, sigma = known.type_of(uploads[0][stem.table]), known.noise_on(uploads[0][stem.table])
         found = solve_tokens(table, [own[name] for name in names], gradients, sent, sigma)
         there = torch.stack([g.isfinite().all(dim=-2) for g in gradients]).all(dim=0)
         tokens = found.patches[:, stem.first :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -10,14 +11,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from situs.audit.client import EPS, LEVELS
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Defence, Gradients, NoDefence
+from situs.audit.defences import Defence, Gradients, NoDefence, Training
 from situs.backbones.base import Backbone
 from situs.methods.base import Method
 
 Fact = float | int | str | None
 Normalisation = tuple[Sequence[float], Sequence[float]]
 """Mean and deviation of each channel."""
+
+ROUNDED = 2**-24
+"""What float32 rounds off numbers just below 1."""
 
 FAILED = "for some images the equations do not fit the solution: the attack failed, which says nothing of privacy"
 """The verdict of a closed form on what it could not solve."""
@@ -31,6 +36,7 @@ class Knowledge:
     where it is a run's and not the defence's own. local_steps: steps of plain SGD behind an upload. epoch: of the run,
     for the method's schedules. size: height and width of the images, where the model takes any. normalisation: mean and
     deviation of the channels, which bound what a pixel can be. first: the number of the first upload he is given.
+    sent: the type that numbers came in, where their tensors do not show it (int8). training: how the step was made.
     """
 
     defence: Defence = field(default_factory=NoDefence)
@@ -43,6 +49,41 @@ class Knowledge:
     size: tuple[int, int] | None = None
     normalisation: Normalisation | None = None
     first: int = 0
+    sent: torch.dtype | None = None
+    training: Training = field(default_factory=Training)
+
+    @property
+    def even(self) -> bool:
+        """Whether all numbers of a gradient are off by one size, by noise or even steps; else in proportion to each."""
+        return self.defence.noise_level(self.batch) > 0 or self.sent == torch.int8
+
+    def noise_on(self, gradient: Tensor) -> float:
+        """The deviation of what is evenly wrong with the numbers of a gradient, as it was sent."""
+        noise = self.defence.noise_level(self.batch)
+        return math.hypot(noise, steps_off(gradient)) if self.sent == torch.int8 else noise
+
+    def type_of(self, gradient: Tensor) -> torch.dtype:
+        """The type whose rounding is in the numbers of a gradient: what was sent, or what it was computed in."""
+        coarse = self.training.autocast and torch.finfo(gradient.dtype).eps < torch.finfo(torch.bfloat16).eps
+        return torch.bfloat16 if coarse else gradient.dtype
+
+    @property
+    def forward(self) -> float | None:
+        """The relative error of what layers were fed, beside what the weights say; None for that of float32."""
+        return torch.finfo(torch.bfloat16).eps if self.training.autocast else None
+
+    def read(self, upload: Gradients) -> Gradients:
+        """The gradients behind an upload: one step of Adam is g / (|g| + ε), which is undone as far as it was not
+        rounded off; what is rounded to a whole step (1) stays that."""
+        if not (self.training.adam and self.local_steps == 1):
+            return upload
+        return {name: undone(u) for name, u in upload.items()}
+
+    def variance(self, gradient: Tensor) -> Tensor | None:
+        """What is wrong with each number of a gradient that `read` made of a step of Adam, squared; else None."""
+        if not (self.training.adam and self.local_steps == 1):
+            return None
+        return (ROUNDED * (gradient.double().abs() + EPS) ** 2 / EPS).square()
 
     def trained(self, backbone: Backbone) -> Method:
         """What made the gradients: the run's own method, or the defence's."""
@@ -64,6 +105,14 @@ class Recovery:
     facts: list[dict[str, Fact]]
     labels: Tensor | None = None
     partial: str | None = None
+
+
+def joined(found: Sequence[Recovery]) -> Recovery:
+    """Recoveries of one upload after the other as one."""
+    if len(found) == 1:
+        return found[0]
+    cut = next((each.partial for each in found if each.partial is not None), None)
+    return Recovery(torch.cat([each.images for each in found]), [f for each in found for f in each.facts], partial=cut)
 
 
 @dataclass(frozen=True)
@@ -113,6 +162,10 @@ class Attack(ABC):
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
         """Whether one who knows `known` can make it, of gradients of these names."""
 
+    def spoiled(self, known: Knowledge) -> str | None:
+        """Why what it gets of such a step proves nothing; None where its equations hold."""
+        return spoiled(known) if self.closed_form else None
+
     @abstractmethod
     def recover(
         self,
@@ -122,6 +175,54 @@ class Attack(ABC):
         deadline: Deadline | None = None,
     ) -> Recovery:
         """The images behind the uploads, all solved together. deadline: what a long attack tells and asks."""
+
+
+def spoiled(known: Knowledge) -> str | None:
+    """Why equations between what layers are fed and their weights do not tell all; None where they do."""
+    training, why = known.training, []
+    if known.sent == torch.int8:
+        why.append(
+            "rounding to int8 is no noise: it follows from the image, and a search for images that round alike may "
+            "find more"
+        )
+    if training.dropout:
+        why.append(f"dropout of {training.dropout:g} between the layers, which nobody sees")
+    if training.adam:
+        k = known.local_steps
+        why.append(
+            "Adam divides every number by its own size; "
+            + (
+                "its one step is undone only as far as it was not rounded off"
+                if k == 1
+                else f"{k} steps are not undone"
+            )
+        )
+    return "; ".join(why) or None
+
+
+def undone(moved: Tensor) -> Tensor:
+    """g of u = g / (|g| + ε), by u's distance to 1."""
+    left = (1 - moved.double().abs()).clamp(min=ROUNDED)
+    return (EPS * moved.double() / left).float()
+
+
+def steps_off(gradient: Tensor) -> float:
+    """The deviation of the rounding of a gradient that arrived in even steps, the largest number being 127 of them.
+
+    Numbers fall off from 0 as e^-|x|/b, with b from the share that was rounded to 0: where most were, they are far
+    less off than a number somewhere between two steps.
+    """
+    step = float(gradient.abs().max()) / LEVELS
+    share = float((gradient == 0).double().mean())
+    if step == 0:
+        return 0.0
+    rate = min(max(-2 * math.log1p(-min(share, 1 - 1e-9)), 1e-6), 40.0)  # of the fall, a step
+    at = torch.linspace(0, 1, 2001, dtype=torch.float64)
+    density = torch.exp(-rate * at)
+    inner = at <= 0.5  # rounded to 0, from either side; beyond it each step looks the same
+    near = float((density * at.square())[inner].sum() / density[inner].sum())
+    far = float((density * (at - 0.5).square()).sum() / density.sum())
+    return step * math.sqrt(share * near + (1 - share) * far)
 
 
 def absent(sent: Collection[str], names: Sequence[str]) -> Refused | None:

@@ -62,11 +62,15 @@ class Span:
 
     Rows are divided by their size (which leaves the row space as it is) and columns by theirs: rounding errs in
     proportion to each number, so that only then the noise is even and the weakest tokens stand out of it. even: noise
-    of one deviation was added to all numbers, and nothing is divided. `inside` [rank, in] is an orthonormal basis for
-    inputs scaled by `column`.
+    of one deviation was added to all numbers, and nothing is divided. forward: relative error of the inputs beside what
+    the weights say, None for that of float32. `inside` [rank, in] is an orthonormal basis for inputs scaled by
+    `column`.
     """
 
-    def __init__(self, gradient: Tensor, rank: int | None = None, even: bool = False) -> None:
+    def __init__(
+        self, gradient: Tensor, rank: int | None = None, even: bool = False, forward: float | None = None
+    ) -> None:
+        self.forward = FORWARD if forward is None else forward
         g = whole_rows(gradient)
         size = g.square().mean(dim=1, keepdim=True).sqrt()
         g = (g / (1.0 if even else size))[size[:, 0] > 0]
@@ -104,7 +108,7 @@ class Span:
         """
         outside = self.column.shape[0] - len(self.inside)
         size = (inputs * self.column).square().sum(dim=-1)
-        return (self.astray(inputs).square() * outside / size + FORWARD**2).sqrt()
+        return (self.astray(inputs).square() * outside / size + self.forward**2).sqrt()
 
     @property
     def typical(self) -> float:

@@ -19,6 +19,7 @@ from torch import nn
 
 from situs import __version__
 from situs.audit.cases import Outcome
+from situs.audit.defences import Step, Training
 from situs.audit.judge.gate import ABOVE, NOT_JUDGED, Ruling
 from situs.audit.scores.metrics import LOWER_IS_CLOSER, means_of
 from situs.audit.scores.scoring import Scores
@@ -64,7 +65,7 @@ def audit_numbers(audit: Audit, verdict: str) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "model": audit.model,
-        "step": {**asdict(audit.step), "dtype": str(audit.step.dtype).removeprefix("torch.")},
+        "step": _step(audit.step),
         "partial": audit.stopped is not None,
         "stopped": audit.stopped,
         "not_attacked": [{"attack": attack, "defence": defence} for attack, defence in audit.undone],
@@ -77,6 +78,12 @@ def audit_numbers(audit: Audit, verdict: str) -> dict[str, Any]:
         "notes": dict(audit.notes),
         "gate": None if ruling is None else ruling.to_json(),
     }
+
+
+def _step(step: Step) -> dict[str, Any]:
+    """How the step was made; what is special about the training where something is."""
+    made = {**asdict(step), "dtype": str(step.dtype).removeprefix("torch.")}
+    return made if step.training != Training() else {name: each for name, each in made.items() if name != "training"}
 
 
 def settings_numbers(comparison: Comparison, verdict: str) -> dict[str, Any]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from situs.audit.attacks.base import Attack
-from situs.audit.cases import Step, TestSet
+from situs.audit.cases import TestSet
 from situs.audit.client import DTYPES
 from situs.audit.deadline import Deadline
-from situs.audit.defences import NoDefence
+from situs.audit.defences import NoDefence, Step
 from situs.audit.gradients import Audit, attack_gradients
 from situs.audit.judge.gate import Judgement, Limit, parse_limit
 from situs.audit.public import ATTACKED, NOTHING, config_from, open_audit

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from situs.audit.cases import Step, TestSet
+from situs.audit.cases import TestSet
 from situs.audit.client import DTYPES, names_sent, parameter_names, victim_gradients
-from situs.audit.defences import Clip, Defence, NoDefence, Noise, Withhold, method_of
+from situs.audit.defences import Clip, Defence, NoDefence, Noise, Step, Withhold, method_of
 from situs.backbones.base import Backbone
 from situs.config import Checked
 from situs.errors import SitusError

@@ -289,7 +289,8 @@ def test_models_without_tokens_and_with_windows() -> None:
 @pytest.mark.shared_data
 def test_four_cifar_images_of_one_batch(shared_data: Any) -> None:
     """The whole size, cut short: 32 pixels in 64 patches, 100 classes, labels inferred."""
-    from situs.audit.cases import Step, TestSet
+    from situs.audit.cases import TestSet
+    from situs.audit.defences import Step
     from situs.audit.gradients import attack_gradients
     from situs.audit.scores.metrics import means_of
     from situs.data.config import DataConfig

@@ -13,7 +13,7 @@ from situs.audit import ATTACKS, Clip, Knowledge, MaskedJigsaw, Noise, NoPositio
 from situs.audit.attacks.base import FAILED
 from situs.audit.attacks.patchembed.attack import _said
 from situs.audit.client import hidden_places, victim_gradients
-from situs.audit.defences import NoDefence
+from situs.audit.defences import NoDefence, Training
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
 from situs.data.batch import Batch
@@ -90,7 +90,7 @@ def test_gradients_of_a_plain_backward_are_those_attacked() -> None:
 
 def test_several_local_steps_on_one_image_hide_nothing() -> None:
     backbone = victim()
-    one, five = attack(backbone, images()), attack(backbone, images(), local_steps=5, lr=0.05)
+    one, five = attack(backbone, images()), attack(backbone, images(), local_steps=5, training=Training(lr=0.05))
     assert error(five.images, images()) > 60
     assert not torch.allclose(one.images, five.images, atol=0)
 

@@ -15,7 +15,16 @@ from situs.audit.attacks.base import Ready, Recovery, Refused
 from situs.audit.attacks.tokens.attack import TokensConfig
 from situs.audit.client import victim_gradients
 from situs.audit.deadline import Deadline
-from situs.audit.defences import Clip, Defence, MaskedJigsaw, NoDefence, Noise, NoPositionGradient
+from situs.audit.defences import (
+    Clip,
+    Defence,
+    MaskedJigsaw,
+    NoDefence,
+    Noise,
+    NoPositionGradient,
+    Training,
+    create_defence,
+)
 from situs.audit.judge.gate import doubt_of
 from situs.backbones import create_backbone
 from situs.core.tokens import patchify
@@ -88,8 +97,9 @@ def test_what_it_cannot_do_is_said() -> None:
     assert "not fewer than 32 channels" in reason(vit(size=24, width=32))
     large = create_backbone("vit_small_patch16_224", positions="none", model_args={"depth": 1}).eval()
     assert "a round of search for them takes about" in reason(large)
-    steps = attack.prepare(backbone, names, Knowledge(local_steps=3))
-    assert isinstance(steps, Ready) and "3 local steps" in str(steps.caveat)
+    few, many = (attack.prepare(backbone, names, Knowledge(local_steps=steps)) for steps in (2, 9))
+    assert isinstance(few, Ready) and few.caveat is None
+    assert isinstance(many, Ready) and "9 local steps" in str(many.caveat)
 
 
 def test_weights_that_changed_are_read_again() -> None:
@@ -179,3 +189,16 @@ def test_a_users_own_module_is_a_victim_whatever_its_positions_are() -> None:
     module.blocks.layers[0].norm_first = False
     found = create_attack("tokens").prepare(adapt(module, 16), dict(backbone.named_parameters()), Knowledge())
     assert isinstance(found, Refused) and "no norm stands before" in found.reason
+
+
+@pytest.mark.parametrize(("steps", "rate"), [(2, 0.1), (6, 0.02)])
+def test_local_steps_are_no_defence(steps: int, rate: float) -> None:
+    """The inputs of the first step lie in the sum's row spaces, at weights that the server itself sent out."""
+    backbone, x = vit(width=192).float(), photographs()
+    defence = create_defence(f"fedavg={steps}:{rate}+no-pe-gradient")
+    known = Knowledge(defence, local_steps=steps, training=Training(rate))
+    attack = create_attack("tokens")
+    found = attack.recover(
+        backbone, [victim_gradients(backbone, x, torch.zeros(1, dtype=torch.int64), defence=defence)], known
+    )
+    assert found.facts[0]["fits"] is True and psnr(found.images, x) > 60

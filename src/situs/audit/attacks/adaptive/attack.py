@@ -94,7 +94,7 @@ class AdaptiveMJP(Attack):
             if known.batch > 1 or not hidden.any() or not hides:
                 plain = PatchEmbedding().recover_shown(backbone, [upload], known)
                 images.append(plain.images[0].double())
-                told = known.batch == 1 and known.defence.noise_level(1) == 0  # else none need not mean that
+                told = known.batch == 1 and not known.even  # else none need not mean that
                 facts.append({**plain.facts[0], "hidden": int(hidden.sum()) if told else None})
                 continue
             deadline.say(f"{self.name}: upload {known.first + number + 1}, {int(hidden.sum())} patches are hidden")
@@ -122,7 +122,7 @@ class AdaptiveMJP(Attack):
         deadline: Deadline,
     ) -> tuple[Tensor, dict[str, Fact]]:
         """One image of an MJP step: [C, H, W], and what the attacker can say of it."""
-        sent, sigma = upload[stem.table].dtype, known.defence.noise_level(known.batch)
+        sent, sigma = known.type_of(upload[stem.table]), known.noise_on(upload[stem.table])
         equations = _equations(method, stem, upload, known)
         partly = separate(*equations, hidden, sent, sigma)
         learned = method.unknown_position()

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import functional_call, grad
 
 from situs.audit.attacks.base import Knowledge
-from situs.audit.client import LOCAL_LR, hidden_places
+from situs.audit.client import Walk, hidden_places
 from situs.audit.defences import Gradients
 from situs.audit.stem import find_stem, table_rows
 from situs.backbones.base import Backbone
@@ -47,12 +47,13 @@ def simulation(method: Method, known: Knowledge, names: Iterable[str]) -> Simula
         return {name: g / len(parts) for name, g in total.items()}
 
     def gradients(images: Tensor, labels: Tensor, draws: Draws) -> Gradients:
-        weights, total = moved, Gradients()
+        weights, total, walk = moved, Gradients(), Walk(known.training)
         for step in range(known.local_steps):
             found = mean(weights, images, labels, draws)
+            found = walk(found) if known.local_steps > 1 else found  # a single step is undone in what was sent
             total = {name: g + total[name] if total else g for name, g in found.items()}
             if step + 1 < known.local_steps:
-                weights = {name: w - LOCAL_LR * found[name] for name, w in weights.items()}
+                weights = {name: w - known.training.lr * found[name] for name, w in weights.items()}
         return {name: total[name] / known.local_steps for name in names}
 
     return gradients

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +26,9 @@ from situs.audit.attacks.base import (
     Recovery,
     Refused,
     absent,
+    joined,
     known_numbers,
+    spoiled,
     stack,
 )
 from situs.audit.attacks.patchembed.equations import Solution, solve_pixels
@@ -82,6 +85,10 @@ class PatchEmbedding(Attack):
     about: ClassVar[str] = "one linear solve with the gradients of the patch embedding and of the position table"
     closed_form: ClassVar[bool] = True
 
+    def spoiled(self, known: Knowledge) -> str | None:
+        """Whatever is dropped behind the table leaves both of its sides as they are."""
+        return spoiled(replace(known, training=replace(known.training, dropout=0.0)))
+
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
         stem = find_stem(backbone)
         if isinstance(stem, str):
@@ -98,9 +105,10 @@ class PatchEmbedding(Attack):
         deadline: Deadline | None = None,  # noqa: ARG002  (one solve, no time to stop in)
     ) -> Recovery:
         known = Knowledge() if known is None else known
-        found = self.recover_shown(backbone, uploads, known)
-        trained = known.trained(backbone)
-        if trained.hidden_share:
+        # Each with its own scale.
+        groups = [[upload] for upload in uploads] if known.sent == torch.int8 else [uploads]
+        found = joined([self.recover_shown(backbone, group, known) for group in groups])
+        if known.trained(backbone).hidden_share:
             for fact in found.facts:  # hidden patches are no part of these equations, whatever noise explains
                 fact.update(fits=False, verdict=FAILED)
         return found
@@ -110,11 +118,14 @@ class PatchEmbedding(Attack):
         stem, trained = require_stem(backbone), known.trained(backbone)
         table = torch.stack([patch_rows(trained, stem, upload, known) for upload in uploads])
         weight = flat_weight(stack(uploads, stem.weight), stem)
-        system = System(weight, table, uploads[0][stem.table].dtype, known.defence.noise_level(known.batch))
+        sent, sigma = _errors(uploads[0], stem, known, table.shape[1])
+        system = System(weight, table, sent, sigma)
         view = view_of(backbone, stem)
         normalisation = known.normalisation if known.batch == 1 else None
         if view is None:
-            found, facts, patches = solve_patches(system, normalisation)
+            errs = [known.variance(part) for part in (weight, table)]
+            each = None if errs[0] is None or errs[1] is None else errs[0].mean(dim=2) + errs[1].sum(dim=1)
+            found, facts, patches = solve_patches(system, normalisation, each)
             images = to_images(patches, backbone, stem)
         else:
             found, facts, images = solve_through(view, system, normalisation)
@@ -127,6 +138,14 @@ class PatchEmbedding(Attack):
             fact["verdict"] = more.get("verdict") or _said(fact, torch.finfo(system.sent).eps, exact)
             told.append(fact)
         return Recovery(images.float(), told)
+
+
+def _errors(upload: Gradients, stem: Stem, known: Knowledge, patches: int) -> tuple[torch.dtype, float]:
+    """The type of what was sent, and the deviation of even errors on it.
+
+    An equation has one number of the weight's gradient and as many of the table's as there are patches."""
+    weight, table = (known.noise_on(upload[name]) for name in (stem.weight, stem.table))
+    return known.type_of(upload[stem.table]), math.sqrt((weight**2 + patches * table**2) / (1 + patches))
 
 
 def facts_of(found: Solution, index: int, unknowns: int) -> dict[str, Fact]:
@@ -179,7 +198,7 @@ def _factor_that_fits(extra: Tensor, rows: Tensor, stem: Stem, upload: Gradients
     from scipy.optimize import minimize_scalar
 
     weight = flat_weight(known_numbers(upload[stem.weight]), stem)
-    sigma, sent = known.defence.noise_level(known.batch), upload[stem.table].dtype
+    sent, sigma = _errors(upload, stem, known, len(rows))
 
     def off(factor: float) -> float:
         return float(solve_pixels(weight[None], (rows - factor * extra)[None], sent, sigma).residual)

@@ -23,7 +23,7 @@ class Counts(NamedTuple):
 
     informs: whether the span of queries, keys and values says more than the weights do. structural: combinations of
     tokens whose places add up to one place pass every linear test. general: unknowns beyond the equations. work:
-    products of one step of a search at all places.
+    products of one step of a search at all places. times: as in `count`.
     """
 
     x: int
@@ -37,6 +37,7 @@ class Counts(NamedTuple):
     structural: int
     general: int
     work: float
+    times: int = 1
 
     @property
     def open(self) -> int:
@@ -56,8 +57,12 @@ class Counts(NamedTuple):
         return f"{self.open} directions of each token are open: there are so many more unknowns than linear equations"
 
 
-def count(block: Block, batch: int, patches_sent: bool = True) -> Counts:
-    """The ranks and open directions of a batch. patches_sent: whether the patch embedding's gradient is sent."""
+def count(block: Block, batch: int, patches_sent: bool = True, times: int = 1) -> Counts:
+    """The ranks and open directions of a batch. patches_sent: whether the patch embedding's gradient is sent.
+
+    times: weights that the gradients were taken at, one after the other (local steps): a layer's inputs differ between
+    them, and so do all of their places, so that no sum of others passes for a token. The patches stay the same.
+    """
     places, prefix = block.places, len(block.prefix)
     dim, values = block.weight.shape
     width, hidden = block.into.shape[0], block.late(block.base[:1]).shape[-1]
@@ -66,19 +71,20 @@ def count(block: Block, batch: int, patches_sent: bool = True) -> Counts:
     table = table_rank(block, k)
     scaled = block.norm0 is not None  # one more unknown, and its bias one more direction
     added = scaled and block.norm0 is not None and block.norm0.biased
-    distinct, weights_alone = batch * places + prefix, k + table + prefix + block.norm1.biased + added
-    bound = _space(block.norm1, dim)
+    distinct = times * (batch * places + prefix)
+    weights_alone = times * (k + table + prefix + block.norm1.biased + added)
+    bound, fed = _space(block.norm1, dim), times * tokens
     qkv = min(distinct, weights_alone, bound)
-    proj, fc1, fc2 = min(tokens, width), min(tokens, _space(block.norm2, dim)), min(tokens, hidden)
+    proj, fc1, fc2 = min(fed, width), min(fed, _space(block.norm2, dim)), min(fed, hidden)
     informs = qkv < min(weights_alone, bound)
     first = _equations(block.norm1, dim, qkv) if informs else 0
     general = k + proj + scaled - first - _equations(block.norm2, dim, fc1)
-    full = f"{tokens} tokens are not fewer than {dim} channels, so that every input fits" if tokens >= dim else ""
+    full = f"{fed} tokens are not fewer than {dim} channels, so that every input fits" if fed >= dim else ""
     ranks = (k, qkv, proj, fc1, fc2, table)
     structural = tokens - table - prefix
     free = max(structural, general, 0)
     work = float(places * free * hidden * (4 * fc2 + free))
-    return Counts(*ranks, informs, full, structural, general, work)
+    return Counts(*ranks, informs, full, structural, general, work, times)
 
 
 def table_rank(block: Block, k: int) -> int:

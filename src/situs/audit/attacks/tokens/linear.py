@@ -34,15 +34,17 @@ class Spans(NamedTuple):
     fc1: Span
 
 
-def read_spans(block: Block, upload: Gradients, counts: Counts, even: bool = False) -> Spans:
-    """The row spaces of one upload, of the ranks that were counted. even: as in `Span`."""
-    stem, layers = block.stem, block.layers
+def read_spans(
+    block: Block, upload: Gradients, counts: Counts, even: bool = False, forward: float | None = None
+) -> Spans:
+    """The row spaces of one upload, of the ranks that were counted. even, forward: as in `Span`."""
+    stem, layers, blur = block.stem, block.layers, (even, forward)
     x = None
     if counts.x < block.weight.shape[1]:
-        x = Span(flat_weight(upload[stem.weight], stem), counts.x, even)
+        x = Span(flat_weight(upload[stem.weight], stem), counts.x, *blur)
     qkv, fc1 = (torch.cat([whole_rows(upload[name]) for name in names]) for names in (layers.qkv, layers.fc1))
-    first = Span(qkv, counts.qkv, even) if counts.informs else None
-    return Spans(x, first, Span(upload[layers.proj], counts.proj, even), Span(fc1, counts.fc1, even))
+    first = Span(qkv, counts.qkv, *blur) if counts.informs else None
+    return Spans(x, first, Span(upload[layers.proj], counts.proj, *blur), Span(fc1, counts.fc1, *blur))
 
 
 class Tokens(NamedTuple):

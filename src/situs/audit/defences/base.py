@@ -1,0 +1,176 @@
+"""Defences: what a client does so that its gradients tell less, and what an attacker knows of it.
+
+A defence changes what is trained (`method`: MJP), how the step is made (`step`: local steps, dropout, a type) or what
+is sent (`upload`: noise, clipping; `withheld`: names left out). Each says what an attacker knows of it (`known`),
+because a defence is only worth what it is worth against someone who has read about it; `noise_level` is that knowledge
+in numbers.
+"""
+
+# ruff: noqa: ARG002  (every defence is given the same arguments)
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from situs.backbones.base import Backbone
+from situs.errors import SitusError
+from situs.limits import Within, check_value
+from situs.methods.base import Method
+from situs.methods.supervised import Supervised, SupervisedConfig
+
+Gradients = dict[str, Tensor]
+"""Named as `Backbone.named_parameters()` names them; what a method adds, as the method does."""
+
+UNKNOWN = "unknown"
+"""E_unk's name in what MJP sends."""
+
+THREAT = {
+    "who": "an honest-but-curious server (or whoever reads its traffic) in federated or distributed training",
+    "sees": "the gradients, or the weight update, of one client's step, by parameter name",
+    "knows": "the architecture, the weights the step began with, how images are normalised, the loss and the defence",
+    "does not know": "the images; all it takes for granted is that they are pictures, stored as bytes. Nor the labels: "
+    "the closed forms need none, and gradient matching infers them from the classifier's gradient unless it is told",
+    "does": "solves linear systems, or searches for images whose gradients match; it changes nothing in the protocol, "
+    "so a client cannot notice it",
+}
+"""The attacker of this audit, for the page's first section."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """How a client makes its step, beyond one plain gradient. The attacker knows all of it but what chance draws.
+
+    lr: of its local steps; adam: whether they are Adam's, else plain SGD's. parts: batches that the images behind an
+    upload make; their gradients are added up, or local steps walk through them. dropout: rate of every dropout layer.
+    drop_path: rate at the last block, from none at the first. autocast: whether it computes in bfloat16.
+    """
+
+    lr: float = 0.01
+    adam: bool = False
+    parts: int = 1
+    dropout: float = 0.0
+    drop_path: float = 0.0
+    autocast: bool = False
+
+
+@dataclass(frozen=True)
+class Step:
+    """How the audited step is made: images in it, local steps, the type of what is sent, and the seed.
+
+    labels_known: whether the attacker is told the labels. epoch: of the run, for its method's draws and schedules.
+    training: how the client makes it, beyond that.
+    """
+
+    batch: int = 1
+    local_steps: int = 1
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    labels_known: bool = False
+    epoch: int = 0
+    training: Training = field(default_factory=Training)
+
+    def __post_init__(self) -> None:
+        check_value("batch", self.batch, ">= 1")
+        check_value("local_steps", self.local_steps, ">= 1")
+
+
+@dataclass(frozen=True)
+class Defence:
+    """What a client does so that its gradients tell less. Fields are its settings."""
+
+    name: ClassVar[str] = "none"
+    about: ClassVar[str] = "gradients are sent as they are"
+    known: ClassVar[str] = "there is nothing to know"
+
+    @property
+    def label(self) -> str:
+        """The name with its settings: "noise σ=0.001"."""
+        return self.name
+
+    @property
+    def described(self) -> str:
+        """For a reader: what is done, and what the attacker knows of it."""
+        return f"{self.about}. The attacker knows: {self.known}"
+
+    @property
+    def per_sample(self) -> bool:
+        """Whether `bound` must see each sample's gradient by itself, before the mean over the batch."""
+        return False
+
+    def step(self, step: Step) -> Step:
+        """How the step is made."""
+        return step
+
+    @property
+    def quiet(self) -> Defence:
+        """The same without what blurs numbers (noise, rounding, chance), for an attack that tries its equations."""
+        return self
+
+    def method(self, backbone: Backbone, seed: int = 0) -> Method:
+        """What is trained; what it adds to the backbone is the same for a seed, since the attacker has it too."""
+        return Supervised(backbone, SupervisedConfig(label_smoothing=0.0))
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The share of the patches whose places it hides; None for a defence of another kind."""
+        return None
+
+    def refuses(self, backbone: Backbone) -> str | None:
+        """None, or the reason why this defence cannot be had on a backbone."""
+        return None
+
+    def retrain(self, method: Method, seed: int = 0) -> Method:
+        """What is trained where a run brings its own method: that method, unless the defence is one itself."""
+        return method
+
+    def bound(self, gradients: Gradients) -> Gradients:
+        """One sample's gradient as it enters the mean, where `per_sample` is set; differentiable."""
+        return gradients
+
+    def withheld(self, backbone: Backbone) -> set[str]:
+        """Names of the gradients that stay with the client."""
+        return set()
+
+    def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:
+        """What is sent of the mean gradient over `batch` samples, without what is withheld: with noise on it."""
+        sigma = self.noise_level(batch)
+        if sigma == 0:
+            return gradients
+        return {
+            name: g + sigma * torch.randn(g.shape, generator=chance, dtype=torch.float32).to(g.device, g.dtype)
+            for name, g in gradients.items()
+        }
+
+    def noise_level(self, batch: int) -> float:
+        """The deviation of the noise on each number sent, which the attacker knows."""
+        return 0.0
+
+
+@dataclass(frozen=True)
+class NoDefence(Defence):
+    """The gradients as they are."""
+
+
+def method_of(defence: Defence, victim: Backbone | Method, seed: int = 0) -> Method:
+    """What is trained under a defence: cross entropy or the defence's own on a backbone, else a run's own method."""
+    return defence.method(victim, seed) if isinstance(victim, Backbone) else defence.retrain(victim, seed)
+
+
+def blurred(method: Method) -> str:
+    """Why the figure of an attack that does not separate hidden patches is a lower bound; "" where none are hidden."""
+    if method.hidden_share is None:
+        return ""
+    return (
+        f"a lower bound, and no credit to {type(method).__name__}: the gradients of the hidden patches blur all "
+        "others, and this attack does not separate them; adaptive-mjp does"
+    )
+
+
+def check_setting(name: str, value: float, ends: str) -> None:
+    """Refuses a setting outside of an interval."""
+    rule = Within(ends)
+    if not rule.holds(value):
+        raise SitusError(f"{name}={value}: must be {rule.allowed}", field="defences", value=value, allowed=rule.allowed)

@@ -1,0 +1,217 @@
+"""Defences of what is sent: noise, clipping, a coarser type, names left out."""
+
+# ruff: noqa: ARG002  (every defence is given the same arguments)
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from situs.audit.defences.base import UNKNOWN, Defence, Gradients, NoDefence, Step, check_setting
+from situs.audit.stem import position_names
+from situs.backbones.base import Backbone
+from situs.errors import SitusError
+
+
+@dataclass(frozen=True)
+class Noise(Defence):
+    """Gaussian noise on every number."""
+
+    sigma: float = 1e-3
+    """σ: deviation of the noise, in the gradient's own units."""
+
+    name: ClassVar[str] = "noise"
+    about: ClassVar[str] = "Gaussian noise of deviation σ on every number that is sent"
+    known: ClassVar[str] = "σ: the attacker damps the directions that the noise drowns (ridge)"
+
+    def __post_init__(self) -> None:
+        check_setting("noise", self.sigma, "[0, inf)")
+
+    @property
+    def label(self) -> str:
+        return f"noise σ={self.sigma:g}"
+
+    @property
+    def quiet(self) -> Defence:
+        return NoDefence() if self.sigma else self
+
+    def noise_level(self, batch: int) -> float:
+        return self.sigma
+
+
+@dataclass(frozen=True)
+class Clip(Defence):
+    """DP-SGD's two steps: each sample's whole gradient is clipped to a norm, and noise in its proportion is added."""
+
+    norm: float = 1.0
+    """C: the largest norm a sample's gradient may have, over all parameters together."""
+
+    multiplier: float = 0.01
+    """Noise on the sum has deviation multiplier · C. DP-SGD is commonly run with 0.5 and more; this default is weak."""
+
+    name: ClassVar[str] = "clip"
+    about: ClassVar[str] = (
+        "each sample's gradient clipped to norm C, then noise of deviation multiplier · C (DP-SGD's form)"
+    )
+    known: ClassVar[str] = (
+        "C and the noise multiplier; a common factor on all gradients changes no solution, and what it leaves of a "
+        "loss on the position table (DAL) is found and subtracted"
+    )
+
+    def __post_init__(self) -> None:
+        check_setting("clip", self.norm, "(0, inf)")
+        check_setting("multiplier", self.multiplier, "[0, inf)")
+
+    @property
+    def label(self) -> str:
+        return f"clip C={self.norm:g}, noise {self.multiplier:g}·C"
+
+    @property
+    def per_sample(self) -> bool:
+        return True
+
+    @property
+    def quiet(self) -> Defence:
+        return NoDefence() if self.multiplier else self
+
+    def bound(self, gradients: Gradients) -> Gradients:
+        return bounded(gradients, self.norm)
+
+    def noise_level(self, batch: int) -> float:
+        return self.multiplier * self.norm / batch
+
+
+def bounded(gradients: Gradients, most: float) -> Gradients:
+    """Gradients of a norm over all of them that is no larger than `most`; differentiable."""
+    norm = torch.stack([g.double().norm() for g in gradients.values()]).norm()
+    factor = (most / norm.clamp(min=1e-30)).clamp(max=1.0)
+    return {name: g * factor.to(g.dtype) for name, g in gradients.items()}
+
+
+@dataclass(frozen=True)
+class ClipBatch(Defence):
+    """The mean gradient of the batch is clipped to a norm, as trainings do for stability; nothing is added."""
+
+    norm: float = 1.0
+    """C: the largest norm that what is sent may have, over all parameters together."""
+
+    name: ClassVar[str] = "clip-batch"
+    about: ClassVar[str] = "the gradient of the whole batch clipped to norm C, without noise"
+    known: ClassVar[str] = "C; one factor on all gradients changes no solution, so that this defends nothing by itself"
+
+    def __post_init__(self) -> None:
+        check_setting("clip-batch", self.norm, "(0, inf)")
+
+    @property
+    def label(self) -> str:
+        return f"clip-batch C={self.norm:g}"
+
+    def upload(self, gradients: Gradients, batch: int, chance: torch.Generator) -> Gradients:
+        return bounded(gradients, self.norm)
+
+
+@dataclass(frozen=True)
+class OwnDp(Clip):
+    """What a run of DP-SGD does in each of its steps, with what the whole run promises."""
+
+    promise: str = ""
+    """ε at δ, for a reader."""
+
+    name: ClassVar[str] = "dp-sgd"
+    about: ClassVar[str] = (
+        "the run's own step: each sample's gradient clipped to norm C, then noise of deviation multiplier · C on their "
+        "sum. Over a batch smaller than the run's the noise counts for more"
+    )
+
+    @property
+    def label(self) -> str:
+        return f"dp-sgd C={self.norm:g}, noise {self.multiplier:.3g}·C, {self.promise}"
+
+
+@dataclass(frozen=True)
+class NoPositionGradient(Defence):
+    """The gradients of everything that holds positions stay with the client."""
+
+    name: ClassVar[str] = "no-pe-gradient"
+    about: ClassVar[str] = "the gradients of the parameters that hold positions are not sent"
+    known: ClassVar[str] = (
+        "which names are missing: the patches stand in the gradients of the first block as well (tokens), so that "
+        "this defends nothing by itself"
+    )
+
+    def refuses(self, backbone: Backbone) -> str | None:
+        if position_names(backbone):
+            return None
+        return f"{backbone.name} has no trained parameter that is known to hold positions, so nothing is withheld"
+
+    def withheld(self, backbone: Backbone) -> set[str]:
+        return {*position_names(backbone), UNKNOWN}
+
+
+@dataclass(frozen=True)
+class Withhold(Defence):
+    """The gradients of the embedding, of all that holds positions and of the first blocks stay with the client."""
+
+    depth: float = 0
+    """How many blocks; 0: the embedding and the positions alone."""
+
+    name: ClassVar[str] = "withhold"
+    about: ClassVar[str] = "the gradients of the embedding, the positions and the first blocks are not sent"
+    known: ClassVar[str] = "which names are missing; later blocks have gradients of their own"
+
+    def __post_init__(self) -> None:
+        if not (self.depth >= 0 and self.depth % 1 == 0):
+            said = "a whole number of blocks, 0 or more"
+            raise SitusError(
+                f"withhold={self.depth:g}: must be {said}", field="defences", value=self.depth, allowed=said
+            )
+
+    @property
+    def label(self) -> str:
+        return "withhold the embedding" + f" and {self.depth:g} block{'s' * (self.depth > 1)}" * (self.depth > 0)
+
+    def refuses(self, backbone: Backbone) -> str | None:
+        if "tokens" in backbone.refusals or not backbone.block_modules():
+            return f"which gradients of {backbone.name} belong to its first blocks is not known"
+        if self.depth > len(backbone.block_modules()):
+            return f"{backbone.name} has {len(backbone.block_modules())} blocks"
+        return None
+
+    def withheld(self, backbone: Backbone) -> set[str]:
+        first = {name for name, role in backbone.roles().items() if role.depth <= self.depth}
+        return {*first, *position_names(backbone), UNKNOWN}
+
+
+@dataclass(frozen=True)
+class Rounded(Defence):
+    """What is sent is rounded to a coarser type."""
+
+    sent: ClassVar[torch.dtype] = torch.float16
+    name: ClassVar[str] = "fp16"
+    about: ClassVar[str] = "what is sent is rounded to float16"
+    known: ClassVar[str] = "the type, and so how far each number may be off"
+
+    def step(self, step: Step) -> Step:
+        return replace(step, dtype=self.sent)
+
+    @property
+    def quiet(self) -> Defence:
+        return NoDefence()
+
+
+class Bfloat(Rounded):
+    """bfloat16."""
+
+    sent: ClassVar[torch.dtype] = torch.bfloat16
+    name: ClassVar[str] = "bf16"
+    about: ClassVar[str] = "what is sent is rounded to bfloat16"
+
+
+class Int8(Rounded):
+    """One scale a tensor."""
+
+    sent: ClassVar[torch.dtype] = torch.int8
+    name: ClassVar[str] = "int8"
+    about: ClassVar[str] = "what is sent is rounded to 255 even steps a tensor, whose largest number is 127 of them"
+    known: ClassVar[str] = "the scale of each tensor, and so the step between its numbers"

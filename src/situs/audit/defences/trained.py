@@ -1,0 +1,230 @@
+"""Defences of how a step is made: masked jigsaws, local steps, several batches, dropout, mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from situs.audit.defences.base import Defence, NoDefence, Step, check_setting
+from situs.backbones.base import Backbone
+from situs.errors import SitusError
+from situs.methods.base import Method
+from situs.methods.mjp import MJP, MJPConfig
+from situs.methods.mjp.dal import require_table
+
+
+@dataclass(frozen=True)
+class MaskedJigsaw(Defence):
+    """MJP's training step: shuffled patches lose their places, and DAL regresses places from the table."""
+
+    mask_ratio: float = 0.03
+    """γ: share of the patches that are shuffled and lose their place."""
+
+    name: ClassVar[str] = "mjp"
+    about: ClassVar[str] = (
+        "masked jigsaw training (MJP): the share γ of the patches is shuffled and shares one position"
+    )
+    known: ClassVar[str] = (
+        "the method and its λ: rows of the table without a gradient reveal the mask, and the gradient of DAL on the "
+        "other rows is computed and subtracted"
+    )
+
+    def __post_init__(self) -> None:
+        check_setting("mjp", self.mask_ratio, "[0, 1]")
+
+    @property
+    def label(self) -> str:
+        return f"mjp γ={self.mask_ratio:g}"
+
+    def method(self, backbone: Backbone, seed: int = 0) -> Method:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            method = MJP(backbone, replace(MJPConfig(), mask_ratio=self.mask_ratio, label_smoothing=0.0))
+        like = next(backbone.parameters())
+        return method.to(like.device, like.dtype)
+
+    def refuses(self, backbone: Backbone) -> str | None:
+        if "tokens" in backbone.refusals:
+            return f"no masked jigsaw is played with {backbone.name}: {backbone.refusals['tokens']}"
+        try:
+            require_table(backbone)
+        except SitusError as error:
+            return str(error)
+        return None
+
+    def retrain(self, method: Method, seed: int = 0) -> Method:
+        """MJP with this γ: over a run of MJP its own trained tokens and heads, over another's backbone new ones."""
+        return method.at_hidden_share(self.mask_ratio) or self.method(method.backbone, seed)
+
+    @property
+    def hidden_share(self) -> float:
+        return self.mask_ratio
+
+
+@dataclass(frozen=True)
+class FedAvg(Defence):
+    """The difference of the weights after several steps of plain SGD."""
+
+    steps: float = 2
+    """k: steps on the client's images before it sends."""
+
+    lr: float = 0.01
+    """Of these steps; the server sets it."""
+
+    name: ClassVar[str] = "fedavg"
+    about: ClassVar[str] = (
+        "sent is the change of the weights over k steps of SGD on the same images, divided by k · rate: the mean of k "
+        "gradients, of which the first is not sent by itself. k = 1 is the gradient"
+    )
+    known: ClassVar[str] = (
+        "k: the inputs of all k steps lie in the row spaces of what is sent, those of the first step at the weights "
+        "that the server sent out (tokens); of one image the equations of the patch embedding hold for every k "
+        "(patchembed)"
+    )
+    adam: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_whole(self.name, self.steps)
+        check_setting(f"{self.name}: rate", self.lr, "(0, inf)")
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} k={self.steps:g}, rate {self.lr:g}"
+
+    def step(self, step: Step) -> Step:
+        return _training(replace(step, local_steps=int(self.steps)), lr=self.lr, adam=self.adam)
+
+
+@dataclass(frozen=True)
+class FedAdam(FedAvg):
+    """The same with Adam."""
+
+    steps: float = 1
+    lr: float = 0.001
+
+    name: ClassVar[str] = "fedavg-adam"
+    about: ClassVar[str] = (
+        "sent is the change of the weights over k steps of Adam on the same images, divided by k · rate: each number "
+        "of a gradient is divided by its own size, and little more than its sign is left"
+    )
+    known: ClassVar[str] = (
+        "k, the rate and Adam's constants: one step is undone as far as rounding lets it, and several are not"
+    )
+    adam: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class Accumulate(Defence):
+    """Several batches behind one upload."""
+
+    parts: float = 2
+    """m: batches whose gradients are added up before anything is sent."""
+
+    name: ClassVar[str] = "accumulate"
+    about: ClassVar[str] = (
+        "m batches stand behind one upload: their gradients are added up, or local steps walk through them"
+    )
+    known: ClassVar[str] = "m: to him it is one batch with the images of all of them"
+
+    def __post_init__(self) -> None:
+        _check_whole(self.name, self.parts)
+
+    @property
+    def label(self) -> str:
+        return f"accumulate {self.parts:g} batches"
+
+    def step(self, step: Step) -> Step:
+        return _training(replace(step, batch=step.batch * int(self.parts)), parts=int(self.parts))
+
+
+@dataclass(frozen=True)
+class Dropout(Defence):
+    """Every dropout layer of the model at one rate, in training mode."""
+
+    rate: float = 0.1
+    """p: the share of the numbers that each layer drops."""
+
+    name: ClassVar[str] = "dropout"
+    about: ClassVar[str] = "the step is made in training mode, with every dropout layer of the model at the rate p"
+    known: ClassVar[str] = (
+        "p, and not what is dropped; the equations of the patch embedding (patchembed) hold whatever is dropped "
+        "behind it"
+    )
+
+    def __post_init__(self) -> None:
+        check_setting(self.name, self.rate, "[0, 1)")
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} p={self.rate:g}"
+
+    def step(self, step: Step) -> Step:
+        return _training(step, dropout=self.rate)
+
+    def refuses(self, backbone: Backbone) -> str | None:
+        if any(isinstance(part, nn.Dropout) for part in backbone.modules()):
+            return None
+        return f"{backbone.name} has no dropout layer"
+
+    @property
+    def quiet(self) -> Defence:
+        return NoDefence()
+
+
+@dataclass(frozen=True)
+class DropPath(Dropout):
+    """Whole branches of blocks are left out, more of them the deeper they stand."""
+
+    name: ClassVar[str] = "drop-path"
+    about: ClassVar[str] = (
+        "the step is made in training mode: branches of the last block are left out at the rate p, of the others in "
+        "proportion to their depth, of the first never"
+    )
+    known: ClassVar[str] = (
+        "p; the first block, whose gradients hold every patch, leaves nothing out, so that this defends nothing by "
+        "itself"
+    )
+
+    def step(self, step: Step) -> Step:
+        return _training(step, drop_path=self.rate)
+
+    def refuses(self, backbone: Backbone) -> str | None:
+        if any(drop_paths(block) for block in backbone.block_modules()):
+            return None
+        return f"{backbone.name} has no place where its blocks could be left out"
+
+
+def drop_paths(block: Sequence[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """The places of a block's modules that leave a branch out: the module that has it, and its name there."""
+    owners = (part for module in block for part in module.modules())
+    return [(part, name) for part in owners for name, _ in part.named_children() if name.startswith("drop_path")]
+
+
+@dataclass(frozen=True)
+class Autocast(Defence):
+    """The client computes in mixed precision."""
+
+    name: ClassVar[str] = "autocast"
+    about: ClassVar[str] = "the client computes its step in mixed precision (bfloat16); what is sent is float32"
+    known: ClassVar[str] = "that, and so how far off the numbers are that layers were fed, and their gradients"
+
+    def step(self, step: Step) -> Step:
+        return _training(step, autocast=True)
+
+    @property
+    def quiet(self) -> Defence:
+        return NoDefence()
+
+
+def _training(step: Step, **changes: Any) -> Step:
+    return replace(step, training=replace(step.training, **changes))
+
+
+def _check_whole(name: str, value: float) -> None:
+    if not (value >= 1 and value % 1 == 0):
+        said = "a whole number, 1 or more"
+        raise SitusError(f"{name}={value:g}: must be {said}", field="defences", value=value, allowed=said)

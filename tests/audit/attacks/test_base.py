@@ -1,0 +1,39 @@
+"""What an attacker knows of the numbers he is sent, against the errors that they really have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from situs.audit.attacks.base import Knowledge, steps_off
+from situs.audit.client import rounded
+from situs.audit.defences import Noise, Training
+
+
+@pytest.mark.parametrize("kind", ["normal", "heavy", "uniform"])
+def test_what_int8_rounds_off_is_known_without_the_truth(kind: str) -> None:
+    chance = torch.Generator().manual_seed(0)
+    numbers = torch.randn(40_000, generator=chance, dtype=torch.float64)
+    if kind == "heavy":  # most are rounded to 0
+        numbers = numbers.sign() * torch.rand(40_000, generator=chance, dtype=torch.float64).log()
+        numbers[0] = 500.0
+    if kind == "uniform":
+        numbers = torch.rand(40_000, generator=chance, dtype=torch.float64) - 0.5
+    sent = rounded(numbers, torch.int8)
+    real = float((sent - numbers).square().mean().sqrt())
+    assert steps_off(sent) == pytest.approx(real, rel=0.1)
+    known = Knowledge(Noise(real), sent=torch.int8)
+    assert known.even and known.noise_on(sent) == pytest.approx(2**0.5 * real, rel=0.1)
+    assert steps_off(torch.zeros(3)) == 0.0
+
+
+def test_one_step_of_adam_is_undone_as_far_as_it_is_said() -> None:
+    g = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-9, -2, 20_000)
+    known = Knowledge(training=Training(adam=True))
+    found = known.read({"w": g / (g.abs() + 1e-8)})["w"]
+    off = (found - g).double().square() / known.variance(found)
+    assert 0.05 < float(off.mean()) < 3
+    assert float((found - g).norm() / g.norm()) < 0.1
+    assert known.read({"w": g})["w"] is not g
+    several = Knowledge(training=Training(adam=True), local_steps=2)
+    assert several.read({"w": g})["w"] is g and several.variance(g) is None
