@@ -102,7 +102,7 @@ def test_the_worst_is_the_image_that_came_back_best(told: dict[str, Any]) -> Non
         (("weights_file_sha256",), "abc"),
         (("made",), "yesterday"),
         (("step", "batch"), 0),
-        (("step", "dtype"), "int8"),
+        (("step", "dtype"), "int4"),
         (("partial",), "no"),
         (("pairs", 0, "images", 0, "psnr"), "high"),
         (("pairs", 0, "images", 0, "reidentified"), 0.5),
