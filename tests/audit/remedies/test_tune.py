@@ -11,8 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from situs.audit import find_defences
-from situs.audit.cases import Step
-from situs.audit.defences import Clip, NoDefence, Noise, Withhold
+from situs.audit.defences import Clip, NoDefence, Noise, Step, Withhold
 from situs.audit.remedies.ladders import CostConfig, Rung
 from situs.audit.remedies.tune import Tuned, Tuning
 from situs.audit.victim import Victim, open_victim
