@@ -273,7 +273,7 @@ def _check_resumed(config: RunConfig, run: str | Path, given: Mapping[str, Any])
     """Refuses a run that was never fine-tuned, and what is for a new fine-tuning."""
     from situs.methods import METHODS
 
-    labelled = "label" in METHODS[config.method_name].needs_targets
+    labelled = bool(METHODS[config.method_name].needs_targets)
     if not labelled or config.init is None:  # a fine-tuning always starts from weights
         raise SitusError(
             f"{run}: is a run of pretrain (method {config.method_name}), not of finetune; go on with it in pretrain, "

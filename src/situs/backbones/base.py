@@ -80,6 +80,15 @@ class InputSpec(NamedTuple):
     patch: tuple[int, ...] | None = None
 
 
+class Level(NamedTuple):
+    """A depth at which a feature map is read. block: after which, from 1. halved: how often the grid is halved by then,
+    sides rounded up. dim: width of its tokens."""
+
+    block: int
+    halved: int
+    dim: int
+
+
 Taps = Sequence[Callable[[int, Tensor], None]]
 """Who looks at the layers: each is called with (number of the block, from 1; z [B, S, D] after it)."""
 
@@ -279,6 +288,21 @@ class Backbone(nn.Module, ABC):
     @property
     def out_dim(self) -> int:
         return self.dim
+
+    def levels(self) -> tuple[Level, ...]:
+        """Depths for dense tasks: four at equal distances, or of a hierarchical model the end of each stage."""
+        self.require("tokens")
+        return tuple(Level(-(-self.depth * quarter // 4), 0, self.dim) for quarter in range(1, 5))
+
+    def embed_sized(self, x: Tensor) -> tuple[Tensor, Positions, Grid]:
+        """Inputs of any size that whole patches fill: their tokens, the positions for their grid, and the grid.
+
+        Refused where the model takes one size alone.
+        """
+        if self.input.shape is None or tuple(x.shape[2:]) != self.input.shape:
+            size = " × ".join(map(str, self.input.shape or ()))
+            raise SitusError(f"{self.name}: takes inputs of {size} alone, and {list(x.shape)} are given")
+        return self.embed(x), self.positions(), self.grid
 
     def own_grid(self, grid: Grid | None, why: str) -> None:
         """Refuses positions for another grid than the model's own."""

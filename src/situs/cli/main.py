@@ -21,7 +21,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Train": {
         "pretrain": ("situs.cli.pretrain", "train a method (MP3, MAE, …) on your images, from a preset and flags"),
-        "finetune": ("situs.cli.finetune", "a classifier on a pretrained run, with the positions of your choice"),
+        "finetune": ("situs.cli.finetune", "a classifier or a segmentation on a pretrained run, any positions"),
         "export": ("situs.cli.export", "a run's model in a folder that timm or transformers loads"),
     },
     "Data": {
@@ -37,7 +37,8 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
             "how well a DropPos or MP3 run knows its patches' places",
         ),
         "evaluate knn": ("situs.cli.evaluate.knn", "nearest neighbours on the features of each layer"),
-        "evaluate probe": ("situs.cli.evaluate.probe", "places or classes that a linear classifier reads off features"),
+        "evaluate probe": ("situs.cli.evaluate.probe", "places, classes or masks that a linear classifier reads off"),
+        "evaluate segments": ("situs.cli.evaluate.segments", "mIoU of a segmentation, the worst images first"),
         "evaluate robustness": (
             "situs.cli.evaluate.robustness",
             "corrupted, adversarial and unknown images: mCE, ImageNet-A, ImageNet-O",

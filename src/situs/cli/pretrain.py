@@ -24,6 +24,10 @@ EVERYDAY = {"data": (NAMED["data"],), **SHORT}
 """Everyday flags, each for fields of the run's config."""
 
 
+JUDGES = {"label": "accuracy", "mask": "segments"}
+"""What a method learns -> the verb of evaluate that judges it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Training(Recipe):
     """What every training verb takes."""
@@ -73,8 +77,8 @@ def tell(run: Path | None, config: RunConfig, result: TrainResult) -> int:
     if os.environ.get("RANK", "0") == "0":
         told = {name: value for name, value in result.metrics.items() if name != "gradient_norm"}
         facts = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in told.items())
-        labelled = "label" in METHODS[config.method_name].needs_targets
-        follow = f"evaluate accuracy {run}" if labelled else f"finetune --from {run} --data PATH --out DIR"
+        learned = next((each for each in METHODS[config.method_name].needs_targets if each in JUDGES), None)
+        follow = f"evaluate {JUDGES[learned]} {run}" if learned else f"finetune --from {run} --data PATH --out DIR"
         _say(f"done: {result.step} steps{facts}; the run is in {run}")
         _say(f"next: situs {follow}, or situs export {run} --out DIR")
     return 0

@@ -15,7 +15,8 @@ class Batch(NamedTuple):
     ids: [B] int64. An id names a draw: the sample's row in the data set, and in its high bits the copy under repeated
     augmentation (`situs.data.sampler.sample_of` gives the row).
     targets: what is to be learned of each sample, [B, …] by name: "label" [B], or soft [B, K]; where a sample has any
-    number of the classes "labels" [B, K], 1, 0 or -1 for unknown, or soft, with NaN for unknown. Never written to.
+    number of the classes "labels" [B, K], 1, 0 or -1 for unknown, or soft, with NaN for unknown; "mask" [B, H, W], the
+    class of each pixel or -1. Never written to.
     mask: [B, N] bool, False where a token is padding; None where none is.
     """
 

@@ -9,13 +9,15 @@ from typing import Annotated, Any, Literal
 from situs.config import Checked, from_dict, to_dict
 from situs.data.audio import AudioConfig
 from situs.data.image_pipeline import Decoder, Resizer
+from situs.data.masks import MaskConfig
 from situs.data.sources.base import Kind
 from situs.errors import SitusError
 from situs.limits import Count, Natural, Positive, Within
 
 _IMAGENET = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 BATCH = 256
-_OF_IMAGES = ("multi_label", "decode", "resize", "crop_share")
+_OF_IMAGES = ("multi_label", "decode", "resize", "crop_share", "target")
+_OF_CLASSES = ("multi_label", "decode", "resize", "per_class")
 NO_DATA = "give the images, or samples for the embedded set of 9,000 pictures of clothes"
 
 
@@ -36,6 +38,9 @@ class DataConfig(Checked):
     multi_label: bool = False
     """Whether an image has any number of the classes: by a table among the files, or by a list or 0/1 columns of
     parquet files. By default it has one."""
+
+    target: Literal["class", "mask"] = "class"
+    """What is known of an image: its class (or any number of them), or a mask, which gives each of its pixels one."""
 
     held_out: Annotated[float, Within("[0, 1)")] = 0.0
     """Share of data without a val or test split that is held out as both, by the images' names; train is the rest."""
@@ -100,6 +105,9 @@ class DataConfig(Checked):
     audio: AudioConfig = field(default_factory=AudioConfig)
     """Clips of sound: their length, their classes and their features."""
 
+    masks: MaskConfig = field(default_factory=MaskConfig)
+    """Masks: what the numbers in them mean."""
+
     def check(self) -> None:
         clips = self.kind == "audio"
         count, each = (self.audio.width, "number of a frame") if clips else (self.channels, "channel")
@@ -111,6 +119,11 @@ class DataConfig(Checked):
         for name in _OF_IMAGES if clips else ():
             if (value := getattr(self, name)) != plain[name].default:
                 raise SitusError(f"{name}={value}: is for images, and {self.path or 'the set'} holds clips", field=name)
+        for name in _OF_CLASSES if self.target == "mask" else ():
+            if (value := getattr(self, name)) != plain[name].default:
+                raise SitusError(f"{name}={value}: is for a class an image, and masks are asked for", field=name)
+        if self.target == "mask" and self.resident == "always":
+            raise SitusError(field="resident", value="always", allowed="auto or never: images with masks are streamed")
         if clips and self.img_size not in (None, self.audio.size):
             allowed = f"{self.audio.size[0]},{self.audio.size[1]}, which the clips' features have"
             raise SitusError(field="img_size", value=self.img_size, allowed=allowed)
@@ -118,16 +131,23 @@ class DataConfig(Checked):
     def wanted(self) -> dict[str, Any]:
         """How the set is asked for, by the arguments of `open_source`."""
         names = ("channels", "strict", "held_out", "multi_label", "kind", "audio")
-        return {name: getattr(self, name) for name in names}
+        masks = self.masks if self.target == "mask" else None
+        return {name: getattr(self, name) for name in names} | {"masks": masks}
+
+    def split_by(self) -> dict[str, Any]:
+        """What decides which splits the set has, by the arguments of `splits_at`."""
+        return {"multi_label": self.multi_label, "kind": self.kind, "masks": self.target == "mask"}
 
     def told(self) -> dict[str, Any]:
         """How a model's samples are prepared, as an export of it tells: no places on any machine.
 
-        Of images mean, std and crop; of clips "audio", with their mean and deviation in it.
+        Of images mean, std and crop, and "masks" where they have some; of clips "audio", with their mean and deviation
+        in it.
         """
         mean, std = self.normalisation
         if self.kind != "audio":
-            return {"mean": mean, "std": std, "crop": self.crop_share}
+            masks = {"masks": to_dict(self.masks)} if self.target == "mask" else {}
+            return {"mean": mean, "std": std, "crop": self.crop_share, **masks}
         return {"audio": to_dict(replace(self.audio, noise=None, snr_db=None)) | {"mean": mean, "std": std}}
 
     @staticmethod

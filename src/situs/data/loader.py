@@ -18,6 +18,7 @@ from situs.data.batch import Batch
 from situs.data.blocks import BlockOrder, block_order
 from situs.data.config import BATCH, NO_DATA, DataConfig
 from situs.data.image_pipeline import ImagePipeline
+from situs.data.mask_pipeline import MaskPipeline
 from situs.data.pipeline import Pipeline
 from situs.data.resident import Progress, Resident, load_resident
 from situs.data.sampler import BatchPlan, Drawn, batches_for, sample_of
@@ -217,7 +218,9 @@ def make_loader(
     clips = config.kind == "audio"
     if not clips and source.things == "clips":
         raise SitusError(f"{source.name}: holds clips, and images are asked for", field="data")
-    size = None if clips else _resident_size(source, config)
+    if augment is not None and augment.crop == "scaled" and source.target != "mask":
+        raise SitusError(field="augment.crop", value="scaled", allowed="none, resized or pad for images without masks")
+    size = None if clips or source.target == "mask" else _resident_size(source, config)
     held = None
     if size is not None or (clips and _holds_clips(source, config)):
         held = load_resident(source, device, size, max_bytes=int(config.resident_gib * 2**30), progress=progress)
@@ -234,7 +237,8 @@ def make_loader(
         drop_last=training,
         drawn=drawn,
     )
-    pipeline = (_clips if clips else _images)(source, config, augment, held=held is not None)
+    make = _clips if clips else _masked if source.target == "mask" else _images
+    pipeline = make(source, config, augment, held=held is not None)
     if held is not None:
         return ResidentLoader(pipeline, plan, held)
     if config.decode == "gpu" and device.type != "cuda":
@@ -246,8 +250,12 @@ def make_loader(
 def settle(config: DataConfig) -> DataConfig:
     """The config with what its data says: that it is clips, of one channel, and the mean and deviation of their frames.
 
-    The same data always gives the same config. Images are left as they are.
+    The same data always gives the same config. Of images with masks the names of the classes; other images are left as
+    they are.
     """
+    if config.target == "mask" and config.path and not config.masks.classes:
+        classes = open_source(config.path, config.split, **config.wanted()).classes
+        return replace(config, masks=replace(config.masks, classes=classes or ()))
     if not config.path or config.path == SAMPLES or (config.kind or kind_of(config.path)) == "image":
         return config
     # The size is checked by the config itself, and the channels of clips are no choice.
@@ -271,6 +279,10 @@ def _images(source: Source, config: DataConfig, augment: AugmentConfig | None, *
         decoder=config.decode,
         resizer=config.resize,
     )
+
+
+def _masked(source: Source, config: DataConfig, augment: AugmentConfig | None, *, held: bool) -> Pipeline:  # noqa: ARG001
+    return MaskPipeline(source, config.size, config.seed, augment, config.normalisation)
 
 
 def _clips(source: Source, config: DataConfig, augment: AugmentConfig | None, *, held: bool) -> Pipeline:  # noqa: ARG001

@@ -126,7 +126,7 @@ def finetune_config(config: RunConfig, source: str | Path, positions: PositionKi
 
 def check_labelled(config: RunConfig) -> None:
     """Refuses a method that learns without labels."""
-    if "label" not in METHODS[config.method_name].needs_targets:
+    if not METHODS[config.method_name].needs_targets:
         raise SitusError(f"method={config.method_name}: fine-tuning needs a method with labels", field="method")
 
 

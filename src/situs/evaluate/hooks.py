@@ -19,9 +19,12 @@ from situs.evaluate.accuracy import hard, measure_accuracy, measure_labels
 from situs.evaluate.features import extract
 from situs.evaluate.knn import knn_accuracy
 from situs.evaluate.position import position_accuracy
+from situs.evaluate.segments.measure import measure, seeing
+from situs.evaluate.segments.windows import Inference
 from situs.limits import check_value
 from situs.methods import METHODS
 from situs.methods.base import Batch, Method
+from situs.methods.segmentation import Segmentation
 from situs.models.inference import evaluating
 from situs.train.contract import Hook, RunState
 from situs.train.run import Hooks, RunConfig, make_eval_loader
@@ -89,7 +92,8 @@ class OnlineProbe(_Looks):
 
 
 class Validation(_Looks):
-    """Top-1, top-5 and loss on the validation set; of a multi-label one mean average precision, accuracy and loss.
+    """Top-1, top-5 and loss on the validation set; of a multi-label one mean average precision, accuracy and loss; of
+    masks mIoU, accuracy and loss.
 
     note: said at the first look.
     """
@@ -106,6 +110,10 @@ class Validation(_Looks):
 
     def look(self, method: Method) -> dict[str, float]:
         """The accuracy over the validation set of all ranks."""
+        if isinstance(method, Segmentation):
+            see = seeing(method, method.logits, Inference(), self.precision)
+            scores = measure(see, self.loader, method.classes).scores
+            return {"val_miou": scores.miou, "val_accuracy": scores.accuracy, "val_loss": scores.loss}
         if self.loader.source.multi_label:
             scores = measure_labels(method.backbone, self.loader, precision=self.precision)
             found = {"val_accuracy": scores.accuracy, "val_loss": scores.loss}
@@ -137,15 +145,15 @@ def validation_hooks(every: int, field: str = "validate_every") -> Hooks:
 
 def _judged_alike(config: RunConfig) -> bool:
     """Whether the best is kept, and chosen by the samples that test means too."""
-    told = {"multi_label": config.data.multi_label, "kind": config.data.kind}
-    return config.train.keep_best and len(splits_at(config.data.path, **told) - {*SPLITS["train"]}) < 2
+    found = splits_at(config.data.path, **config.data.split_by())
+    return config.train.keep_best and len(found - {*SPLITS["train"]}) < 2
 
 
 def probe_hooks(config: RunConfig, loader: Loader, device: torch.device) -> Sequence[Hook]:
     """For `train_run`: kNN and position accuracy every `probe_every` epochs; validation where labels are learned."""
     if not config.probe_every:
         return []
-    if "label" in METHODS[config.method_name].needs_targets:
+    if METHODS[config.method_name].needs_targets:
         return validation_hooks(config.probe_every, "probe_every")(config, loader, device)
     sets = {split: _probed(config, split, device) for split in PROBED}
     looks = (lambda: iter(sets["train"]), lambda: iter(sets["val"]))

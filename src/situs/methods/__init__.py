@@ -12,10 +12,19 @@ from situs.methods.mae import MAE, MAEConfig
 from situs.methods.mjp import MJP, MJPConfig
 from situs.methods.mp3 import MP3, MP3Config
 from situs.methods.registry import Registry
+from situs.methods.segmentation import Segmentation, SegmentationConfig
 from situs.methods.supervised import Supervised, SupervisedConfig
 
 METHODS = Registry(
-    {"droppos": DropPos, "mae": MAE, "mjp": MJP, "mp3": MP3, "supervised": Supervised}, group="situs.methods"
+    {
+        "droppos": DropPos,
+        "mae": MAE,
+        "mjp": MJP,
+        "mp3": MP3,
+        "segmentation": Segmentation,
+        "supervised": Supervised,
+    },
+    group="situs.methods",
 )
 """Every method by name, other packages' too. The command line, the contract tests and the benchmarks read this."""
 
@@ -27,10 +36,19 @@ def method_class(name: str) -> type[Method]:
     return METHODS[name]
 
 
-def create_method(name: str, backbone: Backbone, config: Any = None) -> Method:
-    """A method over a backbone; config: an instance of the method's own `Config`, its defaults where None."""
+def create_method(name: str, backbone: Backbone, config: Any = None, classes: int = 0) -> Method:
+    """A method over a backbone; config: an instance of the method's own `Config`, its defaults where None.
+
+    classes: how many there are, for a method that classifies by itself (`Method.needs_targets`).
+    """
     kind: Any = method_class(name)
-    return kind(backbone, kind.Config() if config is None else config)
+    own = kind.Config() if config is None else config
+    return kind(backbone, own, classes) if classifies(kind) else kind(backbone, own)
+
+
+def classifies(kind: type[Method]) -> bool:
+    """Whether a method classifies by itself, and not by its backbone's head."""
+    return bool(kind.needs_targets) and "label" not in kind.needs_targets
 
 
 __all__ = [
@@ -47,8 +65,11 @@ __all__ = [
     "MP3Config",
     "Method",
     "Output",
+    "Segmentation",
+    "SegmentationConfig",
     "Supervised",
     "SupervisedConfig",
+    "classifies",
     "create_method",
     "method_class",
 ]

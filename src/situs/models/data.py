@@ -9,11 +9,12 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, Literal, TypedDict
 
 from torch import Tensor, nn
 
 from situs.data.loader import Loader, make_loader
+from situs.data.masks import MaskConfig
 from situs.data.sources import judged_split, open_source
 from situs.data.sources.base import Source
 from situs.data.sources.subset import Subset
@@ -39,6 +40,7 @@ class Chosen(TypedDict, total=False):
     count: int | None
     batch: int
     snr_db: float | None
+    masks: MaskConfig | None
 
 
 def opened(model: AnyModel, seed: int = 0) -> Model:
@@ -74,6 +76,8 @@ def load_set(
     batch: int = 256,
     snr_db: float | None = None,
     shared: bool = False,
+    target: Literal["class", "mask"] = "class",
+    masks: MaskConfig | None = None,
 ) -> Loader:
     """The samples at `data` as the model was trained to see them, on its device: not augmented, in their own order.
 
@@ -81,12 +85,16 @@ def load_set(
     held_out: that share, where it is not the model's own. count: at most so many over all ranks, a uniform choice that
     is the same every time. batch: so many at a time. snr_db: with background noise so many decibels below each clip,
     cut from the split's own part of the noise and the same every time. shared: only this rank's part of them, for an
-    evaluation that sums over the ranks; else each rank has them all.
+    evaluation that sums over the ranks; else each rank has them all. target: what is asked of an image, its class or
+    its mask. masks: how masks are read, where not as the model's own.
     """
     rank, world = (distributed.rank(), distributed.world()) if shared else (0, 1)
     if world > 1:  # each rank takes the same share of a batch
         batch = max(world, batch - batch % world)
     config = replace(model.holding_out(held_out).data, split=split, batch=batch)
+    if target != config.target and config.kind != "audio":
+        config = replace(config, target=target, multi_label=config.multi_label and target == "class")
+    config = config if masks is None else replace(config, masks=masks)
     if snr_db is not None:
         if config.kind != "audio":
             raise SitusError(f"snr_db={snr_db:g}: is for clips, and {model.name} takes images", field="snr_db")
@@ -96,7 +104,7 @@ def load_set(
     elif data or config.path:
         path = str(data or config.path)
         config = replace(config, path=path)
-        chosen = split or judged_split(path, config.held_out, multi_label=config.multi_label, kind=config.kind)
+        chosen = split or judged_split(path, config.held_out, **config.split_by())
         source = open_source(path, chosen, **config.wanted())
         if chosen is None:
             told = ", those of the training too" if data is None else ""
@@ -122,6 +130,8 @@ def load_bank(
     count: int | None = None,
     batch: int = 256,
     snr_db: float | None = None,
+    target: Literal["class", "mask"] = "class",
+    masks: MaskConfig | None = None,
 ) -> tuple[Loader, Loader]:
     """The training split to learn from, at most `train_count` images of it, and another split to be judged on.
 
@@ -138,8 +148,9 @@ def load_bank(
     if train_count is not None:
         check_value("train_count", train_count, ">= 1")
     model = model.holding_out(held_out)
-    bank = load_set(model, data, split="train", count=train_count, batch=batch)
-    test = load_set(model, data, split=split or "val", count=count, batch=batch, snr_db=snr_db)
+    told: dict[str, Any] = {"batch": batch, "target": target, "masks": masks}
+    bank = load_set(model, data, split="train", count=train_count, **told)
+    test = load_set(model, data, split=split or "val", count=count, snr_db=snr_db, **told)
     if bank.classes != test.classes:
         raise SitusError(f"{test.source.name}: its classes are not those of the training split", field="data")
     return bank, test

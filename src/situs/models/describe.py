@@ -11,7 +11,7 @@ from typing import Any
 from situs.backbones.base import CAPABILITIES, Backbone
 from situs.backbones.shapes import shapes_alone
 from situs.errors import SitusError
-from situs.methods import METHODS
+from situs.methods import METHODS, classifies
 from situs.results import Cell, Table, show
 
 LOCKS = {

@@ -9,7 +9,7 @@ an own module              an instance, or "package.module:name", or "file.py:na
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -21,16 +21,19 @@ from torch import nn
 from situs.backbones import create_backbone
 from situs.backbones.base import Backbone
 from situs.backbones.shapes import shapes_alone
-from situs.backbones.weights import load_weights
+from situs.backbones.weights import load_into, load_weights, read_state_dict
+from situs.config import from_dict
 from situs.core.tokens import Size, pair
 from situs.errors import SitusError
 from situs.files import read_json
+from situs.methods import create_method, method_class
+from situs.methods.base import Method
 from situs.models.defended import trained_under
 from situs.models.model import Model, folder_name, identity_of
 from situs.models.module import OwnModule, in_float32, make_module, names_module, wrap_module
 from situs.models.prepared import class_names, described, images_for, is_multi_label, read_prepared
 from situs.train.checkpoint import run_and_step
-from situs.train.export import last_name
+from situs.train.export import PARTS, last_name
 from situs.train.private.accounting import Spent, epsilon_of
 from situs.train.run import Loaded, is_run, load_run
 
@@ -221,16 +224,27 @@ def _open_folder(folder: Path, fields: dict[str, Any], device: torch.device | st
     size = {"img_size": (crop["height"], crop["width"])} if ours and crop else {}
     backbone = _create(folder, {**size, **fields}, device)
     told = described(folder, backbone)
+    method = None if str(device) == "meta" else _kept_method(folder, backbone, ours)
     return Model(
         folder_name(folder),
         backbone,
-        None,
-        images_for(backbone, told.get("pretrained_cfg", {}), multi_label=is_multi_label(told), audio=ours.get("audio")),
-        class_names(told),
+        method,
+        images_for(backbone, told.get("pretrained_cfg", {}), multi_label=is_multi_label(told), told=ours),
+        class_names(told) if method is None else tuple(ours["masks"]["classes"]),
         {"kind": "export", "model": backbone.source["architecture"], "method": ours.get("method")},
         classifier=told.get("num_classes", 1) > 0,
         positions=ours.get("positions", True),
     )
+
+
+def _kept_method(folder: Path, backbone: Backbone, ours: Mapping[str, Any]) -> Method | None:
+    """The method whose own parts an export holds beside the model (a decoder); None where there are none."""
+    if not (folder / PARTS).is_file():
+        return None
+    settings = from_dict(method_class(ours["method"]).Config, ours["settings"], where=f"{folder}/{CONFIG}")
+    method = create_method(ours["method"], backbone, settings, len(ours["masks"]["classes"]))
+    load_into(method, read_state_dict(folder / PARTS), f"{folder / PARTS}", optional=("backbone.",))
+    return method.to(next(backbone.parameters()).device).eval()
 
 
 def _open_name(name: str, weights: str | None, fields: dict[str, Any], device: torch.device | str) -> Model:

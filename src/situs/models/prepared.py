@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from situs.backbones.base import Backbone
+from situs.config import from_dict
 from situs.data.config import DataConfig
+from situs.data.masks import MaskConfig
 from situs.files import read_json
 from situs.train.export import MULTI_LABEL, PREPARED
 
@@ -44,17 +47,18 @@ def images_for(
     path: str = "",
     *,
     multi_label: bool = False,
-    audio: Mapping[str, Any] | None = None,
+    told: Mapping[str, Any] = MappingProxyType({}),
 ) -> DataConfig | None:
     """How the model's images are prepared, by timm's description of it; None for one that takes none.
 
-    audio: of a model of clips, what Situs wrote of them beside that.
+    told: what Situs wrote beside that: "audio" of a model of clips, "masks" of one that tells the class of each pixel.
     """
     channels = backbone.input.channels
     if not channels:
         return None
-    if audio is not None:
-        return DataConfig.of_clips(audio, path)
+    if "audio" in told:
+        return DataConfig.of_clips(told["audio"], path)
+    masks = from_dict(MaskConfig, told["masks"], where="masks") if "masks" in told else None
     size = backbone.input.shape or tuple(described.get("input_size", (3, 224, 224))[1:])
     mean, std = (tuple(described.get(key, ())) for key in ("mean", "std"))
     fits = len(mean) == len(std) == channels
@@ -66,6 +70,8 @@ def images_for(
         mean=mean if fits else (),
         std=std if fits else (),
         multi_label=multi_label,
+        target="class" if masks is None else "mask",
+        masks=masks or MaskConfig(),
     )
 
 

@@ -46,6 +46,8 @@ PAGES = {
     "Remedies": "remedies.page",
     "Robustness": "robustness.page",
     "Runs": "runs.page",
+    "SegmentProbes": "segments.segment_probe",
+    "Segments": "segments.segments",
     "SplitAudit": "split.page",
     "SplitCost": "bench.split",
     "StepComparison": "bench.comparison",

@@ -252,7 +252,7 @@ def position_probe(found: PositionProbes) -> Page:
     section.table(*said.tables[0][1:], caption)
     for name, probe in found.probes.items():
         section.note(f"In {name}, a patch that lost its position gets {probe.unknown}.")
-    return _finish_probe(page, found, POSITION_PROBE)
+    return finish_probe(page, found, POSITION_PROBE)
 
 
 def class_probe(found: ClassProbes) -> Page:
@@ -266,10 +266,11 @@ def class_probe(found: ClassProbes) -> Page:
         section.figure(drawn, f"Share of each class that is recognised, in {name}.", name="classes")
     caption = "On samples that the classifier was not fitted to."
     section.table(*said.tables[0][1:], caption)
-    return _finish_probe(page, found, CLASS_PROBE)
+    return finish_probe(page, found, CLASS_PROBE)
 
 
-def _finish_probe(page: Page, found: Probes[Any], meaning: str) -> Page:
+def finish_probe(page: Page, found: Probes[Any], meaning: str) -> Page:
+    """The last sections of a probe's page: the weight decay, what the numbers mean, how they were made."""
     section, tried = page.section("How the weight decay was chosen"), found.tried()
     if tried.rows:
         section.text("On a fifth of the training split, by accuracy; the classifier was then fitted to all of it.")

@@ -29,7 +29,7 @@ from situs.train.nan import FiniteCheck, save_bad_step
 from situs.train.optim import OptimConfig, asked_warmup, peak_rate, rate_at, warmup_steps
 from situs.train.step import Moment, Stepper, Update
 
-BEST_BY = ("val_top1", "val_map", "val_accuracy")
+BEST_BY = ("val_top1", "val_map", "val_miou", "val_accuracy")
 """Numbers of a validation by which one model is better than another; the first that there is decides."""
 
 NEWEST = "so that the newest checkpoint is the run's model (train.keep_best)"

@@ -92,6 +92,7 @@ def settled(config: RunConfig) -> RunConfig:
     backbone, data, init = config.backbone, config.data, config.init
     if not data.path:
         raise SitusError(NO_DATA, field="data")
+    data = with_target(data, config.method_name)
     if data.path != SAMPLES:
         data = replace(data, path=_absolute(data.path))
     if data.audio.noise is not None:
@@ -107,6 +108,16 @@ def settled(config: RunConfig) -> RunConfig:
     if data.img_size is None:
         data = replace(data, img_size=backbone.img_size or own_size(backbone))
     return replace(config, backbone=backbone, data=data, init=init)
+
+
+def with_target(data: DataConfig, method: str) -> DataConfig:
+    """The data with what the method learns from, where that is no class: masks are read for one that needs them."""
+    needs = METHODS[method].needs_targets
+    if "mask" in needs:
+        return replace(data, target="mask", multi_label=False)
+    if "label" in needs and data.target == "mask":
+        raise SitusError(f"{method} learns a class an image, and masks are asked for", field=("data.target", "method"))
+    return data
 
 
 def _absolute(text: str) -> str:
@@ -149,24 +160,25 @@ class Loaded(NamedTuple):
 def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     """The method on its backbone, freshly initialised from the run's seed."""
     kind = METHODS[config.method_name]
-    if "label" in kind.needs_targets and classes is None:
+    if kind.needs_targets and classes is None:
         said = f"{config.method_name} needs labels, and {config.data.path} has none"
         more = "" if config.data.multi_label else ", not one class an image; with any number of them it is multi-label"
         raise SitusError(said + more, field=("data", "data.multi_label"))
+    count = 0 if classes is None else len(classes)
     torch.manual_seed(config.train.seed)
     backbone = create_backbone(
         replace(
             config.backbone,
             img_size=config.backbone.img_size or config.data.size,
             in_chans=config.data.channels,
-            num_classes=len(classes) if "label" in kind.needs_targets and classes is not None else 0,
+            num_classes=count if "label" in kind.needs_targets else 0,
         )
     )
     backbone.require("images")  # which the data of a run are
     backbone.wide = config.train.residual == "float32"
     if backbone.input.shape not in (None, config.data.size):
         raise SitusError(field="data.img_size", value=backbone.input.shape, allowed=f"the data's {config.data.size}")
-    return create_method(config.method_name, backbone, config.method)
+    return create_method(config.method_name, backbone, config.method, count)
 
 
 def make_training_loader(config: RunConfig, ranks: distributed.Ranks, private: Private | None = None) -> Loader:

@@ -10,6 +10,7 @@ from situs.backbones.weights import HEADS
 from situs.config import Checked
 from situs.errors import SitusError
 from situs.limits import Count, Positive
+from situs.methods import classifies
 from situs.methods.base import Method
 
 _MODEL = "backbone.model."
@@ -57,7 +58,7 @@ def freeze(method: Method, config: TuningConfig, *, new_positions: bool) -> None
         return
     kept = {f"backbone.{name}" for name in low_rank_names(method.backbone)}
     heads = {name for name, _ in method.named_parameters() if name.removeprefix(_MODEL).startswith(HEADS)}
-    if not heads:
+    if not heads and not classifies(type(method)):
         raise SitusError(
             field="tuning.parts", value=config.parts, allowed=f"all: {method.backbone.name} has no head that is known"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import accumulate
 from typing import Any, ClassVar
 
 import torch
@@ -11,12 +12,12 @@ from timm.layers.pos_embed_sincos import RotaryEmbeddingCat
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from situs.backbones.base import Backbone, Features, InputSpec, Stream, Taps, WholeBackbone, join, refuses_tokens
+from situs.backbones.base import Backbone, Features, InputSpec, Level, Stream, Taps, WholeBackbone, join, refuses_tokens
 from situs.backbones.layout import LayoutBuilder, Role, roles_of
 from situs.backbones.timm.attention import check_blocks, run_blocks
 from situs.backbones.timm.layout import NAMES, write_flat, write_swin
 from situs.core.position import PairBias, Positions, resample_table
-from situs.core.tokens import Grid, patchify, take
+from situs.core.tokens import Grid, grid_of, patchify, take
 from situs.errors import SitusError
 
 
@@ -68,9 +69,14 @@ class FlatBackbone(TimmBackbone):
     def embed_at(self, x: Tensor, index: Tensor) -> Tensor:
         return self._embed(x, index)
 
-    def _embed(self, x: Tensor, index: Tensor | None) -> Tensor:
+    def embed_sized(self, x: Tensor) -> tuple[Tensor, Positions, Grid]:
+        grid = grid_of((x.shape[-2], x.shape[-1]), self.model.patch_embed.patch_size)
+        return self._embed(x, None, any_size=True), self.positions(None if grid == self.grid else grid), grid
+
+    def _embed(self, x: Tensor, index: Tensor | None, *, any_size: bool = False) -> Tensor:
         stem = self.model.patch_embed
-        x = checked_images(self.name, x, self.input, stem.proj.weight.dtype)
+        wants = self.input._replace(shape=None) if any_size else self.input
+        x = checked_images(self.name, x, wants, stem.proj.weight.dtype)
         # A kernel as large as its stride sees each patch once: one matrix product, without the layouts that a
         # convolution asks for on its way there and back, and over the patches that are asked for alone.
         patches = patchify(x, stem.patch_size)
@@ -215,6 +221,10 @@ class SwinBackbone(TimmBackbone):
     @property
     def out_dim(self) -> int:
         return self.model.num_features
+
+    def levels(self) -> tuple[Level, ...]:
+        ends = accumulate(len(stage.blocks) for stage in self.model.layers)
+        return tuple(Level(end, stage, self.dim * 2**stage) for stage, end in enumerate(ends))
 
     def embed(self, x: Tensor) -> Tensor:
         stem = self.model.patch_embed

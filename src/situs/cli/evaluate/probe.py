@@ -1,4 +1,5 @@
-"""What a linear classifier reads off frozen features: the place of patches without a position, or the class of images.
+"""What a linear classifier reads off frozen features: the place of patches without a position, the class of images, or
+the class of each pixel.
 
 For example: situs evaluate probe runs/droppos --kind position --after runs/finetuned --out look
 """
@@ -18,8 +19,9 @@ from situs.cli.result import MeasureArgs, asked, present
 class Args(MeasureArgs):
     """Linear probe on a frozen backbone."""
 
-    kind: Literal["position", "class"] = "position"
-    """What is read: the place of patches whose position was taken away, or the class of the image."""
+    kind: Literal["position", "class", "segments"] = "position"
+    """What is read: the place of patches whose position was taken away, the class of the image, or of each pixel
+    (segments), by data with masks."""
 
     after: Annotated[str | None, Parameter(metavar="MODEL")] = None
     """A second model on the same page, such as the first one fine-tuned."""
@@ -36,11 +38,20 @@ class Args(MeasureArgs):
     weight_decays: Annotated[tuple[float, ...], Parameter(metavar="λ,λ,…")] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
     """Weight decays to choose from, on a part of the training split."""
 
+    first: Annotated[int, Parameter(metavar="NUMBER")] = 0
+    """segments: number of the first class in the mask files (ADE20K: 1)."""
+
+    void: Annotated[tuple[int, ...], Parameter(metavar="NUMBER,…")] = (255,)
+    """segments: numbers that mean no class (ADE20K: 0)."""
+
 
 def run(args: Args) -> None:
     """Fits, scores, prints the table and writes the page."""
+    from situs.data.masks import MaskConfig
     from situs.evaluate.probe.classes import evaluate_probe
 
     model = open_from(args)
     after = None if args.after is None else open_one_of(args.after, args)
-    present(evaluate_probe(model, **asked(args, after=after)), args.out)
+    words = asked(args, after=after)
+    words["masks"] = MaskConfig(words.pop("first"), words.pop("void"))
+    present(evaluate_probe(model, **words), args.out)

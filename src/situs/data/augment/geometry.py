@@ -51,13 +51,28 @@ def resized_crop_boxes(
     return torch.cat([top, left, h, w], dim=1)
 
 
-def pad_crop_boxes(noise: Tensor, height: int, width: int, pad: int) -> Tensor:
+def scaled_crop_boxes(
+    noise: Tensor, height: Tensor | int, width: Tensor | int, size: tuple[int, int], scales: tuple[float, float]
+) -> Tensor:
+    """Boxes of the result's own size in images that were scaled first: [B, 4].
+
+    An image scaled by 1 just covers the result; by how much it is scaled is uniform in `scales`, and so is the place of
+    the box; where the image is the smaller one, it lies anywhere in the box. noise: [B, 22].
+    """
+    height, width = (_column(side, noise) for side in (height, width))
+    scale = scales[0] + noise[:, :1] * (scales[1] - scales[0])
+    per_pixel = scale * torch.maximum(size[0] / height, size[1] / width)
+    h, w = size[0] / per_pixel, size[1] / per_pixel
+    return torch.cat([noise[:, 20:21] * (height - h), noise[:, 21:22] * (width - w), h, w], dim=1)
+
+
+def pad_crop_boxes(noise: Tensor, height: Tensor | int, width: Tensor | int, pad: int) -> Tensor:
     """Boxes of the image's own size shifted by up to `pad` whole pixels each way: [B, 4]. noise: [B, 2] or more."""
     shift = (noise[:, :2] * (2 * pad + 1)).floor() - pad
     return torch.cat([shift, _column(height, noise), _column(width, noise)], dim=1)
 
 
-def whole_boxes(count: int, height: int, width: int, device: torch.device) -> Tensor:
+def whole_boxes(count: int, height: Tensor | int, width: Tensor | int, device: torch.device) -> Tensor:
     """Boxes that leave the images whole: [B, 4]."""
     none = torch.zeros(count, 2, device=device)
     return torch.cat([none, _column(height, none), _column(width, none)], dim=1)
@@ -84,15 +99,15 @@ def places(
     boxes: Tensor,
     flip: Tensor,
     size: tuple[int, int],
-    source: tuple[int, int],
+    source: tuple[int, int] | Tensor,
     matrices: Tensor | None = None,
     finer: int = 1,
 ) -> Places:
     """Crop to `boxes`, resize to `size`, flip, then the affine changes, as places in a source of a size.
 
-    flip: [B] bool. matrices: [B, S, 2, 3], S affine changes in the order they happen, each mapping a place in its
-    result (x, y) to the place it is taken from, in pixels of the resized crop. The changes are composed, and a place
-    that leaves the picture at any of them lies outside.
+    source: (height, width) of all, or [B, 2] of each. flip: [B] bool. matrices: [B, S, 2, 3], S affine changes in the
+    order they happen, each mapping a place in its result (x, y) to the place it is taken from, in pixels of the resized
+    crop. The changes are composed, and a place that leaves the picture at any of them lies outside.
     """
     (height, width), device = size, boxes.device
     x = (torch.arange(width * finer, device=device) + 0.5).div(finer).view(1, 1, -1)
@@ -107,7 +122,8 @@ def places(
     top, left, box_h, box_w = boxes.view(-1, 4, 1, 1).unbind(1)
     x = torch.where(flip.view(-1, 1, 1), width - x, x) * (box_w / width) + left
     y = y * (box_h / height) + top
-    within = (x >= 0) & (x < source[1]) & (y >= 0) & (y < source[0])
+    high, wide = source.view(-1, 2, 1, 1).unbind(1) if isinstance(source, Tensor) else source
+    within = (x >= 0) & (x < wide) & (y >= 0) & (y < high)
     return Places(x, y, within if inside is None else inside & within, finer)
 
 
@@ -126,16 +142,20 @@ def warp(
     fill: Tensor,
     matrices: Tensor | None = None,
     mode: str = "bicubic",
+    *,
+    sides: Tensor | None = None,
+    finer: int | None = None,
 ) -> Tensor:
     """Images [B, C, H, W] float in [0, 1] at `places`: one resampling, [B, C, *size] in [0, 1].
 
     fill: [C], the colour outside the image. The result is that of one change after the other with only one
     interpolation. Enlarging needs no filter against aliasing. Where `size` is much smaller than the images, each
-    output pixel is the mean of k × k samples, k being the rounded ratio.
+    output pixel is the mean of k × k samples, k being the rounded ratio, or `finer`. sides: [B, 2], height and width of
+    each image where some are smaller, with their last row and column repeated behind them.
     """
     height, width = images.shape[2:]
-    finer = max(1, round(height / size[0]), round(width / size[1]))
-    at = places(boxes, flip, size, (height, width), matrices, finer)
+    finer = finer or max(1, round(height / size[0]), round(width / size[1]))
+    at = places(boxes, flip, size, (height, width) if sides is None else sides, matrices, finer)
     # Bicubic weights overshoot at edges.
     warped = torch.where(at.inside[:, None], sample(images, at, mode).clamp(0.0, 1.0), fill.view(1, -1, 1, 1))
     return warped if finer == 1 else F.avg_pool2d(warped, finer)
@@ -149,12 +169,13 @@ def warp_masks(
     matrices: Tensor | None = None,
     *,
     fill: int = 255,
+    sides: Tensor | None = None,
 ) -> Tensor:
     """Segment numbers [B, H, W] whole at the same places as `warp`'s pixels, each taken from the nearest: [B, *size].
 
-    fill: the number outside the image; 255 is what losses leave out.
+    fill: the number outside the image; 255 is what losses leave out. sides: as `warp` takes them.
     """
-    at = places(boxes, flip, size, (masks.shape[1], masks.shape[2]), matrices)
+    at = places(boxes, flip, size, (masks.shape[1], masks.shape[2]) if sides is None else sides, matrices)
     # float64 holds every number that a mask can have.
     taken = sample(masks[:, None].double(), Places(at.x.double(), at.y.double(), at.inside, 1), "nearest")[:, 0]
     return torch.where(at.inside, taken.to(masks.dtype), fill)

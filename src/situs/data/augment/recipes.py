@@ -17,6 +17,7 @@ from situs.config import Checked
 from situs.core.random import uniform
 from situs.data.augment import colour, erasing, geometry, mix, randaugment
 from situs.data.augment.audio import AudioAugment
+from situs.data.masks import VOID
 from situs.errors import unknown_name
 from situs.limits import Count, Natural, NotNegative, Positive, Rule, Share, Within
 
@@ -27,8 +28,9 @@ _RISING = Rule("two rising numbers in (0, 1]", lambda pair: 0 < pair[0] <= pair[
 class AugmentConfig(Checked):
     """What happens to a training sample between the disk and the model. `RECIPES` names the usual ones of images."""
 
-    crop: Literal["none", "resized", "pad"] = "resized"
-    """resized: a random box brought to the model's size. pad: a shift by up to `pad` pixels. none: the whole image."""
+    crop: Literal["none", "resized", "pad", "scaled"] = "resized"
+    """resized: a random box brought to the model's size. pad: a shift by up to `pad` pixels. none: the whole image.
+    scaled, for masks: the image scaled at random and cut to the model's size, as in segmentation."""
 
     scale: Annotated[tuple[float, float], _RISING] = (0.08, 1.0)
     """Share of the image that a resized crop covers, from and to."""
@@ -41,6 +43,12 @@ class AugmentConfig(Checked):
 
     pad: Natural = 4
     """Largest shift of a padded crop, in pixels."""
+
+    scales: Annotated[tuple[Positive, Positive], Rule("two rising numbers", lambda pair: pair[0] <= pair[1])] = (
+        0.5,
+        2.0,
+    )
+    """How much a scaled crop's image is scaled, from and to; at 1 it just covers the model's size."""
 
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """How an image is resampled."""
@@ -161,7 +169,35 @@ def apply(
     images: [B, C, H, W] uint8, or float in [0, 1]. mean, std: [C]; the mean also fills what lies outside an image.
     """
     images = as_floats(images)
-    images = _geometry(images, noise, config, size, mean)
+    return _recoloured(_geometry(images, noise, config, size, mean), noise, config, mean, std)
+
+
+def apply_masked(
+    images: Tensor,
+    masks: Tensor,
+    sides: Tensor,
+    noise: Noise,
+    config: AugmentConfig,
+    size: tuple[int, int],
+    normalisation: tuple[Tensor, Tensor],
+    finer: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """`apply` to images and, with the same geometry, to their masks [B, H, W]: [B, C, *size] and [B, *size].
+
+    sides: [B, 2], height and width of each; the last row and column of a smaller image are repeated behind it.
+    normalisation: mean and std. finer: samples along a side of each pixel.
+    """
+    mean, std = normalisation
+    boxes, flip, affine = _places(noise, config, size, (sides[:, 0], sides[:, 1]), sides[:, 0])
+    warped = geometry.warp(
+        as_floats(images), boxes, flip, size, mean, affine, config.interpolation, sides=sides, finer=finer
+    )
+    moved = geometry.warp_masks(masks, boxes, flip, size, affine, fill=VOID, sides=sides)
+    return _recoloured(warped, noise, config, mean, std), moved
+
+
+def _recoloured(images: Tensor, noise: Noise, config: AugmentConfig, mean: Tensor, std: Tensor) -> Tensor:
+    """What follows the geometry: colours, the normalisation, erasing."""
     if "jitter" in noise or "operations" in noise:
         levels = colour.to_levels(images)
         if "jitter" in noise:
@@ -207,19 +243,28 @@ def _plan(noise: Noise, config: AugmentConfig) -> randaugment.AugmentPlan:
 
 def _geometry(images: Tensor, noise: Noise, config: AugmentConfig, size: tuple[int, int], mean: Tensor) -> Tensor:
     count, _, height, width = images.shape
-    flip = noise["flip"] < config.flip if "flip" in noise else None
     if config.crop == "none" and "operations" not in noise and (height, width) == size:
+        flip = noise["flip"] < config.flip if "flip" in noise else None
         return images if flip is None else torch.where(flip.view(-1, 1, 1, 1), images.flip(-1), images)
-    if config.crop == "resized":
-        boxes = geometry.resized_crop_boxes(noise["crop"], height, width, config.scale, config.ratio)
-    elif config.crop == "pad":
-        boxes = geometry.pad_crop_boxes(noise["crop"], height, width, config.pad)
-    else:
-        boxes = geometry.whole_boxes(count, height, width, images.device)
-    if flip is None:
-        flip = torch.zeros(count, dtype=torch.bool, device=images.device)
-    affine = randaugment.matrices(_plan(noise, config), *size) if "operations" in noise else None
+    boxes, flip, affine = _places(noise, config, size, (height, width), images.new_empty(count))
     return geometry.warp(images, boxes, flip, size, mean, affine, config.interpolation)
+
+
+def _places(
+    noise: Noise, config: AugmentConfig, size: tuple[int, int], sides: tuple[Tensor | int, Tensor | int], like: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What is drawn of a batch's geometry: boxes [B, 4], flips [B], affine changes. like: [B] on the device."""
+    count, device = like.shape[0], like.device
+    if config.crop == "resized":
+        boxes = geometry.resized_crop_boxes(noise["crop"], *sides, config.scale, config.ratio)
+    elif config.crop == "scaled":
+        boxes = geometry.scaled_crop_boxes(noise["crop"], *sides, size, config.scales)
+    elif config.crop == "pad":
+        boxes = geometry.pad_crop_boxes(noise["crop"], *sides, config.pad)
+    else:
+        boxes = geometry.whole_boxes(count, *sides, device)
+    flip = noise["flip"] < config.flip if "flip" in noise else torch.zeros(count, dtype=torch.bool, device=device)
+    return boxes, flip, randaugment.matrices(_plan(noise, config), *size) if "operations" in noise else None
 
 
 def as_floats(images: Tensor) -> Tensor:

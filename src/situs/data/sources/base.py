@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from situs.data.masks import MaskConfig
 from situs.data.sources.images import decode, to_channels
 from situs.errors import SitusError
 
@@ -48,6 +49,7 @@ class Wanted(NamedTuple):
     strict: bool = False
     multi_label: bool = False
     kind: Kind = "image"
+    masks: MaskConfig | None = None
 
 
 ANY = Wanted()
@@ -102,7 +104,8 @@ class Source(ABC):
     def read(self, index: int) -> dict[str, Any]:
         """What sample `index` holds, by name: "image" [C, H, W] (uint8, or float32 in [0, 1]), and "label" where
         the set has labels: the class number, or of a multi-label set [K] int8, 1 for a class that the image has, 0 for
-        one that it has not, -1 where nobody knows. Another modality has names of its own, which its pipeline reads."""
+        one that it has not, -1 where nobody knows. Of a set with masks "mask" [H, W] int16 in its place. Another
+        modality has names of its own, which its pipeline reads."""
 
     def label(self, index: int) -> Any:
         """The label as `read` gives it, None where there is none; those who can tell it without the sample do."""
@@ -110,7 +113,7 @@ class Source(ABC):
 
     @property
     def target(self) -> str:
-        """What `Batch.targets` calls the labels, so that nobody takes several classes for one."""
+        """What `Batch.targets` calls the labels, so that nobody takes several classes, or a mask, for one class."""
         return "labels" if self.multi_label else "label"
 
     def key(self, index: int) -> str:

@@ -78,6 +78,25 @@ def decode(data: bytes, name: str, channels: int | None = None, *, reduce: int =
     return to_channels(image, channels, name)
 
 
+def decode_numbers(data: bytes, name: str) -> Tensor:
+    """The class numbers that an image file holds, [H, W] whole: grey levels or places in a palette, as they are."""
+    with _broken(name):
+        if data.startswith(_NUMPY):
+            array = _image_array(data)
+            if len(array) != 1 or array.dtype.kind not in "ui":
+                raise ValueError(f"an array of {array.dtype} and shape {array.shape} holds no class numbers")
+            return torch.from_numpy(array[0].astype("int64"))
+        with _opened(data) as image:
+            if image.mode not in {"L", "P", "1", "I"} and not image.mode.startswith("I;16"):
+                raise ValueError(f"its pixels are {image.mode}, and a mask has one whole number each")
+            binary = image.mode == "1"
+            if image.mode not in {"L", "P"}:
+                image = image.convert("L" if binary else "I")
+            kind = torch.int32 if image.mode == "I" else torch.uint8
+            numbers = torch.frombuffer(bytearray(image.tobytes()), dtype=kind).view(image.height, image.width)
+        return numbers.clamp(max=1) if binary else numbers
+
+
 def read_header(data: bytes, name: str) -> Header:
     """The size and kind of the image in `data`, without decoding it."""
     with _broken(name):
@@ -138,15 +157,19 @@ def centre_fit(image: Tensor, height: int, width: int) -> Tensor:
     if tuple(have) == (height, width):
         return image
     image = _shorten(image, height, width)
-    have = image.shape[-2:]
-    # Whole numbers and cut, not rounded, as torchvision finds the longer side.
-    tall = have[0] * width >= height * have[1]
-    covering = [have[0] * width // have[1], width] if tall else [height, have[1] * height // have[0]]
-    image = tv.resize(image, covering, InterpolationMode.BICUBIC, antialias=True)
+    covering = covering_size((image.shape[-2], image.shape[-1]), height, width)
+    image = tv.resize(image, list(covering), InterpolationMode.BICUBIC, antialias=True)
     top, left = round((covering[0] - height) / 2), round((covering[1] - width) / 2)
     image = image[..., top : top + height, left : left + width]
     # Bicubic weights overshoot; uint8 is clamped by torchvision, floats are not.
     return image.clamp(0.0, 1.0) if image.is_floating_point() else image
+
+
+def covering_size(have: tuple[int, int], height: int, width: int) -> tuple[int, int]:
+    """The size in the shape of `have` that just covers another."""
+    # Whole numbers and cut, not rounded, as torchvision finds the longer side.
+    tall = have[0] * width >= height * have[1]
+    return (have[0] * width // have[1], width) if tall else (height, have[1] * height // have[0])
 
 
 def _shorten(image: Tensor, height: int, width: int) -> Tensor:

@@ -6,8 +6,10 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from situs.data.audio import AUDIO, AudioConfig
+from situs.data.masks import MaskConfig
 from situs.data.sources.audio import AUDIO_SUFFIXES, NOISE_FOLDER
 from situs.data.sources.base import SPLITS, Kind, Source, TensorSource, Wanted, choose_split, list_shards, splits_of
 from situs.data.sources.cifar import find_cifar, open_cifar
@@ -16,6 +18,7 @@ from situs.data.sources.images import IMAGE_SUFFIXES
 from situs.data.sources.parquet import ParquetSource, column_kind
 from situs.data.sources.remote import is_remote, mount
 from situs.data.sources.samples import load_samples
+from situs.data.sources.segments import mask_splits, open_masks
 from situs.data.sources.speech import open_speech, speech_splits
 from situs.data.sources.subset import hold_out
 from situs.data.sources.table import SUFFIXES, TableSource, has_table, table_splits
@@ -36,6 +39,7 @@ def open_source(
     multi_label: bool = False,
     kind: Kind | None = None,
     audio: AudioConfig = AUDIO,
+    masks: MaskConfig | None = None,
 ) -> Source:
     """The samples at `path`: image folder, Hugging Face parquet, WebDataset tars, CIFAR batches, "samples", or clips.
 
@@ -51,14 +55,15 @@ def open_source(
     held_out: share of data without a val or test split that is held out as both; train is the rest.
     multi_label: read the labels as any number of classes an image.
     kind:     images or audio; None looks at the path. audio: how clips are read (`situs.data.sources.speech`).
+    masks:    read a mask with each image, in this way (`situs.data.sources.segments`).
     """
     if channels is not None and channels < 1:
         raise SitusError(field="channels", value=channels, allowed="at least 1")
     if not 0 <= held_out < 1:
         raise SitusError(field="held_out", value=held_out, allowed="in [0, 1)")
     with _told(path):
-        wanted = Wanted(split, labels, channels, strict, multi_label, kind or kind_of(path))
-        told = {"multi_label": multi_label, "kind": wanted.kind}
+        wanted = Wanted(split, labels, channels, strict, multi_label, kind or kind_of(path), masks)
+        told = {"multi_label": multi_label, "kind": wanted.kind, "masks": masks is not None}
         if not held_out or splits_at(path, **told) & {*SPLITS["val"], *SPLITS["test"]}:
             return _open(path, wanted, audio)
         choose_split(SPLITS, split, str(path))  # refuses a name that means no split
@@ -75,11 +80,12 @@ def _told(path: str | Path) -> Iterator[None]:
         raise SitusError(f"{path}: cannot be read ({(error.strerror or str(error)).lower()})", field="data") from error
 
 
-def judged_split(
-    path: str | Path, held_out: float = 0.0, *, multi_label: bool = False, kind: Kind | None = None
-) -> str | None:
-    """The split that an evaluation takes where none is named: val; None, for all of it, where the data is not split."""
-    return "val" if held_out or splits_at(path, multi_label=multi_label, kind=kind) else None
+def judged_split(path: str | Path, held_out: float = 0.0, **told: Any) -> str | None:
+    """The split that an evaluation takes where none is named: val; None, for all of it, where the data is not split.
+
+    told: see `splits_at`.
+    """
+    return "val" if held_out or splits_at(path, **told) else None
 
 
 def kind_of(path: str | Path) -> Kind:
@@ -101,7 +107,9 @@ def kind_of(path: str | Path) -> Kind:
     return "image"
 
 
-def splits_at(path: str | Path, *, multi_label: bool = False, kind: Kind | None = None) -> set[str]:
+def splits_at(
+    path: str | Path, *, multi_label: bool = False, kind: Kind | None = None, masks: bool = False
+) -> set[str]:
     """The splits that the data at `path` is divided into; none for one that is not."""
     if str(path) == SAMPLES:
         return {"train", "test"}
@@ -109,6 +117,8 @@ def splits_at(path: str | Path, *, multi_label: bool = False, kind: Kind | None 
         path, kind = _existing(path), kind or kind_of(path)
         if kind == "audio":
             return speech_splits(path)
+        if masks:
+            return mask_splits(path)
         if _has_table(path, multi_label):
             return table_splits(path)
         for suffix in (".parquet", ".tar"):
@@ -138,15 +148,20 @@ def _existing(path: str | Path) -> Path:
 
 def _open(path: str | Path, wanted: Wanted, audio: AudioConfig) -> Source:
     if wanted.kind == "audio":
-        if wanted.multi_label:
-            raise SitusError(f"{path}: clips have one class each, and not any number of them", field="multi_label")
+        if wanted.multi_label or wanted.masks is not None:
+            raise SitusError(
+                f"{path}: clips have one class each, and not any number of them, nor masks",
+                field=("multi_label", "target"),
+            )
         return open_speech(_existing(path), wanted.split, labels=wanted.labels, strict=wanted.strict, audio=audio)
-    if str(path) == SAMPLES and not wanted.multi_label:
+    if wanted.masks is not None and str(path) != SAMPLES:
+        return open_masks(_existing(path), wanted)
+    if str(path) == SAMPLES and not wanted.multi_label and wanted.masks is None:
         chosen = choose_split(("train", "test"), wanted.split, SAMPLES)
         images, labels, classes = load_samples("test" if chosen == "test" else "train")
         return TensorSource(images, labels if wanted.labels else None, classes, f"samples ({chosen})", wanted.channels)
     if str(path) == SAMPLES:
-        raise _one_class(SAMPLES)
+        raise _one_class(SAMPLES) if wanted.multi_label else SitusError(f"{SAMPLES}: has no masks", field="data")
     path = _existing(path)
     if _has_table(path, wanted.multi_label):
         return TableSource(path, wanted)

@@ -38,6 +38,7 @@ _COLUMNS: dict[Kind, tuple[str, ...]] = {
     "audio": ("audio", "wav", "flac", "ogg", "opus"),
 }
 _LABEL_COLUMNS = ("label", "labels", "fine_label", "cls", "class")
+_MASK_COLUMNS = ("mask", "masks", "annotation", "annotations", "segmentation", "segmentation_mask", *_LABEL_COLUMNS)
 # Sets up to this size are held in memory, encoded. Of a larger one a row group is read where one of its images is asked
 # for. In training the order is one in which each is read once and held until it is released (`situs.data.blocks`).
 _HELD_BYTES = 4 << 30
@@ -57,6 +58,9 @@ class ParquetSource(EncodedSource):
         if wanted.multi_label:
             self._labels = footers[0].labels
             classes = _multi_label_classes(path, self._files[0], self._labels)
+        if wanted.masks is not None:
+            self._labels = footers[0].labels
+        self._numbers = not wanted.multi_label and wanted.masks is None  # one class number a row
         rows = np.concatenate([footer.rows for footer in footers])
         self._ends = array("q", np.cumsum(rows).tobytes())  # of the row groups
         self._first = array("q", np.cumsum([0, *(len(footer.rows) for footer in footers)], dtype=np.int64).tobytes())
@@ -120,7 +124,7 @@ class ParquetSource(EncodedSource):
             images, labels = self._read_group(file, number)
             if len(images) != rows:
                 raise ValueError(f"{len(images)} rows and not {rows}")
-            known = np.empty(0) if labels is None or self.multi_label else labels.drop_null().to_numpy()
+            known = labels.drop_null().to_numpy() if labels is not None and self._numbers else np.empty(0)
             if len(known) and self.classes is not None and known.max() >= len(self.classes):
                 raise ValueError(f"the label {known.max()}, of {len(self.classes)} classes that the footers tell of")
         with self._lock:
@@ -132,14 +136,16 @@ class ParquetSource(EncodedSource):
     def _read_group(self, file: int, number: int) -> tuple[Any, Any]:
         opened = _open(self._files[file], self._footer(file))
         check_state(self._files[file], self._files[file].stat(), self._states[file])
-        leaf = f"{self._image}.bytes" if opened.schema_arrow.field(self._image).type.num_fields else self._image
-        columns = [leaf, *self._labels]
+        encoded = [self._image, *(() if self._numbers or self.multi_label else self._labels)]
+        fields = {name: opened.schema_arrow.field(name).type.num_fields for name in encoded}
+        columns = [f"{name}.bytes" if fields.get(name) else name for name in dict.fromkeys([*encoded, *self._labels])]
         table = opened.read_row_group(number, columns=columns, use_threads=False)
         # Nothing else checks what a damaged page unpacks to, and offsets gone wrong would read anywhere.
         table.validate(full=True)
-        images = table[self._image].combine_chunks()
-        if images.type.num_fields:
-            images = images.field("bytes")
+        held = [table[name].combine_chunks() for name in encoded]
+        images, *masks = [each.field("bytes") if each.type.num_fields else each for each in held]
+        if masks:
+            return images, masks[0]
         if self.multi_label:
             assert self.classes is not None
             where = f"{self._files[file]}, row group {number}"
@@ -256,7 +262,7 @@ def _read_footer(file: Path, wanted: Wanted) -> _Footer:
     with _reading(file):
         schema, footer = opened.schema_arrow, opened.metadata
     image, labels = _columns(file, schema, wanted)
-    label = labels[0] if labels and not wanted.multi_label else None
+    label = labels[0] if labels and not wanted.multi_label and wanted.masks is None else None
     with _reading(file):
         paths = [footer.schema.column(number).path for number in range(footer.num_columns)]
         read = (image, f"{image}.bytes", *labels)
@@ -321,14 +327,14 @@ def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, .
     if image is None:
         columns = ", ".join(schema.names)[:200]
         raise SitusError(f"{file}: has no {wanted.kind} column, one of {', '.join(usual)}, only {columns}")
-    with _reading(file):
-        kind = schema.field(image).type
-    if pa.types.is_struct(kind):
-        place = kind.get_field_index("bytes")
-        kind = kind.field(place).type if place >= 0 else kind
-    if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
-        what = "images" if wanted.kind == "image" else "clips"
-        raise SitusError(f"{file}: column {image!r} is {str(kind)[:80]}, {what} must be bytes or {{bytes, path}}")
+    _check_bytes_column(file, schema, image, "images" if wanted.kind == "image" else "clips")
+    if wanted.masks is not None:
+        mask = next((name for name in _MASK_COLUMNS if name in schema.names), None)
+        if mask is None:
+            listed, columns = ", ".join(_MASK_COLUMNS[:6]), ", ".join(schema.names)[:200]
+            raise SitusError(f"{file}: has no column of masks, one of {listed}, only {columns}", field="data")
+        _check_bytes_column(file, schema, mask, "masks")
+        return image, (mask,)
     if wanted.multi_label:
         with _reading(file):
             return image, label_columns(file, schema, (*LISTS, *_LABEL_COLUMNS))
@@ -341,6 +347,18 @@ def _columns(file: Path, schema: Any, wanted: Wanted) -> tuple[str, tuple[str, .
         more = "; several an image are multi-label" if pa.types.is_nested(kind) else ""
         raise SitusError(f"{file}: column {label!r} is {str(kind)[:80]}, labels must be integers{more}", field="data")
     return image, (label,)
+
+
+def _check_bytes_column(file: Path, schema: Any, name: str, what: str) -> None:
+    import pyarrow as pa
+
+    with _reading(file):
+        kind = schema.field(name).type
+    if pa.types.is_struct(kind):
+        place = kind.get_field_index("bytes")
+        kind = kind.field(place).type if place >= 0 else kind
+    if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+        raise SitusError(f"{file}: column {name!r} is {str(kind)[:80]}, {what} must be bytes or {{bytes, path}}")
 
 
 def _class_names(file: Path, schema: Any, label: str) -> tuple[str, ...]:

@@ -24,6 +24,11 @@ class Rows(Source):
         self.rows = np.fromiter(rows, np.int64) if not isinstance(rows, np.ndarray) else rows
         self.notes, self.things = source.notes, source.things
 
+    @property
+    def target(self) -> str:
+        """Of the source."""
+        return self.source.target
+
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -75,8 +80,9 @@ class PerClass(Rows):
     """
 
     def __init__(self, source: Source, count: int) -> None:
-        if source.classes is None or source.multi_label:
-            said = "any number of classes a sample" if source.multi_label else "no labels"
+        if source.classes is None or source.target != "label":
+            several = {"labels": "any number of classes a sample", "mask": "a class for each pixel"}
+            said = several[source.target] if source.classes is not None else "no labels"
             raise SitusError(f"{source.name}: has {said}, and so many of each class were asked for", field="per_class")
         left, rows = [count] * len(source.classes), []
         for row in exact_order(0, 0, len(source), "cpu")[torch.arange(len(source))].tolist():

@@ -1,1 +1,1 @@
-"""Linear probes of frozen models: of places and of classes."""
+"""Linear probes of frozen models: of places, of classes and of masks."""

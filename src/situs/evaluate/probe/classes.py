@@ -1,4 +1,5 @@
-"""Linear probes of frozen models: places (`probe_position`), or classes from one vector a sample."""
+"""Linear probes of frozen models: places (`probe_position`), masks (`probe_segments`), or classes from one vector a
+sample."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from situs.evaluate.accuracy import hard
 from situs.evaluate.features import Pool, extract
 from situs.evaluate.probe.linear import WEIGHT_DECAYS, Probe, Probes, fit_probe, score
 from situs.evaluate.probe.position import RATIO, PositionProbes, follow, probe_position
+from situs.evaluate.probe.segments import SegmentProbes, probe_segments
 from situs.methods.base import Batch
 from situs.models.data import AnyData, AnyModel, Chosen, check_labels, load_bank, made_with, opened
 from situs.results import Cell, Provenance, Summary, Table, percent
@@ -61,7 +63,7 @@ def evaluate_probe(
     model: AnyModel,
     data: AnyData = None,
     *,
-    kind: Literal["position", "class"] = "position",
+    kind: Literal["position", "class", "segments"] = "position",
     after: AnyModel | None = None,
     train_count: int = 2000,
     ratio: float = RATIO,
@@ -70,16 +72,16 @@ def evaluate_probe(
     precision: str = "fp32",
     seed: int = 0,
     **chosen: Unpack[Chosen],
-) -> ClassProbes | PositionProbes:
-    """What a linear classifier reads off frozen features: the place of patches without a position, or the class.
+) -> ClassProbes | PositionProbes | SegmentProbes:
+    """What a linear classifier reads off frozen features: the place of patches without a position, the class, or masks.
 
     model, after: whatever `open_model` takes; the second stands beside the first, on the same samples. data: a path;
     None for the samples that a run was trained on. train_count: at most so many of the training split to fit to.
     ratio: share of the patches whose position is taken away. pool: what a sample's vector is. chosen: see
-    `load_set`.
+    `load_set`; among them masks, how masks are read.
     """
-    if kind not in ("position", "class"):
-        raise SitusError(field="kind", value=kind, allowed="position or class")
+    if kind not in ("position", "class", "segments"):
+        raise SitusError(field="kind", value=kind, allowed="position, class or segments")
     first = opened(model, seed).holding_out(chosen.pop("held_out", None))
     models = {first.name: first}
     if after is not None:
@@ -94,11 +96,16 @@ def evaluate_probe(
     probes: dict[str, Any] = {}
     made, classes = {}, ()
     for name, each in models.items():
-        train, test = load_bank(each, data or first.data.path or None, train_count=train_count, **chosen)
+        target = "mask" if kind == "segments" else "class"
+        source = data or first.data.path or None
+        train, test = load_bank(each, source, train_count=train_count, target=target, **chosen)
         told = {**shared, "positions": each.positions}
         if kind == "class":
             classes = check_labels(test)
             probes[name] = probe_class(each.backbone, train, test, len(classes), pool=pool, **told)
+        elif kind == "segments":
+            classes = check_labels(test)
+            probes[name] = probe_segments(each.backbone, train, test, len(classes), **told)
         else:
             probes[name] = probe_position(each.backbone, train, test, unknown[name], ratio=ratio, **told)
         more = {"fitted_to": train.source.name}
@@ -106,6 +113,8 @@ def evaluate_probe(
     provenance = Provenance.joint(made.values())
     if kind == "class":
         return ClassProbes(probes, made, classes=classes, provenance=provenance)
+    if kind == "segments":
+        return SegmentProbes(probes, made, classes=classes, provenance=provenance)
     return PositionProbes(probes, made, grid=grids.pop(), ratio=ratio, provenance=provenance)
 
 

@@ -7,7 +7,7 @@ classifier is fitted to the whole training set.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Generic, TypeVar
 
@@ -149,18 +149,42 @@ def fit_probe(
     features: [n, D]. labels: [n] in range(classes). groups: [n] integers; rows of one group (the patches of a sample)
     stay on one side of the split. Of two weight decays with equal accuracy the greater is taken.
     """
+
+    def fit(rows: Tensor, decay: float, start: Linear | None) -> Linear:
+        return fit_linear(features[rows], labels[rows], classes, decay, start=start)
+
+    def judge(rows: Tensor, linear: Linear) -> tuple[float, float]:
+        found = score(linear, [(features[rows], labels[rows])], classes)
+        return found.accuracy, found.loss
+
+    member = torch.arange(len(labels), device=labels.device) if groups is None else groups
+    return choose_decay(member, fit, judge, weight_decays, seed)
+
+
+def choose_decay(
+    groups: Tensor,
+    fit: Callable[[Tensor, float, Linear | None], Linear],
+    judge: Callable[[Tensor, Linear], tuple[float, float]],
+    weight_decays: Sequence[float],
+    seed: int,
+) -> Fitted:
+    """Chooses the weight decay on a held part of the rows and fits to all of them.
+
+    groups: [n], see `fit_probe`. fit: (rows [n] bool, weight decay, where to begin) -> the classifier. judge: (rows,
+    classifier) -> its accuracy and loss on them.
+    """
     check_values("weight_decays", weight_decays, "> 0")
+    whole = torch.ones(len(groups), dtype=torch.bool, device=groups.device)
     if len(weight_decays) == 1:
-        return Fitted(fit_linear(features, labels, classes, weight_decays[0]), weight_decays[0], ())
-    held = held_rows(torch.arange(len(labels), device=labels.device) if groups is None else groups, seed)
+        return Fitted(fit(whole, weight_decays[0], None), weight_decays[0], ())
+    held = held_rows(groups, seed)
     tried: list[Tried] = []
     start = None
     for decay in sorted(weight_decays, reverse=True):  # each fit begins where the last, smoother one ended
-        start = fit_linear(features[~held], labels[~held], classes, decay, start=start)
-        found = score(start, [(features[held], labels[held])], classes)
-        tried.append(Tried(decay, found.accuracy, found.loss))
+        start = fit(~held, decay, start)
+        tried.append(Tried(decay, *judge(held, start)))
     best = max(tried, key=lambda each: each.accuracy).weight_decay
-    return Fitted(fit_linear(features, labels, classes, best), best, tuple(tried))
+    return Fitted(fit(whole, best, None), best, tuple(tried))
 
 
 def held_rows(groups: Tensor, seed: int) -> Tensor:

@@ -48,7 +48,7 @@ def read_samples(folder: Path, backbone: Backbone, given: Mapping[str, Path], co
 def _images(folder: Path, backbone: Backbone, path: Path, count: int) -> Samples:
     assert backbone.input.patch is not None
     told = described(folder, backbone)
-    data = images_for(backbone, told.get("pretrained_cfg", {}), str(path), audio=told.get("situs", {}).get("audio"))
+    data = images_for(backbone, told.get("pretrained_cfg", {}), str(path), told=told.get("situs", {}))
     assert data is not None  # it has channels
     source = Subset(open_source(str(path), labels=False, **data.wanted()), count)
     if not len(source):

@@ -19,7 +19,7 @@ class ModelProvenance:
     numbers of its log. step: updates made. ema: whether the weights are the mean of the run's. mean, std, crop: how
     its images were normalised, and the share of their shorter side that the centre crop keeps. classes: their names.
     multi_label: whether an image has any number of them. audio: of a model of clips, in place of mean, std and crop,
-    what `situs.data.config.DataConfig.told` says.
+    what `situs.data.config.DataConfig.told` says; masks: likewise, of one that tells the class of each pixel.
     """
 
     method: str
@@ -34,6 +34,7 @@ class ModelProvenance:
     classes: Sequence[str] | None = None
     multi_label: bool = False
     audio: Mapping[str, Any] | None = None
+    masks: Mapping[str, Any] | None = None
 
 
 _UNTOLD = frozenset({"step", "epoch", "lr", "seconds", "images_per_second", "data_wait", "memory_gib", "loss_scale"})
@@ -88,6 +89,8 @@ def _what(backbone: Backbone, provenance: ModelProvenance) -> str:
     if provenance.multi_label and provenance.classes is not None:
         told = "any number of them an image (multi-label): the sigmoid of an output is its class's probability"
         facts.append(f"- Classes: {len(provenance.classes)}, {told}")
+    if provenance.masks is not None:
+        facts.append(f"- Classes: {len(provenance.masks['classes'])}, one for each pixel (segmentation)")
     if provenance.step is not None:
         facts.append(f"- Updates: {provenance.step:,}")
     facts.append(

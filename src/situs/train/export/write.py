@@ -4,7 +4,8 @@ timm:          model.safetensors under timm's own parameter names, config.json i
                `timm.create_model("local-dir:DIR", pretrained=True)` needs nothing of Situs.
 transformers:  what `save_pretrained` writes, preprocessor_config.json (how its images are prepared), and README.md.
 
-What a method added is left out, and so is a classifier that was never trained. A method that never used the
+What a method added is left out, and so is a classifier that was never trained. A method that classifies by itself
+(segmentation) has its parts in situs_method.safetensors, which Situs alone reads. A method that never used the
 positions (MP3) leaves the table as it was made, which is noise: its patch rows are zeroed, so that the library's own
 forward gives the features that were trained. The folder is written aside and renamed.
 """
@@ -24,8 +25,10 @@ from torch import Tensor
 
 from situs import __version__
 from situs.backbones.base import Backbone
+from situs.config import to_dict
 from situs.errors import SitusError
 from situs.files import write_text
+from situs.methods import classifies
 from situs.methods.base import Method
 from situs.train.checkpoint.checkpoints import Checkpoint
 from situs.train.checkpoint.state import check_fit
@@ -34,7 +37,7 @@ from situs.train.checkpoint.tensors import save
 from situs.train.export.card import ModelProvenance, card
 
 WEIGHTS, CONFIG, CARD, POSITIONS = "model.safetensors", "config.json", "README.md", "situs_positions.safetensors"
-PREPARED = "preprocessor_config.json"
+PREPARED, PARTS = "preprocessor_config.json", "situs_method.safetensors"
 MULTI_LABEL = {"problem_type": "multi_label_classification"}
 """In a config.json: an image has any number of the classes; transformers' own words, in timm's file too."""
 
@@ -94,6 +97,10 @@ def write_export(method: Method, folder: str | Path, provenance: ModelProvenance
             notes += _write_timm(aside, backbone, method, provenance)
         else:
             notes += _write_transformers(aside, backbone, method, provenance)
+        if classifies(type(method)):
+            own = {name: value for name, value in method.state_dict().items() if not name.startswith("backbone.")}
+            _save(aside / PARTS, own)
+            notes.append(f"What {provenance.method} added is in {PARTS}, which {library} does not read and Situs does.")
         write_text(aside / CARD, card(backbone, provenance, notes))
         for file in aside.iterdir():
             sync(file)
@@ -157,6 +164,8 @@ def _write_timm(folder: Path, backbone: Backbone, method: Method, provenance: Mo
 def _made_by(method: Method, provenance: ModelProvenance) -> dict[str, Any]:
     """What Situs alone reads of a config.json."""
     own = {"version": __version__, "method": provenance.method, "positions": method.sees_positions}
+    if provenance.masks is not None:
+        own |= {"settings": to_dict(method.config), "masks": dict(provenance.masks)}
     return own if provenance.audio is None else own | {"audio": dict(provenance.audio)}
 
 

@@ -1,0 +1,114 @@
+"""What the numbers in mask files mean: which is the first class, which mean none, and what the classes are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from situs.config import Checked
+from situs.errors import BrokenSampleError, SitusError
+from situs.limits import Natural
+
+VOID = -1
+"""The class of a pixel that has none: left out of losses and scores."""
+
+_STRANGE = -2
+_NUMBERS = 1 << 16  # that a mask file may hold
+_LISTS = ("objectInfo150.txt", "classes.txt")
+
+
+@dataclass(frozen=True)
+class MaskConfig(Checked):
+    """How masks are read: class numbers in files, to classes from 0 on."""
+
+    first: Natural = 0
+    """Number of the first class in the mask files: 1 in ADE20K's."""
+
+    void: tuple[Natural, ...] = (255,)
+    """Numbers that mean no class: 0 in ADE20K's. No class has one of them, whatever lies between."""
+
+    classes: tuple[str, ...] = ()
+    """Names of the classes, in the order of their numbers; by default those of a list beside the images
+    (objectInfo150.txt, as ADE20K has it, or classes.txt), else one for each number up to the largest of the training
+    split."""
+
+    def check(self) -> None:
+        if len({*self.classes}) < len(self.classes):
+            raise SitusError(field="classes", value=self.classes, allowed="names that differ")
+
+
+def class_numbers(config: MaskConfig, count: int) -> list[int]:
+    """The numbers of `count` classes in the files: from the first on, those that mean none left out."""
+    found, number = [], config.first
+    while len(found) < count:
+        if number not in config.void:
+            found.append(number)
+        number += 1
+    return found
+
+
+def to_classes(numbers: Tensor, config: MaskConfig, count: int, name: str) -> Tensor:
+    """A file's numbers [H, W] as classes [H, W] int16, VOID where there is none; refused by `name` where one is none.
+
+    count: how many classes there are.
+    """
+    known = _table(config.first, config.void, count)
+    numbers = numbers.long()
+    within = numbers.clamp(0, _NUMBERS - 1)
+    classes = known[within].masked_fill_(within != numbers, _STRANGE)
+    strange = classes == _STRANGE
+    if bool(strange.any()):
+        number, last = int(numbers[strange][0]), class_numbers(config, count)[-1]
+        void = f", and {', '.join(map(str, config.void))} for none" if config.void else ""
+        said = f"holds the class number {number:,}, and the {count} classes have {config.first} to {last}{void}"
+        raise BrokenSampleError(
+            f"{name}: its mask {said}", field=("data.masks.first", "data.masks.void", "data.masks.classes")
+        )
+    if not bool((classes != VOID).any()):
+        raise BrokenSampleError(f"{name}: its mask is empty, every pixel is void")
+    return classes
+
+
+@lru_cache(maxsize=8)
+def _table(first: int, void: tuple[int, ...], count: int) -> Tensor:
+    table = torch.full((_NUMBERS,), _STRANGE, dtype=torch.int16)
+    numbers = class_numbers(MaskConfig(first, void), count)
+    if numbers[-1] >= _NUMBERS:
+        raise SitusError(f"class number {numbers[-1]:,}: a mask holds numbers below {_NUMBERS:,}", field="masks.first")
+    table[numbers] = torch.arange(count, dtype=torch.int16)
+    table[[number for number in void if number < _NUMBERS]] = VOID
+    return table
+
+
+def names_beside(path: Path) -> tuple[str, ...]:
+    """The names of a list that lies in the data's folder; none where there is no list."""
+    folder = path if path.is_dir() else path.parent
+    file = next((folder / name for name in _LISTS if (folder / name).is_file()), None)
+    if file is None:
+        return ()
+    lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    rows = [line.split("\t") for line in lines if line.strip()]
+    if (
+        file.name == _LISTS[0]
+    ):  # a header, then a row a class: its number, counts, its names, of which the first is usual
+        rows = [[row[-1].partition(",")[0].partition(";")[0]] for row in rows if row[0].strip().isdigit()]
+    names = tuple(row[0].strip() for row in rows)
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        if file.name != _LISTS[0]:
+            raise SitusError(f"{file}: names the class {twice!r} twice", field="data")
+        names = tuple(f"{name} ({number})" if names.count(name) > 1 else name for number, name in enumerate(names, 1))
+    return names
+
+
+def numbered(largest: Iterable[int], config: MaskConfig, where: str) -> tuple[str, ...]:
+    """The class numbers up to the largest of all masks as names, where nobody names any."""
+    most = max(largest, default=-1)
+    if most < config.first:
+        raise SitusError(f"{where}: its masks hold no class, numbers from {config.first} on", field="data.masks.first")
+    return tuple(str(number) for number in range(config.first, most + 1) if number not in config.void)

@@ -1,0 +1,165 @@
+"""Images with masks: ADE20K's folders, other pairs of folders, Hugging Face parquet with a column of masks.
+
+    images/training/….jpg  annotations/training/….png     ADE20K's own; validation beside training, or no splits
+    train/images/….jpg     train/masks/….png              the splits outside
+
+A mask belongs to the image of the same name, whatever their endings.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from situs.data.masks import MaskConfig, names_beside, numbered, to_classes
+from situs.data.sources.base import EncodedSource, Source, Wanted, choose_split, list_shards, splits_of
+from situs.data.sources.folder import FileSource, split_folders
+from situs.data.sources.images import check_bytes, decode, decode_numbers
+from situs.data.sources.parquet import ParquetSource
+from situs.data.sources.walk import plain, walk
+from situs.errors import BrokenSampleError, SitusError
+
+IMAGES = ("images", "image", "imgs")
+MASKS = ("annotations", "masks", "mask", "labels")
+
+
+class MaskReader(EncodedSource):
+    """`read` of images with masks: "image" [C, H, W] and "mask" [H, W] int16, the class of each pixel or VOID."""
+
+    masks: MaskConfig
+    target = "mask"  # pyright: ignore[reportAssignmentType]
+
+    @abstractmethod
+    def mask_payload(self, index: int) -> bytes:
+        """The encoded mask."""
+
+    def numbers(self, index: int) -> Tensor:
+        """The mask as it is in the file, [H, W]."""
+        return decode_numbers(self.mask_payload(index), f"{self.entry(index)}, its mask")
+
+    def label(self, index: int) -> Tensor:
+        """The mask."""
+        assert self.classes is not None
+        return to_classes(self.numbers(index), self.masks, len(self.classes), self.entry(index))
+
+    def read(self, index: int) -> dict[str, Any]:
+        image = decode(self.payload(index), self.entry(index), self.channels)
+        mask = self.label(index)
+        if mask.shape != image.shape[1:]:
+            sides = " and its mask ".join(f"{height} × {width}" for height, width in (image.shape[1:], mask.shape))
+            raise BrokenSampleError(f"{self.entry(index)}: is {sides}")
+        return {"image": image, "mask": mask}
+
+    def largest(self) -> int:
+        """The largest class number of all masks that can be read, -1 where there is none."""
+        most = -1
+        for index in range(len(self)):
+            try:
+                found = self.numbers(index).unique().tolist()
+            except BrokenSampleError:
+                continue
+            most = max([most, *(number for number in found if number not in self.masks.void)])
+        return most
+
+
+class MaskFiles(MaskReader, FileSource):
+    """Files in two folders, paired by their names below them."""
+
+    def __init__(self, path: Path, wanted: Wanted) -> None:
+        assert wanted.masks is not None
+        self.masks = wanted.masks
+        self.root, self._mask_root, chosen = _pair(path, wanted.split)
+        found = walk(self.root)
+        self._files, self._labels = found.files, None
+        name = path.name + (f" ({chosen})" if chosen else "")
+        if not self._files:
+            raise SitusError(f"{self.root}: holds no images", field="data")
+        masks = {_stem(file): file for file in walk(self._mask_root).files}
+        self._masks = [masks.pop(_stem(file), None) for file in self._files]
+        super().__init__(name, wanted.masks.classes or None, wanted.channels, wanted.strict)
+        self.notes = found.notes(name)
+        if masks:
+            self.notes.append(f"{name}: {len(masks):,} masks have no image, the first {min(masks.values())}")
+
+    def mask_payload(self, index: int) -> bytes:
+        name = self._masks[index]
+        if name is None:
+            raise BrokenSampleError(f"{self.entry(index)}: has no mask of its name in {plain(str(self._mask_root))}")
+        file = self._mask_root / name
+        try:
+            check_bytes(file.stat().st_size, lambda: str(file))
+            return file.read_bytes()
+        except OSError as error:
+            raise BrokenSampleError(f"{file}: cannot be read ({error.strerror or error})") from error
+
+
+class MaskRows(MaskReader, ParquetSource):
+    """Rows of parquet files with a column of images and one of masks, `{bytes, path}` each."""
+
+    def __init__(self, path: Path, wanted: Wanted) -> None:
+        assert wanted.masks is not None
+        self.masks = wanted.masks
+        super().__init__(path, wanted)
+        self.classes = wanted.masks.classes or None
+
+    def mask_payload(self, index: int) -> bytes:
+        group, row = self._place(index)
+        data = self._load(group)[1][row].as_py()
+        if not data:
+            raise BrokenSampleError(f"{self.entry(index)}: the row holds no mask")
+        return data
+
+
+def open_masks(path: Path, wanted: Wanted) -> Source:
+    """Images with masks at `path`. Classes that nobody names are those of a list beside the data, or are counted."""
+    masks = wanted.masks
+    assert masks is not None
+    kind = MaskRows if path.suffix == ".parquet" or list_shards(path, ".parquet") else MaskFiles
+    if not masks.classes:
+        names = names_beside(path)
+        if not names:
+            bare = kind(path, wanted._replace(split=_learned(path)))
+            names = numbered([bare.largest()], masks, bare.name)
+        wanted = wanted._replace(masks=MaskConfig(masks.first, masks.void, names))
+    return kind(path, wanted)
+
+
+def mask_splits(path: Path) -> set[str]:
+    """The splits of images with masks."""
+    if shards := [path] if path.is_file() else list_shards(path, ".parquet"):
+        return splits_of(shards)
+    home = _first(path, IMAGES)
+    return {*split_folders(path), *(() if home is None else split_folders(home))}
+
+
+def _learned(path: Path) -> str | None:
+    """The split whose masks tell the classes: that of the training, where there is one."""
+    return "train" if mask_splits(path) & {"train", "training"} else None
+
+
+def _pair(path: Path, split: str | None) -> tuple[Path, Path, str | None]:
+    """The folders of images and masks of a split, and its name."""
+    if not path.is_dir():
+        raise SitusError(f"{path}: must be a folder or a .parquet file, with images and masks", field="data")
+    chosen = choose_split(mask_splits(path), split, str(path))
+    home = path / chosen if chosen is not None and (path / chosen).is_dir() else path
+    images, masks = _first(home, IMAGES), _first(home, MASKS)
+    if images is None or masks is None:
+        said = f"a folder of images ({', '.join(IMAGES)}) and one of masks ({', '.join(MASKS)}), or parquet files"
+        raise SitusError(f"{home}: holds no images with masks: {said}", field="data")
+    if chosen is None or home != path:
+        return images, masks, chosen
+    if not (masks / chosen).is_dir():
+        raise SitusError(f"{masks}: has no split {chosen!r}, and {images} has", field="data")
+    return images / chosen, masks / chosen, chosen
+
+
+def _first(folder: Path, names: tuple[str, ...]) -> Path | None:
+    return next((folder / name for name in names if (folder / name).is_dir()), None)
+
+
+def _stem(file: str) -> str:
+    return Path(file).with_suffix("").as_posix()

@@ -1,0 +1,119 @@
+"""Segmentation with UperNet over a transformer's depths, as MAE, BEiT and Swin are evaluated on ADE20K.
+
+Four depths of a plain ViT at four sizes (× 4, × 2, 1, ½), or the stages of a hierarchical model, give a class for every
+place of the input; an auxiliary head on the third learns the same beside it. Deviations: norms over groups (see
+`situs.methods.upernet`), and every depth of a ViT goes through the model's own final norm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from situs.backbones.base import Backbone
+from situs.config import Checked
+from situs.data.masks import VOID
+from situs.errors import SitusError
+from situs.limits import Count, NotNegative, Within
+from situs.methods.base import Batch, Draws, Method, Output
+from situs.methods.upernet import Pyramid, UperNet, normed, resize
+
+
+@dataclass(frozen=True)
+class SegmentationConfig(Checked):
+    """The decoder's own settings."""
+
+    width: Count = 512
+    """Channels of the decoder."""
+
+    auxiliary_weight: NotNegative = 0.4
+    """Weight of the auxiliary head's loss; 0: no such head."""
+
+    auxiliary_width: Count = 256
+    """Channels of the auxiliary head."""
+
+    dropout: Annotated[float, Within("[0, 1)")] = 0.1
+    """Share of the channels left out before the last layer of a head, in training."""
+
+
+class Segmentation(Method):
+    """UperNet on the backbone's feature maps. classes: how many there are."""
+
+    Config: ClassVar[type[SegmentationConfig]] = SegmentationConfig
+    needs_targets: ClassVar[tuple[str, ...]] = ("mask",)
+
+    def __init__(self, backbone: Backbone, config: SegmentationConfig, classes: int) -> None:
+        super().__init__(backbone)
+        if classes < 2:
+            raise SitusError(f"segmentation tells classes apart, and there are {classes}", field="data.masks.classes")
+        self.config, self.classes, self.levels = config, classes, backbone.levels()
+        widths = [level.dim for level in self.levels]
+        flat = not any(level.halved for level in self.levels)
+        # The model's final norm fits the last stage alone where stages differ.
+        self.norms = nn.ModuleList([nn.LayerNorm(width) for width in ([] if flat else widths[:-1])])
+        self.pyramid = Pyramid(widths) if flat else None
+        self.decoder = UperNet(widths, config.width)
+        self.classifier = nn.Conv2d(config.width, classes, 1)
+        self.auxiliary = None
+        if config.auxiliary_weight:
+            own = config.auxiliary_width
+            head = [normed(widths[-2], own, 3), nn.Dropout2d(config.dropout), nn.Conv2d(own, classes, 1)]
+            self.auxiliary = nn.Sequential(*head)
+        self.dropout = nn.Dropout2d(config.dropout)
+
+    def draw(self, batch: Batch, *, seed: int, epoch: int, progress: float = 0.0) -> Draws:
+        return {}
+
+    def maps(self, inputs: Tensor) -> list[Tensor]:
+        """The feature maps of inputs [B, C, H, W], from fine to coarse, [B, C_i, h_i, w_i]."""
+        tokens, positions, grid = self.backbone.embed_sized(inputs)
+        stream = self.backbone.assemble(tokens, positions)
+        taken: dict[int, Tensor] = {}
+        wanted = {level.block for level in self.levels}
+
+        def look(block: int, z: Tensor) -> None:
+            if block in wanted:
+                taken[block] = z
+
+        self.backbone.run_layers(stream, None, (look,))
+        found = []
+        for number, level in enumerate(self.levels):
+            z = taken[level.block]
+            own = number < len(self.norms)
+            patches = self.norms[number](z) if own else self.backbone.finish(replace(stream, z=z)).patches
+            sides = [-(-side // 2**level.halved) for side in grid]
+            found.append(patches.transpose(1, 2).unflatten(2, sides))
+        return found if self.pyramid is None else self.pyramid(found)
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Inputs [B, C, H, W] -> logits [B, K, H, W]."""
+        return resize(self.classifier(self.dropout(self.decoder(self.maps(inputs)))), inputs.shape[2:])
+
+    def forward(self, batch: Batch, draws: Draws) -> Output:
+        maps, size = self.maps(batch.inputs), batch.inputs.shape[2:]
+        logits = resize(self.classifier(self.dropout(self.decoder(maps))), size)
+        truth = batch.targets["mask"]
+        loss = mask_loss(logits, truth)
+        if self.auxiliary is not None:
+            loss = loss + self.config.auxiliary_weight * mask_loss(resize(self.auxiliary(maps[-2]), size), truth)
+        return Output(loss, {"accuracy": mask_accuracy(logits, truth)}, {"logits": logits.detach()})
+
+
+def mask_loss(logits: Tensor, truth: Tensor) -> Tensor:
+    """Cross entropy of logits [B, K, H, W] and classes [B, H, W]: the mean over all places, to which a void adds 0.
+
+    So the parts of a batch that is cut, by ranks or gradient accumulation, come to the whole's.
+    """
+    flat, classes = logits.permute(0, 2, 3, 1).flatten(0, 2).float(), truth.flatten().long()
+    return F.cross_entropy(flat, classes, ignore_index=VOID, reduction="sum") / classes.numel()
+
+
+@torch.no_grad()
+def mask_accuracy(logits: Tensor, truth: Tensor) -> Tensor:
+    """Share of the places with a class whose best class it is."""
+    known = truth != VOID
+    return ((logits.argmax(dim=1) == truth) & known).sum() / known.sum().clamp(min=1)

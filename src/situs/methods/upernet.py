@@ -1,0 +1,94 @@
+"""UperNet (Xiao et al., 2018): feature maps of several depths joined by pooling pyramid and top-down path.
+
+Groups are normalised where the paper normalises batches (over ranks): so a sample's features depend on no other, and
+ranks and micro-batches come to the same. Maps are resized by products with fixed matrices, whose gradients are the same
+each time on a GPU too, as those of torch's own kernels are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+POOLS = (1, 2, 3, 6)
+"""Sides of the pyramid's grids."""
+
+
+def resize(maps: Tensor, size: Sequence[int]) -> Tensor:
+    """Maps [B, C, h, w] at another size, bilinear (corners not aligned): a product for each direction."""
+    for side, want in zip((-2, -1), size, strict=True):
+        if maps.shape[side] != want:
+            taken = bilinear(maps.shape[side], want, maps.device).to(maps.dtype)
+            maps = taken @ maps if side == -2 else maps @ taken.T
+    return maps
+
+
+def bilinear(have: int, want: int, device: torch.device | None = None) -> Tensor:
+    """What each of `want` points takes of `have`, [want, have]."""
+    place = ((torch.arange(want, device=device) + 0.5) * (have / want) - 0.5).clamp(0, have - 1)
+    return (1 - (place[:, None] - torch.arange(have, device=device)).abs()).clamp(min=0)
+
+
+def pool(maps: Tensor, side: int) -> Tensor:
+    """Maps [B, C, h, w] as means over side × side cells, which overlap where they do not fit."""
+    rows, columns = (_cells(have, side, maps) for have in maps.shape[-2:])
+    return rows @ maps @ columns.T
+
+
+def _cells(have: int, want: int, like: Tensor) -> Tensor:
+    places, cells = torch.arange(have, device=like.device), torch.arange(want, device=like.device)[:, None]
+    inside = (places >= cells * have // want) & (places < -(-(cells + 1) * have // want))
+    return (inside / inside.sum(1, keepdim=True)).to(like.dtype)
+
+
+def normed(have: int, want: int, kernel: int = 1) -> nn.Sequential:
+    """A convolution, its norm over groups of 16 channels or fewer, and a ReLU."""
+    groups = next(count for count in range(max(1, want // 16), 0, -1) if want % count == 0)
+    convolution = nn.Conv2d(have, want, kernel, padding=kernel // 2, bias=False)
+    return nn.Sequential(convolution, nn.GroupNorm(groups, want), nn.ReLU())
+
+
+class Pyramid(nn.Module):
+    """Maps of a plain transformer, all on one grid, at four sizes: × 4, × 2, 1, ½. widths: of each map."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        first, second, *_ = widths
+        self.fourfold = nn.Sequential(
+            nn.ConvTranspose2d(first, first, 2, 2),
+            nn.GroupNorm(1, first),
+            nn.GELU(),
+            nn.ConvTranspose2d(first, first, 2, 2),
+        )
+        self.twofold = nn.ConvTranspose2d(second, second, 2, 2)
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        first, second, third, last = maps
+        return [self.fourfold(first), self.twofold(second), third, F.max_pool2d(last, 2, ceil_mode=True)]
+
+
+class UperNet(nn.Module):
+    """Maps from fine to coarse, [B, C_i, h_i, w_i], to one [B, width, h_0, w_0]. widths: C_i."""
+
+    def __init__(self, widths: Sequence[int], width: int) -> None:
+        super().__init__()
+        *finer, last = widths
+        self.pools = nn.ModuleList([normed(last, width) for _ in POOLS])
+        self.bottleneck = normed(last + len(POOLS) * width, width, 3)
+        self.laterals = nn.ModuleList([normed(have, width) for have in finer])
+        self.smooth = nn.ModuleList([normed(width, width, 3) for _ in finer])
+        self.fuse = normed(len(widths) * width, width, 3)
+
+    def forward(self, maps: Sequence[Tensor]) -> Tensor:
+        *finer, last = maps
+        size = last.shape[-2:]
+        pooled = [resize(layer(pool(last, side)), size) for layer, side in zip(self.pools, POOLS, strict=True)]
+        ways = [self.bottleneck(torch.cat([last, *pooled], dim=1))]
+        for lateral, each in zip(reversed(self.laterals), reversed(finer), strict=True):  # from coarse to fine
+            ways.insert(0, lateral(each) + resize(ways[0], each.shape[-2:]))
+        smoothed = [layer(way) for layer, way in zip(self.smooth, ways, strict=False)]
+        size = ways[0].shape[-2:]
+        return self.fuse(torch.cat([resize(each, size) for each in (*smoothed, ways[-1])], dim=1))
