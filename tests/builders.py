@@ -51,6 +51,6 @@ def small_hf(kind: str, **entries: Any) -> Backbone:
     return create_backbone(cls(cls.config_class(**entries)))
 
 
-def small_method(name: str, backbone: Backbone | None = None, **config: Any) -> Method:
+def small_method(name: str, backbone: Backbone | None = None, classes: int = 0, **config: Any) -> Method:
     """A method by name over `backbone`, or over a small ViT."""
-    return create_method(name, backbone or small_vit(), METHODS[name].Config(**config))
+    return create_method(name, backbone or small_vit(), METHODS[name].Config(**config), classes)

@@ -30,6 +30,10 @@ KEPT = {
     "train/run.py": "the data of a run, images or clips; any number of classes is for images alone",
     "evaluate/consistency.py": "a convolutional network's patches are pixels",
     "evaluate/probe/linear.py": "a key of its JSON",
+    "evaluate/probe/segments.py": "a mask gives each pixel its class",
+    "evaluate/segments/__init__.py": "the same",
+    "evaluate/segments/measure.py": "the same",
+    "evaluate/segments/scores.py": "the same",
 }
 """file -> why it speaks of them."""
 

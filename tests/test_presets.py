@@ -18,7 +18,9 @@ from situs.train.config import TrainConfig
 from situs.train.run import RunConfig, make_method
 
 NAMES = preset_names()
-CLASSES = {"cifar100": 100, "tiny-imagenet": 200, "imagenet": 1000, "samples": 10, "speech": 12}
+CLASSES = {"cifar100": 100, "tiny-imagenet": 200, "imagenet": 1000, "samples": 10, "speech": 12, "ade20k": 150}
+TUNED = ("finetune", "upernet")
+"""What the names of recipes say that start from another model."""
 
 
 def recipe(name: str) -> RunConfig:
@@ -51,7 +53,7 @@ def test_the_header_names_a_command_for_this_recipe_and_the_hardware(name: str) 
     verb, *flags = words(name)
     assert flags[flags.index("--preset") + 1] == name
     assert "--out" in flags
-    assert ("--from" in flags) == (verb == "finetune") == ("finetune" in name)
+    assert ("--from" in flags) == (verb == "finetune") == any(word in name for word in TUNED)
     module = import_module(VERBS[verb][0])
     assert parse(module.Args, ["--preset", name], prog="situs").preset == name
     many = "GPUs" in "".join(line for line in header if line.startswith("Hardware"))
@@ -62,8 +64,8 @@ def test_the_header_names_a_command_for_this_recipe_and_the_hardware(name: str) 
 def test_the_recipe_is_strict_complete_and_can_be_built(name: str) -> None:
     config = recipe(name)
     assert from_dict(RunConfig, to_dict(config)) == config
-    named = config.method_name if "finetune" not in name else "finetune"
-    assert named in name
+    named = {"segmentation": "upernet"}.get(config.method_name, config.method_name)
+    assert ("finetune" if "finetune" in name else named) in name
     assert "label" not in METHODS[config.method_name].needs_targets or config.method_name in ("supervised", "mjp")
     assert config.train.epochs != TrainConfig().epochs or "epochs" in load_preset(name)["train"]
     with torch.device("meta"):
@@ -73,6 +75,16 @@ def test_the_recipe_is_strict_complete_and_can_be_built(name: str) -> None:
     assert method.backbone.grid == (height // high, width // wide)
     if "label" in METHODS[config.method_name].needs_targets:
         assert method.backbone.model.num_classes == CLASSES[set_of(name)]
+
+
+def test_segmentation_is_the_recipe_of_maes_evaluation() -> None:
+    config = recipe("ade20k-upernet")
+    fields(config.method, width=512, auxiliary_weight=0.4, auxiliary_width=256)
+    fields(config.data, target="mask", img_size=512, batch=16)
+    assert (config.data.masks.first, config.data.masks.void) == (1, (0,))
+    fields(config.augment, crop="scaled", scales=[0.5, 2.0], flip=0.5)
+    fields(config.optim, lr=1e-4, weight_decay=0.05, layer_decay=0.65, schedule="linear", warmup_steps=1500)
+    assert (config.train.max_steps, config.backbone.drop_path) == (160_000, 0.1)
 
 
 # --- MP3: SPEC §2 -------------------------------------------------------------------------------------------

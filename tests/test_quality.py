@@ -110,6 +110,7 @@ COVERED = {
     "situs.pages.positions_audit": "test_init",
     "situs.pages.reconstruct": "test_init",
     "situs.pages.remedies": "test_init",
+    "situs.pages.segments": "test_init",
     "situs.pages.settings": "test_init",
     "situs.report.canvas": "test_figures",
     "situs.cli.split.certs": "test_train",

@@ -31,6 +31,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "mae": dict(decoder_width=32, decoder_depth=1, decoder_heads=2),
     "mjp": dict(mask_ratio=0.3),
     "mp3": dict(mask_ratio=0.5),
+    "segmentation": dict(width=16, auxiliary_width=16, dropout=0.0),
 }
 ONLY_SHUFFLED: dict[str, Any] = dict(unknown=False, dal="none", pixel_grid=(4, 4))
 PECULIAR: dict[tuple[str, str], dict[str, Any]] = {
@@ -62,14 +63,15 @@ def make(method: str, name: str, **sizes: int) -> Method:
         fields = fields | {"model_args": fields["model_args"] | sizes}
     backbone = create_backbone(name, num_classes=4, **fields)
     settings = SETTINGS.get(method, {}) | PECULIAR.get((method, name), {})
-    return create_method(method, backbone, METHODS[method].Config(**settings))
+    return create_method(method, backbone, METHODS[method].Config(**settings), classes=4)
 
 
 def batch(method: Method, count: int = 4) -> Batch:
     torch.manual_seed(1)
     size = method.backbone.input.shape or (32, 32)
     inputs, labels = torch.randn(count, method.backbone.input.channels, *size), torch.arange(count) % 4
-    return Batch(inputs, torch.arange(100, 100 + count), {"label": labels})
+    masks = labels[:, None, None].expand(count, *size)
+    return Batch(inputs, torch.arange(100, 100 + count), {"label": labels, "mask": masks})
 
 
 @pytest.mark.parametrize(("method", "name"), PAIRS)

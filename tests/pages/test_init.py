@@ -58,7 +58,12 @@ from situs.evaluate.position import Cell, PositionCurve, PositionGrid
 from situs.evaluate.probe.classes import ClassProbe, ClassProbes
 from situs.evaluate.probe.linear import Fitted, Linear, Score, Tried
 from situs.evaluate.probe.position import PositionProbe, PositionProbes
+from situs.evaluate.probe.segments import SegmentProbe, SegmentProbes
 from situs.evaluate.robustness.measures import Robustness
+from situs.evaluate.segments.measure import Segments
+from situs.evaluate.segments.measure import Shown as Segmented
+from situs.evaluate.segments.scores import SegmentScores
+from situs.evaluate.segments.windows import Inference
 from situs.locks.attacks import LockAudit
 from situs.locks.attacks.recovery import KeyRecovery
 from situs.locks.equivariance import Finding, Verification
@@ -123,7 +128,15 @@ def _probes(kind: str) -> Result:
     made = {NAME: provenance()}
     if kind == "class":
         return ClassProbes({NAME: ClassProbe(_score(2), _fitted(), 20, "mean")}, made, classes=("a", "b"))
+    if kind == "segments":
+        return SegmentProbes({NAME: SegmentProbe(_score(2), _fitted(), 20)}, made, classes=("a", NAME))
     return PositionProbes({NAME: PositionProbe(_score(4), _fitted(), 20, 1.5, 2.0, "zeros")}, made, grid=(2, 2))
+
+
+def _segments() -> Segments:
+    mask = torch.tensor([[0, 1, -1], [1, 1, 0]], dtype=torch.int16)
+    worst = [Segmented(NAME, 0.25, torch.rand(3, 4, 6), mask, mask.flip(1).clamp(min=0))]
+    return Segments(SegmentScores(torch.tensor([[3, 1], [0, 2]]), 0.5), (NAME, "b"), 1, worst, Inference())
 
 
 def _runs() -> Runs:
@@ -278,6 +291,8 @@ RESULTS: dict[str, tuple[Callable[[], Result], set[str]]] = {
     ),
     "StepComparison": (_comparison_of_steps, set()),
     "StepTable": (_steps, set()),
+    "SegmentProbes": (lambda: _probes("segments"), {"classes", "confusion"}),
+    "Segments": (_segments, {"classes", "confusion", "worst"}),
     "StudyResult": (_study_result, {"curves"}),
     "TextAudit": (_text_audit, set()),
     "Verification": (_verification, set()),

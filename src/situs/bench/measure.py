@@ -94,15 +94,16 @@ def make_method(case: StepCase) -> Method:
         model_args=case.model_args,
     )
     backbone.require("images")
-    return create_method(case.method, backbone, from_dict(kind.Config, case.settings))
+    return create_method(case.method, backbone, from_dict(kind.Config, case.settings), case.num_classes)
 
 
 def make_batch(method: Method, case: StepCase, size: int, device: torch.device) -> Batch:
-    """Images of noise, as many as are asked for, with labels of chance."""
+    """Images of noise, as many as are asked for, with labels or masks of chance."""
     sides = method.backbone.input.shape or _sides(case)
     images = torch.randn(size, method.backbone.input.channels, *sides, device=device)
-    labels = torch.randint(case.num_classes, (size,), device=device)
-    return Batch(images, torch.arange(size, device=device), {"label": labels})
+    masked = "mask" in method.needs_targets
+    labels = torch.randint(case.num_classes, (size, *sides) if masked else (size,), device=device)
+    return Batch(images, torch.arange(size, device=device), {"mask" if masked else "label": labels})
 
 
 def _sides(case: StepCase) -> tuple[int, int]:

@@ -1,8 +1,8 @@
-"""Train a classifier on a pretrained model, with the positions of your choice.
+"""Train a classifier or a segmentation on a pretrained model, with the positions of your choice.
 
 For example: situs finetune --from runs/mp3 --positions learned --data PATH --out runs/ft
 
-Backbone and image size are the model's own; the log holds top-1 and top-5 on the validation split.
+Backbone and image size are the model's own; the log holds top-1 and top-5 on the validation split, or mIoU.
 """
 
 from __future__ import annotations
@@ -42,6 +42,6 @@ class Args(Training):
 
 
 def run(args: Args) -> int:
-    """Fine-tunes; the log holds val_top1 and val_top5, or val_map and val_accuracy of multi-label data."""
+    """Fine-tunes; the log holds val_top1 and val_top5, val_map and val_accuracy of multi-label data, val_miou of masks."""
     asked = {"source": args.source, "positions": args.positions, "validate_every": args.validate_every}
     return tell(args.out or args.resume, args.config, train_finetuning(args.config, **asked, **args.place()))

@@ -66,9 +66,7 @@ def to_classes(numbers: Tensor, config: MaskConfig, count: int, name: str) -> Te
         number, last = int(numbers[strange][0]), class_numbers(config, count)[-1]
         void = f", and {', '.join(map(str, config.void))} for none" if config.void else ""
         said = f"holds the class number {number:,}, and the {count} classes have {config.first} to {last}{void}"
-        raise BrokenSampleError(
-            f"{name}: its mask {said}", field=("data.masks.first", "data.masks.void", "data.masks.classes")
-        )
+        raise BrokenSampleError(f"{name}: its mask {said}", field=("data.masks.first", "data.masks.void"))
     if not bool((classes != VOID).any()):
         raise BrokenSampleError(f"{name}: its mask is empty, every pixel is void")
     return classes
@@ -93,9 +91,7 @@ def names_beside(path: Path) -> tuple[str, ...]:
         return ()
     lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
     rows = [line.split("\t") for line in lines if line.strip()]
-    if (
-        file.name == _LISTS[0]
-    ):  # a header, then a row a class: its number, counts, its names, of which the first is usual
+    if file.name == _LISTS[0]:  # under a header a row a class: its number, counts, its names
         rows = [[row[-1].partition(",")[0].partition(";")[0]] for row in rows if row[0].strip().isdigit()]
     names = tuple(row[0].strip() for row in rows)
     if len({*names}) < len(names):

@@ -12,6 +12,7 @@ from situs.evaluate.knn import evaluate_knn
 from situs.evaluate.position import evaluate_position
 from situs.evaluate.probe.classes import evaluate_probe
 from situs.evaluate.robustness.run import PublishedSets, evaluate_robustness
+from situs.evaluate.segments.measure import evaluate_segments
 
 __all__ = [
     "PublishedSets",
@@ -22,6 +23,7 @@ __all__ = [
     "evaluate_position",
     "evaluate_probe",
     "evaluate_robustness",
+    "evaluate_segments",
     "extract_features",
     "write_features",
 ]

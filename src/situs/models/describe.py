@@ -98,7 +98,8 @@ def _method(backbone: Backbone, name: str) -> Verdict:
         return verdict
     try:
         with shapes_alone():
-            kind(copy.deepcopy(backbone), kind.Config())  # a copy: a method may prepare its backbone
+            classes = (2,) if classifies(kind) else ()
+            kind(copy.deepcopy(backbone), kind.Config(), *classes)  # a copy: a method may prepare its backbone
     except SitusError as error:
         return replace(verdict, holds=False, reason=str(error))
     except RuntimeError:  # it computes while it is made, and here nothing has values: what it needs is all we know

@@ -55,18 +55,21 @@ def segment_probe(found: SegmentProbes) -> Page:
     page = Page(f"{name}: linear segmentation probe", lead=said.sentence)
     section = page.section("Masks read off frozen features")
     section.table(*said.tables[0][1:], "On images that the layer was not fitted to.")
-    for model, probe in found.probes.items():
-        _classes(section, probe.scores, found.classes, model if len(found.probes) > 1 else "")
+    for number, (model, probe) in enumerate(found.probes.items(), start=1):
+        _classes(
+            section, probe.scores, found.classes, f", in {model}", f"classes-{number}" if number > 1 else "classes"
+        )
     _confusion(page.section(f"Which classes are taken for which, in {name}"), first.scores, found.classes)
     return finish_probe(page, found, PROBE + MEANING)
 
 
-def _classes(section: Section, scores: SegmentScores, classes: Sequence[str], model: str = "") -> None:
+def _classes(
+    section: Section, scores: SegmentScores, classes: Sequence[str], of: str = "", name: str = "classes"
+) -> None:
     rows = [row for row in by_class(scores, classes) if row["iou"] is not None]
-    of = f", in {model}" if model else ""
     if len(rows) <= _DRAWN:
         drawn = figures.bars({row["class"]: 100 * row["iou"] for row in rows}, "IoU, %", digits=".1f")
-        section.figure(drawn, f"Intersection over union of each class{of}.", name="-".join(["classes", *model.split()]))
+        section.figure(drawn, f"Intersection over union of each class{of}.", name=name)
         return
     weakest = sorted(rows, key=lambda row: row["iou"])[:_LISTED]
     section.table(
@@ -87,6 +90,6 @@ def _confusion(section: Section, scores: SegmentScores, classes: Sequence[str]) 
     order = mixed.flatten().argsort(descending=True)[:_LISTED].tolist()
     pairs = [divmod(place, len(classes)) for place in order if int(mixed.flatten()[place])]
     rows: list[list[Cell]] = [
-        [classes[a], classes[b], int(mixed[a, b]), f"{float(shares[a, b]):.1f}"] for a, b in pairs
+        [str(classes[a]), str(classes[b]), int(mixed[a, b]), f"{float(shares[a, b]):.1f}"] for a, b in pairs
     ]
     section.table(["class", "said to be", "pixels", "of the class, %"], rows, "The pairs that take most pixels.")

@@ -1,4 +1,4 @@
-"""mIoU of a segmentation over a whole split: per class, by image, and which classes are taken for which."""
+"""mIoU of a segmentation over a whole split: per class, by sample, and which classes are taken for which."""
 
 from __future__ import annotations
 

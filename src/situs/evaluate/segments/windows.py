@@ -58,7 +58,7 @@ def segment(
 def _slide(predict: Predict, picture: Tensor, window: tuple[int, int], how: Inference) -> Tensor:
     (height, width), (high, wide) = picture.shape[1:], window
     places = [(top, left) for top in starts(height, high, how.overlap) for left in starts(width, wide, how.overlap)]
-    total, seen = None, picture.new_zeros(height, width)
+    total, seen = None, torch.zeros(height, width, device=picture.device)
     for first in range(0, len(places), how.at_once):
         some = places[first : first + how.at_once]
         parts = predict(_windows(picture, some, window)).float()

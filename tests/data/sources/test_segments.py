@@ -1,0 +1,151 @@
+"""Images with masks as they lie on disk: three layouts, the classes' names, and one sentence for each fault."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from masked import disc, write_ade
+from PIL import Image
+
+from situs.data.masks import VOID, MaskConfig
+from situs.data.sources import open_source, splits_at
+from situs.errors import BrokenSampleError, SitusError
+
+ADE = MaskConfig(1, (0,))
+
+
+def encoded(array: np.ndarray, kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(array).save(file, kind)
+    return file.getvalue()
+
+
+def test_ade20ks_folders_are_read_as_they_are_published(tmp_path: Path) -> None:
+    write_ade(tmp_path, {"training": 3, "validation": 2})
+    assert splits_at(tmp_path, masks=True) == {"training", "validation"}
+    train, val = (open_source(tmp_path, split, channels=3, masks=ADE) for split in ("train", "val"))
+    assert (len(train), len(val), train.classes, train.target) == (3, 2, ("ground", "disc"), "mask")
+    sample = train.read(1)
+    picture, inside = disc(40, 36, 801)
+    assert np.array_equal(sample["image"].permute(1, 2, 0), picture)
+    assert torch.equal(sample["mask"][2:], torch.from_numpy(inside[2:].astype(np.int16)))
+    assert (sample["mask"][:2] == VOID).all() and sample["mask"].dtype == torch.int16
+
+
+@pytest.mark.parametrize("layout", ["train/images", "images"])
+def test_pairs_of_folders_need_no_splits_and_no_names(tmp_path: Path, layout: str) -> None:
+    masks = {"train/images": "train/masks", "images": "masks"}[layout]
+    for folder in (layout, masks):
+        (tmp_path / folder / "more").mkdir(parents=True)
+    for number, name in enumerate(("a.b", "more/c")):
+        picture, inside = disc(20, 20, number)
+        Image.fromarray(picture).save(tmp_path / layout / f"{name}.jpg")
+        Image.fromarray(inside * 3).save(tmp_path / masks / f"{name}.png")
+    Image.fromarray(inside).save(tmp_path / masks / "lonely.png")
+    source = open_source(tmp_path, channels=3, masks=MaskConfig())
+    assert source.classes == ("0", "1", "2", "3") and [source.key(row) for row in (0, 1)] == ["a.b.jpg", "more/c.jpg"]
+    assert source.read(0)["mask"].unique().tolist() == [0, 3]
+    assert "1 masks have no image, the first lonely.png" in source.notes[0]
+    named = open_source(tmp_path, channels=3, masks=MaskConfig(0, (1, 2), ("off", "on")))
+    assert named.classes == ("off", "on") and named.read(0)["mask"].unique().tolist() == [0, 1]
+
+
+def test_a_palette_and_16_bits_hold_class_numbers_too(tmp_path: Path) -> None:
+    write_ade(tmp_path, {"training": 3})
+    folder = tmp_path / "annotations" / "training"
+    source = open_source(tmp_path, channels=3, masks=ADE)
+    wanted = source.read(0)["mask"]
+    plain = Image.open(folder / "ADE_00000000.png")
+    numbers = np.asarray(plain)
+    indexed = Image.frombytes("P", plain.size, numbers.tobytes())
+    indexed.putpalette([0, 0, 0, 255, 0, 0, 0, 255, 0])
+    indexed.save(folder / "ADE_00000000.png")
+    assert torch.equal(source.read(0)["mask"], wanted)
+    Image.fromarray(numbers.astype(np.uint16)).save(folder / "ADE_00000000.png")
+    assert torch.equal(source.read(0)["mask"], wanted)
+    Image.fromarray(np.stack([numbers] * 3, -1)).save(folder / "ADE_00000000.png")
+    with pytest.raises(BrokenSampleError, match=r"its mask: cannot be decoded .*its pixels are RGB, and a mask has"):
+        source.read(0)
+
+
+FAULTS = {
+    "missing": r"ADE_00000001\.png: has no mask of its name in .*annotations/training$",
+    "size": r"ADE_00000001\.png: is 40 × 36 and its mask 10 × 12$",
+    "range": r"ADE_00000001\.png: its mask holds the class number 9, and the 2 classes have 1 to 2, and 0 for none$",
+    "empty": r"ADE_00000001\.png: its mask is empty, every pixel is void$",
+    "bytes": r"ADE_00000001\.png, its mask: cannot be decoded as an image \(no known format\)$",
+}
+
+
+def spoil(root: Path, fault: str) -> None:
+    file = root / "annotations" / "training" / "ADE_00000001.png"
+    if fault == "missing":
+        file.unlink()
+    elif fault == "bytes":
+        file.write_bytes(b"")
+    else:
+        shape, value = ((10, 12), 1) if fault == "size" else ((40, 36), 9 if fault == "range" else 0)
+        Image.fromarray(np.full(shape, value, np.uint8)).save(file)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_one_sentence(tmp_path: Path, fault: str) -> None:
+    spoil(write_ade(tmp_path, {"training": 3}), fault)
+    source = open_source(tmp_path, channels=3, masks=ADE)
+    with pytest.raises(BrokenSampleError, match=FAULTS[fault]):
+        source.read(1)
+    assert source.read(0).keys() == {"image", "mask"}
+
+
+def test_folders_that_are_no_such_set_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(SitusError, match="holds no images with masks: a folder of images"):
+        open_source(tmp_path, masks=ADE)
+    write_ade(tmp_path, {"training": 1, "validation": 1})
+    for file in (tmp_path / "annotations" / "validation").iterdir():
+        file.unlink()
+    (tmp_path / "annotations" / "validation").rmdir()
+    with pytest.raises(SitusError, match=r"annotations: has no split 'validation', and .*images has"):
+        open_source(tmp_path, "val", masks=ADE)
+    with pytest.raises(SitusError, match="samples: has no masks"):
+        open_source("samples", masks=ADE)
+
+
+def write_rows(file: Path, rows: list[tuple[bytes, bytes | None]]) -> None:
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    columns = [pa.array([{"bytes": each, "path": ""} for each in column], kind) for column in zip(*rows, strict=True)]
+    pq.write_table(pa.table({"image": columns[0], "mask": columns[1], "label": [0] * len(rows)}), file)
+
+
+def test_parquet_has_a_column_of_each(tmp_path: Path) -> None:
+    sets = [disc(20, 24, number) for number in range(3)]
+    rows = [(encoded(picture, "JPEG"), encoded(inside + 1)) for picture, inside in sets]
+    write_rows(tmp_path / "train-0.parquet", [*rows, (rows[0][0], None)])
+    write_rows(tmp_path / "test-0.parquet", rows[:1])
+    source = open_source(tmp_path, channels=3, masks=MaskConfig(1, ()))
+    assert (len(source), source.classes) == (4, ("1", "2"))
+    for row, (_, inside) in enumerate(sets):
+        assert np.array_equal(source.read(row)["mask"], inside)
+    with pytest.raises(BrokenSampleError, match="row 3 of row group 0: the row holds no mask"):
+        source.read(3)
+    test = open_source(tmp_path, "val", channels=3, masks=MaskConfig(1, ()))
+    assert (len(test), test.classes) == (1, ("1", "2"))
+    assert open_source(tmp_path).read(0).keys() == {"image", "label"}  # nobody asks for masks
+    write_rows(tmp_path / "other.parquet", rows)
+    table = pq.read_table(tmp_path / "other.parquet").drop(["mask", "label"])
+    pq.write_table(table, tmp_path / "other.parquet")
+    with pytest.raises(SitusError, match="has no column of masks, one of mask, masks, annotation"):
+        open_source(tmp_path / "other.parquet", masks=ADE)
+
+
+@pytest.mark.shared_data
+def test_the_pets_are_read_with_their_trimaps(shared_data: Path) -> None:
+    source = open_source(shared_data / "pets", "val", channels=3, masks=MaskConfig(1, (3,), ("pet", "background")))
+    sample = source.read(0)
+    assert (len(source), tuple(sample["image"].shape), tuple(sample["mask"].shape)) == (296, (3, 171, 128), (171, 128))
+    assert [int((sample["mask"] == each).sum()) for each in (0, 1, VOID)] == [10289, 8844, 2755]

@@ -1,0 +1,49 @@
+"""The decoder: its resizing and pooling are torch's own, its maps come together at the finest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from situs.methods.upernet import POOLS, Pyramid, UperNet, normed, pool, resize
+
+MAPS = torch.randn(2, 3, 7, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("size", [(20, 9), (4, 11), (7, 5), (1, 1), (14, 10), (3, 2)])
+def test_resizing_is_torchs(size: tuple[int, int]) -> None:
+    wanted = F.interpolate(MAPS, size, mode="bilinear", align_corners=False)
+    torch.testing.assert_close(resize(MAPS, size), wanted, rtol=0, atol=2e-6)  # its places are float32
+
+
+@pytest.mark.parametrize("side", [*POOLS, 8])
+def test_pooling_is_torchs(side: int) -> None:
+    torch.testing.assert_close(pool(MAPS, side), F.adaptive_avg_pool2d(MAPS, side), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize(("width", "groups"), [(512, 32), (16, 1), (24, 1), (48, 3), (7, 1), (50, 2)])
+def test_groups_have_sixteen_channels_or_fewer_that_divide(width: int, groups: int) -> None:
+    norm = normed(4, width)[1]
+    assert isinstance(norm, torch.nn.GroupNorm)
+    assert norm.num_groups == groups
+
+
+def test_a_pyramid_has_four_sizes_of_any_grid() -> None:
+    torch.manual_seed(0)
+    for high, wide in ((4, 6), (3, 5), (1, 1)):
+        sizes = [each.shape[2:] for each in Pyramid([8] * 4)([torch.randn(1, 8, high, wide) for _ in range(4)])]
+        halves = (-(-high // 2), -(-wide // 2))
+        assert sizes == [(4 * high, 4 * wide), (2 * high, 2 * wide), (high, wide), halves]
+
+
+def test_every_map_reaches_the_result_and_no_sample_another() -> None:
+    torch.manual_seed(0)
+    net = UperNet([4, 6, 8], 16).double()
+    maps = [torch.randn(2, c, s, s + 1, dtype=torch.float64, requires_grad=True) for c, s in ((4, 8), (6, 4), (8, 2))]
+    found = net(maps)
+    assert found.shape == (2, 16, 8, 9)
+    for gradient in torch.autograd.grad(found[0].square().sum(), maps):
+        assert float(gradient[0].abs().sum()) > 0 and float(gradient[1].abs().max()) < 1e-12
+    alone = net([each[1:] for each in maps])
+    torch.testing.assert_close(alone[0], found[1], rtol=0, atol=1e-10)
