@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from masked import write_ade
 
 from situs.cli.main import main
 
@@ -75,7 +76,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
             for number in range(each):
                 pixels = np.clip(chance.normal(grey, 30, (8, 8, 3)), 0, 255).astype("uint8")
                 Image.fromarray(pixels).save(base / "data" / split / name / f"{number}.png")
-    tables = {
+    tables: dict[str, Any] = {
         "method": {"name": "supervised"},
         "backbone": {
             "name": NAME,
@@ -89,6 +90,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     train_run(from_dict(RunConfig, tables), out=base / "run", device="cpu")
     train_run(from_dict(RunConfig, {**tables, "method": {"name": "mp3"}}), out=base / "mp3", device="cpu")
     export_run(base / "run", base / "export")
+    masked = {**tables["data"], "path": str(write_ade(base / "ade", {"training": 2, "validation": 2})), "batch": 2}
+    method = {"name": "segmentation", "width": 8, "auxiliary_width": 8}
+    segments = {**tables, "method": method, "data": {**masked, "masks": {"first": 1, "void": [0]}}}
+    train_run(from_dict(RunConfig, segments), out=base / "segments-run", device="cpu")
+    export_run(base / "segments-run", base / "segments-export")
     lock(base / "export", new_key(base / "owner.key"), base / "locked")
     torch.save(load_run(base / "run").method.backbone.model.state_dict(), base / "w.pt")
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -103,6 +109,9 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
     model, flags, data = world.source(kind), world.flags(kind), ["--data", str(world.base / "data")]
     if kind == "run" and verb in ("evaluate position", "analyze reconstruct"):
         model = str(world.base / "mp3")
+    if verb == "evaluate segments":
+        model = str(world.base / f"segments-{kind}") if kind in ("run", "export") else model
+        data = ["--data", str(world.base / "ade")]
     quick = ["--device", "cpu", "--batch", "12", "--data.workers", "0", "--steps", "1", "--optim.warmup-epochs", "0"]
     begun = [*data, *quick, "--out", str(out)]
     cpu, end = ["--device", "cpu"], ["--out", str(out), "--device", "cpu"]
@@ -141,12 +150,13 @@ def words(verb: str, kind: str, world: World, out: Path) -> list[str]:
 
 VERBS = (
     "info", "verify", "features", "evaluate accuracy", "evaluate consistency", "evaluate ensemble", "evaluate knn",
-    "evaluate position", "evaluate probe", "evaluate robustness", "analyze attention", "analyze correlation",
-    "analyze positions", "analyze reconstruct", "audit gradients", "audit positions", "audit split", "finetune --from",
-    "export", "lock",
+    "evaluate position", "evaluate probe", "evaluate robustness", "evaluate segments", "analyze attention",
+    "analyze correlation", "analyze positions", "analyze reconstruct", "audit gradients", "audit positions",
+    "audit split", "finetune --from", "export", "lock",
 )  # fmt: skip
 
 UNTRAINED, WHOLE = "no trained classifier", "runs only as a whole"
+UNSEGMENTED = "was not trained to segment"
 NO_HEAD = "no run, (so it has no|and only a run keeps its) position head"
 REFUSED: dict[str, dict[str, str]] = {
     "features": {"own": WHOLE},
@@ -157,6 +167,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "evaluate position": dict.fromkeys(KINDS[1:], NO_HEAD),
     "evaluate probe": {"own": WHOLE},
     "evaluate robustness": {"name": UNTRAINED},
+    "evaluate segments": dict.fromkeys(KINDS[2:], UNSEGMENTED),
     "analyze attention": {"own": WHOLE},
     "analyze correlation": {"own": WHOLE},
     "analyze positions": {"own": WHOLE},
@@ -177,6 +188,7 @@ REFUSED: dict[str, dict[str, str]] = {
 SHORT = {
     UNTRAINED: "no trained classifier",
     WHOLE: "runs only as a whole",
+    UNSEGMENTED: "not trained to segment",
     NO_HEAD: "no position head",
     "random weights": "nothing to start from",
     "a run cannot make again by itself": "cannot be made again",

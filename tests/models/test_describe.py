@@ -24,8 +24,8 @@ SMALL = {"vit": {"depth": 1}, "swin": {"depths": (1, 1, 1, 1), "embed_dim": 24}}
 @pytest.mark.parametrize(
     ("name", "refused"),
     [
-        ("bert", {"droppos", "mae", "mjp", "mp3", "supervised"}),
-        ("test_resnet", {"droppos", "mae", "mjp", "mp3"}),
+        ("bert", {"droppos", "mae", "mjp", "mp3", "segmentation", "supervised"}),
+        ("test_resnet", {"droppos", "mae", "mjp", "mp3", "segmentation"}),
         ("vit_tiny_patch16_224", set()),
         ("swin_tiny_patch4_window7_224", {"droppos", "mae", "mjp", "mp3"}),
         ("vit_small_patch16_rope_224", {"mjp"}),
@@ -39,13 +39,13 @@ def test_a_method_applies_where_it_can_be_made_with_its_defaults(name: str, refu
     for method, verdict in verdicts.items():
         if verdict.holds:
             small = next((sizes for kind, sizes in SMALL.items() if name.startswith(kind)), {})
-            assert create_method(method, create_backbone(name, model_args=small)).backbone.name == name
+            assert create_method(method, create_backbone(name, model_args=small), classes=2).backbone.name == name
             continue
         if name == "bert":  # from Python a method may learn from words; the command line reads images
             assert verdict.reason == backbone.refusals["images"]
             continue
         with pytest.raises(SitusError) as caught, torch.device("meta"):
-            create_method(method, backbone)
+            create_method(method, backbone, classes=2)
         assert verdict.reason in str(caught.value)
     if name == "test_resnet":
         assert "choose unknown=False, dal='none'" in verdicts["mjp"].reason
@@ -77,7 +77,7 @@ def test_people_read_sizes_lists_and_numbers_in_words() -> None:
 
 def test_methods_are_judged_by_what_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     class Needy:
-        needs = ("tokens", "context")
+        needs, needs_targets = ("tokens", "context"), ()
         Config = dict
 
         def __init__(self, backbone: Any, config: Any) -> None:

@@ -2,7 +2,7 @@
 
 For example: situs finetune --from runs/mp3 --positions learned --data PATH --out runs/ft
 
-Backbone and image size are the model's own; the log holds top-1 and top-5 on the validation split, or mIoU.
+Backbone and image size are the model's own; the log holds top-1 (or mIoU) on the validation split.
 """
 
 from __future__ import annotations
@@ -42,6 +42,6 @@ class Args(Training):
 
 
 def run(args: Args) -> int:
-    """Fine-tunes; the log holds val_top1 and val_top5, val_map and val_accuracy of multi-label data, val_miou of masks."""
+    """Fine-tunes; the log holds val_top1 and val_top5, val_map of multi-label data, val_miou of masks."""
     asked = {"source": args.source, "positions": args.positions, "validate_every": args.validate_every}
     return tell(args.out or args.resume, args.config, train_finetuning(args.config, **asked, **args.place()))

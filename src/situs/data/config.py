@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -133,6 +133,15 @@ class DataConfig(Checked):
         names = ("channels", "strict", "held_out", "multi_label", "kind", "audio")
         masks = self.masks if self.target == "mask" else None
         return {name: getattr(self, name) for name in names} | {"masks": masks}
+
+    def learned_by(self, method: str, needs: Sequence[str]) -> DataConfig:
+        """With the targets that a method needs: masks are read for one that learns from them."""
+        if "mask" in needs:
+            return replace(self, target="mask", multi_label=False)
+        if "label" in needs and self.target == "mask":
+            said = f"{method} learns a class an image, and masks are asked for"
+            raise SitusError(said, field=("data.target", "method"))
+        return self
 
     def split_by(self) -> dict[str, Any]:
         """What decides which splits the set has, by the arguments of `splits_at`."""

@@ -92,7 +92,7 @@ def settled(config: RunConfig) -> RunConfig:
     backbone, data, init = config.backbone, config.data, config.init
     if not data.path:
         raise SitusError(NO_DATA, field="data")
-    data = with_target(data, config.method_name)
+    data = data.learned_by(config.method_name, METHODS[config.method_name].needs_targets)
     if data.path != SAMPLES:
         data = replace(data, path=_absolute(data.path))
     if data.audio.noise is not None:
@@ -108,16 +108,6 @@ def settled(config: RunConfig) -> RunConfig:
     if data.img_size is None:
         data = replace(data, img_size=backbone.img_size or own_size(backbone))
     return replace(config, backbone=backbone, data=data, init=init)
-
-
-def with_target(data: DataConfig, method: str) -> DataConfig:
-    """The data with what the method learns from, where that is no class: masks are read for one that needs them."""
-    needs = METHODS[method].needs_targets
-    if "mask" in needs:
-        return replace(data, target="mask", multi_label=False)
-    if "label" in needs and data.target == "mask":
-        raise SitusError(f"{method} learns a class an image, and masks are asked for", field=("data.target", "method"))
-    return data
 
 
 def _absolute(text: str) -> str:
