@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import timm
 from PIL import Image
 
 import situs
@@ -39,6 +40,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(situs, "pretrain", partial(situs.pretrain, config="tiny.toml", **quiet))
     monkeypatch.setattr(situs, "finetune", partial(situs.finetune, config="rest.toml", **quiet))
     monkeypatch.setattr(situs, "audit_gradients", partial(situs.audit_gradients, count=1, attacks=["patchembed"]))
+    monkeypatch.setattr(timm, "create_model", partial(timm.create_model, depth=2))  # where no depth is asked for
     monkeypatch.setattr(situs, "verify", partial(situs.verify, steps=1))
     return tmp_path
 

@@ -57,10 +57,10 @@ def slow_attention(qkv: nn.Linear, proj: nn.Linear, z: list[Tensor], heads: int)
     for i in range(len(z)):
         parts = []
         for h in range(heads):
-            span = range(h * side, (h + 1) * side)
-            q = torch.stack([whole[i][c] for c in span])
-            keys = [torch.stack([w[width + c] for c in span]) for w in whole]
-            values = [torch.stack([w[2 * width + c] for c in span]) for w in whole]
+            first, last = h * side, (h + 1) * side
+            q = whole[i][first:last]
+            keys = [w[width + first : width + last] for w in whole]
+            values = [w[2 * width + first : 2 * width + last] for w in whole]
             scores = torch.stack([(q * k).sum() / math.sqrt(side) for k in keys])
             share = scores.exp() / scores.exp().sum()
             parts.append(sum(a * v for a, v in zip(share, values, strict=True)))

@@ -7,15 +7,15 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm import Warm
 
 from situs.errors import SitusError
 from situs.files import write_text
@@ -69,9 +69,12 @@ rows = [{ name = "hot", paper = [5.0, ""], job = ["hot-top1", "large"] }]
 """
 
 
-@pytest.fixture(autouse=True)
-def _faked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "COMMAND", (sys.executable, str(FAKE)))
+@pytest.fixture(autouse=True, scope="module")
+def _faked() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(running, "COMMAND", (sys.executable, str(FAKE)))
+        patch.setattr(running, "PAUSE", 0.01)
+        yield
 
 
 @pytest.fixture
@@ -93,9 +96,12 @@ def run(study: Path, out: Path, **changes: Any) -> StudyResult:
     return run_study(study, "samples", out=out, **changes)
 
 
-@pytest.fixture
-def peace(study: Path, tmp_path: Path) -> StudyResult:
-    return run(study, tmp_path / "peace")
+@pytest.fixture(scope="module")
+def peace(tmp_path_factory: pytest.TempPathFactory) -> StudyResult:
+    """What comes of the study where nothing disturbs it."""
+    place = tmp_path_factory.mktemp("peace")
+    (place / "mine.toml").write_text(STUDY)
+    return run(place / "mine.toml", place / "out")
 
 
 def test_a_study_runs_in_order_and_its_cell_holds_the_mean_over_the_seeds(peace: StudyResult) -> None:
@@ -149,13 +155,12 @@ from situs.studies import run as running
 running.COMMAND = (sys.executable, {str(FAKE)!r})
 running.run_study({str(study)!r}, "samples", out={str(tmp_path / "out")!r}, how=running.How(at_once=2))
 """
-    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "FAKE_STEP": "0.5"})
-    until = time.monotonic() + 120
-    while not list((tmp_path / "out").glob("jobs/pre-*/checkpoints/step-00000002")):
-        assert time.monotonic() < until and process.poll() is None
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
+    with Warm("-c", code, env={**os.environ, "FAKE_STEP": "0.5"}) as process:
+        until = time.monotonic() + 120
+        while not list((tmp_path / "out").glob("jobs/pre-*/checkpoints/step-00000002")):
+            assert time.monotonic() < until and process.poll() is None
+            time.sleep(0.05)
+        process.kill()
     assert json.loads((tmp_path / "out" / "jobs" / "pre-0.json").read_text())["state"] == "begun"
     study.write_text(STUDY.replace("max_steps = 6", "max_steps = 7"))
     with pytest.raises(SitusError, match="was run with"):  # what was begun with other settings is not gone on with

@@ -43,6 +43,9 @@ Say = Callable[[str], None]
 COMMAND = (sys.executable, "-m", "situs.studies.child")
 """What runs a job; the runner's process id and the words of `situs` follow."""
 
+PAUSE = 0.1
+"""Seconds between two looks at the jobs."""
+
 PATIENCE = 120.0
 """Seconds a job has to save itself and end when it is asked to."""
 
@@ -166,7 +169,7 @@ class _Runner:
                         self._start(task)
                     if not self.running:
                         break
-                    time.sleep(0.1)
+                    time.sleep(PAUSE)
             finally:
                 self._end()
         if interrupt.asked:

@@ -83,7 +83,7 @@ def flags_of(args_type: type[Any], start: Any = None, *, every: bool = False) ->
 
 
 def _own(args_type: type[Any], config: str) -> Iterator[Flag]:
-    kinds, texts = get_type_hints(args_type, include_extras=True), texts_of(args_type)
+    kinds, texts = _hints(args_type, include_extras=True), texts_of(args_type)
     for each in fields(args_type):
         if each.name == config:
             continue
@@ -109,7 +109,7 @@ def _choices(start: Any) -> Iterator[Flag]:
 
 def _below(config: Any, path: str, every: bool) -> Iterator[Flag]:
     """A config's own fields first, then those of the configs in it, each a group."""
-    kinds, texts, choices = get_type_hints(type(config)), texts_of(type(config)), choices_of(type(config))
+    kinds, texts, choices = _hints(type(config)), texts_of(type(config)), choices_of(type(config))
     groups = []
     for each in fields(config):
         value, below = getattr(config, each.name), f"{path}{each.name}"
@@ -139,6 +139,9 @@ def _short(name: str, long: Flag, paths: tuple[str, ...]) -> Flag:
 def flag_name(path: str) -> str:
     """`optim.warmup_epochs` -> `--optim.warmup-epochs`."""
     return "--" + path.replace("_", "-")
+
+
+_hints = cache(get_type_hints)
 
 
 @cache
