@@ -31,6 +31,9 @@ all together one name has at most half, so that no client keeps the others out."
 WAITING = ("busy", "early")
 """Refusals that time mends: another client's turn, or a message that overtook the one before it."""
 
+LOOKS = 0.25
+"""Seconds between two looks whether to stop."""
+
 NOBODY = "anyone"
 """Who asks where nobody shows a certificate."""
 
@@ -250,7 +253,7 @@ def run_server(
     say: Callable[[str], None] = print,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Service:
-    """Serves until `stopped`; looks for it four times a second."""
+    """Serves until `stopped`."""
 
     async def main() -> Service:
         service = Service(server, refusal_log(server.out), Denied(deny))
@@ -258,7 +261,7 @@ def run_server(
             host = split_address(listen, "listen")[0]
             say(f"listening on {host}:{port} {'in plaintext' if credentials is None else 'with certificates'}")
             while not stopped():
-                await asyncio.sleep(0.25)
+                await asyncio.sleep(LOOKS)
         return service
 
     return asyncio.run(main())
