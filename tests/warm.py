@@ -29,7 +29,8 @@ PYTEST = os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid()
 """The process that all workers end with."""
 
 READY = ("timm", "torch._dynamo", "torch.distributed.fsdp", "torchvision.transforms.v2", "safetensors.torch")
-PLACE = Path(tempfile.gettempdir()) / f"situs-tests-{os.getuid()}-{PYTEST}"
+PLACE = Path(min(tempfile.gettempdir(), "/tmp", key=len)) / f"situs-tests-{os.getuid()}-{PYTEST}"
+"""Where the server listens; such a path may not be long."""
 
 
 class Warm:
@@ -107,27 +108,29 @@ def warm(*words: object, timeout: float = 300, env: dict[str, str] | None = None
 
 
 def _connected() -> socket.socket:
-    """A line to the server, which the first who asks starts."""
+    """A line to the server, which the first who asks starts, and the next if it was killed."""
     PLACE.mkdir(mode=0o700, exist_ok=True)
     with (PLACE / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (PLACE / "log").exists():
-            log = (PLACE / "log").open("wb")
-            words, root = [sys.executable, __file__, str(PLACE), str(PYTEST)], Path(__file__).parent.parent
-            server = subprocess.Popen(words, cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-            server.returncode = 0  # it ends after us
-            log.close()
-    until = time.monotonic() + 120
-    while True:
-        line = socket.socket(socket.AF_UNIX)
-        try:
-            line.connect(str(PLACE / "line"))
-        except OSError:
-            line.close()
-            assert time.monotonic() < until, (PLACE / "log").read_text()
-            time.sleep(0.05)
-        else:
+        if (line := _line()) is not None:
             return line
+        (PLACE / "line").unlink(missing_ok=True)
+        words, root = [sys.executable, __file__, str(PLACE), str(PYTEST)], Path(__file__).parent.parent
+        with (PLACE / "log").open("wb") as log:
+            server = subprocess.Popen(words, cwd=root, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        while (line := _line()) is None:
+            assert server.poll() is None, (PLACE / "log").read_text()
+            time.sleep(0.02)
+        server.returncode = 0  # it ends after us
+        return line
+
+
+def _line() -> socket.socket | None:
+    line = socket.socket(socket.AF_UNIX)
+    if line.connect_ex(str(PLACE / "line")) == 0:
+        return line
+    line.close()
+    return None
 
 
 # --- the server ---------------------------------------------------------------------------------------------
