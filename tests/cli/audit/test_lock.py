@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from situs.cli.main import main
+from situs.locks.attacks.graph import Schedule, patient
 from situs.locks.attacks.recovery import BROKEN
 
 pytest.importorskip("cryptography")
@@ -138,8 +139,10 @@ def test_who_runs_the_blocks_reads_the_key_off_the_stream(
 
 
 def test_images_without_labels(
-    trained: Any, locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Any, locked: Locked, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    quick = {warmth: Schedule(1.0, patient(warmth).steps[::10]) for warmth in (0.25, 0.5, 1.0)}
+    monkeypatch.setattr("situs.locks.attacks.images.patient", quick.__getitem__)  # how far it comes does not matter
     for folder in (locked.plain, locked.cover):
         out = tmp_path / folder.name
         assert audit(folder, "--key", locked.key, "--images", trained.data, "--count", 7, "--out", out) == 0
