@@ -1,10 +1,13 @@
 """The attack on tokens over families of models, positions and batches: what is open, what came back, and how long.
 
-    python benchmarks/tokens.py --data FOLDER --case dinov2-98 --weights FILE --images 3
-    python benchmarks/tokens.py --data FOLDER --case vit-s4 --positions sincos --batch 2 --seconds 600
+    python benchmarks/tokens.py --data FOLDER --weights DINOV2_FILE --trained RUN_OR_EXPORT --images 2
+    python benchmarks/tokens.py --data FOLDER --only vit-s4/withheld --batches 2 --seconds 600
 
-The gradients of positions are withheld in every row. Images: every tenth by name (`--held-out`), or the others, on
-which limits may be set. Prints one row of a Markdown table for each upload, with its head.
+One row of a Markdown table for each upload of (family, positions, batch): with the position table's gradient sent
+`patchembed` is made, else `tokens`. "open": the directions that linear equations leave a token, as counted beforehand
+and as measured on gradients of a float64 step. Seconds are those of the processor. A photograph is exact from 54.15 dB
+on: every byte is the nearest.
+Images: every tenth by name (`--held-out`), or the others, on which limits may be set.
 """
 
 from __future__ import annotations
@@ -12,31 +15,55 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from situs.audit import Knowledge
+from situs.audit import Knowledge, create_attack
 from situs.audit.attacks.base import Refused
-from situs.audit.attacks.tokens.attack import TokensConfig, TokenSpans
+from situs.audit.attacks.tokens.attack import TokensConfig
+from situs.audit.attacks.tokens.block import Block
+from situs.audit.attacks.tokens.count import count
+from situs.audit.attacks.tokens.linear import Equations, read_spans
+from situs.audit.attacks.tokens.runs import NoBlockError
 from situs.audit.client import DTYPES, victim_gradients
-from situs.audit.defences import NoPositionGradient
-from situs.audit.scores.metrics import denormalise
+from situs.audit.defences import Defence, NoDefence, NoPositionGradient
+from situs.audit.scores.metrics import denormalise, match_patches, psnr
 from situs.audit.scores.scoring import pictures_of
+from situs.backbones import create_backbone
 from situs.models import open_model
 
+SMALL = {"img_size": 32, "patch_size": 4}
 CASES: dict[str, dict[str, Any]] = {
-    "vit-s4": {"source": "vit_small_patch16_224", "img_size": 32, "patch_size": 4},
+    "vit-s4": {"source": "vit_small_patch16_224", **SMALL},
+    "vit-s4-trained": {"source": "TRAINED"},
     "vit-s16": {"source": "vit_small_patch16_224"},
     "vit-b16": {"source": "vit_base_patch16_224"},
-    "dinov2-98": {"source": "vit_small_patch14_dinov2", "img_size": 98},
-    "dinov2-140": {"source": "vit_small_patch14_dinov2", "img_size": 140},
-    "dinov2-224": {"source": "vit_small_patch14_dinov2", "img_size": 224},
-    "rope-s4": {"source": "vit_small_patch16_rope_224", "img_size": 32, "patch_size": 4},
+    "dinov2-98": {"source": "vit_small_patch14_dinov2", "img_size": 98, "weights": "WEIGHTS"},
+    "dinov2-140": {"source": "vit_small_patch14_dinov2", "img_size": 140, "weights": "WEIGHTS"},
+    "dinov2-224": {"source": "vit_small_patch14_dinov2", "img_size": 224, "weights": "WEIGHTS"},
+    "eva02-98": {"source": "eva02_small_patch14_224", "img_size": 98},
+    "clip-b32": {"source": "vit_base_patch32_clip_224"},
+    "aimv2-98": {"source": "aimv2_large_patch14_224", "img_size": 98, "args": {"embed_dim": 384, "num_heads": 6}},
+    "dinov3-plus-s4": {"source": "vit_small_plus_patch16_dinov3", **SMALL},
+    "rope-s4": {"source": "vit_small_patch16_rope_224", **SMALL},
+    "relpos-s4": {"source": "vit_relpos_small_patch16_224", **SMALL},
 }
+"""Those with random weights have `DEPTH` blocks. eva02: SwiGLU, table and rotary; clip: a norm before the first block;
+aimv2: RMS norms, SwiGLU, queries without bias, at the width of a ViT-S; dinov3-plus: SwiGLU, rotary, registers."""
+
+DEPTH = 4
+
+POSITIONS = ("sent", "withheld", "sincos", "none", "own")
+"""sent, withheld: the gradient of the learned table; sincos, none: instead of it; own: rotary or relative ones."""
+
 NORMALISATION = ((0.5,) * 3, (0.5,) * 3)
-HEAD = ("model", "positions", "batch", "sent in", "open", "patches that fit", "PSNR, dB", "exact", "fits", "s")
+HEAD = (
+    "model", "positions", "batch", "open: counted", "measured", "patches that fit", "PSNR, dB", "exact", "in order",
+    "proved", "CPU s", "why",
+)  # fmt: skip
 
 
 def photographs(folder: Path, size: int, held_out: bool) -> Iterator[torch.Tensor]:
@@ -52,47 +79,104 @@ def photographs(folder: Path, size: int, held_out: bool) -> Iterator[torch.Tenso
                 yield (cut(image.convert("RGB")).float() / 255 - 0.5) / 0.5
 
 
+def opened(case: str, positions: str, args: argparse.Namespace) -> Any:
+    """The victim, or None where it has no such positions or its weights were not given."""
+    given = {"TRAINED": args.trained, "WEIGHTS": args.weights}
+    fields = {name: given.get(value, value) if isinstance(value, str) else value for name, value in CASES[case].items()}
+    own, other = case.startswith(("rope", "relpos", "dinov3")), positions in ("sincos", "none")
+    if (
+        None in fields.values()
+        or own != (positions == "own")
+        or (other and case not in ("vit-s4", "vit-s16", "vit-b16"))
+    ):
+        return None
+    source, weights = fields.pop("source"), fields.pop("weights", None)
+    if source == args.trained:
+        return open_model(source).backbone.float()
+    if weights is not None:
+        return open_model(source, weights=weights, num_classes=100, **fields).backbone.float()
+    torch.manual_seed(0)
+    fields |= {"positions": positions} if other else {}
+    shape = {"depth": DEPTH, **fields.pop("args", {})}
+    return create_backbone(source, num_classes=100, model_args=shape, **fields).float().eval()
+
+
+@torch.no_grad()
+def measured(backbone: Any, x: torch.Tensor, defence: Defence) -> tuple[Any, int | str]:
+    """What is counted, and the directions that the equations of a float64 step leave open."""
+    precise = deepcopy(backbone).double()
+    with torch.enable_grad():
+        sent = victim_gradients(precise, x.double(), torch.arange(len(x)), defence=defence, dtype=torch.float64)
+    block = Block(precise.requires_grad_(False).eval())
+    counts = count(block, len(x))
+    if counts.full:
+        return counts, "-"
+    family = Equations(block, read_spans(block, sent, counts)).family(counts.open)
+    unknowns = counts.x + counts.proj + block.norm2.biased + (counts.informs and block.norm1.biased)
+    unknowns += block.norm0 is not None
+    return counts, int((family.values < 1e-9 * family.values[0]).sum()) + unknowns - len(family.values)
+
+
+def row(backbone: Any, x: torch.Tensor, positions: str, args: argparse.Namespace) -> list[Any]:
+    defence = NoDefence() if positions == "sent" else NoPositionGradient()
+    known = Knowledge(defence, len(x), normalisation=NORMALISATION)
+    name = "patchembed" if positions == "sent" else "tokens"
+    attack = create_attack(name, TokensConfig(seconds=args.seconds, rounds=args.rounds))
+    counts, real = None, denormalise(x, *NORMALISATION)
+    predicted: list[Any] = ["-", "-"]
+    if name == "tokens":
+        try:
+            counts, found = measured(backbone, x, defence) if args.measure else (None, "-")
+            predicted = ["-" if counts is None or counts.full else counts.open, found]
+        except NoBlockError:
+            pass
+    sent = victim_gradients(backbone, x, torch.arange(len(x)), defence=defence, dtype=DTYPES[args.precision])
+    begun = time.process_time()
+    ready = attack.prepare(backbone, sent, known)
+    if isinstance(ready, Refused):
+        return [*predicted, "-", "-", "-", "-", "-", "-", ready.reason]
+    found = attack.recover(backbone, [sent], known)
+    taken, fact = time.process_time() - begun, found.facts[0]
+    pixels = pictures_of(found, real, len(x), NORMALISATION)
+    values = psnr(pixels, real)
+    order = match_patches(pixels, real, (x.shape[-2] // backbone.grid[0], x.shape[-1] // backbone.grid[1])).order
+    fit = fact.get("patches_that_fit")
+    fit = "-" if fit is None else f"{fit} of {len(x) * backbone.num_tokens}"
+    sure = bool(fact.get("fits")) and "hidden" not in fact and fact.get("sharp") is not False
+    said = [fact.get("verdict"), counts.reason if counts is not None else ""]
+    told = [fit, " ".join(f"{value:.1f}" for value in values.tolist()), int((values >= 54.15).sum())]
+    told += [f"{float(order.mean()):.2f}", "yes" if sure else "no", f"{taken:.1f}"]
+    return [*predicted, *told, "; ".join(dict.fromkeys(part for part in said if part))]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--case", choices=CASES, required=True)
-    parser.add_argument("--positions")
-    parser.add_argument("--weights", default="random")
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--only", nargs="*", default=[""], help="parts of family/positions, as vit-s4/withheld")
+    parser.add_argument("--weights", help="of DINOv2 ViT-S/14: a file")
+    parser.add_argument("--trained", help="a ViT-S/4: a run or an export")
+    parser.add_argument("--batches", type=int, nargs="*", default=[1])
     parser.add_argument("--images", type=int, default=1, help="uploads")
     parser.add_argument("--precision", choices=DTYPES, default="fp32")
     parser.add_argument("--seconds", type=float, default=TokensConfig.seconds)
+    parser.add_argument("--rounds", type=int, default=100)
     parser.add_argument("--held-out", action="store_true")
+    parser.add_argument("--measure", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
-    fields = dict(CASES[args.case])
-    if args.positions is not None:
-        fields["positions"] = args.positions
-    backbone = open_model(fields.pop("source"), weights=args.weights, num_classes=100, **fields).backbone.float()
-    assert backbone.input.shape is not None
-    size = backbone.input.shape[0]
-    pictures = photographs(args.data, size, args.held_out)
-    defence = NoPositionGradient()
-    known = Knowledge(defence, args.batch, normalisation=NORMALISATION)
-    attack = TokenSpans(TokensConfig(seconds=args.seconds, rounds=100))
-    print("| " + " | ".join(HEAD) + " |\n|" + "---|" * len(HEAD))
-    for _ in range(args.images):
-        x = torch.stack([next(pictures) for _ in range(args.batch)])
-        sent = victim_gradients(backbone, x, torch.arange(args.batch), defence=defence, dtype=DTYPES[args.precision])
-        begun = time.monotonic()
-        ready = attack.prepare(backbone, sent, known)
-        row: list[Any] = [args.case, args.positions or "its own", args.batch, args.precision]
-        if isinstance(ready, Refused):
-            print("| " + " | ".join(map(str, [*row, ready.reason])) + " |")
-            return
-        found = attack.recover(backbone, [sent], known)
-        taken, real = time.monotonic() - begun, denormalise(x, *NORMALISATION)
-        pixels = pictures_of(found, real, args.batch, NORMALISATION)
-        psnr = -10 * (pixels - real).square().mean(dim=(1, 2, 3)).log10()
-        fact = found.facts[0]
-        fit = f"{fact['patches_that_fit']} of {args.batch * backbone.num_tokens}"
-        row += [fact["open_directions"], fit, " ".join(f"{value:.1f}" for value in psnr.tolist())]
-        row += [int((psnr >= 54.15).sum()), fact["fits"], f"{taken:.1f}"]
-        print("| " + " | ".join(map(str, row)) + " |", flush=True)
+    print("| " + " | ".join(HEAD) + " |\n|" + "---|" * len(HEAD), flush=True)
+    for case in CASES:
+        for positions in POSITIONS:
+            if not any(part in f"{case}/{positions}" for part in args.only):
+                continue
+            backbone = opened(case, positions, args)
+            if backbone is None:
+                continue
+            for batch in args.batches:
+                pictures = photographs(args.data, backbone.input.shape[0], args.held_out)
+                for _ in range(args.images):
+                    x = torch.stack([next(pictures) for _ in range(batch)])
+                    cells = [case, positions, batch, *row(backbone, x, positions, args)]
+                    print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 if __name__ == "__main__":

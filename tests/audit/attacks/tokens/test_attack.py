@@ -27,6 +27,7 @@ from situs.audit.defences import (
 )
 from situs.audit.judge.gate import doubt_of
 from situs.backbones import create_backbone
+from situs.backbones.lora import add_lora
 from situs.core.tokens import patchify
 
 
@@ -68,6 +69,24 @@ def test_a_frozen_table_is_no_defence() -> None:
     assert psnr(attacked(backbone, x, NoDefence()).images, x) > 60
 
 
+@pytest.mark.parametrize("withheld", ["attn.qkv", "attn.proj", "mlp.fc1", "patch_embed"])
+def test_half_of_the_first_block_is_enough(withheld: str) -> None:
+    backbone, x = vit().float(), photographs()
+    sent = {name: g for name, g in victim_gradients(backbone, x, torch.tensor([0])).items() if withheld not in name}
+    attack = create_attack("tokens")
+    ready = attack.prepare(backbone, sent, Knowledge())
+    assert isinstance(ready, Ready) and ready.reads is not None and set(ready.reads) <= set(sent)
+    found = attack.recover(backbone, [{name: sent[name] for name in ready.reads}])
+    assert psnr(found.images, x) > 60 and found.facts[0]["fits"] is True
+
+
+def test_low_rank_products_are_no_victim_and_the_number_says_why() -> None:
+    backbone = vit().float()
+    add_lora(backbone, rank=4, alpha=4.0, targets=["qkv"])
+    found = create_attack("tokens").prepare(backbone, dict(backbone.named_parameters()), Knowledge())
+    assert isinstance(found, Refused) and "at most 4 of the 17 directions" in found.reason
+
+
 def test_noise_that_drowns_the_spans_is_no_fit() -> None:
     backbone, x = vit().float(), photographs()
     quiet, loud = attacked(backbone, x, Noise(1e-9)), attacked(backbone, x, Noise(1e-2))
@@ -93,7 +112,11 @@ def test_what_it_cannot_do_is_said() -> None:
         return found.reason
 
     assert "adaptive-mjp" in reason(defence=MaskedJigsaw())
-    assert "blocks.0.attn.proj.weight is not sent" in reason(sent={n for n in names if "attn.proj" not in n})
+    rest = {name for name in names if not any(part in name for part in ("attn.qkv", "attn.proj"))}
+    assert "blocks.0.attn.qkv.weight and model.blocks.0.attn.proj.weight is not sent" in reason(sent=rest)
+    assert "holds every patch (16 of 48 directions)" in reason(sent=rest) and "later blocks" in reason(sent=rest)
+    frozen = vit(size=8, width=32).float()
+    assert "48 values a patch are not fewer than 32 channels" in reason(frozen, {n for n in names if "patch" not in n})
     assert "not fewer than 32 channels" in reason(vit(size=24, width=32))
     large = create_backbone("vit_small_patch16_224", positions="none", model_args={"depth": 1}).eval()
     assert "a round of search for them takes about" in reason(large)

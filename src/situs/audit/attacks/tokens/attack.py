@@ -34,6 +34,7 @@ from situs.audit.deadline import Deadline
 from situs.audit.defences import Gradients
 from situs.audit.stem import patches_of, to_images
 from situs.backbones.base import Backbone
+from situs.backbones.lora import low_rank_names
 
 BLURRED = "rounding and noise blur the row spaces so far that a wrong token passes like a right one: nothing is proved"
 
@@ -76,6 +77,8 @@ class TokenSpans(Attack):
         self._read: tuple[weakref.ref[Backbone], list[int], Block | str] | None = None
 
     def prepare(self, backbone: Backbone, sent: Collection[str], known: Knowledge) -> Ready | Refused:
+        if (reason := _low_rank(backbone, known.batch)) is not None:
+            return Refused(reason)
         block = self._block(backbone)
         if isinstance(block, str):
             return Refused(block)
@@ -83,10 +86,16 @@ class TokenSpans(Attack):
             return Refused("patches whose places are hidden are what adaptive-mjp separates")
         layers, stem = block.layers, block.stem
         patches = (stem.weight,) if stem.weight in sent else ()
-        counts = count(block, known.batch, bool(patches))
+        counts = count(block, known.batch, sent)
+        if not counts.full and (counts.open or not (counts.informs or counts.second)):
+            lacking = absent(sent, (*layers.qkv, layers.proj, *layers.fc1, layers.fc2))
+            if lacking is not None:
+                return Refused(f"{lacking.reason}; {_left(block, counts, known.batch, bool(patches))}")
         if counts.full:
             return Refused(counts.full)
-        reads = (*layers.qkv, layers.proj, *layers.fc1, *([layers.fc2] if counts.open else []))
+        reads = (layers.proj, *layers.fc1) if counts.second else ()
+        reads = (*layers.qkv, *reads) if counts.informs or counts.open else reads
+        reads = (*reads, layers.fc2) if counts.open else reads
         cost = counts.work * self.config.steps / SPEED[block.weight.device.type != "cpu"]
         if counts.open and cost > LONG * self.config.seconds:
             return Refused(
@@ -94,7 +103,7 @@ class TokenSpans(Attack):
                 f"{self.config.seconds:g} s were given for one upload"
             )
         limit = TURN * self.config.seconds if counts.open else None
-        return absent(sent, reads) or Ready((*patches, *reads), _caveat(block, known, counts, bool(patches)), limit)
+        return Ready((*patches, *reads), _caveat(block, known, counts, sent), limit)
 
     @torch.no_grad()
     def recover(
@@ -112,7 +121,7 @@ class TokenSpans(Attack):
         for upload in uploads:
             if images and deadline.over():
                 break
-            counts = count(block, known.batch, block.stem.weight in upload)
+            counts = count(block, known.batch, upload)
             if counts.open:
                 moved = Block(halfway(block.backbone, upload, known)) if known.local_steps > 1 else block
                 spans = read_spans(moved, upload, counts, known.even, known.forward)
@@ -192,7 +201,7 @@ def _solved(block: Block, upload: Gradients, known: Knowledge) -> tuple[Tensor, 
     were sent out. The path is smooth, so that a few inputs a token span all: the fewest that leave what fits.
     """
     best: tuple[Tensor, dict[str, Fact]] | None = None
-    for counts in times_counted(block, known, block.stem.weight in upload):
+    for counts in times_counted(block, known, upload):
         spans = read_spans(block, upload, counts, known.even, known.forward)
         found = solve(block, spans, counts)
         fact = _facts(counts, misfit(block, spans, found))
@@ -243,9 +252,38 @@ def _pixels(block: Block, known: Knowledge) -> Range:
     return Range(rows.amin(dim=(0, 1)), rows.amax(dim=(0, 1)))
 
 
-def _caveat(block: Block, known: Knowledge, counts: Counts, patches_sent: bool) -> str | None:
+def _left(block: Block, counts: Counts, batch: int, patches: bool) -> str:
+    """What an attacker still has without the gradients of the first block: one clause."""
+    values = block.weight.shape[1]
+    held = (
+        f"the row space of {block.stem.weight} still holds every patch ({counts.x} of {values} directions)"
+        if patches and counts.x < values
+        else f"{block.stem.weight} tells nothing beside, for every patch is in its row space"
+    )
+    tokens = batch * (block.places + len(block.prefix))
+    return (
+        f"{held}; those of later blocks hold the {tokens} tokens there, no linear function of the pixels, and "
+        "every sum of them as well: nothing is solved for in those, which says nothing about privacy"
+    )
+
+
+def _low_rank(backbone: Backbone, batch: int) -> str | None:
+    """Why a model that is trained by products of low rank beside frozen matrices is not solved for."""
+    own = dict(backbone.named_parameters())
+    ranks = {own[name].shape[0] for name in low_rank_names(backbone) if name.endswith("down")}
+    if not ranks:
+        return None
+    tokens = batch * (backbone.num_tokens + backbone.num_prefix)
+    shown = f"at most {max(ranks)} of the" if max(ranks) < tokens else "the"
+    return (
+        f"its matrices are frozen, and the gradient of a product of rank {max(ranks)} beside one shows {shown} "
+        f"{tokens} directions that its tokens span: nothing is solved for in those, which says nothing about privacy"
+    )
+
+
+def _caveat(block: Block, known: Knowledge, counts: Counts, sent: Collection[str]) -> str | None:
     steps = known.local_steps
-    if steps == 1 or (not counts.open and times_counted(block, known, patches_sent)[-1].times == steps):
+    if steps == 1 or (not counts.open and times_counted(block, known, sent)[-1].times == steps):
         return None
     return (
         f"{steps} local steps: the weights move between them, and the inputs of so many steps are more than the "

@@ -8,6 +8,7 @@ directions drown in rounding.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,8 @@ from situs.audit.attacks.tokens.block import Block
 class Counts(NamedTuple):
     """Ranks by layer (x: the patch embedding's), r_PE as `table`, and the numbers of open directions.
 
-    informs: whether the span of queries, keys and values says more than the weights do. structural: combinations of
+    informs: whether the span of queries, keys and values is there and says more than the weights do. second: whether
+    those of the attention's last and the MLP's first layer are there. structural: combinations of
     tokens whose places add up to one place pass every linear test. general: unknowns beyond the equations. work:
     products of one step of a search at all places. times: as in `count`.
     """
@@ -33,6 +35,7 @@ class Counts(NamedTuple):
     fc2: int
     table: int
     informs: bool
+    second: bool
     full: str
     structural: int
     general: int
@@ -57,17 +60,21 @@ class Counts(NamedTuple):
         return f"{self.open} directions of each token are open: there are so many more unknowns than linear equations"
 
 
-def count(block: Block, batch: int, patches_sent: bool = True, times: int = 1) -> Counts:
-    """The ranks and open directions of a batch. patches_sent: whether the patch embedding's gradient is sent.
+def count(block: Block, batch: int, sent: Collection[str] | None = None, times: int = 1) -> Counts:
+    """The ranks and open directions of a batch. sent: names of the gradients that are; None for all.
 
     times: weights that the gradients were taken at, one after the other (local steps): a layer's inputs differ between
     them, and so do all of their places, so that no sum of others passes for a token. The patches stay the same.
     """
+    layers = block.layers
+    patches_sent = sent is None or block.stem.weight in sent
+    first_sent = sent is None or all(name in sent for name in layers.qkv)
+    second = sent is None or all(name in sent for name in (layers.proj, *layers.fc1))
     places, prefix = block.places, len(block.prefix)
     dim, values = block.weight.shape
     width, hidden = block.into.shape[0], block.late(block.base[:1]).shape[-1]
     tokens = batch * (places + prefix)
-    k = min(values, batch * places) if patches_sent else values
+    k = min(values, batch * places) if patches_sent else min(values, dim)
     table = table_rank(block, k)
     scaled = block.norm0 is not None  # one more unknown, and its bias one more direction
     added = scaled and block.norm0 is not None and block.norm0.biased
@@ -76,15 +83,20 @@ def count(block: Block, batch: int, patches_sent: bool = True, times: int = 1) -
     bound, fed = _space(block.norm1, dim), times * tokens
     qkv = min(distinct, weights_alone, bound)
     proj, fc1, fc2 = min(fed, width), min(fed, _space(block.norm2, dim)), min(fed, hidden)
-    informs = qkv < min(weights_alone, bound)
+    informs = first_sent and qkv < min(weights_alone, bound)
     first = _equations(block.norm1, dim, qkv) if informs else 0
-    general = k + proj + scaled - first - _equations(block.norm2, dim, fc1)
+    general = k + scaled - first + (proj - _equations(block.norm2, dim, fc1) if second else 0)
     full = f"{fed} tokens are not fewer than {dim} channels, so that every input fits" if fed >= dim else ""
+    if not full and not patches_sent and values >= dim:
+        full = (
+            f"the gradient of {block.stem.weight} is not sent, and {values} values a patch are not fewer than {dim} "
+            f"channels: every token then fits every place, and {values - dim} directions of its pixels are in none"
+        )
     ranks = (k, qkv, proj, fc1, fc2, table)
     structural = tokens - table - prefix
     free = max(structural, general, 0)
     work = float(places * free * hidden * (4 * fc2 + free))
-    return Counts(*ranks, informs, full, structural, general, work, times)
+    return Counts(*ranks, informs, second, full, structural, general, work, times)
 
 
 def table_rank(block: Block, k: int) -> int:

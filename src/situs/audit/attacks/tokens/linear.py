@@ -26,12 +26,13 @@ STEPS = 3
 
 
 class Spans(NamedTuple):
-    """Row spaces of the gradients that were sent; None for those that say nothing (x: every patch is in it)."""
+    """Row spaces of the gradients that were sent; None for those that are not, or say nothing (x: every patch is in
+    it). proj and fc1: both or none."""
 
     x: Span | None
     qkv: Span | None
-    proj: Span
-    fc1: Span
+    proj: Span | None
+    fc1: Span | None
 
 
 def read_spans(
@@ -42,9 +43,14 @@ def read_spans(
     x = None
     if counts.x < block.weight.shape[1]:
         x = Span(flat_weight(upload[stem.weight], stem), counts.x, *blur)
-    qkv, fc1 = (torch.cat([whole_rows(upload[name]) for name in names]) for names in (layers.qkv, layers.fc1))
-    first = Span(qkv, counts.qkv, *blur) if counts.informs else None
-    return Spans(x, first, Span(upload[layers.proj], counts.proj, *blur), Span(fc1, counts.fc1, *blur))
+
+    def joined(names: Sequence[str], rank: int) -> Span:
+        return Span(torch.cat([whole_rows(upload[name]) for name in names]), rank, *blur)
+
+    first = joined(layers.qkv, counts.qkv) if counts.informs else None
+    if not counts.second:
+        return Spans(x, first, None, None)
+    return Spans(x, first, joined([layers.proj], counts.proj), joined(layers.fc1, counts.fc1))
 
 
 class Tokens(NamedTuple):
@@ -104,7 +110,7 @@ class Equations:
         self.block, weights = block, weights or Weights()
         values = block.weight.shape[1]
         self.x = torch.eye(values).to(block.weight) if spans.x is None else _basis(spans.x)
-        self.o = _basis(spans.proj)
+        self.o = block.into.new_zeros(0, len(block.into)) if spans.proj is None else _basis(spans.proj)
         self.first = _Group(block.norm1, spans.qkv, weights.first)
         self.second = _Group(block.norm2, spans.fc1, weights.second)
         self.z, self.mixing = block.enter(self.x @ block.weight.T), self.o @ block.into

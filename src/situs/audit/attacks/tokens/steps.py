@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from copy import deepcopy
 
 import torch
@@ -13,7 +14,7 @@ from situs.audit.defences import Gradients
 from situs.backbones.base import Backbone
 
 
-def times_counted(block: Block, known: Knowledge, patches_sent: bool) -> list[Counts]:
+def times_counted(block: Block, known: Knowledge, sent: Collection[str]) -> list[Counts]:
     """The ranks for ever more inputs a token, as far as that leaves nothing open; at least those of one input.
 
     The sum over k steps holds k inputs of every token, in its row space all of them: that of the first step belongs to
@@ -21,7 +22,7 @@ def times_counted(block: Block, known: Knowledge, patches_sent: bool) -> list[Co
     """
     found: list[Counts] = []
     for times in range(1, known.local_steps + 1):
-        here = count(block, known.batch, patches_sent, times)
+        here = count(block, known.batch, sent, times)
         if times > 1 and (here.full or here.open):
             break
         found.append(here)
