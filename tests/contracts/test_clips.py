@@ -262,6 +262,28 @@ def test_what_is_for_images_is_one_sentence(
     assert not (tmp_path / "run").exists() and not (tmp_path / "packed").exists()
 
 
+def test_images_for_clips_and_clips_for_images_are_told(
+    clips: Path, tuned: Path, small: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ["--steps", "1", "--device", "cpu", "--out", str(tmp_path / "run")]
+    preset = ["pretrain", "--preset", "speech-mp3", *small[:2]]
+    told = "samples: holds images, and clips are asked for (--data)"
+    assert told in refused([*preset, "--data", "samples", *out], capsys)
+    asked = refused(["pretrain", "--preset", "cifar100-mp3", "--data", str(clips), *out], capsys)
+    assert f"{clips}: holds clips, and images are asked for: mean=" in asked
+    assert "holds clips, and images are asked for (--data)" in refused(
+        [*preset, "--data", str(clips), "--data.kind", "image", *out], capsys
+    )
+    look = ["--device", "cpu", "--out", str(tmp_path / "look")]
+    assert told in refused(["evaluate", "accuracy", str(tuned), "--data", "samples", *look], capsys)
+    said = refused([*preset, "--data", str(clips), "--data.audio.seconds", "0.01", *out], capsys)
+    assert "seconds=0.01: must be at least a frame, 0.03 s (--data.audio.seconds)" in said
+    (tmp_path / "cover").mkdir()
+    (tmp_path / "cover" / "a.png").write_bytes(b"")
+    write(tmp_path / "cover" / "word" / "b.wav", tone(0, 0))
+    assert kind_of(tmp_path / "cover", "audio") == "audio" and kind_of(tmp_path / "cover") == "image"
+
+
 def test_spectrogram_patches_of_transformers_are_trained_and_come_back(clips: Path, tmp_path: Path) -> None:
     transformers: Any = pytest.importorskip("transformers", reason="the extra `hf` is not installed")
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
@@ -306,7 +328,12 @@ def test_a_flat_folder_is_pretrained_on_and_needs_no_noise(
         write(tmp_path / "flat" / f"{number}.wav", tone(number, 0))
     words = ["pretrain", "--preset", "speech-mp3", *small[:2], "--data", str(tmp_path / "flat"), "--device", "cpu"]
     words += ["--steps", "2", "--out", str(tmp_path / "run")]
-    said = "flat: has no labels, and the task of commands needs them (--data.audio.task)"
-    assert said in refused(words, capsys)
-    assert main([*words, "--data.audio.task", "all"]) == 0
-    assert "flat: has no background noise, so that none is mixed in" in capsys.readouterr().out
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "flat: has no background noise, so that none is mixed in" in said
+    assert "flat: has no labels, so that all its clips are taken, and no silence is added" in said
+    supervised = ["speech-supervised" if word == "speech-mp3" else word for word in words[:-1]]
+    said = refused([*supervised, str(tmp_path / "other")], capsys)
+    assert said.endswith(f"supervised needs labels, and {tmp_path / 'flat'} has none (--data)\n")
+    many = refused([*words[:-1], str(tmp_path / "other"), "--batch", "64"], capsys)
+    assert "batch=64: must be at most the 20 samples of the set (--batch)" in many

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from situs.data.spectrogram import SpectrogramConfig
+from situs.errors import SitusError
 from situs.limits import Positive
 
 Task = Literal["all", "commands"]
@@ -36,7 +37,10 @@ class AudioConfig(SpectrogramConfig):
 
     def check(self) -> None:
         super().check()
-        self.frames(self.samples)
+        if self.samples < self.transform and not self.centred:
+            raise SitusError(
+                field="seconds", value=self.seconds, allowed=f"at least a frame, {self.transform / self.rate:g} s"
+            )
 
     @property
     def samples(self) -> int:

@@ -43,17 +43,20 @@ class Scale(NamedTuple):
 def measure_scale(source: Source, config: AudioConfig, count: int = 1000) -> Scale:
     """Mean and deviation of each number of a frame, over a random choice of `count` clips, broken ones aside."""
     total = squares = torch.zeros(config.width, dtype=torch.float64)
-    seen = 0
+    seen, last = 0, "it is empty"
     part = Subset(source, count)
     for index in range(len(part)):
         try:
             wave = part.read(index)["wave"]
-        except BrokenSampleError:
+        except BrokenSampleError as error:
+            last = str(error)
             continue
         frames = spectrogram(set_level(from_bits(to_bits(wave[None])), config.level), config)[0].double()
         total, squares, seen = total + frames.sum(1), squares + frames.square().sum(1), seen + frames.shape[1]
     if not seen:
-        raise SitusError(f"{source.name}: none of its {len(source)} clips can be read", field="data")
+        raise SitusError(
+            f"{source.name}: none of the {len(part)} clips looked at can be read; the last: {last}", field="data"
+        )
     mean = total / seen
     return Scale(mean.float(), (squares / seen - mean.square()).clamp(min=1e-6).sqrt().float())
 

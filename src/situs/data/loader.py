@@ -22,7 +22,7 @@ from situs.data.mask_pipeline import MaskPipeline
 from situs.data.pipeline import Pipeline
 from situs.data.resident import Progress, Resident, load_resident
 from situs.data.sampler import BatchPlan, Drawn, batches_for, sample_of
-from situs.data.sources import SAMPLES, kind_of, open_source
+from situs.data.sources import kind_of, open_source
 from situs.data.sources.audio import noise_folder, read_noise
 from situs.data.sources.base import Source, TensorSource
 from situs.data.sources.speech import part_of
@@ -256,10 +256,15 @@ def settle(config: DataConfig) -> DataConfig:
     if config.target == "mask" and config.path and not config.masks.classes:
         classes = open_source(config.path, config.split, **config.wanted()).classes
         return replace(config, masks=replace(config.masks, classes=classes or ()))
-    if not config.path or config.path == SAMPLES or (config.kind or kind_of(config.path)) == "image":
+    if not config.path or kind_of(config.path, config.kind) == "image":
         return config
-    # The size is checked by the config itself, and the channels of clips are no choice.
-    config = replace(config, kind="audio", channels=1, img_size=config.img_size or config.audio.size)
+    try:  # the size is checked by the config itself, and the channels of clips are no choice
+        told = replace(config, kind="audio", channels=1, img_size=config.img_size or config.audio.size)
+    except SitusError as error:
+        if config.kind is None:
+            raise error.said_of(f"{config.path}: holds clips, and images are asked for") from error
+        raise
+    config = told
     if config.mean and config.std:
         return config
     scale = measure_scale(open_source(config.path, config.split, **config.wanted()), config.audio)

@@ -152,7 +152,7 @@ class BatchPlan:
         if self.batch < 1 or self.batch % self.world:
             raise SitusError(field="batch", value=self.batch, allowed=f"a multiple of the {self.world} ranks")
         if self.drop_last and self.n < self.batch:
-            raise SitusError(field="batch", value=self.batch, allowed=f"at most the {self.n} images of the set")
+            raise SitusError(field="batch", value=self.batch, allowed=f"at most the {self.n} samples of the set")
         if self.repeated < 1:
             raise SitusError(field="augment.repeated", value=self.repeated, allowed="at least 1")
 

@@ -111,7 +111,8 @@ def load_set(
             taken = f"is not split, so that all its {source.things} were taken{told}"
             source.notes.append(f"{source.name}: {taken}; a share can be held out")
     else:
-        raise SitusError(f"{model.name}: only a run knows its data; say where the images are", field="data")
+        things = "clips" if config.kind == "audio" else "images"
+        raise SitusError(f"{model.name}: only a run knows its data; say where the {things} are", field="data")
     if count is not None:
         check_value("count", count, ">= 1")
         source = Subset(source, count)

@@ -152,6 +152,8 @@ def make_method(config: RunConfig, classes: Sequence[str] | None) -> Method:
     kind = METHODS[config.method_name]
     if kind.needs_targets and classes is None:
         said = f"{config.method_name} needs labels, and {config.data.path} has none"
+        if config.data.kind == "audio":
+            raise SitusError(said, field="data")
         more = "" if config.data.multi_label else ", not one class an image; with any number of them it is multi-label"
         raise SitusError(said + more, field=("data", "data.multi_label"))
     count = 0 if classes is None else len(classes)
@@ -329,13 +331,14 @@ def _withdraw(run: RunFolder) -> None:
 
 def describe(config: RunConfig, method: Method, ranks: distributed.Ranks) -> str:
     """One line: what is trained, how large, where."""
-    million = sum(p.numel() for p in method.parameters() if p.requires_grad) / 1e6
+    count = sum(p.numel() for p in method.parameters() if p.requires_grad)
+    million = count / 1e6
     grid = " x ".join(map(str, method.backbone.grid))
     tokens = f"{grid} patches, " if method.backbone.num_tokens else ""
     where = f"{ranks.world} x {ranks.device.type}" if ranks.world > 1 else str(ranks.device)
     name = config.backbone.name
     precision = config.train.precision_on(ranks.device)
-    trained = f"{million:.1f} M trained parameters"
+    trained = f"{million:.1f} M trained parameters" if million >= 0.1 else f"{count:,} trained parameters"
     if config.tuning.parts != "all":
         trained = f"{million:.3g} M of {sum(p.numel() for p in method.parameters()) / 1e6:.3g} M parameters trained"
         trained += f" ({described(config.tuning)})"

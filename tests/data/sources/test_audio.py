@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from situs.data.audio import AudioConfig
+from situs.data.sources import audio
 from situs.data.sources.audio import ClipFiles, NoiseBank, decode_wave, fit, read_noise, resample
 from situs.errors import BrokenSampleError, SitusError
 
@@ -51,6 +52,29 @@ class TestDecoding:
         wave = decode_wave(encoded(own, rate, subtype="FLOAT"), "tone", 16_000)
         assert wave.shape == (16_000,)
         np.testing.assert_allclose(wave[500:-500], TONE[500:-500], rtol=0, atol=2e-3)
+
+    @pytest.mark.parametrize("rate", [8_000, 16_000, 44_100])
+    @pytest.mark.parametrize("channels", [1, 2, 3])
+    def test_plain_wav_is_read_as_soundfile_reads_it(
+        self, monkeypatch: pytest.MonkeyPatch, channels: int, rate: int
+    ) -> None:
+        """To the bit, over every 16-bit value; and nothing else goes that way."""
+        every = np.random.default_rng(0).permutation(np.arange(-32768, 32768)).astype(np.int16)
+        data = encoded(every[: len(every) // channels * channels].reshape(-1, channels), rate, subtype="PCM_16")
+        assert audio._plain_wav(data) is not None
+        quick = decode_wave(data, "a.wav", 16_000)
+        monkeypatch.setattr(audio, "_plain_wav", lambda _: None)
+        assert torch.equal(quick, decode_wave(data, "a.wav", 16_000))
+
+    def test_what_is_unusual_in_a_wav_is_left_to_soundfile(self) -> None:
+        plain = encoded(TONE, subtype="PCM_16")
+        others = [encoded(TONE, subtype=kind) for kind in ("PCM_24", "PCM_U8", "FLOAT", "ULAW", "ALAW")]
+        odd = [plain[:-1], plain[:3001], plain + b"\0\0", plain[:44], plain[:40] + b"\xff" * 4 + plain[44:], b""]
+        odd += [plain[:22] + b"\0\0" + plain[24:], plain[:24] + bytes(4) + plain[28:], plain[:32] + b"\4" + plain[33:]]
+        assert all(audio._plain_wav(data) is None for data in [*others, *odd])
+        listed = plain[:36] + b"LIST\4\0\0\0none" + plain[36:]
+        assert torch.equal(decode_wave(listed, "a.wav", 16_000), decode_wave(plain, "a.wav", 16_000))
+        assert len(decode_wave(plain[:3001], "a.wav", 16_000)) == (3001 - 44) // 2  # what is there of a file cut off
 
     @pytest.mark.parametrize(
         ("data", "said"),

@@ -70,7 +70,7 @@ def test_the_lists_decide_the_splits(folder: Path) -> None:
     sample = source.read(0)
     assert sample["label"] == source.classes.index(source.key(0).partition("/")[0])
     assert sample["wave"].shape == (RATE,) and not sample["wave"][1600:].any() and sample["wave"][:1600].any()
-    assert any("left out 3 files" in note for note in source.notes)
+    assert any("left out 1 files" in note for note in source.notes)
 
 
 def test_without_lists_the_official_hash(folder: Path, tmp_path: Path) -> None:
@@ -193,11 +193,78 @@ def test_parquet_with_an_audio_column(folder: Path, tmp_path: Path) -> None:
     assert torch.equal(source.read(0)["wave"], direct.read(0)["wave"])
     with pytest.raises(BrokenSampleError, match="row 2 of row group 0"):
         source.read(2)
+    with pytest.raises(BrokenSampleError, match="the row holds no clip bytes"):
+        source.read(2)
     commands = open_speech(tmp_path, "train", audio=COMMANDS)
     assert np.bincount(commands.labels, minlength=12).tolist() == [0, 12, *[12] * 10] and commands.silent == 12
     pq.write_table(pa.table({"image": rows}), tmp_path / "train-0.parquet")
     with pytest.raises(SitusError, match="has no audio column, one of audio"):
         open_speech(tmp_path, "train")
+
+
+def test_parquet_that_names_files(folder: Path, tmp_path: Path) -> None:
+    """Paths from the root on, or from the parquet's folder, in {bytes, path} or a column of names."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    files = sorted(folder.glob("yes/*"))[:3]
+    (tmp_path / "yes").symlink_to(folder / "yes")
+    kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    names = [str(files[0]), f"yes/{files[1].name}", "yes/nothing.wav", None]
+    direct = open_speech(folder, "train")
+    for column in (pa.array([{"bytes": None, "path": name} for name in names], kind), pa.array(names, pa.string())):
+        pq.write_table(pa.table({"audio": column}), tmp_path / "train-0.parquet")
+        source = open_speech(tmp_path, "train")
+        for index, file in enumerate(files[:2]):
+            own = next(i for i in range(len(direct)) if direct.key(i) == f"yes/{file.name}")
+            assert torch.equal(source.read(index)["wave"], direct.read(own)["wave"])
+        with pytest.raises(
+            BrokenSampleError,
+            match=r"row 2 of row group 0: the row holds no clip bytes, and names 'yes/nothing\.wav', no file here",
+        ):
+            source.read(2)
+        with pytest.raises(BrokenSampleError, match="row 3 of row group 0: the row holds no clip bytes"):
+            source.read(3)
+
+
+def test_a_list_that_is_missing_or_wrong_is_told(folder: Path, tmp_path: Path) -> None:
+    """Or clips of the test would be trained on, and nobody would know."""
+    for word in ("yes", "no"):
+        (tmp_path / word).symlink_to(folder / word)
+    write(tmp_path / "up" / "1_nohash_0.wav", tone(0, 0))
+    for word in ("yes", "no"):
+        (tmp_path / word).unlink()
+        (tmp_path / word).mkdir()
+        for file in (folder / word).iterdir():
+            (tmp_path / word / file.name).hardlink_to(file)
+    assert any("has no lists, so that the names decide the split" in note for note in open_speech(tmp_path).notes)
+    first, second = (f"yes/{file.name}" for file in sorted((tmp_path / "yes").iterdir())[:2])
+    (tmp_path / "validation_list.txt").write_text(f"./{first}\r\n{second}\nno/gone.wav\n".replace("yes/", "yes\\"))
+    notes = open_speech(tmp_path).notes
+    assert any("has no testing_list.txt, so that no clip is of test" in note for note in notes)
+    assert any("validation_list.txt: names 1 clips that are not here; the first: no/gone.wav" in note for note in notes)
+    assert names(tmp_path, "val") == [first, second]
+    (tmp_path / "testing_list.txt").write_text("yes/other.wav\n")
+    with pytest.raises(SitusError, match=r"testing_list\.txt: names no clip of .*; the first: 'yes/other\.wav'"):
+        open_speech(tmp_path)
+    (tmp_path / "testing_list.txt").write_text("")
+    write(tmp_path / "stray.wav", tone(0, 0))
+    source = open_speech(tmp_path, "train")
+    assert source.classes is None and any("stray.wav lies beside the folders" in note for note in source.notes)
+
+
+def test_own_clips_of_silence_are_not_unknown_words(folder: Path, tmp_path: Path) -> None:
+    for each in folder.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    for word in (*WORDS, *OTHERS):
+        (tmp_path / word).unlink()
+        (tmp_path / word).mkdir()
+        for file in (folder / word).iterdir():
+            (tmp_path / word / file.name).hardlink_to(file)
+    write(tmp_path / SILENCE / "1_nohash_0.wav", tone(0, 0))
+    source = open_speech(tmp_path, "train", audio=COMMANDS)
+    assert len(source) == len(open_speech(folder, "train", audio=COMMANDS))
+    assert any("left out its own 1 clips of _silence_" in note for note in source.notes)
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from situs.data.sources.base import ANY, SPLIT_WORDS, EncodedSource, Wanted, choose_split
-from situs.data.sources.images import IMAGE_SUFFIXES, check_bytes
+from situs.data.sources.images import IMAGE_SUFFIXES, read_bytes
 from situs.data.sources.walk import plain, walk
-from situs.errors import BrokenSampleError, SitusError
+from situs.errors import SitusError
 
 _TINY_IMAGENET_LABELS = "val_annotations.txt"
 TABLES = ("labels.csv", "list_attr_celeba.txt", "list_attr_celeba.csv")
@@ -28,12 +28,7 @@ class FileSource(EncodedSource):
         return len(self._files)
 
     def payload(self, index: int) -> bytes:
-        file = self.root / self._files[index]
-        try:
-            check_bytes(file.stat().st_size, lambda: self.entry(index))
-            return file.read_bytes()
-        except OSError as error:
-            raise BrokenSampleError(f"{self.entry(index)}: cannot be read ({error.strerror or error})") from error
+        return read_bytes(self.root / self._files[index], lambda: self.entry(index))
 
     def label(self, index: int) -> int | Tensor | None:
         return None if self._labels is None else self._labels[index]

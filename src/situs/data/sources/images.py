@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -122,6 +123,15 @@ def check_bytes(size: int, name: Callable[[], str]) -> None:
     """Refuses a file too large for an image before it is read into memory."""
     if size > _MOST_BYTES:
         raise BrokenSampleError(f"{name()}: has {size:,} bytes, and an image at most {_MOST_BYTES:,}")
+
+
+def read_bytes(file: Path, name: Callable[[], str]) -> bytes:
+    """The bytes of a sample's file. name: what an error calls it."""
+    try:
+        check_bytes(file.stat().st_size, name)
+        return file.read_bytes()
+    except OSError as error:
+        raise BrokenSampleError(f"{name()}: cannot be read ({error.strerror or error})") from error
 
 
 def is_image(start: bytes) -> bool:

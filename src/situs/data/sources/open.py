@@ -62,7 +62,7 @@ def open_source(
     if not 0 <= held_out < 1:
         raise SitusError(field="held_out", value=held_out, allowed="in [0, 1)")
     with _told(path):
-        wanted = Wanted(split, labels, channels, strict, multi_label, kind or kind_of(path), masks)
+        wanted = Wanted(split, labels, channels, strict, multi_label, kind_of(path, kind), masks)
         told = {"multi_label": multi_label, "kind": wanted.kind, "masks": masks is not None}
         if not held_out or splits_at(path, **told) & {*SPLITS["val"], *SPLITS["test"]}:
             return _open(path, wanted, audio)
@@ -88,23 +88,40 @@ def judged_split(path: str | Path, held_out: float = 0.0, **told: Any) -> str | 
     return "val" if held_out or splits_at(path, **told) else None
 
 
-def kind_of(path: str | Path) -> Kind:
-    """What the set at `path` holds: audio where the column or the first file that could be either says so."""
-    if str(path) == SAMPLES or is_remote(path):
+def kind_of(path: str | Path, wanted: Kind | None = None) -> Kind:
+    """What the set at `path` holds: audio where the column or the first file that could be either says so.
+
+    wanted: what is asked for; refuses a set that holds the other, and is believed of one that does not tell.
+    """
+    found = _kind_at(path, wanted)
+    if wanted is not None and found not in (None, wanted):
+        things = {"image": "images", "audio": "clips"}
+        raise SitusError(f"{path}: holds {things[found]}, and {things[wanted]} are asked for", field="data")
+    return found or wanted or "image"
+
+
+def _kind_at(path: str | Path, wanted: Kind | None) -> Kind | None:
+    """What the set at `path` tells of itself, of a folder of both what is wanted; None where it does not."""
+    if str(path) == SAMPLES:
         return "image"
+    if is_remote(path):
+        return None
     path = Path(path).expanduser()  # where nothing is, the reader says so
     if shards := list_shards(path, ".parquet") if path.is_dir() else [path] * (path.suffix == ".parquet"):
         return column_kind(shards[0])
     if not path.is_dir():
-        return "image"
+        return None
     if (path / NOISE_FOLDER).is_dir():
         return "audio"
+    found: Kind | None = "image" if find_cifar(path) or list_shards(path, ".tar") else None
     for _, folders, names in os.walk(path):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for suffix in (Path(name).suffix.lower() for name in names):
             if suffix in AUDIO_SUFFIXES or suffix in IMAGE_SUFFIXES:
-                return "audio" if suffix in AUDIO_SUFFIXES else "image"
-    return "image"
+                found = "audio" if suffix in AUDIO_SUFFIXES else "image"
+                if wanted in (None, found):
+                    return found
+    return found
 
 
 def splits_at(

@@ -29,6 +29,7 @@ from situs.data.sources.base import (
     split_of,
 )
 from situs.data.sources.columns import classes_in, label_columns, multi_hot
+from situs.data.sources.images import read_bytes
 from situs.data.sources.remote import is_kept, opened
 from situs.data.sources.table import LISTS
 from situs.errors import BrokenSampleError, SitusError
@@ -144,6 +145,11 @@ class ParquetSource(EncodedSource):
         table.validate(full=True)
         held = [table[name].combine_chunks() for name in encoded]
         images, *masks = [each.field("bytes") if each.type.num_fields else each for each in held]
+        named = fields[self._image] and opened.schema_arrow.field(self._image).type.get_field_index("path") >= 0
+        if named and images.null_count == len(images):  # the files lie elsewhere
+            beside = opened.read_row_group(number, columns=[f"{self._image}.path"], use_threads=False)
+            beside.validate(full=True)
+            images = beside[self._image].combine_chunks().field("path")
         if masks:
             return images, masks[0]
         if self.multi_label:
@@ -179,9 +185,14 @@ class ParquetSource(EncodedSource):
     def payload(self, index: int) -> bytes:
         group, row = self._place(index)
         data = self._load(group)[0][row].as_py()
-        if data is None:
-            raise BrokenSampleError(f"{self.entry(index)}: the row holds no image bytes")
-        return data
+        if isinstance(data, bytes):
+            return data
+        # Else a file's name, from the root on or from the parquet file's folder.
+        file = self._files[self._file(group)[0]].parent / (data or "")
+        if not file.is_file():  # and no pipe, which would be waited for
+            named = f", and names {data[:200]!r}, no file here" if data else ""
+            raise BrokenSampleError(f"{self.entry(index)}: the row holds no {self.things[:-1]} bytes{named}")
+        return read_bytes(file, lambda: str(file))
 
     def label(self, index: int) -> int | Tensor | None:
         group, row = self._place(index)
@@ -205,13 +216,13 @@ class ParquetSource(EncodedSource):
         return f"{self._files[file].name}/{index - (self._ends[first - 1] if first else 0)}"
 
 
-def column_kind(file: Path) -> Kind:
+def column_kind(file: Path) -> Kind | None:
     """Whether a file's rows hold images or sound, by its columns' names; one that cannot be read says it later."""
     with suppress(SitusError):
-        names = _open(file).schema_arrow.names
-        if not any(name in names for name in _COLUMNS["image"]) and any(name in names for name in _COLUMNS["audio"]):
-            return "audio"
-    return "image"
+        names = set(_open(file).schema_arrow.names)
+        found: list[Kind] = [kind for kind, usual in _COLUMNS.items() if names.intersection(usual)]
+        return found[0] if len(found) == 1 else None  # of both the one that is asked for
+    return None
 
 
 @contextmanager
@@ -286,7 +297,7 @@ def _layout(files: list[Path], footers: list[_Footer]) -> tuple[str, tuple[str, 
         if (footer.image, footer.labels) != (image, labels):
             pairs = ((footer.image, *footer.labels), (image, *labels))
             said, wanted = (", ".join(map(repr, pair)) for pair in pairs)
-            raise SitusError(f"{file}: its images and labels are {said}, in {files[0].name} {wanted}", field="data")
+            raise SitusError(f"{file}: its columns are {said}, in {files[0].name} {wanted}", field="data")
     most = max(footer.most for footer in footers)
     if most < 0:
         return image, (), None  # the hub marks a withheld label with -1
@@ -357,7 +368,8 @@ def _check_bytes_column(file: Path, schema: Any, name: str, what: str) -> None:
     if pa.types.is_struct(kind):
         place = kind.get_field_index("bytes")
         kind = kind.field(place).type if place >= 0 else kind
-    if not (pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
+    named = what == "clips" and pa.types.is_string(kind)
+    if not (named or pa.types.is_binary(kind) or pa.types.is_large_binary(kind)):
         raise SitusError(f"{file}: column {name!r} is {str(kind)[:80]}, {what} must be bytes or {{bytes, path}}")
 
 

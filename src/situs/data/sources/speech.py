@@ -18,6 +18,7 @@ import torch
 from situs.core.random import uniform
 from situs.data.audio import AUDIO, AudioConfig
 from situs.data.sources.audio import (
+    LISTS,
     ClipFiles,
     ClipReader,
     ClipRows,
@@ -32,7 +33,6 @@ from situs.errors import BrokenSampleError, SitusError
 
 WORDS = ("yes", "no", "up", "down", "left", "right", "on", "off", "stop", "go")
 SILENCE, UNKNOWN = "_silence_", "_unknown_"
-LISTS = {"val": "validation_list.txt", "test": "testing_list.txt"}
 _SHARE = 0.1  # of validation and of test by the hash, and of unknown and silence beside the ten words
 _MOST = (1 << 27) - 1
 
@@ -67,10 +67,14 @@ def open_speech(
     if audio.task == "all" or not labels:
         return source
     if source.classes is None:
-        raise SitusError(f"{source.name}: has no labels, and the task of commands needs them", field="audio.task")
+        source.notes.append(f"{source.name}: has no labels, so that all its clips are taken, and no silence is added")
+        return source
     noise, notes = read_noise(folder := noise_folder(path, audio), part, audio)
     if noise is None and audio.silence == "noise":
-        raise SitusError(f"{folder}: no noise to cut silence from; silence can be empty", field="audio.silence")
+        said = (
+            f"{folder}: no noise to cut silence from; put files of {10 * audio.seconds:g} s or more there, name another"
+        )
+        raise SitusError(f"{said} folder, or let silence be empty", field=("audio.noise", "audio.silence"))
     commands = Commands(source, noise if audio.silence == "noise" else None, part, audio)
     commands.notes += notes
     return commands
@@ -95,7 +99,7 @@ def part_of(split: str | None) -> str:
 
 
 def _open_folder(path: Path, split: str | None, *, labels: bool, strict: bool, clip: AudioConfig) -> ClipFiles:
-    folders = split_folders(path)
+    folders, notes = split_folders(path), []
     chosen = choose_split(folders, split, str(path)) if folders else None
     root = path / chosen if chosen else path
     files, others = walk_audio(root)
@@ -106,11 +110,11 @@ def _open_folder(path: Path, split: str | None, *, labels: bool, strict: bool, c
     known = files if home == root else walk_audio(home).files
     classes = None if flat or not labels else tuple(sorted({file.partition("/")[0] for file in known if "/" in file}))
     if not folders and (split is not None or not flat):
-        chosen = part_of(split)
-        files = [file for file, each in zip(files, _splits(path, files), strict=True) if each == chosen]
+        chosen, (told, notes) = part_of(split), _splits(path, files)
+        files = [file for file, each in zip(files, told, strict=True) if each == chosen]
         if not files:
             raise SitusError(f"{path}: none of its clips is of the split {chosen!r}", field="split")
-    numbers = None
+    numbers: list[int] | None = None
     if classes is not None:
         place = {name: number for number, name in enumerate(classes)}
         strange = next((file for file in files if file.partition("/")[0] not in place), None)
@@ -120,23 +124,45 @@ def _open_folder(path: Path, split: str | None, *, labels: bool, strict: bool, c
     source = ClipFiles(
         path.name + (f" ({chosen})" if chosen else ""), root, files, numbers, classes, clip, strict=strict
     )
+    source.notes += notes
+    if flat and labels and (beside := next((file for file in files if "/" in file), None)):
+        stray = next(file for file in files if "/" not in file)
+        source.notes.append(
+            f"{source.name}: {stray} lies beside the folders, as of {beside}, so that they are no labels"
+        )
     if others:
         source.notes.append(f"{source.name}: left out {others:,} files (no audio by their names)")
     return source
 
 
-def _splits(path: Path, files: list[str]) -> list[str]:
-    """The split of each file: by the lists where there is one, else by the hash of its name."""
+def _splits(path: Path, files: list[str]) -> tuple[list[str], list[str]]:
+    """The split of each file, by the lists where there is one, else by the hash of its name; and what is to be said."""
     lists = {part: path / name for part, name in LISTS.items() if (path / name).is_file()}
     if not lists:
-        return [hashed_split(file) for file in files]
+        return [hashed_split(file) for file in files], [
+            f"{path.name}: has no lists, so that the names decide the split"
+        ]
     told: dict[str, str] = {}
+    notes = [
+        f"{path.name}: has no {name}, so that no clip is of {part}, and those of it may be among the training"
+        for part, name in LISTS.items()
+        if part not in lists
+    ]
+    known = set(files)
     for part, file in lists.items():
-        for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
-            name = line.strip()
-            if name and told.setdefault(name, part) != part:
+        names = [line.strip().replace("\\", "/").removeprefix("./") for line in _text(file).splitlines()]
+        for name in filter(None, names):
+            if told.setdefault(name, part) != part:
                 raise SitusError(f"{file}: {name} stands in {LISTS['val']} as well", field="data")
-    return [told.get(file, "train") for file in files]
+        if strange := [name for name in names if name and name not in known]:
+            if known.isdisjoint(names):
+                raise SitusError(f"{file}: names no clip of {path}; the first: {strange[0][:80]!r}", field="data")
+            notes.append(f"{file.name}: names {len(strange):,} clips that are not here; the first: {strange[0][:80]}")
+    return [told.get(file, "train") for file in files], notes
+
+
+def _text(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
 
 
 class Commands(Source):
@@ -165,6 +191,10 @@ class Commands(Source):
         self.labels = labels[self.rows].tolist()
         self.silent = wanted
         self.notes = list(source.notes)
+        if silent := int((labels == 0).sum()):
+            self.notes.append(
+                f"{self.name}: left out its own {silent:,} clips of {SILENCE}, which the task cuts itself"
+            )
         if len(unknown) < wanted:
             self.notes.append(f"{self.name}: {len(unknown)} clips of unknown words, where the task takes {wanted}")
 
