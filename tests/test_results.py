@@ -37,3 +37,20 @@ def test_samples_are_called_what_their_source_calls_them() -> None:
     clips, joint = Provenance(things="clips"), Provenance.joint([Provenance(things="clips"), Provenance()])
     assert Provenance().counted(1200) == "1,200 images"
     assert clips.counted(1200) == joint.counted(1200) == "1,200 clips"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("An image, an image's, 2 images and the worst image.", "A clip, a clip's, 2 clips and the worst clip."),
+        ("Images once: ImageNet, imagery, img_size.", "Clips once: ImageNet, imagery, img_size."),
+        (
+            '<img src="data:image/png;base64,a+image+b/image/c=">',
+            '<img src="data:image/png;base64,a+image+b/image/c=">',
+        ),
+        ("<p>image</p>", "<p>clip</p>"),
+    ],
+)
+def test_sentences_on_images_are_said_of_clips(text: str, said: str) -> None:
+    assert Provenance(things="clips").worded(text) == said
+    assert Provenance().worded(text) == text

@@ -6,6 +6,7 @@ Nothing here draws or writes; `situs.pages` knows the page of each type of resul
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from typing import Any, ClassVar, NamedTuple, SupportsFloat
 
 Cell = str | int | float | bool | None
 """What a table or a list of facts may hold; None is shown as a dash."""
+
+_IMAGE = re.compile(r"(?<![\w/+.-])(?:(?P<article>[Aa]n) )?(?P<first>[Ii])mage(?P<many>s?)(?![\w/+=])")
 
 
 class Table(NamedTuple):
@@ -80,6 +83,21 @@ class Provenance:
         """So many samples, in words: 1,000 images."""
         return f"{count:,} {self.things}"
 
+    def worded(self, text: str) -> str:
+        """A sentence that speaks of images in the words of the samples: of clips "an image" is "a clip".
+
+        What is measured is the same of both, and so are the sentences; the addresses of pictures in a page stay.
+        """
+        if self.things == "images":
+            return text
+        one = self.things.removesuffix("s")
+
+        def own(found: re.Match[str]) -> str:
+            word = one.capitalize() if found["first"] == "I" else one
+            return f"{found['article'][0]} {word}" if found["article"] else f"{word}{found['many']}"
+
+        return _IMAGE.sub(own, text)
+
     def title(self, text: str) -> str:
         """`text` behind the name of the data."""
         return f"{self.facts['data']}, {text}" if "data" in self.facts else text
@@ -107,9 +125,22 @@ class Result(ABC):
     def numbers(self) -> dict[str, Any]:
         """What was measured, as JSON holds it."""
 
+    def in_words(self) -> Summary:
+        """`summary` in the words of its samples."""
+        said, word = self.summary(), self.provenance.worded
+        tables = [
+            Table(
+                word(table.title),
+                [word(name) for name in table.header],
+                [[word(cell) if isinstance(cell, str) else cell for cell in row] for row in table.rows],
+            )
+            for table in said.tables
+        ]
+        return Summary(word(said.sentence), tuple(tables), tuple(map(word, said.notes)))
+
     def __str__(self) -> str:
         """The tables, the sentence and the notes."""
-        said = self.summary()
+        said = self.in_words()
         return "\n".join([*map(str, said.tables), said.sentence, *said.notes])
 
     def to_json(self) -> dict[str, Any]:

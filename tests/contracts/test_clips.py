@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -237,11 +238,18 @@ def test_an_export_reads_clips_as_the_run_did(clips: Path, tuned: Path, tmp_path
     ],
     ids=lambda words: " ".join(words[:2]),
 )
-def test_every_verb_that_looks_at_a_model_takes_clips(words: list[str], mp3: Path, tuned: Path, tmp_path: Path) -> None:
+def test_every_verb_that_looks_at_a_model_takes_clips(
+    words: list[str], mp3: Path, tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     named = [{"MP3": str(mp3), "TUNED": str(tuned)}.get(word, word) for word in words]
     out = tmp_path / ("features.safetensors" if words[0] == "features" else "look")
+    capsys.readouterr()
     assert main([*named, "--device", "cpu", "--out", str(out)]) in (0, None)
     assert out.exists()
+    pages = [page.read_text() for page in tmp_path.rglob("*.html")]
+    assert len(pages) == (words[0] != "features")
+    for text in (*pages, capsys.readouterr().out):
+        assert not re.search(r"\bimages?\b", re.sub(r"data:image/[^\"]*", "", text), re.IGNORECASE), text
 
 
 def test_what_is_for_images_is_one_sentence(

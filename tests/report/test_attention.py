@@ -58,3 +58,10 @@ def test_relative_maps_stand_layer_by_head_with_their_entropy() -> None:
         assert (axis.get_xticks().tolist(), axis.get_yticks().tolist()) == ([3.0], [2.0])  # the query itself
     assert [figure.axes[head].get_title() for head in range(3)] == ["head 1", "head 2", "head 3"]
     assert [figure.axes[3 * layer].get_ylabel() for layer in range(2)] == ["layer 1", "layer 2"]
+
+
+def test_maps_of_frames_in_a_row_are_high_enough_to_be_seen() -> None:
+    """1 × 195 at its true shape would be a line, and its axes would collapse, of which matplotlib warns."""
+    figure = relative_maps(np.random.default_rng(0).random((8, 4, 1, 195)), np.ones((8, 4)))
+    png(figure)
+    assert all(axis.get_window_extent().height > 0.2 * axis.get_window_extent().width for axis in figure.axes)

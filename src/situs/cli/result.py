@@ -67,7 +67,7 @@ def present(result: Result, out: Path | None, *, as_json: bool = False) -> None:
     """
     from situs.pages import publish
 
-    said = result.summary()
+    said = result.in_words()
     if as_json:
         print(json.dumps(finite(result.to_json()), indent=2))
     else:

@@ -72,6 +72,7 @@ def make_page(result: Result) -> Page:
     module, function = PAGES[name].split(".")
     page = getattr(import_module(f"situs.pages.{module}"), function)(result)
     page.notice = page.notice or (PRIVATE if result.private else "")
+    page.reword(result.provenance.worded)
     return page
 
 

@@ -70,7 +70,7 @@ def _series(rows: Sequence[Consistency], name: str, label: str) -> dict[str, tup
 def _shares(rows: Sequence[Consistency]) -> figures.Figure:
     series = _series(rows, "consistency", "consistency, ") | _series(rows, "top1", "top-1, ")
     percent = {name: (x, [100 * value for value in y]) for name, (x, y) in series.items()}
-    return figures.curves(percent, _GAMMA, "share of the images, %")
+    return figures.curves(percent, _GAMMA, "share of all, %")
 
 
 def _norms(found: ConsistencyCurve) -> figures.Figure:

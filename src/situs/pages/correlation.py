@@ -17,10 +17,10 @@ different images (MP3's Figure 10, which draws random pairs).
 """
 
 COLUMNS = {
-    "within_near": "1 image, neighbours",
-    "within": "1 image",
-    "across_same": "2 images, same place",
-    "across": "2 images",
+    "within_near": "1 sample, neighbours",
+    "within": "1 sample",
+    "across_same": "2 samples, same place",
+    "across": "2 samples",
 }
 
 
@@ -41,7 +41,7 @@ def _maps(section: Section, found: Correlation, depth: str) -> None:
     rows, columns, chosen = spread_places((h, w))
     panels = {
         title: maps[chosen].reshape(len(rows), len(columns), h, w)
-        for title, maps in (("within one image", found.within), ("across two images", found.across))
+        for title, maps in (("within one sample", found.within), ("across two samples", found.across))
     }
     section.figure(
         places.mosaics(panels, rows, columns, "Pearson correlation"),
@@ -53,11 +53,11 @@ def _maps(section: Section, found: Correlation, depth: str) -> None:
 
 def _distance(section: Section, found: Correlation, depth: str) -> None:
     steps, within, across = found.by_distance()
-    series = {"within one image": (steps[1:], within[1:]), "across two images": (steps, across)}
+    series = {"within one sample": (steps[1:], within[1:]), "across two samples": (steps, across)}
     section.figure(
         figures.curves(series, "distance between the places, patches", "mean Pearson correlation"),
         f"{_after(depth)}. What falls with distance across images is position: as the model was told it, and as all "
-        "photographs share it (skies above, things in the middle). What falls faster within one image is that "
+        "images share it (photographs have skies above). What falls faster within one image is that "
         "neighbours show the same thing.",
         name="distance",
     )

@@ -16,6 +16,7 @@ from situs.report.figures import draw_image
 HEADS_A_LINE = 6
 """Heads side by side over an image; more go on in the next line."""
 
+_FLATTEST = 0.4  # height to width of a map; those of frames in a row, 1 × 195, are drawn higher than they are
 _SIDE = 0.6  # inches left of a grid, for the names of its rows
 
 
@@ -38,7 +39,7 @@ def attention_over_images(images: Any, maps: Any) -> Figure:
         axis.set_axis_off()
     for index, (image, own) in enumerate(zip(images, maps, strict=True)):
         place = index * lines * (across + 2)
-        draw_image(axes[place], image, "image" if index == 0 else "")
+        draw_image(axes[place], image, "input" if index == 0 else "")
         _draw_map(axes[place + 1], own.mean(axis=0), image.shape[-2:], "mean" if index == 0 else "")
         for head, values in enumerate(own):
             line, column = divmod(head, HEADS_A_LINE)
@@ -56,11 +57,14 @@ def relative_maps(relative: Any, entropy: Any) -> Figure:
     """
     relative, entropy = np.asarray(relative, dtype=np.float64), np.asarray(entropy)
     layers, heads, high, wide = relative.shape
-    cell = min(1.1, (PAGE_WIDTH - _SIDE) / heads)
-    figure, axes = canvas(layers, heads, cell * heads + _SIDE, (cell * high / wide + 0.1) * layers + 0.2, tight=True)
+    cell, shape = min(1.1, (PAGE_WIDTH - _SIDE) / heads), high / wide
+    tall = cell * max(shape, _FLATTEST) + 0.1
+    figure, axes = canvas(layers, heads, cell * heads + _SIDE, tall * layers + 0.2, tight=True)
     for axis, values, nats in zip(axes, relative.reshape(-1, high, wide), entropy.flat, strict=True):
         scale = PowerNorm(0.5, vmin=0, vmax=max(values.max(), 1e-12))
-        axis.imshow(values, cmap="cividis", norm=scale, interpolation="nearest", aspect="equal")
+        axis.imshow(
+            values, cmap="cividis", norm=scale, interpolation="nearest", aspect="equal" if shape > _FLATTEST else "auto"
+        )
         axis.set_xticks([(wide - 1) / 2], [""])
         axis.set_yticks([(high - 1) / 2], [""])
         axis.tick_params(length=2, width=0.6, color=INK, top=True, right=True, pad=0)

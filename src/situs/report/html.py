@@ -17,7 +17,7 @@ from __future__ import annotations
 import base64
 import html
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -130,6 +130,13 @@ class Page:
             self.section("What the numbers mean").text(meaning)
         self.section("How this page was made").facts(facts)
         return self
+
+    def reword(self, word: Callable[[str], str]) -> None:
+        """All its text in other words; `word` leaves markup and the pictures as they are."""
+        self.title, self.lead, self.notice, self.footer = map(word, (self.title, self.lead, self.notice, self.footer))
+        for section in self.sections:
+            section.title = word(section.title)
+            section.blocks = [Markup(word(str(block))) for block in section.blocks]  # noqa: S704  (escaped before)
 
     def render(self) -> str:
         """The whole page."""
