@@ -164,7 +164,7 @@ def test_workers_are_not_sent_the_noise() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(SitusError, match="must fill a frame"):
+    with pytest.raises(SitusError, match="at least a frame"):
         AudioConfig(seconds=0.01)
     with pytest.raises(SitusError, match=r"operations=2: is for images; clips take label_smoothing"):
         pipeline(Tones(), RECIPES["deit"])
