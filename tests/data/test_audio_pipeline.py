@@ -168,6 +168,6 @@ def test_what_cannot_be_is_refused() -> None:
         AudioConfig(seconds=0.01)
     with pytest.raises(SitusError, match=r"operations=2: is for images; clips take label_smoothing"):
         pipeline(Tones(), RECIPES["deit"])
-    with pytest.raises(SitusError, match="none of its 3 clips"):
+    with pytest.raises(SitusError, match="none of the 3 clips looked at can be read; the last: tone 2"):
         measure_scale(Tones(3, broken=(0, 1, 2)), CONFIG)
     assert isinstance(measure_scale(Tones(3, broken=(0,)), CONFIG), Scale)
