@@ -30,6 +30,8 @@ NUMBERS = {
     ("path", "value"),
     [
         ("top1", 0.5),
+        ("accuracy|top1", 0.5),
+        ("models.absent|run*.accuracy", 0.7),
         ("from scratch.accuracy[-1]", 0.9),
         ("models.*.accuracy", 0.7),
         ("both.run-?.accuracy", 0.1),

@@ -2,6 +2,7 @@
 
     top1                             a key
     together.top1                    a key of a table
+    accuracy|top1                    the first of these keys that is there
     models.*.accuracy                the only entry of a table, whatever its name
     models.mp3-?.accuracy            the only one whose name fits
     cells[0].accuracy                an entry of a list; [-1] is the last
@@ -96,10 +97,10 @@ def _find(held: Any, steps: list[str], path: str) -> Any:
 
 
 def _key(held: Any, key: str, path: str) -> Any:
-    if isinstance(held, Mapping):
-        if key in held:
-            return held[key]
-        if len(fits := [name for name in held if fnmatchcase(name, key)]) == 1:
+    for one in key.split("|") if isinstance(held, Mapping) else ():
+        if one in held:
+            return held[one]
+        if len(fits := [name for name in held if fnmatchcase(name, one)]) == 1:
             return held[fits[0]]
     raise _absent(path, key, held)
 
