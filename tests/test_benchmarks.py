@@ -102,3 +102,29 @@ def test_without_flower_its_benchmark_is_one_sentence() -> None:
     )
     said = "flwr is not installed: pip install flwr, best into an environment of its own\n"
     assert warm("-c", code, METHODS.parent) == (1, "", said)
+
+
+def test_the_published_attack_takes_the_cosine_of_all_gradients_and_the_tools_total_variation() -> None:
+    """Beside the tool's own terms: one vector of all gradients; the mean over all differences, both ways, times 0.2."""
+    made = runpy.run_path(str(BENCHMARKS / "attacks.py"))
+    chance = torch.Generator().manual_seed(0)
+    guess, sent = ({n: torch.randn(2, *s, generator=chance) for n, s in (("a", (3, 4)), ("b", (5,)))} for _ in range(2))
+    attack = made["InvertingGradients"](made["PUBLISHED"])
+    found = attack.measure(sent, None, 0.0)(guess)
+    flat = [torch.cat([part.flatten(1) for part in each.values()], dim=1).double() for each in (guess, sent)]
+    torch.testing.assert_close(found.double(), 1 - torch.nn.functional.cosine_similarity(*flat), atol=1e-6, rtol=0)
+    image = torch.randn(1, 1, 3, 8, 8, generator=chance)
+    steps = torch.cat([image.diff(dim=-2).abs().flatten(), image.diff(dim=-1).abs().flatten()])
+    from situs.audit.attacks.matching.search import variation
+
+    assert float(attack.config.smooth * variation(image)) == pytest.approx(0.2 * float(steps.mean()))
+    assert (attack.config.lr, attack.config.signed, attack.config.border) == (0.1, True, 0)
+
+
+def test_what_a_guard_costs_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "test_vit", "--size", "32", "--patch", "8", "--steps", "1", "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", ["guard.py", *words])
+    runpy.run_path(str(BENCHMARKS / "guard.py"), run_name="__main__")
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    assert [row[0].strip() for row in rows] == ["guard", "none", "patchembed", "all closed forms"]
+    assert all(float(row[2]) >= 0 for row in rows[2:])

@@ -16,7 +16,7 @@ from situs.audit.cases import TestSet
 from situs.audit.client import DTYPES
 from situs.audit.deadline import Deadline
 from situs.audit.defences import NoDefence, Step
-from situs.audit.gradients import Audit, attack_gradients
+from situs.audit.gradients import attack_gradients
 from situs.audit.judge.gate import Judgement, Limit, parse_limit
 from situs.audit.public import ATTACKED, NOTHING, config_from, open_audit
 from situs.audit.remedies.bisect import Answer, climb
@@ -54,26 +54,24 @@ class Search:
             raise _StoppedError
         self.deadline.say(f"{rung.label}: {len(test)} images{' that the search has not seen' * unseen}")
         part = part_of(test, slice(0, len(test) // rung.step.batch * rung.step.batch))
-        audit = self._audit(rung, part, self.attacks[:1])
-        judged = self._judge(audit)
-        if judged.answer != "above" and len(self.attacks) > 1:  # who is above is above whatever the others get
-            others = self._audit(rung, part, self.attacks[1:])
-            judged = self._judge(replace(others, outcomes=[*audit.outcomes, *others.outcomes]))
+        few, quick = part_of(part, slice(0, rung.step.batch)), self.attacks[:1]
+        judged = None
+        if len(few) < len(part) and not any(attack.slow for attack in quick):
+            judged = self._judge(rung, few, quick)  # far from the limit one upload and one attack tell as much as all
+        if judged is None or judged.answer != "above":
+            few, judged = part, self._judge(rung, part, self.attacks)
         value, by = (None, "") if judged.worst is None else (judged.worst.value, judged.worst.attack)
         answer = ANSWERS.get(judged.answer, "not judged")
-        trial = Trial(rung.label, answer, value, by, judged.said, len(part), unseen)
+        trial = Trial(rung.label, answer, value, by, judged.said, len(few), unseen)
         self.trials.append(trial)
         return trial
 
-    def _audit(self, rung: Rung, test: TestSet, attacks: Sequence[Attack]) -> Audit:
+    def _judge(self, rung: Rung, test: TestSet, attacks: Sequence[Attack]) -> Judgement:
         self.deadline.closed = False  # an audit closes it at its end, and there is another behind it
         given = {"step": rung.step, "deadline": self.deadline, "limit": self.limit}
         audit = attack_gradients(self.victim, test, attacks, [rung.defence], **given)
         if audit.stopped is not None and self.deadline.spent():  # an attack's own time may be over: it is not judged
             raise _StoppedError
-        return audit
-
-    def _judge(self, audit: Audit) -> Judgement:
         assert audit.ruling is not None
         [judged] = audit.ruling.judgements
         return judged
@@ -90,13 +88,13 @@ class Search:
         if found.named is None:
             return Remedy(name, None, _why(found.first_kept, rungs, seen), tried=tuple(seen.values()))
         named, failed = found.named, list[Trial]()
-        for fresh in others:
+        for number, fresh in enumerate(others):
             if len(fresh) < rungs[named].step.batch:
                 continue
             trial = self.ask(rungs[named], fresh, unseen=True)
             if trial.answer == "passed" and (named in seen or ask(named) == "passed"):
                 weaker = seen.get(named - 1) or (failed[-1] if failed else None)
-                below = self.ask(rungs[named - 1], fresh, unseen=True) if named else None
+                below = self._unseen(rungs[named - 1], others[number:]) if named else None
                 said = _remark(named, weaker, below, failed)
                 tried = (*seen.values(), *failed)
                 own = seen.get(named)
@@ -107,6 +105,14 @@ class Search:
             named += 1
         said = _failed(failed) or "there are no images left that the search has not seen"
         return Remedy(name, None, said, tried=(*seen.values(), *failed))
+
+    def _unseen(self, rung: Rung, others: Sequence[TestSet]) -> Trial:
+        """What the gate says on images that the search has not seen: the first set with one above, else the last."""
+        trials = (self.ask(rung, each, unseen=True) for each in others)
+        found = next(trials)
+        while found.answer != "above" and (more := next(trials, None)) is not None:
+            found = more
+        return found
 
     def tuned(self, tuning: Tuning, rung: Rung) -> Tuned:
         """What a short fine-tuning comes to."""
