@@ -10,7 +10,7 @@ import torch
 
 from situs.audit.cases import TestSet
 from situs.audit.client import DTYPES, names_sent, parameter_names, victim_gradients
-from situs.audit.defences import Clip, Defence, NoDefence, Noise, Step, Withhold, method_of
+from situs.audit.defences import Clip, Defence, NoDefence, Noise, NoPositionGradient, Step, Withhold, method_of
 from situs.backbones.base import Backbone
 from situs.config import Checked
 from situs.errors import SitusError
@@ -26,6 +26,9 @@ WEAK, STRONG = -8, 3
 
 LEAST_NOISE = 0.3
 """Noise multiplier below which ε says nothing any more, and takes its accountant forever."""
+
+
+PRECISIONS = ("fp32", "fp16", "bf16", "int8")
 
 
 @dataclass(frozen=True)
@@ -78,10 +81,10 @@ def ladders(victim: Backbone | Method, test: TestSet, step: Step) -> dict[str, l
         ],
         "withhold": [
             Rung(each.label, each, step)
-            for each in (Withhold(depth) for depth in range(len(_blocks(backbone)) + 1))
+            for each in (NoPositionGradient(), *(Withhold(depth) for depth in range(len(_blocks(backbone)) + 1)))
             if each.refuses(backbone) is None
         ],
-        "precision": [Rung(name, NoDefence(), replace(step, dtype=DTYPES[name])) for name in ("fp32", "fp16", "bf16")],
+        "precision": [Rung(name, NoDefence(), replace(step, dtype=DTYPES[name])) for name in PRECISIONS],
     }
     return {name: rungs for name, rungs in found.items() if rungs}
 
