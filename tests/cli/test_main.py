@@ -200,3 +200,16 @@ def test_the_page_of_exit_codes_tells_those_that_verbs_give() -> None:
     page = (Path(__file__).parents[2] / "docs/exit_codes.md").read_text()
     told = {int(row.split("|")[1]) for row in page.splitlines() if re.match(r"\| \d+ \|", row)}
     assert told == {0, 1, 2, ABOVE, NOT_JUDGED, INTERRUPTED, 141} and FOUND == ABOVE
+
+
+def test_flags_of_a_topic_are_listed_and_explained_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", "gradients", "--help"]) == 0
+    short = capsys.readouterr().out
+    assert "remedies  --private-images" in short and "AdamW" not in short
+    assert main(["audit", "gradients", "--help", "remedies"]) == 0
+    told = capsys.readouterr().out
+    assert "--tune-lr" in told and "AdamW" in told and "--fail-above" not in told
+    assert main(["audit", "gradients", "--help", "all"]) == 0
+    assert {"--tune-lr", "--restarts", "--fail-above"} <= set(re.findall(r"--[a-z-]+", capsys.readouterr().out))
+    assert main(["audit", "gradients", "--help", "presets"]) == 2
+    assert "choose one of: all, matching, remedies" in capsys.readouterr().err

@@ -106,22 +106,22 @@ class CostConfig(Checked):
     """Of which trainings the cost of a setting is said."""
 
     private_images: Count = 50_000
-    """Finding a defence: images of the training that ε is said of."""
+    """Images of the training that ε is said of."""
 
     private_epochs: Count = 10
-    """Finding a defence: and its epochs."""
+    """Its epochs."""
 
     tune_data: str | None = None
-    """Finding a defence: labelled images; each setting found is fine-tuned on some, for the accuracy it costs."""
+    """Labelled images; each setting found is fine-tuned on some, for the accuracy it costs."""
 
     tune_images: Count = 256
-    """Finding a defence: how many of them it learns from, each once."""
+    """How many of them it learns from, each once."""
 
     tune_test: Count = 500
-    """Finding a defence: and how many others it is judged on."""
+    """How many others it is judged on."""
 
     tune_lr: Positive = 1e-4
-    """Finding a defence: AdamW's rate then, for the audited batch; it grows with the root of a larger one."""
+    """AdamW's rate then, for the audited batch; it grows with the root of a larger one."""
 
 
 @dataclass(frozen=True)

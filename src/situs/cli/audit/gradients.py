@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from cyclopts import Parameter
 
@@ -27,6 +27,11 @@ from situs.pages import write_numbers
 @dataclass(frozen=True, kw_only=True)
 class Args(ModelArgs, CostConfig, AuditConfig):
     """What a model's gradients give away; a timm name without weights gets random ones."""
+
+    topics: ClassVar[dict[str, tuple[str, ...]]] = {
+        "matching": ("labels", "distance", "iterations", "restarts"),
+        "remedies": tuple(each.name for each in fields(CostConfig)),
+    }
 
     data: Annotated[str | None, Parameter(metavar="PATH")] = None
     """Images to attack, as training reads them."""

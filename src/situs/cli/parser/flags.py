@@ -2,7 +2,7 @@
 
 Parser, help, completion and the flag behind an error all read them here. A field of `Args` is a flag of its name; what
 else is to be said of it stands with its type, as in `Annotated[Path, Parameter(metavar="FILE")]`; `POSITIONAL` there
-makes it a word without a flag. Of a config every field is a flag: `--batch`, `--optim.lr`, `--method.mask-ratio`.
+makes it a word without a flag; the class's `topics` name groups of fields that `--help` only lists. Of a config every field is a flag: `--batch`, `--optim.lr`, `--method.mask-ratio`.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ def flags_of(args_type: type[Any], start: Any = None, *, every: bool = False) ->
 
 def _own(args_type: type[Any], config: str) -> Iterator[Flag]:
     kinds, texts = _hints(args_type, include_extras=True), texts_of(args_type)
+    topics = {name: topic for topic, names in getattr(args_type, "topics", {}).items() for name in names}
     for each in fields(args_type):
         if each.name == config:
             continue
@@ -93,7 +94,8 @@ def _own(args_type: type[Any], config: str) -> Iterator[Flag]:
         positional = POSITIONAL in notes
         name = metavar if positional else (told.name or (flag_name(each.name),))[0]  # pyright: ignore[reportIndexIssue]
         default = each.default if each.default_factory is MISSING else each.default_factory()
-        yield Flag(name, (each.name,), kind, default, texts[each.name], metavar, own=True, positional=positional)
+        own = {"group": topics.get(each.name, ""), "own": True, "positional": positional}
+        yield Flag(name, (each.name,), kind, default, texts[each.name], metavar, **own)
 
 
 def _choices(start: Any) -> Iterator[Flag]:

@@ -29,20 +29,21 @@ def asked_topic(argv: Sequence[str]) -> str | None:
 
 def print_help(flags: Sequence[Flag], config: Any, topic: str, prog: str, description: str, preset: str | None) -> None:
     """Prints what `topic` asks for; defaults are those that preset, file and chosen method give."""
-    groups = [f.name for f in fields(config) if is_dataclass(getattr(config, f.name))] if config is not None else []
-    if config is None:
+    tables = [f.name for f in fields(config) if is_dataclass(getattr(config, f.name))] if config is not None else []
+    groups = list(dict.fromkeys([*tables, *(flag.group for flag in flags if flag.group)]))
+    if not groups:
         topic = ""
-    elif topic and topic not in (topics := (*groups, "presets", "all")):
+    elif topic and topic not in (topics := (*groups, *(["presets"] if tables else []), "all")):
         raise unknown_name("topic of --help", topic, topics)
     if topic == "presets":
         print(presets_text(preset))
         return
     flags = [_with_key(flag) if get_origin(flag.kind) is dict else flag for flag in flags]
     shown = [flag for flag in flags if topic in ("all", flag.group)]
-    about = f"The flags --{topic}.* and their values." if topic in groups else description
+    about = f"The flags --{topic}.* and their values." if topic in tables else description
     app_of(shown, prog, about).help_print([])
     if groups and not topic:
-        print(other_flags([flag for flag in flags if flag.group], groups, prog))
+        print(other_flags([flag for flag in flags if flag.group], groups, prog, presets=bool(tables)))
 
 
 def _with_key(flag: Flag) -> Flag:
@@ -50,15 +51,17 @@ def _with_key(flag: Flag) -> Flag:
     return replace(flag, name=f"{flag.name}.KEY", kind=str, metavar="VALUE", default=None)
 
 
-def other_flags(flags: Sequence[Flag], groups: Sequence[str], prog: str) -> str:
+def other_flags(flags: Sequence[Flag], groups: Sequence[str], prog: str, *, presets: bool) -> str:
     """The names of the flags in groups, and how to read on."""
-    topics = f"{prog} --help GROUP explains a group below, --help all every flag, --help presets the recipes."
+    recipes = ", --help presets the recipes" if presets else ""
+    topics = f"{prog} --help GROUP explains a group below, --help all every flag{recipes}."
     told = textwrap.wrap(topics, _width(), **_WHOLE)
     column = max(map(len, groups)) + 4
     for group in groups:
-        names = [_short(flag.name.removeprefix(f"--{group}.")) for flag in flags if flag.group == group]
+        own = [flag.name for flag in flags if flag.group == group and flag.own]
+        names = [_short(flag.name.removeprefix(f"--{group}.")) for flag in flags if flag.group == group and not flag.own]
         names = list(dict.fromkeys(names))
-        names[:1] = [f"--{group}.{name}" for name in names[:1]]
+        names = own + [f"--{group}.{name}" for name in names[:1]] + names[1:]
         lead = f"  {group:<{column - 2}}"
         told += textwrap.wrap(
             ", ".join(names) or "none", _width(), initial_indent=lead, subsequent_indent=" " * column, **_WHOLE
