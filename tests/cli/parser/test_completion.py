@@ -37,7 +37,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("situs evaluate kn", {"knn"}),
         ("situs pretrain --optim.warmup-e", {"--optim.warmup-epochs"}),
         ("situs pretrain --method.dal-w", {"--method.dal-weight", "--method.dal-warmup"}),
-        ("situs evaluate probe --kind ", {"position", "class"}),
+        ("situs evaluate probe --kind ", {"position", "class", "segments"}),
     ],
 )
 def test_bash_completes(line: str, words: set[str], script: Path) -> None:

@@ -2,7 +2,8 @@
 
 Parser, help, completion and the flag behind an error all read them here. A field of `Args` is a flag of its name; what
 else is to be said of it stands with its type, as in `Annotated[Path, Parameter(metavar="FILE")]`; `POSITIONAL` there
-makes it a word without a flag; the class's `topics` name groups of fields that `--help` only lists. Of a config every field is a flag: `--batch`, `--optim.lr`, `--method.mask-ratio`.
+makes it a word without a flag; the class's `topics` name groups of fields that `--help` only lists. Of a config every
+field is a flag: `--batch`, `--optim.lr`, `--method.mask-ratio`.
 """
 
 from __future__ import annotations

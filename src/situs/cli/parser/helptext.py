@@ -58,9 +58,9 @@ def other_flags(flags: Sequence[Flag], groups: Sequence[str], prog: str, *, pres
     told = textwrap.wrap(topics, _width(), **_WHOLE)
     column = max(map(len, groups)) + 4
     for group in groups:
-        own = [flag.name for flag in flags if flag.group == group and flag.own]
-        names = [_short(flag.name.removeprefix(f"--{group}.")) for flag in flags if flag.group == group and not flag.own]
-        names = list(dict.fromkeys(names))
+        members = [flag for flag in flags if flag.group == group]
+        own = [flag.name for flag in members if flag.own]
+        names = list(dict.fromkeys(_short(f.name.removeprefix(f"--{group}.")) for f in members if not f.own))
         names = own + [f"--{group}.{name}" for name in names[:1]] + names[1:]
         lead = f"  {group:<{column - 2}}"
         told += textwrap.wrap(
